@@ -1,0 +1,23 @@
+"""LayerNorm and RMSNorm on NVIDIA GPUs at the speed of memory, for CuPy and NumPy arrays."""
+
+from .api import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+from .kernels import CompileError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompileError",
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+]

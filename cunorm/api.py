@@ -1,0 +1,353 @@
+"""The public functions. Each picks the implementation by the kind of x: NumPy on the host, CuPy on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from . import host
+
+KDL_CUDA, KDL_CUDA_MANAGED = 2, 13  # device types of the DLPack specification
+
+
+def layer_norm(
+    x: Any,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> Any:
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axes of x.
+
+    Parameters
+    ----------
+    x : array, shape (..., *normalized_shape)
+        float16, bfloat16, float32 or float64: a NumPy array, a CuPy array, or any array with `__dlpack__` on a CUDA
+        device. Rows may be strided; arrays whose rows are not contiguous are copied.
+    normalized_shape : int or sequence of int, optional
+        The last axes of x, over which mean and (biased) variance are taken. Default: the shape of `weight`, or the last
+        axis.
+    weight, bias : array, shape normalized_shape, optional
+        Any of the four dtypes, each independently of x.
+    eps : float
+        Added to the variance, inside the root.
+    zero_centered_gamma : bool
+        Multiply by 1 + weight instead of weight.
+    out : array, shape of x, optional
+        Where y is written; may be x itself, otherwise shares no memory with the inputs.
+    dtype : dtype or str, optional
+        Of y. Default: that of `out`, or of x.
+    sm_margin : int
+        Leaves the work of this many multiprocessors to others, such as communication that runs at the same time: the
+        kernel launches no more CTAs than the remaining ones hold.
+
+    Returns
+    -------
+    y : array, shape of x
+        Of the kind of x (a CuPy array for a DLPack producer), on its device, ordered on the current stream of CuPy.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind or dtype.
+    ValueError
+        A shape, value or device that does not fit, or an `out` that overlaps an input.
+
+    Notes
+    -----
+    Arithmetic in float32 (float64 for float64 x) with one rounding at the end. A row's result is the same to the bit
+    whatever the other rows are. Ba, Kiros, Hinton, Layer Normalization, 2016; kernels_cu/norm_forward.cu.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> cunorm.layer_norm(numpy.array([[1.0, 2.0, 3.0]])).round(3)
+    array([[-1.225,  0.   ,  1.225]])
+    """
+    name = "layer_norm"
+    implementation, (x, weight, bias, out) = _implementation(name, x=x, weight=weight, bias=bias, out=out)
+    y, _, _ = implementation.forward(
+        name,
+        x,
+        normalized_shape,
+        weight,
+        bias,
+        eps,
+        zero_centered_gamma=zero_centered_gamma,
+        out=out,
+        dtype=dtype,
+        sm_margin=sm_margin,
+        statistics=False,
+    )
+    return y
+
+
+def rms_norm(
+    x: Any,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> Any:
+    """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
+
+    Parameters, results and errors as in `layer_norm`. Zhang, Sennrich, Root Mean Square Layer Normalization, 2019;
+    kernels_cu/norm_forward.cu.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> cunorm.rms_norm(numpy.array([[3.0, 4.0]]), eps=0.0).round(3)
+    array([[0.849, 1.131]])
+    """
+    name = "rms_norm"
+    implementation, (x, weight, out) = _implementation(name, x=x, weight=weight, out=out)
+    y, _, _ = implementation.forward(
+        name,
+        x,
+        normalized_shape,
+        weight,
+        None,
+        eps,
+        zero_centered_gamma=zero_centered_gamma,
+        out=out,
+        dtype=dtype,
+        sm_margin=sm_margin,
+        statistics=False,
+    )
+    return y
+
+
+def layer_norm_forward(
+    x: Any,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> tuple[Any, Any, Any]:
+    """`layer_norm` with what its backward pass needs: (y, mean, rstd), rstd = 1 / sqrt(var(x) + eps).
+
+    Parameters and errors as in `layer_norm`.
+
+    Returns
+    -------
+    y : array, shape of x
+    mean, rstd : array, shape of x without its normalised axes
+        float32 (float64 for float64 x).
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, mean, rstd = cunorm.layer_norm_forward(numpy.array([[1.0, 2.0, 3.0]]), eps=0.0)
+    >>> mean, rstd.round(3)
+    (array([2.]), array([1.225]))
+    """
+    name = "layer_norm_forward"
+    implementation, (x, weight, bias, out) = _implementation(name, x=x, weight=weight, bias=bias, out=out)
+    return implementation.forward(
+        name,
+        x,
+        normalized_shape,
+        weight,
+        bias,
+        eps,
+        zero_centered_gamma=zero_centered_gamma,
+        out=out,
+        dtype=dtype,
+        sm_margin=sm_margin,
+        statistics=True,
+    )
+
+
+def rms_norm_forward(
+    x: Any,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    out: Any = None,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> tuple[Any, Any]:
+    """`rms_norm` with what its backward pass needs: (y, rstd), rstd = 1 / sqrt(mean(x²) + eps).
+
+    Parameters and errors as in `layer_norm`; rstd as in `layer_norm_forward`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, rstd = cunorm.rms_norm_forward(numpy.array([[3.0, 4.0]]), eps=0.0)
+    >>> rstd.round(3)
+    array([0.283])
+    """
+    name = "rms_norm_forward"
+    implementation, (x, weight, out) = _implementation(name, x=x, weight=weight, out=out)
+    y, _, rstd = implementation.forward(
+        name,
+        x,
+        normalized_shape,
+        weight,
+        None,
+        eps,
+        zero_centered_gamma=zero_centered_gamma,
+        out=out,
+        dtype=dtype,
+        sm_margin=sm_margin,
+        statistics=True,
+    )
+    return y, rstd
+
+
+def layer_norm_backward(
+    dy: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any = None,
+    *,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+    sm_margin: int = 0,
+) -> tuple[Any, Any, Any]:
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy, with g = dy * weight.
+
+    xhat = (x - mean) * rstd. The sums of dweight and dbias go over all rows, in float32 (float64 for float64 x), in a
+    fixed order: the same input gives the same bits.
+
+    Parameters
+    ----------
+    dy : array, shape of x
+        The gradient of y, in any of the four dtypes.
+    x : array
+        The input of the forward pass.
+    mean, rstd : array, shape of x without its normalised axes
+        What `layer_norm_forward` returned. Their shape says which axes of x are normalised.
+    weight : array, shape of the normalised axes, optional
+    zero_centered_gamma : bool
+        As in the forward pass.
+    output_mask : tuple of three bool
+        Which of (dx, dweight, dbias) are wanted; the others are not computed and come as None.
+    sm_margin : int
+        As in `layer_norm`.
+
+    Returns
+    -------
+    dx : array, shape and dtype of x
+    dweight, dbias : array, shape of the normalised axes, dtype of weight (of x without a weight)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `layer_norm`.
+
+    Notes
+    -----
+    kernels_cu/norm_backward.cu, kernels_cu/weight_gradient.cu.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x = numpy.array([[1.0, 2.0, 4.0]])
+    >>> y, mean, rstd = cunorm.layer_norm_forward(x)
+    >>> dx, dweight, dbias = cunorm.layer_norm_backward(numpy.array([[1.0, 0.0, 0.0]]), x, mean, rstd)
+    >>> dx.round(3), dbias
+    (array([[ 0.229, -0.344,  0.115]]), array([1., 0., 0.]))
+    """
+    name = "layer_norm_backward"
+    implementation, arrays = _implementation(name, x=x, dy=dy, mean=mean, rstd=rstd, weight=weight)
+    x, dy, mean, rstd, weight = arrays
+    return implementation.backward(
+        name,
+        dy,
+        x,
+        mean,
+        rstd,
+        weight,
+        zero_centered_gamma=zero_centered_gamma,
+        output_mask=output_mask,
+        sm_margin=sm_margin,
+    )
+
+
+def rms_norm_backward(
+    dy: Any,
+    x: Any,
+    rstd: Any,
+    weight: Any = None,
+    *,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool] = (True, True),
+    sm_margin: int = 0,
+) -> tuple[Any, Any]:
+    """dx = rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = x * rstd.
+
+    Parameters, results and errors as in `layer_norm_backward`; `output_mask` is for (dx, dweight).
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x = numpy.array([[3.0, 4.0]])
+    >>> y, rstd = cunorm.rms_norm_forward(x)
+    >>> dx, dweight = cunorm.rms_norm_backward(numpy.array([[1.0, 0.0]]), x, rstd)
+    >>> dx.round(3), dweight.round(3)
+    (array([[ 0.181, -0.136]]), array([0.849, 0.   ]))
+    """
+    name = "rms_norm_backward"
+    implementation, (x, dy, rstd, weight) = _implementation(name, x=x, dy=dy, rstd=rstd, weight=weight)
+    dx, dweight, _ = implementation.backward(
+        name,
+        dy,
+        x,
+        None,
+        rstd,
+        weight,
+        zero_centered_gamma=zero_centered_gamma,
+        output_mask=output_mask,
+        sm_margin=sm_margin,
+    )
+    return dx, dweight
+
+
+def _implementation(function: str, **arrays: Any) -> tuple[Any, list[Any]]:
+    """The module that handles arrays of the kind of x (the first), and the arrays as it wants them."""
+    x = next(iter(arrays.values()))
+    if isinstance(x, numpy.ndarray):
+        return host, list(arrays.values())
+    if type(x).__module__.partition(".")[0] == "cupy":
+        from . import gpu
+
+        return gpu, list(arrays.values())
+    if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
+        raise TypeError(
+            f"{function}: x must be a NumPy or CuPy array, or have __dlpack__ on a CUDA device; got {type(x).__name__}."
+        )
+    if int(x.__dlpack_device__()[0]) not in (KDL_CUDA, KDL_CUDA_MANAGED):
+        raise TypeError(
+            f"{function}: x must be on a CUDA device to come by DLPack; got a {type(x).__name__} elsewhere. "
+            "On the host pass numpy.from_dlpack(x)."
+        )
+    try:
+        from . import gpu
+    except ImportError as error:
+        raise ImportError(
+            f"{function}: arrays on a GPU need CuPy; it could not be imported ({error}). "
+            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
+        ) from error
+    return gpu, [gpu.from_dlpack(function, name, array) for name, array in arrays.items()]

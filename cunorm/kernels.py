@@ -1,0 +1,209 @@
+"""From `KernelSpec` to a kernel: the CUDA text, its compilation, and the cache of compiled kernels.
+
+The text is the files of `kernels_cu/` followed by a few generated lines that instantiate one template behind one
+`extern "C"` entry. Included files are put into the text itself: the key of CuPy's disk cache is a hash of the text and
+does not see what `#include` would reach, so an edited header would not recompile.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from concurrent.futures import Future
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from .plan import KernelSpec
+
+OPTIONS = ("--std=c++17",)
+
+CPP_TYPE = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double", None: "Absent"}
+
+FILES = {
+    "forward": "norm_forward.cu",
+    "forward_streamed": "norm_forward_streamed.cu",
+    "backward": "norm_backward.cu",
+    "backward_streamed": "norm_backward_streamed.cu",
+    "weight_gradient_partials": "weight_gradient.cu",
+    "sum_partials": "weight_gradient.cu",
+}
+
+
+class CompileError(RuntimeError):
+    """NVRTC rejected a kernel. The message holds its log: a bug in cunorm, or an NVRTC that is too old."""
+
+
+class Resources(NamedTuple):
+    """What ptxas says that a kernel uses: registers a thread, and bytes."""
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+
+
+_kernels: dict[tuple[KernelSpec, int], Future] = {}
+_lock = threading.Lock()
+
+
+def kernel(spec: KernelSpec, device_id: int) -> Any:
+    """The compiled kernel, a callable `(grid, block, args)`. Device `device_id` must be current.
+
+    Threads may call at once: one of them compiles, the others wait for it.
+    """
+    key = (spec, device_id)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key)
+            mine = found is None
+            if found is None:
+                found = _kernels[key] = Future()
+        if mine:
+            try:
+                found.set_result(_compile(spec))
+            except BaseException as error:
+                del _kernels[key]
+                found.set_exception(error)
+    return found.result()
+
+
+def _compile(spec: KernelSpec) -> Any:
+    import cupy
+
+    try:
+        return cupy.RawModule(code=source(spec), options=OPTIONS).get_function(entry_name(spec))
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(f"cunorm: NVRTC could not compile {entry_name(spec)} for {spec}:\n{error}") from error
+
+
+def compile_for(spec: KernelSpec, arch: int, *, ptx: bool = False) -> tuple[bytes, Resources]:
+    """Compile for any architecture, with no GPU and no driver: the cubin (or PTX) and what it uses."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(source(spec), f"{entry_name(spec)}.cu", (), ())
+    target = f"-arch=sm_{arch}"
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, "-ftz=true", target, "--ptxas-options=-v"))
+        log = nvrtc.getProgramLog(program)
+        code = nvrtc.getPTX(program) if ptx else nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise CompileError(f"cunorm: NVRTC could not compile {entry_name(spec)} for sm_{arch}:\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return (code if isinstance(code, bytes) else code.encode()), _parse_resources(log)
+
+
+def entry_name(spec: KernelSpec) -> str:
+    return f"cunorm_{spec.kernel}"
+
+
+def source(spec: KernelSpec) -> str:
+    """The whole CUDA text of a kernel."""
+    return f"{_file_text(FILES[spec.kernel])}\n{_entry(spec)}"
+
+
+@cache
+def _file_text(name: str) -> str:
+    return _inlined(name, set())
+
+
+def _inlined(name: str, seen: set[str]) -> str:
+    seen.add(name)
+    lines = [f'#line 1 "{name}"']
+    text = resources.files("cunorm.kernels_cu").joinpath(name).read_text()
+    for number, line in enumerate(text.splitlines(), 1):
+        included = re.fullmatch(r'#include "(.+)"', line)
+        if included:
+            if included[1] not in seen:
+                lines.append(_inlined(included[1], seen))
+            lines.append(f'#line {number + 1} "{name}"')
+        elif line != "#pragma once":
+            lines.append(line)
+        else:
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _entry(spec: KernelSpec) -> str:
+    """The entry point of a spec: the arguments that launch.py passes, and the template they go to."""
+    shape = spec.shape
+    x, y, weight, bias = (CPP_TYPE[dtype] for dtype in (spec.x, spec.y, spec.weight, spec.bias))
+    compute = "double" if spec.x == "float64" else "float"
+    rms, zero_centered, aligned = (_cpp(flag) for flag in (spec.rms, spec.zero_centered_gamma, spec.aligned))
+    row_shape = f"RowShape<{spec.cols}, {shape.pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
+    step_shape = f"RowShape<{shape.pack * shape.threads}, {shape.pack}, {shape.threads}, 1, 1>"
+    load_x = f"LoadRows<{x}, {shape.pack}, {aligned}>{{x, x_stride}}"
+    load_dy = f"LoadRows<{y}, {shape.pack}, {aligned}>{{dy, dy_stride}}"
+    scale = f"ScaleByWeight<{weight}, {shape.pack}, {zero_centered}, {aligned}>{{weight}}"
+    store_dx = f"StoreRows<{x}, {shape.pack}, {aligned}>{{dx, {spec.cols}}}"
+    store_y = f"StoreAffine<{y}, {weight}, {bias}, {shape.pack}, {zero_centered}, {aligned}>{{y, y_stride, weight, bias}}"
+    gradients = f"Gradients<{', '.join(_cpp(flag) for flag in spec.output_mask)}>"
+    forward_parameters = (
+        f"const {x}* x, {y}* y, const {weight}* weight, const {bias}* bias, {compute}* mean, {compute}* rstd, "
+        f"int64 rows, int64 x_stride, int64 y_stride, {compute} eps"
+    )
+    backward_parameters = (
+        f"const {x}* x, const {y}* dy, const {weight}* weight, const {compute}* mean, const {compute}* rstd, {x}* dx, "
+        f"{compute}* dweight_partials, {compute}* dbias_partials, int64 rows, int64 x_stride, int64 dy_stride"
+    )
+    if spec.kernel == "forward":
+        parameters = forward_parameters
+        call = (
+            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, {compute}>"
+            f"({load_x}, {store_y}, mean, rstd, rows, eps)"
+        )
+    elif spec.kernel == "forward_streamed":
+        parameters = forward_parameters
+        call = (
+            f"norm_forward_streamed<{rms}, {spec.cols}, {step_shape}, {compute}>"
+            f"({load_x}, {store_y}, mean, rstd, rows, eps)"
+        )
+    elif spec.kernel == "backward":
+        parameters = backward_parameters
+        call = (
+            f"norm_backward<{rms}, {row_shape}, {spec.rows_per_cta}, {gradients}, {compute}>"
+            f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, dweight_partials, dbias_partials, rows)"
+        )
+    elif spec.kernel == "backward_streamed":
+        parameters = backward_parameters
+        call = (
+            f"norm_backward_streamed<{rms}, {spec.cols}, {step_shape}, {compute}>"
+            f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, rows)"
+        )
+    elif spec.kernel == "weight_gradient_partials":
+        parameters = backward_parameters
+        call = (
+            f"weight_gradient_partials<{rms}, {spec.cols}, {shape.pack}, {gradients}, {compute}>"
+            f"({load_x}, {load_dy}, mean, rstd, dweight_partials, dbias_partials, rows)"
+        )
+    else:
+        parameters = f"const {x}* partials, {y}* first, {y}* second, int64 groups, int64 cols"
+        call = "sum_partials(partials + blockIdx.y * groups * cols, blockIdx.y ? second : first, groups, cols)"
+    cluster = f" __cluster_dims__({shape.cluster}, 1, 1)" if shape.cluster > 1 else ""
+    return (
+        "using namespace cunorm;\n"
+        f'extern "C" __global__ void{cluster} __launch_bounds__({spec.threads}, {spec.ctas_per_sm})\n'
+        f"{entry_name(spec)}({parameters}) {{\n  {call};\n}}\n"
+    )
+
+
+def _cpp(flag: bool) -> str:
+    return "true" if flag else "false"
+
+
+def _parse_resources(log: str) -> Resources:
+    def number(pattern: str) -> int:
+        found = re.search(pattern, log)
+        return int(found[1]) if found else 0
+
+    return Resources(
+        registers=number(r"Used (\d+) registers"),
+        stack=number(r"(\d+) bytes stack frame"),
+        spill_stores=number(r"(\d+) bytes spill stores"),
+        spill_loads=number(r"(\d+) bytes spill loads"),
+        shared=number(r"(\d+) bytes smem"),
+    )

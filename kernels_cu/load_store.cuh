@@ -1,0 +1,100 @@
+// What is read before the norm and written after it. A kernel is a template over a Load and a Store; a new fusion is a
+// new functor here, not a new kernel.
+//
+// Load:   fetch(pack, row, column, valid)   starts the read of a pack, in its storage format
+//         unpack(pack, values)              its values in Compute
+//         stay_packed(pack)                 between two uses: drop the values, keep the pack
+// Store:  fetch(operands, column, valid)    starts the read of what the store needs for a column (weight, bias)
+//         store(row, column, valid, xhat, operands)
+#pragma once
+#include "pack.cuh"
+
+namespace cunorm {
+
+// Rows of a matrix whose columns are contiguous.
+template <class T, int kPack, bool kAligned>
+struct LoadRows {
+  using Packed = Pack<T, kPack>;
+  const T* data;
+  int64 row_stride;  // elements
+
+  DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
+    load_pack<kAligned, Cache::kStreamed>(pack, data + row * row_stride + column, valid);
+  }
+  template <class Compute>
+  DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
+    cunorm::unpack(pack, values);
+  }
+  DEVICE void stay_packed(Packed& pack) const { cunorm::stay_packed(pack); }
+};
+
+// y = xhat * weight + bias, with 1 + weight if kZeroCentered.
+template <class Y, class Weight, class Bias, int kPack, bool kZeroCentered, bool kAligned>
+struct StoreAffine {
+  struct Operands {
+    Pack<Weight, kPack> weight;
+    Pack<Bias, kPack> bias;
+  };
+  Y* data;
+  int64 row_stride;  // elements
+  const Weight* weight;
+  const Bias* bias;
+
+  DEVICE void fetch(Operands& operands, int64 column, int valid) const {
+    if constexpr (kPresent<Weight>) load_pack<kAligned, Cache::kKept>(operands.weight, weight + column, valid);
+    if constexpr (kPresent<Bias>) load_pack<kAligned, Cache::kKept>(operands.bias, bias + column, valid);
+  }
+
+  template <class Compute>
+  DEVICE void store(int64 row, int64 column, int valid, Compute (&xhat)[kPack], const Operands& operands) const {
+    if constexpr (kPresent<Weight>) {
+      Compute gamma[kPack];
+      unpack(operands.weight, gamma);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) xhat[i] *= kZeroCentered ? 1 + gamma[i] : gamma[i];
+    }
+    if constexpr (kPresent<Bias>) {
+      Compute beta[kPack];
+      unpack(operands.bias, beta);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) xhat[i] += beta[i];
+    }
+    store_pack<kAligned>(data + row * row_stride + column, pack_values<Y>(xhat), valid);
+  }
+};
+
+// The rows of dx: values are stored as they come.
+template <class T, int kPack, bool kAligned>
+struct StoreRows {
+  T* data;
+  int64 row_stride;  // elements
+
+  template <class Compute>
+  DEVICE void store(int64 row, int64 column, int valid, const Compute (&values)[kPack]) const {
+    store_pack<kAligned>(data + row * row_stride + column, pack_values<T>(values), valid);
+  }
+};
+
+// g = dy * weight, the gradient of the normalised values; with 1 + weight if kZeroCentered.
+template <class Weight, int kPack, bool kZeroCentered, bool kAligned>
+struct ScaleByWeight {
+  using Operands = Pack<Weight, kPack>;
+  const Weight* weight;
+
+  DEVICE void fetch(Operands& operands, int64 column, int valid) const {
+    if constexpr (kPresent<Weight>) load_pack<kAligned, Cache::kKept>(operands, weight + column, valid);
+  }
+  template <class Compute>
+  DEVICE void apply(const Compute (&dy)[kPack], const Operands& operands, Compute (&g)[kPack]) const {
+    if constexpr (kPresent<Weight>) {
+      unpack(operands, g);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) g[i] = dy[i] * (kZeroCentered ? 1 + g[i] : g[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) g[i] = dy[i];
+    }
+  }
+};
+
+}  // namespace cunorm

@@ -1,0 +1,103 @@
+// Mean and variance of a row, by Welford's method in its parallel form (Chan, Golub, LeVeque 1983): parts that know
+// (count, mean, squared deviations from that mean) are merged exactly.
+//
+// A part's mean, rounded to float, is only a pivot: what the rounding lost is carried along as the sum of deviations
+// from it. Without that, a row with |mean| / std = 1e4 is wrong by 1e4 * 6e-8 in every normalised value.
+#pragma once
+#include "row.cuh"
+
+namespace cunorm {
+
+// sum = Σ(x - pivot), squares = Σ(x - pivot)²
+template <class Compute>
+struct Moments {
+  Compute pivot;
+  Compute sum;
+  Compute squares;
+};
+
+// mean = pivot + residual; x - mean is to be computed as (x - pivot) - residual.
+template <class Compute>
+struct RowMoments {
+  Compute pivot;
+  Compute residual;
+  Compute rstd;
+};
+
+// The same sums about another pivot.
+template <class Compute>
+DEVICE Moments<Compute> about(Moments<Compute> part, Compute count, Compute pivot) {
+  const Compute shift = part.pivot - pivot;
+  return {pivot, part.sum + count * shift, part.squares + shift * (2 * part.sum + count * shift)};
+}
+
+template <class Compute>
+DEVICE RowMoments<Compute> finish(Moments<Compute> row, Compute count, Compute eps) {
+  const Compute residual = row.sum / count;
+  const Compute variance = row.squares / count - residual * residual;
+  // Written so that NaN stays NaN; rounding can leave a constant row slightly below zero.
+  return {row.pivot, residual, reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)};
+}
+
+// Welford's update, a pack at a time, for rows too long to hold. The running mean is kept as mean + lost, the sum of
+// two floats (Knuth's TwoSum), for the reason given above.
+template <class Compute>
+struct RunningMoments {
+  Compute count = 0;
+  Compute mean = 0;
+  Compute lost = 0;
+  Compute squares = 0;
+
+  DEVICE void merge(Compute other_count, Moments<Compute> other) {
+    const Compute other_residual = other.sum / other_count;
+    const Compute other_squares = other.squares - other.sum * other_residual;
+    if (count == 0) {
+      *this = {other_count, other.pivot, other_residual, other_squares};
+      return;
+    }
+    const Compute total = count + other_count;
+    const Compute delta = (other.pivot - mean) + (other_residual - lost);
+    squares += other_squares + delta * delta * (count * other_count / total);
+    const Compute step = delta * (other_count / total);
+    const Compute next = mean + step;
+    const Compute rounded = next - mean;
+    lost += (mean - (next - rounded)) + (step - rounded);
+    mean = next;
+    count = total;
+  }
+
+  DEVICE Moments<Compute> moments() const { return {mean, count * lost, squares + count * lost * lost}; }
+};
+
+// Moments about the group's own mean of the values that kLanes lanes hold, `count` in all.
+// for_each(f) calls f(value) for every value of this thread.
+template <int kLanes, class Compute, class ForEach>
+DEVICE Moments<Compute> group_moments(Compute count, ForEach for_each) {
+  Compute sum = 0;
+  for_each([&](Compute value) { sum += value; });
+  const Compute pivot = group_sum<kLanes>(sum) / (count > 0 ? count : 1);
+  Compute deviations = 0;
+  Compute squares = 0;
+  for_each([&](Compute value) {
+    const Compute deviation = value - pivot;
+    deviations += deviation;
+    squares += deviation * deviation;
+  });
+  return {pivot, group_sum<kLanes>(deviations), group_sum<kLanes>(squares)};
+}
+
+// Merges what the warps of a row published: (pivot, sum, squares) in slots [3][kSlots], count(slot) columns each.
+template <class Exchange, class Compute, class Slots, class Count>
+DEVICE Moments<Compute> merge_slots(const Slots& slots, Compute total_count, Count count) {
+  const Compute pivot =
+      Exchange::sum([&](int slot) { return static_cast<Compute>(count(slot)) * slots[0][slot]; }) / total_count;
+  const auto part = [&](int slot) {
+    return about(Moments<Compute>{slots[0][slot], slots[1][slot], slots[2][slot]}, static_cast<Compute>(count(slot)),
+                 pivot);
+  };
+  const Compute sum = Exchange::sum([&](int slot) { return part(slot).sum; });
+  const Compute squares = Exchange::sum([&](int slot) { return part(slot).squares; });
+  return {pivot, sum, squares};
+}
+
+}  // namespace cunorm

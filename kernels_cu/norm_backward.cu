@@ -1,0 +1,177 @@
+// LayerNorm and RMSNorm backward, rows held in registers: x and dy are read once, dx written once.
+//   xhat = (x - mean) * rstd,  g = dy * weight
+//   LayerNorm   dx = rstd * (g - c2 - xhat * c1),  c1 = mean(g * xhat), c2 = mean(g)
+//   RMSNorm     dx = rstd * (g - xhat * c1)        (mean = 0)
+//   dweight = Σ_rows dy * xhat,  dbias = Σ_rows dy
+// One persistent kernel: a CTA (or cluster) takes every gridDim-th row, asks for its next rows before it reduces the
+// present ones, and keeps dweight and dbias of its columns in registers. Each writes one partial row at the end;
+// weight_gradient.cu adds them up in a fixed order.
+#pragma once
+#include "gradients.cuh"
+#include "load_store.cuh"
+#include "row.cuh"
+
+namespace cunorm {
+
+// Adds up what the kRows row groups of a CTA hold for the same columns and writes the sum to partial[kCols].
+template <class Shape, int kRows, class Compute>
+DEVICE void store_partial(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank, Compute* partial) {
+  constexpr int kPack = Shape::kPack;
+  // Threads that hold a set of columns once: a row group, or a warp once its row groups are added up by shuffles.
+  constexpr int kHolders = Shape::kThreads < 32 && kRows > 1 ? 32 : Shape::kThreads;
+  constexpr int kTurns = kRows * Shape::kThreads / kHolders;
+  __shared__ Compute total[kTurns > 1 ? Shape::kPacks * Shape::kThreads * kPack : 1];
+  if constexpr (kHolders > Shape::kThreads) {
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+#pragma unroll
+        for (int mask = Shape::kThreads; mask < 32; mask *= 2) sums[p][i] += shuffle_xor(sums[p][i], mask);
+      }
+    }
+  }
+  const int turn = threadIdx.x / kHolders;
+  const bool holds = static_cast<int>(threadIdx.x) % kHolders < Shape::kThreads;
+#pragma unroll 1
+  for (int next = 0; next < kTurns; ++next) {
+    if (turn == next && holds) {
+#pragma unroll
+      for (int p = 0; p < Shape::kPacks; ++p) {
+        const int column = Shape::column(rank, p);
+        if (kTurns > 1 && next > 0) {
+#pragma unroll
+          for (int i = 0; i < kPack; ++i) sums[p][i] += total[column + i];
+        }
+        if (next == kTurns - 1) {
+          store_pack<Shape::kWholePacks>(partial + column, pack_values<Compute>(sums[p]), Shape::valid(column));
+        } else {
+#pragma unroll
+          for (int i = 0; i < kPack; ++i) total[column + i] = sums[p][i];
+        }
+      }
+    }
+    if (kTurns > 1) __syncthreads();
+  }
+}
+
+// dweight_partials and dbias_partials: [groups][kCols], a group being a CTA or a cluster.
+template <bool kRms, class Shape, int kRows, class Needs, class Compute, class LoadX, class LoadDy, class Scale,
+          class StoreDx>
+DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,
+                          const Compute* rstd, Compute* dweight_partials, Compute* dbias_partials, int64 rows) {
+  constexpr int kPack = Shape::kPack;
+  constexpr int kPacks = Shape::kPacks;
+  using Exchange = RowExchange<Shape, 2, Compute>;
+  __shared__ Exchange exchanges[kRows];
+  Exchange& exchange = exchanges[threadIdx.x / Shape::kThreads];
+
+  const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
+  const int64 group = blockIdx.x / Shape::kCluster;
+  const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
+  constexpr bool kExchanges = Needs::kDx && Shape::kSlots > 1;
+  if constexpr (Shape::kCluster > 1 && kExchanges) {
+    cluster_arrive();
+    cluster_wait();
+  }
+
+  Compute dweight[kPacks][kPack] = {};
+  Compute dbias[kPacks][kPack] = {};
+
+  typename Scale::Operands weight[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int column = Shape::column(rank, p);
+    scale.fetch(weight[p], column, Shape::valid(column));
+  }
+
+  typename LoadX::Packed x_next[kPacks];
+  typename LoadDy::Packed dy_next[kPacks];
+  Compute mean_next = 0;
+  Compute rstd_next = 0;
+  // Rows past the end count as zeros.
+  const auto fetch = [&](int64 row) {
+    const bool active = row < rows;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int column = Shape::column(rank, p);
+      const int valid = active ? Shape::valid(column) : 0;
+      load_x.fetch(x_next[p], row, column, valid);
+      load_dy.fetch(dy_next[p], row, column, valid);
+    }
+    mean_next = !kRms && active ? mean[row] : 0;
+    rstd_next = active ? rstd[row] : 0;
+  };
+
+  int set = 0;
+  int64 base = group * kRows;
+  if (base < rows) fetch(base + threadIdx.x / Shape::kThreads);
+  for (; base < rows; base += row_step) {
+    const int64 row = base + threadIdx.x / Shape::kThreads;
+    typename LoadX::Packed x[kPacks];
+    typename LoadDy::Packed dy[kPacks];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      x[p] = x_next[p];
+      dy[p] = dy_next[p];
+    }
+    const Compute row_mean = mean_next;
+    const Compute row_rstd = rstd_next;
+    if (base + row_step < rows) fetch(row + row_step);
+
+    Compute c1 = 0;
+    Compute c2 = 0;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      Compute xhat[kPack], grad[kPack], g[kPack];
+      load_x.unpack(x[p], xhat);
+      load_dy.unpack(dy[p], grad);
+      scale.apply(grad, weight[p], g);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        xhat[i] = (xhat[i] - row_mean) * row_rstd;
+        if constexpr (Needs::kDweight) dweight[p][i] += grad[i] * xhat[i];
+        if constexpr (Needs::kDbias) dbias[p][i] += grad[i];
+        c1 += g[i] * xhat[i];
+        if constexpr (!kRms) c2 += g[i];
+      }
+    }
+
+    if constexpr (Needs::kDx) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        load_x.stay_packed(x[p]);
+        load_dy.stay_packed(dy[p]);
+      }
+      c1 = group_sum<Shape::kLanes>(c1);
+      if constexpr (!kRms) c2 = group_sum<Shape::kLanes>(c2);
+      if constexpr (kExchanges) {
+        exchange.publish(set, rank, {c1, c2});
+        c1 = Exchange::sum([&](int slot) { return exchange.slots[set][0][slot]; });
+        if constexpr (!kRms) c2 = Exchange::sum([&](int slot) { return exchange.slots[set][1][slot]; });
+        set ^= 1;
+      }
+      c1 /= Shape::kCols;
+      c2 /= Shape::kCols;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int column = Shape::column(rank, p);
+        Compute xhat[kPack], grad[kPack], g[kPack];
+        load_x.unpack(x[p], xhat);
+        load_dy.unpack(dy[p], grad);
+        scale.apply(grad, weight[p], g);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          xhat[i] = (xhat[i] - row_mean) * row_rstd;
+          g[i] = (g[i] - c2 - xhat[i] * c1) * row_rstd;
+        }
+        store_dx.store(row, column, row < rows ? Shape::valid(column) : 0, g);
+      }
+    }
+  }
+
+  if constexpr (Needs::kDweight) store_partial<Shape, kRows>(dweight, rank, dweight_partials + group * Shape::kCols);
+  if constexpr (Needs::kDbias) store_partial<Shape, kRows>(dbias, rank, dbias_partials + group * Shape::kCols);
+}
+
+}  // namespace cunorm

@@ -1,0 +1,65 @@
+// dx for rows that no register file holds: one CTA a row, x and dy read twice. dweight and dbias of such rows come
+// from weight_gradient.cu. Formulas as in norm_backward.cu.
+#pragma once
+#include "load_store.cuh"
+#include "row.cuh"
+
+namespace cunorm {
+
+// Shape describes one step along the row: kThreads threads, one pack each.
+template <bool kRms, int64 kCols, class Shape, class Compute, class LoadX, class LoadDy, class Scale, class StoreDx>
+DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,
+                                   const Compute* rstd, int64 rows) {
+  constexpr int kPack = Shape::kPack;
+  constexpr int64 kStep = static_cast<int64>(Shape::kThreads) * kPack;
+  using Exchange = RowExchange<Shape, 2, Compute>;
+  __shared__ Exchange exchange;
+
+  int set = 0;
+  for (int64 row = blockIdx.x; row < rows; row += gridDim.x) {
+    const Compute row_mean = kRms ? 0 : mean[row];
+    const Compute row_rstd = rstd[row];
+    // Calls use(column, valid, xhat, g) for every pack of this thread.
+    const auto for_each_pack = [&](auto use) {
+#pragma unroll 4
+      for (int64 column = static_cast<int64>(threadIdx.x) * kPack; column < kCols; column += kStep) {
+        const int valid = kCols - column < kPack ? static_cast<int>(kCols - column) : kPack;
+        typename LoadX::Packed x;
+        typename LoadDy::Packed dy;
+        typename Scale::Operands weight;
+        Compute xhat[kPack], grad[kPack], g[kPack];
+        load_x.fetch(x, row, column, valid);
+        load_dy.fetch(dy, row, column, valid);
+        scale.fetch(weight, column, valid);
+        load_x.unpack(x, xhat);
+        load_dy.unpack(dy, grad);
+        scale.apply(grad, weight, g);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) xhat[i] = (xhat[i] - row_mean) * row_rstd;
+        use(column, valid, xhat, g);
+      }
+    };
+
+    Compute c1 = 0;
+    Compute c2 = 0;
+    for_each_pack([&](int64, int, const Compute(&xhat)[kPack], const Compute(&g)[kPack]) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        c1 += g[i] * xhat[i];
+        if constexpr (!kRms) c2 += g[i];
+      }
+    });
+    exchange.publish(set, 0, {group_sum<32>(c1), group_sum<32>(c2)});
+    c1 = Exchange::sum([&](int slot) { return exchange.slots[set][0][slot]; }) / kCols;
+    c2 = Exchange::sum([&](int slot) { return exchange.slots[set][1][slot]; }) / kCols;
+    set ^= 1;
+
+    for_each_pack([&](int64 column, int valid, const Compute(&xhat)[kPack], Compute(&g)[kPack]) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) g[i] = (g[i] - c2 - xhat[i] * c1) * row_rstd;
+      store_dx.store(row, column, valid, g);
+    });
+  }
+}
+
+}  // namespace cunorm

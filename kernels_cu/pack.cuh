@@ -1,0 +1,117 @@
+// A pack: the neighbouring columns that one thread reads at once (16 bytes of x). Packs stay in registers in their
+// storage format and become float (double for float64) only where arithmetic needs them, so a row of 8192 bfloat16
+// takes half the registers that its float values would.
+#pragma once
+#include "platform.cuh"
+
+namespace cunorm {
+
+// The element type of an array that was not given: it occupies no registers and nothing is loaded.
+struct Absent {};
+
+template <class T>
+constexpr bool kPresent = true;
+template <>
+constexpr bool kPresent<Absent> = false;
+
+template <class T, int kPack>
+struct Pack {
+  static constexpr int kWords = kPack * sizeof(T) / 4;
+  static_assert(kPack * sizeof(T) % 4 == 0);
+  uint32 words[kWords];
+};
+template <int kPack>
+struct Pack<Absent, kPack> {};
+
+template <class Compute, class T, int kPack>
+DEVICE void unpack(const Pack<T, kPack>& pack, Compute (&values)[kPack]) {
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    if constexpr (sizeof(T) == 8) {
+      values[i] = static_cast<Compute>(words_to_double(pack.words[2 * i], pack.words[2 * i + 1]));
+    } else if constexpr (sizeof(T) == 4) {
+      values[i] = word_to_float(pack.words[i]);
+    } else {
+      values[i] = i % 2 ? T::decode_high(pack.words[i / 2]) : T::decode_low(pack.words[i / 2]);
+    }
+  }
+}
+
+// Between two uses of a pack: without it the compiler keeps the unpacked values instead, twice the registers.
+template <class T, int kPack>
+DEVICE void stay_packed(Pack<T, kPack>& pack) {
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < Pack<T, kPack>::kWords; ++i) forget(pack.words[i]);
+  }
+}
+
+// The one rounding: Compute to the storage format, to nearest even.
+template <class T, class Compute, int kPack>
+DEVICE Pack<T, kPack> pack_values(const Compute (&values)[kPack]) {
+  Pack<T, kPack> pack;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    if constexpr (sizeof(T) == 8) {
+      double_to_words(values[i], pack.words[2 * i], pack.words[2 * i + 1]);
+    } else if constexpr (sizeof(T) == 4) {
+      pack.words[i] = float_to_word(static_cast<float>(values[i]));
+    } else if (i % 2) {
+      pack.words[i / 2] = T::encode_word(static_cast<float>(values[i - 1]), static_cast<float>(values[i]));
+    }
+  }
+  return pack;
+}
+
+template <class T, class Compute>
+DEVICE void store_value(T* address, Compute value) {
+  if constexpr (sizeof(T) == 2) {
+    *address = T{T::encode(static_cast<float>(value))};
+  } else {
+    *address = static_cast<T>(value);
+  }
+}
+
+// Reads the first `valid` columns of a pack; the others become zero. Columns are owned by the same thread whether the
+// address allows a vector load (kAligned) or not: a row's result does not depend on where the row lies.
+template <bool kAligned, Cache kCache, class T, int kPack>
+DEVICE void load_pack(Pack<T, kPack>& pack, const T* address, int valid) {
+  if (kAligned && valid >= kPack) {
+    load_words<kCache>(address, pack.words);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < Pack<T, kPack>::kWords; ++i) pack.words[i] = 0;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    if (i >= valid) continue;
+    if constexpr (sizeof(T) == 8) {
+      double_to_words(address[i], pack.words[2 * i], pack.words[2 * i + 1]);
+    } else if constexpr (sizeof(T) == 4) {
+      pack.words[i] = float_to_word(address[i]);
+    } else {
+      pack.words[i / 2] |= static_cast<uint32>(address[i].bits) << (i % 2 * 16);
+    }
+  }
+}
+
+template <bool kAligned, class T, int kPack>
+DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
+  if (kAligned && valid >= kPack) {
+    store_words(address, pack.words);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    if (i >= valid) continue;
+    if constexpr (sizeof(T) == 8) {
+      address[i] = words_to_double(pack.words[2 * i], pack.words[2 * i + 1]);
+    } else if constexpr (sizeof(T) == 4) {
+      address[i] = word_to_float(pack.words[i]);
+    } else {
+      address[i] = T{static_cast<uint16>(pack.words[i / 2] >> (i % 2 * 16))};
+    }
+  }
+}
+
+}  // namespace cunorm

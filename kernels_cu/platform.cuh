@@ -1,0 +1,178 @@
+// Everything that is spelled differently on different hardware: number formats, vector loads and stores,
+// shuffles, barriers, clusters. All inline PTX of the project lives here, so that a CPU build needs to
+// replace this file alone. No CUDA header is included: NVRTC then compiles a kernel in under 0.1 s.
+#pragma once
+
+#define DEVICE __device__ __forceinline__
+
+namespace cunorm {
+
+using int64 = long long;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+
+// Storage formats of 16 bits; arithmetic happens in float. A 32-bit word holds two values, the first in the low half.
+struct half {
+  uint16 bits;
+
+  DEVICE static float decode(uint16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+  }
+  DEVICE static uint16 encode(float value) {
+    uint16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+  }
+  DEVICE static float decode_low(uint32 word) { return decode(static_cast<uint16>(word)); }
+  DEVICE static float decode_high(uint32 word) { return decode(static_cast<uint16>(word >> 16)); }
+  DEVICE static uint32 encode_word(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    uint32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return encode(low) | static_cast<uint32>(encode(high)) << 16;
+#endif
+  }
+};
+
+struct bfloat16 {
+  uint16 bits;
+
+  DEVICE static float decode(uint16 bits) { return __uint_as_float(static_cast<uint32>(bits) << 16); }
+  DEVICE static uint16 encode(float value) {
+#if __CUDA_ARCH__ >= 800
+    uint16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+#else
+    const uint32 bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN stays NaN
+    return static_cast<uint16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
+  }
+  DEVICE static float decode_low(uint32 word) { return __uint_as_float(word << 16); }
+  DEVICE static float decode_high(uint32 word) { return __uint_as_float(word & 0xffff0000u); }
+  DEVICE static uint32 encode_word(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    uint32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return encode(low) | static_cast<uint32>(encode(high)) << 16;
+#endif
+  }
+};
+
+DEVICE float word_to_float(uint32 word) { return __uint_as_float(word); }
+DEVICE uint32 float_to_word(float value) { return __float_as_uint(value); }
+DEVICE double words_to_double(uint32 low, uint32 high) {
+  return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
+}
+DEVICE void double_to_words(double value, uint32& low, uint32& high) {
+  low = static_cast<uint32>(__double2loint(value));
+  high = static_cast<uint32>(__double2hiint(value));
+}
+
+// Correctly rounded 1 / sqrt(value).
+DEVICE float reciprocal_sqrt(float value) { return __frsqrt_rn(value); }
+DEVICE double reciprocal_sqrt(double value) { return 1.0 / sqrt(value); }
+
+enum class Cache { kStreamed, kKept };
+
+// kWords 32-bit words from an address aligned to min(16, 4 * kWords) bytes. kStreamed leaves L1 to data that
+// is read again (weight, bias). Volatile keeps the order in which loads are issued.
+template <Cache kCache, int kWords>
+DEVICE void load_words(const void* address, uint32 (&words)[kWords]) {
+  static_assert(kWords == 1 || kWords == 2 || kWords % 4 == 0, "a vector access moves 4, 8 or 16 bytes");
+  if constexpr (kWords == 1) {
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(words[0]) : "l"(address));
+  } else if constexpr (kWords == 2) {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(address));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const char* from = static_cast<const char*>(address) + 4 * i;
+      if constexpr (kCache == Cache::kStreamed) {
+        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3])
+                     : "l"(from));
+      } else {
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3])
+                     : "l"(from));
+      }
+    }
+  }
+}
+
+// Tells the compiler that the word may have changed, so that it keeps nothing it computed from it.
+DEVICE void forget(uint32& word) { asm volatile("" : "+r"(word)); }
+
+template <int kWords>
+DEVICE void store_words(void* address, const uint32 (&words)[kWords]) {
+  if constexpr (kWords == 1) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(words[0]) : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(words[0]), "r"(words[1]) : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(static_cast<char*>(address) + 4 * i), "r"(words[i]),
+                   "r"(words[i + 1]), "r"(words[i + 2]), "r"(words[i + 3])
+                   : "memory");
+    }
+  }
+}
+
+template <class T>
+DEVICE T shuffle_xor(T value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// A barrier among `threads` threads of the CTA (whole warps); groups of warps that meet apart use different ids < 16.
+DEVICE void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Clusters: CTAs that run side by side on sm_90 and later and reach each other's shared memory.
+DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+DEVICE int cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+  uint32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+#else
+  return 0;
+#endif
+}
+
+// Writes to the place that `slot`, a shared variable of this CTA, has in the CTA `rank` of the cluster.
+DEVICE void store_cluster(float* slot, int rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  uint32 address = static_cast<uint32>(__cvta_generic_to_shared(slot));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+#endif
+}
+
+DEVICE void store_cluster(double* slot, int rank, double value) {
+#if __CUDA_ARCH__ >= 900
+  uint32 address = static_cast<uint32>(__cvta_generic_to_shared(slot));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+#endif
+}
+
+}  // namespace cunorm

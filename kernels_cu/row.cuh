@@ -1,0 +1,109 @@
+// How a row is divided among threads, and how the threads of a row add up: lane -> warp -> CTA -> cluster.
+#pragma once
+#include "platform.cuh"
+
+namespace cunorm {
+
+// A row of kCols columns is held by kThreads threads in each of kCluster CTAs, kPacks packs of kPack columns a thread.
+//   kThreads < 32    several rows share a warp         (power of two)
+//   kThreads == 32   a warp holds a row
+//   kThreads > 32    a CTA holds a row, or a part of it if kCluster > 1   (multiple of 32)
+// None of this depends on the number of rows nor on addresses: neither does the order in which a row is added up.
+template <int kCols_, int kPack_, int kThreads_, int kPacks_, int kCluster_>
+struct RowShape {
+  static constexpr int kCols = kCols_;
+  static constexpr int kPack = kPack_;
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kPacks = kPacks_;
+  static constexpr int kCluster = kCluster_;
+  static constexpr int kLanes = kThreads < 32 ? kThreads : 32;
+  static constexpr int kWarps = kThreads < 32 ? 1 : kThreads / 32;
+  // One slot for each warp that holds a part of the row, over the whole cluster.
+  static constexpr int kSlots = kWarps * kCluster;
+  static constexpr bool kWholePacks = kCols % kPack == 0;
+  static constexpr bool kFull = kCols == kPack * kThreads * kPacks * kCluster;
+  static_assert(kThreads % 32 == 0 || (kThreads < 32 && (kThreads & (kThreads - 1)) == 0));
+  static_assert(kCluster == 1 || kThreads >= 32);
+
+  // The first column of this thread's pack number p.
+  DEVICE static int column(int rank, int p) {
+    return ((rank * kPacks + p) * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack;
+  }
+
+  // How many columns of the pack at `column` lie in the row.
+  DEVICE static int valid(int column) {
+    if constexpr (kFull) return kPack;
+    if constexpr (kWholePacks) return column < kCols ? kPack : 0;
+    const int left = kCols - column;
+    return left < 0 ? 0 : left < kPack ? left : kPack;
+  }
+
+  // How many columns the warp of this slot holds.
+  DEVICE static int slot_columns(int slot) {
+    if constexpr (kSlots == 1) return kCols;
+    if constexpr (kFull) return kCols / kSlots;
+    int columns = 0;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int first = ((slot / kWarps * kPacks + p) * kThreads + slot % kWarps * 32) * kPack;
+      const int left = kCols - first;
+      columns += left < 0 ? 0 : left < 32 * kPack ? left : 32 * kPack;
+    }
+    return columns;
+  }
+};
+
+DEVICE constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
+
+// Sum over groups of kLanes neighbouring lanes (a power of two), the same bits in every lane.
+template <int kLanes, class Compute>
+DEVICE Compute group_sum(Compute value) {
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
+  return value;
+}
+
+// Shared memory through which the warps of one row tell each other kValues numbers. Two sets, used in turn: a set is
+// written again only after a barrier that every reader of it has passed.
+template <class Shape, int kValues, class Compute>
+struct RowExchange {
+  static constexpr int kSlots = Shape::kSlots;
+  static constexpr int kGroup = power_of_two_from(kSlots < 32 ? kSlots : 32);
+  Compute slots[2][kValues][kSlots];
+
+  // Every thread of a warp brings the same values. Holds the barrier of the row's threads.
+  DEVICE void publish(int set, int rank, const Compute (&values)[kValues]) {
+    const int warp = static_cast<int>(threadIdx.x) % Shape::kThreads / 32;
+    const int lane = threadIdx.x % 32;
+    if constexpr (Shape::kCluster == 1) {
+      if (lane == 0) {
+#pragma unroll
+        for (int k = 0; k < kValues; ++k) slots[set][k][warp] = values[k];
+      }
+      barrier(threadIdx.x / Shape::kThreads, Shape::kThreads);
+    } else {
+      if (lane < Shape::kCluster) {
+#pragma unroll
+        for (int k = 0; k < kValues; ++k) {
+          store_cluster(&slots[set][k][rank * Shape::kWarps + warp], lane, values[k]);
+        }
+      }
+      cluster_arrive();
+      cluster_wait();
+    }
+  }
+
+  // The sum over slots of term(slot), the same bits in every thread of the row.
+  template <class Term>
+  DEVICE static Compute sum(Term term) {
+    const int lane = static_cast<int>(threadIdx.x) % kGroup;
+    Compute total = 0;
+#pragma unroll
+    for (int slot = 0; slot < kSlots; slot += kGroup) {
+      if (kSlots % kGroup == 0 || slot + lane < kSlots) total += term(slot + lane);
+    }
+    return group_sum<kGroup>(total);
+  }
+};
+
+}  // namespace cunorm

@@ -1,0 +1,62 @@
+// dweight = Σ_rows dy * xhat and dbias = Σ_rows dy: partial sums by columns for rows too long for norm_backward.cu, and
+// the last sum over partial rows, in a fixed order: the same input gives the same bits.
+#pragma once
+#include "gradients.cuh"
+#include "load_store.cuh"
+#include "row.cuh"
+
+namespace cunorm {
+
+// A thread owns one pack of columns; blockIdx.y is the group, which takes every gridDim.y-th row.
+// dweight_partials and dbias_partials: [gridDim.y][kCols].
+template <bool kRms, int64 kCols, int kPack, class Needs, class Compute, class LoadX, class LoadDy>
+DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute* mean, const Compute* rstd,
+                                     Compute* dweight_partials, Compute* dbias_partials, int64 rows) {
+  const int64 column = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
+  if (column >= kCols) return;
+  const int valid = kCols - column < kPack ? static_cast<int>(kCols - column) : kPack;
+  Compute dweight[kPack] = {};
+  Compute dbias[kPack] = {};
+#pragma unroll 4
+  for (int64 row = blockIdx.y; row < rows; row += gridDim.y) {
+    typename LoadX::Packed x;
+    typename LoadDy::Packed dy;
+    Compute xhat[kPack], grad[kPack];
+    load_x.fetch(x, row, column, Needs::kDweight ? valid : 0);
+    load_dy.fetch(dy, row, column, valid);
+    const Compute row_mean = kRms ? 0 : mean[row];
+    const Compute row_rstd = rstd[row];
+    load_x.unpack(x, xhat);
+    load_dy.unpack(dy, grad);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      dweight[i] += grad[i] * ((xhat[i] - row_mean) * row_rstd);
+      dbias[i] += grad[i];
+    }
+  }
+  constexpr bool kAligned = kCols % kPack == 0;
+  const int64 offset = static_cast<int64>(blockIdx.y) * kCols + column;
+  if constexpr (Needs::kDweight) store_pack<kAligned>(dweight_partials + offset, pack_values<Compute>(dweight), valid);
+  if constexpr (Needs::kDbias) store_pack<kAligned>(dbias_partials + offset, pack_values<Compute>(dbias), valid);
+}
+
+// gradient[column] = Σ_group partials[group][column], for a CTA's 32 columns: warp w adds up groups w, w + 32, ...;
+// then warp w adds up what the 32 warps hold for column w.
+template <class Compute, class Gradient>
+DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
+  __shared__ Compute sums[32][33];  // a column more, against bank conflicts
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int64 first_column = static_cast<int64>(blockIdx.x) * 32;
+  Compute sum = 0;
+  if (first_column + lane < cols) {
+#pragma unroll 8
+    for (int64 group = warp; group < groups; group += 32) sum += partials[group * cols + first_column + lane];
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  const Compute total = group_sum<32>(sums[lane][warp]);
+  if (lane == 0 && first_column + warp < cols) store_value(gradient + first_column + warp, total);
+}
+
+}  // namespace cunorm
