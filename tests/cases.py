@@ -1,0 +1,70 @@
+"""The tables of what is normalised: shapes, dtypes, and why each odd one is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Columns(NamedTuple):
+    cols: int
+    rows: tuple[int, ...]
+    reason: str
+
+
+# Row counts: 0; 1 and 3 leave a CTA partly empty; 8 fills it; 4096 fills the GPU; 70000 is beyond 65535, the limit of
+# a grid's second dimension, and beyond what is resident at once.
+SHAPES = (
+    Columns(1, (0, 1, 3, 8, 4096, 70000), "a row is its own mean"),
+    Columns(2, (1, 3, 4096, 70000), "xhat is +-1, and dx cancels"),
+    Columns(7, (1, 8, 4096, 70000), "odd, and less than a pack of 16 bits"),
+    Columns(31, (3, 8, 70000), "one column short of a warp"),
+    Columns(33, (1, 3, 4096, 70000), "one column more than a warp"),
+    Columns(127, (1, 8, 4096, 70000), "rows begin at every alignment"),
+    Columns(128, (0, 1, 3, 4096, 70000), "whole packs in every dtype"),
+    Columns(129, (1, 8, 4096, 70000), "a last pack of one column"),
+    Columns(768, (1, 3, 4096, 70000), "a model's width, no power of two"),
+    Columns(1000, (0, 1, 8, 4096), "whole packs that fill no warp"),
+    Columns(3840, (1, 3, 4096), "a model's width"),
+    Columns(4096, (0, 1, 8, 4096), "a full shape"),
+    Columns(5120, (1, 3, 4096), "a model's width, no power of two"),
+    Columns(8191, (1, 8, 4096), "odd and long: no row but the first is aligned"),
+    Columns(8192, (0, 1, 3, 4096), "a full shape"),
+    Columns(12288, (1, 8, 4096), "a model's width"),
+    Columns(16384, (1, 3, 4096), "the last row of 16 bits that a CTA holds"),
+    Columns(16385, (1, 8, 300), "the first that needs a cluster, whose last CTA is nearly empty"),
+    Columns(32768, (0, 1, 3, 300), "a full cluster"),
+    Columns(65536, (1, 8, 300), "a full cluster"),
+    Columns(65537, (0, 1, 3, 8), "beyond 16 bits, odd, the last CTA nearly empty"),
+    Columns(131072, (1, 3, 8), "the longest row held in registers by a float64 cluster of sm_90"),
+    Columns(262144, (1, 3, 8), "the longest row held in registers by a float32 cluster of sm_90"),
+    Columns(524296, (0, 1, 3, 8), "whole packs, longer than any row held in registers"),
+    Columns(600001, (1, 3), "odd, longer than any row held in registers"),
+)
+
+HOST_ELEMENTS = 2**18  # NumPy has one path for all shapes: the small ones will do
+GPU_ELEMENTS = 2**26
+FLOAT64_ELEMENTS = 2**22  # their reference is NumPy's longdouble
+
+
+def shape_cases() -> Iterator[object]:
+    """(xp, rows, cols, dtype) for every shape and dtype, on the host where it is small and on the GPU."""
+    for cols, row_counts, _ in SHAPES:
+        for rows in row_counts:
+            for dtype in DTYPES:
+                elements = rows * cols
+                if elements <= HOST_ELEMENTS or (rows == 1 and dtype != "float64"):
+                    yield pytest.param("host", rows, cols, dtype, id=f"host-{rows}x{cols}-{dtype}")
+                if elements <= (FLOAT64_ELEMENTS if dtype == "float64" else GPU_ELEMENTS):
+                    yield pytest.param("gpu", rows, cols, dtype, id=f"gpu-{rows}x{cols}-{dtype}", marks=pytest.mark.gpu)
+
+
+# A row length for every tier: a part of a warp, a warp, a CTA, a cluster (of 2, 8), streamed; odd and even.
+TIER_COLUMNS = (7, 129, 1000, 8191, 12288, 20000, 65537, 262144, 600001)
+
+# |mean| / std.
+OFFSETS = (1e2, 1e4)
