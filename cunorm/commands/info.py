@@ -1,0 +1,155 @@
+"""`info [--json]`: what there is on this machine. Never raises: a field that cannot be had says why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from .. import __version__, device
+from . import cache
+
+CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+OTHER_DISTRIBUTIONS = ("numpy", "ml_dtypes", "torch", "jax")
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser("info", help="show versions, GPUs and the kernel cache")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    fields = report()
+    if arguments.json:
+        print(json.dumps(fields, indent=2))
+        return 0
+    for name, value in fields.items():
+        lines = value if isinstance(value, list) else [value]
+        for line in lines or ["none"]:
+            print(f"{name:<14}{_in_words(line)}")
+    return 0
+
+
+def report() -> dict[str, Any]:
+    """Every field, by name; `{"unavailable": reason}` for one that cannot be had."""
+    fields = {
+        "cunorm": _field(lambda: __version__),
+        "python": _field(platform.python_version),
+        "platform": _field(platform.platform),
+        "cupy": _field(_cupy_distributions),
+    }
+    fields |= {name: _field(lambda name=name: _distribution(name)) for name in OTHER_DISTRIBUTIONS}
+    return fields | {
+        "driver": _field(_driver),
+        "cuda_runtime": _field(_cuda_runtime),
+        "nvrtc": _field(_nvrtc),
+        "gpus": _field(_gpus),
+        "kernel_cache": _field(_kernel_cache),
+    }
+
+
+def why_no_gpu() -> str | None:
+    """Why CuPy reaches no GPU; None if it does."""
+    try:
+        _gpus()
+    except Exception as error:
+        return _reason(error)
+    return None
+
+
+class _AbsentError(Exception):
+    """Something is not there; the message is all that there is to say."""
+
+
+def _field(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Exception as error:
+        return {"unavailable": _reason(error)}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, _AbsentError):
+        return str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" =\t")]
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def _distribution(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        raise _AbsentError("not installed") from None
+
+
+def _cupy_distributions() -> str:
+    """More than one is possible, and a mistake that is hard to see otherwise."""
+    installed = []
+    for name in CUPY_DISTRIBUTIONS:
+        try:
+            installed.append(f"{metadata.version(name)} ({name})")
+        except metadata.PackageNotFoundError:
+            continue
+    if not installed:
+        raise _AbsentError("not installed; pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver")
+    return ", ".join(installed)
+
+
+def _runtime() -> Any:
+    try:
+        from cupy.cuda import runtime
+    except Exception as error:
+        raise _AbsentError(f"CuPy could not be imported ({_reason(error)})") from error
+    return runtime
+
+
+def _driver() -> str:
+    version = _runtime().driverGetVersion()
+    if version == 0:
+        raise _AbsentError("no NVIDIA driver is loaded")
+    return f"CUDA {_dotted(version)}"
+
+
+def _cuda_runtime() -> str:
+    return _dotted(_runtime().runtimeGetVersion())
+
+
+def _nvrtc() -> str:
+    from cupy_backends.cuda.libs import nvrtc
+
+    return ".".join(str(part) for part in nvrtc.getVersion())
+
+
+def _gpus() -> list[dict[str, Any]]:
+    runtime = _runtime()
+    _driver()
+    found = []
+    for number in range(runtime.getDeviceCount()):
+        facts = device.current(number)
+        memory = runtime.getDeviceProperties(number)["totalGlobalMem"]
+        found.append({"name": facts.name, "arch": f"sm_{facts.arch}", "sms": facts.sms, "memory_bytes": memory})
+    if not found:
+        raise _AbsentError("the driver shows no GPU")
+    return found
+
+
+def _kernel_cache() -> dict[str, Any]:
+    files = cache.kernel_files()
+    return {"directory": str(cache.directory()), "files": len(files), "bytes": sum(size for _, size in files)}
+
+
+def _dotted(version: int) -> str:
+    """13000 is CUDA 13.0."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _in_words(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    if "unavailable" in value:
+        return f"- ({value['unavailable']})"
+    return ", ".join(f"{item:,} {name}" if isinstance(item, int) else str(item) for name, item in value.items())
