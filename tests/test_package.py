@@ -20,9 +20,6 @@ GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends", "cuda"}
 FRAMEWORKS = {"torch", "jax", "jaxlib", "flax"}
 
 
-# The package
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
     """The wheel of a copy of the checkout: setuptools leaves its work beside the sources."""
@@ -80,9 +77,6 @@ def test_ci_runs_the_command_of_the_readme(end):
     )
     called = [line.partition(" | tee")[0] for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     assert command in called
-
-
-# Importing
 
 
 def test_importing_imports_no_gpu_library_and_no_framework(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from .. import __version__, device
+from .. import __version__
 from . import cache
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -129,9 +129,9 @@ def _gpus() -> list[dict[str, Any]]:
     _driver()
     found = []
     for number in range(runtime.getDeviceCount()):
-        facts = device.current(number)
-        memory = runtime.getDeviceProperties(number)["totalGlobalMem"]
-        found.append({"name": facts.name, "arch": f"sm_{facts.arch}", "sms": facts.sms, "memory_bytes": memory})
+        facts = runtime.getDeviceProperties(number)
+        gpu = {"name": facts["name"].decode(), "arch": f"sm_{facts['major']}{facts['minor']}"}
+        found.append(gpu | {"sms": facts["multiProcessorCount"], "memory_bytes": facts["totalGlobalMem"]})
     if not found:
         raise _AbsentError("the driver shows no GPU")
     return found

@@ -1,0 +1,116 @@
+"""`python -m cunorm demo`: it says what ran, and refuses what it cannot read in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import numpy
+import pytest
+from command_line import assert_fails_in_one_line, command, output_of
+
+
+def errors(output: str) -> dict[str, float]:
+    rows = re.findall(r"^(y|dx|dweight|dbias) +(\S+) +\S+$", output, re.MULTILINE)
+    return {name: float(error) for name, error in rows}
+
+
+def test_demo_says_that_the_host_path_ran_and_why(tmp_path):
+    output = output_of(command(tmp_path, "demo"))
+    assert "host path (NumPy): no GPU (" in output
+    assert "float16 of shape (1797, 64)" in output
+    for direction in ("forward", "backward"):
+        assert f"layer_norm {direction}: 1797 rows x 64 cols, float16 -> float16, on H200" in output
+        assert re.search(rf"^{direction} +[\d.]+ us +[\d.]+$", output, re.MULTILINE)
+
+
+def test_demo_without_cupy_says_so(tmp_path):
+    assert "host path (NumPy): no GPU (CuPy could not be imported" in output_of(
+        command(tmp_path, "demo", cupy="absent")
+    )
+
+
+def test_demo_shows_the_rounding_of_float16_as_error(tmp_path):
+    found = errors(output_of(command(tmp_path, "demo")))
+    # Half a unit in the last place of the largest value: y < 8, dx < 2, sums < 256.
+    bounds = {"y": 2**-9, "dx": 2**-11, "dweight": 2**-4, "dbias": 2**-4}
+    assert found.keys() == bounds.keys()
+    for name, bound in bounds.items():
+        assert 0 < found[name] <= 1.01 * bound + 1e-9
+
+
+ARRAYS = {
+    "float32": numpy.random.default_rng(1).standard_normal((5, 7), dtype="float32"),
+    "one axis": numpy.linspace(0, 1, 9, dtype="float16"),
+    "three axes": numpy.linspace(-1, 1, 24, dtype="float32").reshape(2, 3, 4),
+    "columns first": numpy.asfortranarray(numpy.arange(12, dtype="float32").reshape(3, 4)),
+    "bytes of the other order": numpy.arange(12.0).reshape(3, 4).astype(">f8"),
+    "a row with NaN": numpy.array([[1, 2, numpy.nan], [3, 5, 4]], "float32"),
+    "a row with infinity": numpy.array([[1, 2, numpy.inf], [3, 5, 4]], "float32"),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_demo_takes_a_file(tmp_path, name):
+    numpy.save(tmp_path / "x.npy", ARRAYS[name])
+    output = output_of(command(tmp_path, "demo", "--input", str(tmp_path / "x.npy")))
+    assert f"of shape {ARRAYS[name].shape}" in output
+    found = errors(output)
+    assert len(found) == 4
+    assert all(error < 1e-2 for error in found.values())
+
+
+BAD_ARRAYS = {
+    "integers": (numpy.arange(6), "int64"),
+    "complex numbers": (numpy.zeros((2, 2), complex), "complex128"),
+    "strings": (numpy.array(["a"]), "str"),
+    "objects": (numpy.array([None]), "pickle"),
+    "no axis": (numpy.array(1.0), "()"),
+    "no elements": (numpy.zeros((3, 0)), "(3, 0)"),
+    "no rows": (numpy.zeros((0, 3)), "(0, 3)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARRAYS)
+def test_demo_refuses_an_array_that_it_cannot_normalise(tmp_path, name):
+    array, fragment = BAD_ARRAYS[name]
+    path = tmp_path / "x.npy"
+    numpy.save(path, array)
+    assert_fails_in_one_line(
+        command(tmp_path, "demo", "--input", str(path)), 2, str(path), "float16, float32 or float64", fragment
+    )
+
+
+BAD_FILES = {
+    "text": b"1.0 2.0 3.0\n",
+    "empty": b"",
+    "a truncated array": b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), }".ljust(127)
+    + b"\n",
+    "a zip archive": b"PK\x03\x04" + bytes(40),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_demo_refuses_a_file_that_is_no_array(tmp_path, name):
+    path = tmp_path / "x.npy"
+    path.write_bytes(BAD_FILES[name])
+    assert_fails_in_one_line(command(tmp_path, "demo", "--input", str(path)), 2, ".npy", str(path))
+
+
+@pytest.mark.parametrize(
+    ("path", "fragment"), [("missing.npy", "No such file"), (".", "Is a directory"), ("", "Is a directory")]
+)
+def test_demo_refuses_what_is_no_file(tmp_path, path, fragment):
+    assert_fails_in_one_line(command(tmp_path, "demo", "--input", path), 2, fragment)
+
+
+@pytest.mark.gpu
+def test_demo_runs_on_the_gpu_where_there_is_one(tmp_path):
+    output = output_of(
+        command(tmp_path, "demo", environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")})
+    )
+    assert "GPU (CUDA kernels through CuPy)" in output
+    assert "host path" not in output
+    found = errors(output)
+    assert found["y"] <= 1.01 * 2**-8
+    assert found["dx"] <= 1.01 * 2**-10
