@@ -9,6 +9,7 @@ from reference import ON_GPU_ABOVE, narrow
 
 Array = Any
 
+PERIOD = 2**22 - 3  # a prime
 GUARD = 16  # elements before and behind a misplaced array
 
 
@@ -35,17 +36,21 @@ def inputs(
 
     weight, bias, dy: their dtypes, if not that of x.
     """
+    random = numpy.random.default_rng(seed)
     source = xp if rows * cols > ON_GPU_ABOVE else numpy
-    random = source.random.default_rng(seed)
-    # float32 noise has 24 random bits, too few to fill float64.
-    noise = "float64" if dtype == "float64" else "float32"
-    z = random.standard_normal((rows, cols), dtype=noise).astype("float64")
+
+    def noise() -> Array:
+        # Large arrays repeat it, with a period that fits no row.
+        numbers = source.asarray(random.standard_normal(min(rows * cols, PERIOD)))
+        return source.resize(numbers, (rows, cols))
+
+    z = noise()
     sign = 1.0 - 2.0 * (source.arange(rows) % 2)
     x = xp.asarray(narrow(z + offset * sign[:, None], dtype))
     z *= 0.5
-    z += random.standard_normal((rows, cols), dtype=noise)
+    z += noise()
     z += 0.5
-    parameters = numpy.random.default_rng(seed + 1).standard_normal((2, cols))
+    parameters = random.standard_normal((2, cols))
     return Inputs(
         x,
         xp.asarray(narrow(z, dy or dtype)),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -51,16 +51,18 @@ GPU_ELEMENTS = 2**26
 FLOAT64_ELEMENTS = 2**22  # their reference is NumPy's longdouble
 
 
-def shape_cases() -> Iterator[object]:
-    """(xp, rows, cols, dtype) for every shape and dtype, on the host where it is small and on the GPU."""
+def shape_cases() -> list[Any]:
+    """(xp, rows, cols, dtype) for every shape and dtype: on the host where it is small, and on the GPU."""
+    cases = []
     for cols, row_counts, _ in SHAPES:
-        for rows in row_counts:
-            for dtype in DTYPES:
-                elements = rows * cols
-                if elements <= HOST_ELEMENTS or (rows == 1 and dtype != "float64"):
-                    yield pytest.param("host", rows, cols, dtype, id=f"host-{rows}x{cols}-{dtype}")
-                if elements <= (FLOAT64_ELEMENTS if dtype == "float64" else GPU_ELEMENTS):
-                    yield pytest.param("gpu", rows, cols, dtype, id=f"gpu-{rows}x{cols}-{dtype}", marks=pytest.mark.gpu)
+        for rows, dtype in itertools.product(row_counts, DTYPES):
+            elements = rows * cols
+            name = f"{rows}x{cols}-{dtype}"
+            if elements <= HOST_ELEMENTS or (rows == 1 and dtype != "float64"):
+                cases.append(pytest.param("host", rows, cols, dtype, id=f"host-{name}"))
+            if elements <= (FLOAT64_ELEMENTS if dtype == "float64" else GPU_ELEMENTS):
+                cases.append(pytest.param("gpu", rows, cols, dtype, id=f"gpu-{name}", marks=pytest.mark.gpu))
+    return cases
 
 
 # A row length for every tier: a part of a warp, a warp, a CTA, a cluster (of 2, 8), streamed; odd and even.

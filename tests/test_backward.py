@@ -11,6 +11,8 @@ from cases import DTYPES, OFFSETS, TIER_COLUMNS, shape_cases
 from functions import OPS, backward, forward
 from reference import check_backward, narrow
 
+import cunorm
+
 MASKS = [mask for mask in itertools.product([True, False], repeat=3) if any(mask)]
 
 
@@ -23,7 +25,7 @@ def gradients(op, x, dy, weight, **options):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("xp, rows, cols, dtype", shape_cases(), indirect=["xp"])
+@pytest.mark.parametrize(("xp", "rows", "cols", "dtype"), shape_cases(), indirect=["xp"])
 def test_every_shape(xp, op, rows, cols, dtype):
     x, dy, weight, _ = inputs(xp, rows, cols, dtype)
     result = gradients(op, x, dy, weight)
@@ -73,7 +75,7 @@ def test_weight_and_dy_in_any_dtype(xp, op, dtype, weight_dtype):
     check_backward(op, result, dy, x, weight)
 
 
-@pytest.mark.parametrize("has_weight, zero_centered_gamma", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("has_weight", "zero_centered_gamma"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("sm_margin", [0, 4])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("cols", [129, 20000, 600001])
@@ -96,10 +98,8 @@ def test_eps_comes_with_rstd(xp, op, eps):
     check_backward(op, gradients(op, x, dy, weight, eps=eps), dy, x, weight, eps=eps)
 
 
-@pytest.mark.parametrize("shape, axes", [((2, 3, 4, 5), 2), ((2, 3, 4, 5), 4), ((6,), 1)])
+@pytest.mark.parametrize(("shape", "axes"), [((2, 3, 4, 5), 2), ((2, 3, 4, 5), 4), ((6,), 1)])
 def test_any_number_of_trailing_axes(xp, shape, axes):
-    import cunorm
-
     normalized, leading = shape[len(shape) - axes :], shape[: len(shape) - axes]
     cols = int(numpy.prod(normalized))
     flat, dy, weight, _ = inputs(xp, int(numpy.prod(leading)), cols, "float32")

@@ -15,7 +15,7 @@ import cunorm
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("xp, rows, cols, dtype", shape_cases(), indirect=["xp"])
+@pytest.mark.parametrize(("xp", "rows", "cols", "dtype"), shape_cases(), indirect=["xp"])
 def test_every_shape(xp, op, rows, cols, dtype):
     x, _, weight, bias = inputs(xp, rows, cols, dtype)
     y, mean, rstd = forward(op, x, weight, bias)
@@ -70,7 +70,7 @@ def test_y_in_any_dtype_is_rounded_once(xp, op, cols, dtype, y_dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "has_weight, has_bias, zero_centered_gamma, has_out, sm_margin",
+    ("has_weight", "has_bias", "zero_centered_gamma", "has_out", "sm_margin"),
     [
         options
         for options in itertools.product([True, False], [True, False], [True, False], [True, False], [0, 4])
@@ -102,7 +102,7 @@ def test_eps_is_added_inside_the_root(xp, op, eps, cols):
     check_forward(op, forward(op, x, weight, bias, eps=eps), x, weight, bias_of(op, bias), eps=eps)
 
 
-@pytest.mark.parametrize("shape, axes", [((2, 3, 4, 5), 1), ((2, 3, 4, 5), 2), ((2, 3, 4, 5), 4), ((6,), 1)])
+@pytest.mark.parametrize(("shape", "axes"), [((2, 3, 4, 5), 1), ((2, 3, 4, 5), 2), ((2, 3, 4, 5), 4), ((6,), 1)])
 def test_any_number_of_trailing_axes(xp, shape, axes):
     normalized = shape[len(shape) - axes :]
     leading = shape[: len(shape) - axes]
