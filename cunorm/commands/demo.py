@@ -22,7 +22,8 @@ from .info import why_no_gpu
 DTYPES = ("float16", "float32", "float64")  # of those that cunorm knows, what a .npy file can hold
 KINDS = "float16, float32 or float64"
 SMALL = 64 << 20  # bytes of a pass below which a GPU waits for launches rather than for memory
-COLD_BYTES = 256 << 20  # several times the L2 cache of any GPU
+COLD_BYTES = 256 << 20  # several times the L2 cache of a GPU
+MOST_COPIES = 1000  # an array of which so many fit into the cache is too small for it to matter
 
 
 class Inputs(NamedTuple):
@@ -145,7 +146,8 @@ def _gpu_seconds(call: Callable[[Inputs], Any], inputs: Inputs) -> float:
     """Of one of many calls in a row, on copies of the arrays that together do not fit into the L2 cache."""
     import cupy
 
-    copies = [Inputs(*(array.copy() for array in inputs)) for _ in range(1 + COLD_BYTES // inputs.x.nbytes)]
+    count = min(MOST_COPIES, 1 + COLD_BYTES // inputs.x.nbytes)
+    copies = [Inputs(*(array.copy() for array in inputs)) for _ in range(count)]
     calls = copies * (1 + 20 // len(copies))
 
     def batch() -> float:
