@@ -1,0 +1,145 @@
+"""On whose stream and device a call runs, and what other libraries' arrays become."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from arrays import inputs, same_bits
+from functions import OPS, backward, forward
+from reference import check_backward, check_forward
+
+import cunorm
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+pytestmark = pytest.mark.gpu
+
+SPIN = r"""
+extern "C" __global__ void spin(unsigned long long nanoseconds) {
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - start < nanoseconds);
+}
+"""
+
+
+def spin(milliseconds: int, stream=None) -> None:
+    """Keep a stream, the current one if none is given, busy."""
+    kernel = cupy.RawKernel(SPIN, "spin")
+    kernel((1,), (1,), (numpy.uint64(milliseconds * 1_000_000),), stream=stream)
+
+
+@pytest.fixture(params=[0, 1], ids=["first GPU", "second GPU"])
+def device(request):
+    if cupy.cuda.runtime.getDeviceCount() <= request.param:
+        pytest.skip("this machine has one GPU")
+    with cupy.cuda.Device(request.param):
+        yield request.param
+        cupy.cuda.runtime.deviceSynchronize()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("cols", [129, 4096, 20000, 600001])
+def test_a_call_waits_for_what_its_stream_does(device, op, cols):
+    """x, dy are written on a side stream behind a delay; the call on the same stream must see them."""
+    x, dy, weight, bias = inputs(cupy, 3, cols, "float16")
+    y, mean, rstd = forward(op, x, weight, bias)  # also compiles and fills the pool
+    gradients = backward(op, dy, x, mean, rstd, weight)
+    late_x, late_dy = cupy.zeros_like(x), cupy.zeros_like(dy)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:  # once without the delay: everything is loaded, memory is there
+        backward(op, late_dy, late_x, mean, rstd, weight)
+        forward(op, late_x, weight, bias)
+        spin(0)
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        spin(100)
+        late_x[...] = x
+        late_dy[...] = dy
+        late_y, late_mean, late_rstd = forward(op, late_x, weight, bias)
+        late_gradients = backward(op, late_dy, late_x, late_mean, late_rstd, weight)
+        assert not stream.done, "the calls waited for the GPU"
+    stream.synchronize()
+    assert same_bits(late_y, y)
+    for late, expected in zip(late_gradients, gradients, strict=True):
+        assert same_bits(late, expected)
+
+
+def test_a_side_stream_does_not_wait_for_the_default_stream(device):
+    x, dy, weight, bias = inputs(cupy, 8, 1000, "float16")
+    y, mean, rstd = cunorm.layer_norm_forward(x, None, weight, bias)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def both():
+        return cunorm.layer_norm(x, None, weight, bias), cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
+
+    with stream:
+        both()
+    spin(0)
+    cupy.cuda.runtime.deviceSynchronize()
+    default = cupy.cuda.Stream.null
+    spin(1000, default)
+    with stream:
+        side_y, _ = both()
+    stream.synchronize()
+    assert not default.done, "the side stream ended only with the default stream"
+    default.synchronize()
+    assert same_bits(side_y, y)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_arrays_on_a_device_that_is_not_current(op):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("this machine has one GPU")
+    with cupy.cuda.Device(1):
+        x, dy, weight, bias = inputs(cupy, 300, 1000, "bfloat16")
+    with cupy.cuda.Device(0):
+        y, mean, rstd = forward(op, x, weight, bias)
+        gradients = backward(op, dy, x, mean, rstd, weight)
+        assert cupy.cuda.runtime.getDevice() == 0
+    for array in (y, mean, rstd, *gradients):
+        assert array is None or array.device.id == 1
+    with cupy.cuda.Device(1):
+        check_forward(op, (y, mean, rstd), x, weight, bias if op == "layer_norm" else None)
+        check_backward(op, gradients, dy, x, weight)
+    with pytest.raises(ValueError, match="must be on the device of x"):
+        cunorm.layer_norm(x, None, cupy.asarray(weight.get()))
+
+
+def test_torch_tensors_through_dlpack():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, dy, weight, bias = inputs(cupy, 300, 1000, "float16")
+    tensors = [torch.from_dlpack(array) for array in (x, dy, weight, bias)]
+    tx, tdy, tweight, tbias = tensors
+    y, mean, rstd = cunorm.layer_norm_forward(tx, None, tweight, tbias)
+    assert isinstance(y, cupy.ndarray)
+    assert same_bits(y, cunorm.layer_norm(x, None, weight, bias))
+    # Statistics as CuPy arrays, the rest as tensors.
+    gradients = cunorm.layer_norm_backward(tdy, tx, mean, rstd, tweight)
+    check_backward("layer_norm", gradients, dy, x, weight)
+    # A strided tensor, and `out` as a tensor.
+    out = torch.empty_like(tx)
+    cunorm.rms_norm(tx.repeat(1, 2)[:, :1000], None, tweight, out=out)
+    assert same_bits(cupy.from_dlpack(out), cunorm.rms_norm(x, None, weight))
+
+
+def test_a_bfloat16_tensor_through_dlpack():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.randn(30, 129, device="cuda", dtype=torch.bfloat16)
+    y = cunorm.layer_norm(x)
+    assert (type(y), y.dtype.name) == (cupy.ndarray, "bfloat16")
+    check_forward("layer_norm", (y, None, None), cupy.from_dlpack(x))
+
+
+def test_a_tensor_that_requires_grad_is_refused():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.zeros(3, 8, device="cuda", requires_grad=True)
+    with pytest.raises(TypeError, match="layer_norm: x cannot be read through DLPack"):
+        cunorm.layer_norm(x)
+
+
+def test_a_torch_tensor_on_the_host_is_refused():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with pytest.raises(TypeError, match=r"layer_norm: x must be on a CUDA device .* numpy.from_dlpack"):
+        cunorm.layer_norm(torch.zeros(3, 8))
