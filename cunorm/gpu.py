@@ -100,7 +100,13 @@ def backward(
 ) -> tuple[cupy.ndarray | None, cupy.ndarray | None, cupy.ndarray | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
     named = {"dy": dy, "x": x, "mean": mean, "rstd": rstd, "weight": weight}
-    layouts = {name: layout(function, name, array) for name, array in named.items() if array is not None}
+    layer_norm = function.startswith("layer_norm")
+    optional = ("weight",) if layer_norm else ("weight", "mean")
+    layouts = {
+        name: layout(function, name, array)
+        for name, array in named.items()
+        if array is not None or name not in optional
+    }
     shape = problem.check_backward(
         function,
         layouts["dy"],
@@ -113,7 +119,6 @@ def backward(
     device_id = layouts["x"].device
     properties = device.current(device_id)
     sm_margin = problem.check_sm_margin(function, sm_margin, properties.sms)
-    layer_norm = function.startswith("layer_norm")
     mask = problem.check_output_mask(function, output_mask, 3 if layer_norm else 2)
 
     with cupy.cuda.Device(device_id):
@@ -185,5 +190,10 @@ def from_dlpack(function: str, name: str, array: Any) -> cupy.ndarray | None:
         raise ValueError(f"{function}: {name} must be on the device of x; got an array on the host. Move one of them.")
     try:
         return cupy.from_dlpack(array)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(
+            f"{function}: CuPy cannot use the GPU that {name} is on: {error}. Compare the driver, by nvidia-smi, with "
+            "what `python -m cunorm info` says."
+        ) from error
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{function}: {name} cannot be read through DLPack: {error}") from error

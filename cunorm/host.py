@@ -85,7 +85,13 @@ def backward(
 ) -> tuple[numpy.ndarray | None, numpy.ndarray | None, numpy.ndarray | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
     named = {"dy": dy, "x": x, "mean": mean, "rstd": rstd, "weight": weight}
-    layouts = {name: layout(function, name, array) for name, array in named.items() if array is not None}
+    layer_norm = function.startswith("layer_norm")
+    optional = ("weight",) if layer_norm else ("weight", "mean")
+    layouts = {
+        name: layout(function, name, array)
+        for name, array in named.items()
+        if array is not None or name not in optional
+    }
     shape = problem.check_backward(
         function,
         layouts["dy"],
@@ -96,7 +102,6 @@ def backward(
         zero_centered_gamma=zero_centered_gamma,
     )
     problem.check_sm_margin(function, sm_margin, None)
-    layer_norm = function.startswith("layer_norm")
     wants_dx, wants_dweight, wants_dbias = problem.check_output_mask(function, output_mask, 3 if layer_norm else 2)
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     columns = (*rstd.shape, *(1,) * len(shape))
