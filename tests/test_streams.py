@@ -48,13 +48,16 @@ def test_a_call_waits_for_what_its_stream_does(device, op, cols):
     gradients = backward(op, dy, x, mean, rstd, weight)
     late_x, late_dy = cupy.zeros_like(x), cupy.zeros_like(dy)
     stream = cupy.cuda.Stream(non_blocking=True)
+    zeros = cupy.zeros_like(x)
     with stream:  # once without the delay: everything is loaded, memory is there
+        late_x[...] = zeros
+        late_dy[...] = zeros
         backward(op, late_dy, late_x, mean, rstd, weight)
         forward(op, late_x, weight, bias)
         spin(0)
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
-        spin(100)
+        spin(300)
         late_x[...] = x
         late_dy[...] = dy
         late_y, late_mean, late_rstd = forward(op, late_x, weight, bias)
