@@ -1,0 +1,169 @@
+"""Plans: what is launched for a problem on a device. Nothing is launched, and no GPU is needed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from cases import DTYPES, SHAPES, TIER_COLUMNS
+from problems import problem
+
+from cunorm.device import KNOWN
+from cunorm.plan import plan, shared_memory
+
+DIRECTIONS = ("forward", "backward")
+ALL_COLUMNS = sorted({*(columns.cols for columns in SHAPES), *TIER_COLUMNS, 15, 16, 1024, 2048, 3_000_000})
+MASKS = [mask for mask in itertools.product([True, False], repeat=3) if any(mask)]
+TIERS = ("warp", "cta", "cluster", "streamed")
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("rows", [1, 3, 4096, 70000, 2**40])
+def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, arch):
+    for cols in ALL_COLUMNS:
+        solution = plan(problem(direction, rows, cols, dtype), KNOWN[arch])
+        assert solution.steps
+        for step in solution.steps:
+            spec, (x, y, z) = step.spec, step.grid
+            assert 1 <= x < 2**31
+            assert 1 <= y < 2**16
+            assert z == 1
+            assert x % spec.shape.cluster == 0
+            assert spec.shape.cluster in (1, 2, 4, 8)
+            assert spec.threads % 32 == 0
+            assert spec.threads <= 1024
+            assert shared_memory(spec) <= 48 * 1024
+            if spec.kernel in ("forward", "backward"):
+                assert spec.shape.capacity >= cols
+                # No CTA of a cluster, and no pack of a thread, is without columns for nothing.
+                assert spec.shape.capacity < 2 * cols + 2 * 32 * spec.shape.pack * spec.shape.cluster
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_longer_rows_take_higher_tiers(direction, dtype, arch):
+    tiers = [plan(problem(direction, 8, cols, dtype), KNOWN[arch]).tier for cols in ALL_COLUMNS]
+    assert tiers == sorted(tiers, key=TIERS.index)
+    assert ("cluster" in tiers) == (arch >= 90)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_tables_of_cases_reach_every_tier(direction, dtype):
+    """A change of the plan must not leave a tier without tests."""
+    for table in (TIER_COLUMNS, [columns.cols for columns in SHAPES]):
+        assert {plan(problem(direction, 8, cols, dtype), KNOWN[90]).tier for cols in table} == set(TIERS)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_kernels_do_not_depend_on_the_number_of_rows(direction, dtype, arch, op, aligned):
+    """One row alone may be read by vectors where the next would not be aligned: the same columns in the same order."""
+    for cols in ALL_COLUMNS:
+
+        def specs(rows, cols=cols):
+            solution = plan(problem(direction, rows, cols, dtype, op=op, aligned=aligned), KNOWN[arch])
+            return [step.spec for step in solution.steps]
+
+        many = specs(2)
+        assert all(specs(rows) == many for rows in (8, 300, 5000, 10**7))
+        for one, two in zip(specs(1), many, strict=True):
+            assert (one.kernel, one.shape, one.rows_per_cta, one.prefetch) == (
+                two.kernel,
+                two.shape,
+                two.rows_per_cta,
+                two.prefetch,
+            )
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_workspace_is_bounded(dtype, arch):
+    """2 x SMs x cols x 8 bytes, whatever the rows, and nothing without parameter gradients."""
+    device = KNOWN[arch]
+    for cols, rows, mask in itertools.product(ALL_COLUMNS, (1, 300, 70000, 10**8), MASKS):
+        solution = plan(problem("backward", rows, cols, dtype, output_mask=mask), device)
+        assert solution.workspace <= 2 * device.sms * cols * 8
+        assert (solution.workspace > 0) == any(mask[1:])
+        assert plan(problem("forward", rows, cols, dtype), device).workspace == 0
+
+
+@pytest.mark.parametrize("sm_margin", [0, 1, 20, 131])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_margin_leaves_multiprocessors_free(direction, sm_margin):
+    """No more CTAs than the others hold at once (2048 threads each), or one cluster."""
+    device = KNOWN[90]
+    for cols in ALL_COLUMNS:
+        solution = plan(problem(direction, 10**6, cols, "bfloat16", sm_margin=sm_margin), device)
+        step = solution.steps[0]
+        ctas = step.grid[0] * step.grid[1]
+        fitting = (device.sms - sm_margin) * (2048 // step.spec.threads)
+        assert sm_margin == 0 or ctas <= max(fitting, step.spec.shape.cluster), (cols, solution.describe())
+
+
+ALIGNMENT = [
+    # (cols, x_stride, y_stride, pointers aligned, vectors expected) of float16: packs of 8 columns
+    (1024, 1024, 1024, True, True),
+    (1024, 1024, 1024, False, False),
+    (1024, 1032, 1024, True, True),
+    (1024, 1025, 1024, True, False),
+    (1024, 1024, 1028, True, False),
+    (1023, 1024, 1024, True, True),
+    (1023, 1023, 1023, True, False),
+]
+
+
+@pytest.mark.parametrize(("cols", "x_stride", "y_stride", "aligned", "expected"), ALIGNMENT)
+def test_vectors_are_used_where_every_row_is_aligned(cols, x_stride, y_stride, aligned, expected):
+    changes = {"x_stride": x_stride, "y_stride": y_stride, "aligned": aligned}
+    (step,) = plan(problem("forward", 10, cols, "float16", **changes), KNOWN[90]).steps
+    assert step.spec.aligned == expected
+
+
+def test_dx_is_contiguous_whatever_the_strides_of_x():
+    changes = {"x_stride": 1024, "y_stride": 1024}
+    step = plan(problem("backward", 10, 1023, "float16", **changes), KNOWN[90]).steps[0]
+    assert not step.spec.aligned
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("cols", TIER_COLUMNS)
+def test_a_plan_can_be_read(direction, cols):
+    solution = plan(problem(direction, 4096, cols, "bfloat16"), KNOWN[90])
+    text = solution.describe()
+    for word in ("layer_norm", direction, "4096 rows", f"{cols} cols", "H200", solution.tier, "bytes moved", "grid"):
+        assert word in text
+    assert all(step.spec.kernel in text for step in solution.steps)
+
+
+BYTES = [
+    ({}, 2 * 8 * 100 * 2 + 2 * 100 * 2),
+    ({"weight": "float32", "bias": None, "y": "float32"}, 8 * 100 * (2 + 4) + 100 * 4),
+    ({"weight": None, "bias": None}, 2 * 8 * 100 * 2),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), BYTES)
+def test_bytes_moved_forward(changes, expected):
+    """x read, y written, weight and bias read, each once."""
+    assert problem("forward", 8, 100, "float16", **changes).bytes_moved == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ((True, True, True), 3 * 1600 + 400 + 2 * 400),
+        ((True, False, False), 3 * 1600 + 400),
+        ((False, True, False), 2 * 1600 + 400 + 400),
+    ],
+)
+def test_bytes_moved_backward(mask, expected):
+    """x and dy read, dx written, weight read, dweight and dbias written, each once."""
+    changes = {"weight": "float32", "output_mask": mask}
+    assert problem("backward", 8, 100, "float16", **changes).bytes_moved == expected
