@@ -196,9 +196,9 @@ def _assert_within(name: str, actual: Array, expected: Array, allowed: Array) ->
         return
     allowed = xp.broadcast_to(allowed, error.shape)
     excess = xp.where(error == error, error / allowed, xp.inf)
-    worst = numpy.unravel_index(int(excess.argmax()), error.shape)
+    worst = tuple(map(int, numpy.unravel_index(int(excess.argmax()), error.shape)))
     raise AssertionError(
-        f"{name}: {int(wrong.sum())} of {wrong.size} elements are wrong; the worst, at {tuple(map(int, worst))}, is "
+        f"{name}: {int(wrong.sum())} of {wrong.size} elements are wrong; the worst, at {worst}, is "
         f"{float(actual[worst])!r} instead of {float(expected[worst])!r}: {float(excess[worst]):.3g} times the allowed "
         f"{float(allowed[worst]):.3g}"
     )
