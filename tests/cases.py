@@ -35,13 +35,13 @@ SHAPES = (
     Columns(8191, (1, 8, 4096), "odd and long: no row but the first is aligned"),
     Columns(8192, (0, 1, 3, 4096), "a full shape"),
     Columns(12288, (1, 8, 4096), "a model's width"),
-    Columns(16384, (1, 3, 4096), "the last row of 16 bits that a CTA holds"),
-    Columns(16385, (1, 8, 300), "the first that needs a cluster, whose last CTA is nearly empty"),
-    Columns(32768, (0, 1, 3, 300), "a full cluster"),
-    Columns(65536, (1, 8, 300), "a full cluster"),
-    Columns(65537, (0, 1, 3, 8), "beyond 16 bits, odd, the last CTA nearly empty"),
-    Columns(131072, (1, 3, 8), "the longest row held in registers by a float64 cluster of sm_90"),
-    Columns(262144, (1, 3, 8), "the longest row held in registers by a float32 cluster of sm_90"),
+    Columns(16384, (1, 3, 4096), "a full shape"),
+    Columns(16385, (1, 8, 300), "one more than 16384, odd: the last pack of the row holds one column"),
+    Columns(32768, (0, 1, 3, 300), "a full shape"),
+    Columns(65536, (1, 8, 300), "a full shape, held by a cluster or streamed as the dtype has it"),
+    Columns(65537, (0, 1, 3, 8), "beyond 16 bits, odd, whatever divides it among CTAs leaves one column over"),
+    Columns(131072, (1, 3, 8), "a full shape, held by a cluster or streamed as the dtype has it"),
+    Columns(262144, (1, 3, 8), "a full shape, held by a cluster or streamed as the dtype has it"),
     Columns(524296, (0, 1, 3, 8), "whole packs, longer than any row held in registers"),
     Columns(600001, (1, 3), "odd, longer than any row held in registers"),
 )
@@ -65,8 +65,8 @@ def shape_cases() -> list[Any]:
     return cases
 
 
-# A row length for every tier: a part of a warp, a warp, a CTA, a cluster (of 2, 8), streamed; odd and even.
-TIER_COLUMNS = (7, 129, 1000, 8191, 12288, 20000, 65537, 262144, 600001)
+# Row lengths for every tier (a part of a warp, a warp, a CTA, a cluster, streamed), odd and even in each.
+TIER_COLUMNS = (7, 129, 1000, 8191, 12288, 20001, 65537, 262144, 600001)
 
 # |mean| / std.
 OFFSETS = (1e2, 1e4)

@@ -97,6 +97,26 @@ def test_other_strides(xp, op, view, cols, dtype):
     assert same_bits(xp.ascontiguousarray(out), y)
 
 
+LEADING = {
+    "the first rows of each": lambda a: a[:, :2],  # no single stride leads from row to row
+    "every second row": lambda a: a[:, ::2],  # one stride
+    "axes exchanged": lambda a: a.swapaxes(0, 1),
+}
+
+
+@pytest.mark.parametrize("view", LEADING)
+@pytest.mark.parametrize("cols", [33, 1000])
+def test_several_leading_axes(xp, view, cols):
+    x, dy, weight, bias = inputs(xp, 24, cols, "float16")
+    x, dy = (LEADING[view](array.reshape(4, 6, cols)) for array in (x, dy))
+    copies = [xp.ascontiguousarray(array) for array in (x, dy)]
+    assert x.strides != copies[0].strides
+    y, mean, rstd = forward("layer_norm", copies[0], weight, bias)
+    assert all_same(forward("layer_norm", x, weight, bias), (y, mean, rstd))
+    gradients = backward("layer_norm", dy, x, mean, rstd, weight)
+    assert all_same(gradients, backward("layer_norm", *copies[::-1], mean, rstd, weight))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_strided_parameters_and_statistics(xp, op):
     x, dy, weight, bias = inputs(xp, 6, 129, "float32")
