@@ -345,7 +345,7 @@ def _implementation(function: str, **arrays: Any) -> tuple[Any, list[Any]]:
         )
     try:
         from . import gpu
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # CuPy raises OSError where it cannot create its cache directory
         raise ImportError(
             f"{function}: arrays on a GPU need CuPy; it could not be imported ({error}). "
             "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."

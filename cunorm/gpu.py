@@ -42,7 +42,7 @@ def forward(
         zero_centered_gamma=zero_centered_gamma,
     )
     eps = problem.check_eps(function, eps)
-    device_id = layouts["x"].device
+    device_id = int(layouts["x"].device)
     properties = device.current(device_id)
     sm_margin = problem.check_sm_margin(function, sm_margin, properties.sms)
     if out is not None:
@@ -116,7 +116,7 @@ def backward(
         layouts.get("weight"),
         zero_centered_gamma=zero_centered_gamma,
     )
-    device_id = layouts["x"].device
+    device_id = int(layouts["x"].device)
     properties = device.current(device_id)
     sm_margin = problem.check_sm_margin(function, sm_margin, properties.sms)
     mask = problem.check_output_mask(function, output_mask, 3 if layer_norm else 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from .device import Device
 from .problem import ITEMSIZE, Problem
@@ -45,6 +46,7 @@ class KernelSpec:
     shape: RowShape
     rows_per_cta: int = 1
     ctas_per_sm: int = 1
+    prefetch: bool = False
     output_mask: tuple[bool, bool, bool] = (False, False, False)
 
     @property
@@ -89,34 +91,45 @@ class Plan:
         return "\n".join(lines)
 
 
-# Forward. Up to 4 packs (64 bytes of x) a thread: enough loads in flight to fill the memory system, few enough
-# registers that three or more CTAs share an SM and one loads while another reduces.
-FORWARD_PACKS = (4, 3, 2)
-FORWARD_WARP_PACKS = 4
-FORWARD_CTA_THREADS = 512
-# Longer rows, in order of preference: (cluster, threads, packs).
-FORWARD_CLUSTERS = ((2, 512, 4), (4, 512, 4), (8, 512, 4), (8, 512, 8), (8, 1024, 8))
-# The same without clusters (before sm_90).
-FORWARD_LARGE_CTAS = ((1, 1024, 4), (1, 1024, 8))
-FORWARD_CTA = 128  # threads of a CTA whose rows are shorter than that
-FORWARD_RESIDENT_THREADS = 1024  # of an SM: 64 registers a thread
+class Tier(NamedTuple):
+    """How rows of up to `most` packs are run."""
 
-# Backward, by bytes of an element of x. A thread holds its columns' dweight and dbias in registers besides x and dy of
-# this row and the next, so it owns fewer columns than in the forward pass.
-BACKWARD_WARP_PACKS = {2: 2, 4: 2, 8: 2}
-BACKWARD_PACKS = {2: 2, 4: 2, 8: 2}
-BACKWARD_CTA_THREADS = 512
-BACKWARD_CLUSTERS = {
-    2: ((2, 512, 2), (4, 512, 2), (8, 512, 2), (8, 512, 4)),
-    4: ((2, 512, 2), (4, 512, 2), (8, 512, 2), (8, 512, 4)),
-    8: ((2, 512, 2), (4, 512, 2), (8, 512, 2)),
-}
-BACKWARD_CTA = 256  # threads of a CTA whose rows are shorter than that
+    most: int
+    packs: tuple[int, ...]  # a thread holds; the choice that leaves the fewest threads idle, of equals the first
+    cluster: int
+    cta: int  # threads of a CTA, where a row needs fewer several rows share it
+    resident: int  # threads that an SM is to hold at once; bounds the registers of a thread
+    prefetch: bool  # ask for the next row before reducing the present one
+    visits: int  # rows that a CTA takes one after the other; 0: it stays until none is left
+    full: bool = False  # only for rows that fill a power of two of threads with whole packs
 
-STREAMED_THREADS = 1024
+
+# Fractions of the streaming roof: bfloat16 on an H200, 2026-11-20; what else was tried is in bench/NOTES.md.
+FORWARD = (
+    Tier(15, (2,), 1, 128, 1024, False, 1),  # 32 cols 0.91, 64 cols 0.94
+    Tier(128, (4,), 1, 256, 768, True, 0),  # 128 cols 0.92, 512 cols 0.92, 1024 cols 0.92
+    Tier(256, (2,), 1, 128, 768, True, 0),  # 2048 cols 0.94
+    Tier(2048, (4, 3, 2), 1, 128, 1024, False, 1),  # 4096 cols 0.96, 8192 cols 0.98, 16384 cols 0.97
+    Tier(4096, (8,), 1, 512, 512, True, 2),  # 32768 cols 0.97; four packs and 1024 threads 0.90
+    Tier(8192, (8,), 2, 512, 512, True, 0),  # 65536 cols 0.81
+    Tier(16384, (8,), 8, 256, 512, True, 0),  # 131072 cols 0.77
+    Tier(32768, (8,), 8, 512, 512, True, 0),  # 262144 cols 0.76
+)
+# A thread also holds dweight and dbias of its columns: it owns fewer of them than in the forward pass.
+BACKWARD = (
+    # With bounds to check, 64 registers are too few for one pack a thread: other rows go to the next tier.
+    Tier(512, (1,), 1, 512, 1024, True, 0, full=True),  # 256 cols 0.73, 512 to 1024 cols 0.82, 4096 cols 0.85
+    Tier(1024, (2,), 1, 512, 512, True, 0),  # 8192 cols 0.87
+    Tier(2048, (2,), 2, 512, 512, True, 0),  # 16384 cols 0.85
+    Tier(4096, (2,), 4, 512, 512, True, 0),  # 32768 cols 0.80
+    Tier(8192, (2,), 8, 512, 512, True, 0),  # 65536 cols 0.76
+)
+
+STREAMED_THREADS = 512
 SUM_THREADS = 1024
 SUM_COLUMNS = 32
 GRID_LIMIT = 2**31 - 1
+MAILBOXES = 16  # bytes of row.cuh's two
 
 
 @lru_cache(maxsize=4096)
@@ -132,56 +145,48 @@ def shared_memory(spec: KernelSpec) -> int:
         return compute * 32 * 33
     if spec.kernel == "weight_gradient_partials":
         return 0
-    slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
-    values = {"forward": 3, "forward_streamed": 4}.get(spec.kernel, 2)
-    if spec.rms and spec.kernel.startswith("forward"):
-        values = 1
-    exchange = 2 * values * slots * spec.rows_per_cta * compute if slots > 1 else 0
-    return exchange
+    shape, rows = spec.shape, spec.rows_per_cta
+    total = 0
+    slots = max(1, shape.threads // WARP) * shape.cluster
+    if slots > 1 and (not spec.kernel.startswith("backward") or spec.output_mask[0]):
+        values = {"forward": 3, "forward_streamed": 4}.get(spec.kernel, 2)
+        if spec.rms:
+            values = 1
+        total += rows * (2 * values * slots * compute + MAILBOXES)
+    holders = max(1, rows * shape.threads // max(WARP, shape.threads))
+    if spec.kernel == "backward" and holders > 1 and any(spec.output_mask[1:]):
+        total += shape.capacity * compute
+    return total
 
 
-def _forward_shape(cols: int, itemsize: int, device: Device) -> RowShape | None:
+def _choose(table: tuple[Tier, ...], cols: int, itemsize: int, device: Device) -> tuple[Tier, RowShape] | None:
+    """The tier that takes rows of `cols` and how it divides them; None if the row has to be streamed."""
     pack = 16 // itemsize
     packs = _ceil_div(cols, pack)
-    if packs <= WARP * FORWARD_WARP_PACKS:
-        return RowShape(pack, min(WARP, _power_of_two_from(packs)), _ceil_div(packs, WARP))
-    if packs <= FORWARD_CTA_THREADS * FORWARD_PACKS[0]:
-        return _tightest(pack, packs, FORWARD_PACKS, FORWARD_CTA_THREADS)
-    return _first_that_holds(cols, pack, FORWARD_CLUSTERS if device.has_clusters else FORWARD_LARGE_CTAS)
-
-
-def _backward_shape(cols: int, itemsize: int, device: Device) -> RowShape | None:
-    pack = 16 // itemsize
-    packs = _ceil_div(cols, pack)
-    if packs <= WARP * BACKWARD_WARP_PACKS[itemsize]:
-        return RowShape(pack, min(WARP, _power_of_two_from(packs)), _ceil_div(packs, WARP))
-    most = BACKWARD_PACKS[itemsize]
-    if packs <= BACKWARD_CTA_THREADS * most:
-        return _tightest(pack, packs, range(most, 0, -1), BACKWARD_CTA_THREADS)
-    return _first_that_holds(cols, pack, BACKWARD_CLUSTERS[itemsize]) if device.has_clusters else None
-
-
-def _tightest(pack: int, packs: int, choices, most_threads: int) -> RowShape:
-    """The fewest idle threads; of equals, the first choice of packs a thread."""
-    shapes = [RowShape(pack, _ceil_div(packs, n * WARP) * WARP, n) for n in choices]
-    return min((shape for shape in shapes if shape.threads <= most_threads), key=lambda shape: shape.capacity)
-
-
-def _first_that_holds(cols: int, pack: int, choices) -> RowShape | None:
-    for cluster, threads, packs in choices:
-        if pack * threads * packs * cluster >= cols:
-            # As few threads as hold the row at this cluster size.
-            threads = _ceil_div(cols, pack * packs * cluster * WARP) * WARP
-            return RowShape(pack, threads, packs, cluster)
+    for tier in table:
+        if packs <= tier.most and (tier.cluster == 1 or device.clusters):
+            shapes = (_shape(pack, _ceil_div(packs, tier.cluster), choice, tier.cluster) for choice in tier.packs)
+            shape = min(shapes, key=lambda shape: shape.capacity)
+            if not tier.full or (shape.capacity == cols and shape.threads == _power_of_two_from(shape.threads)):
+                return tier, shape
     return None
 
 
-def _tier(shape: RowShape | None) -> str:
-    if shape is None:
+def _shape(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowShape:
+    """The fewest threads that hold `packs` packs in a CTA: a power of two within a warp, else whole warps."""
+    threads = _ceil_div(packs, packs_per_thread)
+    threads = _power_of_two_from(threads) if threads <= WARP else _ceil_div(threads, WARP) * WARP
+    if cluster > 1:
+        threads = max(threads, WARP)
+    return RowShape(pack, threads, _ceil_div(packs, threads), cluster)
+
+
+def _tier(spec: KernelSpec) -> str:
+    if spec.kernel not in ("forward", "backward"):
         return "streamed"
-    if shape.cluster > 1:
+    if spec.shape.cluster > 1:
         return "cluster"
-    return "cta" if shape.threads > WARP else "warp"
+    return "cta" if spec.shape.threads > WARP else "warp"
 
 
 def _spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> KernelSpec:
@@ -213,39 +218,46 @@ def _vectors_fit(problem: Problem, pack: int) -> bool:
     return problem.aligned and (problem.rows == 1 or strides_fit)
 
 
+def _resident_spec(problem: Problem, kernel: str, tier: Tier, shape: RowShape) -> KernelSpec:
+    rows_per_cta = max(1, tier.cta // shape.threads)
+    # float64 arithmetic takes twice the registers, access by elements some more.
+    spec = _spec(problem, kernel, shape, rows_per_cta=rows_per_cta)
+    resident = tier.resident // 2 if problem.x == "float64" or not spec.aligned else tier.resident
+    ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta))
+    # Eight packs and the next eight leave float16, whose unpacking takes more registers than bfloat16's, too few.
+    prefetch = tier.prefetch and not (problem.x == "float16" and shape.packs == 8 and shape.cluster > 1)
+    return replace(spec, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
+
+
 def _plan_forward(problem: Problem, device: Device) -> Plan:
-    shape = _forward_shape(problem.cols, ITEMSIZE[problem.x], device)
-    if shape is None:
+    choice = _choose(FORWARD, problem.cols, ITEMSIZE[problem.x], device)
+    if choice is None:
         spec = _spec(problem, "forward_streamed", RowShape(16 // ITEMSIZE[problem.x], STREAMED_THREADS, 1))
+        visits = 1
     else:
-        rows_per_cta = max(1, FORWARD_CTA // shape.threads) if shape.threads <= WARP else 1
-        ctas_per_sm = max(1, FORWARD_RESIDENT_THREADS // (shape.threads * rows_per_cta))
-        spec = _spec(problem, "forward", shape, rows_per_cta=rows_per_cta, ctas_per_sm=ctas_per_sm)
-    groups = min(_ceil_div(problem.rows, spec.rows_per_cta), GRID_LIMIT // spec.shape.cluster)
-    if problem.sm_margin:
-        # CTAs are persistent then: as many as the remaining SMs hold at once.
-        resident = (device.sms - problem.sm_margin) * max(1, 1024 // spec.threads)
-        groups = max(1, min(groups, resident // spec.shape.cluster))
-    return Plan(problem, device, _tier(shape), (Step(spec, (groups * spec.shape.cluster, 1, 1)),))
+        spec = _resident_spec(problem, "forward", *choice)
+        visits = choice[0].visits
+    groups = _ceil_div(problem.rows, spec.rows_per_cta * max(1, visits))
+    if visits == 0 or problem.sm_margin:
+        groups = min(groups, device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin))
+    groups = min(groups, GRID_LIMIT // spec.shape.cluster)
+    return Plan(problem, device, _tier(spec), (Step(spec, (groups * spec.shape.cluster, 1, 1)),))
 
 
 def _plan_backward(problem: Problem, device: Device) -> Plan:
-    itemsize = ITEMSIZE[problem.x]
-    shape = _backward_shape(problem.cols, itemsize, device)
+    itemsize, statistics = ITEMSIZE[problem.x], ITEMSIZE[problem.statistics]
     sms = device.sms - problem.sm_margin
     wants_dx, *wants_parameters = problem.output_mask
-    statistics = ITEMSIZE[problem.statistics]
     # dweight and dbias partials take at most 2 x SMs x cols x 8 bytes together.
     most_groups = 2 * device.sms * 8 // (2 * statistics)
+    choice = _choose(BACKWARD, problem.cols, itemsize, device)
     steps: list[Step] = []
     groups = 0
-    if shape is not None:
-        rows_per_cta = max(1, BACKWARD_CTA // shape.threads)
-        ctas_per_sm = max(1, BACKWARD_CTA_THREADS // (shape.threads * rows_per_cta))
-        spec = _spec(problem, "backward", shape, rows_per_cta=rows_per_cta, ctas_per_sm=ctas_per_sm)
-        groups = min(_ceil_div(problem.rows, rows_per_cta), _resident_clusters(sms * ctas_per_sm, shape.cluster))
-        groups = max(1, min(groups, most_groups))
-        steps.append(Step(spec, (groups * shape.cluster, 1, 1)))
+    if choice is not None:
+        spec = _resident_spec(problem, "backward", *choice)
+        resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin)
+        groups = min(_ceil_div(problem.rows, spec.rows_per_cta), resident, most_groups)
+        steps.append(Step(spec, (groups * spec.shape.cluster, 1, 1)))
     else:
         pack = 16 // itemsize
         if wants_dx:
@@ -273,12 +285,7 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
         # blockIdx.y: dweight, dbias.
         steps.append(Step(spec, (tiles, sum(wants_parameters), 1)))
     workspace = groups * problem.cols * statistics * sum(wants_parameters)
-    return Plan(problem, device, _tier(shape), tuple(steps), groups, workspace)
-
-
-def _resident_clusters(ctas: int, cluster: int) -> int:
-    """How many clusters are surely resident at once. A cluster lies within a GPC of 16 or 18 SMs: count 16 of each."""
-    return ctas // cluster if cluster <= 2 else ctas // 16 * 16 // cluster
+    return Plan(problem, device, _tier(steps[0].spec), tuple(steps), groups, workspace)
 
 
 def _ceil_div(a: int, b: int) -> int:

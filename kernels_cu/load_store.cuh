@@ -46,7 +46,9 @@ struct StoreAffine {
   }
 
   template <class Compute>
-  DEVICE void store(int64 row, int64 column, int valid, Compute (&xhat)[kPack], const Operands& operands) const {
+  DEVICE void store(int64 row, int64 column, int valid, Compute (&xhat)[kPack], Operands& operands) const {
+    stay_packed(operands.weight);
+    stay_packed(operands.bias);
     if constexpr (kPresent<Weight>) {
       Compute gamma[kPack];
       unpack(operands.weight, gamma);

@@ -4,6 +4,7 @@
 // A part's mean, rounded to float, is only a pivot: what the rounding lost is carried along as the sum of deviations
 // from it. Without that, a row with |mean| / std = 1e4 is wrong by 1e4 * 6e-8 in every normalised value.
 #pragma once
+#include "pack.cuh"
 #include "row.cuh"
 
 namespace cunorm {
@@ -39,56 +40,74 @@ DEVICE RowMoments<Compute> finish(Moments<Compute> row, Compute count, Compute e
   return {row.pivot, residual, reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)};
 }
 
-// Welford's update, a pack at a time, for rows too long to hold. The running mean is kept as mean + lost, the sum of
-// two floats (Knuth's TwoSum), for the reason given above.
+// A long sum with what its roundings lost (Knuth's TwoSum).
+template <class Compute>
+struct CompensatedSum {
+  Compute sum = 0;
+  Compute lost = 0;
+
+  DEVICE void add(Compute value) {
+    const Compute next = sum + value;
+    const Compute rounded = next - sum;
+    lost += (sum - (next - rounded)) + (value - rounded);
+    sum = next;
+  }
+  DEVICE Compute total() const { return sum + lost; }
+};
+
+// Welford's update, a pack at a time, for rows too long to hold.
 template <class Compute>
 struct RunningMoments {
   Compute count = 0;
-  Compute mean = 0;
-  Compute lost = 0;
-  Compute squares = 0;
+  CompensatedSum<Compute> mean;
+  CompensatedSum<Compute> squares;
 
   DEVICE void merge(Compute other_count, Moments<Compute> other) {
     const Compute other_residual = other.sum / other_count;
     const Compute other_squares = other.squares - other.sum * other_residual;
     if (count == 0) {
-      *this = {other_count, other.pivot, other_residual, other_squares};
+      *this = {other_count, {other.pivot, other_residual}, {other_squares, 0}};
       return;
     }
     const Compute total = count + other_count;
-    const Compute delta = (other.pivot - mean) + (other_residual - lost);
-    squares += other_squares + delta * delta * (count * other_count / total);
-    const Compute step = delta * (other_count / total);
-    const Compute next = mean + step;
-    const Compute rounded = next - mean;
-    lost += (mean - (next - rounded)) + (step - rounded);
-    mean = next;
+    const Compute delta = (other.pivot - mean.sum) + (other_residual - mean.lost);
+    squares.add(other_squares + delta * delta * (count * other_count / total));
+    mean.add(delta * (other_count / total));
     count = total;
   }
 
-  DEVICE Moments<Compute> moments() const { return {mean, count * lost, squares + count * lost * lost}; }
+  DEVICE Moments<Compute> moments() const {
+    return {mean.sum, count * mean.lost, squares.total() + count * mean.lost * mean.lost};
+  }
 };
 
-// Moments about the group's own mean of the values that kLanes lanes hold, `count` in all.
-// for_each(f) calls f(value) for every value of this thread.
-template <int kLanes, class Compute, class ForEach>
-DEVICE Moments<Compute> group_moments(Compute count, ForEach for_each) {
-  Compute sum = 0;
-  for_each([&](Compute value) { sum += value; });
-  const Compute pivot = group_sum<kLanes>(sum) / (count > 0 ? count : 1);
+// Moments about the group's own mean of the values that kLanes lanes hold, `count` in all. for_each_pack(use) calls
+// use(values, valid) for every pack of this thread; values past `valid` do not count, and are zero.
+template <int kLanes, int kPack, class Compute, class ForEachPack>
+DEVICE Moments<Compute> group_moments(Compute count, ForEachPack for_each_pack) {
+  Compute total = 0;
+  for_each_pack([&](const Compute(&values)[kPack], int) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) total += values[i];
+  });
+  const Compute pivot = group_sum<kLanes>(total) / (count > 0 ? count : 1);
   Compute deviations = 0;
   Compute squares = 0;
-  for_each([&](Compute value) {
-    const Compute deviation = value - pivot;
-    deviations += deviation;
-    squares += deviation * deviation;
+  for_each_pack([&](const Compute(&values)[kPack], int valid) {
+    Compute deviation[kPack];
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      deviation[i] = i < valid ? values[i] - pivot : 0;
+      deviations += deviation[i];
+    }
+    squares += dot(deviation, deviation);
   });
   return {pivot, group_sum<kLanes>(deviations), group_sum<kLanes>(squares)};
 }
 
 // Merges what the warps of a row published: (pivot, sum, squares) in slots [3][kSlots], count(slot) columns each.
-template <class Exchange, class Compute, class Slots, class Count>
-DEVICE Moments<Compute> merge_slots(const Slots& slots, Compute total_count, Count count) {
+template <class Exchange, class Compute, class Count>
+DEVICE Moments<Compute> merge_slots(const typename Exchange::Slots& slots, Compute total_count, Count count) {
   const Compute pivot =
       Exchange::sum([&](int slot) { return static_cast<Compute>(count(slot)) * slots[0][slot]; }) / total_count;
   const auto part = [&](int slot) {

@@ -62,7 +62,7 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
                           const Compute* rstd, Compute* dweight_partials, Compute* dbias_partials, int64 rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
-  using Exchange = RowExchange<Shape, 2, Compute>;
+  using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 2, Compute>;
   __shared__ Exchange exchanges[kRows];
   Exchange& exchange = exchanges[threadIdx.x / Shape::kThreads];
 
@@ -70,11 +70,6 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   const int64 group = blockIdx.x / Shape::kCluster;
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
   constexpr bool kExchanges = Needs::kDx && Shape::kSlots > 1;
-  if constexpr (Shape::kCluster > 1 && kExchanges) {
-    cluster_arrive();
-    cluster_wait();
-  }
-
   Compute dweight[kPacks][kPack] = {};
   Compute dbias[kPacks][kPack] = {};
 
@@ -103,10 +98,10 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     rstd_next = active ? rstd[row] : 0;
   };
 
-  int set = 0;
   int64 base = group * kRows;
   if (base < rows) fetch(base + threadIdx.x / Shape::kThreads);
-  for (; base < rows; base += row_step) {
+  if constexpr (kExchanges) exchange.start();
+  for (int turn = 0; base < rows; base += row_step, ++turn) {
     const int64 row = base + threadIdx.x / Shape::kThreads;
     typename LoadX::Packed x[kPacks];
     typename LoadDy::Packed dy[kPacks];
@@ -145,11 +140,13 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
       }
       c1 = group_sum<Shape::kLanes>(c1);
       if constexpr (!kRms) c2 = group_sum<Shape::kLanes>(c2);
-      if constexpr (kExchanges) {
-        exchange.publish(set, rank, {c1, c2});
-        c1 = Exchange::sum([&](int slot) { return exchange.slots[set][0][slot]; });
-        if constexpr (!kRms) c2 = Exchange::sum([&](int slot) { return exchange.slots[set][1][slot]; });
-        set ^= 1;
+      if constexpr (kExchanges && kRms) {
+        const auto& slots = exchange.publish(turn, rank, {c1});
+        c1 = Exchange::sum([&](int slot) { return slots[0][slot]; });
+      } else if constexpr (kExchanges) {
+        const auto& slots = exchange.publish(turn, rank, {c1, c2});
+        c1 = Exchange::sum([&](int slot) { return slots[0][slot]; });
+        c2 = Exchange::sum([&](int slot) { return slots[1][slot]; });
       }
       c1 /= Shape::kCols;
       c2 /= Shape::kCols;

@@ -2,7 +2,7 @@
 // from weight_gradient.cu. Formulas as in norm_backward.cu.
 #pragma once
 #include "load_store.cuh"
-#include "row.cuh"
+#include "moments.cuh"
 
 namespace cunorm {
 
@@ -12,11 +12,11 @@ DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, St
                                    const Compute* rstd, int64 rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int64 kStep = static_cast<int64>(Shape::kThreads) * kPack;
-  using Exchange = RowExchange<Shape, 2, Compute>;
+  using Exchange = RowExchange<Shape, 1, kRms ? 1 : 2, Compute>;
   __shared__ Exchange exchange;
 
-  int set = 0;
-  for (int64 row = blockIdx.x; row < rows; row += gridDim.x) {
+  int turn = 0;
+  for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
     const Compute row_mean = kRms ? 0 : mean[row];
     const Compute row_rstd = rstd[row];
     // Calls use(column, valid, xhat, g) for every pack of this thread.
@@ -40,19 +40,26 @@ DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, St
       }
     };
 
-    Compute c1 = 0;
-    Compute c2 = 0;
+    CompensatedSum<Compute> sum_c1, sum_c2;
     for_each_pack([&](int64, int, const Compute(&xhat)[kPack], const Compute(&g)[kPack]) {
+      sum_c1.add(dot(g, xhat));
+      if constexpr (!kRms) {
+        Compute pack_sum = 0;
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        c1 += g[i] * xhat[i];
-        if constexpr (!kRms) c2 += g[i];
+        for (int i = 0; i < kPack; ++i) pack_sum += g[i];
+        sum_c2.add(pack_sum);
       }
     });
-    exchange.publish(set, 0, {group_sum<32>(c1), group_sum<32>(c2)});
-    c1 = Exchange::sum([&](int slot) { return exchange.slots[set][0][slot]; }) / kCols;
-    c2 = Exchange::sum([&](int slot) { return exchange.slots[set][1][slot]; }) / kCols;
-    set ^= 1;
+    Compute c1 = group_sum<32>(sum_c1.total());
+    Compute c2 = group_sum<32>(sum_c2.total());
+    if constexpr (kRms) {
+      const auto& slots = exchange.publish(turn, 0, {c1});
+      c1 = Exchange::sum([&](int slot) { return slots[0][slot]; }) / kCols;
+    } else {
+      const auto& slots = exchange.publish(turn, 0, {c1, c2});
+      c1 = Exchange::sum([&](int slot) { return slots[0][slot]; }) / kCols;
+      c2 = Exchange::sum([&](int slot) { return slots[1][slot]; }) / kCols;
+    }
 
     for_each_pack([&](int64 column, int valid, const Compute(&xhat)[kPack], Compute(&g)[kPack]) {
 #pragma unroll

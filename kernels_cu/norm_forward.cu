@@ -8,83 +8,87 @@
 
 namespace cunorm {
 
-// Every CTA takes kRows rows at a time. mean and rstd may be null: then nobody will read them.
-template <bool kRms, class Shape, int kRows, class Compute, class Load, class Store>
+// Every CTA takes kRows rows at a time; with kPrefetch it asks for its next rows before it reduces the present ones.
+// mean and rstd may be null: then nobody will read them.
+template <bool kRms, class Shape, int kRows, bool kPrefetch, class Compute, class Load, class Store>
 DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
-  using Exchange = RowExchange<Shape, kRms ? 1 : 3, Compute>;
+  using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 3, Compute>;
   __shared__ Exchange exchange;
   static_assert(kRows == 1 || Shape::kSlots == 1, "several rows share a CTA only if a warp holds each");
 
-  // Weight and bias are asked for before the reduction where 16 registers hold them.
-  constexpr bool kOperandsEarly = kPacks * sizeof(typename Store::Operands) <= 64;
+  // Weight and bias stay in registers from row to row where 16 of them hold both.
+  constexpr bool kOperandsStay = kPacks * sizeof(typename Store::Operands) <= 64;
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int slot = rank * Shape::kWarps + (Shape::kWarps > 1 ? threadIdx.x / 32 : 0);
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
-  // No CTA may write to another's shared memory before that one runs; the wait is behind the first loads.
-  if constexpr (Shape::kCluster > 1) cluster_arrive();
 
-  int set = 0;
-  bool first = true;
-  for (int64 base = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows; base < rows; base += row_step) {
-    const int64 row = base + threadIdx.x / Shape::kThreads;
+  const auto fetch = [&](typename Load::Packed(&x)[kPacks], int64 row) {
     const bool active = kRows == 1 || row < rows;
-
-    typename Load::Packed x[kPacks];
-    typename Store::Operands operands[kPacks];
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const int column = Shape::column(rank, p);
       load.fetch(x[p], row, column, active ? Shape::valid(column) : 0);
     }
-    const auto fetch_operands = [&](int p) {
-      const int column = Shape::column(rank, p);
-      store.fetch(operands[p], column, Shape::valid(column));
-    };
-    if constexpr (kOperandsEarly) {
+  };
+  typename Store::Operands operands[kPacks];
+  const auto fetch_operands = [&](int p) {
+    const int column = Shape::column(rank, p);
+    store.fetch(operands[p], column, Shape::valid(column));
+  };
+
+  int64 base = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows;
+  typename Load::Packed x_next[kPacks];
+  if (kPrefetch && base < rows) fetch(x_next, base + threadIdx.x / Shape::kThreads);
+  if constexpr (kOperandsStay) {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) fetch_operands(p);
+    for (int p = 0; p < kPacks; ++p) fetch_operands(p);
+  }
+  exchange.start();
+
+  for (int turn = 0; base < rows; base += row_step, ++turn) {
+    const int64 row = base + threadIdx.x / Shape::kThreads;
+    const bool active = kRows == 1 || row < rows;
+    typename Load::Packed x[kPacks];
+    if constexpr (kPrefetch) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) x[p] = x_next[p];
+      if (base + row_step < rows) fetch(x_next, row + row_step);
+    } else {
+      fetch(x, row);
     }
 
-    const auto for_each = [&](auto use) {
+    const auto for_each_pack = [&](auto use) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const int valid = Shape::valid(Shape::column(rank, p));
         Compute values[kPack];
         load.unpack(x[p], values);
         load.stay_packed(x[p]);
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) {
-          if (i < valid) use(values[i]);
-        }
+        use(values, Shape::valid(Shape::column(rank, p)));
       }
     };
 
     RowMoments<Compute> row_moments;
     if constexpr (kRms) {
       Compute squares = 0;
-      for_each([&](Compute value) { squares += value * value; });
+      for_each_pack([&](const Compute(&values)[kPack], int) { squares += dot(values, values); });
       squares = group_sum<Shape::kLanes>(squares);
       if constexpr (Shape::kSlots > 1) {
-        if (Shape::kCluster > 1 && first) cluster_wait();
-        exchange.publish(set, rank, {squares});
-        squares = Exchange::sum([&](int other) { return exchange.slots[set][0][other]; });
+        const auto& slots = exchange.publish(turn, rank, {squares});
+        squares = Exchange::sum([&](int other) { return slots[0][other]; });
       }
       row_moments = {0, 0, reciprocal_sqrt(squares / Shape::kCols + eps)};
     } else {
-      auto moments = group_moments<Shape::kLanes, Compute>(static_cast<Compute>(Shape::slot_columns(slot)), for_each);
+      const auto count = static_cast<Compute>(Shape::slot_columns(slot));
+      auto moments = group_moments<Shape::kLanes, kPack>(count, for_each_pack);
       if constexpr (Shape::kSlots > 1) {
-        if (Shape::kCluster > 1 && first) cluster_wait();
-        exchange.publish(set, rank, {moments.pivot, moments.sum, moments.squares});
-        moments = merge_slots<Exchange, Compute>(exchange.slots[set], static_cast<Compute>(Shape::kCols),
-                                                 Shape::slot_columns);
+        const auto& slots = exchange.publish(turn, rank, {moments.pivot, moments.sum, moments.squares});
+        moments = merge_slots<Exchange>(slots, static_cast<Compute>(Shape::kCols), Shape::slot_columns);
       }
       row_moments = finish(moments, static_cast<Compute>(Shape::kCols), eps);
     }
-    set ^= 1;
-    first = false;
 
     if (active && rank == 0 && threadIdx.x % Shape::kThreads == 0) {
       if (mean != nullptr) mean[row] = row_moments.pivot + row_moments.residual;
@@ -92,7 +96,7 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
     }
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if constexpr (!kOperandsEarly) fetch_operands(p);
+      if constexpr (!kOperandsStay) fetch_operands(p);
       const int column = Shape::column(rank, p);
       Compute values[kPack];
       load.unpack(x[p], values);
@@ -103,8 +107,6 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
       store.store(row, column, active ? Shape::valid(column) : 0, values, operands[p]);
     }
   }
-  // A cluster that got no row still owes the wait.
-  if (Shape::kCluster > 1 && first) cluster_wait();
 }
 
 }  // namespace cunorm

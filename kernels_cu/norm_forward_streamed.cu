@@ -12,17 +12,15 @@ DEVICE void norm_forward_streamed(Load load, Store store, Compute* mean, Compute
   constexpr int kPack = Shape::kPack;
   constexpr int64 kStep = static_cast<int64>(Shape::kThreads) * kPack;
   // What a thread's running moments cover varies: counts are published too.
-  using Exchange = RowExchange<Shape, kRms ? 1 : 4, Compute>;
+  using Exchange = RowExchange<Shape, 1, kRms ? 1 : 4, Compute>;
   __shared__ Exchange exchange;
 
   const int64 first_column = static_cast<int64>(threadIdx.x) * kPack;
-  const auto valid_at = [](int64 column) {
-    return kCols - column < kPack ? static_cast<int>(kCols - column) : kPack;
-  };
-  int set = 0;
-  for (int64 row = blockIdx.x; row < rows; row += gridDim.x) {
+  const auto valid_at = [](int64 column) { return kCols - column < kPack ? static_cast<int>(kCols - column) : kPack; };
+  int turn = 0;
+  for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
     RunningMoments<Compute> running;
-    Compute row_squares = 0;
+    CompensatedSum<Compute> row_squares;
 #pragma unroll 4
     for (int64 column = first_column; column < kCols; column += kStep) {
       const int valid = valid_at(column);
@@ -31,23 +29,17 @@ DEVICE void norm_forward_streamed(Load load, Store store, Compute* mean, Compute
       load.fetch(x, row, column, valid);
       load.unpack(x, values);
       if constexpr (kRms) {
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) row_squares += values[i] * values[i];
+        row_squares.add(dot(values, values));
       } else {
-        running.merge(static_cast<Compute>(valid),
-                      group_moments<1, Compute>(static_cast<Compute>(valid), [&](auto use) {
-#pragma unroll
-                        for (int i = 0; i < kPack; ++i) {
-                          if (i < valid) use(values[i]);
-                        }
-                      }));
+        const auto count = static_cast<Compute>(valid);
+        running.merge(count, group_moments<1, kPack>(count, [&](auto use) { use(values, valid); }));
       }
     }
 
     RowMoments<Compute> row_moments;
     if constexpr (kRms) {
-      exchange.publish(set, 0, {group_sum<32>(row_squares)});
-      const Compute squares = Exchange::sum([&](int slot) { return exchange.slots[set][0][slot]; });
+      const auto& slots = exchange.publish(turn, 0, {group_sum<32>(row_squares.total())});
+      const Compute squares = Exchange::sum([&](int slot) { return slots[0][slot]; });
       row_moments = {0, 0, reciprocal_sqrt(squares / kCols + eps)};
     } else {
       // Lanes to warp: all about the warp's mean.
@@ -55,13 +47,12 @@ DEVICE void norm_forward_streamed(Load load, Store store, Compute* mean, Compute
       const Compute count = group_sum<32>(running.count);
       const Compute pivot = group_sum<32>(running.count * lane.pivot) / (count > 0 ? count : 1);
       const auto shifted = about(lane, running.count, pivot);
-      exchange.publish(set, 0, {pivot, group_sum<32>(shifted.sum), group_sum<32>(shifted.squares), count});
-      const auto& slots = exchange.slots[set];
-      row_moments = finish(merge_slots<Exchange, Compute>(slots, static_cast<Compute>(kCols),
-                                                          [&](int slot) { return slots[3][slot]; }),
-                           static_cast<Compute>(kCols), eps);
+      const auto& slots =
+          exchange.publish(turn, 0, {pivot, group_sum<32>(shifted.sum), group_sum<32>(shifted.squares), count});
+      row_moments =
+          finish(merge_slots<Exchange>(slots, static_cast<Compute>(kCols), [&](int slot) { return slots[3][slot]; }),
+                 static_cast<Compute>(kCols), eps);
     }
-    set ^= 1;
 
     if (threadIdx.x == 0) {
       if (mean != nullptr) mean[row] = row_moments.pivot + row_moments.residual;

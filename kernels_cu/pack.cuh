@@ -40,10 +40,24 @@ DEVICE void unpack(const Pack<T, kPack>& pack, Compute (&values)[kPack]) {
 // Between two uses of a pack: without it the compiler keeps the unpacked values instead, twice the registers.
 template <class T, int kPack>
 DEVICE void stay_packed(Pack<T, kPack>& pack) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (kPresent<T>) {
 #pragma unroll
     for (int i = 0; i < Pack<T, kPack>::kWords; ++i) forget(pack.words[i]);
   }
+}
+
+// Σ a * b over a pack, as a tree: in a chain of additions of like numbers every rounding may go the same way.
+template <class Compute, int kPack>
+DEVICE Compute dot(const Compute (&a)[kPack], const Compute (&b)[kPack]) {
+  Compute sums[kPack / 2];
+#pragma unroll
+  for (int i = 0; i < kPack / 2; ++i) sums[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+#pragma unroll
+  for (int step = 1; step < kPack / 2; step *= 2) {
+#pragma unroll
+    for (int i = 0; i + step < kPack / 2; i += 2 * step) sums[i] += sums[i + step];
+  }
+  return sums[0];
 }
 
 // The one rounding: Compute to the storage format, to nearest even.
@@ -57,7 +71,7 @@ DEVICE Pack<T, kPack> pack_values(const Compute (&values)[kPack]) {
     } else if constexpr (sizeof(T) == 4) {
       pack.words[i] = float_to_word(static_cast<float>(values[i]));
     } else if (i % 2) {
-      pack.words[i / 2] = T::encode_word(static_cast<float>(values[i - 1]), static_cast<float>(values[i]));
+      pack.words[i / 2] = T::encode_word(before_narrowing(values[i - 1]), before_narrowing(values[i]));
     }
   }
   return pack;
@@ -66,7 +80,7 @@ DEVICE Pack<T, kPack> pack_values(const Compute (&values)[kPack]) {
 template <class T, class Compute>
 DEVICE void store_value(T* address, Compute value) {
   if constexpr (sizeof(T) == 2) {
-    *address = T{T::encode(static_cast<float>(value))};
+    *address = T{T::encode(before_narrowing(value))};
   } else {
     *address = static_cast<T>(value);
   }

@@ -76,6 +76,14 @@ DEVICE void double_to_words(double value, uint32& low, uint32& high) {
   high = static_cast<uint32>(__double2hiint(value));
 }
 
+// To a format of 16 bits by way of float, without rounding twice: the float is cut off and its last bit set if anything
+// was lost (round to odd), which leaves the last rounding as it would have been.
+DEVICE float before_narrowing(float value) { return value; }
+DEVICE float before_narrowing(double value) {
+  const float cut = __double2float_rz(value);
+  return static_cast<double>(cut) == value || value != value ? cut : __uint_as_float(__float_as_uint(cut) | 1u);
+}
+
 // Correctly rounded 1 / sqrt(value).
 DEVICE float reciprocal_sqrt(float value) { return __frsqrt_rn(value); }
 DEVICE double reciprocal_sqrt(double value) { return 1.0 / sqrt(value); }
@@ -132,22 +140,11 @@ DEVICE T shuffle_xor(T value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
 
-// A barrier among `threads` threads of the CTA (whole warps); groups of warps that meet apart use different ids < 16.
+// A barrier among `threads` threads of the CTA (whole warps). Groups that meet apart use different ids, 1 to 15: 0 is
+// __syncthreads.
 DEVICE void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Clusters: CTAs that run side by side on sm_90 and later and reach each other's shared memory.
-DEVICE void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-DEVICE void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
 DEVICE int cluster_rank() {
 #if __CUDA_ARCH__ >= 900
   uint32 rank;
@@ -158,21 +155,72 @@ DEVICE int cluster_rank() {
 #endif
 }
 
-// Writes to the place that `slot`, a shared variable of this CTA, has in the CTA `rank` of the cluster.
-DEVICE void store_cluster(float* slot, int rank, float value) {
+// Until every CTA of the cluster runs, its shared memory must not be written from outside. Also makes initialised
+// mailboxes known to the cluster.
+DEVICE void cluster_start() {
 #if __CUDA_ARCH__ >= 900
-  uint32 address = static_cast<uint32>(__cvta_generic_to_shared(slot));
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
-DEVICE void store_cluster(double* slot, int rank, double value) {
+// A mailbox counts the bytes that arrive in this CTA's shared memory from the cluster (an mbarrier): one thread says
+// how many to expect, every reader waits for them. Unlike barrier.cluster, which is also a fence, neither side waits
+// for loads and stores to global memory that are under way: 1085 -> 897 us for dx of 4096 x 65536 on an H200.
+struct Mailbox {
+  unsigned long long state;
+
+  DEVICE void init() {
 #if __CUDA_ARCH__ >= 900
-  uint32 address = static_cast<uint32>(__cvta_generic_to_shared(slot));
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address()) : "memory");
 #endif
-}
+  }
+  DEVICE void expect(int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+#endif
+  }
+  // The first wait has phase 0, the next 1, then 0 again.
+  DEVICE void wait(int phase) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(address()),
+        "r"(phase)
+        : "memory");
+#endif
+  }
+  // Writes to the place that `slot`, a shared variable of this CTA, has in the CTA `rank`, and counts there.
+  DEVICE void send(float* slot, int rank, float value) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(mapped(slot, rank)),
+                 "r"(__float_as_uint(value)), "r"(mapped(&state, rank))
+                 : "memory");
+#endif
+  }
+  DEVICE void send(double* slot, int rank, double value) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(mapped(slot, rank)),
+                 "l"(__double_as_longlong(value)), "r"(mapped(&state, rank))
+                 : "memory");
+#endif
+  }
+
+ private:
+#if __CUDA_ARCH__ >= 900
+  DEVICE uint32 address() { return static_cast<uint32>(__cvta_generic_to_shared(&state)); }
+  DEVICE static uint32 mapped(const void* place, int rank) {
+    uint32 result;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(result)
+                 : "r"(static_cast<uint32>(__cvta_generic_to_shared(place))), "r"(rank));
+    return result;
+  }
+#endif
+};
 
 }  // namespace cunorm

@@ -21,7 +21,9 @@ struct RowShape {
   // One slot for each warp that holds a part of the row, over the whole cluster.
   static constexpr int kSlots = kWarps * kCluster;
   static constexpr bool kWholePacks = kCols % kPack == 0;
-  static constexpr bool kFull = kCols == kPack * kThreads * kPacks * kCluster;
+  // In a cluster bounds are checked even where every thread is full: without those branches ptxas moves so many loads
+  // together that it spills 16 to 40 bytes at 128 registers.
+  static constexpr bool kFull = kCluster == 1 && kCols == kPack * kThreads * kPacks;
   static_assert(kThreads % 32 == 0 || (kThreads < 32 && (kThreads & (kThreads - 1)) == 0));
   static_assert(kCluster == 1 || kThreads >= 32);
 
@@ -63,16 +65,32 @@ DEVICE Compute group_sum(Compute value) {
   return value;
 }
 
-// Shared memory through which the warps of one row tell each other kValues numbers. Two sets, used in turn: a set is
-// written again only after a barrier that every reader of it has passed.
-template <class Shape, int kValues, class Compute>
+// Shared memory through which the warps of one row (one of kRows in the CTA) tell each other kValues numbers, row after
+// row. Two sets of slots, used in turn: a set is written again only after all who read it have brought values for the
+// other one.
+template <class Shape, int kRows, int kValues, class Compute>
 struct RowExchange {
   static constexpr int kSlots = Shape::kSlots;
   static constexpr int kGroup = power_of_two_from(kSlots < 32 ? kSlots : 32);
-  Compute slots[2][kValues][kSlots];
+  using Slots = Compute[kValues][kSlots];
+  Slots slots[2];
+  Mailbox mailboxes[2];
 
-  // Every thread of a warp brings the same values. Holds the barrier of the row's threads.
-  DEVICE void publish(int set, int rank, const Compute (&values)[kValues]) {
+  // All threads of the CTA call this once, before any publish.
+  DEVICE void start() {
+    if constexpr (Shape::kCluster > 1) {
+      if (threadIdx.x == 0) {
+        mailboxes[0].init();
+        mailboxes[1].init();
+      }
+      cluster_start();
+    }
+  }
+
+  // The row number `turn` of these threads. Every thread of a warp brings the same values; returns when the values of
+  // all warps of the row are in the slots.
+  DEVICE const Slots& publish(int turn, int rank, const Compute (&values)[kValues]) {
+    const int set = turn % 2;
     const int warp = static_cast<int>(threadIdx.x) % Shape::kThreads / 32;
     const int lane = threadIdx.x % 32;
     if constexpr (Shape::kCluster == 1) {
@@ -80,17 +98,23 @@ struct RowExchange {
 #pragma unroll
         for (int k = 0; k < kValues; ++k) slots[set][k][warp] = values[k];
       }
-      barrier(threadIdx.x / Shape::kThreads, Shape::kThreads);
+      // A barrier chosen at run time makes the compiler claim all 16 of a CTA, and an SM has 64: at most four CTAs.
+      if constexpr (kRows == 1) {
+        __syncthreads();
+      } else {
+        barrier(1 + threadIdx.x / Shape::kThreads, Shape::kThreads);
+      }
     } else {
+      if (threadIdx.x == 0) mailboxes[set].expect(sizeof(Slots));
       if (lane < Shape::kCluster) {
 #pragma unroll
         for (int k = 0; k < kValues; ++k) {
-          store_cluster(&slots[set][k][rank * Shape::kWarps + warp], lane, values[k]);
+          mailboxes[set].send(&slots[set][k][rank * Shape::kWarps + warp], lane, values[k]);
         }
       }
-      cluster_arrive();
-      cluster_wait();
+      mailboxes[set].wait(turn / 2 % 2);
     }
+    return slots[set];
   }
 
   // The sum over slots of term(slot), the same bits in every thread of the row.

@@ -49,6 +49,8 @@ def test_a_call_waits_for_what_its_stream_does(device, op, cols):
     late_x, late_dy = cupy.zeros_like(x), cupy.zeros_like(dy)
     stream = cupy.cuda.Stream(non_blocking=True)
     zeros = cupy.zeros_like(x)
+    # Memory that the calls above freed may be used again on the side stream only once they are done.
+    cupy.cuda.runtime.deviceSynchronize()
     with stream:  # once without the delay: everything is loaded, memory is there
         late_x[...] = zeros
         late_dy[...] = zeros

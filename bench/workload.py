@@ -1,0 +1,78 @@
+"""A problem with real data in as many sets of buffers as keep L2 cold, and the calls that work on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cupy
+
+from bench.roof import stream
+from bench.timing import buffers_needed
+from cunorm import launch
+from cunorm.host import numpy_dtype
+from cunorm.plan import Plan
+from cunorm.problem import Problem
+
+
+def make_problem(op: str, direction: str, rows: int, cols: int, dtype: str, weight: str | None) -> Problem:
+    """The whole operation: weight and bias in the forward pass, every gradient in the backward pass."""
+    forward = direction == "forward"
+    return Problem(
+        op=op,
+        direction=direction,
+        rows=rows,
+        cols=cols,
+        x=dtype,
+        y=dtype,
+        weight=weight,
+        bias=weight if forward and op == "layer_norm" else None,
+        zero_centered_gamma=False,
+        x_stride=cols,
+        y_stride=cols,
+        sm_margin=0,
+        aligned=True,
+        output_mask=(False, False, False) if forward else (True, True, op == "layer_norm"),
+    )
+
+
+class Workload:
+    """Buffers of a problem: x, dy (or y), dx as matrices, parameters as vectors."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.sets = [self._buffers() for _ in range(buffers_needed(problem.bytes_moved))]
+
+    def _buffers(self) -> dict[str, cupy.ndarray]:
+        task = self.problem
+        parameter = task.weight or task.x
+        buffers = {"x": _random((task.rows, task.cols), task.x), "weight": _random(task.cols, parameter)}
+        buffers |= {"mean": cupy.zeros(task.rows, task.statistics), "rstd": cupy.ones(task.rows, task.statistics)}
+        if task.direction == "forward":
+            return buffers | {"bias": _random(task.cols, parameter), "y": cupy.empty_like(buffers["x"])}
+        buffers |= {"dy": _random((task.rows, task.cols), task.y), "dx": cupy.empty_like(buffers["x"])}
+        return buffers | {name: cupy.empty_like(buffers["weight"]) for name in ("dweight", "dbias")}
+
+    def calls(self, plan: Plan) -> list[Callable[[], None]]:
+        """One call of the plan for each set of buffers."""
+        device_id = cupy.cuda.Device().id
+        result = []
+        for buffers in self.sets:
+            pointers = {name: buffer.data.ptr for name, buffer in buffers.items()}
+            if self.problem.direction == "forward":
+                result.append(lambda p=pointers: launch.run_forward(plan, device_id, eps=1e-5, **p))
+            else:
+                workspace = cupy.empty(max(1, plan.workspace), "uint8")
+                result.append(
+                    lambda p=pointers, w=workspace: launch.run_backward(plan, device_id, workspace=w.data.ptr, **p)
+                )
+        return result
+
+    def roof(self) -> list[Callable[[], None]]:
+        """The streaming kernel over the same matrices."""
+        if self.problem.direction == "forward":
+            return [stream(b["x"], None, b["y"]) for b in self.sets]
+        return [stream(b["x"], b["dy"], b["dx"]) for b in self.sets]
+
+
+def _random(shape: int | tuple[int, ...], dtype: str) -> cupy.ndarray:
+    return cupy.random.standard_normal(shape, dtype="float32").astype(numpy_dtype("bench", dtype))
