@@ -8,7 +8,8 @@ from functools import cache
 import cupy
 
 SOURCE = """
-extern "C" __global__ void __launch_bounds__(256) stream_KINDS(const uint4* a, const uint4* b, uint4* out, long long n) {
+extern "C" __global__ void __launch_bounds__(256) stream_KINDS(const uint4* a, const uint4* b, uint4* out,
+                                                                  long long n) {
   // Four 16-byte accesses a thread and array, all issued before the first is used.
   const long long base = (long long)blockIdx.x * 1024 + threadIdx.x;
   uint4 va[4], vb[4];

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import cupy
+import numpy
 
 from bench.roof import stream
 from bench.timing import buffers_needed
@@ -12,27 +13,6 @@ from cunorm import launch
 from cunorm.host import numpy_dtype
 from cunorm.plan import Plan
 from cunorm.problem import Problem
-
-
-def make_problem(op: str, direction: str, rows: int, cols: int, dtype: str, weight: str | None) -> Problem:
-    """The whole operation: weight and bias in the forward pass, every gradient in the backward pass."""
-    forward = direction == "forward"
-    return Problem(
-        op=op,
-        direction=direction,
-        rows=rows,
-        cols=cols,
-        x=dtype,
-        y=dtype,
-        weight=weight,
-        bias=weight if forward and op == "layer_norm" else None,
-        zero_centered_gamma=False,
-        x_stride=cols,
-        y_stride=cols,
-        sm_margin=0,
-        aligned=True,
-        output_mask=(False, False, False) if forward else (True, True, op == "layer_norm"),
-    )
 
 
 class Workload:
@@ -75,4 +55,4 @@ class Workload:
 
 
 def _random(shape: int | tuple[int, ...], dtype: str) -> cupy.ndarray:
-    return cupy.random.standard_normal(shape, dtype="float32").astype(numpy_dtype("bench", dtype))
+    return cupy.random.standard_normal(shape, dtype=numpy.float32).astype(numpy_dtype("bench", dtype))

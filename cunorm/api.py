@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy
-
-from . import host
-
 KDL_CUDA, KDL_CUDA_MANAGED = 2, 13  # device types of the DLPack specification
 
 
@@ -326,11 +322,17 @@ def rms_norm_backward(
 
 
 def _implementation(function: str, **arrays: Any) -> tuple[Any, list[Any]]:
-    """The module that handles arrays of the kind of x (the first), and the arrays as it wants them."""
+    """The module that handles arrays of the kind of x (the first), and the arrays as it wants them.
+
+    Kinds are told by module, so that `import cunorm` imports none of them.
+    """
     x = next(iter(arrays.values()))
-    if isinstance(x, numpy.ndarray):
+    family = type(x).__module__.partition(".")[0]
+    if family == "numpy":
+        from . import host
+
         return host, list(arrays.values())
-    if type(x).__module__.partition(".")[0] == "cupy":
+    if family == "cupy":
         from . import gpu
 
         return gpu, list(arrays.values())

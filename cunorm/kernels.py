@@ -167,7 +167,8 @@ def _entry(spec: KernelSpec) -> str:
     if spec.kernel == "forward":
         parameters = forward_parameters
         call = (
-            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, {_cpp(spec.prefetch)}, {compute}>"
+            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, {_cpp(spec.prefetch)}, "
+            f"{_cpp(spec.once)}, {compute}>"
             f"({load_x}, {store_y}, mean, rstd, rows, eps)"
         )
     elif spec.kernel == "forward_streamed":

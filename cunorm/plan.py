@@ -47,6 +47,7 @@ class KernelSpec:
     rows_per_cta: int = 1
     ctas_per_sm: int = 1
     prefetch: bool = False
+    once: bool = False  # forward: the grid has a CTA for every row
     output_mask: tuple[bool, bool, bool] = (False, False, False)
 
     @property
@@ -85,7 +86,7 @@ class Plan:
             spec, shape = step.spec, step.spec.shape
             lines.append(
                 f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.rows_per_cta} rows a CTA, "
-                f"{shape.threads} threads a row x {shape.packs} packs of {shape.pack} columns, cluster {shape.cluster}, "
+                f"{shape.threads} threads x {shape.packs} packs of {shape.pack} cols a row, cluster {shape.cluster}, "
                 f"{'16-byte' if spec.aligned else 'element'} access, {shared_memory(spec)} bytes of shared memory"
             )
         return "\n".join(lines)
@@ -220,13 +221,15 @@ def _vectors_fit(problem: Problem, pack: int) -> bool:
 
 def _resident_spec(problem: Problem, kernel: str, tier: Tier, shape: RowShape) -> KernelSpec:
     rows_per_cta = max(1, tier.cta // shape.threads)
-    # float64 arithmetic takes twice the registers, access by elements some more.
     spec = _spec(problem, kernel, shape, rows_per_cta=rows_per_cta)
-    resident = tier.resident // 2 if problem.x == "float64" or not spec.aligned else tier.resident
+    # float64 arithmetic takes twice the registers; access by elements, or a dy wider than x, some more.
+    wide_dy = problem.direction == "backward" and ITEMSIZE[problem.y] > ITEMSIZE[problem.x]
+    resident = tier.resident // 2 if problem.x == "float64" or wide_dy or not spec.aligned else tier.resident
     ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta))
-    # Eight packs and the next eight leave float16, whose unpacking takes more registers than bfloat16's, too few.
-    prefetch = tier.prefetch and not (problem.x == "float16" and shape.packs == 8 and shape.cluster > 1)
-    return replace(spec, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
+    # Eight packs and the next eight: ptxas spills 8 bytes here, and nowhere else.
+    one_parameter = problem.op == "layer_norm" and (problem.weight is None) != (problem.bias is None)
+    spills = problem.direction == "forward" and shape.packs == 8 and shape.cluster > 1 and one_parameter
+    return replace(spec, ctas_per_sm=ctas_per_sm, prefetch=tier.prefetch and not spills)
 
 
 def _plan_forward(problem: Problem, device: Device) -> Plan:
@@ -237,10 +240,11 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
     else:
         spec = _resident_spec(problem, "forward", *choice)
         visits = choice[0].visits
-    groups = _ceil_div(problem.rows, spec.rows_per_cta * max(1, visits))
+        # Without the state of a loop over rows the kernel has registers to spare.
+        spec = replace(spec, once=visits == 1 and not problem.sm_margin and problem.rows <= GRID_LIMIT)
+    groups = min(_ceil_div(problem.rows, spec.rows_per_cta * max(1, visits)), GRID_LIMIT // spec.shape.cluster)
     if visits == 0 or problem.sm_margin:
         groups = min(groups, device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin))
-    groups = min(groups, GRID_LIMIT // spec.shape.cluster)
     return Plan(problem, device, _tier(spec), (Step(spec, (groups * spec.shape.cluster, 1, 1)),))
 
 

@@ -49,6 +49,27 @@ class Problem:
     # Backward: which of dx, dweight, dbias are wanted.
     output_mask: tuple[bool, bool, bool] = (False, False, False)
 
+    @classmethod
+    def whole(cls, op: str, direction: str, rows: int, cols: int, dtype: str, weight: str) -> Problem:
+        """The operation with weight, with bias where it has one, and with every gradient; contiguous and aligned."""
+        forward, layer_norm = direction == "forward", op == "layer_norm"
+        return cls(
+            op=op,
+            direction=direction,
+            rows=rows,
+            cols=cols,
+            x=dtype,
+            y=dtype,
+            weight=weight,
+            bias=weight if forward and layer_norm else None,
+            zero_centered_gamma=False,
+            x_stride=cols,
+            y_stride=cols,
+            sm_margin=0,
+            aligned=True,
+            output_mask=(False, False, False) if forward else (True, True, layer_norm),
+        )
+
     @property
     def statistics(self) -> str:
         """The dtype of mean and rstd, and of all arithmetic."""

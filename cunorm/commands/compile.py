@@ -31,7 +31,7 @@ def add_parser(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     weight = arguments.weight_dtype or arguments.dtype
-    problem = whole_problem(arguments.op, arguments.direction, ROWS, arguments.cols, arguments.dtype, weight)
+    problem = Problem.whole(arguments.op, arguments.direction, ROWS, arguments.cols, arguments.dtype, weight)
     solution = plan(problem, device.KNOWN[arguments.arch])
     if arguments.show == "plan":
         print(solution.describe())
@@ -49,28 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"compile: {error}", file=sys.stderr)
             return 1
     return 0
-
-
-def whole_problem(op: str, direction: str, rows: int, cols: int, dtype: str, weight: str) -> Problem:
-    """The operation with weight, with bias where it has one, and with every gradient; contiguous and aligned."""
-    forward = direction == "forward"
-    layer_norm = op == "layer_norm"
-    return Problem(
-        op=op,
-        direction=direction,
-        rows=rows,
-        cols=cols,
-        x=dtype,
-        y=dtype,
-        weight=weight,
-        bias=weight if forward and layer_norm else None,
-        zero_centered_gamma=False,
-        x_stride=cols,
-        y_stride=cols,
-        sm_margin=0,
-        aligned=True,
-        output_mask=(False, False, False) if forward else (True, True, layer_norm),
-    )
 
 
 def _resources(solution: Plan) -> str:
