@@ -321,25 +321,18 @@ def rms_norm_backward(
     return dx, dweight
 
 
-def _implementation(function: str, **arrays: Any) -> tuple[Any, list[Any]]:
-    """The module that handles arrays of the kind of x (the first), and the arrays as it wants them.
+_families: dict[type, Any] = {}  # type of x -> the module that handles it, None for a DLPack producer
 
-    Kinds are told by module, so that `import cunorm` imports none of them.
-    """
+
+def _implementation(function: str, **arrays: Any) -> tuple[Any, Any]:
+    """The module that handles arrays of the kind of x (the first), and the arrays as it wants them."""
     x = next(iter(arrays.values()))
-    family = type(x).__module__.partition(".")[0]
-    if family == "numpy":
-        from . import host
-
-        return host, list(arrays.values())
-    if family == "cupy":
-        from . import gpu
-
-        return gpu, list(arrays.values())
-    if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
-        raise TypeError(
-            f"{function}: x must be a NumPy or CuPy array, or have __dlpack__ on a CUDA device; got {type(x).__name__}."
-        )
+    try:
+        implementation = _families[type(x)]
+    except KeyError:
+        implementation = _families[type(x)] = _family(function, x)
+    if implementation is not None:
+        return implementation, arrays.values()
     if int(x.__dlpack_device__()[0]) not in (KDL_CUDA, KDL_CUDA_MANAGED):
         raise TypeError(
             f"{function}: x must be on a CUDA device to come by DLPack; got a {type(x).__name__} elsewhere. "
@@ -353,3 +346,21 @@ def _implementation(function: str, **arrays: Any) -> tuple[Any, list[Any]]:
             "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
         ) from error
     return gpu, [gpu.from_dlpack(function, name, array) for name, array in arrays.items()]
+
+
+def _family(function: str, x: Any) -> Any:
+    """Kinds are told by the module of their class, so that `import cunorm` imports none of them."""
+    packages = {base.__module__.partition(".")[0] for base in type(x).__mro__}
+    if "numpy" in packages:
+        from . import host
+
+        return host
+    if "cupy" in packages:
+        from . import gpu
+
+        return gpu
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return None
+    raise TypeError(
+        f"{function}: x must be a NumPy or CuPy array, or have __dlpack__ on a CUDA device; got {type(x).__name__}."
+    )

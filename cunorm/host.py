@@ -125,7 +125,7 @@ def backward(
 
 def layout(function: str, name: str, array: Any) -> Layout:
     """The layout of a NumPy array; TypeError for anything else."""
-    if not isinstance(array, numpy.ndarray):
+    if not isinstance(array, numpy.ndarray) or isinstance(array, numpy.ma.MaskedArray):
         raise TypeError(
             f"{function}: {name} must be a NumPy array, as x is; got {type(array).__name__}. Convert one of them."
         )

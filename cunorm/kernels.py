@@ -49,7 +49,7 @@ _lock = threading.Lock()
 
 
 def kernel(spec: KernelSpec, device_id: int) -> Any:
-    """The compiled kernel, a callable `(grid, block, args)`. Device `device_id` must be current.
+    """The compiled kernel, a callable `(grid, block, args)` (cupy.cuda.Function). Device `device_id` must be current.
 
     Threads may call at once: one of them compiles, the others wait for it.
     """
@@ -78,7 +78,7 @@ def _compile(spec: KernelSpec) -> Any:
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(f"cunorm: NVRTC could not compile {entry_name(spec)} for {spec}:\n{error}") from error
     compiled.preferred_shared_memory_carveout = _carveout(spec.threads, compiled.shared_size_bytes)
-    return compiled
+    return compiled.kernel
 
 
 def _carveout(threads: int, shared: int) -> int:

@@ -4,12 +4,21 @@ CuPy's current stream.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import numpy
 
 from .kernels import kernel
-from .plan import Plan
+from .plan import Plan, Step
 
 FLOAT = {"float32": numpy.float32, "float64": numpy.float64}
+
+
+@lru_cache(maxsize=4096)
+def _launches(plan: Plan, device_id: int) -> tuple[tuple[Step, Any, tuple[int, int, int]], ...]:
+    """(step, kernel, block) of each launch. Plans are told apart by identity: no comparing on every call."""
+    return tuple((step, kernel(step.spec, device_id), (step.spec.threads, 1, 1)) for step in plan.steps)
 
 
 def run_forward(
@@ -17,9 +26,9 @@ def run_forward(
 ) -> None:
     """Every pointer is an int, 0 where there is no array."""
     problem = plan.problem
-    (step,) = plan.steps
-    arguments = (x, y, weight, bias, mean, rstd, problem.rows, problem.x_stride, problem.y_stride)
-    kernel(step.spec, device_id)(step.grid, (step.spec.threads, 1, 1), (*arguments, FLOAT[problem.statistics](eps)))
+    ((step, run, block),) = _launches(plan, device_id)
+    strides = (problem.rows, problem.x_stride, problem.y_stride)
+    run(step.grid, block, (x, y, weight, bias, mean, rstd, *strides, FLOAT[problem.statistics](eps)))
 
 
 def run_backward(
@@ -42,10 +51,10 @@ def run_backward(
     gradients = [pointer for pointer, wanted in ((dweight, wants_dweight), (dbias, wants_dbias)) if wanted]
     dweight_partials = workspace
     dbias_partials = workspace + plan.workspace // 2 if wants_dweight else workspace
-    for step in plan.steps:
+    for step, run, block in _launches(plan, device_id):
         if step.spec.kernel == "sum_partials":
             arguments = (workspace, gradients[0], gradients[-1], plan.groups, problem.cols)
         else:
             arguments = (x, dy, weight, mean, rstd, dx, dweight_partials, dbias_partials)
             arguments += (problem.rows, problem.x_stride, problem.y_stride)
-        kernel(step.spec, device_id)(step.grid, (step.spec.threads, 1, 1), arguments)
+        run(step.grid, block, arguments)

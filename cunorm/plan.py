@@ -63,9 +63,9 @@ class Step:
     grid: tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The launches that solve a problem, in order, and the workspace they share (bytes)."""
+    """The launches that solve a problem, in order, and the workspace they share (bytes). Made once for a problem."""
 
     problem: Problem
     device: Device
