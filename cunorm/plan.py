@@ -119,7 +119,8 @@ FORWARD = (
 # A thread also holds dweight and dbias of its columns: it owns fewer of them than in the forward pass.
 BACKWARD = (
     # With bounds to check, 64 registers are too few for one pack a thread: other rows go to the next tier.
-    Tier(512, (1,), 1, 512, 1024, True, 0, full=True),  # 256 cols 0.73, 512 to 1024 cols 0.82, 4096 cols 0.85
+    Tier(256, (1,), 1, 512, 1024, True, 0, full=True),  # 256 cols 0.73, 512 to 1024 cols 0.82, 4096 cols 0.85
+    Tier(512, (1,), 1, 1024, 1024, True, 0, full=True),  # fewer partial rows than two CTAs of 512 threads leave
     Tier(1024, (2,), 1, 512, 512, True, 0),  # 8192 cols 0.87
     Tier(2048, (2,), 2, 512, 512, True, 0),  # 16384 cols 0.85
     Tier(4096, (2,), 4, 512, 512, True, 0),  # 32768 cols 0.80
@@ -220,16 +221,17 @@ def _vectors_fit(problem: Problem, pack: int) -> bool:
 
 
 def _resident_spec(problem: Problem, kernel: str, tier: Tier, shape: RowShape) -> KernelSpec:
-    rows_per_cta = max(1, tier.cta // shape.threads)
-    spec = _spec(problem, kernel, shape, rows_per_cta=rows_per_cta)
+    spec = _spec(problem, kernel, shape)
     # float64 arithmetic takes twice the registers; access by elements, or a dy wider than x, some more.
     wide_dy = problem.direction == "backward" and ITEMSIZE[problem.y] > ITEMSIZE[problem.x]
     resident = tier.resident // 2 if problem.x == "float64" or wide_dy or not spec.aligned else tier.resident
+    rows_per_cta = max(1, min(tier.cta, resident) // shape.threads)
     ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta))
     # Eight packs and the next eight: ptxas spills 8 bytes here, and nowhere else.
     one_parameter = problem.op == "layer_norm" and (problem.weight is None) != (problem.bias is None)
     spills = problem.direction == "forward" and shape.packs == 8 and shape.cluster > 1 and one_parameter
-    return replace(spec, ctas_per_sm=ctas_per_sm, prefetch=tier.prefetch and not spills)
+    prefetch = tier.prefetch and not spills
+    return replace(spec, rows_per_cta=rows_per_cta, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
 
 
 def _plan_forward(problem: Problem, device: Device) -> Plan:

@@ -61,7 +61,7 @@ struct StoreAffine {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) xhat[i] += beta[i];
     }
-    store_pack<kAligned>(data + row * row_stride + column, pack_values<Y>(xhat), valid);
+    store_pack<kAligned, Cache::kStreamed>(data + row * row_stride + column, pack_values<Y>(xhat), valid);
   }
 };
 
@@ -73,7 +73,7 @@ struct StoreRows {
 
   template <class Compute>
   DEVICE void store(int64 row, int64 column, int valid, const Compute (&values)[kPack]) const {
-    store_pack<kAligned>(data + row * row_stride + column, pack_values<T>(values), valid);
+    store_pack<kAligned, Cache::kKept>(data + row * row_stride + column, pack_values<T>(values), valid);
   }
 };
 

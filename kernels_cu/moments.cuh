@@ -17,7 +17,7 @@ struct Moments {
   Compute squares;
 };
 
-// mean = pivot + residual; x - mean is to be computed as (x - pivot) - residual.
+// mean = pivot + residual; x - mean is not to be computed from their rounded sum.
 template <class Compute>
 struct RowMoments {
   Compute pivot;
@@ -38,6 +38,14 @@ DEVICE RowMoments<Compute> finish(Moments<Compute> row, Compute count, Compute e
   const Compute variance = row.squares / count - residual * residual;
   // Written so that NaN stays NaN; rounding can leave a constant row slightly below zero.
   return {row.pivot, residual, reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)};
+}
+
+// values - mean, times rstd.
+template <class Compute, int kPack>
+DEVICE void normalise(Compute (&values)[kPack], const RowMoments<Compute>& row) {
+  const Compute shift = -row.residual * row.rstd;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) values[i] = (values[i] - row.pivot) * row.rstd + shift;
 }
 
 // A long sum with what its roundings lost (Knuth's TwoSum).
@@ -81,23 +89,17 @@ struct RunningMoments {
   }
 };
 
-// Moments about the group's own mean of the values that kLanes lanes hold, `count` in all. for_each_pack(use) calls
-// use(values, valid) for every pack of this thread; values past `valid` do not count, and are zero.
-template <int kLanes, int kPack, class Compute, class ForEachPack>
-DEVICE Moments<Compute> group_moments(Compute count, ForEachPack for_each_pack) {
-  Compute total = 0;
-  for_each_pack([&](const Compute(&values)[kPack], int) {
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) total += values[i];
-  });
-  const Compute pivot = group_sum<kLanes>(total) / (count > 0 ? count : 1);
+// Moments about `pivot` of the values that kLanes lanes hold. for_each_pack(use) calls use(values, valid) for every
+// pack of this thread; values past `valid` do not count. kWholePacks: there are none.
+template <int kLanes, int kPack, bool kWholePacks, class Compute, class ForEachPack>
+DEVICE Moments<Compute> moments_about(Compute pivot, ForEachPack for_each_pack) {
   Compute deviations = 0;
   Compute squares = 0;
   for_each_pack([&](const Compute(&values)[kPack], int valid) {
     Compute deviation[kPack];
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      deviation[i] = i < valid ? values[i] - pivot : 0;
+      deviation[i] = kWholePacks || i < valid ? values[i] - pivot : 0;
       deviations += deviation[i];
     }
     squares += dot(deviation, deviation);

@@ -44,7 +44,8 @@ DEVICE void store_partial(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank
           for (int i = 0; i < kPack; ++i) sums[p][i] += total[column + i];
         }
         if (next == kTurns - 1) {
-          store_pack<Shape::kWholePacks>(partial + column, pack_values<Compute>(sums[p]), Shape::valid(column));
+          store_pack<Shape::kWholePacks, Cache::kKept>(partial + column, pack_values<Compute>(sums[p]),
+                                                       Shape::valid(column));
         } else {
 #pragma unroll
           for (int i = 0; i < kPack; ++i) total[column + i] = sums[p][i];

@@ -8,9 +8,9 @@
 
 namespace cunorm {
 
-// Every CTA takes kRows rows at a time; with kPrefetch it asks for its next rows before it reduces the present ones.
-// mean and rstd may be null: then nobody will read them.
-template <bool kRms, class Shape, int kRows, bool kPrefetch, class Compute, class Load, class Store>
+// Every CTA takes kRows rows at a time; with kPrefetch it asks for its next rows before it reduces the present ones,
+// with kOnce there are none. mean and rstd may be null: then nobody will read them.
+template <bool kRms, class Shape, int kRows, bool kPrefetch, bool kOnce, class Compute, class Load, class Store>
 DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
@@ -66,7 +66,8 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
         Compute values[kPack];
         load.unpack(x[p], values);
         load.stay_packed(x[p]);
-        use(values, Shape::valid(Shape::column(rank, p)));
+        const int valid = Shape::valid(Shape::column(rank, p));
+        if (valid > 0) use(values, valid);
       }
     };
 
@@ -81,11 +82,21 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
       }
       row_moments = {0, 0, reciprocal_sqrt(squares / Shape::kCols + eps)};
     } else {
-      const auto count = static_cast<Compute>(Shape::slot_columns(slot));
-      auto moments = group_moments<Shape::kLanes, kPack>(count, for_each_pack);
+      // The pivot is the mean of the first packs of the warp. It need not be nearer: being a mean over one part in
+      // kPacks of the warp's values, it costs the variance at most a factor kPacks in rounding.
+      Compute first[kPack];
+      load.unpack(x[0], first);
+      load.stay_packed(x[0]);
+      Compute total = 0;
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) total += first[i];
+      const int count = Shape::slot_columns(slot, 0);
+      const Compute pivot = group_sum<Shape::kLanes>(total) / static_cast<Compute>(count > 0 ? count : 1);
+      auto moments = moments_about<Shape::kLanes, kPack, Shape::kWholePacks>(pivot, for_each_pack);
       if constexpr (Shape::kSlots > 1) {
         const auto& slots = exchange.publish(turn, rank, {moments.pivot, moments.sum, moments.squares});
-        moments = merge_slots<Exchange>(slots, static_cast<Compute>(Shape::kCols), Shape::slot_columns);
+        moments = merge_slots<Exchange>(slots, static_cast<Compute>(Shape::kCols),
+                                        [](int other) { return Shape::slot_columns(other); });
       }
       row_moments = finish(moments, static_cast<Compute>(Shape::kCols), eps);
     }
@@ -100,12 +111,10 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
       const int column = Shape::column(rank, p);
       Compute values[kPack];
       load.unpack(x[p], values);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        values[i] = ((values[i] - row_moments.pivot) - row_moments.residual) * row_moments.rstd;
-      }
+      normalise(values, row_moments);
       store.store(row, column, active ? Shape::valid(column) : 0, values, operands[p]);
     }
+    if constexpr (kOnce) break;
   }
 }
 

@@ -31,8 +31,12 @@ DEVICE void norm_forward_streamed(Load load, Store store, Compute* mean, Compute
       if constexpr (kRms) {
         row_squares.add(dot(values, values));
       } else {
+        Compute total = 0;
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) total += values[i];
         const auto count = static_cast<Compute>(valid);
-        running.merge(count, group_moments<1, kPack>(count, [&](auto use) { use(values, valid); }));
+        running.merge(
+            count, moments_about<1, kPack, kCols % kPack == 0>(total / count, [&](auto use) { use(values, valid); }));
       }
     }
 
@@ -67,10 +71,7 @@ DEVICE void norm_forward_streamed(Load load, Store store, Compute* mean, Compute
       load.fetch(x, row, column, valid);
       store.fetch(operands, column, valid);
       load.unpack(x, values);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        values[i] = ((values[i] - row_moments.pivot) - row_moments.residual) * row_moments.rstd;
-      }
+      normalise(values, row_moments);
       store.store(row, column, valid, values, operands);
     }
   }

@@ -109,10 +109,10 @@ DEVICE void load_pack(Pack<T, kPack>& pack, const T* address, int valid) {
   }
 }
 
-template <bool kAligned, class T, int kPack>
+template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
   if (kAligned && valid >= kPack) {
-    store_words(address, pack.words);
+    store_words<kCache>(address, pack.words);
     return;
   }
 #pragma unroll

@@ -40,17 +40,17 @@ struct RowShape {
     return left < 0 ? 0 : left < kPack ? left : kPack;
   }
 
-  // How many columns the warp of this slot holds.
+  // How many columns the lanes of this slot's warp hold in their pack number p, and in all.
+  DEVICE static int slot_columns(int slot, int p) {
+    constexpr int kMost = kLanes * kPack;
+    if constexpr (kFull) return kMost;
+    const int left = kCols - ((slot / kWarps * kPacks + p) * kThreads + slot % kWarps * 32) * kPack;
+    return left < 0 ? 0 : left < kMost ? left : kMost;
+  }
   DEVICE static int slot_columns(int slot) {
-    if constexpr (kSlots == 1) return kCols;
-    if constexpr (kFull) return kCols / kSlots;
     int columns = 0;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const int first = ((slot / kWarps * kPacks + p) * kThreads + slot % kWarps * 32) * kPack;
-      const int left = kCols - first;
-      columns += left < 0 ? 0 : left < 32 * kPack ? left : 32 * kPack;
-    }
+    for (int p = 0; p < kPacks; ++p) columns += slot_columns(slot, p);
     return columns;
   }
 };

@@ -36,8 +36,10 @@ DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute
   }
   constexpr bool kAligned = kCols % kPack == 0;
   const int64 offset = static_cast<int64>(blockIdx.y) * kCols + column;
-  if constexpr (Needs::kDweight) store_pack<kAligned>(dweight_partials + offset, pack_values<Compute>(dweight), valid);
-  if constexpr (Needs::kDbias) store_pack<kAligned>(dbias_partials + offset, pack_values<Compute>(dbias), valid);
+  if constexpr (Needs::kDweight)
+    store_pack<kAligned, Cache::kKept>(dweight_partials + offset, pack_values<Compute>(dweight), valid);
+  if constexpr (Needs::kDbias)
+    store_pack<kAligned, Cache::kKept>(dbias_partials + offset, pack_values<Compute>(dbias), valid);
 }
 
 // gradient[column] = Σ_group partials[group][column], for a CTA's 32 columns: warp w adds up groups w, w + 32, ...;
