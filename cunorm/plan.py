@@ -222,10 +222,11 @@ def _vectors_fit(problem: Problem, pack: int) -> bool:
 
 def _resident_spec(problem: Problem, kernel: str, tier: Tier, shape: RowShape) -> KernelSpec:
     spec = _spec(problem, kernel, shape)
-    # float64 arithmetic takes twice the registers; access by elements, or a dy wider than x, some more.
+    # float64 arithmetic takes twice the registers, a dy wider than x or access by elements some more.
     wide_dy = problem.direction == "backward" and ITEMSIZE[problem.y] > ITEMSIZE[problem.x]
-    resident = tier.resident // 2 if problem.x == "float64" or wide_dy or not spec.aligned else tier.resident
+    resident = tier.resident // 2 if problem.x == "float64" or wide_dy else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads)
+    resident = resident if spec.aligned else tier.resident // 2
     ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta))
     # Eight packs and the next eight: ptxas spills 8 bytes here, and nowhere else.
     one_parameter = problem.op == "layer_norm" and (problem.weight is None) != (problem.bias is None)
