@@ -180,7 +180,7 @@ def _entry(spec: KernelSpec) -> str:
     elif spec.kernel == "backward":
         parameters = backward_parameters
         call = (
-            f"norm_backward<{rms}, {row_shape}, {spec.rows_per_cta}, {gradients}, {compute}>"
+            f"norm_backward<{rms}, {row_shape}, {spec.rows_per_cta}, {_cpp(spec.prefetch)}, {gradients}, {compute}>"
             f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, dweight_partials, dbias_partials, rows)"
         )
     elif spec.kernel == "backward_streamed":

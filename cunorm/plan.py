@@ -127,6 +127,9 @@ BACKWARD = (
     Tier(8192, (2,), 8, 512, 512, True, 0),  # 65536 cols 0.76
 )
 
+# dx alone: dweight and dbias then come from a second reading of x and dy.
+BACKWARD_DX = (Tier(16384, (4,), 8, 512, 512, True, 0),)  # 131072 cols
+
 STREAMED_THREADS = 512
 SUM_THREADS = 1024
 SUM_COLUMNS = 32
@@ -251,6 +254,12 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
     return Plan(problem, device, _tier(spec), (Step(spec, (groups * spec.shape.cluster, 1, 1)),))
 
 
+def _resident_groups(problem: Problem, spec: KernelSpec, device: Device) -> int:
+    """As many CTAs (or clusters) as run at once, no more than the rows need."""
+    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin)
+    return min(_ceil_div(problem.rows, spec.rows_per_cta), resident)
+
+
 def _plan_backward(problem: Problem, device: Device) -> Plan:
     itemsize, statistics = ITEMSIZE[problem.x], ITEMSIZE[problem.statistics]
     sms = device.sms - problem.sm_margin
@@ -262,14 +271,18 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     groups = 0
     if choice is not None:
         spec = _resident_spec(problem, "backward", *choice)
-        resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin)
-        groups = min(_ceil_div(problem.rows, spec.rows_per_cta), resident, most_groups)
+        groups = min(_resident_groups(problem, spec, device), most_groups)
         steps.append(Step(spec, (groups * spec.shape.cluster, 1, 1)))
     else:
         pack = 16 // itemsize
         if wants_dx:
-            spec = _spec(problem, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
-            steps.append(Step(spec, (min(problem.rows, 2 * sms), 1, 1)))
+            choice = _choose(BACKWARD_DX, problem.cols, itemsize, device)
+            if choice is not None:
+                spec = replace(_resident_spec(problem, "backward", *choice), output_mask=(True, False, False))
+            else:
+                spec = _spec(problem, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1), ctas_per_sm=2)
+            ctas = _resident_groups(problem, spec, device) * spec.shape.cluster
+            steps.append(Step(spec, (ctas, 1, 1)))
         if any(wants_parameters):
             spec = _spec(problem, "weight_gradient_partials", RowShape(pack, 256, 1))
             tiles = _ceil_div(problem.cols, pack * 256)

@@ -4,8 +4,8 @@
 //   RMSNorm     dx = rstd * (g - xhat * c1)        (mean = 0)
 //   dweight = Σ_rows dy * xhat,  dbias = Σ_rows dy
 // One persistent kernel: a CTA (or cluster) takes every gridDim-th row, asks for its next rows before it reduces the
-// present ones, and keeps dweight and dbias of its columns in registers. Each writes one partial row at the end;
-// weight_gradient.cu adds them up in a fixed order.
+// present ones (kPrefetch), and keeps dweight and dbias of its columns in registers. Each writes one partial row at the
+// end; weight_gradient.cu adds them up in a fixed order.
 #pragma once
 #include "gradients.cuh"
 #include "load_store.cuh"
@@ -57,8 +57,8 @@ DEVICE void store_partial(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank
 }
 
 // dweight_partials and dbias_partials: [groups][kCols], a group being a CTA or a cluster.
-template <bool kRms, class Shape, int kRows, class Needs, class Compute, class LoadX, class LoadDy, class Scale,
-          class StoreDx>
+template <bool kRms, class Shape, int kRows, bool kPrefetch, class Needs, class Compute, class LoadX, class LoadDy,
+          class Scale, class StoreDx>
 DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,
                           const Compute* rstd, Compute* dweight_partials, Compute* dbias_partials, int64 rows) {
   constexpr int kPack = Shape::kPack;
@@ -74,58 +74,64 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   Compute dweight[kPacks][kPack] = {};
   Compute dbias[kPacks][kPack] = {};
 
+  // The weight stays in registers from row to row where 8 of them hold it.
+  constexpr bool kWeightStays = kPacks * sizeof(typename Scale::Operands) <= 32;
   typename Scale::Operands weight[kPacks];
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
+  const auto fetch_weight = [&](int p) {
     const int column = Shape::column(rank, p);
     scale.fetch(weight[p], column, Shape::valid(column));
+  };
+  if constexpr (kWeightStays) {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) fetch_weight(p);
   }
 
-  typename LoadX::Packed x_next[kPacks];
-  typename LoadDy::Packed dy_next[kPacks];
-  Compute mean_next = 0;
-  Compute rstd_next = 0;
-  // Rows past the end count as zeros.
-  const auto fetch = [&](int64 row) {
+  struct Row {
+    typename LoadX::Packed x[kPacks];
+    typename LoadDy::Packed dy[kPacks];
+    Compute mean = 0;
+    Compute rstd = 0;
+  };
+  // A row past the end counts as zeros.
+  const auto fetch = [&](Row& to, int64 row) {
     const bool active = row < rows;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const int column = Shape::column(rank, p);
       const int valid = active ? Shape::valid(column) : 0;
-      load_x.fetch(x_next[p], row, column, valid);
-      load_dy.fetch(dy_next[p], row, column, valid);
+      load_x.fetch(to.x[p], row, column, valid);
+      load_dy.fetch(to.dy[p], row, column, valid);
     }
-    mean_next = !kRms && active ? mean[row] : 0;
-    rstd_next = active ? rstd[row] : 0;
+    to.mean = !kRms && active ? mean[row] : 0;
+    to.rstd = active ? rstd[row] : 0;
   };
 
   int64 base = group * kRows;
-  if (base < rows) fetch(base + threadIdx.x / Shape::kThreads);
+  Row next;
+  if (kPrefetch && base < rows) fetch(next, base + threadIdx.x / Shape::kThreads);
   if constexpr (kExchanges) exchange.start();
   for (int turn = 0; base < rows; base += row_step, ++turn) {
     const int64 row = base + threadIdx.x / Shape::kThreads;
-    typename LoadX::Packed x[kPacks];
-    typename LoadDy::Packed dy[kPacks];
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      x[p] = x_next[p];
-      dy[p] = dy_next[p];
+    Row now;
+    if constexpr (kPrefetch) {
+      now = next;
+      if (base + row_step < rows) fetch(next, row + row_step);
+    } else {
+      fetch(now, row);
     }
-    const Compute row_mean = mean_next;
-    const Compute row_rstd = rstd_next;
-    if (base + row_step < rows) fetch(row + row_step);
 
     Compute c1 = 0;
     Compute c2 = 0;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       Compute xhat[kPack], grad[kPack], g[kPack];
-      load_x.unpack(x[p], xhat);
-      load_dy.unpack(dy[p], grad);
+      load_x.unpack(now.x[p], xhat);
+      load_dy.unpack(now.dy[p], grad);
+      if constexpr (!kWeightStays) fetch_weight(p);
       scale.apply(grad, weight[p], g);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
-        xhat[i] = (xhat[i] - row_mean) * row_rstd;
+        xhat[i] = (xhat[i] - now.mean) * now.rstd;
         if constexpr (Needs::kDweight) dweight[p][i] += grad[i] * xhat[i];
         if constexpr (Needs::kDbias) dbias[p][i] += grad[i];
         c1 += g[i] * xhat[i];
@@ -136,8 +142,8 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     if constexpr (Needs::kDx) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        load_x.stay_packed(x[p]);
-        load_dy.stay_packed(dy[p]);
+        load_x.stay_packed(now.x[p]);
+        load_dy.stay_packed(now.dy[p]);
       }
       c1 = group_sum<Shape::kLanes>(c1);
       if constexpr (!kRms) c2 = group_sum<Shape::kLanes>(c2);
@@ -155,13 +161,14 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
       for (int p = 0; p < kPacks; ++p) {
         const int column = Shape::column(rank, p);
         Compute xhat[kPack], grad[kPack], g[kPack];
-        load_x.unpack(x[p], xhat);
-        load_dy.unpack(dy[p], grad);
+        load_x.unpack(now.x[p], xhat);
+        load_dy.unpack(now.dy[p], grad);
+        if constexpr (!kWeightStays) fetch_weight(p);
         scale.apply(grad, weight[p], g);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
-          xhat[i] = (xhat[i] - row_mean) * row_rstd;
-          g[i] = (g[i] - c2 - xhat[i] * c1) * row_rstd;
+          xhat[i] = (xhat[i] - now.mean) * now.rstd;
+          g[i] = (g[i] - c2 - xhat[i] * c1) * now.rstd;
         }
         store_dx.store(row, column, row < rows ? Shape::valid(column) : 0, g);
       }

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 # As CuPy names them: a SHA-1 of the source and options; with CUPY_CACHE_SAVE_CUDA_SOURCE the source is beside it.
-KERNEL_FILE = re.compile(r"[0-9a-f]{40}\.(cubin|ltoir)(\.cu)?")
+# RESULTS_FILE is cunorm's own: what `compile --all` found.
+RESULTS_FILE = "cunorm_compiled.json"
+KERNEL_FILE = re.compile(rf"[0-9a-f]{{40}}\.(cubin|ltoir)(\.cu)?|{re.escape(RESULTS_FILE)}")
 
 
 def add_parser(commands) -> None:

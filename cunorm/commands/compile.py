@@ -1,53 +1,78 @@
-"""`compile`: the plan, the CUDA source or the resources of the kernels for a problem. Needs no GPU."""
+"""`compile`: the plan, source or resources of the kernels for a problem, or all kernels at once. Needs no GPU."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
+from itertools import product
 from time import perf_counter
 
 from .. import device, kernels
 from ..plan import Plan, plan
 from ..problem import ITEMSIZE, Problem
+from . import matrix
+from .compilation import Compiled, compile_all, offline, on_gpu
+from .info import why_no_gpu
 
-ROWS = 16384  # kernels do not depend on it; grids in a plan do
+DIRECTIONS = ("forward", "backward")
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
         "compile",
-        help="show the plan, source or registers of the kernels for a problem",
-        description="What would run for a problem, on an architecture that need not be that of this machine.",
+        help="show the plan, source or registers of the kernels for a problem, or compile all kernels",
+        description="With --show: what would run for a problem, on an architecture that need not be that of this "
+        "machine. With --all: compile both norms in both directions, for rows of --cols or, without it, for every kind "
+        "of kernel that there is; for --arch, or this machine's GPU and its kernel cache, or every architecture. "
+        "A kernel that does not keep its rows in registers is a failure.",
     )
-    parser.add_argument("--op", required=True, choices=("layer_norm", "rms_norm"))
-    parser.add_argument("--direction", required=True, choices=("forward", "backward"))
-    parser.add_argument("--cols", required=True, type=_cols, help="elements of a row")
-    parser.add_argument("--dtype", required=True, choices=ITEMSIZE, help="of x, y and their gradients")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--show", choices=("plan", "source", "ptxas"))
+    what.add_argument(
+        "--all", action="store_true", help="compile and check; several --cols, --dtype, --arch may follow"
+    )
+    parser.add_argument("--op", choices=matrix.OPS)
+    parser.add_argument("--direction", choices=DIRECTIONS)
+    parser.add_argument("--cols", nargs="+", type=_cols, help="elements of a row")
+    parser.add_argument("--dtype", nargs="+", choices=ITEMSIZE, help="of x, y and their gradients")
     parser.add_argument("--weight-dtype", choices=ITEMSIZE, help="of weight and bias; default: that of --dtype")
-    parser.add_argument("--arch", type=int, default=90, choices=device.KNOWN, help="default: 90")
-    parser.add_argument("--show", required=True, choices=("plan", "source", "ptxas"))
-    parser.set_defaults(run=run)
+    parser.add_argument("--arch", nargs="+", type=int, choices=device.KNOWN, help="default with --show: 90")
+    parser.set_defaults(run=lambda arguments: run(parser, arguments))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    weight = arguments.weight_dtype or arguments.dtype
-    problem = Problem.whole(arguments.op, arguments.direction, ROWS, arguments.cols, arguments.dtype, weight)
-    solution = plan(problem, device.KNOWN[arguments.arch])
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.all:
+        if arguments.op or arguments.direction:
+            parser.error("--all compiles both norms in both directions: leave --op and --direction out")
+        if not arguments.cols and (arguments.dtype or arguments.weight_dtype):
+            parser.error("--all takes --dtype and --weight-dtype only with --cols")
+    else:
+        for name in ("op", "direction", "cols", "dtype"):
+            if not getattr(arguments, name):
+                parser.error(f"--show needs --{name}")
+        for name in ("cols", "dtype", "arch"):
+            if len(getattr(arguments, name) or ()) > 1:
+                parser.error(f"--show takes one --{name}")
+    try:
+        return _compile_all(arguments) if arguments.all else _show(arguments)
+    except (ImportError, OSError) as error:  # OSError: CuPy cannot make its cache directory
+        print(f"compile: needs CuPy and NVRTC ({error}): pip install 'cunorm[cuda13]'.", file=sys.stderr)
+    except RuntimeError as error:  # NVRTC is not found, or rejects the kernel
+        print(f"compile: {error}", file=sys.stderr)
+    return 1
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    (cols,), (dtype,), (arch,) = arguments.cols, arguments.dtype, arguments.arch or (90,)
+    problem = matrix.whole(arguments.op, arguments.direction, cols, dtype, arguments.weight_dtype)
+    solution = plan(problem, device.KNOWN[arch])
     if arguments.show == "plan":
         print(solution.describe())
     elif arguments.show == "source":
         print("\n".join(kernels.source(step.spec) for step in solution.steps))
     else:
-        try:
-            print(_resources(solution))
-        except ImportError as error:
-            print(
-                f"compile: --show ptxas needs CuPy and NVRTC ({error}): pip install 'cunorm[cuda13]'.", file=sys.stderr
-            )
-            return 1
-        except RuntimeError as error:  # NVRTC is not found, or rejects the kernel
-            print(f"compile: {error}", file=sys.stderr)
-            return 1
+        print(_resources(solution))
     return 0
 
 
@@ -61,6 +86,55 @@ def _resources(solution: Plan) -> str:
         lines.append(
             f"{step.spec.kernel:<26}{used.registers:>10}{spills:>10}{used.stack:>10}{used.shared:>10}{seconds:>16.3f}"
         )
+    return "\n".join(lines)
+
+
+def _compile_all(arguments: argparse.Namespace) -> int:
+    start = perf_counter()
+    if arguments.arch or why_no_gpu():
+        targets, compiler = [device.KNOWN[arch] for arch in arguments.arch or device.KNOWN], offline()
+    else:
+        import cupy
+
+        number = cupy.cuda.Device().id
+        targets, compiler = [device.current(number)], on_gpu(number)
+    work = [
+        (spec, target.arch) for target in targets for spec in matrix.kernels_of(_problems(arguments, target), target)
+    ]
+    with compiler as compile_one:
+        found = list(_with_progress(compile_all(work, compile_one), len(work)))
+    failures = [one for one in found if one.fault]
+    if failures:
+        print(_table(failures))
+    most = max((one.used.registers for one in found if one.used), default=0)
+    print(
+        f"{len(found)} kernels compiled for {', '.join(f'sm_{target.arch}' for target in targets)}: "
+        f"{len(failures)} failures, at most {most} registers, {perf_counter() - start:.1f} s"
+    )
+    return 1 if failures else 0
+
+
+def _problems(arguments: argparse.Namespace, target: device.Device) -> list[Problem]:
+    if not arguments.cols:
+        return matrix.covering(target)
+    asked = product(matrix.OPS, DIRECTIONS, arguments.cols, arguments.dtype or ITEMSIZE)
+    return [matrix.whole(*one, arguments.weight_dtype) for one in asked]
+
+
+def _with_progress(compiled: Iterable[Compiled], total: int) -> Iterable[Compiled]:
+    """A progress bar on a terminal, where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return compiled
+    return tqdm(compiled, total=total, unit=" kernels", leave=False, disable=None)
+
+
+def _table(failures: list[Compiled]) -> str:
+    lines = [f"{'arch':<8}{'kernel':<26}{'cols':>8}  {'registers':>9}  fault"]
+    for spec, arch, used, fault in failures:
+        registers = used.registers if used else "-"
+        lines.append(f"{f'sm_{arch}':<8}{spec.kernel:<26}{spec.cols:>8}  {registers:>9}  {fault}\n{'':<8}{spec}")
     return "\n".join(lines)
 
 

@@ -1,14 +1,16 @@
 """The problems that together make the plan choose every kind of kernel that it has: what `compile --all` compiles.
 
 They are made from the plan's own tables, so a new tier is covered without a change here. All combinations would be
-millions; an orthogonal array holds every pair of values of any two factors for each tier in 49 rows.
+millions; for each tier an orthogonal array holds every pair of values of any two factors in 49 problems.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from .. import plan as plans
 from ..device import Device
@@ -17,37 +19,60 @@ from ..problem import ITEMSIZE, Problem
 
 TABLES = {"forward": plans.FORWARD, "backward": plans.BACKWARD}
 OPS = ("layer_norm", "rms_norm")
-LEVELS = 7  # a prime, and no factor has more values
 ROWS = 16384  # kernels do not depend on it
+LEVELS = 7  # a prime, and no factor has more values
 
 DTYPES = tuple(ITEMSIZE)
 PARAMETERS = (*DTYPES, None)
-MASKS = tuple(mask for mask in product((True, False), repeat=3) if any(mask))
+# In the order of the columns of the orthogonal array; cols is an index into the lengths of the tier.
+FACTORS: dict[str, dict[str, tuple]] = {
+    "forward": {
+        "x": DTYPES,
+        "cols": tuple(range(LEVELS)),
+        "y": DTYPES,
+        "weight": PARAMETERS,
+        "bias": PARAMETERS,
+        "op": OPS,
+        "aligned": (True, False),
+        "zero_centered_gamma": (False, True),
+    },
+    "backward": {
+        "x": DTYPES,
+        "cols": tuple(range(LEVELS)),
+        "y": DTYPES,
+        "weight": PARAMETERS,
+        "output_mask": tuple(mask for mask in product((True, False), repeat=3) if any(mask)),
+        "op": OPS,
+        "aligned": (True, False),
+        "zero_centered_gamma": (False, True),
+    },
+}
 
 
-def specs(device: Device) -> list[KernelSpec]:
-    """Every kernel of the covering set, once."""
-    return kernels_of(covering(device), device)
-
-
-def kernels_of(problems: list[Problem], device: Device) -> list[KernelSpec]:
+def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
     """Every kernel that the plans of these problems launch, once."""
     return list(dict.fromkeys(step.spec for problem in problems for step in plan(problem, device).steps))
 
 
 def covering(device: Device) -> list[Problem]:
-    """For every tier: whole problems of each dtype, and every pair of length, dtypes and flags."""
+    """For every tier: whole problems of each dtype at its longest row, and every pair of values of two factors."""
     problems = []
     for direction, table in TABLES.items():
         lengths = {dtype: lengths_of_tiers(table, ITEMSIZE[dtype], device) for dtype in DTYPES}
         for tier in lengths["float16"]:
-            longest = {dtype: lengths[dtype][tier][-1] for dtype in DTYPES}
-            problems += [
-                Problem.whole(op, direction, ROWS, longest[dtype], dtype, dtype) for op in OPS for dtype in DTYPES
-            ]
+            problems += [whole(op, direction, lengths[x][tier][-1], x) for op, x in product(OPS, DTYPES)]
             for levels in orthogonal_array():
-                problems.append(_mixed(direction, {dtype: lengths[dtype][tier] for dtype in DTYPES}, levels))
+                factors = FACTORS[direction].items()
+                picked = {
+                    name: values[level % len(values)] for (name, values), level in zip(factors, levels, strict=True)
+                }
+                found = lengths[picked["x"]][tier]
+                problems.append(_mixed(direction, found[picked.pop("cols") % len(found)], **picked))
     return problems
+
+
+def whole(op: str, direction: str, cols: int, dtype: str, weight: str | None = None) -> Problem:
+    return Problem.whole(op, direction, ROWS, cols, dtype, weight or dtype)
 
 
 def lengths_of_tiers(table: tuple[Tier, ...], itemsize: int, device: Device) -> dict[Tier | None, list[int]]:
@@ -56,8 +81,9 @@ def lengths_of_tiers(table: tuple[Tier, ...], itemsize: int, device: Device) -> 
     None stands for rows that are streamed.
     """
     pack = 16 // itemsize
-    steps = {2**power * quarters // 4 for power in range(18) for quarters in (4, 5, 6, 7)}
-    packs = steps.union(*((tier.most, tier.most + 1) for tier in table))
+    most = max(tier.most for tier in table)
+    packs = {2**power * quarters // 4 for power in range((4 * most).bit_length()) for quarters in (4, 5, 6, 7)}
+    packs = packs.union(*((tier.most, tier.most + 1) for tier in table))
     lengths = {length for n in packs for length in ((n - 1) * pack + 1, n * pack - 1, n * pack) if length > 0}
     taken = defaultdict(list)
     for length in sorted(lengths):
@@ -66,43 +92,25 @@ def lengths_of_tiers(table: tuple[Tier, ...], itemsize: int, device: Device) -> 
     return {tier: _spread(found) for tier, found in taken.items()}
 
 
+def orthogonal_array() -> list[tuple[int, ...]]:
+    """49 rows of eight levels, 0 to 6: any two columns hold every pair of levels once (Bose, 1938)."""
+    return [(j, *((i + factor * j) % LEVELS for factor in range(LEVELS))) for i, j in product(range(LEVELS), repeat=2)]
+
+
 def _spread(lengths: list[int]) -> list[int]:
+    """The first, the last and those between at equal steps."""
     last = len(lengths) - 1
     return [lengths[index] for index in sorted({last * level // (LEVELS - 1) for level in range(LEVELS)})]
 
 
-def orthogonal_array() -> list[tuple[int, ...]]:
-    """49 rows of eight levels, 0 to 6: any two columns hold every pair of levels once (Bose, 1938)."""
-    return [
-        (j, *((i + factor * j) % LEVELS for factor in range(LEVELS))) for i, j in product(range(LEVELS), repeat=2)
-    ]
-
-
-def _mixed(direction: str, lengths: dict[str, list[int]], levels: tuple[int, ...]) -> Problem:
-    def pick(factor: int, values):
-        return values[levels[factor] % len(values)]
-
-    x = pick(0, DTYPES)
-    cols = pick(1, lengths[x])
-    weight = pick(2, PARAMETERS)
-    mask = pick(3, MASKS)
-    bias = pick(4, PARAMETERS)
-    rms = pick(5, (False, True))
-    aligned, zero_centered = pick(6, (True, False)), pick(7, (False, True))
-    forward = direction == "forward"
-    whole = Problem.whole(OPS[rms], direction, ROWS, cols, x, x)
-    return replace(
-        whole,
-        y=pick(4 if not forward else 3, DTYPES),
-        weight=weight,
-        bias=bias if forward and not rms else None,
-        zero_centered_gamma=zero_centered and weight is not None,
-        aligned=aligned,
-        output_mask=whole.output_mask if forward else _mask(mask, rms),
-    )
-
-
-def _mask(mask: tuple[bool, bool, bool], rms: bool) -> tuple[bool, bool, bool]:
-    """rms_norm has no dbias; where that alone was wanted, dx is."""
-    dx, dweight, dbias = mask
-    return (dx or not dweight, dweight, False) if rms else (dx, dweight, dbias)
+def _mixed(
+    direction: str, cols: int, *, op: str, x: str, weight: str | None, zero_centered_gamma: bool, **factors: Any
+) -> Problem:
+    """A problem of such factors without what it cannot have: a bias in rms_norm, zero-centring without a weight."""
+    if op == "rms_norm" and direction == "forward":
+        factors["bias"] = None
+    elif op == "rms_norm":
+        dx, dweight, _ = factors["output_mask"]
+        factors["output_mask"] = (dx or not dweight, dweight, False)
+    zero_centered_gamma = zero_centered_gamma and weight is not None
+    return replace(whole(op, direction, cols, x), weight=weight, zero_centered_gamma=zero_centered_gamma, **factors)
