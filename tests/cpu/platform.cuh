@@ -1,0 +1,140 @@
+// The second implementation of kernels_cu/platform.cuh: the same names, on a CPU. Memory is read and written by plain
+// C++, so that sanitizers see it.
+#pragma once
+#include <bit>
+#include <cmath>
+
+#include "runtime.hpp"
+
+#define DEVICE inline
+#define __global__
+#define __shared__ static thread_local
+#define __cluster_dims__(...)
+#define __launch_bounds__(...)
+
+inline void __syncthreads() { cpu::barrier(0, static_cast<int>(blockDim.x)); }
+
+namespace cunorm {
+
+using int64 = long long;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+
+inline float word_to_float(uint32 word) { return std::bit_cast<float>(word); }
+inline uint32 float_to_word(float value) { return std::bit_cast<uint32>(value); }
+inline double words_to_double(uint32 low, uint32 high) {
+  return std::bit_cast<double>(static_cast<std::uint64_t>(high) << 32 | low);
+}
+inline void double_to_words(double value, uint32& low, uint32& high) {
+  const auto bits = std::bit_cast<std::uint64_t>(value);
+  low = static_cast<uint32>(bits);
+  high = static_cast<uint32>(bits >> 32);
+}
+
+struct half {
+  uint16 bits;
+
+  static float decode(uint16 bits) {
+    const int exponent = bits >> 10 & 31;
+    const int mantissa = bits & 1023;
+    float magnitude;
+    if (exponent == 31) {
+      magnitude = mantissa ? NAN : INFINITY;
+    } else if (exponent == 0) {
+      magnitude = std::ldexp(static_cast<float>(mantissa), -24);
+    } else {
+      magnitude = std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
+    }
+    return bits >> 15 ? -magnitude : magnitude;
+  }
+  static uint16 encode(float value) {
+    const uint32 sign = float_to_word(value) >> 16 & 0x8000;
+    const float magnitude = std::fabs(value);
+    if (value != value) return 0x7fff;
+    if (magnitude >= 65520.f) return static_cast<uint16>(sign | 0x7c00);
+    // Below 2^-14 the spacing is 2^-24, and the bits count multiples of it.
+    if (magnitude < 0x1p-14f)
+      return static_cast<uint16>(sign | static_cast<uint32>(std::nearbyint(magnitude * 0x1p24f)));
+    // Otherwise 13 bits go, to nearest even; a carry into the exponent is right.
+    const uint32 word = float_to_word(magnitude) - (112u << 23);
+    return static_cast<uint16>(sign | (word + 0xfff + (word >> 13 & 1)) >> 13);
+  }
+  static float decode_low(uint32 word) { return decode(static_cast<uint16>(word)); }
+  static float decode_high(uint32 word) { return decode(static_cast<uint16>(word >> 16)); }
+  static uint32 encode_word(float low, float high) { return encode(low) | static_cast<uint32>(encode(high)) << 16; }
+};
+
+struct bfloat16 {
+  uint16 bits;
+
+  static float decode(uint16 bits) { return word_to_float(static_cast<uint32>(bits) << 16); }
+  static uint16 encode(float value) {
+    const uint32 word = float_to_word(value);
+    if (value != value) return 0x7fff;
+    return static_cast<uint16>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+  }
+  static float decode_low(uint32 word) { return word_to_float(word << 16); }
+  static float decode_high(uint32 word) { return word_to_float(word & 0xffff0000u); }
+  static uint32 encode_word(float low, float high) { return encode(low) | static_cast<uint32>(encode(high)) << 16; }
+};
+
+// Cut off towards zero, the last bit set if anything was lost.
+inline float before_narrowing(float value) { return value; }
+inline float before_narrowing(double value) {
+  float cut = static_cast<float>(value);
+  if (static_cast<double>(cut) == value || value != value) return cut;
+  if (std::fabs(static_cast<double>(cut)) > std::fabs(value)) cut = std::nextafter(cut, 0.f);
+  return word_to_float(float_to_word(cut) | 1u);
+}
+
+inline float reciprocal_sqrt(float value) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(value))); }
+inline double reciprocal_sqrt(double value) { return 1.0 / std::sqrt(value); }
+
+enum class Cache { kStreamed, kKept };
+
+template <int kWords>
+void check_alignment(const void* address) {
+  static_assert(kWords == 1 || kWords == 2 || kWords % 4 == 0, "a vector access moves 4, 8 or 16 bytes");
+  constexpr std::uintptr_t kBytes = kWords < 4 ? 4 * kWords : 16;
+  if (reinterpret_cast<std::uintptr_t>(address) % kBytes != 0) cpu::fail("misaligned vector access to global memory");
+}
+
+template <Cache, int kWords>
+void load_words(const void* address, uint32 (&words)[kWords]) {
+  check_alignment<kWords>(address);
+  for (int i = 0; i < kWords; ++i) words[i] = static_cast<const uint32*>(address)[i];
+}
+
+template <Cache, int kWords>
+void store_words(void* address, const uint32 (&words)[kWords]) {
+  check_alignment<kWords>(address);
+  for (int i = 0; i < kWords; ++i) static_cast<uint32*>(address)[i] = words[i];
+}
+
+inline void forget(uint32&) {}
+
+template <class T>
+T shuffle_xor(T value, int lane_mask) {
+  cpu::shuffle_xor(&value, sizeof(T), lane_mask);
+  return value;
+}
+
+inline void barrier(int id, int threads) {
+  if (id < 1 || id > 15) cpu::fail("a named barrier has a number from 1 to 15");
+  cpu::barrier(id, threads);
+}
+
+inline int cluster_rank() { return cpu::cluster_rank(); }
+inline void cluster_start() { cpu::cluster_start(); }
+
+struct Mailbox {
+  unsigned long long state;
+
+  void init() { cpu::mailbox_init(this); }
+  void expect(int bytes) { cpu::mailbox_expect(this, bytes); }
+  void wait(int phase) { cpu::mailbox_wait(this, phase); }
+  void send(float* slot, int rank, float value) { cpu::mailbox_send(this, slot, rank, &value, sizeof(value)); }
+  void send(double* slot, int rank, double value) { cpu::mailbox_send(this, slot, rank, &value, sizeof(value)); }
+};
+
+}  // namespace cunorm

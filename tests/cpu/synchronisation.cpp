@@ -1,0 +1,123 @@
+// What threads do together: barriers, shuffles, the mailboxes of a cluster. Misuse that hangs or corrupts a GPU ends
+// the process with a message.
+#include <cstring>
+#include <map>
+
+#include "machine.hpp"
+
+namespace cpu {
+namespace {
+
+// In the 8 bytes that a mailbox has in shared memory: the state of an mbarrier.
+struct Mailbox {
+  std::int32_t bytes;  // that are expected and have not arrived; those that arrive early count below zero
+  std::uint8_t arrivals;
+  std::uint8_t phase;
+  std::uint16_t alive;
+};
+static_assert(sizeof(Mailbox) == 8);
+constexpr std::uint16_t kAlive = 0x4d42;
+
+struct Clocks {
+  Clock arriving, released;
+};
+std::map<Mailbox*, Clocks> mailboxes;  // of the cluster
+Meeting cluster_meeting;
+
+void meet(Meeting& meeting, int threads, const char* what) {
+  races.release(this_warp(), meeting.arriving);
+  ++progress;
+  const unsigned generation = meeting.generation;
+  if (++meeting.arrived == threads) {
+    meeting.arrived = 0;
+    ++meeting.generation;
+    meeting.released = meeting.arriving;
+  }
+  wait_until(what, [&] { return meeting.generation != generation; });
+  races.acquire(this_warp(), meeting.released);
+  ++fiber->step;
+}
+
+Mailbox& living(void* place) {
+  auto& mailbox = *static_cast<Mailbox*>(place);
+  if (mailbox.alive != kAlive) fail("a mailbox is used that was not initialised");
+  return mailbox;
+}
+
+void count(Mailbox& mailbox, int arrivals, int bytes) {
+  mailbox.arrivals = static_cast<std::uint8_t>(mailbox.arrivals - arrivals);
+  mailbox.bytes += bytes;
+  races.release(this_warp(), mailboxes[&mailbox].arriving);
+  ++progress;
+  if (mailbox.arrivals == 0 && mailbox.bytes == 0) {
+    mailbox.arrivals = 1;
+    mailbox.phase ^= 1;
+    mailboxes[&mailbox].released = mailboxes[&mailbox].arriving;
+  }
+}
+
+}  // namespace
+
+void begin_meetings() {
+  cluster_meeting = Meeting();
+  mailboxes.clear();
+  races.begin(static_cast<int>(launch.cluster * launch.threads / 32));
+}
+
+void end_meetings() {
+  for (const auto& [mailbox, clocks] : mailboxes) {
+    if (mailbox->bytes != 0) fail("a mailbox is left with bytes that were not expected, or did not arrive");
+  }
+}
+
+void barrier(int id, int threads) {
+  Barrier& barrier = cta->barriers[static_cast<std::size_t>(id)];
+  if (threads <= 0 || threads % 32 != 0) fail("a barrier is for whole warps");
+  if (barrier.meeting.arrived > 0 && barrier.threads != threads) fail("threads disagree on how many meet at a barrier");
+  barrier.threads = threads;
+  meet(barrier.meeting, threads, "a barrier");
+}
+
+void shuffle_xor(void* value, int bytes, int lane_mask) {
+  Warp& warp = cta->warps[fiber->thread / 32];
+  if (warp.meeting.arrived > 0 && warp.lane_mask != lane_mask) fail("the lanes of a warp are at different shuffles");
+  if (lane_mask < 0 || lane_mask > 31) fail("a shuffle reaches beyond its warp");
+  warp.lane_mask = lane_mask;
+  const unsigned lane = fiber->thread % 32;
+  auto& values = warp.values[warp.meeting.generation % 2];
+  std::memcpy(values[lane], value, static_cast<std::size_t>(bytes));
+  meet(warp.meeting, 32, "a shuffle");
+  std::memcpy(value, values[lane ^ static_cast<unsigned>(lane_mask)], static_cast<std::size_t>(bytes));
+}
+
+int cluster_rank() { return cta->rank; }
+void cluster_start() { meet(cluster_meeting, static_cast<int>(launch.cluster * launch.threads), "its cluster"); }
+
+void mailbox_init(void* place) {
+  auto* mailbox = static_cast<Mailbox*>(place);
+  *mailbox = {0, 1, 0, kAlive};
+  mailboxes[mailbox];
+  ++progress;
+}
+
+void mailbox_expect(void* place, int bytes) { count(living(place), 1, bytes); }
+
+void mailbox_wait(void* place, int phase) {
+  Mailbox& mailbox = living(place);
+  wait_until("a mailbox", [&] { return mailbox.phase != phase; });
+  races.acquire(this_warp(), mailboxes[&mailbox].released);
+  ++fiber->step;
+}
+
+void mailbox_send(void* place, void* slot, int rank, const void* value, int bytes) {
+  if (rank < 0 || rank >= static_cast<int>(launch.cluster)) fail("the cluster has no CTA of that rank");
+  Cta& to = ctas[static_cast<std::size_t>(rank)];
+  if (!to.started || to.done) fail("shared memory of a CTA is written that does not run");
+  const auto there = [&](void* here) { return to.shared + (static_cast<char*>(here) - cta->shared); };
+  Mailbox& mailbox = living(there(place));
+  note_access(to, there(slot), static_cast<std::size_t>(bytes), true);
+  std::memcpy(there(slot), value, static_cast<std::size_t>(bytes));
+  count(mailbox, 0, -bytes);
+}
+
+}  // namespace cpu

@@ -1,0 +1,217 @@
+"""Plans run on the CPU: the text of a kernel compiled by g++ with the stand-in for platform.cuh that is in tests/cpu.
+
+There is no package to do this: of those that run CUDA on CPUs (HIP-CPU, CuPBoP, GPU Ocelot) none is maintained, on
+PyPI, and knows the clusters and mailboxes of sm_90 (looked for 2026-11).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy
+
+from cunorm import kernels, launch
+from cunorm.plan import KernelSpec, Plan
+
+STAND_IN = Path(__file__).parent / "cpu"
+# -ffp-contract=off: every operation is rounded, where a GPU may fuse two.
+OPTIONS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
+POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
+SECONDS = 120  # that a launch may take
+
+
+class Build(NamedTuple):
+    """What a program looks for besides its results."""
+
+    kernel: tuple[str, ...] = ()  # options for the kernel's text
+    runtime: tuple[str, ...] = ()  # options for tests/cpu
+    link: tuple[str, ...] = ()
+
+
+BUILDS = {
+    "results": Build(),
+    # Global memory by AddressSanitizer; arrays in shared memory and registers by their bounds; alignment of elements.
+    "memory": Build(
+        ("-fsanitize=address,undefined,bounds-strict", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"),
+        ("-DCUNORM_ADDRESS",),
+        ("-fsanitize=address,undefined",),
+    ),
+    # races.cpp takes the place of ThreadSanitizer's library.
+    "races": Build(("-fsanitize=thread",), ("-DCUNORM_RACES",)),
+}
+
+
+class SanitizerError(AssertionError):
+    """A sanitizer, or the machine itself, stopped a launch."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Stands in for a GPU. `reverse` turns the order of threads round, `edit` changes the texts of kernels."""
+
+    build: str = "results"
+    reverse: bool = False
+    edit: Callable[[str], str] = str
+
+    def run_forward(self, plan: Plan, eps: float, **arrays: numpy.ndarray | None) -> None:
+        """launch.run_forward on NumPy arrays, None where there is none."""
+        with _memory(arrays) as pointers:
+            launch.run_forward(plan, self, eps=eps, **pointers)
+
+    def run_backward(self, plan: Plan, **arrays: numpy.ndarray | None) -> None:
+        with _memory(arrays | {"workspace": numpy.full(plan.workspace, POISON, "uint8")}) as pointers:
+            launch.run_backward(plan, self, **pointers)
+
+    def text(self, spec: KernelSpec) -> str:
+        """The kernel's text with the stand-in for platform.cuh, and what makes a program of it."""
+        text, count = re.subn(
+            r'^#line 1 "platform\.cuh"\n.*?(?=^#line )',
+            '#include "platform.cuh"\n',
+            self.edit(kernels.source(spec)),
+            flags=re.DOTALL | re.MULTILINE,
+        )
+        assert count == 1, "kernels.source holds no platform.cuh"
+        return f"{text}\nconst cpu::Kernel cpu::kernel = cpu::Erased<&{kernels.entry_name(spec)}>::kernel;\n"
+
+    def kernel(self, spec: KernelSpec) -> Callable:
+        """Like kernels.kernel: a callable `(grid, block, arguments)`."""
+        text = self.text(spec)
+        cluster = _number(r"__cluster_dims__\((\d+), 1, 1\)", text) or 1
+        most_threads = _number(r"__launch_bounds__\((\d+)", text)
+        path = program(text, self.build)
+
+        def run(grid, block, arguments):
+            assert block == (block[0], 1, 1)
+            assert block[0] <= most_threads
+            assert grid[0] % cluster == 0
+            _run(path, (*grid[:2], block[0], cluster, int(self.reverse)), arguments)
+
+        return run
+
+
+_spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that a launch may touch
+
+
+@contextmanager
+def _memory(arrays: dict[str, numpy.ndarray | None]):
+    """The pointers of arrays, 0 for None, while launch.py finds kernels that run on the CPU."""
+    present = [array for array in arrays.values() if array is not None]
+    spans = [numpy.lib.array_utils.byte_bounds(array) for array in present]
+    _spans[:] = [(low, high - low) for low, high in spans if high > low]
+    with mock.patch.object(launch, "kernel", lambda spec, machine: machine.kernel(spec)):
+        yield {name: 0 if a is None else a.__array_interface__["data"][0] for name, a in arrays.items()}
+    _spans.clear()
+
+
+def _run(path: Path, launch_words: tuple[int, ...], arguments: tuple) -> None:
+    """Send arrays and arguments to the program (as its main.cpp says), and put into the arrays what comes back."""
+    import ctypes
+
+    views = [numpy.frombuffer((ctypes.c_char * size).from_address(low), "uint8") for low, size in _spans]
+    words = [*launch_words, len(views), len(arguments)]
+    for low, size in _spans:
+        words += [size, low % 256]
+    for argument in arguments:
+        words += _argument(argument)
+    job = struct.pack(f"{len(words)}q", *words) + b"".join(view.tobytes() for view in views)
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    result = subprocess.run([path], input=job, capture_output=True, timeout=SECONDS, env=environment)
+    if result.returncode:
+        raise SanitizerError(f"exit status {result.returncode}\n{result.stderr.decode(errors='replace')}")
+    start = 0
+    for view in views:
+        view[:] = numpy.frombuffer(result.stdout, "uint8", len(view), start)
+        start += len(view)
+    assert start == len(result.stdout)
+
+
+def _argument(argument: object) -> tuple[int, int, int]:
+    """(bytes, number of the array or -1, offset or value) of an argument as CuPy would pass it."""
+    if isinstance(argument, numpy.generic):
+        return argument.itemsize, -1, int.from_bytes(argument.tobytes(), "little", signed=argument.itemsize == 8)
+    assert isinstance(argument, int)
+    for number, (low, size) in enumerate(_spans):
+        if low <= argument < low + size:
+            return 8, number, argument - low
+    return 8, -1, argument
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else 0
+
+
+def missing() -> str:
+    """Why kernels cannot be run here, or nothing."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return "the fibers of tests/cpu are for Linux on x86-64"
+    return "" if shutil.which("g++") else "g++ is not installed"
+
+
+@functools.cache
+def program(text: str, build: str) -> Path:
+    """The program that runs a kernel's text."""
+    objects = _runtime(build)
+    headers = "".join(path.read_text() for path in sorted(STAND_IN.glob("*.?uh")) + sorted(STAND_IN.glob("*.hpp")))
+    key = _key(text, headers, str(objects), *BUILDS[build].kernel)
+
+    def make(folder: Path) -> Path:
+        (folder / "kernel.cpp").write_text(text)
+        _compile(*OPTIONS, *BUILDS[build].kernel, "-c", folder / "kernel.cpp", "-o", folder / "kernel.o")
+        _compile(*BUILDS[build].link, folder / "kernel.o", *objects, "-pthread", "-o", folder / "program")
+        return folder / "program"
+
+    return _cached(f"{key}.program", make)
+
+
+@functools.cache
+def _runtime(build: str) -> tuple[Path, ...]:
+    """The object files of tests/cpu."""
+    everything = "".join(path.read_text() for path in sorted(STAND_IN.iterdir()))
+    objects = []
+    for source in sorted(STAND_IN.glob("*.cpp")):
+
+        def make(folder: Path, source=source) -> Path:
+            _compile(*OPTIONS, *BUILDS[build].runtime, "-c", source, "-o", folder / "object")
+            return folder / "object"
+
+        objects.append(_cached(f"{_key(everything, source.name, *BUILDS[build].runtime)}.o", make))
+    return tuple(objects)
+
+
+def _cached(name: str, make: Callable[[Path], Path]) -> Path:
+    """The file `name` of the cache, made where it is missing; whoever is first puts it there whole."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cunorm" / "tests"
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / name).exists():
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            make(Path(folder)).replace(cache / name)
+    return cache / name
+
+
+def _compile(*arguments: object) -> None:
+    result = subprocess.run(["g++", *map(str, arguments)], capture_output=True, text=True)
+    assert result.returncode == 0, f"g++ {' '.join(map(str, arguments))}\n{result.stderr}"
+
+
+@functools.cache
+def _compiler() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join((_compiler(), *OPTIONS, *parts)).encode()).hexdigest()[:32]
