@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import kernels
 from ..kernels import Resources
@@ -77,8 +77,8 @@ def offline() -> Iterator[CompileOne]:
         text = f"{salt}\nsm_{arch}\n{kernels.source(spec)}"
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
         if key not in known:
-            _, known[key] = kernels.compile_for(spec, arch)
-            new[key] = known[key]
+            _, used = kernels.compile_for(spec, arch)
+            known[key] = new[key] = list(used)
         return Resources(*known[key])
 
     yield compile_one
@@ -103,7 +103,8 @@ def _read(path: Path) -> dict[str, list[int]]:
 def on_gpu(device_id: int) -> Iterator[CompileOne]:
     """Compile as a call on that GPU does, which leaves the kernel in CuPy's disk cache."""
     import cupy
-    from cupy.cuda import driver
+
+    driver: Any = cupy.cuda.driver
 
     def compile_one(spec: KernelSpec, arch: int) -> Resources:
         with cupy.cuda.Device(device_id):

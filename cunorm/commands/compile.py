@@ -117,8 +117,11 @@ def _compile_all(arguments: argparse.Namespace) -> int:
 def _problems(arguments: argparse.Namespace, target: device.Device) -> list[Problem]:
     if not arguments.cols:
         return matrix.covering(target)
-    asked = product(matrix.OPS, DIRECTIONS, arguments.cols, arguments.dtype or ITEMSIZE)
-    return [matrix.whole(*one, arguments.weight_dtype) for one in asked]
+    return [
+        matrix.whole(op, direction, cols, dtype, arguments.weight_dtype)
+        for op, direction in product(matrix.OPS, DIRECTIONS)
+        for cols, dtype in product(arguments.cols, arguments.dtype or ITEMSIZE)
+    ]
 
 
 def _with_progress(compiled: Iterable[Compiled], total: int) -> Iterable[Compiled]:
