@@ -1,0 +1,273 @@
+"""Random calls against the float64 reference, and random mistakes, which are TypeErrors or ValueErrors.
+
+Without CUNORM_EXAMPLES they are the same in every run; `CUNORM_EXAMPLES=5000 pytest -m gpu tests/test_properties.py`
+tries so many others in each test.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+from arrays import GUARD, bits, on_host
+from cases import DTYPES
+from functions import OPS, backward
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from reference import check_backward, check_forward, narrow
+
+import cunorm
+from cunorm import device
+from cunorm.commands.matrix import TABLES, lengths_of_tiers
+
+EXAMPLES = int(os.environ.get("CUNORM_EXAMPLES", "150"))
+ELEMENTS = 2**17  # of the largest array, save for one row
+# Each length compiles kernels on a GPU: some of every tier's, and a few of models.
+LENGTHS = sorted(
+    {1, 2, 3, 7, 31, 33, 768, 1000, 4096, 5120}.union(
+        *(
+            (found[0], found[len(found) // 2], found[-1])
+            for table in TABLES.values()
+            for tier, found in lengths_of_tiers(table, 2, device.KNOWN[90]).items()
+            if tier is not None
+        )
+    )
+)
+
+# The fixture is the name of a module: it need not be made anew for each example.
+several = settings(
+    max_examples=EXAMPLES,
+    derandomize="CUNORM_EXAMPLES" not in os.environ,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+class Call(NamedTuple):
+    """What is asked of a pass over an array of shape (*leading, *normalised)."""
+
+    op: str
+    leading: tuple[int, ...]
+    normalised: tuple[int, ...]
+    x: str
+    y: str  # of the forward pass, and dy
+    weight: str | None
+    bias: str | None
+    eps: float
+    zero_centered_gamma: bool
+    offset: float  # |mean| / std
+    layouts: tuple[str, str, str, str]  # of x, dy, out, and weight and bias
+    misplaced: tuple[int, int, int]  # elements from an aligned address to x, dy and out
+    output_mask: tuple[bool, bool, bool]
+    seed: int
+
+
+LAYOUTS = ("contiguous", "padded", "backwards", "transposed", "broadcast", "every second")
+OWN_MEMORY = ("contiguous", "padded", "backwards", "transposed", "every second")  # what `out` must have
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    cols = draw(st.sampled_from(LENGTHS))
+    rows = draw(st.integers(0, max(1, min(300, ELEMENTS // cols))))
+    divisors = [n for n in (2, 3, 5) if cols % n == 0]
+    split = draw(st.sampled_from([None, *divisors]))
+    leading = draw(st.sampled_from(((rows,), (rows, 1), (2, rows), (1, rows, 1)))) if rows != 1 else ()
+    weight = draw(st.sampled_from((*DTYPES, None)))
+    return Call(
+        op=draw(st.sampled_from(OPS)),
+        leading=leading,
+        normalised=(cols,) if split is None else (split, cols // split),
+        x=draw(st.sampled_from(DTYPES)),
+        y=draw(st.sampled_from(DTYPES)),
+        weight=weight,
+        bias=draw(st.sampled_from((*DTYPES, None))),
+        eps=draw(st.sampled_from((1e-5, 1e-6, 1e-3, 1.0))),
+        zero_centered_gamma=weight is not None and draw(st.booleans()),
+        offset=draw(st.sampled_from((0.0, 1.0, 30.0))),
+        layouts=(
+            draw(st.sampled_from(LAYOUTS)),
+            draw(st.sampled_from(LAYOUTS)),
+            draw(st.sampled_from(OWN_MEMORY)),
+            draw(st.sampled_from(("contiguous", "backwards", "every second"))),
+        ),
+        misplaced=tuple(draw(st.integers(0, 8)) for _ in range(3)),
+        output_mask=draw(st.tuples(*[st.booleans()] * 3)),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def laid_out(xp: Any, values: numpy.ndarray, layout: str, start: int) -> tuple[Any, Any]:
+    """(the memory, an array of these values in it): the memory is everything from a guard before to one behind."""
+    shape = values.shape
+    if layout == "transposed" and values.ndim > 1:
+        memory, inner = _memory(xp, (shape[1], shape[0], *shape[2:]), values.dtype, start)
+        array = inner.swapaxes(0, 1)
+    elif layout == "padded":
+        memory, inner = _memory(xp, (*shape[:-1], shape[-1] + 3), values.dtype, start)
+        array = inner[..., : shape[-1]]
+    elif layout == "every second":
+        memory, inner = _memory(xp, (2 * shape[0], *shape[1:]), values.dtype, start)
+        array = inner[::2]
+    elif layout == "broadcast" and values.ndim > 1:
+        memory, inner = _memory(xp, shape[1:], values.dtype, start)
+        inner[...] = xp.asarray(values[0]) if shape[0] else 0
+        return memory, xp.broadcast_to(inner, shape)
+    else:
+        memory, inner = _memory(xp, shape, values.dtype, start)
+        array = inner[::-1] if layout == "backwards" else inner
+    array[...] = xp.asarray(values)
+    return memory, array
+
+
+def _memory(xp: Any, shape: tuple[int, ...], dtype: numpy.dtype, start: int) -> tuple[Any, Any]:
+    size = int(numpy.prod(shape))
+    memory = xp.zeros(start + size + GUARD, dtype)
+    return memory, memory[start : start + size].reshape(shape)
+
+
+def matrix_of(array: Any, cols: int) -> numpy.ndarray:
+    return numpy.ascontiguousarray(on_host(array)).reshape(-1, cols)
+
+
+def numbers(call: Call) -> tuple[numpy.ndarray, ...]:
+    """x, dy, weight, bias, as they are drawn; weight and bias have their dtype or, where there is none, that of x."""
+    random = numpy.random.default_rng(call.seed)
+    shape = call.leading + call.normalised
+    sign = random.choice((-1.0, 1.0))
+    return (
+        narrow(random.standard_normal(shape) + sign * call.offset, call.x),
+        narrow(random.standard_normal(shape) + 0.5, call.y),
+        narrow(1 + 0.25 * random.standard_normal(call.normalised), call.weight or call.x),
+        narrow(random.standard_normal(call.normalised), call.bias or call.x),
+    )
+
+
+def run(xp: Any, call: Call) -> None:
+    """Both passes of a call, held against the reference; nothing but `out` may change."""
+    cols = int(numpy.prod(call.normalised))
+    values = numbers(call)
+    layouts = (call.layouts[0], call.layouts[1], call.layouts[3], call.layouts[3])
+    placed = [
+        laid_out(xp, array, layout, start)
+        for array, layout, start in zip(values, layouts, (*call.misplaced[:2], 0, call.misplaced[2]), strict=True)
+    ]
+    memories = [memory for memory, _ in placed]
+    x, dy, weight, bias = (array for _, array in placed)
+    weight, bias = (None if call.weight is None else weight), (None if call.bias is None else bias)
+    before = [on_host(memory).copy() for memory in memories]
+    out_memory, out = laid_out(xp, numpy.full(x.shape, 7, values[1].dtype), call.layouts[2], call.misplaced[2])
+    outside = on_host(out_memory) == 0  # `out` holds sevens
+
+    function = cunorm.layer_norm_forward if call.op == "layer_norm" else cunorm.rms_norm_forward
+    parameters = (weight, bias) if call.op == "layer_norm" else (weight,)
+    options = {"zero_centered_gamma": call.zero_centered_gamma}
+    results = function(x, call.normalised, *parameters, call.eps, out=out, **options)
+    y, mean, rstd = results if call.op == "layer_norm" else (results[0], None, results[1])
+    assert y is out
+    flat = (matrix_of(x, cols), None if weight is None else on_host(weight).reshape(cols))
+    flat_bias = None if bias is None or call.op == "rms_norm" else on_host(bias).reshape(cols)
+    statistics = [None if s is None else on_host(s).reshape(-1) for s in (mean, rstd)]
+    check_forward(call.op, (matrix_of(y, cols), *statistics), *flat, flat_bias, eps=call.eps, **options)
+    assert (on_host(out_memory)[outside] == 0).all(), "memory around out was written to"
+
+    gradients = backward(call.op, dy, x, mean, rstd, weight, output_mask=call.output_mask, **options)
+    wanted = call.output_mask if call.op == "layer_norm" else (*call.output_mask[:2], False)
+    assert tuple(gradient is not None for gradient in gradients) == wanted
+    dx, dweight, dbias = gradients
+    shaped = (
+        None if dx is None else matrix_of(dx, cols),
+        *(None if gradient is None else on_host(gradient).reshape(cols) for gradient in (dweight, dbias)),
+    )
+    check_backward(call.op, shaped, matrix_of(dy, cols), *flat, eps=call.eps, **options)
+    for memory, copy in zip(memories, before, strict=True):
+        assert (bits(on_host(memory)) == bits(copy)).all(), "an input was changed"
+
+
+@several
+@given(call=calls())
+def test_any_call_is_right(xp, call):
+    event(f"{call.op}, x {call.x}")
+    run(xp, call)
+
+
+ROWS, COLS = 4, 8
+DTYPES_OF_NO_USE = ("int32", "uint8", "bool", "complex64", "longdouble", "object", "datetime64[s]", "U3")
+WRONG_KINDS = (1.5, 3, "array", b"bytes", [1.0] * COLS, {}, object(), numpy.float32(1), len)
+
+
+def wrong_arrays(*shapes: tuple[int, ...]) -> st.SearchStrategy:
+    """What cannot be an array of one of these shapes."""
+    sizes = st.lists(st.integers(0, 9), max_size=3).map(tuple).filter(lambda shape: shape not in shapes)
+    return st.one_of(
+        st.sampled_from(WRONG_KINDS),
+        st.sampled_from(DTYPES_OF_NO_USE).map(lambda dtype: numpy.zeros(shapes[0], dtype)),
+        sizes.map(lambda shape: numpy.ones(shape, "float32")),
+    )
+
+
+WRONG = {
+    "x": st.none()
+    | wrong_arrays((ROWS, COLS), *((rows, COLS) for rows in range(10)), (COLS,)).filter(
+        lambda x: getattr(x, "shape", ())[-1:] != (COLS,) or x.dtype.name not in DTYPES
+    ),
+    "dy": st.none() | wrong_arrays((ROWS, COLS)),
+    "weight": wrong_arrays((COLS,)),
+    "bias": wrong_arrays((COLS,)),
+    "mean": st.none() | wrong_arrays((ROWS,)),
+    "rstd": st.none() | wrong_arrays((ROWS,)),
+    "out": wrong_arrays((ROWS, COLS)),
+    "normalized_shape": st.sampled_from((7, -1, 0, (), (7,), (2, 4, 8), "8", 8.0, (8.0,), (True,), {8}, object())),
+    "eps": st.sampled_from((None, "1e-5", 1j, True, [1e-5], object(), float("nan"), float("inf"), -1e-9)),
+    "dtype": st.sampled_from(("int8", "float99", "", numpy.int32, numpy.dtype("complex64"), 5, b"float32", object())),
+    "sm_margin": st.sampled_from((-1, 1.0, "2", None, True, object())),
+    "output_mask": st.sampled_from((None, True, "yes", 5, (), (True,) * 4, {True, False}, object())),
+}
+ARGUMENTS = {
+    "layer_norm_forward": "x normalized_shape weight bias eps out dtype sm_margin",
+    "rms_norm_forward": "x normalized_shape weight eps out dtype sm_margin",
+    "layer_norm_backward": "dy x mean rstd weight output_mask sm_margin",
+    "rms_norm_backward": "dy x rstd weight output_mask sm_margin",
+}
+
+
+def good_arguments(function: str) -> dict[str, Any]:
+    random = numpy.random.default_rng(0)
+    shapes = {"x": (ROWS, COLS), "dy": (ROWS, COLS), "out": (ROWS, COLS), "mean": ROWS, "rstd": ROWS}
+    arrays = {
+        name: random.standard_normal(shapes.get(name, COLS)).astype("float32")
+        for name in ("x", "dy", "weight", "bias", "mean", "rstd", "out")
+    }
+    others = {"normalized_shape": COLS, "eps": 1e-5, "dtype": "float32", "sm_margin": 0}
+    others["output_mask"] = (True,) * (3 if function.startswith("layer") else 2)
+    return {name: (arrays | others)[name] for name in ARGUMENTS[function].split()}
+
+
+def on_device(xp: Any, value: Any) -> Any:
+    """Arrays of numbers as arrays of xp; CuPy has no others."""
+    movable = isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and value.dtype.name != "longdouble"
+    return xp.asarray(value) if movable and value.dtype.itemsize <= 8 else value
+
+
+@several
+@given(function=st.sampled_from(sorted(ARGUMENTS)), data=st.data())
+def test_a_mistake_is_a_type_error_or_a_value_error(xp, function, data):
+    good = good_arguments(function)
+    names = data.draw(st.sets(st.sampled_from(sorted(good)), min_size=1, max_size=2), label="names")
+    spoiled = {name: data.draw(WRONG[name], label=name) for name in sorted(names)}
+    arguments = {name: on_device(xp, value) for name, value in (good | spoiled).items()}
+    arrays = [array for array in arguments.values() if isinstance(array, xp.ndarray)]
+    before = [array.copy() for array in arrays]
+    with pytest.raises((TypeError, ValueError), match=f"^{function}: ") as caught:
+        getattr(cunorm, function)(**arguments)
+    assert caught.type in (TypeError, ValueError), "a subclass would say something else"
+    for array, copy in zip(arrays, before, strict=True):
+        numpy.testing.assert_array_equal(on_host(array), on_host(copy))
+
+
+@pytest.mark.parametrize("function", ARGUMENTS)
+def test_the_arguments_before_a_mistake_are_good(xp, function):
+    arguments = {name: on_device(xp, value) for name, value in good_arguments(function).items()}
+    getattr(cunorm, function)(**arguments)
