@@ -6,6 +6,7 @@ tries so many others in each test.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ import numpy
 import pytest
 from arrays import GUARD, bits, on_host
 from cases import DTYPES
+from cpu_device import Machine, missing
+from cpu_functions import check
 from functions import OPS, backward
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reference import check_backward, check_forward, narrow
 
@@ -24,6 +27,10 @@ from cunorm.commands.matrix import TABLES, lengths_of_tiers
 
 EXAMPLES = int(os.environ.get("CUNORM_EXAMPLES", "150"))
 ELEMENTS = 2**17  # of the largest array, save for one row
+# Of the stand-in, which compiles two kernels for most examples.
+CPU_EXAMPLES = EXAMPLES // 15
+CPU_ROWS, CPU_COLUMNS = 5, 5120
+ROWS_APART = ("contiguous", "padded", "backwards", "every second")
 # Each length compiles kernels on a GPU: some of every tier's, and a few of models.
 LENGTHS = sorted(
     {1, 2, 3, 7, 31, 33, 768, 1000, 4096, 5120}.union(
@@ -186,11 +193,52 @@ def run(xp: Any, call: Call) -> None:
         assert (bits(on_host(memory)) == bits(copy)).all(), "an input was changed"
 
 
+# NumPy sums a transposed matrix element by element, with an error that grows with the length of the row.
+TRANSPOSED = Call(
+    op="layer_norm",
+    leading=(2,),
+    normalised=(768,),
+    x="float64",
+    y="float16",
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    zero_centered_gamma=False,
+    offset=0.0,
+    layouts=("transposed", "contiguous", "contiguous", "contiguous"),
+    misplaced=(0, 0, 0),
+    output_mask=(False, False, False),
+    seed=4,
+)
+
+
 @several
 @given(call=calls())
+@example(call=TRANSPOSED)
 def test_any_call_is_right(xp, call):
-    event(f"{call.op}, x {call.x}")
     run(xp, call)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+@settings(several, max_examples=CPU_EXAMPLES)
+@given(call=calls().filter(lambda call: math.prod(call.normalised) <= CPU_COLUMNS))
+def test_any_call_is_right_on_the_stand_in(call):
+    """The device source compiled for the CPU, on matrices whose rows are contiguous, as gpu.py hands them over."""
+    rows, cols = min(math.prod(call.leading), CPU_ROWS), math.prod(call.normalised)
+    if rows == 0:
+        return
+    values = numbers(call)
+    x, dy = (
+        laid_out(numpy, array.reshape(-1, cols)[:rows], layout if layout in ROWS_APART else "contiguous", start)[1]
+        for array, layout, start in zip(values[:2], call.layouts[:2], call.misplaced[:2], strict=True)
+    )
+    weight, bias = (
+        None if dtype is None else array.reshape(cols)
+        for dtype, array in zip((call.weight, call.bias), values[2:], strict=True)
+    )
+    mask = call.output_mask if any(call.output_mask[:2]) else (True, True, True)
+    options = {"eps": call.eps, "zero_centered_gamma": call.zero_centered_gamma, "output_mask": mask}
+    check(Machine(), call.op, x, dy, weight, bias, **options)
 
 
 ROWS, COLS = 4, 8

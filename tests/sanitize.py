@@ -1,0 +1,130 @@
+"""compute-sanitizer over every tier of the kernels, on a machine with a GPU.
+
+`python tests/sanitize.py [none memcheck racecheck initcheck synccheck] > bench/results/sanitize.json` writes a table to
+standard error. none: the same calls without a sanitizer, which compiles the kernels and shows that the calls are sound.
+memcheck: accesses outside of arrays and misaligned ones. racecheck: hazards in shared memory. initcheck: device memory
+read before it is written. synccheck: barriers that not all threads reach.
+
+Not covered: racecheck does not follow asynchronous copies. The sums that the CTAs of a cluster send each other
+(`st.async` to a mailbox counted by an mbarrier, platform.cuh) are invisible to it; tests/test_cpu.py looks for races
+there. CuPy's own kernels are left out by name (`--kernel-name`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("none", "memcheck", "racecheck", "initcheck", "synccheck")
+SECONDS = 1500  # that a tool may take
+TAIL = 40  # lines of a log that are kept
+FOUND = 99  # the exit status of compute-sanitizer when it has findings
+ROWS = 5
+
+
+def main() -> int:
+    if sys.argv[1:] == ["run"]:
+        return run()
+    if shutil.which("compute-sanitizer") is None:
+        print("sanitize: compute-sanitizer must be on the PATH; it comes with the CUDA toolkit.", file=sys.stderr)
+        return 1
+    with TemporaryDirectory() as folder:
+        package = Path(folder)
+        # As installed: the kernels inside the package.
+        shutil.copytree(ROOT / "cunorm", package / "cunorm")
+        shutil.copytree(ROOT / "kernels_cu", package / "cunorm" / "kernels_cu", dirs_exist_ok=True)
+        shutil.copy(__file__, package)
+        results = [check(tool, package) for tool in sys.argv[1:] or TOOLS]
+    print(f"{'tool':<12}{'calls':>7}{'findings':>10}  status", file=sys.stderr)
+    for result in results:
+        print("{tool:<12}{calls!s:>7}{findings!s:>10}  {status}".format(**result), file=sys.stderr)
+        if result["status"] != "ok":
+            print("\n".join(f"    {line}" for line in result["log"]), file=sys.stderr)
+    print(json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "gpu": gpu(), "results": results}, indent=1))
+    return 0 if all(result["status"] == "ok" for result in results) else 1
+
+
+def check(tool: str, package: Path) -> dict:
+    """What one tool says; its failure is told apart from its findings and does not stop the others."""
+    sanitizer = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=cunorm", "--error-exitcode", str(FOUND)]
+    command = [] if tool == "none" else sanitizer
+    try:
+        done = subprocess.run(
+            [*command, sys.executable, str(package / Path(__file__).name), "run"],
+            cwd=package,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+        log, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as error:
+        log, code = (error.stdout or b"").decode(errors="replace"), None
+    found = verdict(tool, log, code)
+    return {"tool": tool, **found, "log": [] if found["status"] == "ok" else log.splitlines()[-TAIL:]}
+
+
+def verdict(tool: str, log: str, code: int | None) -> dict:
+    """Findings from the summary, calls from the line that `run` prints at its end; None for what was never said."""
+    summary = re.search(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards?)", log)
+    calls = re.search(r"^calls: (\d+)$", log, re.MULTILINE)
+    findings = int(summary[1] or summary[2]) if summary else None
+    if code is None:
+        status = f"stopped after {SECONDS} s"
+    elif findings:
+        status = "findings"
+    elif code != 0 or calls is None or (findings is None and tool != "none"):
+        status = f"the run itself failed, exit status {code}"
+    else:
+        status = "ok"
+    return {"calls": calls and int(calls[1]), "findings": findings, "status": status}
+
+
+def gpu() -> str:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
+
+
+def run() -> int:
+    """Every tier, both norms and directions, four dtypes, aligned and not, shortest and longest rows."""
+    import cupy
+    import numpy
+
+    import cunorm
+    from cunorm import device
+    from cunorm.commands.matrix import TABLES, lengths_of_tiers
+    from cunorm.host import numpy_dtype
+    from cunorm.problem import ITEMSIZE
+
+    target = device.current(cupy.cuda.Device().id)
+    random = numpy.random.default_rng(0)
+    calls = 0
+    for dtype, itemsize in ITEMSIZE.items():
+        lengths = set()
+        for table in TABLES.values():
+            for tier, found in lengths_of_tiers(table, itemsize, target).items():
+                lengths |= {found[0], found[-1]} if tier else {found[0]}
+        for cols, start in product(sorted(lengths), (0, 1)):
+            values = random.standard_normal((2, ROWS * cols + start)).astype(numpy_dtype("sanitize", dtype))
+            x, dy = (cupy.asarray(row)[start:].reshape(ROWS, cols) for row in values)
+            weight = cupy.asarray(values[0, :cols])
+            _, mean, rstd = cunorm.layer_norm_forward(x, None, weight, weight)
+            cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
+            _, rstd = cunorm.rms_norm_forward(x, None, weight)
+            cunorm.rms_norm_backward(dy, x, rstd, weight)
+            cupy.cuda.Device().synchronize()
+            calls += 4
+    print(f"calls: {calls}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

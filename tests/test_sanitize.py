@@ -1,0 +1,34 @@
+"""sanitize.py tells findings from a tool that fails, and from calls that were not all made."""
+
+from __future__ import annotations
+
+import pytest
+from sanitize import verdict
+
+CLEAN = "calls: 8\n========= ERROR SUMMARY: 0 errors\n"
+CASES = [
+    ("memcheck", CLEAN, 0, (8, 0, "ok")),
+    (
+        "racecheck",
+        "calls: 8\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n",
+        0,
+        (8, 0, "ok"),
+    ),
+    ("none", "calls: 8\n", 0, (8, None, "ok")),
+    ("memcheck", "calls: 8\n========= ERROR SUMMARY: 1 error\n", 99, (8, 1, "findings")),
+    ("racecheck", "calls: 8\n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors)\n", 0, (8, 2, "findings")),
+    ("memcheck", "========= ERROR SUMMARY: 0 errors\n", 0, (None, 0, "the run itself failed, exit status 0")),
+    (
+        "synccheck",
+        "calls: 8\nTarget application returned an error\n",
+        1,
+        (8, None, "the run itself failed, exit status 1"),
+    ),
+    ("synccheck", "calls: 8\n", 0, (8, None, "the run itself failed, exit status 0")),
+    ("initcheck", "", None, (None, None, "stopped after 1500 s")),
+]
+
+
+@pytest.mark.parametrize(("tool", "log", "code", "expected"), CASES)
+def test_what_a_log_says(tool, log, code, expected):
+    assert tuple(verdict(tool, log, code).values()) == expected
