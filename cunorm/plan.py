@@ -243,7 +243,8 @@ def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
     if shape.packs <= 4:
         return True
     parameters = (problem.weight, problem.bias)
-    if problem.y != problem.x or not {*parameters} <= {None, problem.x, "float32"}:
+    fitting = {None, problem.x} if problem.x == "float16" else {None, problem.x, "float32"}
+    if problem.y != problem.x or not fitting.issuperset(parameters):
         return False
     one_parameter = problem.op == "layer_norm" and parameters.count(None) == 1
     return not (one_parameter and shape.cluster > 1) and not (blackwell and problem.x == "float16")
