@@ -31,6 +31,7 @@ STAND_IN = Path(__file__).parent / "cpu"
 # -ffp-contract=off: every operation is rounded, where a GPU may fuse two.
 OPTIONS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
 POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
+ORDERS = ("ascending", "descending", "even before odd")
 SECONDS = 120  # that a launch may take
 
 
@@ -61,10 +62,10 @@ class SanitizerError(AssertionError):
 
 @dataclass(frozen=True)
 class Machine:
-    """Stands in for a GPU. `reverse` turns the order of threads round, `edit` changes the texts of kernels."""
+    """Stands in for a GPU. `order` is that in which threads run, `edit` changes the texts of kernels."""
 
     build: str = "results"
-    reverse: bool = False
+    order: str = "ascending"
     edit: Callable[[str], str] = str
 
     def run_forward(self, plan: Plan, eps: float, **arrays: numpy.ndarray | None) -> None:
@@ -98,7 +99,7 @@ class Machine:
             assert block == (block[0], 1, 1)
             assert block[0] <= most_threads
             assert grid[0] % cluster == 0
-            _run(path, (*grid[:2], block[0], cluster, int(self.reverse)), arguments)
+            _run(path, (*grid[:2], block[0], cluster, ORDERS.index(self.order)), arguments)
 
         return run
 

@@ -8,13 +8,14 @@ import numpy
 import pytest
 from arrays import in_wider_rows, inputs, misplaced
 from cases import DTYPES, OFFSETS
-from cpu_device import BUILDS, Machine, missing
+from cpu_device import BUILDS, ORDERS, Machine, missing
 from cpu_functions import SMALL, WITHOUT_CLUSTERS, backward, check, forward
 from functions import OPS
 from problems import problem
 
-from cunorm.device import Device
-from cunorm.plan import plan
+from cunorm.device import KNOWN, Device
+from cunorm.kernels import FILES
+from cunorm.plan import BACKWARD, FORWARD, Plan, plan
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
@@ -36,12 +37,16 @@ SHAPES = (
     Shape(3, 127, "bfloat16", SMALL, "eight lanes or sixteen"),
     Shape(8, 128, "float16", SMALL, "whole packs"),
     Shape(1, 129, "float64", SMALL, "a last pack of one column"),
-    Shape(8, 500, "float16", SMALL, "sixteen lanes a row, or more"),
+    Shape(8, 50, "float16", SMALL, "four lanes a row, or eight"),
+    Shape(8, 250, "float16", SMALL, "sixteen lanes a row"),
+    Shape(8, 500, "float16", SMALL, "a warp a row, odd packs"),
     Shape(8, 768, "float16", SMALL, "a warp a row, some lanes idle"),
     Shape(3, 1000, "bfloat16", SMALL, "whole packs that fill no warp"),
     Shape(8, 1024, "float32", SMALL, "a full shape"),
+    Shape(70, 1536, "float32", KNOWN[90], "more partial rows than sum_partials has warps"),
     Shape(8, 3840, "bfloat16", SMALL, "a CTA a row"),
     Shape(8, 4096, "float32", SMALL, "a full shape"),
+    Shape(5, 6001, "float32", SMALL, "cluster of 2 in the backward pass, odd"),
     Shape(8, 8191, "float16", SMALL, "a CTA a row, odd; backward a cluster or nearly"),
     Shape(3, 8192, "bfloat16", SMALL, "a full shape"),
     Shape(8, 8192, "float64", SMALL, "cluster of 4 in the backward pass"),
@@ -57,36 +62,31 @@ SHAPES = (
 SHAPES_BY_NAME = {f"{one.rows}x{one.cols}-{one.dtype}": one for one in SHAPES}
 
 
-def steps(shape: Shape, op: str = "layer_norm"):
-    tasks = (problem(direction, shape.rows, shape.cols, shape.dtype, op=op) for direction in ("forward", "backward"))
-    return [(solution, step) for task in tasks for solution in (plan(task, shape.device),) for step in solution.steps]
+def plans() -> list[Plan]:
+    return [
+        plan(problem(direction, rows, cols, dtype), device)
+        for rows, cols, dtype, device, _ in SHAPES
+        for direction in ("forward", "backward")
+    ]
 
 
 def test_the_table_reaches_every_kind_of_kernel():
     """A change of the plan must not leave one without tests."""
-    specs = [step.spec for shape in SHAPES for _, step in steps(shape)]
-    kernels = {(spec.kernel, spec.x) for spec in specs}
-    assert {name for name, _ in kernels} == {
-        "forward",
-        "forward_streamed",
-        "backward",
-        "backward_streamed",
-        "weight_gradient_partials",
-        "sum_partials",
-    }
-    for name in ("forward", "backward"):
-        mine = [spec for spec in specs if spec.kernel == name]
-        assert {spec.x for spec in mine} == set(DTYPES)
-        assert {min(32, spec.shape.threads) for spec in mine} == {1, 2, 4, 8, 16, 32}
-        assert {spec.shape.cluster for spec in mine} >= ({1, 2, 8} if name == "forward" else {1, 2, 4, 8})
-        assert {spec.rows_per_cta > 1 for spec in mine} == {True, False}
-    turns = {
-        (step.spec.kernel, step.spec.shape.cluster > 1): 1
-        for shape in SHAPES
-        for _, step in steps(shape)
-        if shape.rows * step.spec.shape.cluster > 2 * step.grid[0] * step.spec.rows_per_cta
-    }
-    assert turns.keys() >= {("forward", True), ("backward", False), ("backward", True)}, "no CTA takes three rows"
+    solutions = plans()
+    steps = [step for solution in solutions for step in solution.steps]
+    assert {step.spec.kernel for step in steps} == set(FILES)
+    assert {step.spec.aligned for step in steps} == {True, False}
+    assert max(solution.groups for solution in solutions) > 32
+    for kernel, tiers in (("forward", FORWARD), ("backward", BACKWARD)):
+        mine = [(one.problem.rows, step) for one in solutions for step in one.steps if step.spec.kernel == kernel]
+        specs = [step.spec for _, step in mine]
+        assert {spec.x for spec in specs} == set(DTYPES)
+        assert {spec.rows_per_cta > 1 for spec in specs} == {True, False}
+        assert {min(32, spec.shape.threads) for spec in specs} == {1, 2, 4, 8, 16, 32}
+        assert {spec.shape.cluster for spec in specs} == {tier.cluster for tier in tiers}
+        # With a third row the first set of slots is used again.
+        clusters = [(rows, step) for rows, step in mine if step.spec.shape.cluster > 1]
+        assert max(rows * step.spec.shape.cluster / step.grid[0] for rows, step in clusters) > 2
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -187,13 +187,13 @@ SANITIZED = (
 )
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("build", [build for build in BUILDS if build != "results"])
 @pytest.mark.parametrize("name", SANITIZED)
-def test_sanitizers_find_nothing(name, build, reverse):
+def test_sanitizers_find_nothing(name, build, order):
     rows, cols, dtype, device, _ = SHAPES_BY_NAME[name]
     x, dy, weight, bias = inputs(numpy, rows, cols, dtype)
-    check(Machine(build, reverse), "layer_norm", x, dy, weight, bias, device=device)
+    check(Machine(build, order), "layer_norm", x, dy, weight, bias, device=device)
 
 
 @pytest.mark.parametrize("name", layouts(1, 1, "float32"))
@@ -205,8 +205,9 @@ def test_no_layout_leads_beyond_an_array(name):
 def test_the_order_of_threads_does_not_show():
     x, dy, weight, bias = inputs(numpy, 8, 8191, "float16")
     results = []
-    for machine in (Machine(), Machine(reverse=True)):
+    for order in ORDERS:
+        machine = Machine(order=order)
         y, mean, rstd = forward(machine, "layer_norm", x, weight, bias)
         results.append((y, mean, rstd, *backward(machine, "layer_norm", dy, x, mean, rstd, weight)))
-    for a, b in zip(*results, strict=True):
-        assert a.tobytes() == b.tobytes()
+    for arrays in zip(*results, strict=True):
+        assert len({array.tobytes() for array in arrays}) == 1

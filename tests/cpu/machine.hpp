@@ -57,7 +57,7 @@ struct Cta {
 
 struct Launch {
   Index grid;
-  std::uint64_t threads, cluster, reverse;
+  std::uint64_t threads, cluster, order;
 };
 
 extern Launch launch;

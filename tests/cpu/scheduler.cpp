@@ -67,9 +67,13 @@ void leave_for(void**, const void*, std::size_t) {}
 void arrive(void*, const void**, std::size_t*) {}
 #endif
 
-// Calls use(i) for 0 <= i < n, in the order of the launch.
+// Calls use(i) for 0 <= i < n: ascending, descending, or the even before the odd.
 void in_order(std::size_t n, const auto& use) {
-  for (std::size_t i = 0; i < n; ++i) use(launch.reverse ? n - 1 - i : i);
+  const std::size_t evens = (n + 1) / 2;
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::size_t orders[] = {i, n - 1 - i, i < evens ? 2 * i : 2 * (i - evens) + 1};
+    use(orders[launch.order]);
+  }
 }
 
 // Calls pass() until nothing happens any more.

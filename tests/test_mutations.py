@@ -1,0 +1,376 @@
+"""The tests find what they are there to find: each mistake is put into the kernels' text (in memory), and what tests
+the kernels on the CPU must fail.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+from arrays import inputs, misplaced
+from cpu_device import ORDERS, Machine, missing
+from cpu_functions import SMALL, WITHOUT_CLUSTERS, check
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+
+# What is run: (rows, cols, dtype, options of cpu_functions.check and of inputs)
+CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
+    "lanes": (3, 33, "float32", {}),
+    "warp": (3, 264, "float32", {}),
+    "far from zero": (3, 129, "float32", {"offset": 1e4}),
+    "zero-centred": (3, 129, "float32", {"zero_centered_gamma": True}),
+    "groups of warps": (8, 768, "float16", {}),
+    "idle threads": (3, 1000, "float32", {"offset": 10.0}),
+    "CTA": (8, 4096, "float32", {}),
+    "cluster": (5, 16384, "float32", {}),
+    "cluster, odd": (3, 12001, "float64", {}),
+    "streamed": (5, 8201, "float64", {"device": WITHOUT_CLUSTERS}),
+    "misplaced": (3, 136, "float16", {"misplaced": True}),
+}
+
+
+class Mutation(NamedTuple):
+    reason: str
+    old: str
+    new: str
+    case: str
+    caught: tuple[tuple[str, str], ...]  # (build, what is said)
+
+
+MUTATIONS = (
+    # Synchronisation
+    Mutation(
+        "no barrier of the CTA between slots written and read",
+        "if constexpr (kRows == 1) {\n        __syncthreads();",
+        "if constexpr (kRows == 1) {",
+        "CTA",
+        (("results", "elements are wrong"), ("races", "race:")),
+    ),
+    Mutation(
+        "no barrier of a row's warps",
+        "barrier(1 + threadIdx.x / Shape::kThreads, Shape::kThreads);",
+        "",
+        "groups of warps",
+        (("results", "dx: .* elements are wrong"), ("races", "race:")),
+    ),
+    Mutation(
+        "rows of a CTA share a barrier",
+        "barrier(1 + threadIdx.x / Shape::kThreads, Shape::kThreads);",
+        "barrier(1, Shape::kThreads);",
+        "groups of warps",
+        (("races", "race:"),),
+    ),
+    Mutation(
+        "a barrier for too few",
+        "barrier(1 + threadIdx.x / Shape::kThreads, Shape::kThreads);",
+        "barrier(1 + threadIdx.x / Shape::kThreads, 32);",
+        "groups of warps",
+        (("results", "elements are wrong"), ("races", "race:")),
+    ),
+    Mutation(
+        "sum_partials without its barrier",
+        "__syncthreads();\n  const Compute total",
+        "const Compute total",
+        "lanes",
+        (("results", "dweight: .* elements are wrong"), ("races", "race:")),
+    ),
+    Mutation(
+        "store_partial without its barrier",
+        "if (kTurns > 1) __syncthreads();",
+        "",
+        "groups of warps",
+        (("races", "race:"),),
+    ),
+    Mutation(
+        "one set of slots",
+        "const int set = turn % 2;",
+        "const int set = 0;",
+        "CTA",
+        (("results", "elements are wrong"), ("races", "race:")),
+    ),
+    Mutation(
+        "a barrier that only some threads reach",
+        "if (kTurns > 1) __syncthreads();",
+        "if (kTurns > 1 && turn == 0) __syncthreads();",
+        "groups of warps",
+        (("results", "deadlock: .* a barrier"),),
+    ),
+    # Clusters
+    Mutation(
+        "one set of mailboxes and slots",
+        "const int set = turn % 2;",
+        "const int set = 0;",
+        "cluster",
+        (("races", "race:|deadlock:"),),
+    ),
+    Mutation(
+        "too few bytes expected",
+        "expect(sizeof(Slots));",
+        "expect(sizeof(Slots) - sizeof(Compute));",
+        "cluster",
+        (("results", "deadlock: .* a mailbox|left with bytes"),),
+    ),
+    Mutation(
+        "a value is not sent",
+        "if (lane < Shape::kCluster) {",
+        "if (lane < Shape::kCluster - 1) {",
+        "cluster",
+        (("results", "deadlock: .* a mailbox"),),
+    ),
+    Mutation(
+        "waits for the other phase",
+        "wait(turn / 2 % 2);",
+        "wait(1 - turn / 2 % 2);",
+        "cluster",
+        (("results", "elements are wrong|deadlock:"), ("races", "race:")),
+    ),
+    Mutation(
+        "the phase does not change",
+        "wait(turn / 2 % 2);",
+        "wait(0);",
+        "cluster",
+        (("races", "race:"),),
+    ),
+    Mutation(
+        "mailboxes used before the cluster knows them",
+        "cluster_start();\n    }",
+        "}",
+        "cluster",
+        (("results", "a CTA is written that does not run|not initialised"),),
+    ),
+    # Bounds
+    Mutation(
+        "whole packs beyond the row",
+        "return column < kCols ? kPack : 0;",
+        "return kPack;",
+        "idle threads",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "part of a pack beyond the row",
+        "return left < 0 ? 0 : left < kPack ? left : kPack;",
+        "return kPack;",
+        "lanes",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "beyond the row in a cluster",
+        "return left < 0 ? 0 : left < kPack ? left : kPack;",
+        "return left < 0 ? 0 : kPack;",
+        "cluster, odd",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "y of a row that is not there",
+        "store.store(row, column, active ? Shape::valid(column) : 0, values",
+        "store.store(row, column, Shape::valid(column), values",
+        "lanes",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "mean of a row that is not there",
+        "if (active && rank == 0",
+        "if (rank == 0",
+        "lanes",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "x of a row that is not there",
+        "const int valid = active ? Shape::valid(column) : 0;",
+        "const int valid = Shape::valid(column);",
+        "lanes",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "partial sums beyond the last column",
+        "if (first_column + lane < cols) {",
+        "{",
+        "lanes",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "a slot too far in shared memory",
+        "slots[set][k][warp] = values[k];",
+        "slots[set][k][warp + 1] = values[k];",
+        "CTA",
+        (("memory", "runtime error: index .* out of bounds"),),
+    ),
+    Mutation(
+        "shared memory too small",
+        "sums[32][33];",
+        "sums[32][31];",
+        "lanes",
+        (("memory", "runtime error: index .* out of bounds"),),
+    ),
+    Mutation(
+        "vectors where the address does not allow them",
+        "LoadRows<half, 8, false>",
+        "LoadRows<half, 8, true>",
+        "misplaced",
+        (("results", "misaligned vector access"),),
+    ),
+    # Arithmetic
+    Mutation(
+        "the variance counts columns that are not there",
+        "kWholePacks || i < valid ? values[i] - pivot : 0",
+        "values[i] - pivot",
+        "lanes",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
+        "the variance counts packs that are not there",
+        "if (valid > 0) use(values, valid);",
+        "use(values, valid);",
+        "idle threads",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
+        "eps ignored",
+        "(variance < 0 ? 0 : variance) + eps)",
+        "(variance < 0 ? 0 : variance))",
+        "warp",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
+        "eps outside the root",
+        "reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)",
+        "1 / (1 / reciprocal_sqrt(variance) + eps)",
+        "warp",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
+        "variance divided by N - 1",
+        "row.squares / count - residual",
+        "row.squares / (count - 1) - residual",
+        "CTA",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
+        "E[x^2] - E[x]^2",
+        "const Compute pivot = group_sum<Shape::kLanes>(total) / static_cast<Compute>(count > 0 ? count : 1);",
+        "const Compute pivot = 0 * total * count;",
+        "far from zero",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
+        "what the rounding of the mean lost",
+        "const Compute shift = -row.residual * row.rstd;",
+        "const Compute shift = 0;",
+        "far from zero",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
+        "bias ignored",
+        "xhat[i] += beta[i];",
+        "xhat[i] += 0 * beta[i];",
+        "warp",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
+        "a weight taken as it is where it is zero-centred",
+        "xhat[i] *= kZeroCentered ? 1 + gamma[i] : gamma[i];",
+        "xhat[i] *= gamma[i];",
+        "zero-centred",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
+        "dx without its mean term",
+        "g[i] - c2 - xhat[i] * c1",
+        "g[i] - xhat[i] * c1",
+        "warp",
+        (("results", "dx: .* elements are wrong"),),
+    ),
+    Mutation(
+        "dx without its projection term",
+        "g[i] - c2 - xhat[i] * c1",
+        "g[i] - c2",
+        "warp",
+        (("results", "dx: .* elements are wrong"),),
+    ),
+    Mutation(
+        "dx without its mean term, streamed",
+        "g[i] - c2 - xhat[i] * c1",
+        "g[i] - xhat[i] * c1",
+        "streamed",
+        (("results", "dx: .* elements are wrong"),),
+    ),
+    Mutation(
+        "dweight without a row",
+        "if constexpr (Needs::kDweight) dweight[p][i] +=",
+        "if (Needs::kDweight && row != 1) dweight[p][i] +=",
+        "groups of warps",
+        (("results", "dweight: .* elements are wrong"),),
+    ),
+    Mutation(
+        "dweight and dbias without a row, streamed",
+        "for (int64 row = blockIdx.y; row < rows;",
+        "for (int64 row = blockIdx.y; row < rows - 1;",
+        "streamed",
+        (("results", "dweight: .* elements are wrong"),),
+    ),
+    Mutation(
+        "dbias without what one group of rows holds",
+        "if (kTurns > 1 && next > 0) {",
+        "if (kTurns > 1 && next > 1) {",
+        "groups of warps",
+        (("results", "elements are wrong"),),
+    ),
+)
+
+
+class Edit:
+    """Changes kernels' texts wherever `old` is found."""
+
+    def __init__(self, old: str, new: str):
+        self.old, self.new = old, new
+        self.changed = 0
+
+    def __call__(self, text: str) -> str:
+        changed = text.replace(self.old, self.new)
+        self.changed += changed != text
+        return changed
+
+
+def run(case: str, machine: Machine) -> None:
+    rows, cols, dtype, options = CASES[case]
+    options = {"device": SMALL, **options}
+    x, dy, weight, bias = inputs(numpy, rows, cols, dtype, offset=options.pop("offset", 1.0))
+    if options.pop("misplaced", False):
+        x, dy, weight, bias = (misplaced(array, 1) for array in (x, dy, weight, bias))
+    check(machine, "layer_norm", x, dy, weight, bias, **options)
+
+
+def finding(case: str, machine: Machine) -> str:
+    """What the first test to fail says, or nothing."""
+    try:
+        run(case, machine)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("mutation", "build", "said"),
+    [
+        pytest.param(mutation, build, said, id=f"{mutation.reason}-{build}")
+        for mutation in MUTATIONS
+        for build, said in mutation.caught
+    ],
+)
+def test_a_mistake_is_found(mutation, build, said):
+    """In one of the orders in which threads may run."""
+    edit = Edit(mutation.old, mutation.new)
+    findings = (finding(mutation.case, Machine(build, order, edit)) for order in ORDERS)
+    first = next(filter(None, findings), "nothing is found")
+    assert edit.changed, "the kernels of this case hold no such text: let the mutation follow them"
+    assert re.search(said, first, re.DOTALL), first
+
+
+@pytest.mark.parametrize(
+    ("case", "build"),
+    sorted({(mutation.case, build) for mutation in MUTATIONS for build, _ in mutation.caught}),
+)
+def test_nothing_is_found_without_a_mistake(case, build):
+    run(case, Machine(build))
