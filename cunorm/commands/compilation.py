@@ -81,12 +81,18 @@ def offline() -> Iterator[CompileOne]:
             known[key] = new[key] = list(used)
         return Resources(*known[key])
 
-    yield compile_one
+    try:
+        yield compile_one
+    finally:  # what was compiled before an interruption is kept too
+        _add(path, new)
+
+
+def _add(path: Path, new: dict[str, list[int]]) -> None:
+    """Add to the file, to which another process may have added since it was read."""
     if not new:
         return
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may have added to the file since it was read.
         with NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(_read(path) | new, file)
         os.replace(file.name, path)
