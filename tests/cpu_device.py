@@ -6,6 +6,8 @@ PyPI, and knows the clusters and mailboxes of sm_90 (looked for 2026-11).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import hashlib
 import os
@@ -15,8 +17,8 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +35,7 @@ OPTIONS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unkno
 POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
 ORDERS = ("ascending", "descending", "even before odd")
 SECONDS = 120  # that a launch may take
+KEPT = 7 * 24 * 3600  # seconds that an unused program stays in the cache
 
 
 class Build(NamedTuple):
@@ -70,11 +73,11 @@ class Machine:
 
     def run_forward(self, plan: Plan, eps: float, **arrays: numpy.ndarray | None) -> None:
         """launch.run_forward on NumPy arrays, None where there is none."""
-        with _memory(arrays) as pointers:
+        with memory(arrays) as pointers:
             launch.run_forward(plan, self, eps=eps, **pointers)
 
     def run_backward(self, plan: Plan, **arrays: numpy.ndarray | None) -> None:
-        with _memory(arrays | {"workspace": numpy.full(plan.workspace, POISON, "uint8")}) as pointers:
+        with memory(arrays | {"workspace": numpy.full(plan.workspace, POISON, "uint8")}) as pointers:
             launch.run_backward(plan, self, **pointers)
 
     def text(self, spec: KernelSpec) -> str:
@@ -95,20 +98,20 @@ class Machine:
         most_threads = _number(r"__launch_bounds__\((\d+)", text)
         path = program(text, self.build)
 
-        def run(grid, block, arguments):
+        def launched(grid, block, arguments):
             assert block == (block[0], 1, 1)
             assert block[0] <= most_threads
             assert grid[0] % cluster == 0
-            _run(path, (*grid[:2], block[0], cluster, ORDERS.index(self.order)), arguments)
+            run(path, (*grid[:2], block[0], cluster, ORDERS.index(self.order)), arguments)
 
-        return run
+        return launched
 
 
 _spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that a launch may touch
 
 
-@contextmanager
-def _memory(arrays: dict[str, numpy.ndarray | None]):
+@contextlib.contextmanager
+def memory(arrays: dict[str, numpy.ndarray | None]):
     """The pointers of arrays, 0 for None, while launch.py finds kernels that run on the CPU."""
     present = [array for array in arrays.values() if array is not None]
     spans = [numpy.lib.array_utils.byte_bounds(array) for array in present]
@@ -118,14 +121,12 @@ def _memory(arrays: dict[str, numpy.ndarray | None]):
     _spans.clear()
 
 
-def _run(path: Path, launch_words: tuple[int, ...], arguments: tuple) -> None:
+def run(path: Path, launch_words: tuple[int, ...], arguments: tuple) -> None:
     """Send arrays and arguments to the program (as its main.cpp says), and put into the arrays what comes back."""
-    import ctypes
-
     views = [numpy.frombuffer((ctypes.c_char * size).from_address(low), "uint8") for low, size in _spans]
     words = [*launch_words, len(views), len(arguments)]
     for low, size in _spans:
-        words += [size, low % 256]
+        words += [size, low % 16]
     for argument in arguments:
         words += _argument(argument)
     job = struct.pack(f"{len(words)}q", *words) + b"".join(view.tobytes() for view in views)
@@ -196,12 +197,25 @@ def _runtime(build: str) -> tuple[Path, ...]:
 
 def _cached(name: str, make: Callable[[Path], Path]) -> Path:
     """The file `name` of the cache, made where it is missing; whoever is first puts it there whole."""
+    path = _cache() / name
+    if path.exists():
+        os.utime(path)
+    else:
+        with tempfile.TemporaryDirectory(dir=_cache()) as folder:
+            make(Path(folder)).replace(path)
+    return path
+
+
+@functools.cache
+def _cache() -> Path:
+    """The folder of the cache, without what has not been used for long."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cunorm" / "tests"
     cache.mkdir(parents=True, exist_ok=True)
-    if not (cache / name).exists():
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            make(Path(folder)).replace(cache / name)
-    return cache / name
+    for path in cache.glob("*.*"):
+        with contextlib.suppress(FileNotFoundError):  # another worker was first
+            if path.stat().st_mtime < time.time() - KEPT:
+                path.unlink()
+    return cache
 
 
 def _compile(*arguments: object) -> None:

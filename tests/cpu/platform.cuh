@@ -8,7 +8,8 @@
 
 #define DEVICE inline
 #define __global__
-#define __shared__ static thread_local
+// Used: the runtime writes them too, before a CTA starts.
+#define __shared__ [[gnu::used]] static thread_local
 #define __cluster_dims__(...)
 #define __launch_bounds__(...)
 

@@ -1,0 +1,156 @@
+"""The stand-in for a GPU itself: formats round as on a GPU, and misuse that a GPU may let pass is an error."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy
+import pytest
+from arrays import inputs
+from cpu_device import Machine, SanitizerError, memory, missing, program, run
+from cpu_functions import check
+from reference import narrow
+
+from cunorm import launch
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+
+FORMATS = r"""
+#include "platform.cuh"
+using namespace cunorm;
+void entry(const uint16* words, float* decoded, const double* values, uint16* from_float, uint16* from_double) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  decoded[i] = FORMAT::decode_high(static_cast<uint32>(words[i]) << 16 | 0x1234);
+  from_float[i] = FORMAT::encode(static_cast<float>(values[i]));
+  from_double[i] = FORMAT::encode(before_narrowing(values[i]));
+}
+const cpu::Kernel cpu::kernel = cpu::Erased<&entry>::kernel;
+"""
+
+
+@pytest.mark.parametrize(
+    ("cpp", "dtype"), [("half", numpy.dtype("float16")), ("bfloat16", numpy.dtype(ml_dtypes.bfloat16))]
+)
+def test_every_value_of_16_bits(cpp, dtype):
+    """Decoded; and encoded from itself, from half way to the next, and from beside that."""
+    words = numpy.arange(2**16, dtype="uint16")
+    path = program(FORMATS.replace("FORMAT", cpp), "results")
+    with numpy.errstate(all="ignore"):
+        numbers = words.view(dtype).astype("float64")
+        following = numpy.roll(numbers, -1)
+        for fraction in (0.0, 0.5 - 2.0**-12, 0.5, 0.5 + 2.0**-12, 0.5 - 2.0**-40, 0.5 + 2.0**-40):
+            values = numbers + (following - numbers) * fraction if fraction else numbers
+            arrays = {
+                "words": words,
+                "decoded": numpy.empty(2**16, "float32"),
+                "values": values,
+                "from_float": numpy.empty(2**16, "uint16"),
+                "from_double": numpy.empty(2**16, "uint16"),
+            }
+            with memory(arrays) as pointers:
+                run(path, (64, 1, 1024, 1, 0), tuple(pointers.values()))
+            numpy.testing.assert_array_equal(arrays["decoded"], numbers.astype("float32"))
+            finite = numpy.isfinite(values)
+            assert_same(arrays["from_float"].view(dtype), values.astype("float32").astype(dtype))
+            assert_same(arrays["from_double"].view(dtype)[finite], narrow(values[finite], dtype.name))
+
+
+def assert_same(actual, expected):
+    """NaN is NaN, whatever its bits; zeros have their sign."""
+    actual, expected = actual.astype("float32"), expected.astype("float32")
+    numpy.testing.assert_array_equal(actual, expected)
+    number = ~numpy.isnan(expected)
+    numpy.testing.assert_array_equal(numpy.signbit(actual[number]), numpy.signbit(expected[number]))
+
+
+def test_arguments_of_another_size_are_refused(monkeypatch):
+    """As CuPy would pass a Python float: eight bytes where the kernel reads four."""
+    monkeypatch.setitem(launch.FLOAT, "float32", numpy.float64)
+    x, dy, weight, bias = inputs(numpy, 3, 33, "float32")
+    with pytest.raises(SanitizerError, match="the arguments of the launch are not those of the kernel"):
+        check(Machine(), "layer_norm", x, dy, weight, bias)
+
+
+KERNEL = r"""
+#include "platform.cuh"
+using namespace cunorm;
+void entry(float* out) {{
+  __shared__ float shared[64];
+  const int thread = threadIdx.x;
+  {body}
+}}
+const cpu::Kernel cpu::kernel = cpu::Erased<&entry>::kernel;
+"""
+
+MISUSE = {
+    "a thread that left before its warp shuffles": (
+        "if (thread == 40) return; out[thread] = shuffle_xor(1.f, 1);",
+        "results",
+        "deadlock: .* thread 32 waits for ever for a shuffle",
+    ),
+    "lanes at different shuffles": (
+        "out[thread] = thread % 32 ? shuffle_xor(1.f, 1) : shuffle_xor(1.f, 2);",
+        "results",
+        "the lanes of a warp are at different shuffles",
+    ),
+    "a barrier in one branch": (
+        "if (thread < 32) __syncthreads(); out[thread] = 0;",
+        "results",
+        "deadlock: .* a barrier",
+    ),
+    "a barrier for half a warp": ("barrier(1, 16);", "results", "a barrier is for whole warps"),
+    "a race within a warp": (
+        "shared[thread] = 0; out[thread] = shared[thread ^ 1];",
+        "races",
+        "race: ",
+    ),
+    "a race between warps": (
+        "shared[thread] = 0; shuffle_xor(1.f, 1); out[thread] = shared[thread ^ 32];",
+        "races",
+        "race: ",
+    ),
+    "written while others still read": (
+        "shared[thread] = 0; __syncthreads(); out[thread] = shared[63 - thread]; shared[thread] = 1;",
+        "races",
+        "race: ",
+    ),
+    "global memory before an array": ("out[thread - 1] = 0;", "memory", "heap-buffer-overflow"),
+    "global memory behind an array": ("out[thread + 1] = 0;", "memory", "heap-buffer-overflow"),
+    "shared memory behind an array": ("shared[thread + 1] = 0;", "memory", "index 64 out of bounds"),
+    "an element at an odd address": (
+        "*reinterpret_cast<float*>(reinterpret_cast<char*>(out) + 1) = 0;",
+        "memory",
+        "misaligned address",
+    ),
+}
+
+
+def run_body(body: str, build: str) -> numpy.ndarray:
+    out = numpy.zeros(64, "float32")
+    with memory({"out": out}) as pointers:
+        run(program(KERNEL.format(body=body), build), (1, 1, 64, 1, 0), (pointers["out"],))
+    return out
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_is_found(name):
+    body, build, said = MISUSE[name]
+    with pytest.raises(SanitizerError, match=f"(?s){said}"):
+        run_body(body, build)
+
+
+@pytest.mark.parametrize("build", ["results", "memory", "races"])
+def test_right_use_is_not(build):
+    body = """
+    shared[thread] = static_cast<float>(thread);
+    __syncthreads();
+    const float other = shared[63 - thread];
+    __syncthreads();
+    shared[thread] = other + shuffle_xor(other, 1);
+    out[thread] = shared[thread];
+    """
+    thread = numpy.arange(64)
+    numpy.testing.assert_array_equal(run_body(body, build), (63 - thread) + (63 - (thread ^ 1)))
+
+
+def test_shared_memory_is_not_zero_at_first():
+    assert numpy.isnan(run_body("out[thread] = shared[thread];", "results")).all()
