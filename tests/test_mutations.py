@@ -113,6 +113,13 @@ MUTATIONS = (
         (("results", "deadlock: .* a mailbox|left with bytes"),),
     ),
     Mutation(
+        "every warp says what to expect",
+        "if (threadIdx.x == 0) mailboxes[set].expect",
+        "if (threadIdx.x % 32 == 0) mailboxes[set].expect",
+        "cluster",
+        (("results", "told twice what to expect"),),
+    ),
+    Mutation(
         "a value is not sent",
         "if (lane < Shape::kCluster) {",
         "if (lane < Shape::kCluster - 1) {",
@@ -124,7 +131,7 @@ MUTATIONS = (
         "wait(turn / 2 % 2);",
         "wait(1 - turn / 2 % 2);",
         "cluster",
-        (("results", "elements are wrong|deadlock:"), ("races", "race:")),
+        (("results", "elements are wrong|deadlock:|told twice"), ("races", "race:")),
     ),
     Mutation(
         "the phase does not change",

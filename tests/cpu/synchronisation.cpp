@@ -45,6 +45,7 @@ Mailbox& living(void* place) {
 }
 
 void count(Mailbox& mailbox, int arrivals, int bytes) {
+  if (arrivals > mailbox.arrivals) fail("a mailbox is told twice what to expect");
   mailbox.arrivals = static_cast<std::uint8_t>(mailbox.arrivals - arrivals);
   mailbox.bytes += bytes;
   races.release(this_warp(), mailboxes[&mailbox].arriving);
