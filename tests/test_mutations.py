@@ -24,7 +24,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "groups of warps": (8, 768, "float16", {}),
     "idle threads": (3, 1000, "float32", {"offset": 10.0}),
     "CTA": (8, 4096, "float32", {}),
-    "cluster": (5, 16384, "float32", {}),
+    "cluster": (5, 16400, "float32", {}),
     "cluster, odd": (3, 12001, "float64", {}),
     "streamed": (5, 8201, "float64", {"device": WITHOUT_CLUSTERS}),
     "misplaced": (3, 136, "float16", {"misplaced": True}),
@@ -103,7 +103,7 @@ MUTATIONS = (
         "const int set = turn % 2;",
         "const int set = 0;",
         "cluster",
-        (("races", "race:|deadlock:"),),
+        (("races", "race:|told twice"),),
     ),
     Mutation(
         "too few bytes expected",
