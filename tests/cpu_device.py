@@ -1,7 +1,6 @@
 """Plans run on the CPU: the text of a kernel compiled by g++ with the stand-in for platform.cuh that is in tests/cpu.
 
-There is no package to do this: of those that run CUDA on CPUs (HIP-CPU, CuPBoP, GPU Ocelot) none is maintained, on
-PyPI, and knows the clusters and mailboxes of sm_90 (looked for 2026-11).
+A short look for a package to do this (2026-11: HIP-CPU, CuPBoP, GPU Ocelot) found none on PyPI.
 """
 
 from __future__ import annotations
