@@ -232,6 +232,7 @@ def _recipe(make: Callable[..., Recipe], function: str, arrays: tuple[Any, ...],
         key = (
             function,
             options,
+            *map(type, options),  # 8.0 and True are equal to what is allowed, and are not
             *[
                 None if a is None else (a.shape, a.strides, a.dtype, a.data.device_id, a.data.ptr % 16 == 0)
                 for a in arrays

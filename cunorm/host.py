@@ -49,7 +49,7 @@ def forward(
     y = numpy.empty(x.shape, numpy_dtype(function, y_dtype)) if out is None else out
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     leading = x.shape[: x.ndim - len(shape)]
-    values = x.astype(numpy.float64)
+    values = x.astype(numpy.float64, order="C")
     with numpy.errstate(all="ignore"):
         mean = values.mean(axes, keepdims=True) if function.startswith("layer_norm") else numpy.float64(0)
         values = values - mean
@@ -106,8 +106,8 @@ def backward(
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     columns = (*rstd.shape, *(1,) * len(shape))
     with numpy.errstate(all="ignore"):
-        grad = dy.astype(numpy.float64)
-        xhat = x.astype(numpy.float64)
+        grad = dy.astype(numpy.float64, order="C")
+        xhat = x.astype(numpy.float64, order="C")
         if mean is not None:
             xhat = xhat - mean.astype(numpy.float64).reshape(columns)
         xhat = xhat * rstd.astype(numpy.float64).reshape(columns)

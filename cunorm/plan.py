@@ -164,7 +164,7 @@ def shared_memory(spec: KernelSpec) -> int:
     return total
 
 
-def _choose(table: tuple[Tier, ...], cols: int, itemsize: int, device: Device) -> tuple[Tier, RowShape] | None:
+def choose(table: tuple[Tier, ...], cols: int, itemsize: int, device: Device) -> tuple[Tier, RowShape] | None:
     """The tier that takes rows of `cols` and how it divides them; None if the row has to be streamed."""
     pack = 16 // itemsize
     packs = _ceil_div(cols, pack)
@@ -225,9 +225,10 @@ def _vectors_fit(problem: Problem, pack: int) -> bool:
 
 def _resident_spec(problem: Problem, kernel: str, tier: Tier, shape: RowShape, device: Device) -> KernelSpec:
     spec = _spec(problem, kernel, shape)
-    # float64 arithmetic takes twice the registers, a dy wider than x or access by elements some more.
-    wide_dy = problem.direction == "backward" and ITEMSIZE[problem.y] > ITEMSIZE[problem.x]
-    resident = tier.resident // 2 if problem.x == "float64" or wide_dy else tier.resident
+    # float64 arithmetic takes twice the registers; a dy wider than x, a float64 weight, access by elements some more.
+    backward = problem.direction == "backward"
+    wide = backward and (ITEMSIZE[problem.y] > ITEMSIZE[problem.x] or problem.weight == "float64")
+    resident = tier.resident // 2 if problem.x == "float64" or wide else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads)
     resident = resident if spec.aligned else tier.resident // 2
     ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta))
@@ -239,7 +240,10 @@ def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
     """Whether a thread has registers for the next row too. Where it says no, ptxas spilled 4 to 90 bytes with it."""
     blackwell = device.arch >= 100
     if problem.direction == "backward":
-        return not (blackwell and shape.packs == 1)
+        if blackwell and (shape.packs == 1 or problem.x == "float32"):
+            return False
+        widths = [ITEMSIZE[dtype] for dtype in (problem.y, problem.weight) if dtype]
+        return shape.packs <= 2 or max(widths) <= ITEMSIZE[problem.x]
     if shape.packs <= 4:
         return True
     parameters = (problem.weight, problem.bias)
@@ -251,7 +255,7 @@ def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
 
 
 def _plan_forward(problem: Problem, device: Device) -> Plan:
-    choice = _choose(FORWARD, problem.cols, ITEMSIZE[problem.x], device)
+    choice = choose(FORWARD, problem.cols, ITEMSIZE[problem.x], device)
     if choice is None:
         spec = _spec(problem, "forward_streamed", RowShape(16 // ITEMSIZE[problem.x], STREAMED_THREADS, 1))
         visits = 1
@@ -278,7 +282,7 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     wants_dx, *wants_parameters = problem.output_mask
     # dweight and dbias partials take at most 2 x SMs x cols x 8 bytes together.
     most_groups = 2 * device.sms * 8 // (2 * statistics)
-    choice = _choose(BACKWARD, problem.cols, itemsize, device)
+    choice = choose(BACKWARD, problem.cols, itemsize, device)
     steps: list[Step] = []
     groups = 0
     if choice is not None:
@@ -288,11 +292,11 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     else:
         pack = 16 // itemsize
         if wants_dx:
-            choice = _choose(BACKWARD_DX, problem.cols, itemsize, device)
+            choice = choose(BACKWARD_DX, problem.cols, itemsize, device)
             if choice is not None:
                 spec = replace(_resident_spec(problem, "backward", *choice, device), output_mask=(True, False, False))
             else:
-                spec = _spec(problem, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1), ctas_per_sm=2)
+                spec = _spec(problem, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
             ctas = _resident_groups(problem, spec, device) * spec.shape.cluster
             steps.append(Step(spec, (ctas, 1, 1)))
         if any(wants_parameters):

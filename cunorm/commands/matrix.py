@@ -87,7 +87,7 @@ def lengths_of_tiers(table: tuple[Tier, ...], itemsize: int, device: Device) -> 
     lengths = {length for n in packs for length in ((n - 1) * pack + 1, n * pack - 1, n * pack) if length > 0}
     taken = defaultdict(list)
     for length in sorted(lengths):
-        choice = plans._choose(table, length, itemsize, device)
+        choice = plans.choose(table, length, itemsize, device)
         taken[choice and choice[0]].append(length)
     return {tier: _spread(found) for tier, found in taken.items()}
 
