@@ -239,7 +239,7 @@ def _recipe(make: Callable[..., Recipe], function: str, arrays: tuple[Any, ...],
             ],
         )
         recipe = _recipes.get(key)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError):
         return make(function, arrays, *options)
     if recipe is None:
         if len(_recipes) >= RECIPES:
