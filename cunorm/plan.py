@@ -107,28 +107,28 @@ class Tier(NamedTuple):
 
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-20; what else was tried is in bench/NOTES.md.
 FORWARD = (
-    Tier(64, (2,), 1, 128, 1024, False, 1),  # 32 to 64 cols 0.94, 128 cols 0.90, 256 cols 0.99, 512 cols 0.98
+    Tier(64, (2,), 1, 128, 1024, False, 1),  # 32 cols 0.93, 128 cols 0.91, 256 cols 0.99, 512 cols 0.98
     Tier(128, (4,), 1, 128, 768, False, 1),  # 1024 cols 0.98
-    Tier(256, (2,), 1, 128, 768, True, 0),  # 2048 cols 0.94
-    Tier(2048, (4, 3, 2), 1, 128, 1024, False, 1),  # 4096 cols 0.96, 8192 cols 0.98, 16384 cols 0.97
+    Tier(256, (2,), 1, 128, 768, True, 0),  # 2048 cols 0.95
+    Tier(2048, (4, 3, 2), 1, 128, 1024, False, 1),  # 4096 to 16384 cols 0.98
     Tier(4096, (8,), 1, 512, 512, True, 2),  # 32768 cols 0.97; four packs and 1024 threads 0.90
-    Tier(8192, (8,), 2, 512, 512, True, 0),  # 65536 cols 0.81
+    Tier(8192, (8,), 2, 512, 512, True, 0),  # 65536 cols 0.82
     Tier(16384, (8,), 8, 256, 512, True, 0),  # 131072 cols 0.77
-    Tier(32768, (8,), 8, 512, 512, True, 0),  # 262144 cols 0.76
+    Tier(32768, (8,), 8, 512, 512, True, 0),  # 262144 cols 0.72
 )
 # A thread also holds dweight and dbias of its columns: it owns fewer of them than in the forward pass.
 BACKWARD = (
     # With bounds to check, 64 registers are too few for one pack a thread: other rows go to the next tier.
-    Tier(256, (1,), 1, 512, 1024, True, 0, full=True),  # 256 cols 0.73, 512 to 1024 cols 0.82, 4096 cols 0.85
-    Tier(512, (1,), 1, 1024, 1024, True, 0, full=True),  # fewer partial rows than two CTAs of 512 threads leave
-    Tier(1024, (2,), 1, 512, 512, True, 0),  # 8192 cols 0.87
+    Tier(256, (1,), 1, 512, 1024, True, 0, full=True),  # 32 cols 0.80, 256 cols 0.87, 1024 cols 0.89
+    Tier(512, (1,), 1, 1024, 1024, True, 0, full=True),  # 4096 cols 0.85; fewer partial rows than two CTAs leave
+    Tier(1024, (2,), 1, 512, 512, True, 0),  # 8192 cols 0.85
     Tier(2048, (2,), 2, 512, 512, True, 0),  # 16384 cols 0.85
-    Tier(4096, (2,), 4, 512, 512, True, 0),  # 32768 cols 0.80
+    Tier(4096, (2,), 4, 512, 512, True, 0),  # 32768 cols 0.82
     Tier(8192, (2,), 8, 512, 512, True, 0),  # 65536 cols 0.76
 )
 
 # dx alone: dweight and dbias then come from a second reading of x and dy.
-BACKWARD_DX = (Tier(16384, (4,), 8, 512, 512, True, 0),)  # 131072 cols
+BACKWARD_DX = (Tier(16384, (4,), 8, 512, 512, True, 0),)  # 131072 cols 0.49
 
 STREAMED_THREADS = 512
 SUM_THREADS = 1024

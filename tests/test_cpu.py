@@ -77,6 +77,9 @@ def test_the_table_reaches_every_kind_of_kernel():
     assert {step.spec.kernel for step in steps} == set(FILES)
     assert {step.spec.aligned for step in steps} == {True, False}
     assert max(solution.groups for solution in solutions) > 32
+    # dx from registers, dweight and dbias from a second reading (BACKWARD_DX).
+    together = [{step.spec.kernel for step in solution.steps} for solution in solutions]
+    assert any({"backward", "weight_gradient_partials"} <= kernels for kernels in together)
     for kernel, tiers in (("forward", FORWARD), ("backward", BACKWARD)):
         mine = [(one.problem.rows, step) for one in solutions for step in one.steps if step.spec.kernel == kernel]
         specs = [step.spec for _, step in mine]
