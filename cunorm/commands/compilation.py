@@ -77,8 +77,7 @@ def offline() -> Iterator[CompileOne]:
         text = f"{salt}\nsm_{arch}\n{kernels.source(spec)}"
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
         if key not in known:
-            _, used = kernels.compile_for(spec, arch)
-            known[key] = new[key] = list(used)
+            known[key] = new[key] = list(kernels.compile_for(spec, arch))
         return Resources(*known[key])
 
     try:

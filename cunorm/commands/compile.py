@@ -80,7 +80,7 @@ def _resources(solution: Plan) -> str:
     lines = [f"{'kernel':<26}{'registers':>10}{'spills, B':>10}{'stack, B':>10}{'shared, B':>10}{'compiled in, s':>16}"]
     for step in solution.steps:
         start = perf_counter()
-        _, used = kernels.compile_for(step.spec, solution.device.arch)
+        used = kernels.compile_for(step.spec, solution.device.arch)
         seconds = perf_counter() - start
         spills = used.spill_stores + used.spill_loads
         lines.append(

@@ -68,7 +68,6 @@ struct half {
 struct bfloat16 {
   uint16 bits;
 
-  static float decode(uint16 bits) { return word_to_float(static_cast<uint32>(bits) << 16); }
   static uint16 encode(float value) {
     const uint32 word = float_to_word(value);
     if (value != value) return 0x7fff;
