@@ -55,4 +55,7 @@ class Workload:
 
 
 def _random(shape: int | tuple[int, ...], dtype: str) -> cupy.ndarray:
-    return cupy.random.standard_normal(shape, dtype=numpy.float32).astype(numpy_dtype("bench", dtype))
+    values = cupy.random.standard_normal(shape, dtype=numpy.float32)
+    # cuRAND fills them on a stream of its own choice: without this some were read before they were there.
+    cupy.cuda.Device().synchronize()
+    return values.astype(numpy_dtype("bench", dtype))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-SHARED_BYTES = 120 << 10
+NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., for clusters of 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Device:
     name: str
     arch: int
     sms: int
-    # How many clusters of 2, 4 and 8 CTAs run at once with a CTA to an SM; () without clusters. Less than sms / size:
+    shared: int  # bytes of shared memory that a CTA may have
+    # How many clusters of 2, 4, 8 and 16 CTAs run at once with a CTA to an SM; () without clusters. Less than sms / size:
     # a cluster lies within a GPC, whose number of SMs is no multiple of 8.
     clusters: tuple[int, ...] = ()
 
@@ -27,19 +28,19 @@ class Device:
         return max(1, (whole - -(-sm_margin // size)) * ctas_per_sm)
 
 
-CLUSTER_SIZES = (2, 4, 8)
+CLUSTER_SIZES = (2, 4, 8, 16)
 
 
 # A common GPU of each architecture that kernels are compiled for. Its clusters were asked of an H200; those of sm_100
 # and sm_120 are guesses, which only plans printed without such a GPU show.
 KNOWN = {
-    75: Device("Tesla T4", 75, 40),
-    80: Device("A100", 80, 108),
-    86: Device("A10", 86, 72),
-    89: Device("L40S", 89, 142),
-    90: Device("H200", 90, 132, (66, 30, 15)),
-    100: Device("B200", 100, 148, (74, 36, 16)),
-    120: Device("RTX PRO 6000", 120, 188, (94, 46, 22)),
+    75: Device("Tesla T4", 75, 40, 64 << 10),
+    80: Device("A100", 80, 108, 163 << 10),
+    86: Device("A10", 86, 72, 99 << 10),
+    89: Device("L40S", 89, 142, 99 << 10),
+    90: Device("H200", 90, 132, 227 << 10, (66, 30, 15, 7)),
+    100: Device("B200", 100, 148, 227 << 10, (74, 36, 16, 8)),
+    120: Device("RTX PRO 6000", 120, 188, 99 << 10, (94, 46, 22, 10)),
 }
 
 
@@ -50,13 +51,15 @@ def current(device_id: int) -> Device:
 
     properties = cupy.cuda.runtime.getDeviceProperties(device_id)
     arch = 10 * properties["major"] + properties["minor"]
+    optin = cupy.cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin
+    shared = cupy.cuda.runtime.deviceGetAttribute(optin, device_id)
     with cupy.cuda.Device(device_id):
-        clusters = tuple(_resident_clusters(size) for size in CLUSTER_SIZES) if arch >= 90 else ()
-    return Device(properties["name"].decode(), arch, properties["multiProcessorCount"], clusters)
+        clusters = tuple(_resident_clusters(size, shared) for size in CLUSTER_SIZES) if arch >= 90 else ()
+    return Device(properties["name"].decode(), arch, properties["multiProcessorCount"], shared, clusters)
 
 
-def _resident_clusters(size: int) -> int:
-    """What the driver says for a kernel that needs more than half of an SM's shared memory.
+def _resident_clusters(size: int, shared: int) -> int:
+    """What the driver says for a kernel of whose CTAs an SM holds one; `shared` bytes each.
 
     CuPy has no binding of cuOccupancyMaxActiveClusters. Too many clusters in a persistent grid cost a second wave:
     backward of 4096 x 65536 at 0.45 of the roof instead of 0.76 on an H200.
@@ -76,9 +79,10 @@ def _resident_clusters(size: int) -> int:
         )
 
     kernel = cupy.RawKernel('extern "C" __global__ void cunorm_probe() {}', "cunorm_probe")
-    kernel.max_dynamic_shared_size_bytes = SHARED_BYTES
+    kernel.max_dynamic_shared_size_bytes = shared
+    cupy.cuda.driver.funcSetAttribute(kernel.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
     attribute = Attribute(CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(size, 1, 1))
-    config = Config((ctypes.c_uint * 6)(size, 1, 1, 32, 1, 1), SHARED_BYTES, None, ctypes.pointer(attribute), 1)
+    config = Config((ctypes.c_uint * 6)(size, 1, 1, 32, 1, 1), shared, None, ctypes.pointer(attribute), 1)
     count = ctypes.c_int()
     query = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
     error = query(ctypes.byref(count), ctypes.c_void_p(kernel.kernel.ptr), ctypes.byref(config))

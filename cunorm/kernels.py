@@ -14,7 +14,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
-from .plan import KernelSpec
+from .device import NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+from .plan import KernelSpec, dynamic_shared
 
 OPTIONS = ("--std=c++17",)
 
@@ -77,7 +78,12 @@ def _compile(spec: KernelSpec) -> Any:
         compiled = cupy.RawModule(code=source(spec), options=OPTIONS).get_function(entry_name(spec))
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(f"cunorm: NVRTC could not compile {entry_name(spec)} for {spec}:\n{error}") from error
-    compiled.preferred_shared_memory_carveout = _carveout(spec.threads, compiled.shared_size_bytes)
+    dynamic = dynamic_shared(spec)
+    if dynamic:
+        compiled.max_dynamic_shared_size_bytes = dynamic
+    if spec.shape.cluster > 8:
+        cupy.cuda.driver.funcSetAttribute(compiled.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    compiled.preferred_shared_memory_carveout = _carveout(spec.threads, compiled.shared_size_bytes + dynamic)
     return compiled.kernel
 
 
@@ -152,7 +158,8 @@ def _entry(spec: KernelSpec) -> str:
     scale = f"ScaleByWeight<{weight}, {shape.pack}, {zero_centered}, {aligned}>{{weight}}"
     store_dx = f"StoreRows<{x}, {shape.pack}, {aligned}>{{dx, {spec.cols}}}"
     store_y = (
-        f"StoreAffine<{y}, {weight}, {bias}, {shape.pack}, {zero_centered}, {aligned}>{{y, y_stride, weight, bias}}"
+        f"StoreAffine<{y}, {weight}, {bias}, {shape.pack}, {zero_centered}, {aligned}, "
+        f"Cache::{'kStreamed' if spec.streamed_y else 'kKept'}>{{y, y_stride, weight, bias}}"
     )
     gradients = f"Gradients<{', '.join(_cpp(flag) for flag in spec.output_mask)}>"
     forward_parameters = (
@@ -166,8 +173,7 @@ def _entry(spec: KernelSpec) -> str:
     if spec.kernel == "forward":
         parameters = forward_parameters
         call = (
-            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, {_cpp(spec.prefetch)}, "
-            f"{_cpp(spec.once)}, {compute}>"
+            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {_cpp(spec.once)}, {compute}>"
             f"({load_x}, {store_y}, mean, rstd, rows, eps)"
         )
     elif spec.kernel == "forward_streamed":
@@ -179,7 +185,7 @@ def _entry(spec: KernelSpec) -> str:
     elif spec.kernel == "backward":
         parameters = backward_parameters
         call = (
-            f"norm_backward<{rms}, {row_shape}, {spec.rows_per_cta}, {_cpp(spec.prefetch)}, {gradients}, {compute}>"
+            f"norm_backward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {gradients}, {compute}>"
             f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, dweight_partials, dbias_partials, rows)"
         )
     elif spec.kernel == "backward_streamed":
@@ -196,10 +202,18 @@ def _entry(spec: KernelSpec) -> str:
         )
     else:
         parameters = f"const {x}* partials, {y}* first, {y}* second, int64 groups, int64 cols"
-        call = "sum_partials(partials + blockIdx.y * groups * cols, blockIdx.y ? second : first, groups, cols)"
+        call = "sum_partials(partials + blockIdx.y * groups * partial_stride(cols), blockIdx.y ? second : first, groups, cols)"
+    rows = ""
+    if spec.kernel in ("forward", "backward"):
+        kind = (
+            f"SharedRows<{row_shape}, {spec.rows_per_cta}, {spec.stages}, Load>"
+            if spec.stages
+            else f"RegisterRows<{row_shape}, {spec.rows_per_cta}, {_cpp(spec.prefetch)}, Load>"
+        )
+        rows = f"template <class Load>\nusing Rows = {kind};\n"
     cluster = f" __cluster_dims__({shape.cluster}, 1, 1)" if shape.cluster > 1 else ""
     return (
-        "using namespace cunorm;\n"
+        f"using namespace cunorm;\n{rows}"
         f'extern "C" __global__ void{cluster} __launch_bounds__({spec.threads}, {spec.ctas_per_sm})\n'
         f"{entry_name(spec)}({parameters}) {{\n  {call};\n}}\n"
     )

@@ -28,7 +28,7 @@ def run_forward(
     problem = plan.problem
     ((step, run, block),) = _launches(plan, device_id)
     strides = (problem.rows, problem.x_stride, problem.y_stride)
-    run(step.grid, block, (x, y, weight, bias, mean, rstd, *strides, FLOAT[problem.statistics](eps)))
+    run(step.grid, block, (x, y, weight, bias, mean, rstd, *strides, FLOAT[problem.statistics](eps)), step.dynamic_shared)
 
 
 def run_backward(
@@ -57,4 +57,4 @@ def run_backward(
         else:
             arguments = (x, dy, weight, mean, rstd, dx, dweight_partials, dbias_partials)
             arguments += (problem.rows, problem.x_stride, problem.y_stride)
-        run(step.grid, block, arguments)
+        run(step.grid, block, arguments, step.dynamic_shared)

@@ -47,6 +47,8 @@ class KernelSpec:
     rows_per_cta: int = 1
     ctas_per_sm: int = 1
     prefetch: bool = False
+    stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
+    streamed_y: bool = False  # y past L1
     once: bool = False  # forward: the grid has a CTA for every row
     output_mask: tuple[bool, bool, bool] = (False, False, False)
 
@@ -61,6 +63,7 @@ class Step:
 
     spec: KernelSpec
     grid: tuple[int, int, int]
+    dynamic_shared: int = 0  # bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,41 +103,52 @@ class Tier(NamedTuple):
     cluster: int
     cta: int  # threads of a CTA, where a row needs fewer several rows share it
     resident: int  # threads that an SM is to hold at once; bounds the registers of a thread
-    prefetch: bool  # ask for the next row before reducing the present one
-    visits: int  # rows that a CTA takes one after the other; 0: it stays until none is left
-    full: bool = False  # only for rows that fill a power of two of threads with whole packs
+    visits: int = 0  # rows that a CTA takes one after the other; 0: it stays until none is left
+    prefetch: bool = False  # rows wait in registers: ask for the next one before reducing the present one
+    stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA, 0 for registers
+    streamed_y: bool = False  # y is stored past L1
 
 
-# Fractions of the streaming roof: bfloat16 on an H200, 2026-11-20; what else was tried is in bench/NOTES.md.
+# Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
 FORWARD = (
-    Tier(64, (2,), 1, 128, 1024, False, 1),  # 32 cols 0.93, 128 cols 0.91, 256 cols 0.99, 512 cols 0.98
-    Tier(128, (4,), 1, 128, 768, False, 1),  # 1024 cols 0.98
-    Tier(256, (2,), 1, 128, 768, True, 0),  # 2048 cols 0.95
-    Tier(2048, (4, 3, 2), 1, 128, 1024, False, 1),  # 4096 to 16384 cols 0.98
-    Tier(4096, (8,), 1, 512, 512, True, 2),  # 32768 cols 0.97; four packs and 1024 threads 0.90
-    Tier(8192, (8,), 2, 512, 512, True, 0),  # 65536 cols 0.82
-    Tier(16384, (8,), 8, 256, 512, True, 0),  # 131072 cols 0.77
-    Tier(32768, (8,), 8, 512, 512, True, 0),  # 262144 cols 0.72
+    Tier(16, (2,), 1, 128, 1024, 1),  # 32 cols 0.96, 128 cols 0.93; y past L1 0.94, 0.90
+    Tier(64, (2,), 1, 128, 1024, 1, streamed_y=True),  # 256 cols 0.98; y through L1 0.95
+    Tier(128, (4,), 1, 128, 768, 1, streamed_y=True),  # 1024 cols 0.98
+    Tier(256, (2,), 1, 128, 768, prefetch=True, streamed_y=True),  # 2048 cols 0.97; y through L1 0.95
+    Tier(2048, (4, 3, 2), 1, 128, 1024, 1, streamed_y=True),  # 4096 to 16384 cols 0.98
+    Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.98; y past L1 0.97
+    Tier(8192, (8,), 2, 512, 512, stages=2),  # 65536 cols 0.96; three places 0.95
+    Tier(16384, (8,), 4, 512, 512, stages=2),  # 131072 cols 0.98
+    Tier(32768, (8,), 8, 512, 512, stages=2),  # 262144 cols 0.97
+    Tier(65536, (8,), 16, 512, 512, stages=2),
+    # With wider weight and bias, of which a thread can keep half as many.
+    Tier(8192, (4,), 4, 512, 512, stages=3),
+    Tier(16384, (4,), 8, 512, 512, stages=3),
+    Tier(32768, (4,), 16, 512, 512, stages=3),
 )
-# A thread also holds dweight and dbias of its columns: it owns fewer of them than in the forward pass.
+# A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
+# roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
-    # With bounds to check, 64 registers are too few for one pack a thread: other rows go to the next tier.
-    Tier(256, (1,), 1, 512, 1024, True, 0, full=True),  # 32 cols 0.80, 256 cols 0.87, 1024 cols 0.89
-    Tier(512, (1,), 1, 1024, 1024, True, 0, full=True),  # 4096 cols 0.85; fewer partial rows than two CTAs leave
-    Tier(1024, (2,), 1, 512, 512, True, 0),  # 8192 cols 0.85
-    Tier(2048, (2,), 2, 512, 512, True, 0),  # 16384 cols 0.85
-    Tier(4096, (2,), 4, 512, 512, True, 0),  # 32768 cols 0.82
-    Tier(8192, (2,), 8, 512, 512, True, 0),  # 65536 cols 0.76
+    Tier(32, (2,), 1, 256, 512, stages=3),  # 128 cols 0.94, 256 cols 0.93
+    Tier(256, (2,), 1, 448, 448, stages=3),  # 512 cols 0.95, 1024 cols 0.95, 2048 cols 0.93
+    Tier(1024, (2,), 1, 512, 512, stages=3),  # 4096 cols 0.94, 8192 cols 0.95
+    Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
+    Tier(2048, (4,), 2, 256, 256, stages=3),  # 16384 cols 0.96
+    Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.92
+    Tier(8192, (4,), 4, 512, 512, stages=3),  # 65536 cols 0.93
+    Tier(16384, (4,), 8, 512, 512, stages=3),  # 131072 cols 0.95
+    Tier(32768, (4,), 16, 512, 512, stages=2),  # 262144 cols 0.84
+    Tier(2048, (4,), 1, 512, 512, stages=2),  # without clusters
 )
-
-# dx alone: dweight and dbias then come from a second reading of x and dy.
-BACKWARD_DX = (Tier(16384, (4,), 8, 512, 512, True, 0),)  # 131072 cols 0.49
+TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
 STREAMED_THREADS = 512
-SUM_THREADS = 1024
+SUM_THREADS = 256
 SUM_COLUMNS = 32
+OPERAND_BYTES = 256  # of weight and bias that a thread keeps in registers where rows do not; norm_forward.cu says the same
+WEIGHT_BYTES = 32  # of the weight that a thread of the backward pass keeps in registers; norm_backward.cu says the same
 GRID_LIMIT = 2**31 - 1
-MAILBOXES = 16  # bytes of row.cuh's two
+MAILBOX = 8  # bytes
 
 
 @lru_cache(maxsize=4096)
@@ -144,37 +158,38 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def shared_memory(spec: KernelSpec) -> int:
-    """Bytes of (static) shared memory, for the reader of a plan; the compile test holds it against ptxas."""
+    """Bytes of static shared memory; the compile test holds it against ptxas."""
     compute = 8 if spec.x == "float64" else 4
     if spec.kernel == "sum_partials":
-        return compute * 32 * 33
+        return compute * 32 * 32
     if spec.kernel == "weight_gradient_partials":
         return 0
+    slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
+    if slots == 1 or (spec.kernel.startswith("backward") and not spec.output_mask[0]):
+        return 0
+    values = {"forward": 3, "forward_streamed": 4}.get(spec.kernel, 2)
+    total = spec.rows_per_cta * 2 * ((1 if spec.rms else values) * slots * compute + MAILBOX)
+    # Dynamic shared memory begins at a multiple of 128.
+    return _ceil_div(total, 128) * 128 if dynamic_shared(spec) else total
+
+
+def dynamic_shared(spec: KernelSpec) -> int:
+    """Bytes of shared memory that the launch asks for: places of rows and weights, afterwards sums of the row groups."""
+    if spec.kernel not in ("forward", "backward"):
+        return 0
     shape, rows = spec.shape, spec.rows_per_cta
-    total = 0
-    slots = max(1, shape.threads // WARP) * shape.cluster
-    if slots > 1 and (not spec.kernel.startswith("backward") or spec.output_mask[0]):
-        values = {"forward": 3, "forward_streamed": 4}.get(spec.kernel, 2)
-        if spec.rms:
-            values = 1
-        total += rows * (2 * values * slots * compute + MAILBOXES)
-    holders = max(1, rows * shape.threads // max(WARP, shape.threads))
-    if spec.kernel == "backward" and holders > 1 and any(spec.output_mask[1:]):
-        total += shape.capacity * compute
-    return total
-
-
-def choose(table: tuple[Tier, ...], cols: int, itemsize: int, device: Device) -> tuple[Tier, RowShape] | None:
-    """The tier that takes rows of `cols` and how it divides them; None if the row has to be streamed."""
-    pack = 16 // itemsize
-    packs = _ceil_div(cols, pack)
-    for tier in table:
-        if packs <= tier.most and (tier.cluster == 1 or device.clusters):
-            shapes = (_shape(pack, _ceil_div(packs, tier.cluster), choice, tier.cluster) for choice in tier.packs)
-            shape = min(shapes, key=lambda shape: shape.capacity)
-            if not tier.full or (shape.capacity == cols and shape.threads == _power_of_two_from(shape.threads)):
-                return tier, shape
-    return None
+    columns = rows * shape.capacity // shape.cluster
+    if spec.kernel == "forward":
+        return columns * spec.stages * ITEMSIZE[spec.x]
+    places = columns * spec.stages * (ITEMSIZE[spec.x] + ITEMSIZE[spec.y])
+    weight = ITEMSIZE[spec.weight] if spec.weight else 0
+    if shape.packs * shape.pack * weight > WEIGHT_BYTES:
+        places += columns * weight
+    # A warp holds a row group, or several whose sums it adds up by shuffles.
+    holders = rows * shape.threads // max(WARP, shape.threads)
+    compute = 8 if spec.x == "float64" else 4
+    sums = holders * shape.capacity // shape.cluster * compute if holders > 1 and any(spec.output_mask[1:]) else 0
+    return max(places, sums)
 
 
 def _shape(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowShape:
@@ -223,51 +238,73 @@ def _vectors_fit(problem: Problem, pack: int) -> bool:
     return problem.aligned and (problem.rows == 1 or strides_fit)
 
 
-def _resident_spec(problem: Problem, kernel: str, tier: Tier, shape: RowShape, device: Device) -> KernelSpec:
-    spec = _spec(problem, kernel, shape)
-    # float64 arithmetic takes twice the registers; a dy wider than x, a float64 weight, access by elements some more.
-    backward = problem.direction == "backward"
-    wide = backward and (ITEMSIZE[problem.y] > ITEMSIZE[problem.x] or problem.weight == "float64")
-    resident = tier.resident // 2 if problem.x == "float64" or wide else tier.resident
+def choose(problem: Problem, device: Device) -> tuple[Tier, KernelSpec] | None:
+    """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
+    packs = _ceil_div(problem.cols, 16 // ITEMSIZE[problem.x])
+    for tier in TABLES[problem.direction]:
+        if packs <= tier.most and (tier.cluster == 1 or device.clusters):
+            spec = _tier_spec(problem, tier, device)
+            if spec is not None:
+                return tier, spec
+    return None
+
+
+def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | None:
+    """The kernel of a tier; None if its rows do not fit."""
+    pack = 16 // ITEMSIZE[problem.x]
+    packs = _ceil_div(problem.cols, pack)
+    shape = min(
+        (_shape(pack, _ceil_div(packs, tier.cluster), choice, tier.cluster) for choice in tier.packs),
+        key=lambda shape: shape.capacity,
+    )
+    spec = _spec(problem, problem.direction, shape)
+    operands = sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
+    if problem.direction == "forward" and tier.stages and shape.packs * pack * operands > OPERAND_BYTES:
+        return None
+    resident = tier.resident // 2 if problem.x == "float64" and not tier.stages else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads)
-    resident = resident if spec.aligned else tier.resident // 2
+    if not spec.aligned and not tier.stages:
+        resident = tier.resident // 2
     ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta))
     prefetch = tier.prefetch and _next_row_fits(problem, shape, device)
-    return replace(spec, rows_per_cta=rows_per_cta, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
+    spec = replace(
+        spec, rows_per_cta=rows_per_cta, ctas_per_sm=ctas_per_sm, prefetch=prefetch, streamed_y=tier.streamed_y
+    )
+    # Fewer places where they do not all fit (a wide dy, less shared memory), then fewer rows; two are the fewest.
+    for rows in range(rows_per_cta, 0, -1) if tier.stages else ():
+        for stages in range(tier.stages, 1, -1):
+            fitting = replace(spec, rows_per_cta=rows, stages=stages)
+            if shared_memory(fitting) + dynamic_shared(fitting) <= device.shared:
+                return fitting
+    return None if tier.stages else spec
 
 
 def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
     """Whether a thread has registers for the next row too. Where it says no, ptxas spilled 4 to 90 bytes with it."""
-    blackwell = device.arch >= 100
-    if problem.direction == "backward":
-        if blackwell and (shape.packs == 1 or problem.x == "float32"):
-            return False
-        widths = [ITEMSIZE[dtype] for dtype in (problem.y, problem.weight) if dtype]
-        return shape.packs <= 2 or max(widths) <= ITEMSIZE[problem.x]
     if shape.packs <= 4:
         return True
     parameters = (problem.weight, problem.bias)
     fitting = {None, problem.x} if problem.x == "float16" else {None, problem.x, "float32"}
     if problem.y != problem.x or not fitting.issuperset(parameters):
         return False
-    one_parameter = problem.op == "layer_norm" and parameters.count(None) == 1
-    return not (one_parameter and shape.cluster > 1) and not (blackwell and problem.x == "float16")
+    return not (device.arch >= 100 and problem.x == "float16")
 
 
 def _plan_forward(problem: Problem, device: Device) -> Plan:
-    choice = choose(FORWARD, problem.cols, ITEMSIZE[problem.x], device)
+    choice = choose(problem, device)
     if choice is None:
         spec = _spec(problem, "forward_streamed", RowShape(16 // ITEMSIZE[problem.x], STREAMED_THREADS, 1))
+        spec = replace(spec, streamed_y=True)
         visits = 1
     else:
-        spec = _resident_spec(problem, "forward", *choice, device)
-        visits = choice[0].visits
+        tier, spec = choice
+        visits = tier.visits
         # Without the state of a loop over rows the kernel has registers to spare.
         spec = replace(spec, once=visits == 1 and not problem.sm_margin and problem.rows <= GRID_LIMIT)
     groups = min(_ceil_div(problem.rows, spec.rows_per_cta * max(1, visits)), GRID_LIMIT // spec.shape.cluster)
     if visits == 0 or problem.sm_margin:
         groups = min(groups, device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin))
-    return Plan(problem, device, _tier(spec), (Step(spec, (groups * spec.shape.cluster, 1, 1)),))
+    return Plan(problem, device, _tier(spec), (Step(spec, (groups * spec.shape.cluster, 1, 1), dynamic_shared(spec)),))
 
 
 def _resident_groups(problem: Problem, spec: KernelSpec, device: Device) -> int:
@@ -277,31 +314,26 @@ def _resident_groups(problem: Problem, spec: KernelSpec, device: Device) -> int:
 
 
 def _plan_backward(problem: Problem, device: Device) -> Plan:
-    itemsize, statistics = ITEMSIZE[problem.x], ITEMSIZE[problem.statistics]
+    statistics = ITEMSIZE[problem.statistics]
     sms = device.sms - problem.sm_margin
     wants_dx, *wants_parameters = problem.output_mask
     # dweight and dbias partials take at most 2 x SMs x cols x 8 bytes together.
     most_groups = 2 * device.sms * 8 // (2 * statistics)
-    choice = choose(BACKWARD, problem.cols, itemsize, device)
+    choice = choose(problem, device)
     steps: list[Step] = []
     groups = 0
     if choice is not None:
-        spec = _resident_spec(problem, "backward", *choice, device)
+        _, spec = choice
         groups = min(_resident_groups(problem, spec, device), most_groups)
-        steps.append(Step(spec, (groups * spec.shape.cluster, 1, 1)))
+        steps.append(Step(spec, (groups * spec.shape.cluster, 1, 1), dynamic_shared(spec)))
     else:
-        pack = 16 // itemsize
+        pack = 16 // ITEMSIZE[problem.x]
         if wants_dx:
-            choice = choose(BACKWARD_DX, problem.cols, itemsize, device)
-            if choice is not None:
-                spec = replace(_resident_spec(problem, "backward", *choice, device), output_mask=(True, False, False))
-            else:
-                spec = _spec(problem, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
-                # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
-                plain = problem.y == problem.x and problem.weight in (None, problem.x) and spec.aligned
-                spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)
-            ctas = _resident_groups(problem, spec, device) * spec.shape.cluster
-            steps.append(Step(spec, (ctas, 1, 1)))
+            spec = _spec(problem, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
+            # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
+            plain = problem.y == problem.x and problem.weight in (None, problem.x) and spec.aligned
+            spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)
+            steps.append(Step(spec, (_resident_groups(problem, spec, device), 1, 1)))
         if any(wants_parameters):
             spec = _spec(problem, "weight_gradient_partials", RowShape(pack, 256, 1))
             tiles = _ceil_div(problem.cols, pack * 256)
@@ -319,11 +351,11 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
             bias=None,
             zero_centered_gamma=False,
             aligned=True,
-            shape=RowShape(1, SUM_THREADS, 1),
+            shape=RowShape(1, 1024 if tiles * sum(wants_parameters) <= 2 * device.sms else 256, 1),
         )
         # blockIdx.y: dweight, dbias.
         steps.append(Step(spec, (tiles, sum(wants_parameters), 1)))
-    workspace = groups * problem.cols * statistics * sum(wants_parameters)
+    workspace = groups * (_ceil_div(problem.cols, 4) * 4) * statistics * sum(wants_parameters)
     return Plan(problem, device, _tier(steps[0].spec), tuple(steps), groups, workspace)
 
 

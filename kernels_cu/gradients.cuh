@@ -1,4 +1,5 @@
 #pragma once
+#include "platform.cuh"
 
 namespace cunorm {
 
@@ -9,5 +10,8 @@ struct Gradients {
   static constexpr bool kDweight = kDweight_;
   static constexpr bool kDbias = kDbias_;
 };
+
+// Elements from one partial row of dweight or dbias to the next: whole packs of 4.
+DEVICE constexpr int64 partial_stride(int64 cols) { return (cols + 3) / 4 * 4; }
 
 }  // namespace cunorm

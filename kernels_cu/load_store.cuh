@@ -4,6 +4,8 @@
 // Load:   fetch(pack, row, column, valid)   starts the read of a pack, in its storage format
 //         unpack(pack, values)              its values in Compute
 //         stay_packed(pack)                 between two uses: drop the values, keep the pack
+//         copy(place, slot, row, column, valid)   starts the copy of a pack to shared memory
+//         read(pack, place, slot, valid)          a pack that was copied
 // Store:  fetch(operands, column, valid)    starts the read of what the store needs for a column (weight, bias)
 //         store(row, column, valid, xhat, operands)
 #pragma once
@@ -26,10 +28,19 @@ struct LoadRows {
     cunorm::unpack(pack, values);
   }
   DEVICE void stay_packed(Packed& pack) const { cunorm::stay_packed(pack); }
+
+  static constexpr int kColumnBytes = sizeof(T);
+  template <bool kNeighbours>
+  DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
+    copy_pack<kAligned, kPack, kNeighbours>(reinterpret_cast<T*>(place) + slot, data + row * row_stride + column, valid);
+  }
+  DEVICE void read(Packed& pack, const char* place, int slot, int valid) const {
+    load_shared_pack(pack, place + slot * kColumnBytes, valid);
+  }
 };
 
 // y = xhat * weight + bias, with 1 + weight if kZeroCentered.
-template <class Y, class Weight, class Bias, int kPack, bool kZeroCentered, bool kAligned>
+template <class Y, class Weight, class Bias, int kPack, bool kZeroCentered, bool kAligned, Cache kCache>
 struct StoreAffine {
   struct Operands {
     Pack<Weight, kPack> weight;
@@ -61,7 +72,7 @@ struct StoreAffine {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) xhat[i] += beta[i];
     }
-    store_pack<kAligned, Cache::kStreamed>(data + row * row_stride + column, pack_values<Y>(xhat), valid);
+    store_pack<kAligned, kCache>(data + row * row_stride + column, pack_values<Y>(xhat), valid);
   }
 };
 
@@ -83,8 +94,17 @@ struct ScaleByWeight {
   using Operands = Pack<Weight, kPack>;
   const Weight* weight;
 
+  static constexpr int kColumnBytes = kPresent<Weight> ? sizeof(Weight) : 0;
+
   DEVICE void fetch(Operands& operands, int64 column, int valid) const {
     if constexpr (kPresent<Weight>) load_pack<kAligned, Cache::kKept>(operands, weight + column, valid);
+  }
+  DEVICE void copy(char* place, int slot, int64 column, int valid) const {
+    if constexpr (kPresent<Weight>)
+      copy_pack<kAligned, kPack, false>(reinterpret_cast<Weight*>(place) + slot, weight + column, valid);
+  }
+  DEVICE void read(Operands& operands, const char* place, int slot, int valid) const {
+    if constexpr (kPresent<Weight>) load_shared_pack(operands, place + slot * kColumnBytes, valid);
   }
   template <class Compute>
   DEVICE void apply(const Compute (&dy)[kPack], const Operands& operands, Compute (&g)[kPack]) const {

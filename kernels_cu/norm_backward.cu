@@ -9,7 +9,7 @@
 #pragma once
 #include "gradients.cuh"
 #include "load_store.cuh"
-#include "row.cuh"
+#include "rows.cuh"
 
 namespace cunorm {
 
@@ -18,10 +18,8 @@ template <class Shape, int kRows, class Compute>
 DEVICE void store_partial(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank, Compute* partial) {
   constexpr int kPack = Shape::kPack;
   // Threads that hold a set of columns once: a row group, or a warp once its row groups are added up by shuffles.
-  constexpr int kHolders = Shape::kThreads < 32 && kRows > 1 ? 32 : Shape::kThreads;
-  constexpr int kTurns = kRows * Shape::kThreads / kHolders;
-  __shared__ Compute total[kTurns > 1 ? Shape::kPacks * Shape::kThreads * kPack : 1];
-  if constexpr (kHolders > Shape::kThreads) {
+  constexpr int kHolders = kRows * Shape::kThreads / (Shape::kThreads < 32 && kRows > 1 ? 32 : Shape::kThreads);
+  if constexpr (Shape::kThreads < 32 && kRows > 1) {
 #pragma unroll
     for (int p = 0; p < Shape::kPacks; ++p) {
 #pragma unroll
@@ -31,152 +29,158 @@ DEVICE void store_partial(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank
       }
     }
   }
-  const int turn = threadIdx.x / kHolders;
-  const bool holds = static_cast<int>(threadIdx.x) % kHolders < Shape::kThreads;
-#pragma unroll 1
-  for (int next = 0; next < kTurns; ++next) {
-    if (turn == next && holds) {
+  if constexpr (kHolders == 1) {
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) {
+      const int column = Shape::column(rank, p);
+      store_pack<Shape::kWholePacks, Cache::kKept>(partial + column, pack_values<Compute>(sums[p]),
+                                                   Shape::valid(column));
+    }
+  } else {
+    Compute* const totals = reinterpret_cast<Compute*>(dynamic_shared());  // [kHolders][kSlice]
+    const int holder = threadIdx.x * kHolders / (kRows * Shape::kThreads);
+    __syncthreads();
+    if (Shape::kThreads >= 32 || threadIdx.x % 32 < Shape::kThreads) {
 #pragma unroll
       for (int p = 0; p < Shape::kPacks; ++p) {
-        const int column = Shape::column(rank, p);
-        if (kTurns > 1 && next > 0) {
 #pragma unroll
-          for (int i = 0; i < kPack; ++i) sums[p][i] += total[column + i];
-        }
-        if (next == kTurns - 1) {
-          store_pack<Shape::kWholePacks, Cache::kKept>(partial + column, pack_values<Compute>(sums[p]),
-                                                       Shape::valid(column));
-        } else {
-#pragma unroll
-          for (int i = 0; i < kPack; ++i) total[column + i] = sums[p][i];
-        }
+        for (int i = 0; i < kPack; ++i) totals[holder * Shape::kSlice + Shape::column(0, p) + i] = sums[p][i];
       }
     }
-    if (kTurns > 1) __syncthreads();
+    __syncthreads();
+    for (int column = threadIdx.x; column < Shape::slice_columns(rank); column += kRows * Shape::kThreads) {
+      Compute total = totals[column];
+#pragma unroll
+      for (int other = 1; other < kHolders; ++other) total += totals[other * Shape::kSlice + column];
+      partial[rank * Shape::kSlice + column] = total;
+    }
   }
 }
 
-// dweight_partials and dbias_partials: [groups][kCols], a group being a CTA or a cluster.
-template <bool kRms, class Shape, int kRows, bool kPrefetch, class Needs, class Compute, class LoadX, class LoadDy,
-          class Scale, class StoreDx>
+// Rows: where x and dy wait (rows.cuh). dweight_partials and dbias_partials: [groups][kCols], a group being a CTA or a
+// cluster.
+template <bool kRms, class Shape, int kRows, template <class> class Rows, class Needs, class Compute, class LoadX,
+          class LoadDy, class Scale, class StoreDx>
 DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,
                           const Compute* rstd, Compute* dweight_partials, Compute* dbias_partials, int64 rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
+  using RowsX = Rows<LoadX>;
   using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 2, Compute>;
+  using RowsDy = Rows<LoadDy>;
+  constexpr bool kExchanges = Needs::kDx && Shape::kSlots > 1;
   __shared__ Exchange exchanges[kRows];
-  Exchange& exchange = exchanges[threadIdx.x / Shape::kThreads];
+  const int row_group = threadIdx.x / Shape::kThreads;
+  Exchange& exchange = exchanges[row_group];
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int64 group = blockIdx.x / Shape::kCluster;
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
-  constexpr bool kExchanges = Needs::kDx && Shape::kSlots > 1;
   Compute dweight[kPacks][kPack] = {};
   Compute dbias[kPacks][kPack] = {};
 
-  // The weight stays in registers from row to row where 8 of them hold it.
+  // The weight stays in registers from row to row where 8 of them hold it, else in shared memory.
   constexpr bool kWeightStays = kPacks * sizeof(typename Scale::Operands) <= 32;
-  typename Scale::Operands weight[kPacks];
-  const auto fetch_weight = [&](int p) {
-    const int column = Shape::column(rank, p);
-    scale.fetch(weight[p], column, Shape::valid(column));
-  };
-  if constexpr (kWeightStays) {
+  typename Scale::Operands weight[kWeightStays ? kPacks : 1];
+  const int weight_offset = RowsX::kBytes + RowsDy::kBytes + row_group * (Shape::kSlice * Scale::kColumnBytes);
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) fetch_weight(p);
+  for (int p = 0; p < kPacks; ++p) {
+    const int column = Shape::column(rank, p);
+    if constexpr (kWeightStays) {
+      scale.fetch(weight[p], column, Shape::valid(column));
+    } else {
+      scale.copy(dynamic_shared() + weight_offset, Shape::column(0, p), column, Shape::valid(column));
+    }
   }
 
-  struct Row {
-    typename LoadX::Packed x[kPacks];
-    typename LoadDy::Packed dy[kPacks];
-    Compute mean = 0;
-    Compute rstd = 0;
-  };
-  // A row past the end counts as zeros.
-  const auto fetch = [&](Row& to, int64 row) {
-    const bool active = row < rows;
+  int64 row = group * kRows + row_group;
+  RowsX rows_x(load_x, rank, rows, 0);
+  RowsDy rows_dy(load_dy, rank, rows, RowsX::kBytes);
+#pragma unroll
+  for (int ahead = 0; ahead < RowsX::kAhead; ++ahead) {
+    rows_x.ask(row + ahead * row_step, ahead);
+    rows_dy.ask(row + ahead * row_step, ahead);
+    RowsX::sent();
+  }
+  if constexpr (kExchanges) exchange.start();
+
+  Compute row_mean, row_rstd;
+  // Calls use(p, xhat, dy, g) for every pack of this thread.
+  const auto for_each_pack = [&](auto use) {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      const int column = Shape::column(rank, p);
-      const int valid = active ? Shape::valid(column) : 0;
-      load_x.fetch(to.x[p], row, column, valid);
-      load_dy.fetch(to.dy[p], row, column, valid);
+      typename LoadX::Packed x;
+      typename LoadDy::Packed dy;
+      typename Scale::Operands late;
+      Compute xhat[kPack], grad[kPack], g[kPack];
+      rows_x.read(x, p);
+      rows_dy.read(dy, p);
+      if constexpr (!kWeightStays)
+        scale.read(late, dynamic_shared() + weight_offset, Shape::column(0, p), Shape::valid(Shape::column(rank, p)));
+      load_x.unpack(x, xhat);
+      load_dy.unpack(dy, grad);
+      scale.apply(grad, kWeightStays ? weight[kWeightStays ? p : 0] : late, g);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) xhat[i] = (xhat[i] - row_mean) * row_rstd;
+      use(p, xhat, grad, g);
     }
-    to.mean = !kRms && active ? mean[row] : 0;
-    to.rstd = active ? rstd[row] : 0;
   };
 
-  int64 base = group * kRows;
-  Row next;
-  if (kPrefetch && base < rows) fetch(next, base + threadIdx.x / Shape::kThreads);
-  if constexpr (kExchanges) exchange.start();
-  for (int turn = 0; base < rows; base += row_step, ++turn) {
-    const int64 row = base + threadIdx.x / Shape::kThreads;
-    Row now;
-    if constexpr (kPrefetch) {
-      now = next;
-      if (base + row_step < rows) fetch(next, row + row_step);
-    } else {
-      fetch(now, row);
-    }
+  Compute next_mean = !kRms && row < rows ? mean[row] : 0;
+  Compute next_rstd = row < rows ? rstd[row] : 0;
+  for (int turn = 0; first_of_warp<Shape>(row) < rows; row += row_step, ++turn) {
+    row_mean = next_mean;
+    row_rstd = next_rstd;
+    const int64 next = row + row_step;
+    next_mean = !kRms && next < rows ? mean[next] : 0;
+    next_rstd = next < rows ? rstd[next] : 0;
+    RowsX::arrived();
+    rows_x.take(row);
+    rows_dy.take(row);
 
     Compute c1 = 0;
     Compute c2 = 0;
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      Compute xhat[kPack], grad[kPack], g[kPack];
-      load_x.unpack(now.x[p], xhat);
-      load_dy.unpack(now.dy[p], grad);
-      if constexpr (!kWeightStays) fetch_weight(p);
-      scale.apply(grad, weight[p], g);
+    for_each_pack([&](int p, const Compute(&xhat)[kPack], const Compute(&grad)[kPack], const Compute(&g)[kPack]) {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
-        xhat[i] = (xhat[i] - now.mean) * now.rstd;
         if constexpr (Needs::kDweight) dweight[p][i] += grad[i] * xhat[i];
         if constexpr (Needs::kDbias) dbias[p][i] += grad[i];
         c1 += g[i] * xhat[i];
         if constexpr (!kRms) c2 += g[i];
       }
-    }
-
+    });
     if constexpr (Needs::kDx) {
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        load_x.stay_packed(now.x[p]);
-        load_dy.stay_packed(now.dy[p]);
-      }
       c1 = group_sum<Shape::kLanes>(c1);
       if constexpr (!kRms) c2 = group_sum<Shape::kLanes>(c2);
-      if constexpr (kExchanges && kRms) {
-        const auto& slots = exchange.publish(turn, rank, {c1});
-        c1 = Exchange::sum([&](int slot) { return slots[0][slot]; });
-      } else if constexpr (kExchanges) {
-        const auto& slots = exchange.publish(turn, rank, {c1, c2});
-        c1 = Exchange::sum([&](int slot) { return slots[0][slot]; });
-        c2 = Exchange::sum([&](int slot) { return slots[1][slot]; });
-      }
-      c1 /= Shape::kCols;
-      c2 /= Shape::kCols;
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        const int column = Shape::column(rank, p);
-        Compute xhat[kPack], grad[kPack], g[kPack];
-        load_x.unpack(now.x[p], xhat);
-        load_dy.unpack(now.dy[p], grad);
-        if constexpr (!kWeightStays) fetch_weight(p);
-        scale.apply(grad, weight[p], g);
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) {
-          xhat[i] = (xhat[i] - now.mean) * now.rstd;
-          g[i] = (g[i] - c2 - xhat[i] * c1) * now.rstd;
-        }
-        store_dx.store(row, column, row < rows ? Shape::valid(column) : 0, g);
-      }
+      if constexpr (kExchanges && kRms) exchange.publish(turn, rank, {c1});
+      if constexpr (kExchanges && !kRms) exchange.publish(turn, rank, {c1, c2});
     }
+    // Not before: copies asked for while the packs are read cost 16384 x 16384 on an H200 630 us instead of 387.
+    rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
+    rows_dy.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
+    RowsX::sent();
+    if constexpr (!Needs::kDx) continue;
+
+    if constexpr (kExchanges) {
+      const auto& slots = exchange.collect(turn);
+      c1 = Exchange::sum([&](int slot) { return slots[0][slot]; });
+      if constexpr (!kRms) c2 = Exchange::sum([&](int slot) { return slots[1][slot]; });
+    }
+    c1 /= Shape::kCols;
+    c2 /= Shape::kCols;
+    for_each_pack([&](int p, const Compute(&xhat)[kPack], const Compute(&)[kPack], Compute(&g)[kPack]) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) g[i] = (g[i] - c2 - xhat[i] * c1) * row_rstd;
+      const int column = Shape::column(rank, p);
+      const bool active = Shape::kThreads >= 32 || row < rows;
+      store_dx.store(row, column, active ? Shape::valid(column) : 0, g);
+    });
   }
 
-  if constexpr (Needs::kDweight) store_partial<Shape, kRows>(dweight, rank, dweight_partials + group * Shape::kCols);
-  if constexpr (Needs::kDbias) store_partial<Shape, kRows>(dbias, rank, dbias_partials + group * Shape::kCols);
+  if constexpr (Needs::kDweight)
+    store_partial<Shape, kRows>(dweight, rank, dweight_partials + group * partial_stride(Shape::kCols));
+  if constexpr (Needs::kDbias)
+    store_partial<Shape, kRows>(dbias, rank, dbias_partials + group * partial_stride(Shape::kCols));
 }
 
 }  // namespace cunorm

@@ -53,10 +53,12 @@ DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, St
     Compute c1 = group_sum<32>(sum_c1.total());
     Compute c2 = group_sum<32>(sum_c2.total());
     if constexpr (kRms) {
-      const auto& slots = exchange.publish(turn, 0, {c1});
+      exchange.publish(turn, 0, {c1});
+      const auto& slots = exchange.collect(turn);
       c1 = Exchange::sum([&](int slot) { return slots[0][slot]; }) / kCols;
     } else {
-      const auto& slots = exchange.publish(turn, 0, {c1, c2});
+      exchange.publish(turn, 0, {c1, c2});
+      const auto& slots = exchange.collect(turn);
       c1 = Exchange::sum([&](int slot) { return slots[0][slot]; }) / kCols;
       c2 = Exchange::sum([&](int slot) { return slots[1][slot]; }) / kCols;
     }

@@ -5,79 +5,81 @@
 #pragma once
 #include "load_store.cuh"
 #include "moments.cuh"
+#include "rows.cuh"
 
 namespace cunorm {
 
-// Every CTA takes kRows rows at a time; with kPrefetch it asks for its next rows before it reduces the present ones,
-// with kOnce there are none. mean and rstd may be null: then nobody will read them.
-template <bool kRms, class Shape, int kRows, bool kPrefetch, bool kOnce, class Compute, class Load, class Store>
+// Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. mean and rstd may be
+// null: then nobody will read them.
+template <bool kRms, class Shape, int kRows, template <class> class Rows, bool kOnce, class Compute, class Load,
+          class Store>
 DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
+  using RowsX = Rows<Load>;
   using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 3, Compute>;
   __shared__ Exchange exchange;
   static_assert(kRows == 1 || Shape::kSlots == 1, "several rows share a CTA only if a warp holds each");
 
-  // Weight and bias stay in registers from row to row where 16 of them hold both.
-  constexpr bool kOperandsStay = kPacks * sizeof(typename Store::Operands) <= 64;
+  // Weight and bias stay in registers from row to row where 16 of them hold both, 64 if x takes none.
+  constexpr bool kOperandsStay = kPacks * sizeof(typename Store::Operands) <= (RowsX::kBytes > 0 ? 256 : 64);
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int slot = rank * Shape::kWarps + (Shape::kWarps > 1 ? threadIdx.x / 32 : 0);
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
-
-  const auto fetch = [&](typename Load::Packed(&x)[kPacks], int64 row) {
-    const bool active = kRows == 1 || row < rows;
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const int column = Shape::column(rank, p);
-      load.fetch(x[p], row, column, active ? Shape::valid(column) : 0);
-    }
-  };
   typename Store::Operands operands[kPacks];
   const auto fetch_operands = [&](int p) {
     const int column = Shape::column(rank, p);
     store.fetch(operands[p], column, Shape::valid(column));
   };
 
-  int64 base = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows;
-  typename Load::Packed x_next[kPacks];
-  if (kPrefetch && base < rows) fetch(x_next, base + threadIdx.x / Shape::kThreads);
+  int64 row = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows + threadIdx.x / Shape::kThreads;
+  RowsX rows_x(load, rank, rows, 0);
+#pragma unroll
+  for (int ahead = 0; ahead < RowsX::kAhead; ++ahead) {
+    rows_x.ask(row + ahead * row_step, ahead);
+    RowsX::sent();
+  }
   if constexpr (kOperandsStay) {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) fetch_operands(p);
   }
-  exchange.start();
+  if constexpr (Shape::kSlots > 1) exchange.start();
 
-  for (int turn = 0; base < rows; base += row_step, ++turn) {
-    const int64 row = base + threadIdx.x / Shape::kThreads;
-    const bool active = kRows == 1 || row < rows;
-    typename Load::Packed x[kPacks];
-    if constexpr (kPrefetch) {
+  const auto read = [&](int p, Compute(&values)[kPack]) {
+    typename Load::Packed x;
+    rows_x.read(x, p);
+    load.unpack(x, values);
+  };
+  const auto for_each_pack = [&](auto use) {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) x[p] = x_next[p];
-      if (base + row_step < rows) fetch(x_next, row + row_step);
-    } else {
-      fetch(x, row);
+    for (int p = 0; p < kPacks; ++p) {
+      Compute values[kPack];
+      read(p, values);
+      rows_x.stay_packed(p);
+      const int valid = Shape::valid(Shape::column(rank, p));
+      if (valid > 0) use(values, valid);
     }
+  };
 
-    const auto for_each_pack = [&](auto use) {
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        Compute values[kPack];
-        load.unpack(x[p], values);
-        load.stay_packed(x[p]);
-        const int valid = Shape::valid(Shape::column(rank, p));
-        if (valid > 0) use(values, valid);
-      }
+  for (int turn = 0; first_of_warp<Shape>(row) < rows; row += row_step, ++turn) {
+    const auto ask_next = [&] {
+      rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
+      RowsX::sent();
     };
+    RowsX::arrived();
+    rows_x.take(row);
 
+    if constexpr (RowsX::kAskEarly) ask_next();
     RowMoments<Compute> row_moments;
     if constexpr (kRms) {
       Compute squares = 0;
       for_each_pack([&](const Compute(&values)[kPack], int) { squares += dot(values, values); });
       squares = group_sum<Shape::kLanes>(squares);
       if constexpr (Shape::kSlots > 1) {
-        const auto& slots = exchange.publish(turn, rank, {squares});
+        exchange.publish(turn, rank, {squares});
+        if constexpr (!RowsX::kAskEarly) ask_next();
+        const auto& slots = exchange.collect(turn);
         squares = Exchange::sum([&](int other) { return slots[0][other]; });
       }
       row_moments = {0, 0, reciprocal_sqrt(squares / Shape::kCols + eps)};
@@ -85,8 +87,8 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
       // The pivot is the mean of the first packs of the warp. It need not be nearer: being a mean over one part in
       // kPacks of the warp's values, it costs the variance at most a factor kPacks in rounding.
       Compute first[kPack];
-      load.unpack(x[0], first);
-      load.stay_packed(x[0]);
+      read(0, first);
+      rows_x.stay_packed(0);
       Compute total = 0;
 #pragma unroll
       for (int i = 0; i < kPack; ++i) total += first[i];
@@ -94,13 +96,15 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
       const Compute pivot = group_sum<Shape::kLanes>(total) / static_cast<Compute>(count > 0 ? count : 1);
       auto moments = moments_about<Shape::kLanes, kPack, Shape::kWholePacks>(pivot, for_each_pack);
       if constexpr (Shape::kSlots > 1) {
-        const auto& slots = exchange.publish(turn, rank, {moments.pivot, moments.sum, moments.squares});
-        moments = merge_slots<Exchange>(slots, static_cast<Compute>(Shape::kCols),
+        exchange.publish(turn, rank, {moments.pivot, moments.sum, moments.squares});
+        if constexpr (!RowsX::kAskEarly) ask_next();
+        moments = merge_slots<Exchange>(exchange.collect(turn), static_cast<Compute>(Shape::kCols),
                                         [](int other) { return Shape::slot_columns(other); });
       }
       row_moments = finish(moments, static_cast<Compute>(Shape::kCols), eps);
     }
 
+    const bool active = Shape::kThreads >= 32 || row < rows;
     if (active && rank == 0 && threadIdx.x % Shape::kThreads == 0) {
       if (mean != nullptr) mean[row] = row_moments.pivot + row_moments.residual;
       if (rstd != nullptr) rstd[row] = row_moments.rstd;
@@ -110,7 +114,7 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
       if constexpr (!kOperandsStay) fetch_operands(p);
       const int column = Shape::column(rank, p);
       Compute values[kPack];
-      load.unpack(x[p], values);
+      read(p, values);
       normalise(values, row_moments);
       store.store(row, column, active ? Shape::valid(column) : 0, values, operands[p]);
     }

@@ -42,7 +42,8 @@ DEVICE void norm_forward_streamed(Load load, Store store, Compute* mean, Compute
 
     RowMoments<Compute> row_moments;
     if constexpr (kRms) {
-      const auto& slots = exchange.publish(turn, 0, {group_sum<32>(row_squares.total())});
+      exchange.publish(turn, 0, {group_sum<32>(row_squares.total())});
+      const auto& slots = exchange.collect(turn);
       const Compute squares = Exchange::sum([&](int slot) { return slots[0][slot]; });
       row_moments = {0, 0, reciprocal_sqrt(squares / kCols + eps)};
     } else {
@@ -51,8 +52,8 @@ DEVICE void norm_forward_streamed(Load load, Store store, Compute* mean, Compute
       const Compute count = group_sum<32>(running.count);
       const Compute pivot = group_sum<32>(running.count * lane.pivot) / (count > 0 ? count : 1);
       const auto shifted = about(lane, running.count, pivot);
-      const auto& slots =
-          exchange.publish(turn, 0, {pivot, group_sum<32>(shifted.sum), group_sum<32>(shifted.squares), count});
+      exchange.publish(turn, 0, {pivot, group_sum<32>(shifted.sum), group_sum<32>(shifted.squares), count});
+      const auto& slots = exchange.collect(turn);
       row_moments =
           finish(merge_slots<Exchange>(slots, static_cast<Compute>(kCols), [&](int slot) { return slots[3][slot]; }),
                  static_cast<Compute>(kCols), eps);

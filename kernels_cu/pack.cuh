@@ -109,6 +109,26 @@ DEVICE void load_pack(Pack<T, kPack>& pack, const T* address, int valid) {
   }
 }
 
+// A whole pack from shared memory, or zeros.
+template <class T, int kPack>
+DEVICE void load_shared_pack(Pack<T, kPack>& pack, const void* address, int valid) {
+#pragma unroll
+  for (int i = 0; i < Pack<T, kPack>::kWords; ++i) pack.words[i] = 0;
+  if (valid > 0) load_shared_words(address, pack.words);
+}
+
+// Copies the first `valid` columns of a pack to shared memory, asynchronously where it is whole; the others become zero.
+template <bool kAligned, int kPack, bool kNeighbours, class T>
+DEVICE void copy_pack(T* to, const T* from, int valid) {
+  if (kAligned && valid >= kPack) {
+    copy_async<kPack * sizeof(T), kNeighbours>(to, from);
+  } else if (valid > 0) {
+    Pack<T, kPack> pack;
+    load_pack<false, Cache::kStreamed>(pack, from, valid);
+    store_shared_words(to, pack.words);
+  }
+}
+
 template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
   if (kAligned && valid >= kPack) {

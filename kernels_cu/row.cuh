@@ -21,11 +21,19 @@ struct RowShape {
   // One slot for each warp that holds a part of the row, over the whole cluster.
   static constexpr int kSlots = kWarps * kCluster;
   static constexpr bool kWholePacks = kCols % kPack == 0;
-  // In a cluster bounds are checked even where every thread is full: without those branches ptxas moves so many loads
-  // together that it spills 16 to 40 bytes at 128 registers.
-  static constexpr bool kFull = kCluster == 1 && kCols == kPack * kThreads * kPacks;
+  // Bounds are checked even where every thread is full if a thread of a cluster holds many packs: without those branches
+  // ptxas moves so many loads together that it spills 12 bytes.
+  static constexpr bool kFull = kCols == kPack * kThreads * kPacks * kCluster && (kCluster == 1 || kPacks <= 4);
   static_assert(kThreads % 32 == 0 || (kThreads < 32 && (kThreads & (kThreads - 1)) == 0));
   static_assert(kCluster == 1 || kThreads >= 32);
+
+  static constexpr int kSlice = kPack * kThreads * kPacks;  // columns of a CTA
+
+  // How many of them lie in the row.
+  DEVICE static int slice_columns(int rank) {
+    const int left = kCols - rank * kSlice;
+    return left < 0 ? 0 : left < kSlice ? left : kSlice;
+  }
 
   // The first column of this thread's pack number p.
   DEVICE static int column(int rank, int p) {
@@ -65,6 +73,25 @@ DEVICE Compute group_sum(Compute value) {
   return value;
 }
 
+// A barrier among the threads of this CTA that hold one row.
+template <class Shape, int kRows>
+DEVICE void row_barrier() {
+  if constexpr (Shape::kThreads <= 32) {
+    warp_barrier();
+  } else if constexpr (kRows == 1) {
+    // A barrier chosen at run time makes the compiler claim all 16 of a CTA, and an SM has 64: at most four CTAs.
+    __syncthreads();
+  } else {
+    barrier(1 + threadIdx.x / Shape::kThreads, Shape::kThreads);
+  }
+}
+
+// The row of the first thread of this warp: several rows share a warp if kThreads < 32.
+template <class Shape>
+DEVICE int64 first_of_warp(int64 row) {
+  return row - static_cast<int>(threadIdx.x) % 32 / Shape::kThreads;
+}
+
 // Shared memory through which the warps of one row (one of kRows in the CTA) tell each other kValues numbers, row after
 // row. Two sets of slots, used in turn: a set is written again only after all who read it have brought values for the
 // other one.
@@ -80,16 +107,14 @@ struct RowExchange {
   DEVICE void start() {
     if constexpr (Shape::kCluster > 1) {
       if (threadIdx.x == 0) {
-        mailboxes[0].init();
-        mailboxes[1].init();
+        for (int set = 0; set < 2; ++set) mailboxes[set].init();
       }
       cluster_start();
     }
   }
 
-  // The row number `turn` of these threads. Every thread of a warp brings the same values; returns when the values of
-  // all warps of the row are in the slots.
-  DEVICE const Slots& publish(int turn, int rank, const Compute (&values)[kValues]) {
+  // The row number `turn` of these threads. Every thread of a warp brings the same values.
+  DEVICE void publish(int turn, int rank, const Compute (&values)[kValues]) {
     const int set = turn % 2;
     const int warp = static_cast<int>(threadIdx.x) % Shape::kThreads / 32;
     const int lane = threadIdx.x % 32;
@@ -97,12 +122,6 @@ struct RowExchange {
       if (lane == 0) {
 #pragma unroll
         for (int k = 0; k < kValues; ++k) slots[set][k][warp] = values[k];
-      }
-      // A barrier chosen at run time makes the compiler claim all 16 of a CTA, and an SM has 64: at most four CTAs.
-      if constexpr (kRows == 1) {
-        __syncthreads();
-      } else {
-        barrier(1 + threadIdx.x / Shape::kThreads, Shape::kThreads);
       }
     } else {
       if (threadIdx.x == 0) mailboxes[set].expect(sizeof(Slots));
@@ -112,9 +131,17 @@ struct RowExchange {
           mailboxes[set].send(&slots[set][k][rank * Shape::kWarps + warp], lane, values[k]);
         }
       }
-      mailboxes[set].wait(turn / 2 % 2);
     }
-    return slots[set];
+  }
+
+  // What all warps of the row published for the row number `turn`.
+  DEVICE const Slots& collect(int turn) {
+    if constexpr (Shape::kCluster == 1) {
+      row_barrier<Shape, kRows>();
+    } else {
+      mailboxes[turn % 2].wait(turn / 2 % 2);
+    }
+    return slots[turn % 2];
   }
 
   // The sum over slots of term(slot), the same bits in every thread of the row.

@@ -35,30 +35,48 @@ DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute
     }
   }
   constexpr bool kAligned = kCols % kPack == 0;
-  const int64 offset = static_cast<int64>(blockIdx.y) * kCols + column;
+  const int64 offset = static_cast<int64>(blockIdx.y) * partial_stride(kCols) + column;
   if constexpr (Needs::kDweight)
     store_pack<kAligned, Cache::kKept>(dweight_partials + offset, pack_values<Compute>(dweight), valid);
   if constexpr (Needs::kDbias)
     store_pack<kAligned, Cache::kKept>(dbias_partials + offset, pack_values<Compute>(dbias), valid);
 }
 
-// gradient[column] = Σ_group partials[group][column], for a CTA's 32 columns: warp w adds up groups w, w + 32, ...;
-// then warp w adds up what the 32 warps hold for column w.
+// gradient[column] = Σ_group partials[group][column], for a CTA's 32 columns. A warp reads 4 groups at a time, 8 lanes
+// each with 4 columns; then the sums of the warps are added up. A partial row is whole packs of 4.
 template <class Compute, class Gradient>
 DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
-  __shared__ Compute sums[32][33];  // a column more, against bank conflicts
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int64 first_column = static_cast<int64>(blockIdx.x) * 32;
-  Compute sum = 0;
-  if (first_column + lane < cols) {
+  constexpr int kPack = 4;
+  constexpr int kLanes = 32 / kPack;  // read a row
+  __shared__ Compute sums[32][32];
+  const int lane = threadIdx.x % kLanes;
+  const int64 column = static_cast<int64>(blockIdx.x) * 32 + lane * kPack;
+  const int valid = cols - column < kPack ? static_cast<int>(cols - column) : kPack;
+  Compute sum[kPack] = {};
+  if (column < cols) {
 #pragma unroll 8
-    for (int64 group = warp; group < groups; group += 32) sum += partials[group * cols + first_column + lane];
+    for (int64 group = threadIdx.x / kLanes; group < groups; group += blockDim.x / kLanes) {
+      Pack<Compute, kPack> pack;
+      Compute values[kPack];
+      load_pack<true, Cache::kStreamed>(pack, partials + group * partial_stride(cols) + column, valid);
+      unpack(pack, values);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) sum[i] += values[i];
+    }
   }
-  sums[warp][lane] = sum;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+#pragma unroll
+    for (int mask = kLanes; mask < 32; mask *= 2) sum[i] += shuffle_xor(sum[i], mask);
+    if (threadIdx.x % 32 < kLanes) sums[threadIdx.x / 32][lane * kPack + i] = sum[i];
+  }
   __syncthreads();
-  const Compute total = group_sum<32>(sums[lane][warp]);
-  if (lane == 0 && first_column + warp < cols) store_value(gradient + first_column + warp, total);
+  const int64 own = static_cast<int64>(blockIdx.x) * 32 + threadIdx.x;
+  if (threadIdx.x < 32 && own < cols) {
+    Compute total = 0;
+    for (int warp = 0; warp < blockDim.x / 32; ++warp) total += sums[warp][threadIdx.x];
+    store_value(gradient + own, total);
+  }
 }
 
 }  // namespace cunorm

@@ -12,12 +12,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from .. import plan as plans
 from ..device import Device
-from ..plan import KernelSpec, Tier, plan
+from ..plan import TABLES, KernelSpec, Tier, choose, plan
 from ..problem import ITEMSIZE, Problem
 
-TABLES = {"forward": plans.FORWARD, "backward": plans.BACKWARD}
 OPS = ("layer_norm", "rms_norm")
 ROWS = 16384  # kernels do not depend on it
 LEVELS = 7  # a prime, and no factor has more values
@@ -57,8 +55,8 @@ def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
 def covering(device: Device) -> list[Problem]:
     """For every tier: whole problems of each dtype at its longest row, and every pair of values of two factors."""
     problems = []
-    for direction, table in TABLES.items():
-        lengths = {dtype: lengths_of_tiers(table, ITEMSIZE[dtype], device) for dtype in DTYPES}
+    for direction in TABLES:
+        lengths = {dtype: lengths_of_tiers(direction, dtype, device) for dtype in DTYPES}
         for tier in lengths["float16"]:
             problems += [whole(op, direction, lengths[x][tier][-1], x) for op, x in product(OPS, DTYPES)]
             for levels in orthogonal_array():
@@ -75,19 +73,20 @@ def whole(op: str, direction: str, cols: int, dtype: str, weight: str | None = N
     return Problem.whole(op, direction, ROWS, cols, dtype, weight or dtype)
 
 
-def lengths_of_tiers(table: tuple[Tier, ...], itemsize: int, device: Device) -> dict[Tier | None, list[int]]:
+def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | None, list[int]]:
     """Up to seven row lengths that each tier takes on a device: its shortest, its longest, odd ones and whole packs.
 
     None stands for rows that are streamed.
     """
-    pack = 16 // itemsize
+    pack = 16 // ITEMSIZE[dtype]
+    table = TABLES[direction]
     most = max(tier.most for tier in table)
     packs = {2**power * quarters // 4 for power in range((4 * most).bit_length()) for quarters in (4, 5, 6, 7)}
     packs = packs.union(*((tier.most, tier.most + 1) for tier in table))
     lengths = {length for n in packs for length in ((n - 1) * pack + 1, n * pack - 1, n * pack) if length > 0}
     taken = defaultdict(list)
     for length in sorted(lengths):
-        choice = plans.choose(table, length, itemsize, device)
+        choice = choose(whole("layer_norm", direction, length, dtype), device)
         taken[choice and choice[0]].append(length)
     return {tier: _spread(found) for tier, found in taken.items()}
 
