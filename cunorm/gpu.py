@@ -48,8 +48,8 @@ _recipes: dict[Hashable, Recipe] = {}
 _current_device = cupy.cuda.runtime.getDevice
 _current_stream = cupy.cuda.get_current_stream
 
-# forward and backward read each attribute of an array once and call few Python functions: on an H200's host every
-# array costs 0.3 us and every call 0.1 us, cuLaunchKernel itself 3.2 us.
+# forward and backward spell the key out and call few Python functions: on an H200's host every array costs 0.3 us and
+# every call 0.1 us, of 7.7 in all.
 
 
 def forward(
