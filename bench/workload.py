@@ -35,16 +35,19 @@ class Workload:
     def calls(self, plan: Plan) -> list[Callable[[], None]]:
         """One call of the plan for each set of buffers."""
         device_id = cupy.cuda.Device().id
+
+        def stream() -> int:
+            return cupy.cuda.get_current_stream().ptr
+
         result = []
         for buffers in self.sets:
             pointers = {name: buffer.data.ptr for name, buffer in buffers.items()}
             if self.problem.direction == "forward":
-                result.append(lambda p=pointers: launch.run_forward(plan, device_id, eps=1e-5, **p))
+                result.append(lambda p=pointers: launch.run_forward(plan, device_id, stream(), eps=1e-5, **p))
             else:
                 workspace = cupy.empty(max(1, plan.workspace), "uint8")
-                result.append(
-                    lambda p=pointers, w=workspace: launch.run_backward(plan, device_id, workspace=w.data.ptr, **p)
-                )
+                pointers["workspace"] = workspace.data.ptr
+                result.append(lambda p=pointers, w=workspace: launch.run_backward(plan, device_id, stream(), **p))
         return result
 
     def roof(self) -> list[Callable[[], None]]:
