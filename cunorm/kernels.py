@@ -173,7 +173,8 @@ def _entry(spec: KernelSpec) -> str:
     if spec.kernel == "forward":
         parameters = forward_parameters
         call = (
-            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {_cpp(spec.once)}, {compute}>"
+            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {_cpp(spec.operands_stay)}, {_cpp(spec.once)}, "
+            f"{compute}>"
             f"({load_x}, {store_y}, mean, rstd, rows, eps)"
         )
     elif spec.kernel == "forward_streamed":

@@ -49,6 +49,7 @@ class KernelSpec:
     prefetch: bool = False
     stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
     streamed_y: bool = False  # y past L1
+    operands_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
     once: bool = False  # forward: the grid has a CTA for every row
     output_mask: tuple[bool, bool, bool] = (False, False, False)
 
@@ -145,7 +146,7 @@ TABLES = {"forward": FORWARD, "backward": BACKWARD}
 STREAMED_THREADS = 512
 SUM_THREADS = 256
 SUM_COLUMNS = 32
-OPERAND_BYTES = 256  # of weight and bias that a thread keeps in registers where rows do not; norm_forward.cu says the same
+OPERAND_BYTES = 256  # of weight and bias that a thread keeps in registers where the rows take none
 WEIGHT_BYTES = 32  # of the weight that a thread of the backward pass keeps in registers; norm_backward.cu says the same
 GRID_LIMIT = 2**31 - 1
 MAILBOX = 8  # bytes
@@ -258,17 +259,26 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
         key=lambda shape: shape.capacity,
     )
     spec = _spec(problem, problem.direction, shape)
-    operands = sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
-    if problem.direction == "forward" and tier.stages and shape.packs * pack * operands > OPERAND_BYTES:
+    operands = shape.packs * pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
+    if problem.direction == "forward" and tier.stages and operands > OPERAND_BYTES:
         return None
     resident = tier.resident // 2 if problem.x == "float64" and not tier.stages else tier.resident
-    rows_per_cta = max(1, min(tier.cta, resident) // shape.threads)
+    rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not spec.aligned and not tier.stages:
         resident = tier.resident // 2
     ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta))
     prefetch = tier.prefetch and _next_row_fits(problem, shape, device)
+    # Of the others ptxas spilled 4 to 176 bytes.
+    plain = spec.aligned and problem.x == problem.y != "float64" and (shape.packs <= 4 or tier.cluster < 16)
+    plain = plain and (device.arch < 100 or problem.op == "rms_norm")
+    operands_stay = operands <= (OPERAND_BYTES if tier.stages and plain else OPERAND_BYTES // 4)
     spec = replace(
-        spec, rows_per_cta=rows_per_cta, ctas_per_sm=ctas_per_sm, prefetch=prefetch, streamed_y=tier.streamed_y
+        spec,
+        rows_per_cta=rows_per_cta,
+        ctas_per_sm=ctas_per_sm,
+        prefetch=prefetch,
+        streamed_y=tier.streamed_y,
+        operands_stay=problem.direction == "forward" and operands_stay,
     )
     # Fewer places where they do not all fit (a wide dy, less shared memory), then fewer rows; two are the fewest.
     for rows in range(rows_per_cta, 0, -1) if tier.stages else ():

@@ -30,6 +30,7 @@ struct LoadRows {
   DEVICE void stay_packed(Packed& pack) const { cunorm::stay_packed(pack); }
 
   static constexpr int kColumnBytes = sizeof(T);
+  static constexpr bool kVectors = kAligned;
   template <bool kNeighbours>
   DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
     copy_pack<kAligned, kPack, kNeighbours>(reinterpret_cast<T*>(place) + slot, data + row * row_stride + column, valid);

@@ -9,10 +9,10 @@
 
 namespace cunorm {
 
-// Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. mean and rstd may be
-// null: then nobody will read them.
-template <bool kRms, class Shape, int kRows, template <class> class Rows, bool kOnce, class Compute, class Load,
-          class Store>
+// Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. With
+// kOperandsStay weight and bias stay in registers from row to row. mean and rstd may be null: then nobody will read them.
+template <bool kRms, class Shape, int kRows, template <class> class Rows, bool kOperandsStay, bool kOnce,
+          class Compute, class Load, class Store>
 DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
@@ -20,9 +20,6 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
   using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 3, Compute>;
   __shared__ Exchange exchange;
   static_assert(kRows == 1 || Shape::kSlots == 1, "several rows share a CTA only if a warp holds each");
-
-  // Weight and bias stay in registers from row to row where 16 of them hold both, 64 if x takes none.
-  constexpr bool kOperandsStay = kPacks * sizeof(typename Store::Operands) <= (RowsX::kBytes > 0 ? 256 : 64);
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int slot = rank * Shape::kWarps + (Shape::kWarps > 1 ? threadIdx.x / 32 : 0);

@@ -85,7 +85,7 @@ struct SharedRows {
     const int turn = taken + 1 + ahead;
     char* const to = place(turn < kStages ? turn : turn - kStages);
     if (row < rows) {
-#pragma unroll
+#pragma unroll(Load::kVectors ? Shape::kPacks : 1)
       for (int p = 0; p < Shape::kPacks; ++p) {
         const int column = Shape::column(rank, p);
         load.template copy<kNeighbours>(to, Shape::column(0, p), row, column, Shape::valid(column));
