@@ -26,7 +26,7 @@ from unittest import mock
 import numpy
 
 from cunorm import kernels, launch
-from cunorm.plan import KernelSpec, Plan, Step
+from cunorm.plan import KernelSpec, Plan, Step, dynamic_shared
 
 STAND_IN = Path(__file__).parent / "cpu"
 # -ffp-contract=off: every operation is rounded, where a GPU may fuse two.
@@ -35,6 +35,17 @@ POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten sho
 ORDERS = ("ascending", "descending", "even before odd")
 SECONDS = 120  # that a launch may take
 KEPT = 7 * 24 * 3600  # seconds that an unused program stays in the cache
+
+
+class Launch(NamedTuple):
+    """How a program runs its kernel, in the order of tests/cpu/main.cpp."""
+
+    grid_x: int
+    grid_y: int
+    threads: int
+    cluster: int = 1
+    order: int = 0
+    dynamic_shared: int = 0
 
 
 class Build(NamedTuple):
@@ -96,14 +107,15 @@ class Machine:
         cluster = _number(r"__cluster_dims__\((\d+), 1, 1\)", text) or 1
         assert step.spec.threads <= _number(r"__launch_bounds__\((\d+)", text)
         assert step.grid[0] % cluster == 0
-        words = (*step.grid[:2], step.spec.threads, cluster, ORDERS.index(self.order))
+        assert step.dynamic_shared <= dynamic_shared(step.spec), "kernels.py allows the kernel no more"
+        how = Launch(*step.grid[:2], step.spec.threads, cluster, ORDERS.index(self.order), step.dynamic_shared)
         path = program(text, self.build)
         written: list[int | float] = []
 
         def write(*arguments):
             written[:] = arguments
 
-        return write, lambda stream: run(path, words, parameters, written)
+        return write, lambda stream: run(path, how, parameters, written)
 
 
 _spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that a launch may touch
@@ -120,13 +132,13 @@ def memory(arrays: dict[str, numpy.ndarray | None]):
     _spans.clear()
 
 
-def run(path: Path, launch_words: tuple[int, ...], parameters: str, arguments: Sequence[int | float]) -> None:
+def run(path: Path, how: Launch, parameters: str, arguments: Sequence[int | float]) -> None:
     """Send arrays and arguments to the program (as its main.cpp says), and put into the arrays what comes back.
 
     `parameters` are those of launch.py.
     """
     views = [numpy.frombuffer((ctypes.c_char * size).from_address(low), "uint8") for low, size in _spans]
-    words = [*launch_words, len(views), len(arguments)]
+    words = [*how, len(views), len(arguments)]
     for low, size in _spans:
         words += [size, low % 16]
     for parameter, argument in zip(parameters, arguments, strict=True):

@@ -13,8 +13,8 @@ from cunorm.plan import Plan, plan
 from cunorm.problem import Problem
 
 # One multiprocessor: a few rows already make a CTA or a cluster take several, one after the other.
-SMALL = Device("one SM", 90, 1, (1, 1, 1))
-WITHOUT_CLUSTERS = Device("one SM without clusters", 80, 1)
+SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1))
+WITHOUT_CLUSTERS = Device("one SM without clusters", 80, 1, 163 << 10)
 
 Array = numpy.ndarray | None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import numpy
@@ -13,9 +14,10 @@ from cpu_functions import SMALL, WITHOUT_CLUSTERS, backward, check, forward
 from functions import OPS
 from problems import problem
 
-from cunorm.device import KNOWN, Device
+from cunorm.device import Device
 from cunorm.kernels import FILES
-from cunorm.plan import BACKWARD, FORWARD, Plan, plan
+from cunorm.plan import TABLES, WEIGHT_BYTES, KernelSpec, choose, plan
+from cunorm.problem import ITEMSIZE, Problem
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
@@ -26,8 +28,13 @@ class Shape(NamedTuple):
     dtype: str
     device: Device
     reason: str
+    parameters: str | None = None  # the dtype of weight and bias, if it is not that of x
 
 
+LITTLE_SHARED = Device("one SM of a T4", 75, 1, 64 << 10)
+# Enough of them that a CTA of sum_partials does not read all partial rows at once.
+MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2))
+PARAMETERS = {"forward": ("weight", "bias"), "backward": ("weight",)}
 SHAPES = (
     Shape(3, 1, "float32", SMALL, "a row is its own mean"),
     Shape(8, 2, "float64", SMALL, "xhat is +-1, and dx cancels"),
@@ -40,64 +47,121 @@ SHAPES = (
     Shape(8, 50, "float16", SMALL, "four lanes a row, or eight"),
     Shape(8, 250, "float16", SMALL, "sixteen lanes a row"),
     Shape(8, 500, "float16", SMALL, "a warp a row, odd packs"),
-    Shape(8, 768, "float16", SMALL, "a warp a row, some lanes idle"),
+    Shape(8, 768, "float16", SMALL, "a warp a row, some lanes idle; two in the backward pass"),
     Shape(3, 1000, "bfloat16", SMALL, "whole packs that fill no warp"),
     Shape(8, 1024, "float32", SMALL, "a full shape"),
-    Shape(70, 1536, "float32", KNOWN[90], "more partial rows than sum_partials has warps"),
+    Shape(80, 1536, "float32", MANY_SMS, "more partial rows than a CTA of sum_partials reads at once"),
     Shape(8, 3840, "bfloat16", SMALL, "a CTA a row"),
     Shape(8, 4096, "float32", SMALL, "a full shape"),
-    Shape(5, 6001, "float32", SMALL, "cluster of 2 in the backward pass, odd"),
-    Shape(8, 8191, "float16", SMALL, "a CTA a row, odd; backward a cluster or nearly"),
+    Shape(5, 3201, "float64", SMALL, "cluster of 2 in the backward pass, odd"),
+    Shape(5, 3201, "float64", WITHOUT_CLUSTERS, "a CTA instead, with two places for rows"),
+    Shape(5, 6001, "float32", SMALL, "three packs a thread in the backward pass, odd"),
+    Shape(8, 8191, "float16", SMALL, "a CTA a row, odd"),
     Shape(3, 8192, "bfloat16", SMALL, "a full shape"),
     Shape(8, 8192, "float64", SMALL, "cluster of 4 in the backward pass"),
     Shape(3, 16385, "bfloat16", SMALL, "the last pack of the row holds one column"),
     Shape(5, 16384, "float32", SMALL, "a cluster takes its third row in a set of slots used before"),
-    Shape(5, 12001, "float64", SMALL, "cluster of 2 or more, odd"),
+    Shape(5, 12001, "float64", SMALL, "cluster of 2, backward of 4, odd"),
     Shape(3, 32768, "bfloat16", SMALL, "the longest row that one CTA holds, forward"),
-    Shape(3, 65537, "float16", SMALL, "cluster of 8, odd"),
+    Shape(3, 65537, "float16", SMALL, "cluster of 4, backward of 8, odd"),
+    Shape(3, 32771, "float64", SMALL, "cluster of 8, backward of 16, odd"),
+    Shape(2, 65538, "float64", SMALL, "cluster of 16 in the forward pass"),
+    Shape(5, 16388, "float32", SMALL, "cluster of 4 instead of 2 beside wide weight and bias", "float64"),
+    Shape(3, 32777, "float32", SMALL, "of 8 instead of 4, odd", "float64"),
+    Shape(2, 65540, "float32", SMALL, "of 16 instead of 8", "float64"),
     Shape(3, 8201, "float64", WITHOUT_CLUSTERS, "streamed, odd"),
     Shape(3, 16392, "float32", WITHOUT_CLUSTERS, "streamed, whole packs"),
     Shape(1, 32777, "bfloat16", WITHOUT_CLUSTERS, "streamed, odd"),
 )
-SHAPES_BY_NAME = {f"{one.rows}x{one.cols}-{one.dtype}": one for one in SHAPES}
+SHAPES_BY_NAME = {
+    f"{one.rows}x{one.cols}-{one.dtype}{'' if one.device.clusters else '-without clusters'}": one for one in SHAPES
+}
 
 
-def plans() -> list[Plan]:
+def problems(direction: str) -> list[tuple[Problem, Device]]:
     return [
-        plan(problem(direction, rows, cols, dtype), device)
-        for rows, cols, dtype, device, _ in SHAPES
-        for direction in ("forward", "backward")
+        (problem(direction, rows, cols, dtype, **dict.fromkeys(PARAMETERS[direction], parameters or dtype)), device)
+        for rows, cols, dtype, device, _, parameters in SHAPES
     ]
 
 
 def test_the_table_reaches_every_kind_of_kernel():
     """A change of the plan must not leave one without tests."""
-    solutions = plans()
+    solutions = [plan(*one) for direction in TABLES for one in problems(direction)]
     steps = [step for solution in solutions for step in solution.steps]
     assert {step.spec.kernel for step in steps} == set(FILES)
     assert {step.spec.aligned for step in steps} == {True, False}
-    assert max(solution.groups for solution in solutions) > 32
-    # dx from registers, dweight and dbias from a second reading (BACKWARD_DX).
-    together = [{step.spec.kernel for step in solution.steps} for solution in solutions]
-    assert any({"backward", "weight_gradient_partials"} <= kernels for kernels in together)
-    for kernel, tiers in (("forward", FORWARD), ("backward", BACKWARD)):
-        mine = [(one.problem.rows, step) for one in solutions for step in one.steps if step.spec.kernel == kernel]
-        specs = [step.spec for _, step in mine]
-        assert {spec.x for spec in specs} == set(DTYPES)
-        assert {spec.rows_per_cta > 1 for spec in specs} == {True, False}
-        assert {min(32, spec.shape.threads) for spec in specs} == {1, 2, 4, 8, 16, 32}
-        assert {spec.shape.cluster for spec in specs} == {tier.cluster for tier in tiers}
-        # With a third row the first set of slots is used again.
-        clusters = [(rows, step) for rows, step in mine if step.spec.shape.cluster > 1]
-        assert max(rows * step.spec.shape.cluster / step.grid[0] for rows, step in clusters) > 2
+    # Eight threads read a partial row.
+    sums = [(one.groups * 8 / step.spec.threads, step.spec.threads) for one in solutions for step in one.steps[1:]]
+    assert max(sums)[0] > 1
+    assert {threads for _, threads in sums} == {256, 1024}
+
+
+@pytest.mark.parametrize("direction", TABLES)
+def test_the_table_reaches_every_tier(direction):
+    table, mine = TABLES[direction], problems(direction)
+    chosen = [choose(*one) for one in mine]
+    assert {choice and choice[0] for choice in chosen} == {*table, None}
+    specs = [choice[1] for choice in chosen if choice]
+    assert {spec.x for spec in specs} == set(DTYPES)
+    assert {min(32, spec.shape.threads) for spec in specs} == {1, 2, 4, 8, 16, 32}
+    assert {spec.aligned for spec in specs if spec.stages} == {True, False}
+    if direction == "backward":
+        # Of the rows that share a CTA: some share a warp, some have one to themselves, others several.
+        assert {compared(spec.shape.threads, 32) for spec in specs if spec.rows_per_cta > 1} == {"<", "=", ">"}
+        assert {weight_bytes(spec) > WEIGHT_BYTES for spec in specs} == {True, False}
+    # With a third row the first set of slots is used again, and with a fourth all places for rows.
+    turns = defaultdict(int)
+    for one in mine:
+        step = plan(*one).steps[0]
+        cluster = step.spec.shape.cluster
+        turns[cluster] = max(turns[cluster], one[0].rows * cluster // (step.grid[0] * step.spec.rows_per_cta))
+    assert min(turns.values()) >= 2
+    assert min(turns[cluster] for cluster in (1, 2, 4)) >= 4
+
+
+def weight_bytes(spec: KernelSpec) -> int:
+    """Of a thread."""
+    return spec.shape.packs * spec.shape.pack * ITEMSIZE[spec.weight or spec.x]
+
+
+def compared(a: int, b: int) -> str:
+    return "<" if a < b else ">" if a > b else "="
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", SHAPES_BY_NAME)
 def test_every_shape(name, op):
-    rows, cols, dtype, device, _ = SHAPES_BY_NAME[name]
+    check_shape(name, op, Machine())
+
+
+def check_shape(name: str, op: str, machine: Machine) -> None:
+    rows, cols, dtype, device, _, parameters = SHAPES_BY_NAME[name]
+    x, dy, weight, bias = inputs(numpy, rows, cols, dtype, weight=parameters, bias=parameters)
+    check(machine, op, x, dy, weight, bias, device=device)
+
+
+# Rows of the backward pass: part of a warp, a warp, two warps, a CTA, a cluster, a cluster with two places.
+IN_PLACES = ("300x33-float32", "8x500-float16", "8x768-float16", "5x6001-float32", "5x3201-float64")
+
+
+@pytest.mark.parametrize("turns", ["one row", "a turn less than places", "as many", "a row more", "many"])
+@pytest.mark.parametrize("name", IN_PLACES)
+def test_rows_fill_their_places_in_part_and_more_than_once(name, turns):
+    _, cols, dtype, device, _, _ = SHAPES_BY_NAME[name]
+    choice = choose(problem("backward", 1, cols, dtype), device)
+    assert choice
+    spec = choice[1]
+    places = spec.stages * spec.rows_per_cta
+    rows = {
+        "one row": 1,
+        "a turn less than places": places - spec.rows_per_cta,
+        "as many": places,
+        "a row more": places + 1,
+        "many": 3 * places - 1,
+    }[turns]
     x, dy, weight, bias = inputs(numpy, rows, cols, dtype)
-    check(Machine(), op, x, dy, weight, bias, device=device)
+    check(Machine(), "layer_norm", x, dy, weight, bias, device=device)
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
@@ -114,6 +178,26 @@ def test_every_shape(name, op):
 def test_rows_far_from_zero(cols, dtype, device, offset):
     x, dy, weight, bias = inputs(numpy, 3, cols, dtype, offset=offset)
     check(Machine(), "layer_norm", x, dy, weight, bias, device=device)
+
+
+@pytest.mark.parametrize("cols", [7, 129, 500, 768, 4096])
+def test_float32_weight_and_bias_beside_bfloat16(cols):
+    """A weight that a thread has no registers for waits in shared memory beside the rows."""
+    x, dy, weight, bias = inputs(numpy, 40, cols, "bfloat16", weight="float32", bias="float32")
+    check(Machine(), "layer_norm", x, dy, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("cols", "device", "places", "rows_per_cta"),
+    [(8191, SMALL, 2, 1), (768, LITTLE_SHARED, 2, 3), (129, LITTLE_SHARED, 2, 12)],
+)
+def test_rows_of_a_wide_dy_have_fewer_places(cols, device, places, rows_per_cta):
+    """Where shared memory does not hold all of them, and then a CTA takes fewer rows."""
+    (tier, spec) = choose(problem("backward", 40, cols, "float16", y="float64"), device) or pytest.fail("streamed")
+    assert (spec.stages, spec.rows_per_cta) == (places, rows_per_cta)
+    assert places < tier.stages
+    x, dy, weight, bias = inputs(numpy, 40, cols, "float16", dy="float64")
+    check(Machine(), "layer_norm", x, dy, weight, bias, y=numpy.empty_like(dy), device=device)
 
 
 @pytest.mark.parametrize("cols", [129, 3000])
@@ -140,7 +224,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("cols", "device"), [(200, SMALL), (4104, WITHOUT_CLUSTERS)], ids=["held", "streamed"])
+@pytest.mark.parametrize(
+    ("cols", "device"),
+    [(50, SMALL), (200, SMALL), (3201, SMALL), (4104, WITHOUT_CLUSTERS)],
+    ids=["part of a warp", "CTA", "cluster", "streamed"],
+)
 def test_options(cols, device, name):
     options = dict(OPTIONS[name])
     without = options.pop("without", ())
@@ -181,12 +269,14 @@ SANITIZED = (
     "300x7-bfloat16",
     "300x33-float32",
     "8x128-float16",
+    "8x500-float16",
     "8x768-float16",
     "8x4096-float32",
     "8x8191-float16",
+    "5x3201-float64",
     "5x12001-float64",
-    "3x8201-float64",
     "5x16384-float32",
+    "3x8201-float64-without clusters",
 )
 
 
@@ -194,9 +284,7 @@ SANITIZED = (
 @pytest.mark.parametrize("build", [build for build in BUILDS if build != "results"])
 @pytest.mark.parametrize("name", SANITIZED)
 def test_sanitizers_find_nothing(name, build, order):
-    rows, cols, dtype, device, _ = SHAPES_BY_NAME[name]
-    x, dy, weight, bias = inputs(numpy, rows, cols, dtype)
-    check(Machine(build, order), "layer_norm", x, dy, weight, bias, device=device)
+    check_shape(name, "layer_norm", Machine(build, order))
 
 
 @pytest.mark.parametrize("name", layouts(1, 1, "float32"))

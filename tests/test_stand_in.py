@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy
 import pytest
 from arrays import inputs
-from cpu_device import Machine, SanitizerError, memory, missing, program, run
+from cpu_device import Launch, Machine, SanitizerError, memory, missing, program, run
 from cpu_functions import check
 from reference import narrow
 
@@ -47,7 +47,7 @@ def test_every_value_of_16_bits(cpp, dtype):
                 "from_double": numpy.empty(2**16, "uint16"),
             }
             with memory(arrays) as pointers:
-                run(path, (64, 1, 1024, 1, 0), "P" * len(pointers), tuple(pointers.values()))
+                run(path, Launch(64, 1, 1024), "P" * len(pointers), tuple(pointers.values()))
             numpy.testing.assert_array_equal(arrays["decoded"], numbers.astype("float32"))
             finite = numpy.isfinite(values)
             assert_same(arrays["from_float"].view(dtype), values.astype("float32").astype(dtype))
@@ -70,12 +70,15 @@ def test_arguments_of_another_size_are_refused(monkeypatch):
         check(Machine(), "layer_norm", x, dy, weight, bias)
 
 
+DYNAMIC = 64 * 16  # bytes
 KERNEL = r"""
 #include "platform.cuh"
 using namespace cunorm;
 void entry(float* out) {{
   __shared__ float shared[64];
   const int thread = threadIdx.x;
+  auto* const dynamic = reinterpret_cast<float*>(dynamic_shared());  // [64][4]
+  float* const mine = dynamic + 4 * thread;
   {body}
 }}
 const cpu::Kernel cpu::kernel = cpu::Erased<&entry>::kernel;
@@ -121,13 +124,63 @@ MISUSE = {
         "memory",
         "misaligned address",
     ),
+    "dynamic shared memory behind what the launch asked for": ("mine[4] = 0;", "memory", "heap-buffer-overflow"),
+    "a race in dynamic shared memory": (
+        "mine[0] = 0; shuffle_xor(1.f, 1); out[thread] = dynamic[4 * (thread ^ 32)];",
+        "races",
+        "race: shared memory is accessed by two threads",
+    ),
+    "a vector at an odd place of dynamic shared memory": (
+        "uint32 words[4]; load_shared_words(mine + 2, words);",
+        "results",
+        "misaligned vector access",
+    ),
+    "a copy from an odd address": ("copy_async<8, false>(mine, out + 1);", "results", "misaligned vector access"),
+    "a copy to an odd place": ("copy_async<16, false>(mine + 2, out);", "results", "misaligned vector access"),
+    "a copy from behind an array": (
+        "copy_async<16, false>(mine, out + (thread + 4) / 4 * 4);",
+        "memory",
+        "heap-buffer-overflow",
+    ),
+    "a copy to behind dynamic shared memory": (
+        "copy_async<16, false>(mine + 4, out);",
+        "memory",
+        "heap-buffer-overflow",
+    ),
+    "a place is read while a copy to it is under way": (
+        "copy_async<4, false>(mine, out); copies_commit(); copies_wait<1>(); out[thread] = mine[0];",
+        "races",
+        "race: .* while a copy to it is under way",
+    ),
+    "a place is written while a copy to it is under way": (
+        "copy_async<4, false>(mine, out); copies_commit(); mine[0] = 0; copies_wait<0>();",
+        "races",
+        "race: .* while a copy to it is under way",
+    ),
+    "two copies to a place": (
+        "copy_async<4, false>(mine, out); copy_async<4, false>(mine, out + 1); copies_commit(); copies_wait<0>();",
+        "races",
+        "race: .* while a copy to it is under way",
+    ),
+    "a copy that another thread waits for": (
+        "if (thread == 0) copy_async<4, false>(dynamic, out); copies_commit(); __syncthreads(); copies_wait<0>();"
+        "out[thread] = dynamic[0];",
+        "races",
+        "race: ",
+    ),
+    "sums put where a copy of another thread is under way": (
+        "if (thread == 0) copy_async<4, false>(dynamic, out); copies_commit(); __syncthreads();"
+        "if (thread == 63) dynamic[0] = 0;",
+        "races",
+        "race: .* while a copy to it is under way",
+    ),
 }
 
 
 def run_body(body: str, build: str) -> numpy.ndarray:
-    out = numpy.zeros(64, "float32")
+    out = numpy.arange(64, dtype="float32")
     with memory({"out": out}) as pointers:
-        run(program(KERNEL.format(body=body), build), (1, 1, 64, 1, 0), "P", (pointers["out"],))
+        run(program(KERNEL.format(body=body), build), Launch(1, 1, 64, dynamic_shared=DYNAMIC), "P", (pointers["out"],))
     return out
 
 
@@ -140,17 +193,55 @@ def test_misuse_is_found(name):
 
 @pytest.mark.parametrize("build", ["results", "memory", "races"])
 def test_right_use_is_not(build):
+    """Values go from thread to thread by shared memory, shuffles and copies."""
     body = """
+    copy_async<16, true>(mine, out + thread / 4 * 4);
+    copies_commit();
     shared[thread] = static_cast<float>(thread);
     __syncthreads();
     const float other = shared[63 - thread];
     __syncthreads();
     shared[thread] = other + shuffle_xor(other, 1);
-    out[thread] = shared[thread];
+    copies_wait<0>();
+    __syncthreads();
+    uint32 words[4];
+    load_shared_words(dynamic + 4 * (63 - thread), words);
+    warp_barrier();
+    out[thread] = shared[thread] + 1000 * word_to_float(words[thread % 4]);
     """
     thread = numpy.arange(64)
-    numpy.testing.assert_array_equal(run_body(body, build), (63 - thread) + (63 - (thread ^ 1)))
+    copied = (63 - thread) // 4 * 4 + thread % 4
+    numpy.testing.assert_array_equal(run_body(body, build), (63 - thread) + (63 - (thread ^ 1)) + 1000 * copied)
 
 
 def test_shared_memory_is_not_zero_at_first():
     assert numpy.isnan(run_body("out[thread] = shared[thread];", "results")).all()
+    assert numpy.isnan(run_body("out[thread] = mine[3];", "results")).all()
+
+
+# Three copies in two groups and a third that is not committed; what has come once all but so many groups must have.
+COPIES = """
+for (int i = 0; i < 4; ++i) mine[i] = -1;
+copy_async<4, false>(mine, out);
+copy_async<4, false>(mine + 1, out + 1);
+copies_commit();
+copy_async<4, false>(mine + 2, out + 2);
+copies_commit();
+copies_commit();
+copy_async<4, false>(mine + 3, out + 3);
+copies_wait<PENDING>();
+if (thread == 0) for (int i = 0; i < 4; ++i) out[i] = mine[i];
+"""
+
+
+@pytest.mark.parametrize("build", ["results", "memory"])
+@pytest.mark.parametrize(("pending", "come"), [(3, 0), (2, 2), (1, 3), (0, 3)])
+def test_copies_come_when_they_are_waited_for_and_no_sooner(pending, come, build):
+    """Before, the place holds neither what comes nor what was there."""
+    values = run_body(COPIES.replace("PENDING", str(pending)), build)[:4]
+    numpy.testing.assert_array_equal(values, [*range(come), *[numpy.nan] * (4 - come)])
+
+
+def test_dynamic_shared_memory_is_aligned():
+    body = "out[thread] = static_cast<float>(reinterpret_cast<std::uintptr_t>(dynamic) % 128);"
+    assert not run_body(body, "results").any()

@@ -2,12 +2,22 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <memory>
 #include <vector>
 
 #include "races.hpp"
 #include "runtime.hpp"
 
 namespace cpu {
+
+// An asynchronous copy that is under way: what it brings is written when its thread has waited for it, no sooner.
+struct Copy {
+  unsigned group;  // of this thread: how many were committed before
+  void* to;
+  std::vector<char> bytes;
+};
 
 // One thread of a CTA.
 struct Fiber {
@@ -18,6 +28,8 @@ struct Fiber {
   const char* waits_for = "";
   std::uint32_t step = 0;  // shuffles, barriers and waits passed
   bool done = false;
+  std::deque<Copy> copies;
+  unsigned groups = 0;  // of copies, committed
 };
 
 // Where a number of threads meet; the last to arrive lets all go on.
@@ -44,10 +56,11 @@ struct Cta {
   bool started = false;
   bool done = false;
   char* shared = nullptr;
+  std::unique_ptr<char, decltype(&std::free)> dynamic_shared{nullptr, &std::free};
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::vector<Barrier> barriers;
-  std::vector<Word> words;  // of shared memory
+  std::vector<Word> words;  // of shared memory, then of dynamic shared memory
   // The scheduler's own stack.
   void* stack_pointer = nullptr;
   void* fake_stack = nullptr;
@@ -57,7 +70,7 @@ struct Cta {
 
 struct Launch {
   Index grid;
-  std::uint64_t threads, cluster, order;
+  std::uint64_t threads, cluster, order, dynamic_shared;
 };
 
 extern Launch launch;
@@ -83,6 +96,8 @@ inline int this_warp() { return cluster_thread(*cta, *fiber) / 32; }
 
 // Notes an access of the running thread to the shared memory of `where`.
 void note_access(Cta& where, const void* address, std::size_t bytes, bool write);
+// From now on a copy of the running thread to this place is under way, or has come.
+void note_copy(const void* address, std::size_t bytes, bool coming);
 
 void begin_meetings();  // of a new cluster
 void end_meetings();

@@ -1,6 +1,7 @@
 // One launch: the job comes on standard input, the arrays as the kernel leaves them go to standard output. All numbers
 // are 64-bit words:
-//   grid x, y, threads, CTAs of a cluster, order (as in scheduler.cpp), number of arrays, number of arguments,
+//   grid x, y, threads, CTAs of a cluster, order (as in scheduler.cpp), bytes of dynamic shared memory,
+//   number of arrays, number of arguments,
 //   of each array its bytes and its address modulo 16,
 //   of each argument its bytes, the number of its array or -1, and its value or its offset in the array,
 //   then the arrays.
@@ -32,7 +33,7 @@ struct Argument {
   std::uint64_t value;
 };
 struct Header {
-  std::uint64_t grid_x, grid_y, threads, cluster, order, arrays, arguments;
+  std::uint64_t grid_x, grid_y, threads, cluster, order, dynamic_shared, arrays, arguments;
 };
 
 }  // namespace
@@ -64,7 +65,8 @@ int main() {
   cpu::launch = {{static_cast<unsigned>(header.grid_x), static_cast<unsigned>(header.grid_y), 1},
                  header.threads,
                  header.cluster,
-                 header.order};
+                 header.order,
+                 header.dynamic_shared};
   cpu::run_grid();
   for (std::size_t i = 0; i < arrays.size(); ++i) std::fwrite(memory[i], 1, arrays[i].bytes, stdout);
   std::fflush(stdout);

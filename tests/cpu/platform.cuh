@@ -96,7 +96,7 @@ template <int kWords>
 void check_alignment(const void* address) {
   static_assert(kWords == 1 || kWords == 2 || kWords % 4 == 0, "a vector access moves 4, 8 or 16 bytes");
   constexpr std::uintptr_t kBytes = kWords < 4 ? 4 * kWords : 16;
-  if (reinterpret_cast<std::uintptr_t>(address) % kBytes != 0) cpu::fail("misaligned vector access to global memory");
+  if (reinterpret_cast<std::uintptr_t>(address) % kBytes != 0) cpu::fail("misaligned vector access");
 }
 
 template <Cache, int kWords>
@@ -111,6 +111,36 @@ void store_words(void* address, const uint32 (&words)[kWords]) {
   for (int i = 0; i < kWords; ++i) static_cast<uint32*>(address)[i] = words[i];
 }
 
+inline char* dynamic_shared() { return cpu::dynamic_shared(); }
+
+template <int kWords>
+void load_shared_words(const void* address, uint32 (&words)[kWords]) {
+  load_words<Cache::kKept>(address, words);
+}
+
+template <int kWords>
+void store_shared_words(void* address, const uint32 (&words)[kWords]) {
+  for (int i = 0; i < kWords; ++i) {
+    check_alignment<1>(static_cast<uint32*>(address) + i);
+    static_cast<uint32*>(address)[i] = words[i];
+  }
+}
+
+// Until somebody has waited for it the place holds NaN, whatever was there before.
+template <int kBytes, bool>
+void copy_async(void* to, const void* from) {
+  uint32 words[kBytes / 4], unknown[kBytes / 4];
+  load_words<Cache::kStreamed>(from, words);
+  for (uint32& word : unknown) word = ~0u;
+  store_words<Cache::kKept>(to, unknown);
+  cpu::copy_start(to, words, kBytes);
+}
+inline void copies_commit() { cpu::copies_commit(); }
+template <int kPending>
+void copies_wait() {
+  cpu::copies_wait(kPending);
+}
+
 inline void forget(uint32&) {}
 
 template <class T>
@@ -118,6 +148,8 @@ T shuffle_xor(T value, int lane_mask) {
   cpu::shuffle_xor(&value, sizeof(T), lane_mask);
   return value;
 }
+
+inline void warp_barrier() { shuffle_xor(0, 0); }
 
 inline void barrier(int id, int threads) {
   if (id < 1 || id > 15) cpu::fail("a named barrier has a number from 1 to 15");

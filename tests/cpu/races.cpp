@@ -6,16 +6,40 @@
 
 namespace cpu {
 
+namespace {
+
+// Calls use(word) for the words of shared memory that an access touches.
+void for_each_word(Cta& where, const void* address, std::size_t bytes, const auto& use) {
+  // Below the memory these are huge.
+  const auto fixed = static_cast<std::size_t>(static_cast<const char*>(address) - where.shared);
+  const auto dynamic = static_cast<std::size_t>(static_cast<const char*>(address) - where.dynamic_shared.get());
+  std::size_t first = 0;
+  if (fixed < shared_bytes) {
+    first = fixed;
+  } else if (dynamic < launch.dynamic_shared) {
+    first = (shared_bytes + 3) / 4 * 4 + dynamic;
+  } else {
+    return;
+  }
+  for (std::size_t word = first / 4; word <= (first + bytes - 1) / 4; ++word) use(where.words[word]);
+}
+
+}  // namespace
+
 void note_access(Cta& where, const void* address, std::size_t bytes, bool write) {
   if constexpr (!kRaces) return;
   if (!fiber) return;
-  const auto offset = static_cast<std::size_t>(static_cast<const char*>(address) - where.shared);
-  if (offset >= shared_bytes) return;  // below shared memory it is huge
-  for (std::size_t word = offset / 4; word <= (offset + bytes - 1) / 4; ++word) {
-    if (!races.access(where.words[word], cluster_thread(*cta, *fiber), fiber->step, write)) {
+  for_each_word(where, address, bytes, [&](Word& word) {
+    if (word.coming) fail("race: shared memory is accessed while a copy to it is under way");
+    if (!races.access(word, cluster_thread(*cta, *fiber), fiber->step, write)) {
       fail("race: shared memory is accessed by two threads with no barrier between");
     }
-  }
+  });
+}
+
+void note_copy(const void* address, std::size_t bytes, bool coming) {
+  if constexpr (!kRaces) return;
+  for_each_word(*cta, address, bytes, [&](Word& word) { word.coming = coming; });
 }
 
 }  // namespace cpu

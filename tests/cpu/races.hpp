@@ -35,6 +35,7 @@ struct Access {
 
 // Four bytes of shared memory: who wrote them last, and who read them since.
 struct Word {
+  bool coming = false;  // a copy to it is under way
   Access write = {-1, 0, 0};
   std::vector<Access> reads;
 };

@@ -50,6 +50,12 @@ void shuffle_xor(void* value, int bytes, int lane_mask);
 int cluster_rank();
 void cluster_start();
 
+// Asynchronous copies: started with what they bring, ended for all but the last `pending` groups.
+char* dynamic_shared();
+void copy_start(void* to, const void* bytes, std::size_t size);
+void copies_commit();
+void copies_wait(int pending);
+
 void mailbox_init(void* mailbox);
 void mailbox_expect(void* mailbox, int bytes);
 void mailbox_wait(void* mailbox, int phase);

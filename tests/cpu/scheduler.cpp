@@ -54,7 +54,8 @@ namespace {
 
 constexpr std::size_t kGuard = 4096;
 constexpr std::size_t kStack = 256 << 10;
-constexpr int kPoison = 0xff;  // a byte of NaN in every format: what nobody wrote shows in the results
+constexpr std::size_t kSharedAlignment = 128;  // as platform.cuh of kernels_cu asks for
+constexpr int kPoison = 0xff;                  // a byte of NaN in every format: what nobody wrote shows in the results
 
 // AddressSanitizer has to know on which stack the program is.
 #ifdef CUNORM_ADDRESS
@@ -106,6 +107,8 @@ void start(Fiber& which, unsigned thread) {
   which.thread = thread;
   which.step = 0;
   which.done = false;
+  which.copies.clear();
+  which.groups = 0;
   // As cpu_switch_stacks leaves a stack: six registers, where to go on, and a return address that is never used.
   auto** top = reinterpret_cast<void**>(which.stack + kStack);
   top[-1] = nullptr;
@@ -154,9 +157,14 @@ void start(Cta& which, Index block, int rank) {
   which.rank = rank;
   which.shared = shared_memory_of_this_thread();
   std::fill_n(which.shared, shared_bytes, static_cast<char>(kPoison));
+  // Of its exact size, so that AddressSanitizer sees a byte too far.
+  void* dynamic = nullptr;
+  if (launch.dynamic_shared > 0 && posix_memalign(&dynamic, kSharedAlignment, launch.dynamic_shared) != 0) std::abort();
+  which.dynamic_shared.reset(static_cast<char*>(dynamic));
+  std::fill_n(which.dynamic_shared.get(), launch.dynamic_shared, static_cast<char>(kPoison));
   which.warps.assign(launch.threads / 32, Warp());
   which.barriers.assign(16, Barrier());
-  if (kRaces) which.words.assign(shared_bytes / 4 + 1, Word());
+  if (kRaces) which.words.assign((shared_bytes + 3) / 4 + (launch.dynamic_shared + 3) / 4, Word());
   which.fibers.resize(launch.threads);
   for (unsigned thread = 0; thread < launch.threads; ++thread) start(which.fibers[thread], thread);
   which.started = true;

@@ -1,5 +1,5 @@
-// What threads do together: barriers, shuffles, the mailboxes of a cluster. Misuse that hangs or corrupts a GPU ends
-// the process with a message.
+// What threads do together: barriers, shuffles, the mailboxes of a cluster; and asynchronous copies. Misuse that hangs
+// or corrupts a GPU ends the process with a message.
 #include <cstring>
 #include <map>
 
@@ -89,6 +89,26 @@ void shuffle_xor(void* value, int bytes, int lane_mask) {
   std::memcpy(values[lane], value, static_cast<std::size_t>(bytes));
   meet(warp.meeting, 32, "a shuffle");
   std::memcpy(value, values[lane ^ static_cast<unsigned>(lane_mask)], static_cast<std::size_t>(bytes));
+}
+
+char* dynamic_shared() { return cta->dynamic_shared.get(); }
+
+void copy_start(void* to, const void* bytes, std::size_t size) {
+  const auto* begin = static_cast<const char*>(bytes);
+  fiber->copies.push_back({fiber->groups, to, {begin, begin + size}});
+  note_copy(to, size, true);
+}
+
+void copies_commit() { ++fiber->groups; }
+
+void copies_wait(int pending) {
+  auto& copies = fiber->copies;
+  for (; !copies.empty() && copies.front().group + static_cast<unsigned>(pending) < fiber->groups; copies.pop_front()) {
+    const Copy& copy = copies.front();
+    note_copy(copy.to, copy.bytes.size(), false);
+    note_access(*cta, copy.to, copy.bytes.size(), true);
+    std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
+  }
 }
 
 int cluster_rank() { return cta->rank; }
