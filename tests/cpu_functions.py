@@ -15,6 +15,8 @@ from cunorm.problem import Problem
 # One multiprocessor: a few rows already make a CTA or a cluster take several, one after the other.
 SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1))
 WITHOUT_CLUSTERS = Device("one SM without clusters", 80, 1, 163 << 10)
+# Enough that a CTA of sum_partials does not read all partial rows at once.
+MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2))
 
 Array = numpy.ndarray | None
 

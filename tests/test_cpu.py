@@ -9,7 +9,7 @@ import pytest
 from arrays import in_wider_rows, inputs, misplaced
 from cases import DTYPES, OFFSETS
 from cpu_device import BUILDS, ORDERS, Machine, missing
-from cpu_functions import SMALL, WITHOUT_CLUSTERS, backward, check, forward
+from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS, backward, check, forward
 from functions import OPS
 from problems import problem
 
@@ -31,8 +31,6 @@ class Shape(NamedTuple):
 
 
 LITTLE_SHARED = Device("one SM of a T4", 75, 1, 64 << 10)
-# Enough of them that a CTA of sum_partials does not read all partial rows at once.
-MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2))
 PARAMETERS = {"forward": ("weight", "bias"), "backward": ("weight",)}
 SHAPES = (
     Shape(3, 1, "float32", SMALL, "a row is its own mean"),

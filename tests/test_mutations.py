@@ -11,7 +11,7 @@ import numpy
 import pytest
 from arrays import inputs, misplaced
 from cpu_device import ORDERS, Machine, missing
-from cpu_functions import SMALL, WITHOUT_CLUSTERS, check
+from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS, check
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
@@ -26,6 +26,9 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "CTA": (8, 4096, "float32", {}),
     "cluster": (5, 16400, "float32", {}),
     "cluster, odd": (3, 12001, "float64", {}),
+    "places": (150, 36, "float32", {}),  # three for a row; five turns
+    "wide weight": (40, 129, "bfloat16", {"weight": "float32"}),
+    "partial rows": (80, 1536, "float32", {"device": MANY_SMS}),
     "streamed": (5, 8201, "float64", {"device": WITHOUT_CLUSTERS}),
     "misplaced": (3, 136, "float16", {"misplaced": True}),
 }
@@ -43,8 +46,8 @@ MUTATIONS = (
     # Synchronisation
     Mutation(
         "no barrier of the CTA between slots written and read",
-        "if constexpr (kRows == 1) {\n        __syncthreads();",
-        "if constexpr (kRows == 1) {",
+        "at most four CTAs.\n    __syncthreads();",
+        "at most four CTAs.",
         "CTA",
         (("results", "elements are wrong"), ("races", "race:")),
     ),
@@ -71,17 +74,31 @@ MUTATIONS = (
     ),
     Mutation(
         "sum_partials without its barrier",
-        "__syncthreads();\n  const Compute total",
-        "const Compute total",
+        "__syncthreads();\n  const int64 own",
+        "const int64 own",
         "lanes",
         (("results", "dweight: .* elements are wrong"), ("races", "race:")),
     ),
     Mutation(
-        "store_partial without its barrier",
-        "if (kTurns > 1) __syncthreads();",
-        "",
+        "store_partial without the barrier before its sums take the place of rows",
+        "(kRows * Shape::kThreads);\n    __syncthreads();",
+        "(kRows * Shape::kThreads);",
         "groups of warps",
         (("races", "race:"),),
+    ),
+    Mutation(
+        "store_partial without the barrier before it adds up",
+        "__syncthreads();\n    for (int column",
+        "for (int column",
+        "groups of warps",
+        (("results", "dweight: .* elements are wrong"), ("races", "race:")),
+    ),
+    Mutation(
+        "rows of a CTA share slots",
+        "exchange = exchanges[row_group];",
+        "exchange = exchanges[0];",
+        "groups of warps",
+        (("results", "dx: .* elements are wrong"), ("races", "race:")),
     ),
     Mutation(
         "one set of slots",
@@ -92,8 +109,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a barrier that only some threads reach",
-        "if (kTurns > 1) __syncthreads();",
-        "if (kTurns > 1 && turn == 0) __syncthreads();",
+        "(kRows * Shape::kThreads);\n    __syncthreads();",
+        "(kRows * Shape::kThreads);\n    if (threadIdx.x < 32) __syncthreads();",
         "groups of warps",
         (("results", "deadlock: .* a barrier"),),
     ),
@@ -147,6 +164,183 @@ MUTATIONS = (
         "cluster",
         (("results", "a CTA is written that does not run|not initialised"),),
     ),
+    # Rows in shared memory
+    Mutation(
+        "one group of copies more is left pending",
+        "copies_wait<kAhead - 1>();",
+        "copies_wait<kAhead>();",
+        "CTA",
+        (
+            ("results", "dx: .* elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "one group of copies more is left pending, forward",
+        "copies_wait<kAhead - 1>();",
+        "copies_wait<kAhead>();",
+        "cluster",
+        (
+            ("results", "y: .* elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "nobody waits for copies",
+        "DEVICE static void arrived() { copies_wait<kAhead - 1>(); }",
+        "DEVICE static void arrived() {}",
+        "places",
+        (
+            ("results", "elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "copies are not committed",
+        "DEVICE static void sent() { copies_commit(); }",
+        "DEVICE static void sent() {}",
+        "CTA",
+        (
+            ("results", "elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "no commit in turns with nothing to ask for",
+        "RowsX::sent();\n    if constexpr (!Needs::kDx)",
+        "if (row + RowsX::kAhead * row_step < rows) RowsX::sent();\n    if constexpr (!Needs::kDx)",
+        "CTA",
+        (
+            ("results", "elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "asks into the place of the present row",
+        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);",
+        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead);",
+        "CTA",
+        (
+            ("results", "elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "asks into the place of the present row, forward",
+        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);",
+        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead);",
+        "cluster",
+        (
+            ("results", "y: .* elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "asks for the same row again",
+        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);",
+        "rows_x.ask(row + (RowsX::kAhead - 1) * row_step, RowsX::kAhead - 1);",
+        "places",
+        (("results", "elements are wrong"),),
+    ),
+    Mutation(
+        "the ring has no way back but to its first place",
+        "place(turn < kStages ? turn : turn - kStages)",
+        "place(turn < kStages ? turn : 0)",
+        "places",
+        (
+            ("results", "elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "the ring has no end",
+        "taken = taken == kStages - 1 ? 0 : taken + 1;",
+        "taken = taken + 1;",
+        "CTA",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "asks for a row more ahead than there are places",
+        "static constexpr int kAhead = kStages - 1;",
+        "static constexpr int kAhead = kStages;",
+        "CTA",
+        (
+            ("results", "elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "asks for a row too few at first",
+        "for (int ahead = 0; ahead < RowsX::kAhead; ++ahead) {",
+        "for (int ahead = 0; ahead < RowsX::kAhead - 1; ++ahead) {",
+        "CTA",
+        (("results", "elements are wrong"),),
+    ),
+    Mutation(
+        "a place too few",
+        "static constexpr int kBytes = kStages * kRows * kRowBytes;",
+        "static constexpr int kBytes = (kStages - 1) * kRows * kRowBytes;",
+        "CTA",
+        (
+            ("results", "elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "rows of a CTA share places",
+        "offset(offset + static_cast<int>(threadIdx.x) / Shape::kThreads * kRowBytes)",
+        "offset(offset)",
+        "groups of warps",
+        (
+            ("results", "elements are wrong"),
+            ("races", "race:"),
+        ),
+    ),
+    Mutation(
+        "places as long as the whole row",
+        "load.template copy<kNeighbours>(to, Shape::column(0, p), row, column,",
+        "load.template copy<kNeighbours>(to, Shape::column(rank, p), row, column,",
+        "cluster",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "the weight lies where dy does",
+        "RowsX::kBytes + RowsDy::kBytes + row_group",
+        "RowsX::kBytes + row_group",
+        "cluster",
+        (
+            ("results", "dx: .* elements are wrong"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "rows of a CTA share the place of the weight",
+        "row_group * (Shape::kSlice * Scale::kColumnBytes)",
+        "0",
+        "wide weight",
+        (("races", "race:"),),
+    ),
+    Mutation(
+        "the weight lies beyond its place",
+        "scale.copy(dynamic_shared() + weight_offset, Shape::column(0, p),",
+        "scale.copy(dynamic_shared() + weight_offset, Shape::column(rank, p),",
+        "cluster",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "a row that is not there is read",
+        "active ? Shape::valid(Shape::column(rank, p)) : 0",
+        "Shape::valid(Shape::column(rank, p))",
+        "lanes",
+        (("results", "dweight: .* elements are wrong"),),
+    ),
+    Mutation(
+        "vectors copied where the address does not allow them",
+        "copy_pack<kAligned, kPack, kNeighbours>(",
+        "copy_pack<true, kPack, kNeighbours>(",
+        "misplaced",
+        (("results", "misaligned vector access"),),
+    ),
     # Bounds
     Mutation(
         "whole packs beyond the row",
@@ -185,15 +379,29 @@ MUTATIONS = (
     ),
     Mutation(
         "x of a row that is not there",
-        "const int valid = active ? Shape::valid(column) : 0;",
-        "const int valid = Shape::valid(column);",
+        "load.fetch(to[p], row, column, active ? Shape::valid(column) : 0);",
+        "load.fetch(to[p], row, column, Shape::valid(column));",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
-        "partial sums beyond the last column",
-        "if (first_column + lane < cols) {",
-        "{",
+        "a copy of a row that is not there",
+        "if (row < rows) {\n#pragma",
+        "{\n#pragma",
+        "lanes",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "rstd of a row that is not there",
+        "next_rstd = next < rows ? rstd[next] : 0;",
+        "next_rstd = rstd[next];",
+        "lanes",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "gradients beyond the last column",
+        "if (threadIdx.x < 32 && own < cols) {",
+        "if (threadIdx.x < 32) {",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -206,7 +414,7 @@ MUTATIONS = (
     ),
     Mutation(
         "shared memory too small",
-        "sums[32][33];",
+        "sums[32][32];",
         "sums[32][31];",
         "lanes",
         (("memory", "runtime error: index .* out of bounds"),),
@@ -318,11 +526,60 @@ MUTATIONS = (
         (("results", "dweight: .* elements are wrong"),),
     ),
     Mutation(
-        "dbias without what one group of rows holds",
-        "if (kTurns > 1 && next > 0) {",
-        "if (kTurns > 1 && next > 1) {",
+        "dweight without what one group of rows holds",
+        "for (int other = 1; other < kHolders; ++other)",
+        "for (int other = 1; other < kHolders - 1; ++other)",
         "groups of warps",
-        (("results", "elements are wrong"),),
+        (("results", "dweight: .* elements are wrong"),),
+    ),
+    Mutation(
+        "dweight without what half of a warp holds",
+        "mask < 32; mask *= 2) sums[p][i] +=",
+        "mask < 16; mask *= 2) sums[p][i] +=",
+        "lanes",
+        (("results", "dweight: .* elements are wrong"),),
+    ),
+    Mutation(
+        "partial rows that are not whole packs",
+        "return (cols + 3) / 4 * 4;",
+        "return cols;",
+        "lanes",
+        (("results", "misaligned vector access"),),
+    ),
+    Mutation(
+        "partial rows further apart",
+        "return (cols + 3) / 4 * 4;",
+        "return (cols + 7) / 4 * 4;",
+        "partial rows",
+        (("results", "d(weight|bias): .* elements are wrong"), ("memory", "AddressSanitizer: heap-buffer-overflow")),
+    ),
+    Mutation(
+        "sum_partials without a partial row",
+        "group < groups; group += blockDim.x / kLanes",
+        "group < groups - 1; group += blockDim.x / kLanes",
+        "partial rows",
+        (("results", "dweight: .* elements are wrong"),),
+    ),
+    Mutation(
+        "sum_partials without the rows beyond those of the first reading",
+        "group < groups; group += blockDim.x / kLanes",
+        "group < groups; group += groups",
+        "partial rows",
+        (("results", "dweight: .* elements are wrong"),),
+    ),
+    Mutation(
+        "sum_partials without a warp",
+        "for (int warp = 0; warp < blockDim.x / 32; ++warp)",
+        "for (int warp = 0; warp < blockDim.x / 32 - 1; ++warp)",
+        "partial rows",
+        (("results", "dweight: .* elements are wrong"),),
+    ),
+    Mutation(
+        "sum_partials without half of a warp",
+        "for (int mask = kLanes; mask < 32; mask *= 2)",
+        "for (int mask = kLanes; mask < 16; mask *= 2)",
+        "partial rows",
+        (("results", "dweight: .* elements are wrong"),),
     ),
 )
 
@@ -343,7 +600,9 @@ class Edit:
 def run(case: str, machine: Machine) -> None:
     rows, cols, dtype, options = CASES[case]
     options = {"device": SMALL, **options}
-    x, dy, weight, bias = inputs(numpy, rows, cols, dtype, offset=options.pop("offset", 1.0))
+    x, dy, weight, bias = inputs(
+        numpy, rows, cols, dtype, offset=options.pop("offset", 1.0), weight=options.pop("weight", None)
+    )
     if options.pop("misplaced", False):
         x, dy, weight, bias = (misplaced(array, 1) for array in (x, dy, weight, bias))
     check(machine, "layer_norm", x, dy, weight, bias, **options)
