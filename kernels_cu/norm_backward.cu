@@ -79,8 +79,9 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   Compute dweight[kPacks][kPack] = {};
   Compute dbias[kPacks][kPack] = {};
 
-  // The weight stays in registers from row to row where 8 of them hold it, else in shared memory.
-  constexpr bool kWeightStays = kPacks * sizeof(typename Scale::Operands) <= 32;
+  // The weight stays in registers from row to row where 16 of them hold it and no more than two packs need others, else
+  // in shared memory.
+  constexpr bool kWeightStays = kPacks <= 2 && kPacks * sizeof(typename Scale::Operands) <= 64;
   typename Scale::Operands weight[kWeightStays ? kPacks : 1];
   const int weight_offset = RowsX::kBytes + RowsDy::kBytes + row_group * (Shape::kSlice * Scale::kColumnBytes);
 #pragma unroll
