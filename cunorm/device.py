@@ -18,8 +18,8 @@ class Device:
     arch: int
     sms: int
     shared: int  # bytes of shared memory that a CTA may have
-    # How many clusters of 2, 4, 8 and 16 CTAs run at once with a CTA to an SM; () without clusters. Less than sms / size:
-    # a cluster lies within a GPC, whose number of SMs is no multiple of 8.
+    # How many clusters of 2, 4, 8 and 16 CTAs run at once with a CTA to an SM; () without clusters. Less than
+    # sms / size: a cluster lies within a GPC, whose number of SMs is no multiple of 8.
     clusters: tuple[int, ...] = ()
 
     def resident_clusters(self, size: int, ctas_per_sm: int, sm_margin: int = 0) -> int:

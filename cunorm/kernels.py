@@ -173,8 +173,8 @@ def _entry(spec: KernelSpec) -> str:
     if spec.kernel == "forward":
         parameters = forward_parameters
         call = (
-            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {_cpp(spec.operands_stay)}, {_cpp(spec.once)}, "
-            f"{compute}>"
+            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {_cpp(spec.operands_stay)}, "
+            f"{_cpp(spec.once)}, {compute}>"
             f"({load_x}, {store_y}, mean, rstd, rows, eps)"
         )
     elif spec.kernel == "forward_streamed":
@@ -203,11 +203,12 @@ def _entry(spec: KernelSpec) -> str:
         )
     else:
         parameters = f"const {x}* partials, {y}* first, {y}* second, int64 groups, int64 cols"
-        call = "sum_partials(partials + blockIdx.y * groups * partial_stride(cols), blockIdx.y ? second : first, groups, cols)"
+        of_this = "partials + blockIdx.y * groups * partial_stride(cols), blockIdx.y ? second : first"
+        call = f"sum_partials({of_this}, groups, cols)"
     rows = ""
     if spec.kernel in ("forward", "backward"):
         kind = (
-            f"SharedRows<{row_shape}, {spec.rows_per_cta}, {spec.stages}, Load>"
+            f"SharedRows<{row_shape}, {spec.rows_per_cta}, {spec.stages}, {_cpp(spec.ask_early)}, Load>"
             if spec.stages
             else f"RegisterRows<{row_shape}, {spec.rows_per_cta}, {_cpp(spec.prefetch)}, Load>"
         )

@@ -48,6 +48,7 @@ class KernelSpec:
     ctas_per_sm: int = 1
     prefetch: bool = False
     stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
+    ask_early: bool = False  # the next row is asked for before the present one is summed up
     streamed_y: bool = False  # y past L1
     operands_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
     once: bool = False  # forward: the grid has a CTA for every row
@@ -91,7 +92,8 @@ class Plan:
             lines.append(
                 f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.rows_per_cta} rows a CTA, "
                 f"{shape.threads} threads x {shape.packs} packs of {shape.pack} cols a row, cluster {shape.cluster}, "
-                f"{'16-byte' if spec.aligned else 'element'} access, {shared_memory(spec)} bytes of shared memory"
+                f"{'16-byte' if spec.aligned else 'element'} access, "
+                f"{shared_memory(spec) + step.dynamic_shared} bytes of shared memory"
             )
         return "\n".join(lines)
 
@@ -107,6 +109,10 @@ class Tier(NamedTuple):
     visits: int = 0  # rows that a CTA takes one after the other; 0: it stays until none is left
     prefetch: bool = False  # rows wait in registers: ask for the next one before reducing the present one
     stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA, 0 for registers
+    ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
+    # x and weight have 16 bits: of float32, 1024 cols by RMSNorm 0.99 asking late, 0.76 asking early
+    idle: int = 0  # SMs that are left idle
+    operands: int = 64  # bytes of weight and bias that a thread of the forward pass keeps in registers
     streamed_y: bool = False  # y is stored past L1
 
 
@@ -114,40 +120,40 @@ class Tier(NamedTuple):
 FORWARD = (
     Tier(16, (2,), 1, 128, 1024, 1),  # 32 cols 0.96, 128 cols 0.93; y past L1 0.94, 0.90
     Tier(64, (2,), 1, 128, 1024, 1, streamed_y=True),  # 256 cols 0.98; y through L1 0.95
-    Tier(128, (4,), 1, 128, 768, 1, streamed_y=True),  # 1024 cols 0.98
+    # Weight and bias asked for with x: a row of 1024 alone 1.6 us, only when it is summed up 2.2; of 4096 1.9 and 2.5.
+    Tier(128, (4,), 1, 128, 768, 1, streamed_y=True, operands=128),  # 1024 cols 1.01
     Tier(256, (2,), 1, 128, 768, prefetch=True, streamed_y=True),  # 2048 cols 0.97; y through L1 0.95
-    Tier(2048, (4, 3, 2), 1, 128, 1024, 1, streamed_y=True),  # 4096 to 16384 cols 0.98
+    Tier(512, (4, 3, 2), 1, 128, 768, 1, streamed_y=True, operands=128),  # 4096 cols 0.98
+    Tier(2048, (4, 3, 2), 1, 128, 1024, 1, streamed_y=True),  # 8192 and 16384 cols 0.98
     Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.98; y past L1 0.97
-    Tier(8192, (8,), 2, 512, 512, stages=2),  # 65536 cols 0.96; three places 0.95
-    Tier(16384, (8,), 4, 512, 512, stages=2),  # 131072 cols 0.98
-    Tier(32768, (8,), 8, 512, 512, stages=2),  # 262144 cols 0.97
-    Tier(65536, (8,), 16, 512, 512, stages=2),
+    Tier(8192, (8,), 2, 512, 512, stages=2, operands=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
+    Tier(16384, (8,), 4, 512, 512, stages=2, operands=256),  # 131072 cols 0.98
+    Tier(32768, (8,), 8, 512, 512, stages=2, operands=256),  # 262144 cols 0.97
+    Tier(65536, (8,), 16, 512, 512, stages=2, operands=256),
     # With wider weight and bias, of which a thread can keep half as many.
-    Tier(8192, (4,), 4, 512, 512, stages=3),
-    Tier(16384, (4,), 8, 512, 512, stages=3),
-    Tier(32768, (4,), 16, 512, 512, stages=3),
+    Tier(8192, (4,), 4, 512, 512, stages=3, operands=256),
+    Tier(16384, (4,), 8, 512, 512, stages=3, operands=256),
+    Tier(32768, (4,), 16, 512, 512, stages=3, operands=256),
 )
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
-    Tier(32, (2,), 1, 256, 512, stages=3),  # 128 cols 0.94, 256 cols 0.93
-    Tier(256, (2,), 1, 448, 448, stages=3),  # 512 cols 0.95, 1024 cols 0.95, 2048 cols 0.93
-    Tier(1024, (2,), 1, 512, 512, stages=3),  # 4096 cols 0.94, 8192 cols 0.95
+    Tier(32, (2,), 1, 256, 512, stages=3, ask_early=("layer_norm", "rms_norm")),  # 128 cols 0.94, 256 cols 0.93
+    Tier(256, (2,), 1, 448, 448, stages=3, ask_early=("rms_norm",)),  # 512 cols 0.95, 1024 cols 0.95, 2048 cols 0.93
+    Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
     Tier(2048, (4,), 2, 256, 256, stages=3),  # 16384 cols 0.96
     Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.92
-    Tier(8192, (4,), 4, 512, 512, stages=3),  # 65536 cols 0.93
+    Tier(8192, (4,), 4, 512, 512, stages=3, idle=8),  # 65536 cols 0.95; all SMs 0.93
     Tier(16384, (4,), 8, 512, 512, stages=3),  # 131072 cols 0.95
     Tier(32768, (4,), 16, 512, 512, stages=2),  # 262144 cols 0.84
-    Tier(2048, (4,), 1, 512, 512, stages=2),  # without clusters
 )
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
 STREAMED_THREADS = 512
 SUM_THREADS = 256
 SUM_COLUMNS = 32
-OPERAND_BYTES = 256  # of weight and bias that a thread keeps in registers where the rows take none
-WEIGHT_BYTES = 32  # of the weight that a thread of the backward pass keeps in registers; norm_backward.cu says the same
+WEIGHT_BYTES = 64  # of the weight that a thread of the backward pass keeps in registers; norm_backward.cu says the same
 GRID_LIMIT = 2**31 - 1
 MAILBOX = 8  # bytes
 
@@ -162,7 +168,7 @@ def shared_memory(spec: KernelSpec) -> int:
     """Bytes of static shared memory; the compile test holds it against ptxas."""
     compute = 8 if spec.x == "float64" else 4
     if spec.kernel == "sum_partials":
-        return compute * 32 * 32
+        return compute * 32 * 33
     if spec.kernel == "weight_gradient_partials":
         return 0
     slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
@@ -175,7 +181,7 @@ def shared_memory(spec: KernelSpec) -> int:
 
 
 def dynamic_shared(spec: KernelSpec) -> int:
-    """Bytes of shared memory that the launch asks for: places of rows and weights, afterwards sums of the row groups."""
+    """Bytes of shared memory that the launch asks for: places of rows and weights, later sums of the row groups."""
     if spec.kernel not in ("forward", "backward"):
         return 0
     shape, rows = spec.shape, spec.rows_per_cta
@@ -184,7 +190,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
         return columns * spec.stages * ITEMSIZE[spec.x]
     places = columns * spec.stages * (ITEMSIZE[spec.x] + ITEMSIZE[spec.y])
     weight = ITEMSIZE[spec.weight] if spec.weight else 0
-    if shape.packs * shape.pack * weight > WEIGHT_BYTES:
+    if shape.packs > 2 or shape.packs * shape.pack * weight > WEIGHT_BYTES:
         places += columns * weight
     # A warp holds a row group, or several whose sums it adds up by shuffles.
     holders = rows * shape.threads // max(WARP, shape.threads)
@@ -260,32 +266,44 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
     )
     spec = _spec(problem, problem.direction, shape)
     operands = shape.packs * pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
-    if problem.direction == "forward" and tier.stages and operands > OPERAND_BYTES:
+    if problem.direction == "forward" and tier.stages and operands > tier.operands:
+        return None
+    # 128 registers a thread are too few for a weight wider than x beside the accumulators of four packs.
+    wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
+    if problem.direction == "backward" and wide and shape.packs == 4 and shape.threads > 256:
         return None
     resident = tier.resident // 2 if problem.x == "float64" and not tier.stages else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not spec.aligned and not tier.stages:
         resident = tier.resident // 2
-    ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta))
+    ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1
     prefetch = tier.prefetch and _next_row_fits(problem, shape, device)
-    # Of the others ptxas spilled 4 to 176 bytes.
+    # Of the others with rows in shared memory ptxas spilled 4 to 176 bytes.
     plain = spec.aligned and problem.x == problem.y != "float64" and (shape.packs <= 4 or tier.cluster < 16)
     plain = plain and (device.arch < 100 or problem.op == "rms_norm")
-    operands_stay = operands <= (OPERAND_BYTES if tier.stages and plain else OPERAND_BYTES // 4)
+    # With rows in registers it did on sm_80.
+    fit = plain if tier.stages else operands <= 64 or device.arch >= 90
+    operands_stay = operands <= tier.operands and fit
     spec = replace(
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=ctas_per_sm,
         prefetch=prefetch,
+        ask_early=problem.op in tier.ask_early and max(ITEMSIZE[problem.x], ITEMSIZE[problem.weight or "float16"]) == 2,
         streamed_y=tier.streamed_y,
         operands_stay=problem.direction == "forward" and operands_stay,
     )
+    if tier.stages and problem.rows <= device.sms:
+        rows_per_cta = 1  # backward of 32 x 1024: 4.6 us, with the rows of seven in a CTA 5.8
     # Fewer places where they do not all fit (a wide dy, less shared memory), then fewer rows; two are the fewest.
     for rows in range(rows_per_cta, 0, -1) if tier.stages else ():
         for stages in range(tier.stages, 1, -1):
             fitting = replace(spec, rows_per_cta=rows, stages=stages)
-            if shared_memory(fitting) + dynamic_shared(fitting) <= device.shared:
-                return fitting
+            needed = shared_memory(fitting) + dynamic_shared(fitting)
+            if needed <= device.shared:
+                # Each CTA takes 1 KB besides its own.
+                fit = (device.shared + 1024) // (needed + 1024)
+                return replace(fitting, ctas_per_sm=min(ctas_per_sm, fit))
     return None if tier.stages else spec
 
 
@@ -305,21 +323,24 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
     if choice is None:
         spec = _spec(problem, "forward_streamed", RowShape(16 // ITEMSIZE[problem.x], STREAMED_THREADS, 1))
         spec = replace(spec, streamed_y=True)
-        visits = 1
+        visits, idle = 1, 0
     else:
         tier, spec = choice
-        visits = tier.visits
+        visits, idle = tier.visits, tier.idle
         # Without the state of a loop over rows the kernel has registers to spare.
-        spec = replace(spec, once=visits == 1 and not problem.sm_margin and problem.rows <= GRID_LIMIT)
+        once = visits == 1 and not problem.sm_margin and problem.rows <= GRID_LIMIT
+        spec = replace(spec, once=once, operands_stay=spec.operands_stay and (once or visits != 1))
     groups = min(_ceil_div(problem.rows, spec.rows_per_cta * max(1, visits)), GRID_LIMIT // spec.shape.cluster)
     if visits == 0 or problem.sm_margin:
-        groups = min(groups, device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin))
+        margin = max(problem.sm_margin, idle)
+        groups = min(groups, device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, margin))
     return Plan(problem, device, _tier(spec), (Step(spec, (groups * spec.shape.cluster, 1, 1), dynamic_shared(spec)),))
 
 
-def _resident_groups(problem: Problem, spec: KernelSpec, device: Device) -> int:
+def _resident_groups(problem: Problem, spec: KernelSpec, device: Device, idle: int = 0) -> int:
     """As many CTAs (or clusters) as run at once, no more than the rows need."""
-    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin)
+    margin = max(problem.sm_margin, idle)
+    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, margin)
     return min(_ceil_div(problem.rows, spec.rows_per_cta), resident)
 
 
@@ -333,8 +354,8 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     steps: list[Step] = []
     groups = 0
     if choice is not None:
-        _, spec = choice
-        groups = min(_resident_groups(problem, spec, device), most_groups)
+        tier, spec = choice
+        groups = min(_resident_groups(problem, spec, device, tier.idle), most_groups)
         steps.append(Step(spec, (groups * spec.shape.cluster, 1, 1), dynamic_shared(spec)))
     else:
         pack = 16 // ITEMSIZE[problem.x]

@@ -31,12 +31,14 @@ struct LoadRows {
 
   static constexpr int kColumnBytes = sizeof(T);
   static constexpr bool kVectors = kAligned;
-  template <bool kNeighbours>
+  template <int kColumns, bool kNeighbours>
   DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
-    copy_pack<kAligned, kPack, kNeighbours>(reinterpret_cast<T*>(place) + slot, data + row * row_stride + column, valid);
+    SharedPacks<T, kPack, kColumns>::template copy<kAligned, kNeighbours>(place, slot, data + row * row_stride + column,
+                                                                          valid);
   }
-  DEVICE void read(Packed& pack, const char* place, int slot, int valid) const {
-    load_shared_pack(pack, place + slot * kColumnBytes, valid);
+  template <int kColumns>
+  DEVICE void read(Packed& pack, char* place, int slot, int valid) const {
+    SharedPacks<T, kPack, kColumns>::read(pack, place, slot, valid);
   }
 };
 
@@ -100,12 +102,14 @@ struct ScaleByWeight {
   DEVICE void fetch(Operands& operands, int64 column, int valid) const {
     if constexpr (kPresent<Weight>) load_pack<kAligned, Cache::kKept>(operands, weight + column, valid);
   }
+  template <int kColumns>
   DEVICE void copy(char* place, int slot, int64 column, int valid) const {
     if constexpr (kPresent<Weight>)
-      copy_pack<kAligned, kPack, false>(reinterpret_cast<Weight*>(place) + slot, weight + column, valid);
+      SharedPacks<Weight, kPack, kColumns>::template copy<kAligned, false>(place, slot, weight + column, valid);
   }
-  DEVICE void read(Operands& operands, const char* place, int slot, int valid) const {
-    if constexpr (kPresent<Weight>) load_shared_pack(operands, place + slot * kColumnBytes, valid);
+  template <int kColumns>
+  DEVICE void read(Operands& operands, char* place, int slot, int valid) const {
+    if constexpr (kPresent<Weight>) SharedPacks<Weight, kPack, kColumns>::read(operands, place, slot, valid);
   }
   template <class Compute>
   DEVICE void apply(const Compute (&dy)[kPack], const Operands& operands, Compute (&g)[kPack]) const {

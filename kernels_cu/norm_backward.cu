@@ -79,8 +79,9 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   Compute dweight[kPacks][kPack] = {};
   Compute dbias[kPacks][kPack] = {};
 
-  // The weight stays in registers from row to row where 8 of them hold it, else in shared memory.
-  constexpr bool kWeightStays = kPacks * sizeof(typename Scale::Operands) <= 32;
+  // The weight stays in registers from row to row where 16 of them hold it and no more than two packs need others, else
+  // in shared memory.
+  constexpr bool kWeightStays = kPacks <= 2 && kPacks * sizeof(typename Scale::Operands) <= 64;
   typename Scale::Operands weight[kWeightStays ? kPacks : 1];
   const int weight_offset = RowsX::kBytes + RowsDy::kBytes + row_group * (Shape::kSlice * Scale::kColumnBytes);
 #pragma unroll
@@ -89,7 +90,8 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     if constexpr (kWeightStays) {
       scale.fetch(weight[p], column, Shape::valid(column));
     } else {
-      scale.copy(dynamic_shared() + weight_offset, Shape::column(0, p), column, Shape::valid(column));
+      scale.template copy<Shape::kSlice>(dynamic_shared() + weight_offset, Shape::column(0, p), column,
+                                         Shape::valid(column));
     }
   }
 
@@ -113,13 +115,14 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
       typename LoadDy::Packed dy;
       typename Scale::Operands late;
       Compute xhat[kPack], grad[kPack], g[kPack];
-      rows_x.read(x, p);
       rows_dy.read(dy, p);
-      if constexpr (!kWeightStays)
-        scale.read(late, dynamic_shared() + weight_offset, Shape::column(0, p), Shape::valid(Shape::column(rank, p)));
-      load_x.unpack(x, xhat);
       load_dy.unpack(dy, grad);
+      if constexpr (!kWeightStays)
+        scale.template read<Shape::kSlice>(late, dynamic_shared() + weight_offset, Shape::column(0, p),
+                                           Shape::valid(Shape::column(rank, p)));
       scale.apply(grad, kWeightStays ? weight[kWeightStays ? p : 0] : late, g);
+      rows_x.read(x, p);
+      load_x.unpack(x, xhat);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) xhat[i] = (xhat[i] - row_mean) * row_rstd;
       use(p, xhat, grad, g);
@@ -134,9 +137,15 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     const int64 next = row + row_step;
     next_mean = !kRms && next < rows ? mean[next] : 0;
     next_rstd = next < rows ? rstd[next] : 0;
+    const auto ask_next = [&] {
+      rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
+      rows_dy.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
+      RowsX::sent();
+    };
     RowsX::arrived();
     rows_x.take(row);
     rows_dy.take(row);
+    if constexpr (RowsX::kAskEarly) ask_next();
 
     Compute c1 = 0;
     Compute c2 = 0;
@@ -155,10 +164,7 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
       if constexpr (kExchanges && kRms) exchange.publish(turn, rank, {c1});
       if constexpr (kExchanges && !kRms) exchange.publish(turn, rank, {c1, c2});
     }
-    // Not before: copies asked for while the packs are read cost 16384 x 16384 on an H200 630 us instead of 387.
-    rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
-    rows_dy.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
-    RowsX::sent();
+    if constexpr (!RowsX::kAskEarly) ask_next();
     if constexpr (!Needs::kDx) continue;
 
     if constexpr (kExchanges) {

@@ -10,9 +10,10 @@
 namespace cunorm {
 
 // Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. With
-// kOperandsStay weight and bias stay in registers from row to row. mean and rstd may be null: then nobody will read them.
-template <bool kRms, class Shape, int kRows, template <class> class Rows, bool kOperandsStay, bool kOnce,
-          class Compute, class Load, class Store>
+// kOperandsStay weight and bias stay in registers from row to row. mean and rstd may be null: then nobody will read
+// them.
+template <bool kRms, class Shape, int kRows, template <class> class Rows, bool kOperandsStay, bool kOnce, class Compute,
+          class Load, class Store>
 DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;

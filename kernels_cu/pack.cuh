@@ -109,25 +109,48 @@ DEVICE void load_pack(Pack<T, kPack>& pack, const T* address, int valid) {
   }
 }
 
-// A whole pack from shared memory, or zeros.
-template <class T, int kPack>
-DEVICE void load_shared_pack(Pack<T, kPack>& pack, const void* address, int valid) {
-#pragma unroll
-  for (int i = 0; i < Pack<T, kPack>::kWords; ++i) pack.words[i] = 0;
-  if (valid > 0) load_shared_words(address, pack.words);
-}
+// How kColumns columns of packs lie in shared memory: a pack of more than 16 bytes in pieces, the first pieces of all
+// packs side by side, then the second, so that neighbouring threads meet no bank conflicts.
+template <class T, int kPack, int kColumns>
+struct SharedPacks {
+  static constexpr int kPiece = kPack * sizeof(T) < 16 ? kPack * sizeof(T) : 16;
+  static constexpr int kPieces = kPack * sizeof(T) / kPiece;
+  static constexpr int kStride = kColumns / kPack * kPiece;
+  static constexpr int kWords = kPiece / 4;
 
-// Copies the first `valid` columns of a pack to shared memory, asynchronously where it is whole; the others become zero.
-template <bool kAligned, int kPack, bool kNeighbours, class T>
-DEVICE void copy_pack(T* to, const T* from, int valid) {
-  if (kAligned && valid >= kPack) {
-    copy_async<kPack * sizeof(T), kNeighbours>(to, from);
-  } else if (valid > 0) {
-    Pack<T, kPack> pack;
-    load_pack<false, Cache::kStreamed>(pack, from, valid);
-    store_shared_words(to, pack.words);
+  DEVICE static char* piece(char* place, int column, int i) { return place + column / kPack * kPiece + i * kStride; }
+
+  // Copies the first `valid` columns, asynchronously where the pack is whole; the others become zero.
+  template <bool kAligned, bool kNeighbours>
+  DEVICE static void copy(char* place, int column, const T* from, int valid) {
+    if (kAligned && valid >= kPack) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+        copy_async<kPiece, kNeighbours>(piece(place, column, i), reinterpret_cast<const char*>(from) + i * kPiece);
+    } else if (valid > 0) {
+      Pack<T, kPack> pack;
+      load_pack<false, Cache::kStreamed>(pack, from, valid);
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        uint32 words[kWords];
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) words[word] = pack.words[i * kWords + word];
+        store_shared_words(piece(place, column, i), words);
+      }
+    }
   }
-}
+
+  // A pack that was copied; zeros where nothing is valid.
+  DEVICE static void read(Pack<T, kPack>& pack, char* place, int column, int valid) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      uint32 words[kWords] = {};
+      if (valid > 0) load_shared_words(piece(place, column, i), words);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) pack.words[i * kWords + word] = words[word];
+    }
+  }
+};
 
 template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {

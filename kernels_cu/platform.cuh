@@ -149,10 +149,10 @@ DEVICE void store_shared_words(void* address, const uint32 (&words)[kWords]) {
   for (int i = 0; i < kWords; ++i) asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + 4 * i), "r"(words[i]) : "memory");
 }
 
-// Asynchronous copies of kBytes (4, 8 or a multiple of 16) from global to shared memory, which pass no register. A group
-// is what was asked for between two commits; copies_wait returns when all but the last kPending groups of this thread
-// have come. Before sm_80 they are not asynchronous. kNeighbours: L2 fetches the 256 bytes around too (backward of 128
-// columns 0.89 -> 0.94 of the roof on an H200, of 4096 columns no gain).
+// Asynchronous copies of kBytes (4, 8 or a multiple of 16) from global to shared memory, which pass no register. A
+// group is what was asked for between two commits; copies_wait returns when all but the last kPending groups of this
+// thread have come. Before sm_80 they are not asynchronous. kNeighbours: L2 fetches the 256 bytes around too (backward
+// of 128 columns 0.89 -> 0.94 of the roof on an H200, of 4096 columns no gain).
 template <int kBytes, bool kNeighbours>
 DEVICE void copy_async(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
@@ -298,9 +298,7 @@ struct Mailbox {
   DEVICE uint32 address() { return shared_address(&state); }
   DEVICE static uint32 mapped(const void* place, int rank) {
     uint32 result;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(result)
-                 : "r"(shared_address(place)), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(shared_address(place)), "r"(rank));
     return result;
   }
 #endif

@@ -21,8 +21,8 @@ struct RowShape {
   // One slot for each warp that holds a part of the row, over the whole cluster.
   static constexpr int kSlots = kWarps * kCluster;
   static constexpr bool kWholePacks = kCols % kPack == 0;
-  // Bounds are checked even where every thread is full if a thread of a cluster holds many packs: without those branches
-  // ptxas moves so many loads together that it spills 12 bytes.
+  // Bounds are checked even where every thread is full if a thread of a cluster holds many packs: without those
+  // branches ptxas moves so many loads together that it spills 12 bytes.
   static constexpr bool kFull = kCols == kPack * kThreads * kPacks * kCluster && (kCluster == 1 || kPacks <= 4);
   static_assert(kThreads % 32 == 0 || (kThreads < 32 && (kThreads & (kThreads - 1)) == 0));
   static_assert(kCluster == 1 || kThreads >= 32);

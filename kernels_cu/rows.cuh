@@ -58,14 +58,14 @@ struct RegisterRows {
 // A ring of kStages places for each of the kRows rows of a CTA, filled by asynchronous copies: rows are under way
 // whatever the threads do, and take no registers. A thread reads only what it copied itself, so nobody waits for
 // anybody.
-template <class Shape, int kRows, int kStages, class Load>
+template <class Shape, int kRows, int kStages, bool kAskEarly_, class Load>
 struct SharedRows {
   // Rows of neighbouring threads lie side by side: with the places of a row side by side 32 columns fell from 0.86 to
   // 0.77 of the roof, by bank conflicts.
   static constexpr int kRowBytes = Shape::kSlice * Load::kColumnBytes;
   static constexpr int kBytes = kStages * kRows * kRowBytes;
   static constexpr int kAhead = kStages - 1;
-  static constexpr bool kAskEarly = false;
+  static constexpr bool kAskEarly = kAskEarly_;
   // Where rows lie close together, a CTA reads their neighbours too.
   static constexpr bool kNeighbours = Shape::kThreads < 32;
   Load load;
@@ -88,7 +88,7 @@ struct SharedRows {
 #pragma unroll(Load::kVectors ? Shape::kPacks : 1)
       for (int p = 0; p < Shape::kPacks; ++p) {
         const int column = Shape::column(rank, p);
-        load.template copy<kNeighbours>(to, Shape::column(0, p), row, column, Shape::valid(column));
+        load.template copy<Shape::kSlice, kNeighbours>(to, Shape::column(0, p), row, column, Shape::valid(column));
       }
     }
   }
@@ -99,7 +99,8 @@ struct SharedRows {
     active = Shape::kThreads >= 32 || row < rows;
   }
   DEVICE void read(typename Load::Packed& pack, int p) const {
-    load.read(pack, place(taken), Shape::column(0, p), active ? Shape::valid(Shape::column(rank, p)) : 0);
+    const int valid = active ? Shape::valid(Shape::column(rank, p)) : 0;
+    load.template read<Shape::kSlice>(pack, place(taken), Shape::column(0, p), valid);
   }
   DEVICE void stay_packed(int) {}
 

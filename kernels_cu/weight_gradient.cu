@@ -48,7 +48,8 @@ template <class Compute, class Gradient>
 DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
   constexpr int kPack = 4;
   constexpr int kLanes = 32 / kPack;  // read a row
-  __shared__ Compute sums[32][32];
+  __shared__ Compute sums[32][33];    // a column more, against bank conflicts
+  const int warps = blockDim.x / 32;
   const int lane = threadIdx.x % kLanes;
   const int64 column = static_cast<int64>(blockIdx.x) * 32 + lane * kPack;
   const int valid = cols - column < kPack ? static_cast<int>(cols - column) : kPack;
@@ -71,11 +72,11 @@ DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 grou
     if (threadIdx.x % 32 < kLanes) sums[threadIdx.x / 32][lane * kPack + i] = sum[i];
   }
   __syncthreads();
-  const int64 own = static_cast<int64>(blockIdx.x) * 32 + threadIdx.x;
-  if (threadIdx.x < 32 && own < cols) {
-    Compute total = 0;
-    for (int warp = 0; warp < blockDim.x / 32; ++warp) total += sums[warp][threadIdx.x];
-    store_value(gradient + own, total);
+  for (int own = threadIdx.x / 32; own < 32; own += warps) {
+    const int other = threadIdx.x % 32;
+    const Compute total = group_sum<32>(other < warps ? sums[other][own] : Compute(0));
+    const int64 at = static_cast<int64>(blockIdx.x) * 32 + own;
+    if (other == 0 && at < cols) store_value(gradient + at, total);
   }
 }
 
