@@ -294,7 +294,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
         operands_stay=problem.direction == "forward" and operands_stay,
     )
     if tier.stages and problem.rows <= device.sms:
-        rows_per_cta = 1  # backward of 32 x 1024: 4.6 us, with the rows of seven in a CTA 5.8
+        rows_per_cta = max(1, WARP // shape.threads)  # whole warps; backward of 32 x 1024: 4.6 us, with the rows of seven in a CTA 5.8
     # Fewer places where they do not all fit (a wide dy, less shared memory), then fewer rows; two are the fewest.
     for rows in range(rows_per_cta, 0, -1) if tier.stages else ():
         for stages in range(tier.stages, 1, -1):
