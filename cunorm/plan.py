@@ -293,10 +293,11 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
         streamed_y=tier.streamed_y,
         operands_stay=problem.direction == "forward" and operands_stay,
     )
+    whole_warps = max(1, WARP // shape.threads)  # rows
     if tier.stages and problem.rows <= device.sms:
-        rows_per_cta = max(1, WARP // shape.threads)  # whole warps; backward of 32 x 1024: 4.6 us, with the rows of seven in a CTA 5.8
+        rows_per_cta = whole_warps  # backward of 32 x 1024: 4.6 us, with the rows of seven in a CTA 5.8
     # Fewer places where they do not all fit (a wide dy, less shared memory), then fewer rows; two are the fewest.
-    for rows in range(rows_per_cta, 0, -1) if tier.stages else ():
+    for rows in range(rows_per_cta, 0, -whole_warps) if tier.stages else ():
         for stages in range(tier.stages, 1, -1):
             fitting = replace(spec, rows_per_cta=rows, stages=stages)
             needed = shared_memory(fitting) + dynamic_shared(fitting)
