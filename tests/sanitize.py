@@ -108,10 +108,10 @@ def run(*, clusters: bool) -> int:
     target = device.current(cupy.cuda.Device().id)
     random = numpy.random.default_rng(0)
     calls = 0
-    for dtype, itemsize in ITEMSIZE.items():
+    for dtype in ITEMSIZE:
         lengths = set()
-        for table in TABLES.values():
-            for tier, found in lengths_of_tiers(table, itemsize, target).items():
+        for direction in TABLES:
+            for tier, found in lengths_of_tiers(direction, dtype, target).items():
                 lengths |= {found[0], found[-1]} if tier else {found[0]}
         if not clusters:
             lengths = {cols for cols in lengths if not _has_cluster(cols, dtype, target)}

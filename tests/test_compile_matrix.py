@@ -34,18 +34,26 @@ def test_no_kernel_spills(arch, part):
 @pytest.mark.parametrize("direction", matrix.TABLES)
 def test_the_set_reaches_every_tier(direction, arch):
     """Also one that is added tomorrow; clusters only where there are any."""
-    device, table = KNOWN[arch], matrix.TABLES[direction]
-    reachable = {tier for tier in table if tier.cluster == 1 or device.clusters} | {None}
-    for itemsize in set(ITEMSIZE.values()):
-        lengths = matrix.lengths_of_tiers(table, itemsize, device)
-        assert set(lengths) == reachable
-        for tier, found in lengths.items():
-            if tier is not None:
-                assert max(found) == tier.most * 16 // itemsize
-            if tier is None or not tier.full:
-                assert any(length % 2 for length in found)
-    kernels = {spec.kernel for spec in matrix.kernels_of(matrix.covering(device), device)}
+    device, problems = KNOWN[arch], matrix.covering(KNOWN[arch])
+    chosen = {choose(problem, device) for problem in problems if problem.direction == direction}
+    tiers = {choice and choice[0] for choice in chosen}
+    assert tiers == {tier for tier in matrix.TABLES[direction] if fits(tier, device)} | {None}
+    for tier in tiers - {None}:
+        specs = [choice[1] for choice in chosen if choice and choice[0] == tier]
+        assert {spec.x for spec in specs} >= (set(ITEMSIZE) if tier.packs != (4,) or tier.cluster == 1 else {"float32"})
+        assert max(-(-spec.cols // spec.shape.pack) for spec in specs) == tier.most
+        assert any(spec.cols % 2 for spec in specs)
+        assert {spec.aligned for spec in specs} == {True, False}
+    kernels = {spec.kernel for spec in matrix.kernels_of(problems, device)}
     assert {name for name in kernels if name.startswith("forward")} == {"forward", "forward_streamed"}
+
+
+def fits(tier: Tier, device: Device) -> bool:
+    """Clusters only where there are any, and two places of the shortest rows of a tier."""
+    if tier.cluster > 1:
+        return bool(device.clusters)
+    shorter = max((other.most for other in TABLES["backward"] if other.most < tier.most), default=0)
+    return not tier.stages or 2 * 2 * 16 * (shorter + 1) < device.shared
 
 
 @pytest.mark.parametrize("direction", matrix.TABLES)
@@ -65,7 +73,7 @@ def test_the_set_holds_the_problems_that_are_common():
     for direction in matrix.TABLES:
         for op in matrix.OPS:
             for dtype in ITEMSIZE:
-                longest = max(matrix.lengths_of_tiers(matrix.TABLES[direction], ITEMSIZE[dtype], KNOWN[90])[None])
+                longest = max(matrix.lengths_of_tiers(direction, dtype, KNOWN[90])[None])
                 assert matrix.whole(op, direction, longest, dtype) in problems
 
 

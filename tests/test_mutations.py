@@ -27,7 +27,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "cluster": (5, 16400, "float32", {}),
     "cluster, odd": (3, 12001, "float64", {}),
     "places": (150, 36, "float32", {}),  # three for a row; five turns
-    "wide weight": (40, 129, "bfloat16", {"weight": "float32"}),
+    "wide weight": (40, 129, "bfloat16", {"weight": "float64"}),
     "partial rows": (80, 1536, "float32", {"device": MANY_SMS}),
     "streamed": (5, 8201, "float64", {"device": WITHOUT_CLUSTERS}),
     "misplaced": (3, 136, "float16", {"misplaced": True}),
@@ -74,8 +74,8 @@ MUTATIONS = (
     ),
     Mutation(
         "sum_partials without its barrier",
-        "__syncthreads();\n  const int64 own",
-        "const int64 own",
+        "__syncthreads();\n  for (int own",
+        "for (int own",
         "lanes",
         (("results", "dweight: .* elements are wrong"), ("races", "race:")),
     ),
@@ -207,8 +207,8 @@ MUTATIONS = (
     ),
     Mutation(
         "no commit in turns with nothing to ask for",
-        "RowsX::sent();\n    if constexpr (!Needs::kDx)",
-        "if (row + RowsX::kAhead * row_step < rows) RowsX::sent();\n    if constexpr (!Needs::kDx)",
+        "RowsX::kAhead - 1);\n      RowsX::sent();",
+        "RowsX::kAhead - 1);\n      if (row + RowsX::kAhead * row_step < rows) RowsX::sent();",
         "CTA",
         (
             ("results", "elements are wrong"),
@@ -298,8 +298,8 @@ MUTATIONS = (
     ),
     Mutation(
         "places as long as the whole row",
-        "load.template copy<kNeighbours>(to, Shape::column(0, p), row, column,",
-        "load.template copy<kNeighbours>(to, Shape::column(rank, p), row, column,",
+        "kNeighbours>(to, Shape::column(0, p), row, column,",
+        "kNeighbours>(to, Shape::column(rank, p), row, column,",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -322,8 +322,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the weight lies beyond its place",
-        "scale.copy(dynamic_shared() + weight_offset, Shape::column(0, p),",
-        "scale.copy(dynamic_shared() + weight_offset, Shape::column(rank, p),",
+        "copy<Shape::kSlice>(dynamic_shared() + weight_offset, Shape::column(0, p),",
+        "copy<Shape::kSlice>(dynamic_shared() + weight_offset, Shape::column(rank, p),",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -336,8 +336,8 @@ MUTATIONS = (
     ),
     Mutation(
         "vectors copied where the address does not allow them",
-        "copy_pack<kAligned, kPack, kNeighbours>(",
-        "copy_pack<true, kPack, kNeighbours>(",
+        "copy<kAligned, kNeighbours>(",
+        "copy<true, kNeighbours>(",
         "misplaced",
         (("results", "misaligned vector access"),),
     ),
@@ -400,8 +400,8 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients beyond the last column",
-        "if (threadIdx.x < 32 && own < cols) {",
-        "if (threadIdx.x < 32) {",
+        "if (other == 0 && at < cols)",
+        "if (other == 0)",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -414,7 +414,7 @@ MUTATIONS = (
     ),
     Mutation(
         "shared memory too small",
-        "sums[32][32];",
+        "sums[32][33];",
         "sums[32][31];",
         "lanes",
         (("memory", "runtime error: index .* out of bounds"),),
@@ -569,8 +569,8 @@ MUTATIONS = (
     ),
     Mutation(
         "sum_partials without a warp",
-        "for (int warp = 0; warp < blockDim.x / 32; ++warp)",
-        "for (int warp = 0; warp < blockDim.x / 32 - 1; ++warp)",
+        "other < warps ? sums",
+        "other < warps - 1 ? sums",
         "partial rows",
         (("results", "dweight: .* elements are wrong"),),
     ),

@@ -104,7 +104,7 @@ ALLOWED = {
     "device": set(),
     "problem": set(),
     "plan": {"device", "problem"},
-    "kernels": {"plan"},
+    "kernels": {"device", "plan"},
     "launch": {"kernels", "plan"},
     "host": {"problem"},
     "dlpack": {"gpu"},

@@ -8,8 +8,8 @@ import pytest
 from cases import DTYPES, SHAPES, TIER_COLUMNS
 from problems import problem
 
-from cunorm.device import KNOWN
-from cunorm.plan import plan, shared_memory
+from cunorm.device import CLUSTER_SIZES, KNOWN
+from cunorm.plan import dynamic_shared, plan, shared_memory
 
 DIRECTIONS = ("forward", "backward")
 ALL_COLUMNS = sorted({*(columns.cols for columns in SHAPES), *TIER_COLUMNS, 15, 16, 1024, 2048, 3_000_000})
@@ -31,10 +31,12 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, arch):
             assert 1 <= y < 2**16
             assert z == 1
             assert x % spec.shape.cluster == 0
-            assert spec.shape.cluster in (1, 2, 4, 8)
+            assert spec.shape.cluster in (1, *CLUSTER_SIZES)
             assert spec.threads % 32 == 0
             assert spec.threads <= 1024
             assert shared_memory(spec) <= 48 * 1024
+            assert shared_memory(spec) + step.dynamic_shared <= KNOWN[arch].shared
+            assert step.dynamic_shared == dynamic_shared(spec)
             if spec.kernel in ("forward", "backward"):
                 assert spec.shape.capacity >= cols
                 assert spec.shape.capacity < 2 * cols + 2 * 32 * spec.shape.pack * spec.shape.cluster
@@ -86,11 +88,11 @@ def test_kernels_do_not_depend_on_the_number_of_rows(direction, dtype, arch, op,
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_workspace_is_bounded(dtype, arch):
-    """2 x SMs x cols x 8 bytes, whatever the rows, and nothing without parameter gradients."""
+    """2 x SMs x cols (whole packs of 4) x 8 bytes, whatever the rows, and nothing without parameter gradients."""
     device = KNOWN[arch]
     for cols, rows, mask in itertools.product(ALL_COLUMNS, (1, 300, 70000, 10**8), MASKS):
         solution = plan(problem("backward", rows, cols, dtype, output_mask=mask), device)
-        assert solution.workspace <= 2 * device.sms * cols * 8
+        assert solution.workspace <= 2 * device.sms * -(-cols // 4) * 4 * 8
         assert (solution.workspace > 0) == any(mask[1:])
         assert plan(problem("forward", rows, cols, dtype), device).workspace == 0
 

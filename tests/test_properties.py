@@ -36,8 +36,8 @@ LENGTHS = sorted(
     {1, 2, 3, 7, 31, 33, 768, 1000, 4096, 5120}.union(
         *(
             (found[0], found[len(found) // 2], found[-1])
-            for table in TABLES.values()
-            for tier, found in lengths_of_tiers(table, 2, device.KNOWN[90]).items()
+            for direction in TABLES
+            for tier, found in lengths_of_tiers(direction, "float16", device.KNOWN[90]).items()
             if tier is not None
         )
     )
