@@ -64,14 +64,14 @@ def bars(results: Results) -> list[Bar]:
         _bar(
             "backward, 4096 rows, 1024 to 15872 columns, fp16 (the Triton tutorial's table): times the best peer",
             1.0,
-            speedup(results.select(source="triton", direction="backward")),
+            speedup(results.select(suite="triton", direction="backward")),
         ),
-        _bar("1, 32 and 512 rows: times the best peer", 1.0, speedup(results.select(source="small"))),
-        _bar("the peers' first shapes: times the best peer", 0.98, speedup(results.select(source="anchors"))),
+        _bar("1, 32 and 512 rows: times the best peer", 1.0, speedup(results.select(suite="small"))),
+        _bar("the peers' first shapes: times the best peer", 0.98, speedup(results.select(suite="anchors"))),
         _bar(
             "host time of a bare RawKernel launch / that of `cunorm.layer_norm` (both CuPy; the bar is 1.5 times)",
             1 / 1.5,
-            _with(results.select(op="layer_norm", direction="forward", source="small"), _host),
+            _with(results.select(op="layer_norm", direction="forward", suite="small"), _host),
         ),
     ]
 

@@ -20,7 +20,7 @@ class Measured:
 
     case: Case
     lines: dict[str, dict[str, Any]]
-    source: str  # the file, without its suffix
+    suite: str  # the name of the file up to a dash: a suite may be measured in parts, roof-bf16.jsonl and so on
 
     def seconds(self, provider: str) -> float | None:
         line = self.lines.get(provider, {})
@@ -51,13 +51,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Results:
-    environments: dict[str, dict[str, Any]]  # by source
+    environments: dict[str, dict[str, Any]]  # by file
     measured: list[Measured]
 
-    def select(self, *, source: str | None = None, **wanted: Any) -> Iterator[Measured]:
-        """Those of a file and with these values of the case's fields."""
+    def select(self, *, suite: str | None = None, **wanted: Any) -> Iterator[Measured]:
+        """Those of a suite and with these values of the case's fields."""
         for entry in self.measured:
-            if source in (None, entry.source) and all(getattr(entry.case, k) == v for k, v in wanted.items()):
+            if suite in (None, entry.suite) and all(getattr(entry.case, k) == v for k, v in wanted.items()):
                 yield entry
 
 
@@ -67,14 +67,14 @@ def load(paths: Iterable[Path] | None = None) -> Results:
     for path in sorted(FOLDER.glob("*.jsonl")) if paths is None else paths:
         first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
         environments[path.stem] = first
-        measured += group(lines, path.stem)
+        measured += group(lines, path.stem.partition("-")[0])
     return Results(environments, measured)
 
 
-def group(lines: Iterable[dict[str, Any]], source: str) -> list[Measured]:
+def group(lines: Iterable[dict[str, Any]], suite: str) -> list[Measured]:
     """Lines of one run, by case."""
     cases: dict[Case, dict[str, dict[str, Any]]] = {}
     for line in lines:
         case = Case(*(line[k] for k in ("op", "direction", "rows", "cols", "dtype")), line.get("offset"))
         cases.setdefault(case, {})[line["provider"]] = line
-    return [Measured(case, by_provider, source) for case, by_provider in cases.items()]
+    return [Measured(case, by_provider, suite) for case, by_provider in cases.items()]

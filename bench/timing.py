@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy
 
 L2_BYTES = 64 << 20
+BURST = 16  # calls of which the host waits for none
 LAUNCHES = 20  # at least, in a graph
-REPLAYS = 15
+REPLAYS = 15  # at most, of a graph
+SECONDS = 0.5  # for the replays of one graph, or for the host times of one provider
 METHODS = {
     "cupy": "CUDA graph, CUDA events",
     "torch": "CUDA graph, CUDA events",
@@ -49,16 +51,16 @@ def kernel_time(library: str, calls: Sequence[Call]) -> Times:
     return {"cupy": _cupy, "torch": _torch, "jax": _jax}[library](calls)
 
 
-def host_time(library: str, calls: Sequence[Call], bursts: int = 10, length: int = 16) -> float:
-    """Median seconds that a call takes to return, the queue of kernels being short."""
-    calls = (list(calls) * length)[:length]
+def host_time(library: str, calls: Sequence[Call], kernel: float) -> float:
+    """Median seconds that a call takes to return, the queue of kernels, each of `kernel` seconds, being short."""
+    calls = (list(calls) * BURST)[:BURST]
     if library == "jax":
         import jax
 
         jitted = jax.jit(calls[0].func)
         calls = [lambda call=call: jitted(*call.args) for call in calls]
     times = []
-    for _ in range(bursts):
+    for _ in range(_repeats(kernel * BURST)):
         synchronize(library)
         for call in calls:
             start = time.perf_counter()
@@ -80,6 +82,11 @@ def synchronize(library: str) -> None:
 
 def _times(seconds: Sequence[float]) -> Times:
     return Times(*(float(numpy.percentile(seconds, p)) for p in (50, 20, 80)))
+
+
+def _repeats(seconds: float) -> int:
+    """How often what takes so long is repeated: slow ones less often."""
+    return max(3, min(REPLAYS, int(SECONDS / seconds)))
 
 
 def _rounds(calls: Sequence[Call]) -> int:
@@ -105,9 +112,11 @@ def _cupy(calls: Sequence[Call]) -> Times:
         stream.begin_capture()
         _run(calls)
         graph = stream.end_capture()
+        start = time.perf_counter()
         graph.launch(stream)
+        stream.synchronize()
         times = []
-        for _ in range(REPLAYS):
+        for _ in range(_repeats(time.perf_counter() - start)):
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(stream)
             graph.launch(stream)
@@ -127,9 +136,11 @@ def _torch(calls: Sequence[Call]) -> Times:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         _run(calls)
+    start = time.perf_counter()
     graph.replay()
+    stream.synchronize()
     times = []
-    for _ in range(REPLAYS):
+    for _ in range(_repeats(time.perf_counter() - start)):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record(stream)
         graph.replay()
