@@ -83,7 +83,8 @@ def _speed(results: Results, direction: str, dtype: str) -> Figure | None:
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("GB/s of useful bytes")
-    axes[0].legend(fontsize=7)
+    if axes[0].lines:
+        axes[0].legend(fontsize=7)
     return figure
 
 
@@ -125,23 +126,22 @@ def _heat_map(results: Results) -> Figure | None:
 
 def _error(results: Results) -> Figure | None:
     """Largest error of y against |mean| / std."""
-    panels = [[entry for entry in results.select(op=op) if entry.case.offset is not None] for op in OPS]
-    if not any(panels):
+    entries = [entry for entry in results.measured if entry.case.offset is not None]
+    if not entries:
         return None
-    figure, axes = plt.subplots(1, len(OPS), figsize=(10, 4), sharey=True, layout="constrained")
-    for axis, op, entries in zip(axes, OPS, panels, strict=True):
-        for name, colour in COLOURS.items():
-            points = [
-                (entry.case.offset, entry.lines[name]["errors"]["y"])
-                for entry in sorted(entries, key=lambda entry: entry.case.offset or 0)
-                if "errors" in entry.lines.get(name, {})
-            ]
-            if points:
-                axis.loglog(*zip(*points, strict=True), color=colour, label=name, marker="o", markersize=3)
-        axis.set(title=f"{NAMES[op]} forward, float32", xlabel="|mean| / std of a row")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("largest error of y, in eps of the row's largest |y|")
-    axes[0].legend(fontsize=7)
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name, colour in COLOURS.items():
+        points = [
+            (entry.case.offset, entry.lines[name]["errors"]["y"])
+            for entry in sorted(entries, key=lambda entry: entry.case.offset or 0)
+            if "errors" in entry.lines.get(name, {})
+        ]
+        if points:
+            axis.loglog(*zip(*points, strict=True), color=colour, label=name, marker="o", markersize=3)
+    axis.set(title="LayerNorm forward, float32", xlabel="|mean| / std of a row")
+    axis.set_ylabel("largest error of y, in eps of the row's largest |y|")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
     return figure
 
 
