@@ -146,4 +146,6 @@ def _error(results: Results) -> Figure | None:
 
 
 def _sorted(entries: Iterable[Measured]) -> list[Measured]:
-    return sorted(entries, key=lambda entry: entry.case.cols)
+    """By columns, each once."""
+    by_cols = {entry.case.cols: entry for entry in entries}
+    return [by_cols[cols] for cols in sorted(by_cols)]

@@ -215,6 +215,9 @@ CHECKED = [
 ]
 
 
+CHECKED.append(Case("layer_norm", "backward", 1, 16384, "bfloat16"))  # xhat near zero in some column
+
+
 @pytest.mark.parametrize("case", CHECKED, ids=str)
 def test_a_right_result_passes_the_check(check, monkeypatch, case):
     monkeypatch.setattr(check, "CHUNK", 7 * case.cols)  # several chunks, the last one short
@@ -235,6 +238,14 @@ def test_a_wrong_result_is_found(check, mistake, direction, named):
     case = Case("layer_norm", direction, 64, 512, "bfloat16")
     buffers, results = _right(case, mistake)
     assert named + " is off" in check.wrong(case, check.errors(case, buffers, tuple(results)))
+
+
+def test_a_float32_dweight_is_held_against_the_limits_of_the_case(check):
+    """QuACK and cuDNN take a float32 weight, so their dweight is float32: it must be right for bfloat16, no more."""
+    case = Case("layer_norm", "backward", 64, 512, "bfloat16")
+    buffers, (dx, *sums) = _right(case)
+    sums = [array.astype(numpy.float32) for array in sums]
+    assert check.wrong(case, check.errors(case, buffers, (dx, *sums))) == ""
 
 
 def test_nan_and_missing_rows_are_found(check):
