@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-KDL_CUDA, KDL_CUDA_MANAGED = 2, 13  # device types of the DLPack specification
-
 
 def layer_norm(
     x: Any,
@@ -68,8 +66,7 @@ def layer_norm(
     array([[-1.225,  0.   ,  1.225]])
     """
     name = "layer_norm"
-    implementation, (x, weight, bias, out) = _implementation(name, x=x, weight=weight, bias=bias, out=out)
-    y, _, _ = implementation.forward(
+    y, _, _ = _implementation(name, x).forward(
         name,
         x,
         normalized_shape,
@@ -108,8 +105,7 @@ def rms_norm(
     array([[0.849, 1.131]])
     """
     name = "rms_norm"
-    implementation, (x, weight, out) = _implementation(name, x=x, weight=weight, out=out)
-    y, _, _ = implementation.forward(
+    y, _, _ = _implementation(name, x).forward(
         name,
         x,
         normalized_shape,
@@ -155,8 +151,7 @@ def layer_norm_forward(
     (array([2.]), array([1.225]))
     """
     name = "layer_norm_forward"
-    implementation, (x, weight, bias, out) = _implementation(name, x=x, weight=weight, bias=bias, out=out)
-    return implementation.forward(
+    return _implementation(name, x).forward(
         name,
         x,
         normalized_shape,
@@ -194,8 +189,7 @@ def rms_norm_forward(
     array([0.283])
     """
     name = "rms_norm_forward"
-    implementation, (x, weight, out) = _implementation(name, x=x, weight=weight, out=out)
-    y, _, rstd = implementation.forward(
+    y, _, rstd = _implementation(name, x).forward(
         name,
         x,
         normalized_shape,
@@ -267,9 +261,7 @@ def layer_norm_backward(
     (array([[ 0.229, -0.344,  0.115]]), array([1., 0., 0.]))
     """
     name = "layer_norm_backward"
-    implementation, arrays = _implementation(name, x=x, dy=dy, mean=mean, rstd=rstd, weight=weight)
-    x, dy, mean, rstd, weight = arrays
-    return implementation.backward(
+    return _implementation(name, x).backward(
         name,
         dy,
         x,
@@ -306,8 +298,7 @@ def rms_norm_backward(
     (array([[ 0.181, -0.136]]), array([0.849, 0.   ]))
     """
     name = "rms_norm_backward"
-    implementation, (x, dy, rstd, weight) = _implementation(name, x=x, dy=dy, rstd=rstd, weight=weight)
-    dx, dweight, _ = implementation.backward(
+    dx, dweight, _ = _implementation(name, x).backward(
         name,
         dy,
         x,
@@ -321,46 +312,26 @@ def rms_norm_backward(
     return dx, dweight
 
 
-_families: dict[type, Any] = {}  # type of x -> the module that handles it, None for a DLPack producer
+_implementations: dict[type, Any] = {}  # type of x -> the module that handles it
 
 
-def _implementation(function: str, **arrays: Any) -> tuple[Any, Any]:
-    """The module that handles arrays of the kind of x (the first), and the arrays as it wants them."""
-    x = next(iter(arrays.values()))
-    try:
-        implementation = _families[type(x)]
-    except KeyError:
-        implementation = _families[type(x)] = _family(function, x)
-    if implementation is not None:
-        return implementation, arrays.values()
-    if int(x.__dlpack_device__()[0]) not in (KDL_CUDA, KDL_CUDA_MANAGED):
-        raise TypeError(
-            f"{function}: x must be on a CUDA device to come by DLPack; got a {type(x).__name__} elsewhere. "
-            "On the host pass numpy.from_dlpack(x)."
-        )
-    try:
-        from . import gpu
-    except (ImportError, OSError) as error:  # CuPy raises OSError where it cannot create its cache directory
-        raise ImportError(
-            f"{function}: arrays on a GPU need CuPy; it could not be imported ({error}). "
-            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
-        ) from error
-    return gpu, [gpu.from_dlpack(function, name, array) for name, array in arrays.items()]
+def _implementation(function: str, x: Any) -> Any:
+    """The module that handles arrays of the kind of x; others of the call are its business."""
+    return _implementations.get(type(x)) or _find_implementation(function, x)
 
 
-def _family(function: str, x: Any) -> Any:
+def _find_implementation(function: str, x: Any) -> Any:
     """Kinds are told by the module of their class, so that `import cunorm` imports none of them."""
     packages = {base.__module__.partition(".")[0] for base in type(x).__mro__}
     if "numpy" in packages:
-        from . import host
-
-        return host
-    if "cupy" in packages:
-        from . import gpu
-
-        return gpu
-    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-        return None
-    raise TypeError(
-        f"{function}: x must be a NumPy or CuPy array, or have __dlpack__ on a CUDA device; got {type(x).__name__}."
-    )
+        from . import host as implementation
+    elif "cupy" in packages:
+        from . import gpu as implementation
+    elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        from . import dlpack as implementation
+    else:
+        raise TypeError(
+            f"{function}: x must be a NumPy or CuPy array, or have __dlpack__ on a CUDA device; got {type(x).__name__}."
+        )
+    _implementations[type(x)] = implementation
+    return implementation

@@ -61,6 +61,7 @@ class Step:
 
     spec: KernelSpec
     grid: tuple[int, int, int]
+    dynamic_shared: int = 0  # bytes of shared memory that the launch adds to the kernel's own
 
 
 @dataclass(frozen=True, slots=True, eq=False)

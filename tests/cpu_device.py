@@ -17,7 +17,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from unittest import mock
 import numpy
 
 from cunorm import kernels, launch
-from cunorm.plan import KernelSpec, Plan
+from cunorm.plan import KernelSpec, Plan, Step
 
 STAND_IN = Path(__file__).parent / "cpu"
 # -ffp-contract=off: every operation is rounded, where a GPU may fuse two.
@@ -73,11 +73,11 @@ class Machine:
     def run_forward(self, plan: Plan, eps: float, **arrays: numpy.ndarray | None) -> None:
         """launch.run_forward on NumPy arrays, None where there is none."""
         with memory(arrays) as pointers:
-            launch.run_forward(plan, self, eps=eps, **pointers)
+            launch.run_forward(plan, self, 0, eps=eps, **pointers)
 
     def run_backward(self, plan: Plan, **arrays: numpy.ndarray | None) -> None:
         with memory(arrays | {"workspace": numpy.full(plan.workspace, POISON, "uint8")}) as pointers:
-            launch.run_backward(plan, self, **pointers)
+            launch.run_backward(plan, self, 0, **pointers)
 
     def text(self, spec: KernelSpec) -> str:
         """The kernel's text with the stand-in for platform.cuh, and what makes a program of it."""
@@ -90,20 +90,20 @@ class Machine:
         assert count == 1, "kernels.source holds no platform.cuh"
         return f"{text}\nconst cpu::Kernel cpu::kernel = cpu::Erased<&{kernels.entry_name(spec)}>::kernel;\n"
 
-    def kernel(self, spec: KernelSpec) -> Callable:
-        """Like kernels.kernel: a callable `(grid, block, arguments)`."""
-        text = self.text(spec)
+    def prepare(self, step: Step, parameters: str) -> tuple[Callable, Callable]:
+        """Like launch.prepare."""
+        text = self.text(step.spec)
         cluster = _number(r"__cluster_dims__\((\d+), 1, 1\)", text) or 1
-        most_threads = _number(r"__launch_bounds__\((\d+)", text)
+        assert step.spec.threads <= _number(r"__launch_bounds__\((\d+)", text)
+        assert step.grid[0] % cluster == 0
+        words = (*step.grid[:2], step.spec.threads, cluster, ORDERS.index(self.order))
         path = program(text, self.build)
+        written: list[int | float] = []
 
-        def launched(grid, block, arguments):
-            assert block == (block[0], 1, 1)
-            assert block[0] <= most_threads
-            assert grid[0] % cluster == 0
-            run(path, (*grid[:2], block[0], cluster, ORDERS.index(self.order)), arguments)
+        def write(*arguments):
+            written[:] = arguments
 
-        return launched
+        return write, lambda stream: run(path, words, parameters, written)
 
 
 _spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that a launch may touch
@@ -111,23 +111,26 @@ _spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that 
 
 @contextlib.contextmanager
 def memory(arrays: dict[str, numpy.ndarray | None]):
-    """The pointers of arrays, 0 for None, while launch.py finds kernels that run on the CPU."""
+    """The pointers of arrays, 0 for None, while launch.py prepares kernels that run on the CPU."""
     present = [array for array in arrays.values() if array is not None]
     spans = [numpy.lib.array_utils.byte_bounds(array) for array in present]
     _spans[:] = [(low, high - low) for low, high in spans if high > low]
-    with mock.patch.object(launch, "kernel", lambda spec, machine: machine.kernel(spec)):
+    with mock.patch.object(launch, "prepare", lambda step, machine, parameters: machine.prepare(step, parameters)):
         yield {name: 0 if a is None else a.__array_interface__["data"][0] for name, a in arrays.items()}
     _spans.clear()
 
 
-def run(path: Path, launch_words: tuple[int, ...], arguments: tuple) -> None:
-    """Send arrays and arguments to the program (as its main.cpp says), and put into the arrays what comes back."""
+def run(path: Path, launch_words: tuple[int, ...], parameters: str, arguments: Sequence[int | float]) -> None:
+    """Send arrays and arguments to the program (as its main.cpp says), and put into the arrays what comes back.
+
+    `parameters` are those of launch.py.
+    """
     views = [numpy.frombuffer((ctypes.c_char * size).from_address(low), "uint8") for low, size in _spans]
     words = [*launch_words, len(views), len(arguments)]
     for low, size in _spans:
         words += [size, low % 16]
-    for argument in arguments:
-        words += _argument(argument)
+    for parameter, argument in zip(parameters, arguments, strict=True):
+        words += _argument(parameter, argument)
     job = struct.pack(f"{len(words)}q", *words) + b"".join(view.tobytes() for view in views)
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     result = subprocess.run([path], input=job, capture_output=True, timeout=SECONDS, env=environment)
@@ -140,15 +143,14 @@ def run(path: Path, launch_words: tuple[int, ...], arguments: tuple) -> None:
     assert start == len(result.stdout)
 
 
-def _argument(argument: object) -> tuple[int, int, int]:
-    """(bytes, number of the array or -1, offset or value) of an argument as CuPy would pass it."""
-    if isinstance(argument, numpy.generic):
-        return argument.itemsize, -1, int.from_bytes(argument.tobytes(), "little", signed=argument.itemsize == 8)
-    assert isinstance(argument, int)
-    for number, (low, size) in enumerate(_spans):
-        if low <= argument < low + size:
-            return 8, number, argument - low
-    return 8, -1, argument
+def _argument(parameter: str, argument: int | float) -> tuple[int, int, int]:
+    """(bytes, number of the array or -1, offset or value) of an argument."""
+    packed = struct.pack(parameter, argument)
+    if parameter == "P":
+        for number, (low, size) in enumerate(_spans):
+            if low <= argument < low + size:
+                return len(packed), number, int(argument - low)
+    return len(packed), -1, int.from_bytes(packed, "little", signed=len(packed) == 8)
 
 
 def _number(pattern: str, text: str) -> int:

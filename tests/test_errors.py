@@ -218,6 +218,21 @@ def test_the_good_arguments_are_good(xp, function):
     getattr(cunorm, function)(**accepted(function, good_arguments(xp)))
 
 
+@pytest.mark.parametrize(("good", "bad"), [(COLS, 8.0), ((COLS,), (8.0,)), ((1, COLS), (True, COLS))], ids=repr)
+def test_what_equals_an_accepted_shape_is_not_accepted(xp, good, bad):
+    """The GPU's path remembers what it has accepted."""
+    x = xp.ones((1, COLS), "float32")
+    cunorm.layer_norm(x, good)
+    with pytest.raises(TypeError, match=r"^layer_norm: normalized_shape must"):
+        cunorm.layer_norm(x, bad)
+
+
+def test_an_eps_beyond_float32(xp):
+    x = xp.asarray([[1.0, 2.0, 4.0]], "float32")
+    y, _, rstd = cunorm.layer_norm_forward(x, eps=1e39)
+    assert (abs(on_host(y)).max(), on_host(rstd)[0]) == pytest.approx((0, 0), abs=1e-18)
+
+
 def test_a_read_only_out():
     x = numpy.ones((ROWS, COLS), "float32")
     out = numpy.zeros_like(x)

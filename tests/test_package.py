@@ -107,6 +107,7 @@ ALLOWED = {
     "kernels": {"plan"},
     "launch": {"kernels", "plan"},
     "host": {"problem"},
+    "dlpack": {"gpu"},
 }
 
 

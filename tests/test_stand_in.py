@@ -47,7 +47,7 @@ def test_every_value_of_16_bits(cpp, dtype):
                 "from_double": numpy.empty(2**16, "uint16"),
             }
             with memory(arrays) as pointers:
-                run(path, (64, 1, 1024, 1, 0), tuple(pointers.values()))
+                run(path, (64, 1, 1024, 1, 0), "P" * len(pointers), tuple(pointers.values()))
             numpy.testing.assert_array_equal(arrays["decoded"], numbers.astype("float32"))
             finite = numpy.isfinite(values)
             assert_same(arrays["from_float"].view(dtype), values.astype("float32").astype(dtype))
@@ -63,8 +63,8 @@ def assert_same(actual, expected):
 
 
 def test_arguments_of_another_size_are_refused(monkeypatch):
-    """As CuPy would pass a Python float: eight bytes where the kernel reads four."""
-    monkeypatch.setitem(launch.FLOAT, "float32", numpy.float64)
+    """eps as eight bytes where the kernel reads four."""
+    monkeypatch.setitem(launch.FORWARD, "float32", launch.FORWARD["float64"])
     x, dy, weight, bias = inputs(numpy, 3, 33, "float32")
     with pytest.raises(SanitizerError, match="the arguments of the launch are not those of the kernel"):
         check(Machine(), "layer_norm", x, dy, weight, bias)
@@ -127,7 +127,7 @@ MISUSE = {
 def run_body(body: str, build: str) -> numpy.ndarray:
     out = numpy.zeros(64, "float32")
     with memory({"out": out}) as pointers:
-        run(program(KERNEL.format(body=body), build), (1, 1, 64, 1, 0), (pointers["out"],))
+        run(program(KERNEL.format(body=body), build), (1, 1, 64, 1, 0), "P", (pointers["out"],))
     return out
 
 

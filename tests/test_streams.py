@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy
 import pytest
 from arrays import inputs, same_bits
+from busy import spin
 from functions import OPS, backward, forward
 from reference import check_backward, check_forward
 
@@ -12,22 +12,6 @@ import cunorm
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
-
-SPIN = r"""
-extern "C" __global__ void spin(unsigned long long nanoseconds) {
-  unsigned long long start, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-  do {
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  } while (now - start < nanoseconds);
-}
-"""
-
-
-def spin(milliseconds: int) -> None:
-    """Keep the current stream busy."""
-    kernel = cupy.RawKernel(SPIN, "spin")
-    kernel((1,), (1,), (numpy.uint64(milliseconds * 1_000_000),))
 
 
 @pytest.fixture(params=[0, 1], ids=["first GPU", "second GPU"])

@@ -1,0 +1,103 @@
+"""Host time of a call and where it goes: `python -m bench.host`.
+
+A call returns before its kernel has run; what is measured is the time until it returns. Beside it stands a bare launch
+of a CuPy RawKernel: one with the ten arguments of the forward pass and one with three.
+"""
+
+from __future__ import annotations
+
+import statistics
+import timeit
+from collections.abc import Callable
+
+import cupy
+import numpy
+
+import cunorm
+from bench.suites import Case
+from bench.workload import Workload
+from cunorm import device, gpu, launch
+from cunorm.plan import plan
+from cunorm.problem import Problem
+
+CALLS = 64  # without waiting for the GPU; its queue holds a thousand
+REPETITIONS = 301
+ROWS, COLS = 16, 1024  # the kernel is shorter than the call
+
+BARE = """
+extern "C" __global__ void three(const void* x, void* y, long long n) {}
+extern "C" __global__ void ten(const void* x, void* y, const void* weight, const void* bias, float* mean, float* rstd,
+                               long long rows, long long x_stride, long long y_stride, float eps) {}
+"""
+
+
+def host_microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The median time of each call, in turns, without that of calling a Python function."""
+    calls = {"nothing": lambda: None, **calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(REPETITIONS):
+        for name, call in calls.items():
+            timeit.timeit(call, number=4)
+            times[name].append(timeit.timeit(call, number=CALLS) / CALLS * 1e6)
+            cupy.cuda.runtime.deviceSynchronize()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {name: medians[name] - medians["nothing"] for name in list(calls)[1:]}
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    problem = Problem.whole("layer_norm", "forward", ROWS, COLS, "bfloat16", "bfloat16")
+    solution = plan(problem, device.current(0))
+    buffers = Workload(Case("layer_norm", "backward", ROWS, COLS, "bfloat16")).sets[0]
+    x, weight, bias, mean, rstd, dy = (vars(buffers)[n] for n in ("x", "weight", "bias", "mean", "rstd", "dy"))
+    y = cupy.empty_like(x)
+    arrays = {"x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
+    pointers = {name: array.data.ptr for name, array in arrays.items()}
+    ((write, start),) = launch.prepared(solution, 0).launches
+    words = (*(pointers[name] for name in ("x", "y", "weight", "bias", "mean", "rstd")), ROWS, COLS, COLS, 1e-5)
+    options = {"zero_centered_gamma": False, "out": None, "dtype": None, "sm_margin": 0, "statistics": False}
+    bare = cupy.RawModule(code=BARE)
+    three, ten = bare.get_function("three"), bare.get_function("ten")
+    n, eps = numpy.int64(COLS), numpy.float32(1e-5)
+    return {
+        "bare RawKernel launch, 3 arguments": lambda: three((1,), (128,), (x, y, n)),
+        "bare RawKernel launch, 10 arguments": lambda: ten(
+            (1,), (128,), (x, y, weight, bias, mean, rstd, n, n, n, eps)
+        ),
+        "cuLaunchKernel, prepared": lambda: start(0),
+        "arguments written": lambda: write(*words),
+        "launch.run_forward": lambda: launch.run_forward(solution, 0, 0, eps=1e-5, **pointers),
+        "cupy.ndarray": lambda: cupy.ndarray(x.shape, x.dtype),
+        "gpu.forward": lambda: gpu.forward("layer_norm", x, None, weight, bias, 1e-5, **options),
+        "layer_norm": lambda: cunorm.layer_norm(x, None, weight, bias),
+        "layer_norm, out given": lambda: cunorm.layer_norm(x, None, weight, bias, out=y),
+        "rms_norm": lambda: cunorm.rms_norm(x, None, weight),
+        "layer_norm_forward": lambda: cunorm.layer_norm_forward(x, None, weight, bias),
+        "layer_norm_backward": lambda: cunorm.layer_norm_backward(dy, x, mean, rstd, weight),
+        "rms_norm_backward": lambda: cunorm.rms_norm_backward(dy, x, rstd, weight),
+    }
+
+
+def main() -> None:
+    times = host_microseconds(calls())
+    call, forward, run = times["layer_norm"], times["gpu.forward"], times["launch.run_forward"]
+    raw, written, allocated = times["cuLaunchKernel, prepared"], times["arguments written"], times["cupy.ndarray"]
+    steps = {
+        "kind of x": call - forward,
+        "recipe looked up, device and stream": forward - run - allocated,
+        "y allocated": allocated,
+        "launch found": run - raw - written,
+        "arguments written": written,
+        "cuLaunchKernel": raw,
+    }
+    print(f"layer_norm of {ROWS} x {COLS} bfloat16, weight and bias; {device.current(0).name}, CuPy {cupy.__version__}")
+    print(f"{'step':40}{'us':>8}")
+    for name, microseconds in steps.items():
+        print(f"{name:40}{microseconds:8.2f}")
+    bare = [times[f"bare RawKernel launch, {count} arguments"] for count in (3, 10)]
+    print(f"\n{'call':40}{'us':>8}{'/ bare 3':>10}{'/ bare 10':>11}")
+    for name, microseconds in times.items():
+        print(f"{name:40}{microseconds:8.2f}{microseconds / bare[0]:10.2f}{microseconds / bare[1]:11.2f}")
+
+
+if __name__ == "__main__":
+    main()

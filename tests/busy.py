@@ -1,0 +1,23 @@
+"""A kernel that does nothing for a while: what a stream does behind it has not happened yet."""
+
+from __future__ import annotations
+
+import numpy
+
+SPIN = r"""
+extern "C" __global__ void spin(unsigned long long nanoseconds) {
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - start < nanoseconds);
+}
+"""
+
+
+def spin(milliseconds: int) -> None:
+    """Keep CuPy's current stream busy."""
+    import cupy
+
+    kernel = cupy.RawKernel(SPIN, "spin")
+    kernel((1,), (1,), (numpy.uint64(milliseconds * 1_000_000),))
