@@ -73,5 +73,7 @@ def _to_jax(array: cupy.ndarray) -> Any:
 
 def _random(shape: int | tuple[int, ...], dtype: str, mean: float = 0.0) -> cupy.ndarray:
     values = cupy.random.standard_normal(shape, dtype=numpy.float32)
+    # Without this some values were read before cuRAND had written them.
+    cupy.cuda.Device().synchronize()
     values += numpy.float32(mean)
     return values.astype(numpy_dtype("bench", dtype))
