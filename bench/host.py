@@ -14,6 +14,7 @@ import cupy
 import numpy
 
 import cunorm
+from bench.suites import Case
 from bench.workload import Workload
 from cunorm import device, gpu, launch
 from cunorm.plan import plan
@@ -46,8 +47,10 @@ def host_microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float
 def calls() -> dict[str, Callable[[], object]]:
     problem = Problem.whole("layer_norm", "forward", ROWS, COLS, "bfloat16", "bfloat16")
     solution = plan(problem, device.current(0))
-    arrays = Workload(problem).sets[0]
-    x, y, weight, bias, mean, rstd = (arrays[name] for name in ("x", "y", "weight", "bias", "mean", "rstd"))
+    buffers = Workload(Case("layer_norm", "backward", ROWS, COLS, "bfloat16")).sets[0]
+    x, weight, bias, mean, rstd, dy = (vars(buffers)[n] for n in ("x", "weight", "bias", "mean", "rstd", "dy"))
+    y = cupy.empty_like(x)
+    arrays = {"x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
     pointers = {name: array.data.ptr for name, array in arrays.items()}
     ((write, start),) = launch.prepared(solution, 0).launches
     words = (*(pointers[name] for name in ("x", "y", "weight", "bias", "mean", "rstd")), ROWS, COLS, COLS, 1e-5)
@@ -55,7 +58,6 @@ def calls() -> dict[str, Callable[[], object]]:
     bare = cupy.RawModule(code=BARE)
     three, ten = bare.get_function("three"), bare.get_function("ten")
     n, eps = numpy.int64(COLS), numpy.float32(1e-5)
-    dy = x
     return {
         "bare RawKernel launch, 3 arguments": lambda: three((1,), (128,), (x, y, n)),
         "bare RawKernel launch, 10 arguments": lambda: ten(

@@ -1,64 +1,79 @@
-"""A problem with real data in as many sets of buffers as keep L2 cold, and the calls that work on them."""
+"""The buffers of a case: made once by CuPy, and lent to every other library through DLPack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import cupy
 import numpy
 
-from bench.roof import stream
+from bench import check, roof
+from bench.suites import Case
 from bench.timing import buffers_needed
-from cunorm import launch
 from cunorm.host import numpy_dtype
-from cunorm.plan import Plan
-from cunorm.problem import Problem
+
+USUAL_MEAN = 0.25
 
 
 class Workload:
-    """Buffers of a problem: x, dy (or y), dx as matrices, parameters as vectors."""
+    """Sets of x, weight, bias (LayerNorm), and for backward dy, mean and rstd; every set holds the same values."""
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
-        self.sets = [self._buffers() for _ in range(buffers_needed(problem.bytes_moved))]
+    def __init__(self, case: Case):
+        self.case = case
+        mean = USUAL_MEAN if case.offset is None else case.offset
+        first = {"x": _random((case.rows, case.cols), case.dtype, mean), "weight": _random(case.cols, case.dtype, 1.0)}
+        first["bias"] = _random(case.cols, case.dtype) if case.op == "layer_norm" else None
+        if case.direction == "backward":
+            first["dy"] = _random((case.rows, case.cols), case.dtype)
+            first["mean"], first["rstd"] = check.statistics(case, first["x"])
+        count = buffers_needed(case.bytes_moved) if case.offset is None else 1
+        copies = [{n: None if a is None else a.copy() for n, a in first.items()} for _ in range(count - 1)]
+        self.sets = [SimpleNamespace(**buffers) for buffers in (first, *copies)]
 
-    def _buffers(self) -> dict[str, cupy.ndarray]:
-        task = self.problem
-        parameter = task.weight or task.x
-        buffers = {"x": _random((task.rows, task.cols), task.x), "weight": _random(task.cols, parameter)}
-        buffers |= {"mean": cupy.zeros(task.rows, task.statistics), "rstd": cupy.ones(task.rows, task.statistics)}
-        if task.direction == "forward":
-            return buffers | {"bias": _random(task.cols, parameter), "y": cupy.empty_like(buffers["x"])}
-        buffers |= {"dy": _random((task.rows, task.cols), task.y), "dx": cupy.empty_like(buffers["x"])}
-        return buffers | {name: cupy.empty_like(buffers["weight"]) for name in ("dweight", "dbias")}
-
-    def calls(self, plan: Plan) -> list[Callable[[], None]]:
-        """One call of the plan for each set of buffers."""
-        device_id = cupy.cuda.Device().id
-
-        def stream() -> int:
-            return cupy.cuda.get_current_stream().ptr
-
-        result = []
-        for buffers in self.sets:
-            pointers = {name: buffer.data.ptr for name, buffer in buffers.items()}
-            if self.problem.direction == "forward":
-                result.append(lambda p=pointers: launch.run_forward(plan, device_id, stream(), eps=1e-5, **p))
-            else:
-                workspace = cupy.empty(max(1, plan.workspace), "uint8")
-                pointers["workspace"] = workspace.data.ptr
-                result.append(lambda p=pointers, w=workspace: launch.run_backward(plan, device_id, stream(), **p))
-        return result
+    def lend(self, library: str) -> list[SimpleNamespace]:
+        """The sets as arrays of a library, the same memory."""
+        to = {"cupy": lambda array: array, "torch": _to_torch, "jax": _to_jax}[library]
+        return [SimpleNamespace(**{n: None if a is None else to(a) for n, a in vars(s).items()}) for s in self.sets]
 
     def roof(self) -> list[Callable[[], None]]:
         """The streaming kernel over the same matrices."""
-        if self.problem.direction == "forward":
-            return [stream(b["x"], None, b["y"]) for b in self.sets]
-        return [stream(b["x"], b["dy"], b["dx"]) for b in self.sets]
+        outs = [cupy.empty_like(buffers.x) for buffers in self.sets]
+        forward = self.case.direction == "forward"
+        return [roof.stream(s.x, None if forward else s.dy, out) for s, out in zip(self.sets, outs, strict=True)]
 
 
-def _random(shape: int | tuple[int, ...], dtype: str) -> cupy.ndarray:
+def to_cupy(array: Any) -> cupy.ndarray | None:
+    """A result of any library as a CuPy array."""
+    if array is None or isinstance(array, cupy.ndarray):
+        return array
+    if type(array).__module__.startswith("torch"):
+        import torch
+
+        array = array.detach()
+        if array.dtype == torch.bfloat16:
+            return cupy.from_dlpack(array.view(torch.int16)).view(numpy_dtype("bench", "bfloat16"))
+    return cupy.from_dlpack(array)
+
+
+def _to_torch(array: cupy.ndarray) -> Any:
+    import torch
+
+    if array.dtype.name == "bfloat16":  # as bits, whatever the versions on both sides know of bfloat16
+        return torch.from_dlpack(array.view(numpy.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def _to_jax(array: cupy.ndarray) -> Any:
+    import jax
+
+    return jax.dlpack.from_dlpack(array)
+
+
+def _random(shape: int | tuple[int, ...], dtype: str, mean: float = 0.0) -> cupy.ndarray:
     values = cupy.random.standard_normal(shape, dtype=numpy.float32)
-    # cuRAND fills them on a stream of its own choice: without this some were read before they were there.
+    # Without this some values were read before cuRAND had written them.
     cupy.cuda.Device().synchronize()
+    values += numpy.float32(mean)
     return values.astype(numpy_dtype("bench", dtype))

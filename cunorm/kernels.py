@@ -153,13 +153,14 @@ def _entry(spec: KernelSpec) -> str:
     rms, zero_centered, aligned = (_cpp(flag) for flag in (spec.rms, spec.zero_centered_gamma, spec.aligned))
     row_shape = f"RowShape<{spec.cols}, {shape.pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
     step_shape = f"RowShape<{shape.pack * shape.threads}, {shape.pack}, {shape.threads}, 1, 1>"
-    load_x = f"LoadRows<{x}, {shape.pack}, {aligned}>{{x, x_stride}}"
-    load_dy = f"LoadRows<{y}, {shape.pack}, {aligned}>{{dy, dy_stride}}"
+    cache_x, cache_y = (f"Cache::{'kStreamed' if flag else 'kKept'}" for flag in (spec.streamed_x, spec.streamed_y))
+    load_x = f"LoadRows<{x}, {shape.pack}, {aligned}, {cache_x}>{{x, x_stride}}"
+    load_dy = f"LoadRows<{y}, {shape.pack}, {aligned}, {cache_y}>{{dy, dy_stride}}"
     scale = f"ScaleByWeight<{weight}, {shape.pack}, {zero_centered}, {aligned}>{{weight}}"
     store_dx = f"StoreRows<{x}, {shape.pack}, {aligned}>{{dx, {spec.cols}}}"
     store_y = (
-        f"StoreAffine<{y}, {weight}, {bias}, {shape.pack}, {zero_centered}, {aligned}, "
-        f"Cache::{'kStreamed' if spec.streamed_y else 'kKept'}>{{y, y_stride, weight, bias}}"
+        f"StoreAffine<{y}, {weight}, {bias}, {shape.pack}, {zero_centered}, {aligned}, {cache_y}>"
+        "{y, y_stride, weight, bias}"
     )
     gradients = f"Gradients<{', '.join(_cpp(flag) for flag in spec.output_mask)}>"
     forward_parameters = (

@@ -49,7 +49,8 @@ class KernelSpec:
     prefetch: bool = False
     stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
     ask_early: bool = False  # the next row is asked for before the present one is summed up
-    streamed_y: bool = False  # y past L1
+    streamed_x: bool = False  # x is read past L1
+    streamed_y: bool = False  # y, or dy, is written, or read, past L1
     operands_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
     once: bool = False  # forward: the grid has a CTA for every row
     output_mask: tuple[bool, bool, bool] = (False, False, False)
@@ -113,19 +114,22 @@ class Tier(NamedTuple):
     # x and weight have 16 bits: of float32, 1024 cols by RMSNorm 0.99 asking late, 0.76 asking early
     idle: int = 0  # SMs that are left idle
     operands: int = 64  # bytes of weight and bias that a thread of the forward pass keeps in registers
+    streamed_x: tuple[str, ...] = ()  # operations that read x past L1
     streamed_y: bool = False  # y is stored past L1
 
 
+BOTH = ("layer_norm", "rms_norm")
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
 FORWARD = (
-    Tier(16, (2,), 1, 128, 1024, 1),  # 32 cols 0.96, 128 cols 0.93; y past L1 0.94, 0.90
-    Tier(64, (2,), 1, 128, 1024, 1, streamed_y=True),  # 256 cols 0.98; y through L1 0.95
+    Tier(16, (2,), 1, 128, 1024, 1),  # 32 cols 0.97, 128 cols 0.97; x and y past L1 0.94, 0.90
+    Tier(64, (2,), 1, 128, 1024, 1, streamed_x=BOTH, streamed_y=True),  # 256 cols 0.98; x or y through L1 0.98, 0.95
     # Weight and bias asked for with x: a row of 1024 alone 1.6 us, only when it is summed up 2.2; of 4096 1.9 and 2.5.
-    Tier(128, (4,), 1, 128, 768, 1, streamed_y=True, operands=128),  # 1024 cols 1.01
+    Tier(128, (4,), 1, 128, 768, 1, streamed_x=BOTH, streamed_y=True, operands=128),  # 1024 cols 1.02
     Tier(256, (2,), 1, 128, 768, prefetch=True, streamed_y=True),  # 2048 cols 0.97; y through L1 0.95
-    Tier(512, (4, 3, 2), 1, 128, 768, 1, streamed_y=True, operands=128),  # 4096 cols 0.98
-    Tier(2048, (4, 3, 2), 1, 128, 1024, 1, streamed_y=True),  # 8192 and 16384 cols 0.98
-    Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.98; y past L1 0.97
+    # 4096 cols 0.99; RMSNorm 1.01, with x past L1 0.98.
+    Tier(512, (4, 3, 2), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, operands=128),
+    Tier(2048, (4, 3, 2), 1, 128, 1024, 1, streamed_y=True),  # 8192 and 16384 cols 1.00; x past L1 0.97, 0.98
+    Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.99; x past L1 0.97, y too 0.97
     Tier(8192, (8,), 2, 512, 512, stages=2, operands=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
     Tier(16384, (8,), 4, 512, 512, stages=2, operands=256),  # 131072 cols 0.98
     Tier(32768, (8,), 8, 512, 512, stages=2, operands=256),  # 262144 cols 0.97
@@ -138,7 +142,7 @@ FORWARD = (
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
-    Tier(32, (2,), 1, 256, 512, stages=3, ask_early=("layer_norm", "rms_norm")),  # 128 cols 0.94, 256 cols 0.93
+    Tier(32, (2,), 1, 256, 512, stages=3, ask_early=BOTH),  # 128 cols 0.94, 256 cols 0.93
     Tier(256, (2,), 1, 448, 448, stages=3, ask_early=("rms_norm",)),  # 512 cols 0.95, 1024 cols 0.95, 2048 cols 0.93
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
@@ -268,9 +272,10 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
     operands = shape.packs * pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
     if problem.direction == "forward" and tier.stages and operands > tier.operands:
         return None
-    # 128 registers a thread are too few for a weight wider than x beside the accumulators of four packs.
+    # 128 registers a thread are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for
+    # any weight.
     wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
-    if problem.direction == "backward" and wide and shape.packs == 4 and shape.threads > 256:
+    if problem.direction == "backward" and shape.packs == 4 and shape.threads > 256 and (wide or device.arch >= 100):
         return None
     resident = tier.resident // 2 if problem.x == "float64" and not tier.stages else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
@@ -290,6 +295,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
         ctas_per_sm=ctas_per_sm,
         prefetch=prefetch,
         ask_early=problem.op in tier.ask_early and max(ITEMSIZE[problem.x], ITEMSIZE[problem.weight or "float16"]) == 2,
+        streamed_x=problem.op in tier.streamed_x,
         streamed_y=tier.streamed_y,
         operands_stay=problem.direction == "forward" and operands_stay,
     )

@@ -14,14 +14,14 @@
 namespace cunorm {
 
 // Rows of a matrix whose columns are contiguous.
-template <class T, int kPack, bool kAligned>
+template <class T, int kPack, bool kAligned, Cache kCache>
 struct LoadRows {
   using Packed = Pack<T, kPack>;
   const T* data;
   int64 row_stride;  // elements
 
   DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
-    load_pack<kAligned, Cache::kStreamed>(pack, data + row * row_stride + column, valid);
+    load_pack<kAligned, kCache>(pack, data + row * row_stride + column, valid);
   }
   template <class Compute>
   DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {

@@ -1,0 +1,113 @@
+"""Is a result right? Held against float64 on the GPU, all rows, in chunks; CuPy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cupy
+import numpy
+
+from bench.suites import Case
+
+CHUNK = 1 << 23  # elements widened to float64 at a time
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
+
+# What still counts as right, in eps of the dtype. Loose: some providers round twice, or add gradients up in 16 bits.
+# A mistake (a missing term, a missing row, eps outside the root) is far beyond.
+LIMITS = {
+    "float16": {"y": 2.0, "dx": 2.0, "dweight": 8.0, "dbias": 8.0},
+    "bfloat16": {"y": 2.0, "dx": 2.0, "dweight": 8.0, "dbias": 8.0},
+    "float32": {"y": 64.0, "dx": 64.0, "dweight": 64.0, "dbias": 64.0},
+}
+
+
+def statistics(case: Case, x: cupy.ndarray) -> tuple[cupy.ndarray, cupy.ndarray]:
+    """(mean, rstd) of each row, float32; the mean of RMSNorm is 0."""
+    mean, rstd = cupy.empty(case.rows, numpy.float32), cupy.empty(case.rows, numpy.float32)
+    for rows in _chunks(case):
+        m, r, _ = _normalise(case, x[rows])
+        mean[rows], rstd[rows] = m[:, 0], r[:, 0]
+    return mean, rstd
+
+
+def errors(case: Case, buffers: Any, results: tuple[Any, ...]) -> dict[str, float]:
+    """The largest error of each result in eps of the case's dtype, whatever dtype a provider gives dweight and dbias.
+
+    y and dx: relative to the largest magnitude in the row (of dx's terms: it is a difference). dweight and dbias:
+    relative to sqrt(rows) * the largest term of the column, |dy| * (|xhat| + 1) for dweight: the mean is float32, so an
+    xhat near zero is no better known than others.
+    """
+    matrix = ("y",) if case.direction == "forward" else ("dx",)
+    names = matrix if case.direction == "forward" else ("dx", "dweight", "dbias")
+    found = dict(zip(names, results, strict=False))
+    for name, array in found.items():
+        expected = (case.rows, case.cols) if name in matrix else (case.cols,)
+        if array is not None and array.size != numpy.prod(expected):
+            raise ValueError(f"{name} must have shape {expected}; got {array.shape}")
+    worst = dict.fromkeys(matrix, 0.0)
+    weight = _wide(buffers.weight)
+    sums = {"dweight": 0.0, "dbias": 0.0}
+    largest = {"dweight": 0.0, "dbias": 0.0}
+    for rows in _chunks(case):
+        _, rstd, xhat = _normalise(case, buffers.x[rows])
+        if case.direction == "forward":
+            expected = xhat * weight
+            if buffers.bias is not None:
+                expected += _wide(buffers.bias)
+            scale = abs(expected).max(axis=1, keepdims=True)
+        else:
+            dy = _wide(buffers.dy[rows])
+            g = dy * weight
+            c1 = (g * xhat).mean(axis=1, keepdims=True)
+            c2 = g.mean(axis=1, keepdims=True) if case.op == "layer_norm" else 0 * c1
+            expected = rstd * (g - c2 - xhat * c1)
+            scale = (rstd * (abs(g) + abs(c2) + abs(xhat * c1))).max(axis=1, keepdims=True)
+            for name, terms, sizes in (("dweight", dy * xhat, abs(dy) * (abs(xhat) + 1)), ("dbias", dy, abs(dy))):
+                sums[name] = sums[name] + terms.sum(axis=0)
+                largest[name] = cupy.maximum(largest[name], sizes.max(axis=0))
+        (name,) = matrix
+        actual = found[name].reshape(case.rows, case.cols)[rows]
+        worst[name] = _larger(worst[name], abs(_wide(actual) - expected) / scale, case.dtype)
+    for name in ("dweight", "dbias"):
+        if found.get(name) is not None:
+            difference = abs(_wide(found[name].reshape(case.cols)) - sums[name])
+            allowed = case.rows**0.5 * largest[name]
+            worst[name] = _larger(0.0, difference / allowed, case.dtype)
+    return worst
+
+
+def wrong(case: Case, found: dict[str, float]) -> str:
+    """What is beyond its limit, as text; empty if nothing is."""
+    return ", ".join(
+        f"{name} is off by {error:.3g} eps (limit {LIMITS[case.dtype][name]:g})"
+        for name, error in found.items()
+        if not error <= LIMITS[case.dtype][name]
+    )
+
+
+def _chunks(case: Case) -> Iterator[slice]:
+    step = max(1, CHUNK // case.cols)
+    return (slice(start, start + step) for start in range(0, case.rows, step))
+
+
+def _normalise(case: Case, x: cupy.ndarray) -> tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray]:
+    x = _wide(x)
+    mean = x.mean(axis=1, keepdims=True)
+    if case.op == "rms_norm":
+        mean = mean * 0
+    x -= mean
+    rstd = 1 / cupy.sqrt((x * x).mean(axis=1, keepdims=True) + case.eps)
+    return mean, rstd, x * rstd
+
+
+def _wide(array: cupy.ndarray) -> cupy.ndarray:
+    if array.dtype.name == "bfloat16":
+        return (array.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32).astype(numpy.float64)
+    return array.astype(numpy.float64)
+
+
+def _larger(worst: float, relative: cupy.ndarray, dtype: str) -> float:
+    """NaN counts as infinite."""
+    relative = cupy.where(cupy.isnan(relative), cupy.inf, relative)
+    return max(worst, float(relative.max()) / EPS[dtype])

@@ -1,0 +1,42 @@
+"""Who is measured. A provider is a class; those whose library cannot be imported are listed with the reason."""
+
+from __future__ import annotations
+
+from bench.providers.apex import Apex, ApexFast
+from bench.providers.base import Provider
+from bench.providers.cudnn import Cudnn
+from bench.providers.cunorm import Cunorm
+from bench.providers.liger import Liger
+from bench.providers.pytorch import Compiled, Eager
+from bench.providers.quack import Quack
+from bench.providers.transformer_engine import TransformerEngine
+from bench.providers.triton_tutorial import TritonTutorial
+from bench.providers.xla import Xla
+
+
+def all_providers(triton_tutorial: str | None = None) -> list[Provider]:
+    """Every provider, ours first."""
+    return [
+        Cunorm(),
+        Eager(),
+        Compiled(),
+        TritonTutorial(triton_tutorial),
+        Liger(),
+        Quack(),
+        ApexFast(),
+        Apex(),
+        TransformerEngine(),
+        Cudnn(),
+        Xla(),
+    ]
+
+
+def available(providers: list[Provider]) -> tuple[list[tuple[Provider, str]], dict[str, str]]:
+    """([(provider, version)], {name: why it cannot be measured here})."""
+    found, missing = [], {}
+    for provider in providers:
+        try:
+            found.append((provider, provider.load()))
+        except Exception as error:  # a broken installation raises what it likes
+            missing[provider.name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return found, missing
