@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -9,9 +10,9 @@ from nvrtc import needs_nvrtc
 
 from cunorm.commands import matrix
 from cunorm.commands.compilation import compile_all, fault, offline
-from cunorm.device import KNOWN
+from cunorm.device import KNOWN, Device
 from cunorm.kernels import Resources
-from cunorm.plan import KernelSpec, RowShape
+from cunorm.plan import KernelSpec, RowShape, Tier, choose, dynamic_shared, plan, shared_memory
 from cunorm.problem import ITEMSIZE
 
 SLICES = 8  # for pytest-xdist
@@ -36,24 +37,37 @@ def test_the_set_reaches_every_tier(direction, arch):
     """Also one that is added tomorrow; clusters only where there are any."""
     device, problems = KNOWN[arch], matrix.covering(KNOWN[arch])
     chosen = {choose(problem, device) for problem in problems if problem.direction == direction}
-    tiers = {choice and choice[0] for choice in chosen}
-    assert tiers == {tier for tier in matrix.TABLES[direction] if fits(tier, device)} | {None}
-    for tier in tiers - {None}:
-        specs = [choice[1] for choice in chosen if choice and choice[0] == tier]
-        assert {spec.x for spec in specs} >= (set(ITEMSIZE) if tier.packs != (4,) or tier.cluster == 1 else {"float32"})
-        assert max(-(-spec.cols // spec.shape.pack) for spec in specs) == tier.most
-        assert any(spec.cols % 2 for spec in specs)
-        assert {spec.aligned for spec in specs} == {True, False}
+    assert {choice and choice[0] for choice in chosen} == reachable(direction, device)
+    for dtype in ITEMSIZE:
+        for tier, lengths in matrix.lengths_of_tiers(direction, dtype, device).items():
+            assert any(length % 2 for length in lengths)
+            if tier:
+                longest = tier.most * 16 // ITEMSIZE[dtype]
+                choice = choose(matrix.whole("layer_norm", direction, longest, dtype), device)
+                assert longest in lengths or choice is None or choice[0] != tier
     kernels = {spec.kernel for spec in matrix.kernels_of(problems, device)}
     assert {name for name in kernels if name.startswith("forward")} == {"forward", "forward_streamed"}
 
 
-def fits(tier: Tier, device: Device) -> bool:
-    """Clusters only where there are any, and two places of the shortest rows of a tier."""
-    if tier.cluster > 1:
-        return bool(device.clusters)
-    shorter = max((other.most for other in TABLES["backward"] if other.most < tier.most), default=0)
-    return not tier.stages or 2 * 2 * 16 * (shorter + 1) < device.shared
+@pytest.mark.parametrize("rows", [1, 100, matrix.ROWS])
+@pytest.mark.parametrize("arch", KNOWN)
+def test_a_cta_is_whole_warps_and_has_the_shared_memory_it_needs(arch, rows):
+    device = KNOWN[arch]
+    for problem in matrix.covering(device):
+        for step in plan(replace(problem, rows=rows), device).steps:
+            assert step.spec.threads % 32 == 0
+            assert step.spec.threads <= 1024
+            assert step.dynamic_shared == dynamic_shared(step.spec)
+            assert shared_memory(step.spec) + step.dynamic_shared <= device.shared
+
+
+def reachable(direction: str, device: Device) -> set[Tier | None]:
+    """What rows of many lengths find, whatever weight and bias are: shared memory and architecture rule tiers out."""
+    lengths = {int(1.02**power) for power in range(1, 720)} | {tier.most * 4 for tier in matrix.TABLES[direction]}
+    problems = [
+        matrix.whole("layer_norm", direction, cols, "float32", weight) for cols in lengths for weight in ITEMSIZE
+    ]
+    return {choice and choice[0] for choice in (choose(problem, device) for problem in problems)}
 
 
 @pytest.mark.parametrize("direction", matrix.TABLES)

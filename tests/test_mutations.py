@@ -421,8 +421,8 @@ MUTATIONS = (
     ),
     Mutation(
         "vectors where the address does not allow them",
-        "LoadRows<half, 8, false>",
-        "LoadRows<half, 8, true>",
+        "LoadRows<half, 8, false,",
+        "LoadRows<half, 8, true,",
         "misplaced",
         (("results", "misaligned vector access"),),
     ),
