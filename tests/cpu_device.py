@@ -75,11 +75,13 @@ class SanitizerError(AssertionError):
 
 @dataclass(frozen=True)
 class Machine:
-    """Stands in for a GPU. `order` is that in which threads run, `edit` changes the texts of kernels."""
+    """Stands in for a GPU. `order` is that in which threads run, `edit` changes the texts of kernels, and of dynamic
+    shared memory launches get `missing` bytes less than they ask for."""
 
     build: str = "results"
     order: str = "ascending"
     edit: Callable[[str], str] = str
+    missing: int = 0
 
     def run_forward(self, plan: Plan, eps: float, **arrays: numpy.ndarray | None) -> None:
         """launch.run_forward on NumPy arrays, None where there is none."""
@@ -108,7 +110,8 @@ class Machine:
         assert step.spec.threads <= _number(r"__launch_bounds__\((\d+)", text)
         assert step.grid[0] % cluster == 0
         assert step.dynamic_shared <= dynamic_shared(step.spec), "kernels.py allows the kernel no more"
-        how = Launch(*step.grid[:2], step.spec.threads, cluster, ORDERS.index(self.order), step.dynamic_shared)
+        shared = max(0, step.dynamic_shared - self.missing)
+        how = Launch(*step.grid[:2], step.spec.threads, cluster, ORDERS.index(self.order), shared)
         path = program(text, self.build)
         written: list[int | float] = []
 

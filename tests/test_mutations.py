@@ -634,6 +634,12 @@ def test_a_mistake_is_found(mutation, build, said):
     assert re.search(said, first, re.DOTALL), first
 
 
+@pytest.mark.parametrize("case", ["CTA", "cluster"])
+def test_launches_ask_for_no_more_shared_memory_than_they_use(case):
+    """The last place of the last row is missed."""
+    assert "heap-buffer-overflow" in finding(case, Machine("memory", missing=16))
+
+
 @pytest.mark.parametrize(
     ("case", "build"),
     sorted({(mutation.case, build) for mutation in MUTATIONS for build, _ in mutation.caught}),
