@@ -263,55 +263,64 @@ def choose(problem: Problem, device: Device) -> tuple[Tier, KernelSpec] | None:
 def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | None:
     """The kernel of a tier; None if its rows do not fit."""
     pack = 16 // ITEMSIZE[problem.x]
-    packs = _ceil_div(problem.cols, pack)
-    shape = min(
-        (_shape(pack, _ceil_div(packs, tier.cluster), choice, tier.cluster) for choice in tier.packs),
-        key=lambda shape: shape.capacity,
-    )
-    spec = _spec(problem, problem.direction, shape)
+    packs = _ceil_div(_ceil_div(problem.cols, pack), tier.cluster)
+    shape = min((_shape(pack, packs, choice, tier.cluster) for choice in tier.packs), key=lambda shape: shape.capacity)
     operands = shape.packs * pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
-    if problem.direction == "forward" and tier.stages and operands > tier.operands:
+    if tier.stages and not _registers_suffice(problem, tier, shape, operands, device):
         return None
-    # 128 registers a thread are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for
-    # any weight.
-    wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
-    if problem.direction == "backward" and shape.packs == 4 and shape.threads > 256 and (wide or device.arch >= 100):
-        return None
-    resident = tier.resident // 2 if problem.x == "float64" and not tier.stages else tier.resident
+    spec = _spec(problem, problem.direction, shape)
+    # float64 takes twice the registers.
+    wide = "float64" in (problem.x, problem.y) and not tier.stages
+    resident = tier.resident // 2 if wide else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not spec.aligned and not tier.stages:
         resident = tier.resident // 2
-    ctas_per_sm = max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1
-    prefetch = tier.prefetch and _next_row_fits(problem, shape, device)
-    # Of the others with rows in shared memory ptxas spilled 4 to 176 bytes.
-    plain = spec.aligned and problem.x == problem.y != "float64" and (shape.packs <= 4 or tier.cluster < 16)
-    plain = plain and (device.arch < 100 or problem.op == "rms_norm")
-    # With rows in registers it did on sm_80.
-    fit = plain if tier.stages else operands <= 64 or device.arch >= 90
-    operands_stay = operands <= tier.operands and fit
+    sixteen_bits = max(ITEMSIZE[problem.x], ITEMSIZE[problem.weight or "float16"]) == 2
     spec = replace(
         spec,
         rows_per_cta=rows_per_cta,
-        ctas_per_sm=ctas_per_sm,
-        prefetch=prefetch,
-        ask_early=problem.op in tier.ask_early and max(ITEMSIZE[problem.x], ITEMSIZE[problem.weight or "float16"]) == 2,
+        ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
+        prefetch=tier.prefetch and _next_row_fits(problem, shape, device),
+        ask_early=sixteen_bits and problem.op in tier.ask_early,
         streamed_x=problem.op in tier.streamed_x,
         streamed_y=tier.streamed_y,
-        operands_stay=problem.direction == "forward" and operands_stay,
+        operands_stay=_operands_stay(problem, tier, spec, operands, device),
     )
-    whole_warps = max(1, WARP // shape.threads)  # rows
-    if tier.stages and problem.rows <= device.sms:
-        rows_per_cta = whole_warps  # backward of 32 x 1024: 4.6 us, with the rows of seven in a CTA 5.8
-    # Fewer places where they do not all fit (a wide dy, less shared memory), then fewer rows; two are the fewest.
-    for rows in range(rows_per_cta, 0, -whole_warps) if tier.stages else ():
+    return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
+
+
+def _in_shared_memory(spec: KernelSpec, tier: Tier, rows: int, device: Device) -> KernelSpec | None:
+    """As many places as fit, two at least: fewer than the tier's for a wide dy or weight, then fewer rows in a CTA."""
+    whole_warps = max(1, WARP // spec.shape.threads)  # rows
+    # Backward of 32 x 1024 takes 4.6 us with a CTA a row, with the rows of seven in a CTA 5.8.
+    most = whole_warps if rows <= device.sms else spec.rows_per_cta
+    for rows_per_cta in range(most, 0, -whole_warps):
         for stages in range(tier.stages, 1, -1):
-            fitting = replace(spec, rows_per_cta=rows, stages=stages)
+            fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
             needed = shared_memory(fitting) + dynamic_shared(fitting)
             if needed <= device.shared:
-                # Each CTA takes 1 KB besides its own.
-                fit = (device.shared + 1024) // (needed + 1024)
-                return replace(fitting, ctas_per_sm=min(ctas_per_sm, fit))
-    return None if tier.stages else spec
+                ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
+                return replace(fitting, ctas_per_sm=min(spec.ctas_per_sm, ctas))
+    return None
+
+
+def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, operands: int, device: Device) -> bool:
+    """Whether a thread has registers for what it keeps from row to row, where rows wait in shared memory."""
+    if problem.direction == "forward":
+        return operands <= tier.operands
+    # 128 registers are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for any.
+    wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
+    return not (shape.packs == 4 and shape.threads > 256 and (wide or device.arch >= 100))
+
+
+def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int, device: Device) -> bool:
+    """Whether a thread of the forward pass keeps weight and bias. Where it says no, ptxas spilled 4 to 176 bytes."""
+    if problem.direction == "backward" or operands > tier.operands:
+        return False
+    if not tier.stages:
+        return operands <= 64 or device.arch >= 90
+    plain = spec.aligned and problem.x == problem.y != "float64" and (spec.shape.packs <= 4 or tier.cluster < 16)
+    return plain and (device.arch < 100 or problem.op == "rms_norm")
 
 
 def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
