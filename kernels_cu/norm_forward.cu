@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm forward, rows held in registers: x is read once, y written once.
+// LayerNorm and RMSNorm forward, rows held in registers or shared memory: x is read once, y written once.
 //   LayerNorm   y = (x - mean(x)) * rstd * weight + bias,  rstd = 1 / sqrt(var(x) + eps)
 //   RMSNorm     y = x * rstd * weight,                     rstd = 1 / sqrt(mean(x²) + eps)
 // The tiers (part of a warp, warp, CTA, cluster) are the same code for different RowShapes.
@@ -21,6 +21,7 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
   using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 3, Compute>;
   __shared__ Exchange exchange;
   static_assert(kRows == 1 || Shape::kSlots == 1, "several rows share a CTA only if a warp holds each");
+  static_assert(RowsX::kAskEarly || Shape::kSlots > 1, "rows are asked for late where warps wait for each other");
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int slot = rank * Shape::kWarps + (Shape::kWarps > 1 ? threadIdx.x / 32 : 0);
