@@ -3,9 +3,9 @@
 //   LayerNorm   dx = rstd * (g - c2 - xhat * c1),  c1 = mean(g * xhat), c2 = mean(g)
 //   RMSNorm     dx = rstd * (g - xhat * c1)        (mean = 0)
 //   dweight = Σ_rows dy * xhat,  dbias = Σ_rows dy
-// One persistent kernel: a CTA (or cluster) takes every gridDim-th row, has its next rows under way while it works on the
-// present ones (rows.cuh), and keeps dweight and dbias of its columns in registers. Each writes one partial row at the
-// end; weight_gradient.cu adds them up in a fixed order.
+// One persistent kernel: a CTA (or cluster) takes every gridDim-th row, has its next rows under way while it works on
+// the present ones (rows.cuh), and keeps dweight and dbias of its columns in registers. Each writes one partial row at
+// the end; weight_gradient.cu adds them up in a fixed order.
 #pragma once
 #include "gradients.cuh"
 #include "load_store.cuh"
