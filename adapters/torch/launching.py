@@ -1,0 +1,273 @@
+"""The norms on plain CUDA tensors: check, plan, launch on torch's current stream, in memory of torch's allocator.
+
+What follows from layouts and options alone is worked out once and kept as a recipe, as in cunorm/gpu.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import device, launch
+from ..plan import Plan, plan
+from ..problem import Layout, Problem, check_sm_margin, row_stride
+from . import checks
+from .formulas import compute_dtype
+
+RECIPES = 4096  # kept at most
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in a torch without CUDA
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+
+class Recipe(NamedTuple):
+    """How calls with the same layouts and options run. `plan` is None where there is nothing to compute."""
+
+    plan: Plan | None
+    copies: tuple[bool, ...]  # which inputs must be made contiguous, in the order of the call's tensors
+    copied: bool  # any of them
+    alike: bool  # y, or dx, has the dtype and the strides of x
+    dtype: torch.dtype  # of y, or of dweight and dbias
+    device: torch.device
+    shape: tuple[int, ...]  # of statistics, or of the normalised axes
+    rstd_offset: int  # bytes from mean to rstd, 0 for rms_norm
+
+
+_recipes: dict[Hashable, Recipe] = {}
+
+
+def forward(
+    op: str,
+    x: Tensor,
+    ndim: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+    dtype: torch.dtype,
+    sm_margin: int,
+    wants_statistics: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(y, statistics), statistics as formulas.py has them, None unless wanted."""
+    options = (op, ndim, zero_centered_gamma, dtype, sm_margin)
+    index = x.get_device()
+    if index != _current_device():
+        with torch.cuda.device(index):
+            return forward(op, x, ndim, weight, bias, eps, *options[2:], wants_statistics)
+    x_pointer = x.data_ptr()
+    weight_pointer = bias_pointer = 0
+    weight_key = bias_key = None
+    if weight is not None:
+        weight_pointer = weight.data_ptr()
+        weight_key = (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous())
+    if bias is not None:
+        bias_pointer = bias.data_ptr()
+        bias_key = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
+    aligned = (x_pointer | weight_pointer | bias_pointer) & 15 == 0
+    key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, aligned)
+    recipe = _recipes.get(key)
+    if recipe is None:
+        recipe = _keep(key, _forward_recipe(*options, x, weight, bias, aligned))
+    y = torch.empty_like(x) if recipe.alike else torch.empty(x.shape, dtype=recipe.dtype, device=recipe.device)
+    statistics = None
+    mean_pointer = rstd_pointer = 0
+    if wants_statistics:
+        statistics = torch.empty(recipe.shape, dtype=compute_dtype(x), device=recipe.device)
+        mean_pointer = statistics.data_ptr()
+        rstd_pointer = mean_pointer + recipe.rstd_offset
+    if recipe.plan is None:
+        return y, statistics
+    if recipe.copied:
+        x, weight, bias = _contiguous((x, weight, bias), recipe.copies)
+        x_pointer, weight_pointer, bias_pointer = _pointer(x), _pointer(weight), _pointer(bias)
+    launch.run_forward(
+        recipe.plan,
+        index,
+        _stream(index),
+        x=x_pointer,
+        y=y.data_ptr(),
+        weight=weight_pointer,
+        bias=bias_pointer,
+        mean=mean_pointer,  # rms_norm's kernels have none
+        rstd=rstd_pointer,
+        eps=eps,
+    )
+    return y, statistics
+
+
+def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, bias, aligned) -> Recipe:
+    checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
+    properties = _properties(op, x)
+    check_sm_margin(op, sm_margin, properties.sms)
+    cols = math.prod(x.shape[-ndim:])
+    stride = _row_stride(x, ndim)
+    leading = x.shape[:-ndim]
+    problem = Problem(
+        op=op,
+        direction="forward",
+        rows=math.prod(leading),
+        cols=cols,
+        x=checks.dtype_name(x.dtype),
+        y=checks.dtype_name(dtype),
+        weight=None if weight is None else checks.dtype_name(weight.dtype),
+        bias=None if bias is None else checks.dtype_name(bias.dtype),
+        zero_centered_gamma=zero_centered_gamma,
+        x_stride=cols if stride is None else stride,
+        y_stride=cols,
+        sm_margin=sm_margin,
+        aligned=aligned,
+    )
+    copies = (stride is None, *(array is not None and not array.is_contiguous() for array in (weight, bias)))
+    statistics = 2 if op == "layer_norm" else 1
+    return Recipe(
+        plan=plan(problem, properties) if problem.rows else None,
+        copies=copies,
+        copied=any(copies),
+        alike=dtype is x.dtype and x.is_contiguous(),
+        dtype=dtype,
+        device=x.device,
+        shape=(statistics, *leading),
+        rstd_offset=(statistics - 1) * problem.rows * compute_dtype(x).itemsize,
+    )
+
+
+def backward(
+    op: str,
+    dy: Tensor,
+    x: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    zero_centered_gamma: bool,
+    output_mask: tuple[bool, bool, bool],
+    sm_margin: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias), None where output_mask says so. `statistics` is contiguous, as `forward` made it."""
+    index = x.get_device()
+    if index != _current_device():
+        with torch.cuda.device(index):
+            return backward(op, dy, x, statistics, weight, zero_centered_gamma, output_mask, sm_margin)
+    options = (op, zero_centered_gamma, output_mask, sm_margin)
+    dy_pointer, x_pointer = dy.data_ptr(), x.data_ptr()
+    weight_pointer, weight_key = 0, None
+    if weight is not None:
+        weight_pointer = weight.data_ptr()
+        weight_key = (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous())
+    aligned = (dy_pointer | x_pointer | weight_pointer) & 15 == 0
+    dy_key = (dy.shape, dy.stride(), dy.dtype, dy.get_device())
+    key = (options, x.shape, x.stride(), x.dtype, index, dy_key, statistics.shape, weight_key, aligned)
+    recipe = _recipes.get(key)
+    if recipe is None:
+        recipe = _keep(key, _backward_recipe(*options, dy, x, statistics, weight, aligned))
+    # Sums over no rows are zero.
+    empty = torch.empty if recipe.plan is not None else torch.zeros
+    wants_dx, wants_dweight, wants_dbias = output_mask
+    dx = dweight = dbias = None
+    dx_pointer = dweight_pointer = dbias_pointer = workspace_pointer = 0
+    if wants_dx:
+        dx = torch.empty_like(x) if recipe.alike else torch.empty(x.shape, dtype=x.dtype, device=recipe.device)
+        dx_pointer = dx.data_ptr()
+    if wants_dweight:
+        dweight = empty(recipe.shape, dtype=recipe.dtype, device=recipe.device)
+        dweight_pointer = dweight.data_ptr()
+    if wants_dbias:
+        dbias = empty(recipe.shape, dtype=recipe.dtype, device=recipe.device)
+        dbias_pointer = dbias.data_ptr()
+    if recipe.plan is None:
+        return dx, dweight, dbias
+    if recipe.copied:
+        dy, x, weight = _contiguous((dy, x, weight), recipe.copies)
+        dy_pointer, x_pointer, weight_pointer = _pointer(dy), _pointer(x), _pointer(weight)
+    if recipe.plan.workspace:
+        workspace = torch.empty(recipe.plan.workspace, dtype=torch.uint8, device=recipe.device)
+        workspace_pointer = workspace.data_ptr()
+    mean_pointer = statistics.data_ptr()
+    launch.run_backward(
+        recipe.plan,
+        index,
+        _stream(index),
+        x=x_pointer,
+        dy=dy_pointer,
+        weight=weight_pointer,
+        mean=mean_pointer,
+        rstd=mean_pointer + recipe.rstd_offset,
+        dx=dx_pointer,
+        dweight=dweight_pointer,
+        dbias=dbias_pointer,
+        workspace=workspace_pointer,
+    )
+    return dx, dweight, dbias
+
+
+def _backward_recipe(op, zero_centered_gamma, output_mask, sm_margin, dy, x, statistics, weight, aligned) -> Recipe:
+    checks.backward(op, dy, x, statistics, weight)
+    properties = _properties(op, x)
+    check_sm_margin(op, sm_margin, properties.sms)
+    ndim = x.dim() - statistics.dim() + 1
+    shape = x.shape[-ndim:]
+    cols = math.prod(shape)
+    dy_stride, x_stride = _row_stride(dy, ndim), _row_stride(x, ndim)
+    problem = Problem(
+        op=op,
+        direction="backward",
+        rows=math.prod(x.shape[:-ndim]),
+        cols=cols,
+        x=checks.dtype_name(x.dtype),
+        y=checks.dtype_name(dy.dtype),
+        weight=None if weight is None else checks.dtype_name(weight.dtype),
+        bias=None,
+        zero_centered_gamma=zero_centered_gamma,
+        x_stride=cols if x_stride is None else x_stride,
+        y_stride=cols if dy_stride is None else dy_stride,
+        sm_margin=sm_margin,
+        aligned=aligned,
+        output_mask=output_mask,
+    )
+    copies = (dy_stride is None, x_stride is None, weight is not None and not weight.is_contiguous())
+    return Recipe(
+        plan=plan(problem, properties) if problem.rows and any(output_mask) else None,
+        copies=copies,
+        copied=any(copies),
+        alike=x.is_contiguous(),
+        dtype=x.dtype if weight is None else weight.dtype,
+        device=x.device,
+        shape=tuple(shape),
+        rstd_offset=(len(statistics) - 1) * problem.rows * statistics.itemsize,
+    )
+
+
+def _keep(key: Hashable, recipe: Recipe) -> Recipe:
+    if len(_recipes) >= RECIPES:
+        _recipes.clear()
+    _recipes[key] = recipe
+    return recipe
+
+
+def _properties(function: str, x: Tensor) -> device.Device:
+    """The GPU of x, as CuPy sees it."""
+    try:
+        return device.current(x.get_device())
+    except ImportError as error:
+        raise ImportError(
+            f"{function}: tensors on a GPU need CuPy; it could not be imported ({error}). "
+            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
+        ) from error
+    except RuntimeError as error:  # CuPy's errors of CUDA are such
+        raise RuntimeError(
+            f"{function}: CuPy cannot use {x.device}, which input is on: {error}. Compare the driver, by nvidia-smi, "
+            "with what `python -m cunorm info` says."
+        ) from error
+
+
+def _row_stride(tensor: Tensor, ndim: int) -> int | None:
+    return row_stride(Layout(tuple(tensor.shape), tensor.stride(), "", ""), ndim)
+
+
+def _contiguous(tensors: tuple[Tensor | None, ...], copies: tuple[bool, ...]) -> list[Tensor | None]:
+    return [tensor.contiguous() if copy else tensor for tensor, copy in zip(tensors, copies, strict=True)]
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
