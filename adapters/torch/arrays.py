@@ -32,12 +32,10 @@ def forward(
     checks.tensors(op, x, weight, bias)
     if normalized_shape is None:
         normalized_shape = x.shape[-1:] if weight is None else weight.shape
-    if dtype is None and out is not None:
-        dtype = out.dtype
-    elif dtype is not None and not isinstance(dtype, torch.dtype):
+    if dtype is not None and not isinstance(dtype, torch.dtype):
         dtype = getattr(torch, problem.dtype_name(function, dtype))
     if out is not None:
-        _check_out(function, out, x, dtype, (x, weight, bias))
+        dtype = _check_out(function, out, x, dtype, (x, weight, bias))
     mean = rstd = None
     if statistics:
         shape = checks.shape(op, normalized_shape)
@@ -85,13 +83,15 @@ def backward(
     return dx, dweight, dbias
 
 
-def _check_out(function: str, out: Any, x: Tensor, dtype: torch.dtype, inputs: Sequence[Tensor | None]) -> None:
+def _check_out(function, out: Any, x: Tensor, dtype: torch.dtype | None, inputs: Sequence[Tensor | None]):
+    """Return the dtype of y."""
     if not isinstance(out, Tensor):
         raise TypeError(f"{function}: out must be a torch.Tensor, as x is; got {type(out).__name__}.")
-    if out.shape != x.shape or out.dtype != dtype or out.device != x.device:
+    if out.shape != x.shape or out.dtype != (dtype or out.dtype) or out.device != x.device:
         raise ValueError(
-            f"{function}: out must have shape {tuple(x.shape)}, dtype {dtype} and device {x.device}; "
+            f"{function}: out must have shape {tuple(x.shape)}, dtype {dtype or out.dtype} and device {x.device}; "
             f"got {tuple(out.shape)}, {out.dtype}, {out.device}."
         )
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         raise RuntimeError(f"{function}: out must be None where a gradient is wanted; got a tensor. Use torch.no_grad().")
+    return out.dtype

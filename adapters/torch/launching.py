@@ -6,7 +6,7 @@ What follows from layouts and options alone is worked out once and kept as a rec
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,17 +23,28 @@ _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in a to
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
+def _empty_on_current_device(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+# What inductor's own code allocates with: a call takes 1.2 us on an H200's host, torch.empty 3.5.
+_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_on_current_device)
+
+
 class Recipe(NamedTuple):
     """How calls with the same layouts and options run. `plan` is None where there is nothing to compute."""
 
     plan: Plan | None
     copies: tuple[bool, ...]  # which inputs must be made contiguous, in the order of the call's tensors
     copied: bool  # any of them
-    alike: bool  # y, or dx, has the dtype and the strides of x
-    dtype: torch.dtype  # of y, or of dweight and dbias
-    device: torch.device
-    shape: tuple[int, ...]  # of statistics, or of the normalised axes
+    first: tuple  # (shape, strides, dtype) of y, or of dx
+    second: tuple  # of statistics, or of dweight and dbias
     rstd_offset: int  # bytes from mean to rstd, 0 for rms_norm
+
+
+def _contiguously(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return tuple(shape), tuple(strides), dtype
 
 
 _recipes: dict[Hashable, Recipe] = {}
@@ -52,11 +63,11 @@ def forward(
     wants_statistics: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(y, statistics), statistics as formulas.py has them, None unless wanted."""
-    options = (op, ndim, zero_centered_gamma, dtype, sm_margin)
     index = x.get_device()
     if index != _current_device():
         with torch.cuda.device(index):
-            return forward(op, x, ndim, weight, bias, eps, *options[2:], wants_statistics)
+            options = (eps, zero_centered_gamma, dtype, sm_margin, wants_statistics)
+            return forward(op, x, ndim, weight, bias, *options)
     x_pointer = x.data_ptr()
     weight_pointer = bias_pointer = 0
     weight_key = bias_key = None
@@ -67,31 +78,33 @@ def forward(
         bias_pointer = bias.data_ptr()
         bias_key = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
     aligned = (x_pointer | weight_pointer | bias_pointer) & 15 == 0
+    options = (op, ndim, zero_centered_gamma, dtype, sm_margin)
     key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
         recipe = _keep(key, _forward_recipe(*options, x, weight, bias, aligned))
-    y = torch.empty_like(x) if recipe.alike else torch.empty(x.shape, dtype=recipe.dtype, device=recipe.device)
+    plan, copies, copied, first, second, rstd_offset = recipe
+    y = _empty(*first)
     statistics = None
     mean_pointer = rstd_pointer = 0
     if wants_statistics:
-        statistics = torch.empty(recipe.shape, dtype=compute_dtype(x), device=recipe.device)
-        mean_pointer = statistics.data_ptr()
-        rstd_pointer = mean_pointer + recipe.rstd_offset
-    if recipe.plan is None:
+        statistics = _empty(*second)
+        mean_pointer = statistics.data_ptr()  # rms_norm's kernels write none
+        rstd_pointer = mean_pointer + rstd_offset
+    if plan is None:
         return y, statistics
-    if recipe.copied:
-        x, weight, bias = _contiguous((x, weight, bias), recipe.copies)
+    if copied:
+        x, weight, bias = _contiguous((x, weight, bias), copies)
         x_pointer, weight_pointer, bias_pointer = _pointer(x), _pointer(weight), _pointer(bias)
     launch.run_forward(
-        recipe.plan,
+        plan,
         index,
         _stream(index),
         x=x_pointer,
         y=y.data_ptr(),
         weight=weight_pointer,
         bias=bias_pointer,
-        mean=mean_pointer,  # rms_norm's kernels have none
+        mean=mean_pointer,
         rstd=rstd_pointer,
         eps=eps,
     )
@@ -126,10 +139,8 @@ def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, 
         plan=plan(problem, properties) if problem.rows else None,
         copies=copies,
         copied=any(copies),
-        alike=dtype is x.dtype and x.is_contiguous(),
-        dtype=dtype,
-        device=x.device,
-        shape=(statistics, *leading),
+        first=_contiguously(x.shape, dtype),
+        second=_contiguously((statistics, *leading), compute_dtype(x)),
         rstd_offset=(statistics - 1) * problem.rows * compute_dtype(x).itemsize,
     )
 
@@ -149,50 +160,49 @@ def backward(
     if index != _current_device():
         with torch.cuda.device(index):
             return backward(op, dy, x, statistics, weight, zero_centered_gamma, output_mask, sm_margin)
-    options = (op, zero_centered_gamma, output_mask, sm_margin)
     dy_pointer, x_pointer = dy.data_ptr(), x.data_ptr()
     weight_pointer, weight_key = 0, None
     if weight is not None:
         weight_pointer = weight.data_ptr()
         weight_key = (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous())
     aligned = (dy_pointer | x_pointer | weight_pointer) & 15 == 0
+    options = (op, zero_centered_gamma, output_mask, sm_margin)
     dy_key = (dy.shape, dy.stride(), dy.dtype, dy.get_device())
     key = (options, x.shape, x.stride(), x.dtype, index, dy_key, statistics.shape, weight_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
         recipe = _keep(key, _backward_recipe(*options, dy, x, statistics, weight, aligned))
-    # Sums over no rows are zero.
-    empty = torch.empty if recipe.plan is not None else torch.zeros
+    plan, copies, copied, first, second, rstd_offset = recipe
     wants_dx, wants_dweight, wants_dbias = output_mask
     dx = dweight = dbias = None
     dx_pointer = dweight_pointer = dbias_pointer = workspace_pointer = 0
     if wants_dx:
-        dx = torch.empty_like(x) if recipe.alike else torch.empty(x.shape, dtype=x.dtype, device=recipe.device)
+        dx = _empty(*first)
         dx_pointer = dx.data_ptr()
     if wants_dweight:
-        dweight = empty(recipe.shape, dtype=recipe.dtype, device=recipe.device)
+        dweight = _empty(*second)
         dweight_pointer = dweight.data_ptr()
     if wants_dbias:
-        dbias = empty(recipe.shape, dtype=recipe.dtype, device=recipe.device)
+        dbias = _empty(*second)
         dbias_pointer = dbias.data_ptr()
-    if recipe.plan is None:
-        return dx, dweight, dbias
-    if recipe.copied:
-        dy, x, weight = _contiguous((dy, x, weight), recipe.copies)
+    if plan is None:  # sums over no rows
+        return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
+    if copied:
+        dy, x, weight = _contiguous((dy, x, weight), copies)
         dy_pointer, x_pointer, weight_pointer = _pointer(dy), _pointer(x), _pointer(weight)
-    if recipe.plan.workspace:
-        workspace = torch.empty(recipe.plan.workspace, dtype=torch.uint8, device=recipe.device)
+    if plan.workspace:
+        workspace = _empty((plan.workspace,), (1,), torch.uint8)
         workspace_pointer = workspace.data_ptr()
     mean_pointer = statistics.data_ptr()
     launch.run_backward(
-        recipe.plan,
+        plan,
         index,
         _stream(index),
         x=x_pointer,
         dy=dy_pointer,
         weight=weight_pointer,
         mean=mean_pointer,
-        rstd=mean_pointer + recipe.rstd_offset,
+        rstd=mean_pointer + rstd_offset,
         dx=dx_pointer,
         dweight=dweight_pointer,
         dbias=dbias_pointer,
@@ -230,10 +240,8 @@ def _backward_recipe(op, zero_centered_gamma, output_mask, sm_margin, dy, x, sta
         plan=plan(problem, properties) if problem.rows and any(output_mask) else None,
         copies=copies,
         copied=any(copies),
-        alike=x.is_contiguous(),
-        dtype=x.dtype if weight is None else weight.dtype,
-        device=x.device,
-        shape=tuple(shape),
+        first=_contiguously(x.shape, x.dtype),
+        second=_contiguously(shape, x.dtype if weight is None else weight.dtype),
         rstd_offset=(len(statistics) - 1) * problem.rows * statistics.itemsize,
     )
 

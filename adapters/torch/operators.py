@@ -110,10 +110,8 @@ def _forward_backward(ctx, dy, _):
     op, ndim, eps, zero_centered_gamma, sm_margin = ctx.options
     if statistics is None:
         statistics = formulas.statistics_of(op, x.detach(), ndim, eps)
-    mask = list(ctx.needs_input_grad[:3])
-    differentiable = TransformedBackward.apply if under_functorch() else norm_backward
-    gradients = differentiable(dy, x, statistics, weight, op, eps, zero_centered_gamma, mask, sm_margin)
-    dx, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
+    mask = ctx.needs_input_grad[:3]
+    dx, dweight, dbias = backward(dy, x, statistics, weight, op, eps, zero_centered_gamma, mask, sm_margin)
     if dbias is not None:
         dbias = dbias.to(ctx.bias_dtype)
     return dx, dweight, dbias, None, None, None, None, None, None, None, None
@@ -163,6 +161,13 @@ class TransformedBackward(torch.autograd.Function):
     @staticmethod
     def forward(*arguments):
         return norm_backward(*arguments)
+
+
+def backward(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
+    """norm_backward, differentiable wherever it is called; None for what is not wanted."""
+    run = TransformedBackward.apply if under_functorch() else norm_backward
+    gradients = run(dy, x, statistics, weight, op, eps, zero_centered_gamma, list(output_mask), sm_margin)
+    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True))
 
 
 def under_functorch() -> bool:
