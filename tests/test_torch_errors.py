@@ -47,7 +47,7 @@ REFUSED = [
     Bad("too many axes", lambda a: {"normalized_shape": (2, 4, 8)}, RuntimeError, "must be the last axes of input"),
     Bad("short weight", lambda a: {"weight": a["weight"][1:]}, RuntimeError, "weight must have shape (8,)"),
     Bad("short bias", lambda a: {"bias": a["bias"][1:]}, RuntimeError, "bias must have shape (8,)"),
-    Bad("integers", lambda a: {"input": a["input"].long()}, NotImplementedError, "x must have dtype float16, bfloat16"),
+    Bad("integers", lambda a: {"input": a["input"].long()}, RuntimeError, "x must have dtype float16, bfloat16"),
     Bad("sparse", sparse, (RuntimeError, NotImplementedError), "must be a strided tensor"),
     Bad("quantised", quantised, NotImplementedError, "must be a strided tensor"),
     Bad("eps is a string", lambda a: {"eps": "1e-5"}, TypeError, "eps must be a real number; got str"),

@@ -46,6 +46,8 @@ def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     else:
         ids = torch.randint(3, 96, (4, 24))
         inputs = {"input_ids": ids, "labels": ids.roll(1, 1)}
+        if name == "t5":
+            inputs["decoder_input_ids"] = ids.roll(2, 1)
     inputs = {name: value.to(device) for name, value in inputs.items()}
     return model.to(device, dtype), inputs
 
@@ -54,5 +56,6 @@ def loss_of(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, torch.T
     """(loss, logits)"""
     dtype = next(model.parameters()).dtype
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    output = model(**inputs)
-    return output.loss, output.logits
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()), logits

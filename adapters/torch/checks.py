@@ -25,6 +25,8 @@ def eps(function: str, value: Any, x: Tensor) -> float:
     """`None` is the machine epsilon of the arithmetic, as in torch.nn.functional.rms_norm."""
     if value is None and function == "rms_norm":
         return torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+    if torch.compiler.is_compiling():
+        return value  # perhaps a symbol; what is no number the operator refuses
     return problem.check_eps(function, value)
 
 
@@ -73,9 +75,6 @@ def forward(
     """RuntimeError for shapes and devices, NotImplementedError for what no kernel reads, as torch's own norms do."""
     if zero_centered_gamma and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in problem.ITEMSIZE:
-        names = ", ".join(f"torch.{name}" for name in problem.ITEMSIZE)
-        raise TypeError(f"{function}: dtype must be one of {names}; got {dtype!r}.")
     layouts = [
         None if tensor is None else layout(function, name, tensor)
         for name, tensor in (("x", x), ("weight", weight), ("bias", bias))
@@ -86,6 +85,9 @@ def forward(
     _raise_as_torch(
         problem.check_forward, function, layouts[0], shape, *layouts[1:], None, None, zero_centered_gamma=False
     )
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in problem.ITEMSIZE:
+        names = ", ".join(f"torch.{name}" for name in problem.ITEMSIZE)
+        raise TypeError(f"{function}: dtype must be one of {names}; got {dtype!r}.")
 
 
 def backward(function: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None) -> None:

@@ -8,6 +8,7 @@ A call takes one of three ways:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -122,7 +123,7 @@ def norm(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype,
     shape = normalized_shape if type(normalized_shape) is torch.Size else checks.shape(op, normalized_shape)
     if x.shape[-len(shape) :] != shape:
         checks.trailing_axes(op, x, shape)
-    if type(eps) is not float:
+    if type(eps) is not float or not 0.0 <= eps < math.inf:
         eps = checks.eps(op, eps, x)
     if type(sm_margin) is int:
         margin = backward_margin = inference_margin = sm_margin
@@ -149,6 +150,7 @@ def _at_once(x, weight, bias) -> bool:
         and _nothing_listens()
         and not x.is_neg()
         and x.layout is torch.strided
+        and x.dtype in FLOATING
     )
 
 
@@ -208,6 +210,7 @@ def _through_torch(op, x, normalized_shape, weight, bias, eps, zero_centered_gam
         dtype = _default_dtype(op, x)
     transformed = False
     if not torch.compiler.is_compiling():
+        checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
         _register_shardings()
         transformed = operators.under_functorch()
     wanting = (tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))

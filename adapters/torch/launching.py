@@ -134,14 +134,14 @@ def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, 
         aligned=aligned,
     )
     copies = (stride is None, *(array is not None and not array.is_contiguous() for array in (weight, bias)))
-    statistics = 2 if op == "layer_norm" else 1
+    layer_norm = op == "layer_norm"
     return Recipe(
         plan=plan(problem, properties) if problem.rows else None,
         copies=copies,
         copied=any(copies),
         first=_contiguously(x.shape, dtype),
-        second=_contiguously((statistics, *leading), compute_dtype(x)),
-        rstd_offset=(statistics - 1) * problem.rows * compute_dtype(x).itemsize,
+        second=_contiguously((1 + layer_norm, *leading), compute_dtype(x)),
+        rstd_offset=problem.rows * compute_dtype(x).itemsize if layer_norm else 0,
     )
 
 
@@ -155,7 +155,7 @@ def backward(
     output_mask: tuple[bool, bool, bool],
     sm_margin: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias), None where output_mask says so. `statistics` is contiguous, as `forward` made it."""
+    """(dx, dweight, dbias), None where output_mask says so. dy, statistics and weight fit x: autograd sees to it."""
     index = x.get_device()
     if index != _current_device():
         with torch.cuda.device(index):
@@ -164,14 +164,14 @@ def backward(
     weight_pointer, weight_key = 0, None
     if weight is not None:
         weight_pointer = weight.data_ptr()
-        weight_key = (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous())
+        weight_key = (weight.dtype, weight.is_contiguous())
     aligned = (dy_pointer | x_pointer | weight_pointer) & 15 == 0
-    options = (op, zero_centered_gamma, output_mask, sm_margin)
-    dy_key = (dy.shape, dy.stride(), dy.dtype, dy.get_device())
-    key = (options, x.shape, x.stride(), x.dtype, index, dy_key, statistics.shape, weight_key, aligned)
+    ndim = x.dim() - statistics.dim() + 1
+    options = (op, ndim, zero_centered_gamma, output_mask, sm_margin)
+    key = (options, x.shape, x.stride(), x.dtype, index, dy.stride(), dy.dtype, weight_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
-        recipe = _keep(key, _backward_recipe(*options, dy, x, statistics, weight, aligned))
+        recipe = _keep(key, _backward_recipe(*options, dy, x, weight, aligned))
     plan, copies, copied, first, second, rstd_offset = recipe
     wants_dx, wants_dweight, wants_dbias = output_mask
     dx = dweight = dbias = None
@@ -193,6 +193,8 @@ def backward(
     if plan.workspace:
         workspace = _empty((plan.workspace,), (1,), torch.uint8)
         workspace_pointer = workspace.data_ptr()
+    if not statistics.is_contiguous():  # vmap may have moved its axes
+        statistics = statistics.contiguous()
     mean_pointer = statistics.data_ptr()
     launch.run_backward(
         plan,
@@ -211,11 +213,9 @@ def backward(
     return dx, dweight, dbias
 
 
-def _backward_recipe(op, zero_centered_gamma, output_mask, sm_margin, dy, x, statistics, weight, aligned) -> Recipe:
-    checks.backward(op, dy, x, statistics, weight)
+def _backward_recipe(op, ndim, zero_centered_gamma, output_mask, sm_margin, dy, x, weight, aligned) -> Recipe:
     properties = _properties(op, x)
     check_sm_margin(op, sm_margin, properties.sms)
-    ndim = x.dim() - statistics.dim() + 1
     shape = x.shape[-ndim:]
     cols = math.prod(shape)
     dy_stride, x_stride = _row_stride(dy, ndim), _row_stride(x, ndim)
@@ -242,7 +242,7 @@ def _backward_recipe(op, zero_centered_gamma, output_mask, sm_margin, dy, x, sta
         copied=any(copies),
         first=_contiguously(x.shape, x.dtype),
         second=_contiguously(shape, x.dtype if weight is None else weight.dtype),
-        rstd_offset=(len(statistics) - 1) * problem.rows * statistics.itemsize,
+        rstd_offset=problem.rows * compute_dtype(x).itemsize if op == "layer_norm" else 0,
     )
 
 

@@ -44,6 +44,7 @@ def _forward_cpu(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wan
 
 
 def _backward_cuda(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
+    checks.backward(op, dy, x, statistics, weight)
     mask = tuple(output_mask)
     gradients = launching.backward(op, dy, x, statistics, weight, zero_centered_gamma, mask, sm_margin)
     return tuple(_absent(x) if gradient is None else gradient for gradient in gradients)
