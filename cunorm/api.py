@@ -334,7 +334,8 @@ def _find_implementation(function: str, x: Any) -> Any:
         from . import dlpack as implementation
     else:
         raise TypeError(
-            f"{function}: x must be a NumPy or CuPy array, a torch tensor, or have __dlpack__ on a CUDA device; got {type(x).__name__}."
+            f"{function}: x must be a NumPy or CuPy array, a torch tensor, or have __dlpack__ on a CUDA device; "
+            f"got {type(x).__name__}."
         )
     _implementations[type(x)] = implementation
     return implementation

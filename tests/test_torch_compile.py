@@ -7,7 +7,7 @@ from functions import OPS
 
 torch = pytest.importorskip("torch")
 
-import torch._dynamo  # noqa: E402
+from torch import _dynamo  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch_tensors import on_devices, random, same  # noqa: E402
@@ -20,7 +20,7 @@ MODULES = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
 
 @pytest.fixture(autouse=True)
 def _forget_graphs():
-    torch._dynamo.reset()
+    _dynamo.reset()
 
 
 def fake(*shape, dtype=torch.bfloat16):
@@ -76,9 +76,7 @@ def test_the_operator_between_others_under_inductor(device, op):
         return torch.tanh(operators.norm_forward(torch.sin(x), weight, None, *options)[0]) * 2
 
     compiled = torch.compile(function, fullgraph=True)
-    torch.testing.assert_close(
-        gradients(compiled, x, [weight]), gradients(function, x, [weight]), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(gradients(compiled, x, [weight]), gradients(function, x, [weight]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

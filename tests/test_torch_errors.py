@@ -62,7 +62,9 @@ OURS = [
     Bad("dtype is no float", lambda a: {"dtype": torch.int32}, TypeError, "dtype must be one of torch.float16"),
     Bad("dtype is a string", lambda a: {"dtype": "float32"}, TypeError, "dtype must be one of torch.float16"),
 ]
-CENTRED = Bad("nothing to centre", lambda a: {"weight": None, "zero_centered_gamma": True}, ValueError, "needs a weight")
+CENTRED = Bad(
+    "nothing to centre", lambda a: {"weight": None, "zero_centered_gamma": True}, ValueError, "needs a weight"
+)
 
 
 def good(device: str) -> dict[str, Any]:
@@ -148,7 +150,12 @@ def test_without_cupy():
 MODULES = [
     ("no size", {}, RuntimeError, "normalized_shape must be given; got none"),
     ("two sizes", {"normalized_shape": 8, "hidden_size": 8}, RuntimeError, "Drop hidden_size"),
-    ("two dtypes", {"normalized_shape": 8, "dtype": torch.half, "params_dtype": torch.half}, RuntimeError, "Drop params"),
+    (
+        "two dtypes",
+        {"normalized_shape": 8, "dtype": torch.half, "params_dtype": torch.half},
+        RuntimeError,
+        "Drop params",
+    ),
     ("bad margin", {"normalized_shape": 8, "sm_margin": 1.5}, TypeError, "sm_margin must be an integer"),
     ("bad key", {"normalized_shape": 8, "sm_margin": {"fwd": 1}}, ValueError, "got the key 'fwd'"),
     (
@@ -171,8 +178,8 @@ def test_arguments_of_modules(cls, what, arguments, error, phrase):
 @on_devices
 def test_functions_of_cunorm(device):
     x = torch.ones(ROWS, COLS, device=device)
-    y, mean, rstd = cunorm.layer_norm_forward(x)
-    with pytest.raises(TypeError, match="mean must be a torch.Tensor"):
+    _, mean, rstd = cunorm.layer_norm_forward(x)
+    with pytest.raises(TypeError, match=r"mean must be a torch\.Tensor"):
         cunorm.layer_norm_backward(x, x, None, rstd)
     with pytest.raises(RuntimeError, match="Pass what layer_norm_forward returned"):
         cunorm.layer_norm_backward(x, x, mean, rstd[1:])

@@ -294,7 +294,11 @@ def test_inference_mode_and_no_grad(device):
 @on_devices
 @pytest.mark.parametrize("op", OPS)
 def test_forward_mode_derivative(device, op):
-    x, tangent, weight = random(3, COLS, device=device), random(3, COLS, device=device, seed=1), random(COLS, device=device)
+    x, tangent, weight = (
+        random(3, COLS, device=device),
+        random(3, COLS, device=device, seed=1),
+        random(COLS, device=device),
+    )
     pairs = [torch.func.jvp(lambda x, f=f: f(op, x, weight), (x,), (tangent,)) for f in (call, torch_call)]
     torch.testing.assert_close(*pairs)
     with torch.autograd.forward_ad.dual_level():
@@ -349,7 +353,9 @@ def test_a_misplaced_input_gives_the_same_bits(offset):
 
 @on_devices
 def test_functions_of_cunorm_take_tensors(device):
-    x, weight, bias, dy = (random(*s, device=device, seed=i) for i, s in enumerate([(4, COLS), (COLS,), (COLS,), (4, COLS)]))
+    x, weight, bias, dy = (
+        random(*s, device=device, seed=i) for i, s in enumerate([(4, COLS), (COLS,), (COLS,), (4, COLS)])
+    )
     x.requires_grad_()
     y = cunorm.layer_norm(x, None, weight, bias)
     expected = F.layer_norm(x, (COLS,), weight, bias)

@@ -1,4 +1,4 @@
-"""What test_torch_distributed runs: python torch_distributed.py RANK WORLD_SIZE FILE DEVICE, a process for each rank."""
+"""What test_torch_distributed runs: python torch_distributed.py RANK WORLD_SIZE FILE DEVICE, one process a rank."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def backward(
             raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
         if name in ("mean", "rstd") and (tensor.shape != x.shape[: tensor.dim()] or tensor.dtype != compute_dtype(x)):
             raise RuntimeError(
-                f"{function}: {name} must have the shape of x without its normalised axes and dtype {compute_dtype(x)}; "
-                f"got {tuple(tensor.shape)}, {tensor.dtype}. Pass what {op}_forward returned."
+                f"{function}: {name} must have the shape of x without its normalised axes and dtype "
+                f"{compute_dtype(x)}; got {tuple(tensor.shape)}, {tensor.dtype}. Pass what {op}_forward returned."
             )
     if zero_centered_gamma and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
@@ -93,5 +93,7 @@ def _check_out(function, out: Any, x: Tensor, dtype: torch.dtype | None, inputs:
             f"got {tuple(out.shape)}, {out.dtype}, {out.device}."
         )
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        raise RuntimeError(f"{function}: out must be None where a gradient is wanted; got a tensor. Use torch.no_grad().")
+        raise RuntimeError(
+            f"{function}: out must be None where a gradient is wanted; got a tensor. Use torch.no_grad()."
+        )
     return out.dtype

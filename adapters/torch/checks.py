@@ -57,8 +57,8 @@ def trailing_axes(function: str, x: Tensor, shape: Sequence[int]) -> int:
     ndim = len(shape)
     if ndim == 0 or tuple(x.shape[-ndim:]) != tuple(shape):
         raise RuntimeError(
-            f"{function}: normalized_shape must be the last axes of input, at least one; got {tuple(shape)} for input of "
-            f"shape {tuple(x.shape)}. Pass the shape of the axes to normalise over."
+            f"{function}: normalized_shape must be the last axes of input, at least one; got {tuple(shape)} for input "
+            f"of shape {tuple(x.shape)}. Pass the shape of the axes to normalise over."
         )
     return ndim
 

@@ -182,9 +182,7 @@ class _Norm(torch.autograd.Function):
         op, _, eps, zero_centered_gamma, _, _, sm_margin = ctx.options
         mask = ctx.needs_input_grad[:3]
         if type(dy) is Tensor and not torch.is_grad_enabled() and _nothing_listens() and not dy.is_neg():
-            dx, dweight, dbias = launching.backward(
-                op, dy, x, statistics, weight, zero_centered_gamma, mask, sm_margin
-            )
+            dx, dweight, dbias = launching.backward(op, dy, x, statistics, weight, zero_centered_gamma, mask, sm_margin)
         else:
             dx, dweight, dbias = operators.backward(
                 dy, x, statistics, weight, op, eps, zero_centered_gamma, mask, sm_margin

@@ -137,7 +137,9 @@ def _backward_backward(ctx, *gradients):
 
 
 torch.library.register_autograd("cunorm::norm_forward", _forward_backward, setup_context=_setup_forward, lib=_library)
-torch.library.register_autograd("cunorm::norm_backward", _backward_backward, setup_context=_setup_backward, lib=_library)
+torch.library.register_autograd(
+    "cunorm::norm_backward", _backward_backward, setup_context=_setup_backward, lib=_library
+)
 
 
 class TransformedForward(torch.autograd.Function):
