@@ -54,7 +54,6 @@ REFUSED = [
 ]
 # What is ours alone.
 OURS = [
-    Bad("eps is negative", lambda a: {"eps": -1.0}, ValueError, "eps must be finite and not negative; got -1.0"),
     Bad("margin is negative", lambda a: {"sm_margin": -1}, ValueError, "sm_margin must be 0 or more"),
     Bad("margin is a float", lambda a: {"sm_margin": 1.0}, TypeError, "sm_margin must be an integer; got float"),
     Bad("unknown margin", lambda a: {"sm_margin": {"fwd": 1}}, ValueError, "forward, backward, inference; got the key"),

@@ -30,6 +30,7 @@ def forward(
     """Return (y, mean, rstd), statistics None unless asked for. y is differentiable unless it is written to `out`."""
     op = function.removesuffix("_forward")
     checks.tensors(op, x, weight, bias)
+    problem.check_eps(function, eps)
     if normalized_shape is None:
         normalized_shape = x.shape[-1:] if weight is None else weight.shape
     if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,9 @@ def eps(function: str, value: Any, x: Tensor) -> float:
         return torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
     if torch.compiler.is_compiling():
         return value  # perhaps a symbol; what is no number the operator refuses
-    return problem.check_eps(function, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{function}: eps must be a real number; got {type(value).__name__}.")
+    return float(value)  # also one below 0, as in torch
 
 
 def sm_margins(function: str, sm_margin: Any) -> tuple[int, int, int]:

@@ -8,7 +8,6 @@ A call takes one of three ways:
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -123,7 +122,7 @@ def norm(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype,
     shape = normalized_shape if type(normalized_shape) is torch.Size else checks.shape(op, normalized_shape)
     if x.shape[-len(shape) :] != shape:
         checks.trailing_axes(op, x, shape)
-    if type(eps) is not float or not 0.0 <= eps < math.inf:
+    if type(eps) is not float:
         eps = checks.eps(op, eps, x)
     if type(sm_margin) is int:
         margin = backward_margin = inference_margin = sm_margin
@@ -170,7 +169,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, options):
         op, ndim, eps, zero_centered_gamma, dtype, sm_margin, _ = options
-        y, statistics = launching.forward(op, x, ndim, weight, bias, eps, zero_centered_gamma, dtype, sm_margin, True)
+        results = launching.forward(op, x, ndim, weight, bias, eps, zero_centered_gamma, dtype, sm_margin, True)
+        y, statistics, ctx.family = results
         ctx.save_for_backward(x, statistics, weight)
         ctx.options = options
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -179,11 +179,11 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, statistics, weight = ctx.saved_tensors
-        op, _, eps, zero_centered_gamma, _, _, sm_margin = ctx.options
         mask = ctx.needs_input_grad[:3]
         if type(dy) is Tensor and not torch.is_grad_enabled() and _nothing_listens() and not dy.is_neg():
-            dx, dweight, dbias = launching.backward(op, dy, x, statistics, weight, zero_centered_gamma, mask, sm_margin)
+            dx, dweight, dbias = launching.backward(ctx.family, dy, x, statistics, weight, mask, ctx.options[6])
         else:
+            op, _, eps, zero_centered_gamma, _, _, sm_margin = ctx.options
             dx, dweight, dbias = operators.backward(
                 dy, x, statistics, weight, op, eps, zero_centered_gamma, mask, sm_margin
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,19 @@ class Recipe(NamedTuple):
     first: tuple  # (shape, strides, dtype) of y, or of dx
     second: tuple  # of statistics, or of dweight and dbias
     rstd_offset: int  # bytes from mean to rstd, 0 for rms_norm
+    family: Family  # of the backward passes of a forward one
+
+
+class Family(NamedTuple):
+    """The backward passes of one op over tensors of one shape, each with its recipe.
+
+    Autograd hands from the forward pass to the backward one which family is meant: little is left to tell apart.
+    """
+
+    op: str
+    ndim: int
+    zero_centered_gamma: bool
+    recipes: dict[Hashable, Recipe]
 
 
 def _contiguously(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -48,6 +61,7 @@ def _contiguously(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, 
 
 
 _recipes: dict[Hashable, Recipe] = {}
+_families: dict[Hashable, Family] = {}
 
 
 def forward(
@@ -61,8 +75,8 @@ def forward(
     dtype: torch.dtype,
     sm_margin: int,
     wants_statistics: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """(y, statistics), statistics as formulas.py has them, None unless wanted."""
+) -> tuple[Tensor, Tensor | None, Family]:
+    """(y, statistics, what `backward` wants), statistics as formulas.py has them, None unless wanted."""
     index = x.get_device()
     if index != _current_device():
         with torch.cuda.device(index):
@@ -82,8 +96,8 @@ def forward(
     key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
-        recipe = _keep(key, _forward_recipe(*options, x, weight, bias, aligned))
-    plan, copies, copied, first, second, rstd_offset = recipe
+        recipe = _keep(_recipes, key, _forward_recipe(*options, x, weight, bias, aligned))
+    plan, copies, copied, first, second, rstd_offset, family = recipe
     y = _empty(*first)
     statistics = None
     mean_pointer = rstd_pointer = 0
@@ -92,7 +106,7 @@ def forward(
         mean_pointer = statistics.data_ptr()  # rms_norm's kernels write none
         rstd_pointer = mean_pointer + rstd_offset
     if plan is None:
-        return y, statistics
+        return y, statistics, family
     if copied:
         x, weight, bias = _contiguous((x, weight, bias), copies)
         x_pointer, weight_pointer, bias_pointer = _pointer(x), _pointer(weight), _pointer(bias)
@@ -108,7 +122,7 @@ def forward(
         rstd=rstd_pointer,
         eps=eps,
     )
-    return y, statistics
+    return y, statistics, family
 
 
 def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, bias, aligned) -> Recipe:
@@ -142,37 +156,43 @@ def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, 
         first=_contiguously(x.shape, dtype),
         second=_contiguously((1 + layer_norm, *leading), compute_dtype(x)),
         rstd_offset=problem.rows * compute_dtype(x).itemsize if layer_norm else 0,
+        family=family(op, ndim, zero_centered_gamma, x),
     )
 
 
+def family(op: str, ndim: int, zero_centered_gamma: bool, x: Tensor) -> Family:
+    """What `backward` wants to know of the forward pass."""
+    options = (op, ndim, zero_centered_gamma)
+    key = (options, x.shape, x.get_device())
+    return _families.get(key) or _keep(_families, key, Family(*options, {}))
+
+
 def backward(
-    op: str,
+    family: Family,
     dy: Tensor,
     x: Tensor,
     statistics: Tensor,
     weight: Tensor | None,
-    zero_centered_gamma: bool,
     output_mask: tuple[bool, bool, bool],
     sm_margin: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias), None where output_mask says so. dy, statistics and weight fit x: autograd sees to it."""
+    """(dx, dweight, dbias), None where output_mask says so. Shapes and devices fit: autograd sees to it."""
     index = x.get_device()
     if index != _current_device():
         with torch.cuda.device(index):
-            return backward(op, dy, x, statistics, weight, zero_centered_gamma, output_mask, sm_margin)
+            return backward(family, dy, x, statistics, weight, output_mask, sm_margin)
     dy_pointer, x_pointer = dy.data_ptr(), x.data_ptr()
     weight_pointer, weight_key = 0, None
     if weight is not None:
         weight_pointer = weight.data_ptr()
         weight_key = (weight.dtype, weight.is_contiguous())
     aligned = (dy_pointer | x_pointer | weight_pointer) & 15 == 0
-    ndim = x.dim() - statistics.dim() + 1
-    options = (op, ndim, zero_centered_gamma, output_mask, sm_margin)
-    key = (options, x.shape, x.stride(), x.dtype, index, dy.stride(), dy.dtype, weight_key, aligned)
-    recipe = _recipes.get(key)
+    key = (output_mask, sm_margin, dy.stride(), dy.dtype, x.stride(), x.dtype, weight_key, aligned)
+    recipe = family.recipes.get(key)
     if recipe is None:
-        recipe = _keep(key, _backward_recipe(*options, dy, x, weight, aligned))
-    plan, copies, copied, first, second, rstd_offset = recipe
+        recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned)
+        _keep(family.recipes, key, recipe)
+    plan, copies, copied, first, second, rstd_offset, _ = recipe
     wants_dx, wants_dweight, wants_dbias = output_mask
     dx = dweight = dbias = None
     dx_pointer = dweight_pointer = dbias_pointer = workspace_pointer = 0
@@ -213,7 +233,8 @@ def backward(
     return dx, dweight, dbias
 
 
-def _backward_recipe(op, ndim, zero_centered_gamma, output_mask, sm_margin, dy, x, weight, aligned) -> Recipe:
+def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> Recipe:
+    op, ndim, zero_centered_gamma, _ = family
     properties = _properties(op, x)
     check_sm_margin(op, sm_margin, properties.sms)
     shape = x.shape[-ndim:]
@@ -243,14 +264,15 @@ def _backward_recipe(op, ndim, zero_centered_gamma, output_mask, sm_margin, dy, 
         first=_contiguously(x.shape, x.dtype),
         second=_contiguously(shape, x.dtype if weight is None else weight.dtype),
         rstd_offset=problem.rows * compute_dtype(x).itemsize if op == "layer_norm" else 0,
+        family=family,
     )
 
 
-def _keep(key: Hashable, recipe: Recipe) -> Recipe:
-    if len(_recipes) >= RECIPES:
-        _recipes.clear()
-    _recipes[key] = recipe
-    return recipe
+def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+    if len(kept) >= RECIPES:
+        kept.clear()
+    kept[key] = value
+    return value
 
 
 def _properties(function: str, x: Tensor) -> device.Device:
