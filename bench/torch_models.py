@@ -1,6 +1,6 @@
 """The PyTorch adapter against torch's own norms: host time, memory, replayed graphs, and models of transformers.
 
-    python -m bench.torch_models [--warm] [--out bench/results/torch.jsonl]
+    python -m bench.torch_models [--warm] [--without-models] [--out FILE]
 
 `--warm` only compiles, the models in processes side by side, into inductor's cache: run it first. torch and cunorm take
 turns within one run on one machine. Models have random weights; nothing is downloaded.
@@ -36,7 +36,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--model", choices=NAMES)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/torch.jsonl"))
+    parser.add_argument("--without-models", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/torch/models.jsonl"))
     arguments = parser.parse_args()
     if arguments.model:
         for replaced in (False, True):
@@ -59,7 +60,7 @@ def main() -> None:
         host_times(write)
         peak_memory(write)
         replayed_graphs(write)
-        for name in NAMES:
+        for name in () if arguments.without_models else NAMES:
             for dtype in DTYPES:
                 parity(write, name, dtype)
                 training(write, name, dtype)

@@ -170,25 +170,25 @@ class _Norm(torch.autograd.Function):
     def forward(ctx, x, weight, bias, options):
         op, ndim, eps, zero_centered_gamma, dtype, sm_margin, _ = options
         results = launching.forward(op, x, ndim, weight, bias, eps, zero_centered_gamma, dtype, sm_margin, True)
-        y, statistics, ctx.family = results
+        y, statistics, family = results
         ctx.save_for_backward(x, statistics, weight)
-        ctx.options = options
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.call = options, family, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, statistics, weight = ctx.saved_tensors
+        options, family, bias_dtype = ctx.call
+        op, _, eps, zero_centered_gamma, _, _, sm_margin = options
         mask = ctx.needs_input_grad[:3]
         if type(dy) is Tensor and not torch.is_grad_enabled() and _nothing_listens() and not dy.is_neg():
-            dx, dweight, dbias = launching.backward(ctx.family, dy, x, statistics, weight, mask, ctx.options[6])
+            dx, dweight, dbias = launching.backward(family, dy, x, statistics, weight, mask, sm_margin)
         else:
-            op, _, eps, zero_centered_gamma, _, _, sm_margin = ctx.options
             dx, dweight, dbias = operators.backward(
                 dy, x, statistics, weight, op, eps, zero_centered_gamma, mask, sm_margin
             )
-        if dbias is not None and dbias.dtype is not ctx.bias_dtype:
-            dbias = dbias.to(ctx.bias_dtype)
+        if dbias is not None and dbias.dtype is not bias_dtype:
+            dbias = dbias.to(bias_dtype)
         return dx, dweight, dbias, None
 
 
