@@ -100,10 +100,12 @@ def test_logits_and_gradients_of_a_model(device, name, dtype):
     assert len(report.swapped) >= 4
     assert not report.left
     after = loss_and_gradients(model, inputs)
+    largest = max(norm_of(value) for key, value in reference.items() if key != "logits")
     for key, expected in reference.items():
         distance = [norm_of(result[key].double() - expected) for result in (before, after)]
-        # Errors of rounding, of the same kind but not the same: 2 times, and what is left where before has none.
-        room = 8 * torch.finfo(dtype).eps * norm_of(expected)
+        # Errors of rounding, of the same kind but not the same: 2 times. Some gradients are zero but for rounding (that
+        # of a bias of keys, which softmax does not see): their errors are to be small beside the other gradients.
+        room = torch.finfo(dtype).eps * (8 * norm_of(expected) + 0.1 * largest)
         assert distance[1] <= 2 * distance[0] + room, f"{key}: {distance}, of {norm_of(expected)}"
     report.undo()
     again = loss_and_gradients(model, inputs)
