@@ -184,6 +184,10 @@ def test_functions_of_cunorm(device):
         cunorm.layer_norm_backward(x, x, mean, rstd[1:])
     with pytest.raises(RuntimeError, match="dy must have the shape of x"):
         cunorm.layer_norm_backward(x[1:], x, mean, rstd)
+    with pytest.raises(RuntimeError, match="must be the last axes of input"):
+        cunorm.layer_norm_forward(x, (7,))
+    with pytest.raises(ValueError, match="eps must be finite and not negative"):
+        cunorm.layer_norm(x, eps=-1.0)
     with pytest.raises(ValueError, match="out must have shape"):
         cunorm.layer_norm(x, out=x[1:])
     with pytest.raises(TypeError, match=r"out must be a torch\.Tensor"):

@@ -104,7 +104,9 @@ def test_copies(ours, torchs):
 def test_meta_device(ours, torchs):
     module = ours(8, device="meta", zero_centered_gamma=True, sequence_parallel=False)
     assert module(torch.ones(3, 8, device="meta")).shape == (3, 8)
-    module.to_empty(device="cpu").reset_parameters()
+    module.to_empty(device="cpu")
+    assert all(p.sequence_parallel is False for p in module.parameters())
+    module.reset_parameters()
     assert module.weight.tolist() == [0.0] * 8
     assert all(p.sequence_parallel is False for p in module.parameters())
     assert torch.equal(module(random(3, 8).float()), torchs(8)(random(3, 8).float()))

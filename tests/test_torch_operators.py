@@ -208,6 +208,15 @@ def test_what_is_not_wanted_is_empty(op, mask):
     assert [g.numel() > 0 for g in gradients] == list(mask)
 
 
+@on_devices
+@pytest.mark.parametrize("op", OPS)
+def test_statistics_have_no_gradient(device, op):
+    """Nor have y and its gradients any by way of them: what depends on x through them is in the formulas."""
+    x, weight, *_ = example(op, device, 3)
+    y, statistics = operators.norm_forward(x, weight, None, *options(op, x.dtype))
+    assert (y.requires_grad, statistics.requires_grad) == (True, False)
+
+
 def test_the_statistics_are_those_of_the_reference():
     x = random(5, COLS, dtype=torch.float32)
     expected = normalise("layer_norm", widen(array(x)), 1e-5)
