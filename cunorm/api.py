@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 
@@ -327,11 +328,14 @@ def _find_implementation(function: str, x: Any) -> Any:
         from . import host as implementation
     elif "cupy" in packages:
         from . import gpu as implementation
+    elif "torch" in packages:
+        implementation = import_module("cunorm.torch.arrays")
     elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         from . import dlpack as implementation
     else:
         raise TypeError(
-            f"{function}: x must be a NumPy or CuPy array, or have __dlpack__ on a CUDA device; got {type(x).__name__}."
+            f"{function}: x must be a NumPy or CuPy array, a torch tensor, or have __dlpack__ on a CUDA device; "
+            f"got {type(x).__name__}."
         )
     _implementations[type(x)] = implementation
     return implementation

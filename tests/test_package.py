@@ -16,6 +16,7 @@ import cunorm
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "cunorm").rglob("*.py"))
+ADAPTERS = sorted((ROOT / "adapters").rglob("*.py"))
 GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends", "cuda"}
 FRAMEWORKS = {"torch", "jax", "jaxlib", "flax"}
 
@@ -27,7 +28,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("cunorm", "kernels_cu"):
+    for name in ("adapters", "cunorm", "kernels_cu"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", ".", "."]
     built = subprocess.run(command, cwd=copy, capture_output=True, text=True)
@@ -45,7 +46,10 @@ def files_below(folder: Path, prefix: str) -> dict[str, bytes]:
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel):
-    expected = files_below(ROOT / "cunorm", "cunorm") | files_below(ROOT / "kernels_cu", "cunorm/kernels_cu")
+    folders = {"cunorm": "cunorm", "kernels_cu": "cunorm/kernels_cu", "adapters/torch": "cunorm/torch"}
+    expected = {}
+    for folder, package in folders.items():
+        expected |= files_below(ROOT / folder, package)
     suffixes = {Path(name).suffix for name in expected}
     assert {".py", ".cu", ".cuh", ".npy"} <= suffixes
     packed = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
@@ -150,6 +154,16 @@ def test_no_file_imports_a_framework_and_gpu_alone_imports_cupy_at_once(path):
     assert not top(imports(parsed(path))) & FRAMEWORKS
     at_once = top(imports(parsed(path), module_level=True)) & GPU_LIBRARIES
     assert at_once == ({"cupy"} if path.name == "gpu.py" else set())
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_an_adapter_imports_its_framework_alone_and_of_the_core_what_it_launches_by(path):
+    found = imports(parsed(path))
+    assert top(found) & FRAMEWORKS <= {path.parent.name}
+    assert not top(found) & GPU_LIBRARIES
+    core = {name[2:] for name in found if name.startswith("..")}
+    assert core <= {"", "device", "launch", "plan", "problem"}
+    assert not {name for name in found if name.startswith("cunorm")}
 
 
 @pytest.mark.parametrize("name", ALLOWED)

@@ -1,0 +1,174 @@
+"""`LayerNorm` and `RMSNorm`: torch.nn's own modules, same parameters and state_dict, on cunorm's kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checks
+from .functional import norm
+
+
+class _Options:
+    """What both modules have beyond torch's. The values on the class serve modules that torch.nn's classes made."""
+
+    zero_centered_gamma: bool = False
+    sequence_parallel: bool | None = None
+    sm_margin: int | Mapping[str, int] = 0
+
+    def _set_options(self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any) -> None:
+        name = type(self).__name__
+        if zero_centered_gamma and self.weight is None:
+            raise ValueError(f"{name}: zero_centered_gamma=True needs a weight; got elementwise_affine=False.")
+        checks.sm_margins(name, sm_margin)
+        self.zero_centered_gamma = zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """weight = 1, or 0 if it is centred there; bias = 0."""
+        super().reset_parameters()
+        if self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        if self.sequence_parallel is not None:
+            for parameter in self.parameters(recurse=False):
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._mark_parameters()  # `to_empty` makes new parameters
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._mark_parameters()  # so does deepcopy
+
+    def extra_repr(self) -> str:
+        changed = [
+            f"{name}={getattr(self, name)}" for name in _Options.__annotations__ if getattr(self, name) not in (None, 0)
+        ]
+        return ", ".join([super().extra_repr(), *changed])
+
+
+class LayerNorm(_Options, nn.LayerNorm):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axes of x.
+
+    Parameters
+    ----------
+    normalized_shape, eps, elementwise_affine, bias, device, dtype
+        As torch.nn.LayerNorm has them. TransformerEngine's names of normalized_shape and dtype are accepted:
+        `hidden_size` (deprecated) and `params_dtype`.
+    zero_centered_gamma : bool
+        Multiply by 1 + weight; weight begins as 0.
+    sequence_parallel : bool, optional
+        If not None, set as the attribute of that name on weight and bias, for a trainer that sums their gradients over
+        the ranks that share a sequence. Nothing is communicated here.
+    sm_margin : int or dict
+        Multiprocessors left to other work; a dict has any of the keys `forward`, `backward` and `inference`.
+
+    Attributes
+    ----------
+    weight, bias : Parameter, shape normalized_shape, or None
+        Of `dtype`, by default torch's default dtype.
+
+    Raises
+    ------
+    RuntimeError
+        Neither or both of two names for the same thing.
+    TypeError, ValueError
+        An option of the wrong kind or value.
+
+    Notes
+    -----
+    Input and output as `cunorm.torch.layer_norm` has them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import LayerNorm
+    >>> LayerNorm(3)(torch.tensor([[1.0, 2.0, 3.0]])).detach()
+    tensor([[-1.2247,  0.0000,  1.2247]])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+        sequence_parallel: bool | None = None,
+        sm_margin: int | Mapping[str, int] = 0,
+        params_dtype: torch.dtype | None = None,
+        hidden_size: int | Sequence[int] | None = None,
+    ):
+        shape, dtype = _spellings("LayerNorm", normalized_shape, hidden_size, dtype, params_dtype)
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
+        self._set_options(zero_centered_gamma, sequence_parallel, sm_margin)
+
+    def forward(self, input: Tensor) -> Tensor:
+        options = (self.zero_centered_gamma, None, self.sm_margin)
+        return norm("layer_norm", input, self.normalized_shape, self.weight, self.bias, self.eps, *options)
+
+
+class RMSNorm(_Options, nn.RMSNorm):
+    """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
+
+    Parameters, attributes and errors as in `LayerNorm`, without bias; `eps=None` as in `cunorm.torch.rms_norm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import RMSNorm
+    >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
+    tensor([[0.8485, 1.1314]])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+        sequence_parallel: bool | None = None,
+        sm_margin: int | Mapping[str, int] = 0,
+        params_dtype: torch.dtype | None = None,
+        hidden_size: int | Sequence[int] | None = None,
+    ):
+        shape, dtype = _spellings("RMSNorm", normalized_shape, hidden_size, dtype, params_dtype)
+        super().__init__(shape, eps, elementwise_affine, device, dtype)
+        self._set_options(zero_centered_gamma, sequence_parallel, sm_margin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = (self.zero_centered_gamma, None, self.sm_margin)
+        return norm("rms_norm", x, self.normalized_shape, self.weight, None, self.eps, *options)
+
+
+def _spellings(name: str, normalized_shape: Any, hidden_size: Any, dtype: Any, params_dtype: Any) -> tuple[Any, Any]:
+    """(normalized_shape, dtype), each given by one of its two names."""
+    if hidden_size is not None:
+        if normalized_shape is not None:
+            raise RuntimeError(f"{name}: normalized_shape must be given once; got hidden_size too. Drop hidden_size.")
+        warnings.warn(f"{name}: hidden_size is deprecated; use normalized_shape.", DeprecationWarning, stacklevel=3)
+        normalized_shape = hidden_size
+    if normalized_shape is None:
+        raise RuntimeError(f"{name}: normalized_shape must be given; got none. Pass the length of a row.")
+    if params_dtype is not None:
+        if dtype is not None:
+            raise RuntimeError(f"{name}: dtype must be given once; got params_dtype too. Drop params_dtype.")
+        dtype = params_dtype
+    return normalized_shape, dtype

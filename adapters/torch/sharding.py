@@ -1,0 +1,35 @@
+"""How DTensor shards the operators: rows over devices, the normalised axes whole. Registered when imported."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from . import operators
+
+
+@register_sharding(operators.norm_forward)
+def _forward(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, *margins):
+    # Which of the tensors there are; options have no placement.
+    def inputs(placement):
+        parameters = [None if tensor is None else Replicate() for tensor in (weight, bias)]
+        return [placement, *parameters, *[None] * (6 + len(margins))]
+
+    strategies = [([Replicate(), Replicate()], inputs(Replicate()))]
+    for axis in range(x.ndim - ndim):
+        statistics = Shard(axis + 1) if wants_statistics else Replicate()
+        strategies.append(([Shard(axis), statistics], inputs(Shard(axis))))
+    return strategies
+
+
+@register_sharding(operators.norm_backward)
+def _backward(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
+    def inputs(placement, of_statistics):
+        return [placement, placement, of_statistics, None if weight is None else Replicate(), *[None] * 5]
+
+    strategies = [([Replicate()] * 3, inputs(Replicate(), Replicate()))]
+    for axis in range(statistics.ndim - 1):
+        sums = [Partial() if wanted else Replicate() for wanted in output_mask[1:]]
+        dx = Shard(axis) if output_mask[0] else Replicate()
+        strategies.append(([dx, *sums], inputs(Shard(axis), Shard(axis + 1))))
+    return strategies

@@ -1,0 +1,198 @@
+"""Bad input: torch's own type of error where torch has one, and a message that says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional as F  # noqa: E402, N812
+from torch_tensors import on_devices  # noqa: E402
+
+import cunorm  # noqa: E402
+from cunorm.torch import LayerNorm, RMSNorm, layer_norm, rms_norm  # noqa: E402
+
+ROWS, COLS = 4, 8
+
+
+class Bad(NamedTuple):
+    what: str
+    change: Callable[[dict], dict]  # the good arguments -> those that differ
+    error: type[Exception]
+    phrase: str = ""  # of the message on a GPU; on the CPU it is torch's own
+
+
+def sparse(a: dict) -> dict:
+    return {"input": a["input"].to_sparse()}
+
+
+def quantised(a: dict) -> dict:
+    return {"input": torch.quantize_per_tensor(a["input"], 0.1, 0, torch.qint8)}
+
+
+# What torch refuses too.
+REFUSED = [
+    Bad("input is a list", lambda a: {"input": [[1.0]]}, TypeError, "input must be a torch.Tensor; got list"),
+    Bad("weight is a list", lambda a: {"weight": [1.0] * COLS}, TypeError, "weight must be a torch.Tensor; got list"),
+    Bad("bias is a number", lambda a: {"bias": 1.0}, TypeError, "bias must be a torch.Tensor; got float"),
+    Bad("a string for a shape", lambda a: {"normalized_shape": "8"}, TypeError, "a sequence of ints; got '8'"),
+    Bad("a float in the shape", lambda a: {"normalized_shape": (8.0,)}, TypeError, "sequence of ints; got (8.0,)"),
+    Bad("no shape", lambda a: {"normalized_shape": ()}, RuntimeError, "at least one; got ()"),
+    Bad("wrong shape", lambda a: {"normalized_shape": (7,)}, RuntimeError, "got (7,) for input of shape (4, 8)"),
+    Bad("too many axes", lambda a: {"normalized_shape": (2, 4, 8)}, RuntimeError, "must be the last axes of input"),
+    Bad("short weight", lambda a: {"weight": a["weight"][1:]}, RuntimeError, "weight must have shape (8,)"),
+    Bad("short bias", lambda a: {"bias": a["bias"][1:]}, RuntimeError, "bias must have shape (8,)"),
+    Bad("integers", lambda a: {"input": a["input"].long()}, RuntimeError, "x must have dtype float16, bfloat16"),
+    Bad("sparse", sparse, (RuntimeError, NotImplementedError), "must be a strided tensor"),
+    Bad("quantised", quantised, NotImplementedError, "must be a strided tensor"),
+    Bad("eps is a string", lambda a: {"eps": "1e-5"}, TypeError, "eps must be a real number; got str"),
+]
+# What is ours alone.
+OURS = [
+    Bad("margin is negative", lambda a: {"sm_margin": -1}, ValueError, "sm_margin must be 0 or more"),
+    Bad("margin is a float", lambda a: {"sm_margin": 1.0}, TypeError, "sm_margin must be an integer; got float"),
+    Bad("unknown margin", lambda a: {"sm_margin": {"fwd": 1}}, ValueError, "forward, backward, inference; got the key"),
+    Bad("margin is too large", lambda a: {"sm_margin": 10_000}, ValueError, "below the device's"),
+    Bad("dtype is no float", lambda a: {"dtype": torch.int32}, TypeError, "dtype must be one of torch.float16"),
+    Bad("dtype is a string", lambda a: {"dtype": "float32"}, TypeError, "dtype must be one of torch.float16"),
+]
+CENTRED = Bad(
+    "nothing to centre", lambda a: {"weight": None, "zero_centered_gamma": True}, ValueError, "needs a weight"
+)
+
+
+def good(device: str) -> dict[str, Any]:
+    return {
+        "input": torch.ones(ROWS, COLS, device=device),
+        "normalized_shape": (COLS,),
+        "weight": torch.ones(COLS, device=device),
+        "bias": torch.zeros(COLS, device=device),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("bad", [*REFUSED, *OURS, CENTRED], ids=lambda bad: bad.what)
+def test_on_a_gpu(bad, warm):
+    arguments = good("cuda")
+    if warm:  # a call before may not hide it
+        layer_norm(**arguments)
+    arguments |= bad.change(arguments)
+    with pytest.raises(bad.error) as caught:
+        layer_norm(**arguments)
+    assert bad.phrase in str(caught.value)
+    assert str(caught.value).startswith("layer_norm: ")
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.parametrize("bad", REFUSED, ids=lambda bad: bad.what)
+def test_the_type_of_the_error_is_torchs(device, bad):
+    arguments = good(device)
+    arguments |= bad.change(arguments)
+    for function in (F.layer_norm, layer_norm):
+        with pytest.raises(bad.error):
+            function(**arguments)
+
+
+@pytest.mark.parametrize("bad", [CENTRED], ids=lambda bad: bad.what)
+def test_on_the_cpu(bad):
+    arguments = good("cpu")
+    arguments |= bad.change(arguments)
+    with pytest.raises(bad.error, match=bad.phrase):
+        layer_norm(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("function", [F.layer_norm, layer_norm])
+def test_a_parameter_on_another_device(name, function):
+    arguments = good("cuda") | {name: torch.ones(COLS)}
+    with pytest.raises(RuntimeError, match="device"):
+        function(**arguments)
+
+
+@pytest.mark.gpu
+def test_a_float_that_equals_an_int_is_no_int():
+    arguments = good("cuda")
+    layer_norm(**arguments, sm_margin=8)
+    with pytest.raises(TypeError, match="sm_margin must be an integer; got float"):
+        layer_norm(**arguments, sm_margin=8.0)
+    with pytest.raises(TypeError, match="sequence of ints"):
+        layer_norm(**arguments | {"normalized_shape": [8.0]})
+
+
+@pytest.mark.gpu
+def test_complex_numbers_go_to_torch():
+    x = torch.randn(3, COLS, device="cuda", dtype=torch.complex64)
+    torch.testing.assert_close(rms_norm(x, (COLS,)), F.rms_norm(x, (COLS,)))
+
+
+@pytest.mark.gpu
+def test_without_cupy():
+    program = (
+        "import sys, torch; sys.modules['cupy'] = None; from cunorm.torch import layer_norm;"
+        "x = torch.ones(2, 8); layer_norm(x, (8,)); layer_norm(x.cuda(), (8,))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "ImportError: layer_norm: tensors on a GPU need CuPy" in run.stderr
+    assert "pip install 'cunorm[cuda13]'" in run.stderr
+
+
+MODULES = [
+    ("no size", {}, RuntimeError, "normalized_shape must be given; got none"),
+    ("two sizes", {"normalized_shape": 8, "hidden_size": 8}, RuntimeError, "Drop hidden_size"),
+    (
+        "two dtypes",
+        {"normalized_shape": 8, "dtype": torch.half, "params_dtype": torch.half},
+        RuntimeError,
+        "Drop params",
+    ),
+    ("bad margin", {"normalized_shape": 8, "sm_margin": 1.5}, TypeError, "sm_margin must be an integer"),
+    ("bad key", {"normalized_shape": 8, "sm_margin": {"fwd": 1}}, ValueError, "got the key 'fwd'"),
+    (
+        "nothing to centre",
+        {"normalized_shape": 8, "elementwise_affine": False, "zero_centered_gamma": True},
+        ValueError,
+        "got elementwise_affine=False",
+    ),
+]
+
+
+@pytest.mark.parametrize("cls", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize(("what", "arguments", "error", "phrase"), MODULES, ids=lambda value: str(value)[:20])
+def test_arguments_of_modules(cls, what, arguments, error, phrase):
+    with pytest.raises(error, match=phrase) as caught:
+        cls(**arguments)
+    assert str(caught.value).startswith(cls.__name__)
+
+
+@on_devices
+def test_functions_of_cunorm(device):
+    x = torch.ones(ROWS, COLS, device=device)
+    _, mean, rstd = cunorm.layer_norm_forward(x)
+    with pytest.raises(TypeError, match=r"mean must be a torch\.Tensor"):
+        cunorm.layer_norm_backward(x, x, None, rstd)
+    with pytest.raises(RuntimeError, match="Pass what layer_norm_forward returned"):
+        cunorm.layer_norm_backward(x, x, mean, rstd[1:])
+    with pytest.raises(RuntimeError, match="dy must have the shape of x"):
+        cunorm.layer_norm_backward(x[1:], x, mean, rstd)
+    with pytest.raises(RuntimeError, match="must be the last axes of input"):
+        cunorm.layer_norm_forward(x, (7,))
+    with pytest.raises(ValueError, match="eps must be finite and not negative"):
+        cunorm.layer_norm(x, eps=-1.0)
+    with pytest.raises(ValueError, match="out must have shape"):
+        cunorm.layer_norm(x, out=x[1:])
+    with pytest.raises(TypeError, match=r"out must be a torch\.Tensor"):
+        cunorm.layer_norm(x, out=[1])
+    with pytest.raises(RuntimeError, match="no_grad"):
+        cunorm.layer_norm(x.clone().requires_grad_(), out=x)
+    with pytest.raises(TypeError, match="dtype must be one of"):
+        cunorm.layer_norm(x, dtype="int8")

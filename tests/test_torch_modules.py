@@ -1,0 +1,161 @@
+"""The modules are torch's own to whoever holds them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("expecttest", reason="torch's own samples need expecttest")
+
+from torch import nn  # noqa: E402
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.common_modules import module_db  # noqa: E402
+from torch_tensors import on_devices, random  # noqa: E402
+
+import cunorm.torch  # noqa: E402
+from cunorm.torch import LayerNorm, RMSNorm  # noqa: E402
+
+PAIRS = [(LayerNorm, nn.LayerNorm), (RMSNorm, nn.RMSNorm)]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+pairs = pytest.mark.parametrize(("ours", "torchs"), PAIRS, ids=["LayerNorm", "RMSNorm"])
+
+
+def assert_same_results(ours, torchs, x, dtype):
+    """To a few roundings of the largest numbers that enter: dx is a difference of terms of about |dy| * rstd."""
+    rstd = 1e-5**-0.5 if x.shape[-1:] == (1,) else 1.0  # a row of one number has no variance
+    largest = max([rstd, *(float(t.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in torchs if t.numel())])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, torchs, rtol=2 * eps, atol=64 * eps * largest, equal_nan=True)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_the_samples_of_torchs_functions(device, dtype, name):
+    (info,) = (op for op in op_db if op.name == f"nn.functional.{name}")
+    samples = [*info.sample_inputs(device, dtype, requires_grad=True), *info.reference_inputs(device, dtype)]
+    assert len(samples) >= 10
+    for sample in samples:
+        outputs = []
+        for function in (getattr(cunorm.torch, name), info.op):
+            y = function(sample.input, *sample.args, **sample.kwargs)
+            wanted = [t for t in (sample.input, *sample.args) if isinstance(t, torch.Tensor) and t.requires_grad]
+            dy = random(*y.shape, device=device, dtype=dtype)
+            outputs.append([y, *torch.autograd.grad(y, wanted, dy)] if wanted else [y])
+        assert_same_results(*outputs, sample.input, dtype)
+
+
+@pytest.mark.parametrize("name", ["rms_norm"])
+def test_the_errors_of_torchs_functions(name):
+    (info,) = (op for op in op_db if op.name == f"nn.functional.{name}")
+    for bad in info.error_inputs("cpu"):
+        sample = bad.sample_input
+        with pytest.raises(bad.error_type):
+            getattr(cunorm.torch, name)(sample.input, *sample.args, **sample.kwargs)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pairs
+def test_the_samples_of_torchs_modules(device, dtype, ours, torchs):
+    (info,) = (module for module in module_db if module.module_cls is torchs)
+    samples = info.module_inputs_func(info, device, dtype, True, training=True)
+    assert len(samples) >= 5
+    for sample in samples:
+        create, call = sample.constructor_input, sample.forward_input
+        modules = [cls(*create.args, **create.kwargs).to(device, dtype) for cls in (ours, torchs)]
+        modules[0].load_state_dict(modules[1].state_dict())
+        results = []
+        for module in modules:
+            y = module(*call.args, **call.kwargs)
+            wanted = [*call.args, *module.parameters()]
+            dy = random(*y.shape, device=device, dtype=dtype)
+            results.append([y, *torch.autograd.grad(y, wanted, dy)])
+        assert_same_results(*results, call.args[0], dtype)
+
+
+@pairs
+def test_state_dict_goes_both_ways(ours, torchs):
+    a, b = ours(8, dtype=torch.bfloat16), torchs(8, dtype=torch.bfloat16)
+    assert list(a.state_dict()) == list(b.state_dict())
+    nn.init.normal_(a.weight)
+    b.load_state_dict(a.state_dict(), strict=True)
+    a.load_state_dict(b.state_dict(), strict=True)
+    assert isinstance(a, torchs)
+    assert repr(a) == repr(b)
+    assert torch.equal(a.weight, b.weight)
+
+
+@pairs
+def test_copies(ours, torchs):
+    module = ours(8, zero_centered_gamma=True, sequence_parallel=True, sm_margin={"backward": 3})
+    x = random(3, 8, dtype=torch.float32)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(twin) is ours
+        assert (twin.zero_centered_gamma, twin.sm_margin) == (True, {"backward": 3})
+        assert all(p.sequence_parallel is True for p in twin.parameters())
+        assert torch.equal(twin(x), module(x))
+
+
+@pairs
+def test_meta_device(ours, torchs):
+    module = ours(8, device="meta", zero_centered_gamma=True, sequence_parallel=False)
+    assert module(torch.ones(3, 8, device="meta")).shape == (3, 8)
+    module.to_empty(device="cpu")
+    assert all(p.sequence_parallel is False for p in module.parameters())
+    module.reset_parameters()
+    assert module.weight.tolist() == [0.0] * 8
+    assert all(p.sequence_parallel is False for p in module.parameters())
+    assert torch.equal(module(random(3, 8).float()), torchs(8)(random(3, 8).float()))
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+@pairs
+def test_sequence_parallel_marks_the_parameters(ours, torchs, value):
+    for parameter in ours(8, sequence_parallel=value).half().parameters():
+        assert getattr(parameter, "sequence_parallel", None) is value
+
+
+@pairs
+def test_spellings_of_transformer_engine(ours, torchs):
+    with pytest.warns(DeprecationWarning, match="hidden_size is deprecated"):
+        module = ours(hidden_size=8, params_dtype=torch.float16)
+    assert module.normalized_shape == (8,)
+    assert module.weight.dtype is torch.float16
+
+
+@on_devices
+@pairs
+def test_zero_centered_gamma(device, ours, torchs):
+    """1 + weight is added in the arithmetic, not in weight's dtype: 2^-9 is lost in a bfloat16 1 + weight."""
+    module = ours(64, device=device, dtype=torch.bfloat16, zero_centered_gamma=True)
+    x = random(4, 64, device=device, dtype=torch.float32)
+    plain = torchs(64, device=device)(x)
+    torch.testing.assert_close(module(x), plain)
+    nn.init.constant_(module.weight, 2.0**-9)
+    torch.testing.assert_close(module(x), plain * (1 + 2.0**-9), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pairs
+@pytest.mark.parametrize("margin", [0, 5, {"forward": 1, "backward": 2, "inference": 3}])
+def test_sm_margin_reaches_the_plan(ours, torchs, margin, monkeypatch):
+    from cunorm.torch import launching
+
+    margins = []
+    for name in ("run_forward", "run_backward"):
+        run = getattr(launching.launch, name)
+        monkeypatch.setattr(
+            launching.launch,
+            name,
+            lambda plan, *a, run=run, **k: margins.append(plan.problem.sm_margin) or run(plan, *a, **k),
+        )
+    module = ours(64, device="cuda", sm_margin=margin)
+    x = torch.ones(3, 64, device="cuda", requires_grad=True)
+    module(x).sum().backward()
+    with torch.no_grad():
+        module(x)
+    assert margins == ([margin] * 3 if isinstance(margin, int) else [1, 2, 3])

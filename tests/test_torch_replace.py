@@ -1,0 +1,176 @@
+"""replace_norms: models of transformers with random weights compute the same, and undo gives back what was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch_models import build, loss_of  # noqa: E402
+from torch_tensors import on_devices, random  # noqa: E402
+
+from cunorm.torch import LayerNorm, RMSNorm, replace_norms  # noqa: E402
+
+
+def small_model():
+    return nn.Sequential(
+        nn.Linear(8, 8),
+        nn.LayerNorm(8, eps=0.1),
+        nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8, elementwise_affine=False)),
+        nn.BatchNorm1d(8),
+        nn.GroupNorm(2, 8),
+    )
+
+
+def test_what_is_swapped_and_what_is_left():
+    model = small_model()
+    report = replace_norms(model)
+    assert report.swapped == {"1": "LayerNorm", "2.0": "RMSNorm", "2.1": "LayerNorm"}
+    assert list(report.left) == ["3", "4"]
+    assert "BatchNorm1d is neither a LayerNorm nor an RMSNorm" in report.left["3"]
+    assert (type(model[1]), type(model[2][0])) == (LayerNorm, RMSNorm)
+    assert "swapped 3, left 2" in str(report)
+    again = replace_norms(model)
+    assert not again.swapped
+    report.undo()
+    assert (type(model[1]), type(model[2][0])) == (nn.LayerNorm, nn.RMSNorm)
+
+
+def test_everything_about_a_module_stays():
+    model = small_model().to(torch.bfloat16)
+    before, parameters, state = model[1], list(model.parameters()), model.state_dict()
+    calls = []
+    before.register_forward_hook(lambda *_: calls.append("forward"))
+    before.register_forward_pre_hook(lambda *_: calls.append("pre"))
+    before.note = "kept"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replace_norms(model)
+    assert model[1] is before
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == list(state)
+    assert (model[1].note, model[1].eps, model[1].weight.dtype) == ("kept", 0.1, torch.bfloat16)
+    model[1](random(3, 8, dtype=torch.bfloat16)).sum().backward()
+    assert calls == ["pre", "forward"]
+    optimizer.step()
+    assert not torch.equal(model[1].bias, torch.zeros(8, dtype=torch.bfloat16))
+
+
+def test_a_module_with_its_own_forward_is_left():
+    model = small_model()
+    model[1].forward = lambda x: x
+    report = replace_norms(model)
+    assert "replaced on the instance" in report.left["1"]
+    assert type(model[1]) is nn.LayerNorm
+
+
+def test_the_root_itself():
+    model = nn.LayerNorm(8)
+    assert replace_norms(model).swapped == {"": "LayerNorm"}
+    assert type(model) is LayerNorm
+
+
+def test_a_subclass_is_left():
+    class ScaledNorm(nn.LayerNorm):
+        def forward(self, input):
+            return super().forward(input) + 1
+
+    report = replace_norms(nn.Sequential(ScaledNorm(8)))
+    assert not report.swapped
+    assert report.left == {"0": "ScaledNorm is neither a LayerNorm nor an RMSNorm"}
+
+
+NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "t5")
+
+
+@on_devices
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_and_gradients_of_a_model(device, name, dtype):
+    """Against the same model in float64: no farther from it than the untouched one, give or take."""
+    model, inputs = build(name, device=device, dtype=dtype)
+    exact = copy.deepcopy(model).double()
+    reference = loss_and_gradients(exact, inputs)
+    before = loss_and_gradients(model, inputs)
+    report = replace_norms(model)
+    assert len(report.swapped) >= 4
+    assert not report.left
+    after = loss_and_gradients(model, inputs)
+    largest = max(norm_of(value) for key, value in reference.items() if key != "logits")
+    for key, expected in reference.items():
+        distance = [norm_of(result[key].double() - expected) for result in (before, after)]
+        # Errors of rounding, of the same kind but not the same: 2 times. Some gradients are zero but for rounding (that
+        # of a bias of keys, which softmax does not see): their errors are to be small beside the other gradients.
+        room = torch.finfo(dtype).eps * (8 * norm_of(expected) + 0.1 * largest)
+        assert distance[1] <= 2 * distance[0] + room, f"{key}: {distance}, of {norm_of(expected)}"
+    report.undo()
+    again = loss_and_gradients(model, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), again.values(), strict=True)) or device == "cuda"
+
+
+def norm_of(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values.double()))
+
+
+def loss_and_gradients(model, inputs) -> dict[str, Any]:
+    model.zero_grad()
+    loss, logits = loss_of(model, inputs)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **gradients}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_copies_of_a_replaced_model(name):
+    model, inputs = build(name)
+    _, before = loss_of(model, inputs)
+    report = replace_norms(model)
+    module = model.get_submodule(next(iter(report.swapped)))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(loss_of(twin, inputs)[1], before)
+        copied = twin.get_submodule(next(iter(report.swapped)))
+        assert type(copied) is type(module)
+        assert isinstance(copied, type(module).__mro__[2])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "t5"])
+def test_the_dtype_that_the_original_returns(name):
+    model, _ = build(name)
+    original = copy.deepcopy(model)
+    (first, *_) = replace_norms(model).swapped
+    ours, theirs = model.get_submodule(first), original.get_submodule(first)
+    for x_dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for weight_dtype in (torch.float16, torch.bfloat16, torch.float32):
+            x = random(3, ours.weight.numel(), dtype=x_dtype)
+            a, b = (module.to(weight_dtype)(x) for module in (ours, theirs))
+            assert a.dtype == b.dtype
+            coarsest = max((x_dtype, weight_dtype), key=lambda d: torch.finfo(d).eps)
+            torch.testing.assert_close(
+                a.double(), b.double(), rtol=2 * torch.finfo(coarsest).eps, atol=2 * torch.finfo(coarsest).eps
+            )
+
+
+def test_a_gated_norm_of_transformers_is_left():
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    model = nn.Sequential(modeling.Qwen3NextRMSNormGated(8))
+    report = replace_norms(model)
+    assert report.left == {"0": "Qwen3NextRMSNormGated does not compute x / sqrt(mean(x²) + eps) * weight"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma"])
+def test_a_replaced_model_compiles_whole(name):
+    model, inputs = build(name, device="cuda", dtype=torch.float32)
+    replace_norms(model)
+    expected = loss_and_gradients(model, inputs)
+    compiled = torch.compile(model, fullgraph=True)
+    model.zero_grad()
+    loss, _ = loss_of(compiled, inputs)
+    loss.backward()
+    for key, parameter in model.named_parameters():
+        if key in expected:
+            torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-2, atol=1e-4)

@@ -1,0 +1,50 @@
+"""Torch tensors of the arrays that the other tests use, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy
+import pytest
+import torch
+
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def tensor(array: Any) -> torch.Tensor:
+    """The same memory as a NumPy or CuPy array."""
+    if not isinstance(array, numpy.ndarray):
+        return torch.from_dlpack(array)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(numpy.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def array(tensor: torch.Tensor | None) -> Any:
+    """NumPy's or CuPy's view of a tensor."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    if tensor.is_cuda:
+        import cupy
+
+        torch.cuda.synchronize()
+        return cupy.from_dlpack(tensor)
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + 7 * len(shape) + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the bit, NaNs included."""
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
