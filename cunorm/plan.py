@@ -398,7 +398,8 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
             bias=None,
             zero_centered_gamma=False,
             aligned=True,
-            shape=RowShape(1, 1024 if tiles * sum(wants_parameters) <= 2 * device.sms else 256, 1),
+            # A CTA of more threads where the CTAs are too few to fill the GPU.
+            shape=RowShape(1, 4 * SUM_THREADS if tiles * sum(wants_parameters) <= 2 * device.sms else SUM_THREADS, 1),
         )
         # blockIdx.y: dweight, dbias.
         steps.append(Step(spec, (tiles, sum(wants_parameters), 1)))
