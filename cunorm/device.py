@@ -1,4 +1,4 @@
-"""The facts about a GPU that plan.py reads. They can be made up, for tests and for compiling without a GPU."""
+"""The facts about a GPU that plans are made of. They can be made up, for tests and for compiling without a GPU."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from .device import NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-from .plan import KernelSpec, dynamic_shared
+from .tiers import KernelSpec, dynamic_shared
 
 OPTIONS = ("--std=c++17",)
 

@@ -1,63 +1,17 @@
-"""How a `Problem` is run: `Problem` x `Device` -> `Plan`. Pure functions over small tables; no GPU library is imported.
+"""How a `Problem` is run: `Problem` x `Device` -> `Plan`. Pure functions; no GPU library is imported.
 
-The shape of a row (who holds which columns) depends on cols, dtypes and architecture, never on the number of rows nor
-on addresses: a row's result is the same to the bit whatever else is in the batch. Only grids depend on rows.
+Which kernel, and who holds what of a row, tiers.py decides; here come grids, the launches of the backward pass and
+their workspace. Only grids depend on the number of rows, and how many rows a CTA takes at once where they are few.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from .device import Device
 from .problem import ITEMSIZE, Problem
-
-WARP = 32
-
-
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """A row is held by `threads` threads in each of `cluster` CTAs, `packs` packs of `pack` columns a thread."""
-
-    pack: int
-    threads: int
-    packs: int
-    cluster: int = 1
-
-    @property
-    def capacity(self) -> int:
-        return self.pack * self.threads * self.packs * self.cluster
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSpec:
-    """Everything that changes a kernel's text: two launches with equal specs share one compiled kernel."""
-
-    kernel: str
-    rms: bool
-    cols: int
-    x: str
-    y: str
-    weight: str | None
-    bias: str | None
-    zero_centered_gamma: bool
-    aligned: bool
-    shape: RowShape
-    rows_per_cta: int = 1
-    ctas_per_sm: int = 1
-    prefetch: bool = False
-    stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
-    ask_early: bool = False  # the next row is asked for before the present one is summed up
-    streamed_x: bool = False  # x is read past L1
-    streamed_y: bool = False  # y, or dy, is written, or read, past L1
-    operands_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
-    once: bool = False  # forward: the grid has a CTA for every row
-    output_mask: tuple[bool, bool, bool] = (False, False, False)
-
-    @property
-    def threads(self) -> int:
-        return self.shape.threads * self.rows_per_cta
+from .tiers import WARP, KernelSpec, RowShape, ceil_div, choose, dynamic_shared, kernel_spec, shared_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,117 +53,16 @@ class Plan:
         return "\n".join(lines)
 
 
-class Tier(NamedTuple):
-    """How rows of up to `most` packs are run."""
-
-    most: int
-    packs: tuple[int, ...]  # a thread holds; the choice that leaves the fewest threads idle, of equals the first
-    cluster: int
-    cta: int  # threads of a CTA, where a row needs fewer several rows share it
-    resident: int  # threads that an SM is to hold at once; bounds the registers of a thread
-    visits: int = 0  # rows that a CTA takes one after the other; 0: it stays until none is left
-    prefetch: bool = False  # rows wait in registers: ask for the next one before reducing the present one
-    stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA, 0 for registers
-    ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
-    # x and weight have 16 bits: of float32, 1024 cols by RMSNorm 0.99 asking late, 0.76 asking early
-    idle: int = 0  # SMs that are left idle
-    operands: int = 64  # bytes of weight and bias that a thread of the forward pass keeps in registers
-    streamed_x: tuple[str, ...] = ()  # operations that read x past L1
-    streamed_y: bool = False  # y is stored past L1
-
-
-BOTH = ("layer_norm", "rms_norm")
-# Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
-FORWARD = (
-    Tier(16, (2,), 1, 128, 1024, 1),  # 32 cols 0.97, 128 cols 0.97; x and y past L1 0.94, 0.90
-    Tier(64, (2,), 1, 128, 1024, 1, streamed_x=BOTH, streamed_y=True),  # 256 cols 0.98; x or y through L1 0.98, 0.95
-    # Weight and bias asked for with x: a row of 1024 alone 1.6 us, only when it is summed up 2.2; of 4096 1.9 and 2.5.
-    Tier(128, (4,), 1, 128, 768, 1, streamed_x=BOTH, streamed_y=True, operands=128),  # 1024 cols 1.02
-    Tier(256, (2,), 1, 128, 768, prefetch=True, streamed_y=True),  # 2048 cols 0.97; y through L1 0.95
-    # 4096 cols 0.99; RMSNorm 1.01, with x past L1 0.98.
-    Tier(512, (4, 3, 2), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, operands=128),
-    Tier(2048, (4, 3, 2), 1, 128, 1024, 1, streamed_y=True),  # 8192 and 16384 cols 1.00; x past L1 0.97, 0.98
-    Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.99; x past L1 0.97, y too 0.97
-    Tier(8192, (8,), 2, 512, 512, stages=2, operands=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
-    Tier(16384, (8,), 4, 512, 512, stages=2, operands=256),  # 131072 cols 0.98
-    Tier(32768, (8,), 8, 512, 512, stages=2, operands=256),  # 262144 cols 0.97
-    Tier(65536, (8,), 16, 512, 512, stages=2, operands=256),
-    # With wider weight and bias, of which a thread can keep half as many.
-    Tier(8192, (4,), 4, 512, 512, stages=3, operands=256),
-    Tier(16384, (4,), 8, 512, 512, stages=3, operands=256),
-    Tier(32768, (4,), 16, 512, 512, stages=3, operands=256),
-)
-# A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
-# roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
-BACKWARD = (
-    Tier(32, (2,), 1, 256, 512, stages=3, ask_early=BOTH),  # 128 cols 0.94, 256 cols 0.93
-    Tier(256, (2,), 1, 448, 448, stages=3, ask_early=("rms_norm",)),  # 512 cols 0.95, 1024 cols 0.95, 2048 cols 0.93
-    Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
-    Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
-    Tier(2048, (4,), 2, 256, 256, stages=3),  # 16384 cols 0.96
-    Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.92
-    Tier(8192, (4,), 4, 512, 512, stages=3, idle=8),  # 65536 cols 0.95; all SMs 0.93
-    Tier(16384, (4,), 8, 512, 512, stages=3),  # 131072 cols 0.95
-    Tier(32768, (4,), 16, 512, 512, stages=2),  # 262144 cols 0.84
-)
-TABLES = {"forward": FORWARD, "backward": BACKWARD}
-
 STREAMED_THREADS = 512
 SUM_THREADS = 256
 SUM_COLUMNS = 32
-WEIGHT_BYTES = 64  # of the weight that a thread of the backward pass keeps in registers; norm_backward.cu says the same
 GRID_LIMIT = 2**31 - 1
-MAILBOX = 8  # bytes
 
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, device: Device) -> Plan:
     """The plan of a problem with at least one row."""
     return _plan_forward(problem, device) if problem.direction == "forward" else _plan_backward(problem, device)
-
-
-def shared_memory(spec: KernelSpec) -> int:
-    """Bytes of static shared memory; the compile test holds it against ptxas."""
-    compute = 8 if spec.x == "float64" else 4
-    if spec.kernel == "sum_partials":
-        return compute * 32 * 33
-    if spec.kernel == "weight_gradient_partials":
-        return 0
-    slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
-    if slots == 1 or (spec.kernel.startswith("backward") and not spec.output_mask[0]):
-        return 0
-    values = {"forward": 3, "forward_streamed": 4}.get(spec.kernel, 2)
-    total = spec.rows_per_cta * 2 * ((1 if spec.rms else values) * slots * compute + MAILBOX)
-    # Dynamic shared memory begins at a multiple of 128.
-    return _ceil_div(total, 128) * 128 if dynamic_shared(spec) else total
-
-
-def dynamic_shared(spec: KernelSpec) -> int:
-    """Bytes of shared memory that the launch asks for: places of rows and weights, later sums of the row groups."""
-    if spec.kernel not in ("forward", "backward"):
-        return 0
-    shape, rows = spec.shape, spec.rows_per_cta
-    columns = rows * shape.capacity // shape.cluster
-    if spec.kernel == "forward":
-        return columns * spec.stages * ITEMSIZE[spec.x]
-    places = columns * spec.stages * (ITEMSIZE[spec.x] + ITEMSIZE[spec.y])
-    weight = ITEMSIZE[spec.weight] if spec.weight else 0
-    if shape.packs > 2 or shape.packs * shape.pack * weight > WEIGHT_BYTES:
-        places += columns * weight
-    # A warp holds a row group, or several whose sums it adds up by shuffles.
-    holders = rows * shape.threads // max(WARP, shape.threads)
-    compute = 8 if spec.x == "float64" else 4
-    sums = holders * shape.capacity // shape.cluster * compute if holders > 1 and any(spec.output_mask[1:]) else 0
-    return max(places, sums)
-
-
-def _shape(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowShape:
-    """The fewest threads that hold `packs` packs in a CTA: a power of two within a warp, else whole warps."""
-    threads = _ceil_div(packs, packs_per_thread)
-    threads = _power_of_two_from(threads) if threads <= WARP else _ceil_div(threads, WARP) * WARP
-    if cluster > 1:
-        threads = max(threads, WARP)
-    return RowShape(pack, threads, _ceil_div(packs, threads), cluster)
 
 
 def _tier(spec: KernelSpec) -> str:
@@ -220,124 +73,10 @@ def _tier(spec: KernelSpec) -> str:
     return "cta" if spec.shape.threads > WARP else "warp"
 
 
-def _spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> KernelSpec:
-    spec = KernelSpec(
-        kernel=kernel,
-        rms=problem.op == "rms_norm",
-        cols=problem.cols,
-        x=problem.x,
-        y=problem.y,
-        weight=problem.weight,
-        bias=problem.bias,
-        zero_centered_gamma=problem.zero_centered_gamma,
-        aligned=_vectors_fit(problem, shape.pack),
-        shape=shape,
-        output_mask=problem.output_mask,
-    )
-    return replace(spec, **changes)
-
-
-def _vectors_fit(problem: Problem, pack: int) -> bool:
-    """Every pack of every row starts at a multiple of its size (or of 16 bytes)."""
-
-    def fits(stride: int, dtype: str) -> bool:
-        return stride * ITEMSIZE[dtype] % min(16, pack * ITEMSIZE[dtype]) == 0
-
-    strides_fit = fits(problem.x_stride, problem.x) and fits(problem.y_stride, problem.y)
-    if problem.direction == "backward":  # dx is contiguous
-        strides_fit = strides_fit and fits(problem.cols, problem.x)
-    return problem.aligned and (problem.rows == 1 or strides_fit)
-
-
-def choose(problem: Problem, device: Device) -> tuple[Tier, KernelSpec] | None:
-    """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
-    packs = _ceil_div(problem.cols, 16 // ITEMSIZE[problem.x])
-    for tier in TABLES[problem.direction]:
-        if packs <= tier.most and (tier.cluster == 1 or device.clusters):
-            spec = _tier_spec(problem, tier, device)
-            if spec is not None:
-                return tier, spec
-    return None
-
-
-def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | None:
-    """The kernel of a tier; None if its rows do not fit."""
-    pack = 16 // ITEMSIZE[problem.x]
-    packs = _ceil_div(_ceil_div(problem.cols, pack), tier.cluster)
-    shape = min((_shape(pack, packs, choice, tier.cluster) for choice in tier.packs), key=lambda shape: shape.capacity)
-    operands = shape.packs * pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
-    if tier.stages and not _registers_suffice(problem, tier, shape, operands, device):
-        return None
-    spec = _spec(problem, problem.direction, shape)
-    # float64 takes twice the registers.
-    wide = "float64" in (problem.x, problem.y) and not tier.stages
-    resident = tier.resident // 2 if wide else tier.resident
-    rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
-    if not spec.aligned and not tier.stages:
-        resident = tier.resident // 2
-    sixteen_bits = max(ITEMSIZE[problem.x], ITEMSIZE[problem.weight or "float16"]) == 2
-    spec = replace(
-        spec,
-        rows_per_cta=rows_per_cta,
-        ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
-        prefetch=tier.prefetch and _next_row_fits(problem, shape, device),
-        ask_early=sixteen_bits and problem.op in tier.ask_early,
-        streamed_x=problem.op in tier.streamed_x,
-        streamed_y=tier.streamed_y,
-        operands_stay=_operands_stay(problem, tier, spec, operands, device),
-    )
-    return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
-
-
-def _in_shared_memory(spec: KernelSpec, tier: Tier, rows: int, device: Device) -> KernelSpec | None:
-    """As many places as fit, two at least: fewer than the tier's for a wide dy or weight, then fewer rows in a CTA."""
-    whole_warps = max(1, WARP // spec.shape.threads)  # rows
-    # Backward of 32 x 1024 takes 4.6 us with a CTA a row, with the rows of seven in a CTA 5.8.
-    most = whole_warps if rows <= device.sms else spec.rows_per_cta
-    for rows_per_cta in range(most, 0, -whole_warps):
-        for stages in range(tier.stages, 1, -1):
-            fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
-            needed = shared_memory(fitting) + dynamic_shared(fitting)
-            if needed <= device.shared:
-                ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
-                return replace(fitting, ctas_per_sm=min(spec.ctas_per_sm, ctas))
-    return None
-
-
-def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, operands: int, device: Device) -> bool:
-    """Whether a thread has registers for what it keeps from row to row, where rows wait in shared memory."""
-    if problem.direction == "forward":
-        return operands <= tier.operands
-    # 128 registers are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for any.
-    wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
-    return not (shape.packs == 4 and shape.threads > 256 and (wide or device.arch >= 100))
-
-
-def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int, device: Device) -> bool:
-    """Whether a thread of the forward pass keeps weight and bias. Where it says no, ptxas spilled 4 to 176 bytes."""
-    if problem.direction == "backward" or operands > tier.operands:
-        return False
-    if not tier.stages:
-        return operands <= 64 or device.arch >= 90
-    plain = spec.aligned and problem.x == problem.y != "float64" and (spec.shape.packs <= 4 or tier.cluster < 16)
-    return plain and (device.arch < 100 or problem.op == "rms_norm")
-
-
-def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
-    """Whether a thread has registers for the next row too. Where it says no, ptxas spilled 4 to 90 bytes with it."""
-    if shape.packs <= 4:
-        return True
-    parameters = (problem.weight, problem.bias)
-    fitting = {None, problem.x} if problem.x == "float16" else {None, problem.x, "float32"}
-    if problem.y != problem.x or not fitting.issuperset(parameters):
-        return False
-    return not (device.arch >= 100 and problem.x == "float16")
-
-
 def _plan_forward(problem: Problem, device: Device) -> Plan:
     choice = choose(problem, device)
     if choice is None:
-        spec = _spec(problem, "forward_streamed", RowShape(16 // ITEMSIZE[problem.x], STREAMED_THREADS, 1))
+        spec = kernel_spec(problem, "forward_streamed", RowShape(16 // ITEMSIZE[problem.x], STREAMED_THREADS, 1))
         spec = replace(spec, streamed_y=True)
         visits, idle = 1, 0
     else:
@@ -346,7 +85,7 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         # Without the state of a loop over rows the kernel has registers to spare.
         once = visits == 1 and not problem.sm_margin and problem.rows <= GRID_LIMIT
         spec = replace(spec, once=once, operands_stay=spec.operands_stay and (once or visits != 1))
-    groups = min(_ceil_div(problem.rows, spec.rows_per_cta * max(1, visits)), GRID_LIMIT // spec.shape.cluster)
+    groups = min(ceil_div(problem.rows, spec.rows_per_cta * max(1, visits)), GRID_LIMIT // spec.shape.cluster)
     if visits == 0 or problem.sm_margin:
         margin = max(problem.sm_margin, idle)
         groups = min(groups, device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, margin))
@@ -357,7 +96,7 @@ def _resident_groups(problem: Problem, spec: KernelSpec, device: Device, idle: i
     """As many CTAs (or clusters) as run at once, no more than the rows need."""
     margin = max(problem.sm_margin, idle)
     resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, margin)
-    return min(_ceil_div(problem.rows, spec.rows_per_cta), resident)
+    return min(ceil_div(problem.rows, spec.rows_per_cta), resident)
 
 
 def _plan_backward(problem: Problem, device: Device) -> Plan:
@@ -376,18 +115,18 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     else:
         pack = 16 // ITEMSIZE[problem.x]
         if wants_dx:
-            spec = _spec(problem, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
+            spec = kernel_spec(problem, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
             # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
             plain = problem.y == problem.x and problem.weight in (None, problem.x) and spec.aligned
             spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)
             steps.append(Step(spec, (_resident_groups(problem, spec, device), 1, 1)))
         if any(wants_parameters):
-            spec = _spec(problem, "weight_gradient_partials", RowShape(pack, 256, 1))
-            tiles = _ceil_div(problem.cols, pack * 256)
+            spec = kernel_spec(problem, "weight_gradient_partials", RowShape(pack, 256, 1))
+            tiles = ceil_div(problem.cols, pack * 256)
             groups = min(problem.rows, most_groups, max(1, 4 * sms // tiles))
             steps.append(Step(spec, (tiles, groups, 1)))
     if any(wants_parameters):
-        tiles = _ceil_div(problem.cols, SUM_COLUMNS)
+        tiles = ceil_div(problem.cols, SUM_COLUMNS)
         spec = KernelSpec(
             kernel="sum_partials",
             rms=False,
@@ -403,13 +142,5 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
         )
         # blockIdx.y: dweight, dbias.
         steps.append(Step(spec, (tiles, sum(wants_parameters), 1)))
-    workspace = groups * (_ceil_div(problem.cols, 4) * 4) * statistics * sum(wants_parameters)
+    workspace = groups * (ceil_div(problem.cols, 4) * 4) * statistics * sum(wants_parameters)
     return Plan(problem, device, _tier(steps[0].spec), tuple(steps), groups, workspace)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_two_from(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

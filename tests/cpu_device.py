@@ -26,7 +26,8 @@ from unittest import mock
 import numpy
 
 from cunorm import kernels, launch
-from cunorm.plan import KernelSpec, Plan, Step, dynamic_shared
+from cunorm.plan import Plan, Step
+from cunorm.tiers import KernelSpec, dynamic_shared
 
 STAND_IN = Path(__file__).parent / "cpu"
 # -ffp-contract=off: every operation is rounded, where a GPU may fuse two.

@@ -15,7 +15,8 @@ from problems import problem
 import cunorm
 from cunorm import kernels
 from cunorm.device import KNOWN
-from cunorm.plan import KernelSpec, plan
+from cunorm.plan import plan
+from cunorm.tiers import KernelSpec
 
 
 def spec_of(cols: int) -> KernelSpec:

@@ -12,8 +12,9 @@ from cunorm.commands import matrix
 from cunorm.commands.compilation import compile_all, fault, offline
 from cunorm.device import KNOWN, Device
 from cunorm.kernels import Resources
-from cunorm.plan import KernelSpec, RowShape, Tier, choose, dynamic_shared, plan, shared_memory
+from cunorm.plan import plan
 from cunorm.problem import ITEMSIZE
+from cunorm.tiers import KernelSpec, RowShape, Tier, choose, dynamic_shared, shared_memory
 
 SLICES = 8  # for pytest-xdist
 
@@ -97,7 +98,7 @@ FAULTS = [
     ({"spill_loads": 8, "stack": 8}, "spills 0 bytes of stores, 8 of loads"),
     ({"stack": 16}, "uses 16 bytes of local memory"),
     ({"shared": 49153}, "uses 49153 bytes of shared memory of 49152"),
-    ({"shared": 4}, "uses 4 bytes of shared memory; plan.py says 0"),
+    ({"shared": 4}, "uses 4 bytes of shared memory; tiers.py says 0"),
 ]
 
 

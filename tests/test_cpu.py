@@ -16,8 +16,9 @@ from problems import problem
 
 from cunorm.device import Device
 from cunorm.kernels import FILES
-from cunorm.plan import TABLES, KernelSpec, Step, choose, dynamic_shared, plan
+from cunorm.plan import Step, plan
 from cunorm.problem import Problem
+from cunorm.tiers import TABLES, KernelSpec, choose, dynamic_shared
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 

@@ -11,7 +11,8 @@ from problems import problem
 
 from cunorm import kernels
 from cunorm.device import KNOWN
-from cunorm.plan import KernelSpec, plan
+from cunorm.plan import plan
+from cunorm.tiers import KernelSpec
 
 
 def spec_of_forward() -> KernelSpec:

@@ -107,8 +107,9 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 ALLOWED = {
     "device": set(),
     "problem": set(),
-    "plan": {"device", "problem"},
-    "kernels": {"device", "plan"},
+    "tiers": {"device", "problem"},
+    "plan": {"device", "problem", "tiers"},
+    "kernels": {"device", "tiers"},
     "launch": {"kernels", "plan"},
     "host": {"problem"},
     "dlpack": {"gpu"},
@@ -172,7 +173,7 @@ def test_imports_go_in_one_direction(name):
     assert {module[1:] for module in found if module.startswith(".")} <= ALLOWED[name]
 
 
-@pytest.mark.parametrize("name", ["plan", "problem"])
+@pytest.mark.parametrize("name", ["plan", "problem", "tiers"])
 def test_planning_imports_no_gpu_library_at_all(name):
     assert not top(imports(parsed(ROOT / "cunorm" / f"{name}.py"))) & GPU_LIBRARIES
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .. import kernels
 from ..kernels import Resources
-from ..plan import KernelSpec, shared_memory
+from ..tiers import KernelSpec, shared_memory
 from . import cache
 
 SHARED_LIMIT = 48 << 10  # bytes that a CTA can declare, on every architecture
@@ -56,7 +56,7 @@ def fault(spec: KernelSpec, used: Resources) -> str:
     if used.shared > SHARED_LIMIT:
         faults.append(f"uses {used.shared} bytes of shared memory of {SHARED_LIMIT}")
     elif used.shared != shared_memory(spec):
-        faults.append(f"uses {used.shared} bytes of shared memory; plan.py says {shared_memory(spec)}")
+        faults.append(f"uses {used.shared} bytes of shared memory; tiers.py says {shared_memory(spec)}")
     return ", ".join(faults)
 
 
