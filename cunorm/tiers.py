@@ -104,14 +104,14 @@ FORWARD = (
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
     Tier(32, (2,), 1, 256, 512, stages=3, ask_early=BOTH),  # 128 cols 0.94, 256 cols 0.93
-    Tier(256, (2,), 1, 448, 448, stages=3, ask_early=("rms_norm",)),  # 512 cols 0.95, 1024 cols 0.95, 2048 cols 0.93
+    Tier(256, (2,), 1, 448, 448, stages=3, ask_early=("rms_norm",)),  # 512 cols 0.94, 1024 cols 0.95, 2048 cols 0.93
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
     Tier(2048, (4,), 2, 256, 256, stages=3),  # 16384 cols 0.96
-    Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.92
-    Tier(8192, (4,), 4, 512, 512, stages=3, idle=8),  # 65536 cols 0.95; all SMs 0.93
+    Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.96
+    Tier(8192, (4,), 4, 512, 512, stages=3, idle=8),  # 65536 cols 0.96; all SMs 0.93
     Tier(16384, (4,), 8, 512, 512, stages=3),  # 131072 cols 0.95
-    Tier(32768, (4,), 16, 512, 512, stages=2),  # 262144 cols 0.84
+    Tier(32768, (4,), 16, 512, 512, stages=2),  # 262144 cols 0.87
 )
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
