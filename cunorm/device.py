@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_...
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., for clusters of 16
 
 
@@ -19,8 +20,13 @@ class Device:
     sms: int
     shared: int  # bytes of shared memory that a CTA may have
     # How many clusters of 2, 4, 8 and 16 CTAs run at once with a CTA to an SM; () without clusters. Less than
-    # sms / size: a cluster lies within a GPC, whose number of SMs is no multiple of 8.
+    # sms / size: a cluster lies within a GPC, whose number of SMs is no multiple of 8. 0 where none does, as 16 on a
+    # part of a GPU.
     clusters: tuple[int, ...] = ()
+
+    def runs_clusters(self, size: int) -> bool:
+        """Whether a cluster of `size` CTAs can run; of one it always can."""
+        return size == 1 or (bool(self.clusters) and self.clusters[CLUSTER_SIZES.index(size)] > 0)
 
     def resident_clusters(self, size: int, ctas_per_sm: int, sm_margin: int = 0) -> int:
         """How many clusters of `size` CTAs (1: CTAs) run at once."""
@@ -86,6 +92,8 @@ def _resident_clusters(size: int, shared: int) -> int:
     count = ctypes.c_int()
     query = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
     error = query(ctypes.byref(count), ctypes.c_void_p(kernel.kernel.ptr), ctypes.byref(config))
-    if error or count.value < 1:
+    if error == INVALID_CLUSTER_SIZE:
+        return 0
+    if error:
         raise RuntimeError(f"cunorm: cuOccupancyMaxActiveClusters({size} CTAs) failed with CUDA error {error}.")
     return count.value

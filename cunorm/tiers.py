@@ -123,7 +123,7 @@ def choose(problem: Problem, device: Device) -> tuple[Tier, KernelSpec] | None:
     """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
     packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.x])
     for tier in TABLES[problem.direction]:
-        if packs <= tier.most and (tier.cluster == 1 or device.clusters):
+        if packs <= tier.most and device.runs_clusters(tier.cluster):
             spec = _tier_spec(problem, tier, device)
             if spec is not None:
                 return tier, spec

@@ -86,6 +86,19 @@ def test_who_holds_which_columns_depends_on_neither_rows_nor_addresses(direction
             assert shapes(rows, cols, x_stride=cols + 1) == one
 
 
+@pytest.mark.parametrize("missing", CLUSTER_SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_clusters_that_a_gpu_cannot_run_are_not_planned(direction, missing):
+    clusters = tuple(
+        0 if size >= missing else count for size, count in zip(CLUSTER_SIZES, (66, 30, 15, 7), strict=True)
+    )
+    device = replace(KNOWN[90], clusters=clusters)
+    for cols in (1024, 16384, 32768, 65536, 131072, 262144, 524288):
+        steps = plan(problem(direction, 4096, cols, "float16"), device).steps
+        assert all(step.spec.shape.cluster < missing for step in steps)
+        assert all(min(step.grid) > 0 for step in steps)
+
+
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
