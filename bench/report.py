@@ -133,7 +133,8 @@ def _speeds(results: Results) -> str:
 def _cells(entry: Measured | None) -> list[str]:
     if entry is None:
         return ["", ""]
-    ours, peer = "", ""
+    status = entry.lines.get(OURS, {}).get("status", "")
+    ours, peer = "" if status == "ok" else status, ""
     if entry.of_roof:
         ours = f"{entry.lines[OURS]['gigabytes_per_second']:.0f} ({entry.of_roof:.2f})"
     if entry.peers:

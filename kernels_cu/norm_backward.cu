@@ -57,8 +57,8 @@ DEVICE void store_partial(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank
   }
 }
 
-// Rows: where x and dy wait (rows.cuh). dweight_partials and dbias_partials: [groups][kCols], a group being a CTA or a
-// cluster.
+// Rows: where x and dy wait (rows.cuh). dweight_partials and dbias_partials: [groups][partial_stride(kCols)], a group
+// being a CTA or a cluster.
 template <bool kRms, class Shape, int kRows, template <class> class Rows, class Needs, class Compute, class LoadX,
           class LoadDy, class Scale, class StoreDx>
 DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,

@@ -8,7 +8,7 @@
 namespace cunorm {
 
 // A thread owns one pack of columns; blockIdx.y is the group, which takes every gridDim.y-th row.
-// dweight_partials and dbias_partials: [gridDim.y][kCols].
+// dweight_partials and dbias_partials: [gridDim.y][partial_stride(kCols)].
 template <bool kRms, int64 kCols, int kPack, class Needs, class Compute, class LoadX, class LoadDy>
 DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute* mean, const Compute* rstd,
                                      Compute* dweight_partials, Compute* dbias_partials, int64 rows) {

@@ -159,6 +159,11 @@ def test_readme_and_pictures_are_what_results_give(tmp_path, capsys):
     assert "speed-backward-bf16.svg" in capsys.readouterr().out
 
 
+def test_a_refused_result_of_ours_stands_in_readme():
+    lines = _lines(BACKWARD, **{ROOF: 100.0, OURS: None, "torch": 110.0})
+    assert f"| {BACKWARD.rows} x 4096 |  |  |  | wrong | " in report.section(_results(lines, "anchors"))
+
+
 def test_readme_without_markers_is_left_alone():
     with pytest.raises(ValueError, match="bench:begin"):
         report.spliced("no markers", "section")
