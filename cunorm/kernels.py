@@ -167,9 +167,16 @@ def _entry(spec: KernelSpec) -> str:
         f"const {x}* x, {y}* y, const {weight}* weight, const {bias}* bias, {compute}* mean, {compute}* rstd, "
         f"int64 rows, int64 x_stride, int64 y_stride, {compute} eps"
     )
+    if spec.final:
+        sums = weight if spec.weight else x
+        store = f"StoreGradient<{sums}, {shape.pack}, {aligned}>"
+    else:
+        sums = compute
+        store = f"StorePartial<{sums}, {shape.pack}, {spec.cols}>"
+    store_sums = f"{store}{{dweight}}, {store}{{dbias}}"
     backward_parameters = (
         f"const {x}* x, const {y}* dy, const {weight}* weight, const {compute}* mean, const {compute}* rstd, {x}* dx, "
-        f"{compute}* dweight_partials, {compute}* dbias_partials, int64 rows, int64 x_stride, int64 dy_stride"
+        f"{sums}* dweight, {sums}* dbias, int64 rows, int64 x_stride, int64 dy_stride"
     )
     if spec.kernel == "forward":
         parameters = forward_parameters
@@ -188,7 +195,7 @@ def _entry(spec: KernelSpec) -> str:
         parameters = backward_parameters
         call = (
             f"norm_backward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {gradients}, {compute}>"
-            f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, dweight_partials, dbias_partials, rows)"
+            f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, {store_sums}, rows)"
         )
     elif spec.kernel == "backward_streamed":
         parameters = backward_parameters
@@ -200,12 +207,13 @@ def _entry(spec: KernelSpec) -> str:
         parameters = backward_parameters
         call = (
             f"weight_gradient_partials<{rms}, {spec.cols}, {shape.pack}, {gradients}, {compute}>"
-            f"({load_x}, {load_dy}, mean, rstd, dweight_partials, dbias_partials, rows)"
+            f"({load_x}, {load_dy}, mean, rstd, {store_sums}, rows)"
         )
     else:
         parameters = f"const {x}* partials, {y}* first, {y}* second, int64 groups, int64 cols"
-        of_this = "partials + blockIdx.y * groups * partial_stride(cols), blockIdx.y ? second : first"
-        call = f"sum_partials({of_this}, groups, cols)"
+        row = f"PartialRow<{shape.pack}>{{cols}}"
+        of_this = f"partials + blockIdx.y * groups * {row}.stride(), blockIdx.y ? second : first"
+        call = f"sum_partials<{shape.threads}, {spec.rows_per_cta}, {shape.pack}>({of_this}, groups, cols)"
     rows = ""
     if spec.kernel in ("forward", "backward"):
         kind = (

@@ -54,6 +54,7 @@ class KernelSpec:
     operands_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
     once: bool = False  # forward: the grid has a CTA for every row
     output_mask: tuple[bool, bool, bool] = (False, False, False)
+    final: bool = False  # backward: what the kernel adds up are dweight and dbias themselves, not partial rows
 
     @property
     def threads(self) -> int:
@@ -156,12 +157,31 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
         streamed_y=tier.streamed_y,
         operands_stay=_operands_stay(problem, tier, spec, operands, device),
     )
+    if few_rows(problem, device) and problem.direction == "forward" and not tier.stages:
+        # A CTA has its SM's registers to itself: weight and bias are asked for with x.
+        spec = replace(
+            spec,
+            rows_per_cta=_whole_warps(shape),
+            ctas_per_sm=1,
+            prefetch=False,
+            operands_stay=operands <= 128,
+        )
     return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
+
+
+def few_rows(problem: Problem, device: Device) -> bool:
+    """Whether every row can have an SM to itself."""
+    return problem.rows <= device.sms - problem.sm_margin
+
+
+def _whole_warps(shape: RowShape) -> int:
+    """The fewest rows of a CTA."""
+    return max(1, WARP // shape.threads)
 
 
 def _in_shared_memory(spec: KernelSpec, tier: Tier, rows: int, device: Device) -> KernelSpec | None:
     """As many places as fit, two at least: fewer than the tier's for a wide dy or weight, then fewer rows in a CTA."""
-    whole_warps = max(1, WARP // spec.shape.threads)  # rows
+    whole_warps = _whole_warps(spec.shape)
     # Backward of 32 x 1024 takes 4.6 us with a CTA a row, with the rows of seven in a CTA 5.8.
     most = whole_warps if rows <= device.sms else spec.rows_per_cta
     for rows_per_cta in range(most, 0, -whole_warps):
@@ -190,7 +210,8 @@ def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int
     if not tier.stages:
         return operands <= 64 or device.arch >= 90
     plain = spec.aligned and problem.x == problem.y != "float64" and (spec.shape.packs <= 4 or tier.cluster < 16)
-    return plain and (device.arch < 100 or problem.op == "rms_norm")
+    full = spec.shape.capacity == problem.cols
+    return plain and (device.arch < 100 or (full and problem.op == "rms_norm"))
 
 
 def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
@@ -237,7 +258,8 @@ def shared_memory(spec: KernelSpec) -> int:
     """Bytes of static shared memory; the compile test holds it against ptxas."""
     compute = 8 if spec.x == "float64" else 4
     if spec.kernel == "sum_partials":
-        return compute * 32 * 33
+        sums = spec.threads // max(WARP, spec.shape.threads)
+        return compute * sums * spec.shape.threads * 4 if sums > 1 else 0
     if spec.kernel == "weight_gradient_partials":
         return 0
     slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster

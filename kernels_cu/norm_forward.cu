@@ -27,10 +27,7 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
   const int slot = rank * Shape::kWarps + (Shape::kWarps > 1 ? threadIdx.x / 32 : 0);
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
   typename Store::Operands operands[kPacks];
-  const auto fetch_operands = [&](int p) {
-    const int column = Shape::column(rank, p);
-    store.fetch(operands[p], column, Shape::valid(column));
-  };
+  const auto fetch_operands = [&](int p) { store.fetch(operands[p], Shape::column(rank, p), Shape::valid(rank, p)); };
 
   int64 row = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows + threadIdx.x / Shape::kThreads;
   RowsX rows_x(load, rank, rows, 0);
@@ -56,7 +53,7 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
       Compute values[kPack];
       read(p, values);
       rows_x.stay_packed(p);
-      const int valid = Shape::valid(Shape::column(rank, p));
+      const int valid = Shape::valid(rank, p);
       if (valid > 0) use(values, valid);
     }
   };
@@ -111,11 +108,10 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if constexpr (!kOperandsStay) fetch_operands(p);
-      const int column = Shape::column(rank, p);
       Compute values[kPack];
       read(p, values);
       normalise(values, row_moments);
-      store.store(row, column, active ? Shape::valid(column) : 0, values, operands[p]);
+      store.store(row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0, values, operands[p]);
     }
     if constexpr (kOnce) break;
   }

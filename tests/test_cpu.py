@@ -71,6 +71,7 @@ SHAPES = (
     Shape(3, 8201, "float64", WITHOUT_CLUSTERS, "streamed, odd"),
     Shape(3, 16392, "float32", WITHOUT_CLUSTERS, "streamed, whole packs"),
     Shape(1, 32777, "bfloat16", WITHOUT_CLUSTERS, "streamed, odd"),
+    Shape(2, 131081, "float16", WITHOUT_CLUSTERS, "a thread adds up the partial rows of its columns alone"),
 )
 SHAPES_BY_NAME = {
     f"{one.rows}x{one.cols}-{one.dtype}{'' if one.device.clusters else '-without clusters'}": one for one in SHAPES
@@ -90,10 +91,11 @@ def test_the_table_reaches_every_kind_of_kernel():
     steps = [step for solution in solutions for step in solution.steps]
     assert {step.spec.kernel for step in steps} == set(FILES)
     assert {step.spec.aligned for step in steps} == {True, False}
-    # Eight threads read a partial row.
-    sums = [(one.groups * 8 / step.spec.threads, step.spec.threads) for one in solutions for step in one.steps[1:]]
-    assert max(sums)[0] > 1
-    assert {threads for _, threads in sums} == {256, 1024}
+    sums = [(one, step.spec) for one in solutions for step in one.steps if step.spec.kernel == "sum_partials"]
+    # More partial rows than a CTA reads at once; added up in a warp and among warps, among warps, by a thread.
+    assert any(one.groups > spec.rows_per_cta > 1 for one, spec in sums)
+    assert {"lanes" if spec.shape.threads < 32 else min(2, spec.rows_per_cta) for _, spec in sums} == {"lanes", 2, 1}
+    assert {step.spec.final for step in steps if step.spec.kernel == "backward"} == {True, False}
 
 
 @pytest.mark.parametrize("direction", TABLES)
