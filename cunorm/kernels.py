@@ -169,7 +169,7 @@ def _entry(spec: KernelSpec) -> str:
     )
     if spec.final:
         sums = weight if spec.weight else x
-        store = f"StoreGradient<{sums}, {shape.pack}, {aligned}>"
+        store = f"StoreGradient<{sums}, {shape.pack}, {spec.cols}, {aligned}>"
     else:
         sums = compute
         store = f"StorePartial<{sums}, {shape.pack}, {spec.cols}>"

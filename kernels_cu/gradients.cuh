@@ -38,6 +38,7 @@ struct StorePartial {
   using Row = PartialRow<kPack>;
   Compute* data;
 
+  static constexpr int kPlaces = static_cast<int>(Row{kCols}.packs() * kPack);
   DEVICE StorePartial of_group(int64 group) const { return {data + group * Row{kCols}.stride()}; }
   DEVICE void pack(int64 column, const Compute (&sums)[kPack], int valid) const {
     if (valid == 0) return;
@@ -50,12 +51,15 @@ struct StorePartial {
                                      pack_values<Compute>(values), Row::kPiece);
     }
   }
-  DEVICE void value(int64 column, Compute sum) const { data[Row{kCols}.position(column)] = sum; }
+  // Places are in the order of memory.
+  DEVICE static int column(int place) { return static_cast<int>(Row{kCols}.column(place)); }
+  DEVICE void value(int place, Compute sum) const { data[place] = sum; }
 };
 
 // or to dweight or dbias itself, where there is one group.
-template <class T, int kPack, bool kAligned>
+template <class T, int kPack, int64 kCols, bool kAligned>
 struct StoreGradient {
+  static constexpr int kPlaces = kCols;
   T* data;
 
   DEVICE StoreGradient of_group(int64) const { return *this; }
@@ -63,9 +67,10 @@ struct StoreGradient {
   DEVICE void pack(int64 column, const Compute (&sums)[kPack], int valid) const {
     store_pack<kAligned, Cache::kKept>(data + column, pack_values<T>(sums), valid);
   }
+  DEVICE static int column(int place) { return place; }
   template <class Compute>
-  DEVICE void value(int64 column, Compute sum) const {
-    store_value(data + column, sum);
+  DEVICE void value(int place, Compute sum) const {
+    store_value(data + place, sum);
   }
 };
 

@@ -46,11 +46,13 @@ DEVICE void store_sums(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank, S
       }
     }
     __syncthreads();
-    for (int column = threadIdx.x; column < Shape::slice_columns(rank); column += kRows * Shape::kThreads) {
+    // Several row groups share a CTA only where it has the whole row.
+    for (int place = threadIdx.x; place < StoreSums::kPlaces; place += kRows * Shape::kThreads) {
+      const int column = StoreSums::column(place);
       Compute total = totals[column];
 #pragma unroll
       for (int other = 1; other < kHolders; ++other) total += totals[other * Shape::kCapacity + column];
-      store.value(rank * Shape::kSlice + column, total);
+      store.value(place, total);
     }
   }
 }
