@@ -91,6 +91,7 @@ FORWARD = (
     # 4096 cols 0.99; RMSNorm 1.01, with x past L1 0.98.
     Tier(512, (4, 3, 2), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, operands=128),
     Tier(2048, (4, 3, 2), 1, 128, 1024, 1, streamed_y=True),  # 8192 and 16384 cols 1.00; x past L1 0.97, 0.98
+    Tier(3584, (5, 6, 7), 1, 512, 512, 1),  # 20480 cols 0.97, 24576 0.96, 28672 0.96; eight packs 0.77, 0.83, 0.85
     Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.99; x past L1 0.97, y too 0.97
     Tier(8192, (8,), 2, 512, 512, stages=2, operands=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
     Tier(16384, (8,), 4, 512, 512, stages=2, operands=256),  # 131072 cols 0.98
@@ -107,11 +108,14 @@ BACKWARD = (
     Tier(32, (2,), 1, 256, 512, stages=3, ask_early=BOTH),  # 128 cols 0.94, 256 cols 0.93
     Tier(256, (2,), 1, 448, 448, stages=3, ask_early=("rms_norm",)),  # 512 cols 0.94, 1024 cols 0.95, 2048 cols 0.93
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
+    Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
-    Tier(2048, (4,), 2, 256, 256, stages=3),  # 16384 cols 0.96
-    Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.96
-    Tier(8192, (4,), 4, 512, 512, stages=3, idle=8),  # 65536 cols 0.96; all SMs 0.93
-    Tier(16384, (4,), 8, 512, 512, stages=3),  # 131072 cols 0.95
+    Tier(2048, (4,), 2, 256, 256, stages=3, idle=4),  # 16384 cols 0.99, RMSNorm 0.99; all SMs 1.02, 0.97
+    Tier(2560, (3, 4), 2, 384, 384, stages=3),  # 18432 cols 0.91, 20480 cols 0.91; clusters of 4 0.56, 0.60
+    Tier(4096, (3, 4), 4, 256, 256, stages=3),  # 24576 cols 0.80, 32768 cols 0.96
+    Tier(6144, (4,), 4, 512, 512, stages=3),  # 40960 cols 0.85, 49152 cols 0.89
+    Tier(8192, (4,), 8, 256, 256, stages=3),  # 65536 cols 0.98; clusters of 4 x 512 threads 0.94
+    Tier(16384, (4,), 8, 512, 512, stages=2),  # 131072 cols 0.95
     Tier(32768, (4,), 16, 512, 512, stages=2),  # 262144 cols 0.87
 )
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
@@ -135,7 +139,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
     """The kernel of a tier; None if its rows do not fit."""
     pack = 16 // ITEMSIZE[problem.x]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
-    shape = min((_shape(pack, packs, choice, tier.cluster) for choice in tier.packs), key=lambda shape: shape.capacity)
+    shapes = (_shape(pack, packs, choice, tier.cluster) for choice in tier.packs)
+    shape = min((one for one in shapes if one.threads <= tier.resident), key=lambda one: one.capacity)
     operands = shape.packs * pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
     if tier.stages and not _registers_suffice(problem, tier, shape, operands, device):
         return None
@@ -182,16 +187,28 @@ def _whole_warps(shape: RowShape) -> int:
 def _in_shared_memory(spec: KernelSpec, tier: Tier, rows: int, device: Device) -> KernelSpec | None:
     """As many places as fit, two at least: fewer than the tier's for a wide dy or weight, then fewer rows in a CTA."""
     whole_warps = _whole_warps(spec.shape)
-    # Backward of 32 x 1024 takes 4.6 us with a CTA a row, with the rows of seven in a CTA 5.8.
-    most = whole_warps if rows <= device.sms else spec.rows_per_cta
+    threads, resident = _small_ctas(rows, device, spec.threads, spec.threads * spec.ctas_per_sm)
+    most = min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
     for rows_per_cta in range(most, 0, -whole_warps):
         for stages in range(tier.stages, 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
             needed = shared_memory(fitting) + dynamic_shared(fitting)
             if needed <= device.shared:
                 ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
-                return replace(fitting, ctas_per_sm=min(spec.ctas_per_sm, ctas))
+                most_ctas = max(1, resident // fitting.threads) if tier.cluster == 1 else 1
+                return replace(fitting, ctas_per_sm=min(most_ctas, ctas))
     return None
+
+
+def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple[int, int]:
+    """Threads of a CTA and threads that an SM holds, for a few rows to each SM.
+
+    The more row groups share a CTA, the longer their sums take to be added up. Backward of 512 x 1024 takes 6.1 us
+    with a CTA a row and 7.2 with seven rows in a CTA, 4096 x 1024 13.0 with two and 13.7 with seven.
+    """
+    if rows <= 8 * device.sms:
+        return 64, 256
+    return (128, resident) if rows <= 32 * device.sms else (threads, resident)
 
 
 def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, operands: int, device: Device) -> bool:
