@@ -53,8 +53,7 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
       Compute values[kPack];
       read(p, values);
       rows_x.stay_packed(p);
-      const int valid = Shape::valid(rank, p);
-      if (valid > 0) use(values, valid);
+      use(values, Shape::valid(rank, p));
     }
   };
 
@@ -90,7 +89,7 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
       for (int i = 0; i < kPack; ++i) total += first[i];
       const int count = Shape::slot_columns(slot, 0);
       const Compute pivot = group_sum<Shape::kLanes>(total) / static_cast<Compute>(count > 0 ? count : 1);
-      auto moments = moments_about<Shape::kLanes, kPack, Shape::kWholePacks>(pivot, for_each_pack);
+      auto moments = moments_about<Shape::kLanes, kPack>(pivot, for_each_pack);
       if constexpr (Shape::kSlots > 1) {
         exchange.publish(turn, rank, {moments.pivot, moments.sum, moments.squares});
         if constexpr (!RowsX::kAskEarly) ask_next();

@@ -103,11 +103,11 @@ def test_clusters_that_a_gpu_cannot_run_are_not_planned(direction, missing):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_many_rows_compile_no_more_kernels(direction, dtype, arch):
-    """Few rows, no more than there are SMs, may have kernels of their own."""
+    """Few rows to an SM may have kernels of their own."""
     for cols in ALL_COLUMNS:
         specs = [
             [step.spec for step in plan(problem(direction, rows, cols, dtype), KNOWN[arch]).steps]
-            for rows in (300, 5000, 10**7)
+            for rows in (10**4, 10**5, 10**7)
         ]
         assert specs[0] == specs[1] == specs[2]
 

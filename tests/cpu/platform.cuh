@@ -100,9 +100,9 @@ void check_alignment(const void* address) {
 }
 
 template <Cache, int kWords>
-void load_words(const void* address, uint32 (&words)[kWords]) {
-  check_alignment<kWords>(address);
-  for (int i = 0; i < kWords; ++i) words[i] = static_cast<const uint32*>(address)[i];
+void load_words(const void* address, uint32 (&words)[kWords], bool there = true) {
+  if (there) check_alignment<kWords>(address);
+  for (int i = 0; i < kWords; ++i) words[i] = there ? static_cast<const uint32*>(address)[i] : 0;
 }
 
 template <Cache, int kWords>
@@ -114,8 +114,8 @@ void store_words(void* address, const uint32 (&words)[kWords]) {
 inline char* dynamic_shared() { return cpu::dynamic_shared(); }
 
 template <int kWords>
-void load_shared_words(const void* address, uint32 (&words)[kWords]) {
-  load_words<Cache::kKept>(address, words);
+void load_shared_words(const void* address, uint32 (&words)[kWords], bool there = true) {
+  load_words<Cache::kKept>(address, words, there);
 }
 
 template <int kWords>
