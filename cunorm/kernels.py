@@ -104,7 +104,7 @@ def compile_for(spec: KernelSpec, arch: int) -> Resources:
     program = nvrtc.createProgram(source(spec), f"{entry_name(spec)}.cu", (), ())
     target = f"-arch=sm_{arch}"
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, "-ftz=true", target, "--ptxas-options=-v"))
+        nvrtc.compileProgram(program, (*OPTIONS, "--device-as-default-execution-space", "-ftz=true", target, "--ptxas-options=-v"))
         log = nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)

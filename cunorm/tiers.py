@@ -65,7 +65,7 @@ class Tier(NamedTuple):
     """How rows of up to `most` packs are run."""
 
     most: int
-    packs: tuple[int, ...]  # a thread holds; the choice that leaves the fewest threads idle, of equals the first
+    packs: tuple[int, ...]  # a thread holds: the first number that leaves no thread idle, or the last
     cluster: int
     cta: int  # threads of a CTA, where a row needs fewer several rows share it
     resident: int  # threads that an SM is to hold at once; bounds the registers of a thread
@@ -89,9 +89,14 @@ FORWARD = (
     Tier(128, (4,), 1, 128, 768, 1, streamed_x=BOTH, streamed_y=True, operands=128),  # 1024 cols 1.02
     Tier(256, (2,), 1, 128, 768, prefetch=True, streamed_y=True),  # 2048 cols 0.97; y through L1 0.95
     # 4096 cols 0.99; RMSNorm 1.01, with x past L1 0.98.
-    Tier(512, (4, 3, 2), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, operands=128),
-    Tier(2048, (4, 3, 2), 1, 128, 1024, 1, streamed_y=True),  # 8192 and 16384 cols 1.00; x past L1 0.97, 0.98
-    Tier(3584, (5, 6, 7), 1, 512, 512, 1),  # 20480 cols 0.97, 24576 0.96, 28672 0.96; eight packs 0.77, 0.83, 0.85
+    Tier(512, (4,), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, operands=128),
+    # 8192 and 16384 cols 1.00, x past L1 0.97, 0.98; 8704 and 13312 cols 0.99 with five packs, 0.97 and 0.87 with four.
+    Tier(1536, (4, 5), 1, 128, 1024, 1, streamed_y=True),
+    Tier(1920, (5,), 1, 128, 1024, 1, streamed_y=True),
+    Tier(2048, (4,), 1, 128, 1024, 1, streamed_y=True),
+    Tier(2560, (5,), 1, 512, 512, 1, prefetch=True),  # 20480 cols 0.97, with eight packs 0.77
+    Tier(3072, (6,), 1, 512, 512, 1, prefetch=True),  # 24576 cols 0.96, with eight packs 0.83
+    Tier(3584, (7,), 1, 512, 512, 1, prefetch=True),  # 28672 cols 0.96, with eight packs 0.85
     Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.99; x past L1 0.97, y too 0.97
     Tier(8192, (8,), 2, 512, 512, stages=2, operands=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
     Tier(16384, (8,), 4, 512, 512, stages=2, operands=256),  # 131072 cols 0.98
@@ -111,7 +116,8 @@ BACKWARD = (
     Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
     Tier(2048, (4,), 2, 256, 256, stages=3, idle=4),  # 16384 cols 0.99, RMSNorm 0.99; all SMs 1.02, 0.97
-    Tier(2560, (3, 4), 2, 384, 384, stages=3),  # 18432 cols 0.91, 20480 cols 0.91; clusters of 4 0.56, 0.60
+    Tier(2304, (3,), 2, 384, 384, stages=3),  # 18432 cols 0.91; four packs 0.84, clusters of 4 0.56
+    Tier(2560, (4,), 2, 384, 384, stages=3),  # 20480 cols 0.91; clusters of 4 0.60
     Tier(4096, (3, 4), 4, 256, 256, stages=3),  # 24576 cols 0.80, 32768 cols 0.96
     Tier(6144, (4,), 4, 512, 512, stages=3),  # 40960 cols 0.85, 49152 cols 0.89
     Tier(8192, (4,), 8, 256, 256, stages=3),  # 65536 cols 0.98; clusters of 4 x 512 threads 0.94
@@ -139,8 +145,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
     """The kernel of a tier; None if its rows do not fit."""
     pack = 16 // ITEMSIZE[problem.x]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
-    shapes = (_shape(pack, packs, choice, tier.cluster) for choice in tier.packs)
-    shape = min((one for one in shapes if one.threads <= tier.resident), key=lambda one: one.capacity)
+    shapes = [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
+    shape = next((one for one in shapes if one.capacity == packs * pack * tier.cluster), shapes[-1])
     operands = shape.packs * pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
     if tier.stages and not _registers_suffice(problem, tier, shape, operands, device):
         return None

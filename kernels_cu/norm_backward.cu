@@ -73,7 +73,7 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   Exchange& exchange = exchanges[row_group];
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
-  const int64 group = blockIdx.x / Shape::kCluster;
+  const int group = blockIdx.x / Shape::kCluster;
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
   Compute dweight_sums[kPacks][kPack] = {};
   Compute dbias_sums[kPacks][kPack] = {};
@@ -93,7 +93,7 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     }
   }
 
-  int64 row = group * kRows + row_group;
+  int64 row = static_cast<int64>(group) * kRows + row_group;
   RowsX rows_x(load_x, rank, rows, 0);
   RowsDy rows_dy(load_dy, rank, rows, RowsX::kBytes);
 #pragma unroll

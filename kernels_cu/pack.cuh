@@ -144,8 +144,8 @@ struct SharedPacks {
   DEVICE static void read(Pack<T, kPack>& pack, char* place, int column, int valid) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      uint32 words[kWords];
-      load_shared_words(piece(place, column, i), words, valid > 0);
+      uint32 words[kWords] = {};
+      if (valid > 0) load_shared_words(piece(place, column, i), words);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) pack.words[i * kWords + word] = words[word];
     }

@@ -133,34 +133,20 @@ DEVICE char* dynamic_shared() {
 
 DEVICE uint32 shared_address(const void* place) { return static_cast<uint32>(__cvta_generic_to_shared(place)); }
 
-// The same from shared memory. Where the words are known to be there ptxas has a register more without the predicate.
+// The same from shared memory.
 template <int kWords>
-DEVICE void load_shared_words(const void* address, uint32 (&words)[kWords], bool there = true) {
+DEVICE void load_shared_words(const void* address, uint32 (&words)[kWords]) {
   const uint32 from = shared_address(address);
-  const int predicate = there;
-  const bool known = __builtin_constant_p(there) && there;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) words[i] = 0;
   if constexpr (kWords == 1) {
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.shared.u32 %0, [%1];}"
-                 : "+r"(words[0])
-                 : "r"(from), "r"(predicate));
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
   } else if constexpr (kWords == 2) {
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p ld.shared.v2.u32 {%0, %1}, [%2];}"
-                 : "+r"(words[0]), "+r"(words[1])
-                 : "r"(from), "r"(predicate));
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
   } else {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
-      if (known) {
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3])
-                     : "r"(from + 4 * i));
-      } else {
-        asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                     : "+r"(words[i]), "+r"(words[i + 1]), "+r"(words[i + 2]), "+r"(words[i + 3])
-                     : "r"(from + 4 * i), "r"(predicate));
-      }
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3])
+                   : "r"(from + 4 * i));
     }
   }
 }

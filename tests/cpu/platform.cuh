@@ -114,8 +114,8 @@ void store_words(void* address, const uint32 (&words)[kWords]) {
 inline char* dynamic_shared() { return cpu::dynamic_shared(); }
 
 template <int kWords>
-void load_shared_words(const void* address, uint32 (&words)[kWords], bool there = true) {
-  load_words<Cache::kKept>(address, words, there);
+void load_shared_words(const void* address, uint32 (&words)[kWords]) {
+  load_words<Cache::kKept>(address, words);
 }
 
 template <int kWords>
