@@ -116,8 +116,7 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
       rows_dy.read(dy, p);
       load_dy.unpack(dy, grad);
       if constexpr (!kWeightStays)
-        scale.template read<Shape::kCapacity>(late, dynamic_shared() + weight_offset, Shape::slice_column(p),
-                                              Shape::valid(rank, p));
+        scale.template read<Shape::kCapacity>(late, dynamic_shared() + weight_offset, Shape::slice_column(p));
       scale.apply(grad, kWeightStays ? weight[kWeightStays ? p : 0] : late, g);
       rows_x.read(x, p);
       load_x.unpack(x, xhat);

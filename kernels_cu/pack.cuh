@@ -140,12 +140,18 @@ struct SharedPacks {
     }
   }
 
-  // A pack that was copied; zeros where nothing is valid.
-  DEVICE static void read(Pack<T, kPack>& pack, char* place, int column, int valid) {
+  // What a pack that is never copied reads as.
+  DEVICE static void clear(char* place, int column) {
+    const uint32 zeros[kWords] = {};
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) store_shared_words(piece(place, column, i), zeros);
+  }
+
+  DEVICE static void read(Pack<T, kPack>& pack, char* place, int column) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      uint32 words[kWords] = {};
-      if (valid > 0) load_shared_words(piece(place, column, i), words);
+      uint32 words[kWords];
+      load_shared_words(piece(place, column, i), words);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) pack.words[i * kWords + word] = words[word];
     }

@@ -41,10 +41,9 @@ struct RowShape {
   DEVICE static int slice_column(int p) { return (p * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack; }
   DEVICE static int column(int rank, int p) { return rank * kSlice + slice_column(p); }
 
-  // Where the compiler knows that a pack lies in the row, in every thread, it needs no check. Some are checked all the
-  // same. A cluster's: without any check ptxas moves so many loads together that it spills 8 to 12 bytes. Five packs of
-  // a CTA: forward of 9728 cols, where the last is checked, at 0.99 of the roof, of 10240, where none was, 0.88.
-  static constexpr bool kChecked = kCluster > 1 ? kPacks > 4 || (kPacks == 4 && kThreads > 256) : kPacks == 5;
+  // Where the compiler knows that a pack lies in the row, in every thread, it needs no check. Many packs of a cluster
+  // are checked all the same: without it ptxas moves so many loads together that it spills 8 to 12 bytes.
+  static constexpr bool kChecked = kCluster > 1 && kPacks > 4;
   DEVICE static constexpr bool whole(int p) { return !kChecked && (p + 1) * kThreads * kPack <= kLastSlice; }
 
   // How many columns of this thread's pack number p lie in the row.
