@@ -94,7 +94,7 @@ FORWARD = (
     Tier(1536, (4, 5), 1, 128, 1024, 1, streamed_y=True),
     Tier(1920, (5,), 1, 128, 1024, 1, streamed_y=True),
     Tier(2048, (4,), 1, 128, 1024, 1, streamed_y=True),
-    Tier(2560, (5,), 1, 512, 512, 1),  # 20480 cols 0.97, with eight packs 0.77
+    Tier(2560, (5,), 1, 512, 512, 1, prefetch=True),  # 20480 cols 0.97, with eight packs 0.77
     Tier(3072, (6,), 1, 512, 512, 1, prefetch=True),  # 24576 cols 0.96, with eight packs 0.83
     Tier(3584, (7,), 1, 512, 512, 1, prefetch=True),  # 28672 cols 0.96, with eight packs 0.85
     Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.99; x past L1 0.97, y too 0.97
@@ -117,18 +117,12 @@ BACKWARD = (
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
     Tier(2048, (4,), 2, 256, 256, stages=3, idle=4),  # 16384 cols 0.99, RMSNorm 0.99; all SMs 1.02, 0.97
     Tier(2304, (3,), 2, 384, 384, stages=3),  # 18432 cols 0.91; four packs 0.84, clusters of 4 0.56
-    Tier(3072, (4,), 2, 384, 384, stages=3),  # 20480 cols 0.91, 22528 0.90, 24576 0.81; clusters of 4 0.60, 0.66, 0.80
-    Tier(3840, (5,), 2, 384, 384, stages=2),
+    Tier(3072, (4,), 2, 384, 384, stages=3),  # 20480 cols 0.91, 24576 cols 0.80; clusters of 4 0.60, 0.79
     Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.96
-    Tier(4608, (3,), 4, 384, 384, stages=3),  # 36864 cols 0.87; four packs 0.72
-    Tier(6144, (4,), 4, 384, 384, stages=3),  # 49152 cols 0.89; clusters of 8 0.75
-    Tier(7680, (5,), 4, 384, 384, stages=2),
-    Tier(8192, (4,), 8, 256, 256, stages=3),  # 65536 cols 0.98; clusters of 4 x 512 threads 0.94
-    Tier(12288, (4,), 8, 384, 384, stages=3),  # 98304 cols 0.86
-    Tier(15360, (5,), 8, 384, 384, stages=2),
+    Tier(6144, (4,), 4, 384, 384, stages=3),  # 45056 cols 0.90, 49152 cols 0.84; clusters of 8 0.71, 0.75
+    Tier(8192, (4,), 8, 256, 256, stages=3),  # 65536 cols 0.91 to 0.98; clusters of 4 x 512 threads 0.94
+    Tier(15360, (5,), 8, 384, 384, stages=3),  # 114688 cols 0.87; two places 0.83
     Tier(16384, (4, 6), 8, 512, 512, stages=2),  # 131072 cols 0.95; three places 0.86
-    Tier(24576, (4,), 16, 384, 384, stages=2),
-    Tier(30720, (5,), 16, 384, 384, stages=2),
     Tier(32768, (4, 6), 16, 512, 512, stages=2),  # 262144 cols 0.87
 )
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
