@@ -66,11 +66,11 @@ class RMSNorm(nn.RMSNorm):
     --------
     >>> import jax, jax.numpy as jnp
     >>> from cunorm.flax.linen import RMSNorm
-    >>> x = jnp.array([[1.0, 7.0]])
+    >>> x = jnp.array([[4.0, -4.0]])
     >>> norm = RMSNorm(epsilon=0.0)
     >>> variables = norm.init(jax.random.key(0), x)
     >>> print(norm.apply(variables, x).round(4))
-    [[0.2 1.4]]
+    [[ 1. -1.]]
     """
 
     @nn.compact

@@ -68,8 +68,8 @@ class RMSNorm(nnx.RMSNorm):
     >>> from cunorm.flax.nnx import RMSNorm
     >>> from flax import nnx
     >>> norm = RMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))
-    >>> print(norm(jnp.array([[1.0, 7.0]])).round(4))
-    [[0.2 1.4]]
+    >>> print(norm(jnp.array([[4.0, -4.0]])).round(4))
+    [[ 1. -1.]]
     """
 
     def __call__(self, x: Any, mask: jax.Array | None = None) -> jax.Array:
