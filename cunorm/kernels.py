@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -29,6 +29,16 @@ FILES = {
     "weight_gradient_partials": "weight_gradient.cu",
     "sum_partials": "weight_gradient.cu",
 }
+
+
+class Baked(NamedTuple):
+    """What stands in the text of an entry whose only parameters are `pointers`, in this order.
+
+    `values` are the C++ expressions of other arguments, by name; a pointer without one is null.
+    """
+
+    pointers: tuple[str, ...]
+    values: tuple[tuple[str, str], ...]
 
 
 class CompileError(RuntimeError):
@@ -99,28 +109,44 @@ def _carveout(threads: int, shared: int) -> int:
 
 def compile_for(spec: KernelSpec, arch: int) -> Resources:
     """Compile for any architecture, with no GPU and no driver: what the kernel uses."""
+    log, _ = _compile_offline(source(spec), entry_name(spec), f"sm_{arch}", "--ptxas-options=-v")
+    return _parse_resources(log)
+
+
+@lru_cache(maxsize=4096)
+def ptx(spec: KernelSpec, baked: Baked, arch: int) -> str:
+    """The PTX of an entry with pointers alone, for XLA to launch; with no GPU and no driver."""
+    return compile_ptx(source(spec, baked), entry_name(spec), arch)
+
+
+def compile_ptx(text: str, name: str, arch: int) -> str:
+    """The PTX of any CUDA text."""
+    return _compile_offline(text, name, f"compute_{arch}")[1]
+
+
+def _compile_offline(text: str, name: str, target: str, *options: str) -> tuple[str, str]:
+    """(log, PTX), the latter empty for a target that is machine code."""
     from cupy_backends.cuda.libs import nvrtc
 
-    program = nvrtc.createProgram(source(spec), f"{entry_name(spec)}.cu", (), ())
-    target = f"-arch=sm_{arch}"
+    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, "-ftz=true", target, "--ptxas-options=-v"))
-        log = nvrtc.getProgramLog(program)
+        nvrtc.compileProgram(program, (*OPTIONS, "-ftz=true", f"-arch={target}", *options))
+        code = nvrtc.getPTX(program) if target.startswith("compute") else b""
+        return nvrtc.getProgramLog(program), code.decode()
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        raise CompileError(f"cunorm: NVRTC could not compile {entry_name(spec)} for sm_{arch}:\n{log}") from error
+        raise CompileError(f"cunorm: NVRTC could not compile {name} for {target}:\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
-    return _parse_resources(log)
 
 
 def entry_name(spec: KernelSpec) -> str:
     return f"cunorm_{spec.kernel}"
 
 
-def source(spec: KernelSpec) -> str:
+def source(spec: KernelSpec, baked: Baked | None = None) -> str:
     """The whole CUDA text of a kernel."""
-    return f"{_file_text(FILES[spec.kernel])}\n{_entry(spec)}"
+    return f"{_file_text(FILES[spec.kernel])}\n{_entry(spec, baked)}"
 
 
 @cache
@@ -145,8 +171,8 @@ def _inlined(name: str, seen: set[str]) -> str:
     return "\n".join(lines)
 
 
-def _entry(spec: KernelSpec) -> str:
-    """The entry point of a spec: the arguments that launch.py passes, and the template they go to."""
+def _entry(spec: KernelSpec, baked: Baked | None) -> str:
+    """The entry point of a spec: the arguments that launch.py passes, or those left of them, and the template."""
     shape = spec.shape
     x, y, weight, bias = (CPP_TYPE[dtype] for dtype in (spec.x, spec.y, spec.weight, spec.bias))
     compute = "double" if spec.x == "float64" else "float"
@@ -215,11 +241,24 @@ def _entry(spec: KernelSpec) -> str:
         )
         rows = f"template <class Load>\nusing Rows = {kind};\n"
     cluster = f" __cluster_dims__({shape.cluster}, 1, 1)" if shape.cluster > 1 else ""
+    if baked is not None:
+        parameters, constants = _bake(parameters, baked)
+        call = f"{constants}{call}"
     return (
         f"using namespace cunorm;\n{rows}"
         f'extern "C" __global__ void{cluster} __launch_bounds__({spec.threads}, {spec.ctas_per_sm})\n'
         f"{entry_name(spec)}({parameters}) {{\n  {call};\n}}\n"
     )
+
+
+def _bake(parameters: str, baked: Baked) -> tuple[str, str]:
+    """(the parameters that are left, definitions of the others)."""
+    types = {name: kind for kind, _, name in (parameter.rpartition(" ") for parameter in parameters.split(", "))}
+    values = dict(baked.values)
+    left = ", ".join(f"{types.pop(name)} {name}" for name in baked.pointers)
+    constants = "".join(f"{types.pop(name)} {name} = {value};\n  " for name, value in values.items())
+    constants += "".join(f"{kind} {name} = nullptr;\n  " for name, kind in types.items())
+    return left, constants
 
 
 def _cpp(flag: bool) -> str:
