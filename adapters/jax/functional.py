@@ -140,9 +140,6 @@ def checked(
 def array(function: str, name: str, value: Any) -> jax.Array:
     if not isinstance(value, jax.Array | numpy.ndarray):
         raise TypeError(f"{function}: {name} must be a JAX or NumPy array; got {type(value).__name__}.")
-    if value.dtype.name not in problem.ITEMSIZE:
-        names = ", ".join(problem.ITEMSIZE)
-        raise TypeError(f"{function}: {name} must have dtype {names}; got {value.dtype}. Convert it first.")
     return jnp.asarray(value)
 
 
