@@ -30,7 +30,8 @@ def covered_row(module: Any, x: Any, mask: Any, dtypes: Iterable[Any]) -> tuple[
     first = x.ndim - len(reduced)
     if not 0 <= first < x.ndim or reduced != tuple(range(first, x.ndim)) or features != reduced:
         return None
-    return x.shape[first:]
+    row = x.shape[first:]
+    return None if 0 in row else row
 
 
 def _is_constant(epsilon: Any) -> bool:
