@@ -89,15 +89,16 @@ def speed(write: Callable[..., None]) -> None:
         for direction in ("forward", "backward"):
             case = Case("layer_norm", direction, ROWS, cols, "bfloat16")
             workload = Workload(case)
-            arrays = ("x", "weight", "bias") if direction == "forward" else ("dy", "x", "mean", "rstd", "weight")
+            arrays = ("x", "weight", "bias") if direction == "forward" else ("dy", "x", "weight", "mean", "rstd")
             cupy_sets, jax_sets = (
                 [tuple(vars(buffers)[name] for name in arrays) for buffers in workload.lend(library)]
                 for library in ("cupy", "jax")
             )
             functions = {"cunorm": _cunorm(case), "XLA": _xla(case)}
-            measured = {"CuPy": _on_cupy(case, cupy_sets)} | {
-                name: loop_time(function, jax_sets, case.bytes_moved) for name, function in functions.items()
-            }
+            measured = {"CuPy": _on_cupy(case, cupy_sets)}
+            copies = {}
+            for name, function in functions.items():
+                measured[name], copies[name] = loop_time(function, jax_sets, case.bytes_moved)
             again = _on_cupy(case, cupy_sets)  # before and after: how far the machine moved meanwhile
             measured["CuPy"] = min(measured["CuPy"], again)
             errors = {}
@@ -120,6 +121,7 @@ def speed(write: Callable[..., None]) -> None:
                 of_xla=round(measured["XLA"] / measured["cunorm"], 2),
                 errors_in_eps=errors,
                 buffers=len(jax_sets),
+                copies=copies,
             )
             del workload, cupy_sets, jax_sets, results
             gc.collect()
@@ -130,12 +132,17 @@ def speed(write: Callable[..., None]) -> None:
 
 
 def _cunorm(case):
-    import cunorm
     from cunorm.jax import layer_norm
 
     if case.direction == "forward":
         return lambda x, weight, bias: layer_norm(x, None, weight, bias, case.eps)
-    return lambda dy, x, mean, rstd, weight: cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
+    return _backward
+
+
+def _backward(dy, x, weight, mean, rstd):
+    import cunorm
+
+    return cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
 
 
 def _xla(case):
@@ -149,12 +156,12 @@ def _on_cupy(case, sets) -> float:
     from bench import timing
 
     forward = case.direction == "forward"
-    function = (lambda x, w, b: cunorm.layer_norm(x, None, w, b, case.eps)) if forward else cunorm.layer_norm_backward
+    function = (lambda x, w, b: cunorm.layer_norm(x, None, w, b, case.eps)) if forward else _backward
     return timing.kernel_time("cupy", [partial(function, *arguments) for arguments in sets]).median
 
 
-def loop_time(function: Callable, sets: Sequence[tuple], bytes_moved: int) -> float:
-    """Seconds of one call in a loop over the sets within one jit."""
+def loop_time(function: Callable, sets: Sequence[tuple], bytes_moved: int) -> tuple[float, int]:
+    """Seconds of one call in a loop over the sets within one jit, and how many copies XLA put into that program."""
     import jax
 
     rounds = max(4, int(SECONDS / (len(sets) * bytes_moved / 2.5e12)))
@@ -172,13 +179,14 @@ def loop_time(function: Callable, sets: Sequence[tuple], bytes_moved: int) -> fl
         return jax.lax.fori_loop(0, rounds, turn, results)
 
     results = jax.block_until_ready([jax.jit(function)(*arguments) for arguments in sets])
-    jax.block_until_ready(run(sets, results))
+    compiled = run.lower(sets, results).compile()
+    jax.block_until_ready(compiled(sets, results))
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        jax.block_until_ready(run(sets, results))
+        jax.block_until_ready(compiled(sets, results))
         times.append((time.perf_counter() - start) / (rounds * len(sets)))
-    return statistics.median(times)
+    return statistics.median(times), compiled.as_text().count(" copy(")
 
 
 # Time to compile.

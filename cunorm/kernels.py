@@ -18,6 +18,7 @@ from .device import NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 from .tiers import KernelSpec, dynamic_shared
 
 OPTIONS = ("--std=c++17",)
+AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
 
 CPP_TYPE = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double", None: "Absent"}
 
@@ -130,7 +131,7 @@ def _compile_offline(text: str, name: str, target: str, *options: str) -> tuple[
 
     program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, "-ftz=true", f"-arch={target}", *options))
+        nvrtc.compileProgram(program, (*OPTIONS, *AS_CUPY, f"-arch={target}", *options))
         code = nvrtc.getPTX(program) if target.startswith("compute") else b""
         return nvrtc.getProgramLog(program), code.decode()
     except nvrtc.NVRTCError as error:

@@ -110,10 +110,12 @@ def test_a_million_standard_deviations_from_zero(device):
 @pytest.mark.parametrize("cols", [7, 1000, 8191, 16384, 65537])
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 def test_the_bits_are_those_of_the_core(op, cols, zero_centered_gamma):
-    """The text differs, with rows and eps in it, and XLA launches; the arithmetic is the same."""
+    """The text differs, with rows and eps in it, and XLA launches; the plan, and so the arithmetic, is the same. Without
+    clusters of 16, which 65537 columns would need for a float32 weight.
+    """
     import cupy
 
-    x, dy, weight, bias = inputs(cupy, 9, cols, "bfloat16", weight="float32")
+    x, dy, weight, bias = inputs(cupy, 9, cols, "bfloat16", weight="float32" if cols < 65537 else "bfloat16")
     option = {"zero_centered_gamma": zero_centered_gamma}
     y, _, gradients = y_and_gradients(op, x, dy, weight, bias, **option)
     core = forward(op, x, weight, bias, **option)
@@ -211,9 +213,7 @@ def test_a_gradient_of_each_alone(device, op, wants):
     arrays = (random(6, COLS, device=device), random(COLS, device=device), random(COLS, device=device, seed=1))
     argnums = tuple(i for i in range(3 if op == "layer_norm" else 2) if wants[i])
     if argnums:
-        mine, expected = (
-            jax.grad(lambda *a, f=f: jnp.sin(f(op, *a)).sum(), argnums)(*arrays) for f in (call, plain)
-        )
+        mine, expected = (jax.grad(lambda *a, f=f: jnp.sin(f(op, *a)).sum(), argnums)(*arrays) for f in (call, plain))
         close(mine, expected)
 
 

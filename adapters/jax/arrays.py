@@ -10,7 +10,7 @@ import jax
 
 from .. import problem
 from ..problem import Layout
-from . import functional, primitives
+from . import functional, primitives, sharding
 from .formulas import Task
 
 
@@ -73,7 +73,7 @@ def backward(
     task = Task(op, len(shape), 0.0, bool(zero_centered_gamma), layouts["dy"].dtype, margin)
     names = ("dx", "dweight", "dbias")
     wanted = tuple(name for name, flag in zip(names, mask, strict=True) if flag)
-    results = _backward(task, wanted, functional.alike(arrays)) if wanted else {}
+    results = _backward(task, wanted, sharding.prepared(arrays, task.ndim)) if wanted else {}
     return results.get("dx"), results.get("dweight"), results.get("dbias")
 
 

@@ -11,7 +11,7 @@ import numpy
 
 from .. import problem
 from ..problem import Layout
-from . import primitives
+from . import primitives, sharding
 from .formulas import Task
 
 
@@ -134,25 +134,13 @@ def checked(
         dtype=y_dtype,
         sm_margin=problem.check_sm_margin(function, sm_margin, None),
     )
-    return alike(arrays), task
+    return sharding.prepared(arrays, task.ndim), task
 
 
 def array(function: str, name: str, value: Any) -> jax.Array:
     if not isinstance(value, jax.Array | numpy.ndarray):
         raise TypeError(f"{function}: {name} must be a JAX or NumPy array; got {type(value).__name__}.")
     return jnp.asarray(value)
-
-
-def alike(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """In shard_map the primitives' arrays vary over the same axes of the mesh; so a weight that all devices share gets
-    the sum of their gradients.
-    """
-    varying = {name: jax.typeof(a).mat.varying for name, a in arrays.items()}
-    axes = frozenset().union(*varying.values())
-    return {
-        name: jax.lax.pcast(a, tuple(sorted(axes - varying[name])), to="varying") if axes - varying[name] else a
-        for name, a in arrays.items()
-    }
 
 
 def _program(op: str):

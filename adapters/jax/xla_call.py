@@ -186,9 +186,7 @@ def _by_callback(plan: Plan, task: Task, names: Names, wanted: Names, avals, *ar
         shapes.append(jax.ShapeDtypeStruct((plan.workspace,), numpy.uint8))
     call = buffer_callback(run, shapes, command_buffer_compatible=True)
     results = call(*(jax.lax.bitcast_convert_type(array, _as_bits(array.dtype)) for array in arrays))
-    return [
-        jax.lax.bitcast_convert_type(result, aval.dtype) for result, aval in zip(results, avals, strict=False)
-    ]
+    return [jax.lax.bitcast_convert_type(result, aval.dtype) for result, aval in zip(results, avals, strict=False)]
 
 
 BACKWARD_POINTERS = ("x", "dy", "weight", "mean", "rstd", "dx", "dweight", "dbias", "workspace")
