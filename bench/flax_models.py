@@ -54,7 +54,6 @@ class Size:
 class Run:
     step: Step
     losses: list[float]
-    first_ms: int
 
 
 def main() -> None:
@@ -81,7 +80,7 @@ def main() -> None:
 
 
 def compare(norm: str, framework: str, dtype: str) -> dict[str, Any]:
-    """Losses with both norms, and milliseconds of the first step, which compiles, and of one in the end."""
+    """Losses with both norms, and milliseconds of a step."""
     runs = {who: train(norm, framework, dtype, who, Size(), STEPS) for who in MODULES[framework]}
     times = step_times({who: run.step for who, run in runs.items()})
     return {
@@ -89,7 +88,6 @@ def compare(norm: str, framework: str, dtype: str) -> dict[str, Any]:
         "first_loss": runs["flax"].losses[0],
         **{f"last_loss_{who}": run.losses[-1] for who, run in runs.items()},
         "most_apart": most_apart(runs["flax"].losses, runs["cunorm"].losses),
-        **{f"first_step_ms_{who}": run.first_ms for who, run in runs.items()},
         **{f"step_ms_{who}": times[who] for who in runs},
     }
 
@@ -97,10 +95,7 @@ def compare(norm: str, framework: str, dtype: str) -> dict[str, Any]:
 def train(norm: str, framework: str, dtype: str, who: str, size: Size, steps: int) -> Run:
     make = {"linen": linen_step, "nnx": nnx_step}[framework]
     step = make(getattr(MODULES[framework][who], norm), jnp.dtype(dtype), size)
-    start = time.perf_counter()
-    losses = [float(step())]
-    first_ms = round((time.perf_counter() - start) * 1e3)
-    return Run(step, losses + [float(step()) for _ in range(steps - 1)], first_ms)
+    return Run(step, [float(step()) for _ in range(steps)])
 
 
 def most_apart(losses: list[float], others: list[float]) -> float:

@@ -96,16 +96,12 @@ def test_what_no_kernel_does_is_flaxs_to_the_bit(kind, name):
 
 
 @kinds
-def test_a_mask_and_a_named_axis_are_flaxs_to_the_bit(kind):
+def test_statistics_over_a_named_axis_are_flaxs_to_the_bit(kind):
     x = random(4, 3, 8)
     parameters = {name: random(8, seed=seed) for seed, name in enumerate(kind.names)}
-    mask = x[0] > -1
     with kernel_calls(kind) as calls:
-        functions = [function(kind, who, {"axis_name": "batch"}, mask=mask) for who in ("cunorm", "flax")]
-        results = [
-            compiled(jax.vmap(with_gradients(f), (None, 0), axis_name="batch"))(parameters, x) for f in functions
-        ]
-    assert_same(*results)
+        functions = [with_gradients(function(kind, who, {"axis_name": "batch"})) for who in ("cunorm", "flax")]
+        assert_same(*(compiled(jax.vmap(f, (None, 0), axis_name="batch"))(parameters, x) for f in functions))
     assert not calls.called
 
 
@@ -136,11 +132,15 @@ def test_parameters_of_a_dtype_that_the_module_does_not_name(norm):
     assert not calls.called
 
 
-def test_an_nnx_module_reads_x_in_16_bits_where_flax_widens_it():
-    module = MODULES["nnx"]["cunorm"].LayerNorm(8, rngs=nnx.Rngs(0))
-    with kernel_calls(Kind("nnx", "LayerNorm")) as calls:
-        assert module(random(3, 8, dtype="bfloat16")).dtype == jnp.float32
-    assert calls.call_args.args[0].dtype == jnp.bfloat16
+def test_an_nnx_module_reads_x_in_16_bits_where_flax_only_widens_it():
+    def by_way_of_8_bits(arrays, dtype=None):
+        return tuple(array.astype("float8_e4m3fn").astype("float32") for array in arrays)
+
+    for options, dtype in (({}, jnp.bfloat16), ({"promote_dtype": by_way_of_8_bits}, jnp.float32)):
+        module = MODULES["nnx"]["cunorm"].LayerNorm(8, rngs=nnx.Rngs(0), **options)
+        with kernel_calls(Kind("nnx", "LayerNorm")) as calls:
+            assert module(random(3, 8, dtype="bfloat16")).dtype == jnp.float32
+        assert calls.call_args.args[0].dtype == dtype
 
 
 @kinds
@@ -216,6 +216,7 @@ OPTIONS = {
     "defaults": {},
     "16-bits": {"param_dtype": "bfloat16"},
     "no-scale": {"use_scale": False},
+    "complex": {"param_dtype": "complex64"},
     "two-axes": LAST_TWO,
     "initializers": {"scale_init": nn.initializers.normal(), "bias_init": nn.initializers.uniform()},
     "flax's-way": {"feature_axes": (-2, -1)},
