@@ -36,7 +36,7 @@ def covered_row(module: Any, x: Any, mask: Any, dtypes: Iterable[Any]) -> tuple[
 
 def _is_constant(epsilon: Any) -> bool:
     """Kernels are compiled for an epsilon: it cannot be an array, nor a number that cunorm.jax refuses."""
-    return isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool) and 0 <= epsilon < math.inf
+    return isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool) and 0 <= float(epsilon) < math.inf
 
 
 def _axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:

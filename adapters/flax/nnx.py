@@ -82,7 +82,7 @@ class RMSNorm(nnx.RMSNorm):
         return normalise(rms_norm, _unwidened(self, x, promoted), row, (scale,), self.epsilon, dtype)
 
 
-def _unwidened(module: nnx.Module, x: Any, promoted: jax.Array) -> jax.Array:
+def _unwidened(module: Any, x: Any, promoted: jax.Array) -> jax.Array:
     """x where Flax only widens it to float32: a kernel does so as it reads, and reads half the bytes."""
     plain = module.promote_dtype is promote_dtype and isinstance(x, jax.Array)
     return x if plain and promoted.dtype == jnp.float32 and x.dtype in (jnp.float16, jnp.bfloat16) else promoted
