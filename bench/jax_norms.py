@@ -2,14 +2,15 @@
 
     python -m bench.jax_norms [speed|layers|all] [--out FILE]
 
-`speed` is kernel time over rotating buffers: XLA runs a loop within one jit, each call ordered after the one before, and
-CuPy a CUDA graph, over the same arrays in turns. `layers` is a model of 48 norms, forward and backward, each provider in
-processes of its own: the first with empty caches, the second with what the first left on disk.
+`speed` is kernel time over rotating buffers: XLA runs a loop within one jit, each call ordered after the one before,
+and CuPy a CUDA graph, over the same arrays in turns. `layers` is a model of 48 norms, forward and backward, each
+provider in processes of its own: the first with empty caches, the second with what the first left on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -26,7 +27,7 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy needs memory too
 
 ROWS, COLUMNS = 16384, (1024, 4096, 8192, 16384, 65536)
-SECONDS, REPEATS = 0.05, 7  # of a loop, of which the median counts
+SECONDS, REPEATS, CALLS_A_TURN = 0.1, 5, 16  # of a loop, of which the median counts
 LAYERS, LAYER_SHAPE = 48, (4096, 1024)
 PROVIDERS = ("cunorm", "XLA")
 
@@ -96,9 +97,8 @@ def speed(write: Callable[..., None]) -> None:
             )
             functions = {"cunorm": _cunorm(case), "XLA": _xla(case)}
             measured = {"CuPy": _on_cupy(case, cupy_sets)}
-            copies = {}
             for name, function in functions.items():
-                measured[name], copies[name] = loop_time(function, jax_sets, case.bytes_moved)
+                measured[name] = loop_time(function, jax_sets, case.bytes_moved)
             again = _on_cupy(case, cupy_sets)  # before and after: how far the machine moved meanwhile
             measured["CuPy"] = min(measured["CuPy"], again)
             errors = {}
@@ -121,7 +121,6 @@ def speed(write: Callable[..., None]) -> None:
                 of_xla=round(measured["XLA"] / measured["cunorm"], 2),
                 errors_in_eps=errors,
                 buffers=len(jax_sets),
-                copies=copies,
             )
             del workload, cupy_sets, jax_sets, results
             gc.collect()
@@ -160,33 +159,34 @@ def _on_cupy(case, sets) -> float:
     return timing.kernel_time("cupy", [partial(function, *arguments) for arguments in sets]).median
 
 
-def loop_time(function: Callable, sets: Sequence[tuple], bytes_moved: int) -> tuple[float, int]:
-    """Seconds of one call in a loop over the sets within one jit, and how many copies XLA put into that program."""
+def loop_time(function: Callable, sets: Sequence[tuple], bytes_moved: int) -> float:
+    """Seconds of one call in a loop over the sets within one jit, many calls to a turn: a turn costs a kernel too."""
     import jax
 
-    rounds = max(4, int(SECONDS / (len(sets) * bytes_moved / 2.5e12)))
+    rounds = -(-CALLS_A_TURN // len(sets))
+    calls = rounds * len(sets)
+    turns = max(2, int(SECONDS / (calls * bytes_moved / 2.5e12)))
 
-    @jax.jit
     def run(sets, results):
         def turn(_, results):
             results = list(results)
-            for i, arguments in enumerate(sets):
+            for i, arguments in enumerate(list(sets) * rounds):
                 # Without the barrier XLA would be free to take a call out of the loop, as its arguments do not change.
-                arguments, _ = jax.lax.optimization_barrier((arguments, results[i - 1]))
-                results[i] = function(*arguments)
+                last = results[(i - 1) % len(results)]
+                arguments, _ = jax.lax.optimization_barrier((arguments, last))
+                results[i % len(results)] = function(*arguments)
             return results
 
-        return jax.lax.fori_loop(0, rounds, turn, results)
+        return jax.lax.fori_loop(0, turns, turn, results)
 
     results = jax.block_until_ready([jax.jit(function)(*arguments) for arguments in sets])
-    compiled = run.lower(sets, results).compile()
-    jax.block_until_ready(compiled(sets, results))
+    compiled = jax.jit(run, donate_argnums=1).lower(sets, results).compile()
     times = []
-    for _ in range(REPEATS):
+    for _ in range(1 + REPEATS):
         start = time.perf_counter()
-        jax.block_until_ready(compiled(sets, results))
-        times.append((time.perf_counter() - start) / (rounds * len(sets)))
-    return statistics.median(times), compiled.as_text().count(" copy(")
+        results = jax.block_until_ready(compiled(sets, results))
+        times.append((time.perf_counter() - start) / (turns * calls))
+    return statistics.median(times[1:])
 
 
 # Time to compile.
@@ -240,7 +240,7 @@ def compile_layers(provider: str) -> dict[str, float]:
         jax.block_until_ready(compiled(x, weights, biases))
         later.append(time.perf_counter() - start)
     names = ("lower", "compile", "first_call", "second_call")
-    figures = dict(zip(names, (b - a for a, b in zip(seconds, seconds[1:], strict=False)), strict=True))
+    figures = dict(zip(names, (b - a for a, b in itertools.pairwise(seconds)), strict=True))
     figures["later_call"] = statistics.median(later)
     return {name: round(value, 5) for name, value in figures.items()}
 

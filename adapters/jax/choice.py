@@ -9,8 +9,9 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-import jax
 import numpy
+
+import jax
 
 from .. import device as devices
 from .. import kernels

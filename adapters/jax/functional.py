@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
+
 import jax
 import jax.numpy as jnp
-import numpy
 
 from .. import problem
 from ..problem import Layout
@@ -61,8 +62,8 @@ def layer_norm(
 
     Notes
     -----
-    On NVIDIA GPUs cunorm's kernels, elsewhere jax.numpy; which it is is decided when a program is lowered. Arithmetic in
-    float32 (float64 for float64 x) with one rounding at the end. The gradient of `bias` is rounded to the dtype of
+    On NVIDIA GPUs cunorm's kernels, elsewhere jax.numpy, as is decided when a program is lowered. Arithmetic in float32
+    (float64 for float64 x) with one rounding at the end. The gradient of `bias` is rounded to the dtype of
     `weight` (of x without one) before it takes that of `bias`. Ba, Kiros, Hinton, Layer Normalization, 2016;
     kernels_cu/norm_forward.cu.
 

@@ -1,8 +1,8 @@
 """What a primitive calls: the kernel, each device on its own rows.
 
 XLA would gather what it does not know how to split. Leading axes may be split, alike for all arrays that have them, the
-normalised ones may not, and dweight and dbias are summed over the devices that hold different rows. Where an array's type
-says how it is split (explicit axes of a mesh) shard_map does it; where XLA decides (automatic axes)
+normalised ones may not, and dweight and dbias are summed over the devices that hold different rows. Where an array's
+type says how it is split (explicit axes of a mesh) shard_map does it; where XLA decides (automatic axes)
 `custom_partitioning` tells it. In the caller's shard_map, and on one device, there is the kernel alone.
 """
 

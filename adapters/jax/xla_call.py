@@ -12,10 +12,11 @@ import math
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import numpy
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+
+import jax
 from jax.experimental.buffer_callback import buffer_callback
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from .. import kernels, launch
