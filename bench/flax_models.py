@@ -1,14 +1,16 @@
 """A small transformer in Flax, with Flax's norms and with cunorm's: the losses of STEPS steps and the time of one.
 
-    python -m bench.flax_models [--norms LayerNorm RMSNorm] [--out FILE]
+    python -m bench.flax_models [--norms LayerNorm RMSNorm] [--arithmetic bfloat16 tensorfloat32 float32] [--out FILE]
 
 Both modules take turns within one run on one machine, from the same random parameters, over the same random tokens.
-Parameters are float32; bfloat16 is the dtype of what the modules compute.
+Parameters are float32. The modules compute in bfloat16 or in float32, and matrix products of float32 as JAX has them by
+default, which on these GPUs is in tensorfloat32, or in float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
 import statistics
@@ -28,10 +30,16 @@ import optax
 
 import cunorm.flax.linen
 import cunorm.flax.nnx
+from cunorm.jax import choice
 
 STEPS = 50
 NORMS = ("LayerNorm", "RMSNorm")
-DTYPES = ("bfloat16", "float32")
+# The dtype of the modules, and the precision of matrix products.
+ARITHMETIC = {
+    "bfloat16": ("bfloat16", "default"),
+    "tensorfloat32": ("float32", "default"),
+    "float32": ("float32", "float32"),
+}
 MODULES = {
     "linen": {"flax": flax.linen, "cunorm": cunorm.flax.linen},
     "nnx": {"flax": flax.nnx, "cunorm": cunorm.flax.nnx},
@@ -59,6 +67,7 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
+    parser.add_argument("--arithmetic", nargs="+", choices=ARITHMETIC, default=ARITHMETIC)
     parser.add_argument("--out", type=Path, default=Path("bench/results/flax/models.jsonl"))
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -70,19 +79,29 @@ def main() -> None:
             file.write(line + "\n")
             file.flush()
 
-        versions = {"jax": jax.__version__, "flax": flax.__version__, "cunorm": cunorm.__version__}
-        gpu = jax.devices()[0].device_kind
-        write("run", gpu=gpu, **versions, command=" ".join(["python -m bench.flax_models", *sys.argv[1:]]))
+        write(
+            "run",
+            gpu=jax.devices()[0].device_kind,
+            jax=jax.__version__,
+            flax=flax.__version__,
+            cunorm=cunorm.__version__,
+            xla_call=choice.call("bench")._asdict(),
+            date=datetime.date.today().isoformat(),
+            command=" ".join(["python -m bench.flax_models", *sys.argv[1:]]),
+        )
         for norm in arguments.norms:
             for framework in MODULES:
-                for dtype in DTYPES:
-                    write("training", norm=norm, framework=framework, dtype=dtype, **compare(norm, framework, dtype))
+                for arithmetic in arguments.arithmetic:
+                    figures = compare(norm, framework, arithmetic)
+                    write("training", norm=norm, framework=framework, arithmetic=arithmetic, **figures)
 
 
-def compare(norm: str, framework: str, dtype: str) -> dict[str, Any]:
+def compare(norm: str, framework: str, arithmetic: str) -> dict[str, Any]:
     """Losses with both norms, and milliseconds of a step."""
-    runs = {who: train(norm, framework, dtype, who, Size(), STEPS) for who in MODULES[framework]}
-    times = step_times({who: run.step for who, run in runs.items()})
+    dtype, precision = ARITHMETIC[arithmetic]
+    with jax.default_matmul_precision(precision):
+        runs = {who: train(norm, framework, dtype, who, Size(), STEPS) for who in MODULES[framework]}
+        times = step_times({who: run.step for who, run in runs.items()})
     return {
         "steps": STEPS,
         "first_loss": runs["flax"].losses[0],
