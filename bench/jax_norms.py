@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import shlex
 import statistics
@@ -27,7 +28,8 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy needs memory too
 
 ROWS, COLUMNS = 16384, (1024, 4096, 8192, 16384, 65536)
-SECONDS, REPEATS, CALLS_A_TURN = 0.1, 5, 16  # of a loop, of which the median counts
+SECONDS, REPEATS = 0.1, 5  # of a loop, of which the median counts
+TURN_BYTES = 1.6e9  # that a turn of the loop moves at least: about 0.4 ms, beside the 3 us that a turn costs
 LAYERS, LAYER_SHAPE = 48, (4096, 1024)
 PROVIDERS = ("cunorm", "XLA")
 
@@ -91,6 +93,8 @@ def speed(write: Callable[..., None]) -> None:
             case = Case("layer_norm", direction, ROWS, cols, "bfloat16")
             workload = Workload(case)
             arrays = ("x", "weight", "bias") if direction == "forward" else ("dy", "x", "weight", "mean", "rstd")
+            copies = math.ceil(TURN_BYTES / (case.bytes_moved * len(workload.sets))) - 1
+            workload.sets += [_copied(buffers) for buffers in workload.sets * copies]
             cupy_sets, jax_sets = (
                 [tuple(vars(buffers)[name] for name in arrays) for buffers in workload.lend(library)]
                 for library in ("cupy", "jax")
@@ -130,6 +134,10 @@ def speed(write: Callable[..., None]) -> None:
             cupy.get_default_memory_pool().free_all_blocks()
 
 
+def _copied(buffers):
+    return type(buffers)(**{name: None if array is None else array.copy() for name, array in vars(buffers).items()})
+
+
 def _cunorm(case):
     from cunorm.jax import layer_norm
 
@@ -160,21 +168,18 @@ def _on_cupy(case, sets) -> float:
 
 
 def loop_time(function: Callable, sets: Sequence[tuple], bytes_moved: int) -> float:
-    """Seconds of one call in a loop over the sets within one jit, many calls to a turn: a turn costs a kernel too."""
+    """Seconds of one call in a loop over the sets within one jit."""
     import jax
 
-    rounds = -(-CALLS_A_TURN // len(sets))
-    calls = rounds * len(sets)
-    turns = max(2, int(SECONDS / (calls * bytes_moved / 2.5e12)))
+    turns = max(4, int(SECONDS / (len(sets) * bytes_moved / 2.5e12)))
 
     def run(sets, results):
         def turn(_, results):
             results = list(results)
-            for i, arguments in enumerate(list(sets) * rounds):
+            for i, arguments in enumerate(sets):
                 # Without the barrier XLA would be free to take a call out of the loop, as its arguments do not change.
-                last = results[(i - 1) % len(results)]
-                arguments, _ = jax.lax.optimization_barrier((arguments, last))
-                results[i % len(results)] = function(*arguments)
+                arguments, _ = jax.lax.optimization_barrier((arguments, results[i - 1]))
+                results[i] = function(*arguments)
             return results
 
         return jax.lax.fori_loop(0, turns, turn, results)
@@ -185,7 +190,7 @@ def loop_time(function: Callable, sets: Sequence[tuple], bytes_moved: int) -> fl
     for _ in range(1 + REPEATS):
         start = time.perf_counter()
         results = jax.block_until_ready(compiled(sets, results))
-        times.append((time.perf_counter() - start) / (turns * calls))
+        times.append((time.perf_counter() - start) / (turns * len(sets)))
     return statistics.median(times[1:])
 
 

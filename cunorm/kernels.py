@@ -131,6 +131,20 @@ def compile_ptx(text: str, name: str, arch: int) -> str:
     return unread.sub(lambda found: found[0] if text.count(found[1]) > 1 else "", text)
 
 
+def why_ptx_is_too_new() -> str:
+    """Why the driver cannot read the PTX that NVRTC writes, and what to do; empty if it can."""
+    from cupy_backends.cuda.api import runtime
+    from cupy_backends.cuda.libs import nvrtc
+
+    version, driver = nvrtc.getVersion(), runtime.driverGetVersion()
+    if 1000 * version[0] + 10 * version[1] <= driver:
+        return ""
+    return (
+        f"the PTX of NVRTC {version[0]}.{version[1]} is too new for the driver, of CUDA {driver // 1000}."
+        f"{driver % 1000 // 10}; update the driver, or install nvidia-cuda-nvrtc of its version"
+    )
+
+
 def _compile_offline(text: str, name: str, target: str, *options: str) -> tuple[str, str]:
     """(log, PTX), the latter empty for a target that is machine code."""
     from cupy_backends.cuda.libs import nvrtc

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import os
 import subprocess
 import sys
 
@@ -110,26 +110,35 @@ class FakeGpu:
 def with_gpu(monkeypatch):
     """JAX sees a GPU, whatever there is."""
     monkeypatch.setattr(choice, "gpu", lambda: FakeGpu)
-    monkeypatch.setattr(choice.devices, "current", lambda _: choice.devices.KNOWN[90])
     choice._probed.cache_clear()
     yield
     choice._probed.cache_clear()
 
 
+@pytest.fixture
+def with_cupy(monkeypatch):
+    monkeypatch.setattr(choice.devices, "current", lambda _: choice.devices.KNOWN[90])
+
+
 def test_without_cupy(with_gpu, monkeypatch):
-    real = builtins.__import__
+    def current(_):
+        raise ImportError("No module named 'cupy'")
 
-    def without_cupy(name, *rest):
-        if name == "cupy":
-            raise ImportError("No module named 'cupy'")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without_cupy)
+    monkeypatch.setattr(choice.devices, "current", current)
     with pytest.raises(ImportError, match=r"layer_norm: JAX on a GPU needs CuPy; .* pip install 'cunorm\[cuda13\]'"):
         lowered(lambda x: layer_norm(x, eps=1.5), random(3, COLS))
 
 
-def test_a_driver_too_old_for_the_ptx(with_gpu, monkeypatch):
+def test_a_gpu_that_cupy_cannot_use(with_gpu, monkeypatch):
+    def current(_):
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    monkeypatch.setattr(choice.devices, "current", current)
+    with pytest.raises(RuntimeError, match="CuPy cannot use the GPU that JAX uses: cudaErrorInsufficientDriver"):
+        lowered(lambda x: layer_norm(x, eps=1.375), random(3, COLS))
+
+
+def test_a_driver_too_old_for_the_ptx(with_gpu, with_cupy, monkeypatch):
     """Both versions are named; the other way in is taken, unless PTX was asked for."""
     pytest.importorskip("cupy_backends")
     from cupy_backends.cuda.api import runtime
@@ -150,7 +159,7 @@ def test_a_driver_too_old_for_the_ptx(with_gpu, monkeypatch):
 
 def test_a_probe_that_fails(with_gpu, monkeypatch):
     """Here XLA has no GPU: what it says is the reason."""
-    monkeypatch.setattr(choice, "why_too_new", lambda: "")
+    monkeypatch.setattr(choice.kernels, "why_ptx_is_too_new", lambda: "")
     monkeypatch.setattr(choice.jax, "default_device", lambda _: jax.ensure_compile_time_eval())
     monkeypatch.setattr(choice, "_double", lambda x: 3 * x)
     assert choice.call("test") == ("callback", "XLA's call of PTX gave wrong numbers")
@@ -180,5 +189,6 @@ def test_the_adapter_imports_no_gpu_library():
         "import jax, jax.numpy as jnp, cunorm.jax\n"
         "print(jax.grad(lambda x: cunorm.jax.layer_norm(x).sum())(jnp.ones((2, 3))).shape)"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert finished.stdout == "(2, 3)\n", finished.stderr

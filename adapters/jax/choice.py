@@ -47,8 +47,18 @@ def device(function: str) -> Device:
         if arch not in known:
             raise ValueError(f"{function}: {ARCH_VARIABLE} must be one of {', '.join(known)}; got {arch!r}.")
         return known[arch]
-    _check_cupy(function)
-    return devices.current(found.local_hardware_id)
+    try:
+        return devices.current(found.local_hardware_id)
+    except ImportError as error:
+        raise ImportError(
+            f"{function}: JAX on a GPU needs CuPy; it could not be imported ({error}). "
+            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
+        ) from error
+    except RuntimeError as error:  # CuPy's errors of CUDA are such
+        raise RuntimeError(
+            f"{function}: CuPy cannot use the GPU that JAX uses: {error}. Compare the driver, by nvidia-smi, with what "
+            "`python -m cunorm info` says."
+        ) from error
 
 
 def for_xla(device: Device) -> Device:
@@ -63,31 +73,16 @@ def call(function: str) -> Call:
         raise ValueError(f"{function}: {CALL_VARIABLE} must be ptx or callback; got {forced!r}.")
     if forced is None:
         return _probed() if gpu() is not None else Call("ptx", "no GPU to try it on")
-    too_new = why_too_new() if gpu() is not None else ""
+    too_new = kernels.why_ptx_is_too_new() if gpu() is not None else ""
     if forced == "ptx" and too_new:
-        raise RuntimeError(f"{function}: {CALL_VARIABLE} must not be ptx here: {too_new}")
+        raise RuntimeError(f"{function}: {CALL_VARIABLE} must not be ptx here: {too_new}; unset it.")
     return Call(forced, f"{CALL_VARIABLE}={forced}")
-
-
-def why_too_new() -> str:
-    """Why the driver cannot read the PTX that NVRTC writes; empty if it can."""
-    from cupy_backends.cuda.api import runtime
-    from cupy_backends.cuda.libs import nvrtc
-
-    version, driver = nvrtc.getVersion(), runtime.driverGetVersion()
-    if 1000 * version[0] + 10 * version[1] <= driver:
-        return ""
-    return (
-        f"the PTX of NVRTC {version[0]}.{version[1]} is too new for the driver, of CUDA {driver // 1000}."
-        f"{driver % 1000 // 10}. Update the driver, or install nvidia-cuda-nvrtc of its version; until then CuPy "
-        "launches from a callback."
-    )
 
 
 @cache
 def _probed() -> Call:
     """Whether XLA runs a tiny kernel of PTX."""
-    too_new = why_too_new()
+    too_new = kernels.why_ptx_is_too_new()
     if too_new:
         return Call("callback", too_new)
     values = numpy.arange(32, dtype=numpy.float32)
@@ -119,13 +114,3 @@ def _double(x: jax.Array) -> jax.Array:
         shared_mem_bytes=numpy.int32(0),
         **one,
     )
-
-
-def _check_cupy(function: str) -> None:
-    try:
-        import cupy  # noqa: F401
-    except (ImportError, OSError) as error:  # CuPy raises OSError where it cannot create its cache directory
-        raise ImportError(
-            f"{function}: JAX on a GPU needs CuPy; it could not be imported ({error}). "
-            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
-        ) from error

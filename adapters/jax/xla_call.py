@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from .. import kernels, launch
+from ..device import of_memory
 from ..plan import Plan, Step, plan
 from ..problem import ITEMSIZE, Problem, check_sm_margin
 from . import choice, formulas
@@ -170,13 +171,10 @@ def _by_callback(plan: Plan, task: Task, names: Names, wanted: Names, avals, *ar
     pointers = ("x", "y", "weight", "bias", "mean", "rstd") if forward else BACKWARD_POINTERS
 
     def run(context, results, *arguments) -> None:
-        import cupy
-
         given = zip((*names, *wanted, "workspace"), (*arguments, *results), strict=False)
         found = {name: buffer.__cuda_array_interface__["data"][0] for name, buffer in given}
-        device_id = cupy.cuda.runtime.pointerGetAttributes(found["x"]).device
         found = {name: found.get(name, 0) for name in pointers}
-        with cupy.cuda.Device(device_id):
+        with of_memory(found["x"]) as device_id:
             if forward:
                 launch.run_forward(plan, device_id, context.stream, eps=task.eps, **found)
             else:
