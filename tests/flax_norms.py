@@ -132,13 +132,10 @@ def to_bfloat16(arrays, dtype=None):
 CASES = {
     "float32": Case(),
     "bfloat16": Case("bfloat16", "bfloat16"),
-    "float16": Case("float16", "float16"),
     "y-is-float32-with-float32-parameters": Case("bfloat16"),
     "y-is-float32-of-two-kinds-of-16-bits": Case("float16", "bfloat16"),
     "bfloat16-asked-for-with-float32-parameters": Case("bfloat16", "float32", "bfloat16"),
-    "narrower-than-x": Case("float32", "float32", "bfloat16"),
     "narrower-than-x-and-its-mean": Case("float32", "float32", "float16", offset=100.0),
-    "wider-than-x": Case("float16", "float16", "float32"),
     "float64": Case("float64", "float64"),
     "y-is-float64-with-float64-parameters": Case("float32", "float64"),
     "float64-x-alone": Case("float64", "float32", "float32"),
@@ -148,7 +145,6 @@ CASES = {
     "without-parameters": Case("bfloat16", options={"use_scale": False, "use_bias": False}),
     "epsilon": Case(options={"epsilon": 0.3}),
     "two-axes": Case("bfloat16", shape=(3, 4, 33), options=LAST_TWO),
-    "all-axes": Case(shape=(4, 33), options=LAST_TWO),
     "axes-in-any-order": Case(shape=(2, 3, 4, 5), options={"reduction_axes": (3, -2), "feature_axes": (2, -1)}),
     "exact-variance": Case(options={"use_fast_variance": False}),
     "reductions-in-x's-dtype": Case(
@@ -169,5 +165,5 @@ def cases() -> list[Any]:
         pytest.param(kind, case, id=f"{'-'.join(kind)}-{name}")
         for kind in KINDS
         for name, case in CASES.items()
-        if case.framework in (None, kind.framework)
+        if case.framework in (None, kind.framework) and ("use_bias" not in case.options or kind.norm == "LayerNorm")
     ]
