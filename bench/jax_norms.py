@@ -28,7 +28,7 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy needs memory too
 
 ROWS, COLUMNS = 16384, (1024, 4096, 8192, 16384, 65536)
-SECONDS, REPEATS = 0.1, 5  # of a loop, of which the median counts
+SECONDS, REPEATS = 0.2, 5  # of a loop, of which the median counts
 TURN_BYTES = 1.6e9  # that a turn of the loop moves at least: about 0.4 ms, beside the 3 us that a turn costs
 LAYERS, LAYER_SHAPE = 48, (4096, 1024)
 PROVIDERS = ("cunorm", "XLA")

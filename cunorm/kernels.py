@@ -115,7 +115,7 @@ def compile_for(spec: KernelSpec, arch: int) -> Resources:
     return _parse_resources(log)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def ptx(spec: KernelSpec, baked: Baked, arch: int) -> str:
     """The PTX of an entry with pointers alone, for XLA to launch; with no GPU and no driver."""
     return compile_ptx(source(spec, baked), entry_name(spec), arch)

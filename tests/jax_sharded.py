@@ -15,13 +15,13 @@ DEVICES = 4
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
-import jax
-import jax.numpy as jnp
-import numpy
-from functions import OPS
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax_arrays import calls, close, random
-from test_jax_functions import call, plain
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy  # noqa: E402
+from functions import OPS  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from jax_arrays import calls, close, random  # noqa: E402
+from test_jax_functions import call, plain  # noqa: E402
 
 ROWS, COLS = 16, 256
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")

@@ -21,6 +21,8 @@ CALL_VARIABLE = "CUNORM_XLA_CALL"
 ARCH_VARIABLE = "CUNORM_XLA_ARCH"
 DEFAULT_ARCH = 90
 
+TARGET = "__gpu$xla.gpu.ptx"  # XLA's own call of PTX: not a public interface, hence the probe
+
 
 class Call(NamedTuple):
     """`kind` is "ptx" or "callback"."""
@@ -102,14 +104,12 @@ extern "C" __global__ void cunorm_probe(const float* x, float* y) { y[threadIdx.
 
 
 def _double(x: jax.Array) -> jax.Array:
-    found = gpu()
-    assert found is not None
     one = dict.fromkeys(("grid_x", "grid_y", "grid_z", "block_y", "block_z"), numpy.int32(1))
-    return jax.ffi.ffi_call("__gpu$xla.gpu.ptx", jax.ShapeDtypeStruct(x.shape, x.dtype))(
+    return jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x,
         name="cunorm_probe",
         kernel_type="ptx",
-        kernel_data=kernels.compile_ptx(PROBE, "cunorm_probe", int(found.compute_capability.replace(".", ""))),
+        kernel_data=kernels.compile_ptx(PROBE, "cunorm_probe", device("cunorm").arch),
         block_x=numpy.int32(x.size),
         shared_mem_bytes=numpy.int32(0),
         **one,

@@ -28,8 +28,6 @@ from .formulas import Task
 
 Names = tuple[str, ...]
 
-TARGET = "__gpu$xla.gpu.ptx"
-
 
 def kernel(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The arrays `wanted`, of those in `names`: y, mean, rstd of x, weight, bias, or dx, dweight, dbias of the rest."""
@@ -144,7 +142,7 @@ def _lower_to_ptx(ctx, operands, plan: Plan, task: Task, names: Names, wanted: N
     avals = dict(zip(names, ctx.avals_in, strict=True)) | dict(zip(wanted, ctx.avals_out, strict=True))
     itemsize = ITEMSIZE[plan.problem.statistics]
     avals["workspace"] = jax.core.ShapedArray((plan.workspace // itemsize,), numpy.dtype(plan.problem.statistics))
-    call = jax.ffi.ffi_lowering(TARGET)
+    call = jax.ffi.ffi_lowering(choice.TARGET)
     for step, reads, writes, baked in launches(plan, task.eps, names, wanted):
         x, y, z = step.grid
         results = call(
