@@ -1,7 +1,18 @@
 """LayerNorm and RMSNorm for PyTorch: drop-in functions and modules with autograd, on cunorm's kernels."""
 
 from .functional import layer_norm, rms_norm
+from .linear import LayerNormLinear
+from .linear_functional import layer_norm_linear
 from .modules import LayerNorm, RMSNorm
 from .replace import Replacement, replace_norms
 
-__all__ = ["LayerNorm", "RMSNorm", "Replacement", "layer_norm", "replace_norms", "rms_norm"]
+__all__ = [
+    "LayerNorm",
+    "LayerNormLinear",
+    "RMSNorm",
+    "Replacement",
+    "layer_norm",
+    "layer_norm_linear",
+    "replace_norms",
+    "rms_norm",
+]
