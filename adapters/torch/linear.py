@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import problem
+from .. import linear_problem, problem
 from . import operators
 from .functional import PLAIN
-from .linear_functional import OPS, Sink, accumulate, bias_gradient, norm_linear, weight_gradient
+from .linear_functional import Sink, accumulate, bias_gradient, norm_linear, weight_gradient
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
 # Arguments that ask for what is not here yet: what they ask for.
@@ -149,8 +149,7 @@ class LayerNormLinear(nn.Module):
         super().__init__()
         _check_sizes(in_features=in_features, out_features=out_features)
         problem.check_eps("LayerNormLinear", eps)
-        if normalization not in OPS:
-            raise ValueError(f"LayerNormLinear: normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}.")
+        self.op = linear_problem.op("LayerNormLinear", normalization, None)
         _check_parallel(parallel_mode, tp_group, tp_size)
         _refuse(
             ub_overlap_ag=ub_overlap_ag,
@@ -257,7 +256,7 @@ class LayerNormLinear(nn.Module):
             self.layer_norm_weight,
             self.layer_norm_bias,
             self.eps,
-            OPS[self.normalization],
+            self.op,
             self.zero_centered_gamma,
             self.keep_normalized,
             self._sink(is_first_microbatch),
@@ -515,4 +514,6 @@ def _refuse(**arguments: Any) -> None:
     """What TransformerEngine has and this has not yet."""
     for name, value in arguments.items():
         if value:
-            raise NotImplementedError(f"LayerNormLinear: {name} must be unset; got {value!r}. {LATER[name]} is to come.")
+            raise NotImplementedError(
+                f"LayerNormLinear: {name} must be unset; got {value!r}. {LATER[name]} is to come."
+            )

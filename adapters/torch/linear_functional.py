@@ -19,10 +19,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import linear_problem
 from . import checks, launching, operators
 from .functional import FLOATING, HALF, PLAIN, _nothing_listens, norm
-
-OPS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
 
 # What takes the gradients of weight and bias in autograd's place: given dy (rows, out) and how to get the normalised
 # tensor (rows, in), it returns what autograd is told, None for nothing.
@@ -102,11 +101,7 @@ def layer_norm_linear(
     tensor([[-1.4495]])
     """
     name = "layer_norm_linear"
-    if normalization not in OPS:
-        raise ValueError(f"{name}: normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}.")
-    op = OPS[normalization]
-    if op == "rms_norm" and ln_bias is not None:
-        raise ValueError(f"{name}: ln_bias must be None for an RMSNorm, which has none; got a tensor.")
+    op = linear_problem.op(name, normalization, ln_bias)
     parameters = (weight, bias, ln_weight, ln_bias)
     return norm_linear(name, input, *parameters, eps, op, zero_centered_gamma, keep_normalized)[0]
 
@@ -269,7 +264,7 @@ def gradients(
         dz_total = dy @ weight if dz is None else torch.addmm(_matrix(dz, rows), dy, weight)
         dz_total, own = dz_total.view(x.shape), True
     dx, dln_weight, dln_bias = _norm_backward(dz_total, own, x, statistics, ln_weight, options, norm_mask)
-    if dln_bias is not None:
+    if dln_bias is not None and ln_bias is not None:
         dln_bias = dln_bias.to(ln_bias.dtype)
     return dx, dweight, dbias, dln_weight, dln_bias
 
