@@ -48,7 +48,7 @@ def layer_norm_linear(
     zero_centered_gamma: bool = False,
     keep_normalized: bool = False,
 ) -> Tensor:
-    """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of x = input.
+    """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of input x.
 
     Parameters
     ----------
