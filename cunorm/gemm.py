@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from functools import cache, lru_cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import cupy
@@ -69,8 +70,7 @@ def row_sums(a: cupy.ndarray) -> cupy.ndarray:
 
 def uses_tf32() -> bool:
     """Whether CuPy is set to compute float32 products in TF32: `set_compute_type`, or CUPY_TF32 in the environment."""
-    from cupy._core import _routines_linalg as linalg
-
+    linalg = import_module("cupy._core._routines_linalg")
     return linalg.get_compute_type(numpy.dtype("float32")) == linalg.COMPUTE_TYPE_TF32
 
 
@@ -78,10 +78,9 @@ def uses_tf32() -> bool:
 def bindings() -> Any:
     """nvmath-python's module of cuBLASLt, None where it is not installed."""
     try:
-        from nvmath.bindings import cublasLt
+        return import_module("nvmath.bindings.cublasLt")
     except ImportError:
         return None
-    return cublasLt
 
 
 def _operand(matrix: cupy.ndarray) -> tuple[cupy.ndarray, Operand]:
@@ -104,8 +103,8 @@ def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, vec
     together = pointers[0] | pointers[1] | pointers[2] | pointers[3]
     alignment = min(256, together & -together)
     tf32 = a.dtype == numpy.float32 and uses_tf32()
-    shape = (*out.shape, a.shape[1])
-    kind = Kind(*shape, a.dtype.name, tf32, a_operand, b_operand, epilogue, alignment, a.device.id)
+    rows, cols = out.shape
+    kind = Kind(rows, cols, a.shape[1], a.dtype.name, tf32, a_operand, b_operand, epilogue, alignment, a.data.device_id)
     return _prepared(kind).run(*pointers)
 
 
@@ -171,9 +170,7 @@ class Prepared(threading.local):
     """
 
     def __init__(self, kind: Kind):
-        lt = bindings()
-        from nvmath.bindings import cublas
-
+        lt, cublas = bindings(), import_module("nvmath.bindings.cublas")
         self.kind = kind
         wide = kind.dtype == "float64"
         compute = "COMPUTE_64F" if wide else "COMPUTE_32F_FAST_TF32" if kind.tf32 else "COMPUTE_32F"

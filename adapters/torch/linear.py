@@ -312,7 +312,9 @@ class LayerNormLinear(nn.Module):
         if self.fuse_wgrad_accumulation:
             self._accumulate(overwrite, dy, z())
         else:
-            for weight, gradient in zip(self._weights, weight_gradient(dy, z()).split(rows), strict=True):
+            for weight, gradient in zip(
+                self._weights, weight_gradient(dy, z(), self._weights[0]).split(rows), strict=True
+            ):
                 _add_gradient(weight, gradient)
         if self._applied_biases:
             for bias, gradient in zip(self._applied_biases, bias_gradient(dy).split(rows), strict=True):

@@ -123,7 +123,7 @@ def norm_linear(
     tensors = (x, weight, bias, ln_weight, ln_bias)
     compiling = torch.compiler.is_compiling()
     check(function, *tensors, zero_centered_gamma)
-    dtype = _autocast_dtype(x)
+    dtype = autocast_dtype(x)
     if dtype is None:
         dtype = x.dtype
         _check_dtypes(function, x, weight=weight, bias=bias)
@@ -185,12 +185,12 @@ def _check_dtypes(function: str, x: Tensor, **parameters: Tensor | None) -> None
             )
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast would convert the operands of a product to; None where it leaves them."""
     kind = x.device.type
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
         return None
-    return torch.get_autocast_dtype(kind)
+    return torch.getautocast_dtype(kind)
 
 
 class NormLinear(torch.autograd.Function):
@@ -252,7 +252,7 @@ def gradients(
         else:
             if wants_dweight:
                 kept = normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z
-                dweight = weight_gradient(dy, _matrix(kept, rows))
+                dweight = weight_gradient(dy, _matrix(kept, rows), weight)
                 del kept
             dbias = bias_gradient(dy) if wants_dbias else None
     norm_mask = (wants_dx, wants_dln_weight, wants_dln_bias)
@@ -269,9 +269,9 @@ def gradients(
     return dx, dweight, dbias, dln_weight, dln_bias
 
 
-def weight_gradient(dy: Tensor, z: Tensor) -> Tensor:
-    """dyᵀ z, (out, in)."""
-    return dy.t() @ z
+def weight_gradient(dy: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """dyᵀ z, (out, in), laid out as weight is: autograd would copy another layout."""
+    return dy.t() @ z if weight.stride(1) == 1 else (z.t() @ dy).t()
 
 
 def bias_gradient(dy: Tensor) -> Tensor:

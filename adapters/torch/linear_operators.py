@@ -57,12 +57,11 @@ def _backward_fake(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *option
     mask = options[-1]
     ln_dtype = x.dtype if ln_weight is None else ln_weight.dtype
     cols = x.shape[-1:]
-    shapes = (x.shape, weight.shape, weight.shape[:1], cols, cols)
-    dtypes = (x.dtype, weight.dtype, weight.dtype, ln_dtype, ln_dtype if ln_bias is None else ln_bias.dtype)
-    return tuple(
-        x.new_empty(shape, dtype=dtype) if wanted else _absent(x)
-        for shape, dtype, wanted in zip(shapes, dtypes, mask, strict=True)
-    )
+    dln_bias = x.new_empty(cols, dtype=ln_dtype if ln_bias is None else ln_bias.dtype)
+    dln_weight = x.new_empty(cols, dtype=ln_dtype)
+    dweight = torch.empty_like(weight, memory_format=torch.preserve_format)
+    results = (x.new_empty(x.shape), dweight, weight.new_empty(len(weight)), dln_weight, dln_bias)
+    return tuple(result if wanted else _absent(x) for result, wanted in zip(results, mask, strict=True))
 
 
 def _setup(ctx, inputs, output):
