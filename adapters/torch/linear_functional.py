@@ -190,7 +190,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
         return None
-    return torch.getautocast_dtype(kind)
+    return torch.get_autocast_dtype(kind)
 
 
 class NormLinear(torch.autograd.Function):
