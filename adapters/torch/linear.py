@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import linear_problem, problem
 from . import operators
 from .functional import PLAIN
-from .linear_functional import Sink, accumulate, bias_gradient, norm_linear, weight_gradient
+from .linear_functional import Sink, accumulate, autocasts, bias_gradient, norm_linear, weight_gradient
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
 # Arguments that ask for what is not here yet: what they ask for.
@@ -273,7 +273,7 @@ class LayerNormLinear(nn.Module):
     def _check_dtypes(self, inp: Tensor) -> None:
         if not isinstance(inp, Tensor):
             raise TypeError(f"LayerNormLinear: inp must be a torch.Tensor; got {type(inp).__name__}.")
-        if torch.is_autocast_enabled(inp.device.type):
+        if autocasts(inp.device.type):
             return
         for name, parameter in self.named_parameters(recurse=False):
             if parameter.dtype is not inp.dtype:
@@ -452,7 +452,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts one after the other: where they lie so in memory the whole of it, else a copy."""
     if len(parts) == 1:
         return parts[0]
-    if torch.compiler.is_compiling() or operators.under_functorch() or not _neighbours(parts):
+    if torch.compiler.is_compiling() or operators.under_functorch():
         return torch.cat(list(parts))
     return _Joined.apply(*parts)
 
@@ -469,15 +469,23 @@ def _neighbours(parts: Sequence[Tensor]) -> bool:
 
 
 class _Joined(torch.autograd.Function):
+    """No gradient of the whole, as from a Sink, is none of the parts: torch.cat would make it zeros."""
+
     @staticmethod
     def forward(ctx, *parts):
         ctx.rows = [len(part) for part in parts]
+        ctx.set_materialize_grads(False)
+        if not _neighbours(parts):
+            return torch.cat(parts)
         first = parts[0].detach()
         return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.split(ctx.rows)
+        if gradient is None:
+            return (None,) * len(ctx.rows)
+        # That of a returned bias may lie in memory of the caller, which autograd would then add to.
+        return (gradient.clone() if gradient.dim() == 1 else gradient).split(ctx.rows)
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:

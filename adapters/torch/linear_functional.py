@@ -188,9 +188,12 @@ def _check_dtypes(function: str, x: Tensor, **parameters: Tensor | None) -> None
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast would convert the operands of a product to; None where it leaves them."""
     kind = x.device.type
-    if x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(kind) if x.dtype is not torch.float64 and autocasts(kind) else None
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a type of device; torch refuses to say it of "meta"."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 class NormLinear(torch.autograd.Function):
@@ -307,4 +310,4 @@ def _matrix(tensor: Tensor, rows: int) -> Tensor:
 
 def _without_autocast(kind: str) -> AbstractContextManager:
     """The products of a backward pass have the dtypes that those of the forward pass had."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
