@@ -233,14 +233,16 @@ class _Norm:
 
 
 class _Reader:
-    """Mixed into the class of a Linear."""
-
     _ready: tuple[Tensor, Tensor] | None = None
 
     def _take(self, z: Any) -> Tensor | None:
         """The product that the norm left, if it is that of z."""
         ready, self._ready = self._ready, None
         return ready[1] if ready is not None and ready[0] is z else None
+
+
+class _Linear(_Reader):
+    """Mixed into the class of a Linear."""
 
     def forward(self, input: Tensor) -> Tensor:
         y = self._take(input)
@@ -300,7 +302,7 @@ def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Te
 def _reader(module: nn.Module) -> type | None:
     """What is mixed into the class of a module that reads a norm; None for one that is not known."""
     if type(module) is nn.Linear or _is_conv1d(module):
-        return _Reader
+        return _Linear
     if type(module) is nn.MultiheadAttention:
         plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
         return _Attention if plain else None
