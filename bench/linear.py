@@ -64,7 +64,7 @@ def two_operators(x, weight, bias, ln_weight, ln_bias):
 def contenders() -> dict[str, Function]:
     """Each takes x, weight, bias, ln_weight and ln_bias. The product takes x for the normalised tensor."""
     torch._functorch.config.donated_buffer = False  # a backward pass runs more than once
-    torch._dynamo.config.cache_size_limit = 64
+    torch._dynamo.reset()  # its limit of recompilations is for one function of changing shapes
     found = {
         "product": lambda x, weight, bias, *_: F.linear(x, weight, bias),
         "torch": two_operators,
@@ -171,18 +171,15 @@ def measure(write: Callable[..., None], shape: tuple[int, int, int]) -> None:
         repeats = max(1, round(MICROSECONDS / estimate / len(sets)))
         graphs, kept = {}, []
         for name, function in functions.items():
-            graphs[name], results = captured([call_of(name, function, b, direction) for b in sets], repeats)
-            kept.append(results)
+            calls = [call_of(name, function, b, direction) for b in sets]
+            graphs[name], results = captured(calls, repeats)
+            kept.append((calls, results))
         times = in_turns(graphs, ROUNDS)
-        calls = repeats * len(sets)
-        figures = {
-            name: {
-                "median": round(statistics.median(values) / calls, 2),
-                "p20": round(statistics.quantiles(values, n=5)[0] / calls, 2),
-                "p80": round(statistics.quantiles(values, n=5)[3] / calls, 2),
-            }
-            for name, values in times.items()
-        }
+        figures = {}
+        for name, values in times.items():
+            p20, _, _, p80 = statistics.quantiles(values, n=5)
+            found = {"median": statistics.median(values), "p20": p20, "p80": p80}
+            figures[name] = {key: round(value / repeats / len(sets), 2) for key, value in found.items()}
         write("time", **base, direction=direction, unit="us", sets=len(sets), **figures)
         del graphs, kept
 
@@ -242,7 +239,8 @@ def main() -> None:
             command="python -m bench.linear",
         )
         for shape in shapes:
-            measure(write, shape)
+            with torch.cuda.stream(torch.cuda.Stream()):  # the default one cannot be captured, and backward goes there
+                measure(write, shape)
         for shape in shapes[-2:]:
             peak_memory(write, shape)
 
