@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import linear_problem
-from . import checks, launching, operators
+from . import checks, launching, operators, side_by_side
 from .functional import FLOATING, HALF, PLAIN, _nothing_listens, norm
 
 # What takes the gradients of weight and bias in autograd's place: given dy (rows, out) and how to get the normalised
@@ -241,32 +241,32 @@ def gradients(
     dweight = dyᵀ z, dbias = Σ dy, and with dz' = dy weight + dz the gradients of the norm. dweight comes first, so that
     a z that is computed once more is gone before dz' is there.
     """
-    wants_dx, wants_dweight, wants_dbias, wants_dln_weight, wants_dln_bias = mask
+    wants_dx, wants_dweight, wants_dbias, *wants_ln = mask
     rows = x.numel() // x.shape[-1]
-    dweight = dbias = None
     if dy is not None:
         dy = _matrix(dy, rows)
+
+    def again() -> Tensor:
+        return _matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
+
+    def of_product() -> tuple[Tensor | None, Tensor | None]:
+        if dy is None:
+            return None, None
         if sink is not None:
+            return sink(dy, again)
+        dweight = weight_gradient(dy, again(), weight) if wants_dweight else None
+        return dweight, bias_gradient(dy) if wants_dbias else None
 
-            def again() -> Tensor:
-                return _matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
+    def of_norm() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        norm_mask = (wants_dx, *wants_ln)
+        if not any(norm_mask) or (dy is None and dz is None):
+            return None, None, None
+        if dy is None:
+            return _norm_backward(dz, False, x, statistics, ln_weight, options, norm_mask)
+        total = dy @ weight if dz is None else torch.addmm(_matrix(dz, rows), dy, weight)
+        return _norm_backward(total.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
 
-            dweight, dbias = sink(dy, again)
-        else:
-            if wants_dweight:
-                kept = normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z
-                dweight = weight_gradient(dy, _matrix(kept, rows), weight)
-                del kept
-            dbias = bias_gradient(dy) if wants_dbias else None
-    norm_mask = (wants_dx, wants_dln_weight, wants_dln_bias)
-    if not any(norm_mask) or (dy is None and dz is None):
-        return None, dweight, dbias, None, None
-    if dy is None:
-        dz_total, own = dz, False
-    else:
-        dz_total = dy @ weight if dz is None else torch.addmm(_matrix(dz, rows), dy, weight)
-        dz_total, own = dz_total.view(x.shape), True
-    dx, dln_weight, dln_bias = _norm_backward(dz_total, own, x, statistics, ln_weight, options, norm_mask)
+    (dweight, dbias), (dx, dln_weight, dln_bias) = side_by_side.run(x, of_product, of_norm)
     if dln_bias is not None and ln_bias is not None:
         dln_bias = dln_bias.to(ln_bias.dtype)
     return dx, dweight, dbias, dln_weight, dln_bias
