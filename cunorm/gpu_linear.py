@@ -83,12 +83,12 @@ def linear_backward(
     return dx, dweight, dbias, dln_weight, dln_bias
 
 
-def _layouts(function: str, *, required: tuple[str, ...] = ("x", "weight"), **arrays: Any) -> dict[str, Any]:
-    return {
-        name: gpu.layout(function, name, array)
+def _layouts(function: str, *, required: tuple[str, ...] = ("x", "weight"), **arrays: Any) -> linear_problem.Named:
+    return tuple(
+        (name, gpu.layout(function, name, array))
         for name, array in arrays.items()
         if array is not None or name in required
-    }
+    )
 
 
 def _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics):

@@ -138,11 +138,11 @@ def linear_forward(
 ) -> tuple[numpy.ndarray, numpy.ndarray | None, numpy.ndarray | None]:
     """Return (y, mean, rstd), statistics None unless asked for."""
     named = {"x": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
-    layouts = {
-        name: layout(function, name, array)
+    layouts = tuple(
+        (name, layout(function, name, array))
         for name, array in named.items()
         if array is not None or name in ("x", "weight")
-    }
+    )
     linear_problem.check_forward(function, layouts, zero_centered_gamma)
     z, mean, rstd = _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics)
     with numpy.errstate(all="ignore"):
@@ -171,9 +171,9 @@ def linear_backward(
     layer_norm = op == "layer_norm"
     required = {"dy": dy, "x": x, "rstd": rstd, "weight": weight, **({"mean": mean} if layer_norm else {})}
     named = {**required, "ln_weight": ln_weight, "ln_bias": ln_bias}
-    layouts = {
-        name: layout(function, name, array) for name, array in named.items() if array is not None or name in required
-    }
+    layouts = tuple(
+        (name, layout(function, name, array)) for name, array in named.items() if array is not None or name in required
+    )
     linear_problem.check_backward(function, layouts, zero_centered_gamma)
     wants_dx, wants_dweight, wants_dbias, *wants_ln = linear_problem.check_output_mask(function, output_mask)
     grad = dy.astype(numpy.float64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 from .problem import ITEMSIZE, Layout
 
@@ -19,8 +20,13 @@ def op(function: str, normalization: object, ln_bias: object) -> str:
     return OPS[str(normalization)]
 
 
-def check_forward(function: str, layouts: Mapping[str, Layout], zero_centered_gamma: bool) -> None:
-    """`layouts` has those of x, weight, bias, ln_weight and ln_bias that there are."""
+Named = tuple[tuple[str, Layout], ...]
+
+
+@lru_cache(maxsize=4096)
+def check_forward(function: str, named: Named, zero_centered_gamma: bool) -> None:
+    """`named` has those of x, weight, bias, ln_weight and ln_bias that there are. What held once is not asked again."""
+    layouts = dict(named)
     x, weight = layouts["x"], layouts["weight"]
     for name, array in layouts.items():
         if array.dtype not in ITEMSIZE:
@@ -46,10 +52,12 @@ def check_forward(function: str, layouts: Mapping[str, Layout], zero_centered_ga
         raise ValueError(f"{function}: zero_centered_gamma=True needs ln_weight; got ln_weight=None.")
 
 
-def check_backward(function: str, layouts: Mapping[str, Layout], zero_centered_gamma: bool) -> None:
+@lru_cache(maxsize=4096)
+def check_backward(function: str, named: Named, zero_centered_gamma: bool) -> None:
     """As check_forward, with dy, mean and rstd among them."""
     among = ("dy", "mean", "rstd")
-    check_forward(function, {n: array for n, array in layouts.items() if n not in among}, zero_centered_gamma)
+    check_forward(function, tuple(pair for pair in named if pair[0] not in among), zero_centered_gamma)
+    layouts = dict(named)
     x, dy = layouts["x"], layouts["dy"]
     leading = x.shape[:-1]
     if dy.shape != (*leading, layouts["weight"].shape[0]):

@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from .functional import FLOATING
-from .linear import joined
 from .linear_functional import autocast_dtype, norm_linear
+from .linear_parts import joined
 from .modules import LayerNorm, RMSNorm
 from .replace import _eps_name, _form, _may_be_rms_norm, _OfTransformers
 

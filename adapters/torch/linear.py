@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import linear_problem, problem
-from . import operators
-from .functional import PLAIN
+from .linear_checks import check_parallel, check_sizes, refuse
 from .linear_functional import Sink, accumulate, autocasts, bias_gradient, norm_linear, weight_gradient
+from .linear_parts import joined, parts_of
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
-# Arguments that ask for what is not here yet: what they ask for.
-LATER = {
-    "ub_overlap_ag": "Communication that overlaps products",
-    "ub_overlap_rs": "Communication that overlaps products",
-    "ub_overlap_rs_dgrad": "Communication that overlaps products",
-    "ub_bulk_wgrad": "Communication that overlaps products",
-    "ub_bulk_dgrad": "Communication that overlaps products",
-    "symmetric_ar_type": "Reduction through symmetric memory",
-    "fp8_output": "FP8",
-    "fp8_grad": "FP8",
-}
 
 
 class LayerNormLinear(nn.Module):
@@ -147,11 +135,11 @@ class LayerNormLinear(nn.Module):
         keep_normalized: bool = False,
     ):
         super().__init__()
-        _check_sizes(in_features=in_features, out_features=out_features)
+        check_sizes(in_features=in_features, out_features=out_features)
         problem.check_eps("LayerNormLinear", eps)
         self.op = linear_problem.op("LayerNormLinear", normalization, None)
-        _check_parallel(parallel_mode, tp_group, tp_size)
-        _refuse(
+        check_parallel(parallel_mode, tp_group, tp_size)
+        refuse(
             ub_overlap_ag=ub_overlap_ag,
             ub_overlap_rs=ub_overlap_rs,
             ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
@@ -182,7 +170,7 @@ class LayerNormLinear(nn.Module):
         self._delayed: deque[Callable[[], None]] = deque()
         self._delayed_hooks: list[Callable[[], None]] = []
 
-        self._parts = _parts(parameters_split, out_features)
+        self._parts = parts_of(parameters_split, out_features)
         self._make_parameters(device, params_dtype)
         if not self.layer_norm_weight.is_meta:
             self.reset_parameters()
@@ -241,7 +229,7 @@ class LayerNormLinear(nn.Module):
         bias : Tensor, shape (out_features,), of the dtype of y; empty with `bias=False`
         z : Tensor, shape of inp, of the dtype of y
         """
-        _refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
+        refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
         run = self._run_uncompiled if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else self._run
         return run(inp, is_first_microbatch)
 
@@ -413,117 +401,8 @@ class LayerNormLinear(nn.Module):
         )
 
 
-class Part(NamedTuple):
-    weight: str  # names of parameters
-    bias: str
-    rows: int
-
-
-def _parts(split: Any, out_features: int) -> list[Part]:
-    name = "LayerNormLinear"
-    if split is None:
-        return [Part("weight", "bias", out_features)]
-    if not split:
-        raise ValueError(f"{name}: parameters_split must name at least one part; got {split!r}.")
-    if isinstance(split, Mapping):
-        sizes = dict(split)
-    elif isinstance(split, Sequence) and not isinstance(split, str):
-        sizes = dict.fromkeys(split, out_features // len(split))
-        if len(sizes) != len(split):
-            raise ValueError(f"{name}: parameters_split must name every part once; got {split!r}.")
-    else:
-        raise TypeError(
-            f"{name}: parameters_split must be a sequence of names or a dict of sizes; got {type(split).__name__}."
-        )
-    if not all(isinstance(key, str) for key in sizes):
-        raise TypeError(f"{name}: parameters_split must name its parts by str; got {list(sizes)!r}.")
-    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes.values()):
-        raise TypeError(f"{name}: parameters_split must have int sizes; got {list(sizes.values())!r}.")
-    if sum(sizes.values()) != out_features or min(sizes.values()) <= 0:
-        raise ValueError(
-            f"{name}: the parts of parameters_split must be positive and add up to out_features={out_features}; got "
-            f"{list(sizes.values())}."
-        )
-    stems = [key.rstrip("_") for key in sizes]
-    return [Part(f"{stem}_weight", f"{stem}_bias", size) for stem, size in zip(stems, sizes.values(), strict=True)]
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts one after the other: where they lie so in memory the whole of it, else a copy."""
-    if len(parts) == 1:
-        return parts[0]
-    if torch.compiler.is_compiling() or operators.under_functorch():
-        return torch.cat(list(parts))
-    return _Joined.apply(*parts)
-
-
-def _neighbours(parts: Sequence[Tensor]) -> bool:
-    if not all(type(part) in PLAIN and part.is_contiguous() for part in parts):
-        return False
-    return all(
-        a.data_ptr() + a.numel() * a.element_size() == b.data_ptr()
-        and a.dtype is b.dtype
-        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        for a, b in itertools.pairwise(parts)
-    )
-
-
-class _Joined(torch.autograd.Function):
-    """No gradient of the whole, as from a Sink, is none of the parts: torch.cat would make it zeros."""
-
-    @staticmethod
-    def forward(ctx, *parts):
-        ctx.rows = [len(part) for part in parts]
-        ctx.set_materialize_grads(False)
-        if not _neighbours(parts):
-            return torch.cat(parts)
-        first = parts[0].detach()
-        return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if gradient is None:
-            return (None,) * len(ctx.rows)
-        # That of a returned bias may lie in memory of the caller, which autograd would then add to.
-        return (gradient.clone() if gradient.dim() == 1 else gradient).split(ctx.rows)
-
-
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """As autograd adds it."""
     if parameter.requires_grad:
         gradient = gradient.to(parameter.dtype)
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-
-def _check_sizes(**sizes: Any) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"LayerNormLinear: {name} must be an int; got {type(size).__name__}.")
-        if size <= 0:
-            raise ValueError(f"LayerNormLinear: {name} must be 1 or more; got {size}.")
-
-
-def _check_parallel(parallel_mode: Any, tp_group: Any, tp_size: Any) -> None:
-    if parallel_mode == "row":
-        raise NotImplementedError(
-            "LayerNormLinear: parallel_mode must be None or 'column'; got 'row'. A norm cannot be split along its row."
-        )
-    if parallel_mode not in (None, "column"):
-        raise ValueError(f"LayerNormLinear: parallel_mode must be None or 'column'; got {parallel_mode!r}.")
-    if tp_group is not None:
-        tp_size = torch.distributed.get_world_size(tp_group)
-    _check_sizes(tp_size=tp_size)
-    if tp_size > 1:
-        raise NotImplementedError(
-            f"LayerNormLinear: tp_size must be 1; got {tp_size}. Tensor and sequence parallelism over several GPUs are "
-            "to come."
-        )
-
-
-def _refuse(**arguments: Any) -> None:
-    """What TransformerEngine has and this has not yet."""
-    for name, value in arguments.items():
-        if value:
-            raise NotImplementedError(
-                f"LayerNormLinear: {name} must be unset; got {value!r}. {LATER[name]} is to come."
-            )

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from .. import linear_problem
 from . import checks, launching, operators, side_by_side
-from .functional import FLOATING, HALF, PLAIN, _nothing_listens, norm
+from .functional import FLOATING, HALF, PLAIN, _at_once, _nothing_listens, norm
 
 # What takes the gradients of weight and bias in autograd's place: given dy (rows, out) and how to get the normalised
 # tensor (rows, in), it returns what autograd is told, None for nothing.
@@ -217,8 +217,12 @@ class NormLinear(torch.autograd.Function):
             return *gradients(dy, dz, x, *others, options, ctx.needs_input_grad[:5], sink), None, None
 
 
-def normalise(x, ln_weight, ln_bias, options: Options, wants_statistics: bool) -> tuple[Tensor, Tensor]:
-    """(z, statistics); z has the same bits every time."""
+def normalise(x, ln_weight, ln_bias, options: Options, wants_statistics: bool) -> tuple[Tensor, Tensor | None]:
+    """(z, statistics), None for statistics unless wanted; z has the same bits every time."""
+    if not torch.is_grad_enabled() and _at_once(x, ln_weight, ln_bias):
+        op, eps, zero_centered_gamma, dtype, _ = options
+        call = (op, x, 1, ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0, wants_statistics)
+        return launching.forward(*call)[:2]
     arguments = (options.op, 1, options.eps, options.zero_centered_gamma, options.dtype, wants_statistics, 0, 0)
     return operators.norm_forward(x, ln_weight, ln_bias, *arguments)
 
