@@ -303,7 +303,7 @@ def test_checkpointing(device, reentrant):
 @on_devices
 @keeping
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_compiled_whole(device, keep, op, backend):
     _dynamo.reset()
     inputs = five(device, torch.float32)
@@ -385,7 +385,11 @@ def test_export(device):
 
 @pytest.mark.gpu
 @keeping
-def test_a_captured_training_step_replays(keep):
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_captured_training_step_replays(keep, side_by_side, monkeypatch):
+    from cunorm.torch import side_by_side as module
+
+    monkeypatch.setattr(module, "MOST", module.MOST if side_by_side else -1)
     inputs = [t.detach().cuda().bfloat16().requires_grad_() for t in five("cpu", rows=(64,))]
 
     def step():

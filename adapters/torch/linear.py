@@ -263,8 +263,8 @@ class LayerNormLinear(nn.Module):
             raise TypeError(f"LayerNormLinear: inp must be a torch.Tensor; got {type(inp).__name__}.")
         if autocasts(inp.device.type):
             return
-        for name, parameter in self.named_parameters(recurse=False):
-            if parameter.dtype is not inp.dtype:
+        for name, parameter in self._parameters.items():
+            if parameter is not None and parameter.dtype is not inp.dtype:
                 raise TypeError(
                     f"LayerNormLinear: outside autocast inp and the parameters must have one dtype; got inp of "
                     f"{inp.dtype} and {name} of {parameter.dtype}. Convert one of them, or use torch.autocast."
@@ -273,8 +273,9 @@ class LayerNormLinear(nn.Module):
     # Gradients of weight and bias that do not go the way of autograd.
 
     def _sink(self, is_first_microbatch: bool | None) -> Sink | None:
-        wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._weights)
-        if not wanted or not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+        if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
+            return None
+        if not any(weight.requires_grad for weight in self._weights):
             return None
         if self.fuse_wgrad_accumulation:
             for part, weight in zip(self._parts, self._weights, strict=True):

@@ -130,7 +130,9 @@ def norm_linear(
     else:
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    options = Options(op, checks.eps(function, eps, x), zero_centered_gamma, dtype, keep_normalized)
+    if type(eps) is not float:
+        eps = checks.eps(function, eps, x)
+    options = Options(op, eps, zero_centered_gamma, dtype, keep_normalized)
     parameters = (weight, bias, ln_weight, ln_bias)
     if compiling and sink is None:
         from .linear_operators import norm_linear_forward
@@ -140,7 +142,7 @@ def norm_linear(
     plain = all(t is None or type(t) in PLAIN for t in tensors)
     if differentiated and plain and not operators.under_functorch() and forward_ad._current_level < 0:
         return NormLinear.apply(x, *parameters, options, sink)
-    z = norm(op, x, x.shape[-1:], ln_weight, ln_bias, options.eps, zero_centered_gamma, dtype, 0)
+    z = norm(op, x, x.shape[-1:], ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
     return F.linear(z, weight, bias), z
 
 
@@ -270,7 +272,9 @@ def gradients(
         total = dy @ weight if dz is None else torch.addmm(_matrix(dz, rows), dy, weight)
         return _norm_backward(total.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
 
-    (dweight, dbias), (dx, dln_weight, dln_bias) = side_by_side.run(x, of_product, of_norm)
+    # Each half has one tensor of the size of z to itself, unless z is kept anyway.
+    size = 0 if z is not None else x.numel() * x.element_size()
+    (dweight, dbias), (dx, dln_weight, dln_bias) = side_by_side.run(x, size, of_product, of_norm)
     if dln_bias is not None and ln_bias is not None:
         dln_bias = dln_bias.to(ln_bias.dtype)
     return dx, dweight, dbias, dln_weight, dln_bias
