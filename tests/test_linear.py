@@ -30,7 +30,7 @@ SHAPES = (
     Shape(1, 128, 8, "one row"),
     Shape(33, 7, 5, "odd: no row is aligned"),
     Shape(130, 96, 1, "one column of weight"),
-    Shape(64, 768, 256, "a model's width"),
+    Shape(48, 320, 64, "no power of two"),
 )
 
 

@@ -23,7 +23,7 @@ from cunorm.torch import layer_norm_linear, linear_functional, linear_operators 
 from cunorm.torch.linear_functional import norm_linear  # noqa: E402
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
-SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (64, 768, 256)]
+SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 keeping = pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
 
@@ -233,7 +233,7 @@ def test_first_and_second_derivatives(device, keep, op):
         return norm_linear("test", *inputs, 0.3, op, True, keep)
 
     assert torch.autograd.gradcheck(function, inputs, nondet_tol=1e-12)
-    assert torch.autograd.gradgradcheck(function, inputs, nondet_tol=1e-12)
+    assert torch.autograd.gradgradcheck(function, inputs, nondet_tol=1e-12, fast_mode=True)
 
 
 @on_devices
