@@ -15,6 +15,7 @@ from jax_arrays import PTX_CALL, calls, close, lowered, random  # noqa: E402
 from test_jax_functions import ARGNUMS, call  # noqa: E402
 
 from cunorm import kernels  # noqa: E402
+from cunorm.commands.compilation import fault  # noqa: E402
 from cunorm.jax import choice, layer_norm, xla_call  # noqa: E402
 from cunorm.plan import plan  # noqa: E402
 from cunorm.problem import Problem  # noqa: E402
@@ -111,6 +112,18 @@ def test_the_text_has_pointers_alone():
     assert kinds == ["u64"] * 4
     other = lowered(lambda x, w, b: layer_norm(x, None, w, b, eps=0.4), *shapes((300,), 96))
     assert calls(other)[0].ptx != one.ptx
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("cols", [1024, 4096, 131072])
+def test_a_text_with_numbers_in_it_spills_no_register(direction, cols):
+    """With literals, which tell the compiler more than arguments do, these did."""
+    problem = Problem.whole("layer_norm", direction, 16384, cols, "bfloat16", "bfloat16")
+    names = ("x", "weight", "bias") if direction == "forward" else ("dy", "x", "mean", "rstd", "weight")
+    wanted = ("y",) if direction == "forward" else ("dx", "dweight", "dbias")
+    for launch in xla_call.launches(plan(problem, target()), 1e-5, names, wanted):
+        spec = launch.step.spec
+        assert not fault(spec, kernels.compile_for(spec, target().arch, launch.baked))
 
 
 def test_no_weight_no_pointer():
