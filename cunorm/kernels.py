@@ -109,9 +109,9 @@ def _carveout(threads: int, shared: int) -> int:
     return min(100, -(-100 * ctas * (shared + 1024) // (228 << 10)))
 
 
-def compile_for(spec: KernelSpec, arch: int) -> Resources:
+def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None) -> Resources:
     """Compile for any architecture, with no GPU and no driver: what the kernel uses."""
-    log, _ = _compile_offline(source(spec), entry_name(spec), f"sm_{arch}", "--ptxas-options=-v")
+    log, _ = _compile_offline(source(spec, baked), entry_name(spec), f"sm_{arch}", "--ptxas-options=-v")
     return _parse_resources(log)
 
 
