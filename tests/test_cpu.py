@@ -105,7 +105,7 @@ def test_the_table_reaches_every_kind_of_kernel():
     assert {step.spec.kernel for step in steps} == set(FILES)
     assert {step.spec.aligned for step in steps} == {True, False}
     sums = [(one, step.spec) for one in solutions for step in one.steps if step.spec.kernel == "sum_partials"]
-    # A thread of a CTA takes several partial rows; they are added up in a warp and among warps, among warps, by a thread.
+    # A thread takes several partial rows. Added up in a warp and among warps, among warps (two kinds), by a thread.
     assert any(one.groups > spec.rows_per_cta > 1 for one, spec in sums)
     assert {holder(spec) for one, spec in sums if one.groups > 1} == {"part of a warp", "warp", "warps", "CTA"}
     assert any(step.grid[1] > 1 for step in steps if step.spec.kernel == "weight_gradient_partials")
