@@ -330,11 +330,13 @@ def _find_implementation(function: str, x: Any) -> Any:
         from . import gpu as implementation
     elif "torch" in packages:
         implementation = import_module("cunorm.torch.arrays")
+    elif packages & {"jax", "jaxlib"}:
+        implementation = import_module("cunorm.jax.arrays")
     elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         from . import dlpack as implementation
     else:
         raise TypeError(
-            f"{function}: x must be a NumPy or CuPy array, a torch tensor, or have __dlpack__ on a CUDA device; "
+            f"{function}: x must be a NumPy, CuPy or JAX array, a torch tensor, or have __dlpack__ on a CUDA device; "
             f"got {type(x).__name__}."
         )
     _implementations[type(x)] = implementation

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -48,6 +50,16 @@ KNOWN = {
     100: Device("B200", 100, 148, 227 << 10, (74, 36, 16, 8)),
     120: Device("RTX PRO 6000", 120, 188, 99 << 10, (94, 46, 22, 10)),
 }
+
+
+@contextmanager
+def of_memory(pointer: int) -> Iterator[int]:
+    """The number of the GPU on which `pointer` points to memory; current within."""
+    import cupy
+
+    device_id = cupy.cuda.runtime.pointerGetAttributes(pointer).device
+    with cupy.cuda.Device(device_id):
+        yield device_id
 
 
 @cache

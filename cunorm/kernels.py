@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from .device import NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 from .tiers import KernelSpec, dynamic_shared
 
 OPTIONS = ("--std=c++17",)
+AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
 
 CPP_TYPE = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double", None: "Absent"}
 
@@ -29,6 +30,17 @@ FILES = {
     "weight_gradient_partials": "weight_gradient.cu",
     "sum_partials": "weight_gradient.cu",
 }
+
+
+class Baked(NamedTuple):
+    """What stands in the text of an entry whose only parameters are `pointers`, in this order.
+
+    `values` are the C++ expressions of other arguments, by name: of a pointer one that names another pointer, without
+    any it is null.
+    """
+
+    pointers: tuple[str, ...]
+    values: tuple[tuple[str, str], ...]
 
 
 class CompileError(RuntimeError):
@@ -97,30 +109,65 @@ def _carveout(threads: int, shared: int) -> int:
     return min(100, -(-100 * ctas * (shared + 1024) // (228 << 10)))
 
 
-def compile_for(spec: KernelSpec, arch: int) -> Resources:
+def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None) -> Resources:
     """Compile for any architecture, with no GPU and no driver: what the kernel uses."""
+    log, _ = _compile_offline(source(spec, baked), entry_name(spec), f"sm_{arch}", "--ptxas-options=-v")
+    return _parse_resources(log)
+
+
+@lru_cache(maxsize=512)
+def ptx(spec: KernelSpec, baked: Baked, arch: int) -> str:
+    """The PTX of an entry with pointers alone, for XLA to launch; with no GPU and no driver."""
+    return compile_ptx(source(spec, baked), entry_name(spec), arch)
+
+
+def compile_ptx(text: str, name: str, arch: int) -> str:
+    """The PTX of any CUDA text, without the globals that NVRTC makes of the templates' constants and nothing reads.
+
+    With them the driver takes twice as long to load a kernel that it has compiled before, 0.13 ms instead of 0.06.
+    """
+    _, text = _compile_offline(text, name, f"compute_{arch}")
+    unread = re.compile(r"\.global [^=;]*?([\w$]+)(\[\d+\])?( = .*)?;\n", re.MULTILINE)
+    return unread.sub(lambda found: found[0] if text.count(found[1]) > 1 else "", text)
+
+
+def why_ptx_is_too_new() -> str:
+    """Why the driver cannot read the PTX that NVRTC writes, and what to do; empty if it can."""
+    from cupy_backends.cuda.api import runtime
     from cupy_backends.cuda.libs import nvrtc
 
-    program = nvrtc.createProgram(source(spec), f"{entry_name(spec)}.cu", (), ())
-    target = f"-arch=sm_{arch}"
+    version, driver = nvrtc.getVersion(), runtime.driverGetVersion()
+    if 1000 * version[0] + 10 * version[1] <= driver:
+        return ""
+    return (
+        f"the PTX of NVRTC {version[0]}.{version[1]} is too new for the driver, of CUDA {driver // 1000}."
+        f"{driver % 1000 // 10}; update the driver, or install nvidia-cuda-nvrtc of its version"
+    )
+
+
+def _compile_offline(text: str, name: str, target: str, *options: str) -> tuple[str, str]:
+    """(log, PTX), the latter empty for a target that is machine code."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, "-ftz=true", target, "--ptxas-options=-v"))
-        log = nvrtc.getProgramLog(program)
+        nvrtc.compileProgram(program, (*OPTIONS, *AS_CUPY, f"-arch={target}", *options))
+        code = nvrtc.getPTX(program) if target.startswith("compute") else b""
+        return nvrtc.getProgramLog(program), code.decode()
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        raise CompileError(f"cunorm: NVRTC could not compile {entry_name(spec)} for sm_{arch}:\n{log}") from error
+        raise CompileError(f"cunorm: NVRTC could not compile {name} for {target}:\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
-    return _parse_resources(log)
 
 
 def entry_name(spec: KernelSpec) -> str:
     return f"cunorm_{spec.kernel}"
 
 
-def source(spec: KernelSpec) -> str:
+def source(spec: KernelSpec, baked: Baked | None = None) -> str:
     """The whole CUDA text of a kernel."""
-    return f"{_file_text(FILES[spec.kernel])}\n{_entry(spec)}"
+    return f"{_file_text(FILES[spec.kernel])}\n{_entry(spec, baked)}"
 
 
 @cache
@@ -145,8 +192,8 @@ def _inlined(name: str, seen: set[str]) -> str:
     return "\n".join(lines)
 
 
-def _entry(spec: KernelSpec) -> str:
-    """The entry point of a spec: the arguments that launch.py passes, and the template they go to."""
+def _entry(spec: KernelSpec, baked: Baked | None) -> str:
+    """The entry point of a spec: the arguments that launch.py passes, or those left of them, and the template."""
     shape = spec.shape
     x, y, weight, bias = (CPP_TYPE[dtype] for dtype in (spec.x, spec.y, spec.weight, spec.bias))
     compute = "double" if spec.x == "float64" else "float"
@@ -167,9 +214,16 @@ def _entry(spec: KernelSpec) -> str:
         f"const {x}* x, {y}* y, const {weight}* weight, const {bias}* bias, {compute}* mean, {compute}* rstd, "
         f"int64 rows, int64 x_stride, int64 y_stride, {compute} eps"
     )
+    if spec.final:
+        sums = weight if spec.weight else x
+        store = f"StoreGradient<{sums}, {shape.pack}, {spec.cols}, {aligned}>"
+    else:
+        sums = compute
+        store = f"StorePartial<{sums}, {shape.pack}, {spec.cols}>"
+    store_sums = f"{store}{{dweight}}, {store}{{dbias}}"
     backward_parameters = (
         f"const {x}* x, const {y}* dy, const {weight}* weight, const {compute}* mean, const {compute}* rstd, {x}* dx, "
-        f"{compute}* dweight_partials, {compute}* dbias_partials, int64 rows, int64 x_stride, int64 dy_stride"
+        f"{sums}* dweight, {sums}* dbias, int64 rows, int64 x_stride, int64 dy_stride"
     )
     if spec.kernel == "forward":
         parameters = forward_parameters
@@ -188,7 +242,7 @@ def _entry(spec: KernelSpec) -> str:
         parameters = backward_parameters
         call = (
             f"norm_backward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {gradients}, {compute}>"
-            f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, dweight_partials, dbias_partials, rows)"
+            f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, {store_sums}, rows)"
         )
     elif spec.kernel == "backward_streamed":
         parameters = backward_parameters
@@ -200,12 +254,13 @@ def _entry(spec: KernelSpec) -> str:
         parameters = backward_parameters
         call = (
             f"weight_gradient_partials<{rms}, {spec.cols}, {shape.pack}, {gradients}, {compute}>"
-            f"({load_x}, {load_dy}, mean, rstd, dweight_partials, dbias_partials, rows)"
+            f"({load_x}, {load_dy}, mean, rstd, {store_sums}, rows)"
         )
     else:
         parameters = f"const {x}* partials, {y}* first, {y}* second, int64 groups, int64 cols"
-        of_this = "partials + blockIdx.y * groups * partial_stride(cols), blockIdx.y ? second : first"
-        call = f"sum_partials({of_this}, groups, cols)"
+        row = f"PartialRow<{shape.pack}>{{cols}}"
+        of_this = f"partials + blockIdx.y * groups * {row}.stride(), blockIdx.y ? second : first"
+        call = f"sum_partials<{shape.threads}, {spec.rows_per_cta}, {shape.pack}>({of_this}, groups, cols)"
     rows = ""
     if spec.kernel in ("forward", "backward"):
         kind = (
@@ -215,11 +270,33 @@ def _entry(spec: KernelSpec) -> str:
         )
         rows = f"template <class Load>\nusing Rows = {kind};\n"
     cluster = f" __cluster_dims__({shape.cluster}, 1, 1)" if shape.cluster > 1 else ""
+    constants = ""
+    if baked is not None:
+        parameters, constants, offsets = _bake(parameters, baked)
+        call = f"{offsets}{call}"
     return (
-        f"using namespace cunorm;\n{rows}"
+        f"using namespace cunorm;\n{rows}{constants}"
         f'extern "C" __global__ void{cluster} __launch_bounds__({spec.threads}, {spec.ctas_per_sm})\n'
         f"{entry_name(spec)}({parameters}) {{\n  {call};\n}}\n"
     )
+
+
+def _bake(parameters: str, baked: Baked) -> tuple[str, str, str]:
+    """(the parameters that are left, definitions before the entry, definitions in it).
+
+    What is no parameter any more stands in constant memory, as parameters do, so that the compiler knows no more of it:
+    of literals and nullptr ptxas made kernels that spill up to 8 bytes.
+    """
+    types = {name: kind for kind, _, name in (parameter.rpartition(" ") for parameter in parameters.split(", "))}
+    left = ", ".join(f"{types.pop(name)} {name}" for name in baked.pointers)
+    values = dict(baked.values)
+    offsets = "".join(
+        f"{types.pop(name)} {name} = {values.pop(name)};\n  " for name in list(values) if types[name].endswith("*")
+    )
+    constants = "".join(
+        f"__constant__ {kind} {name} = {values.get(name, 'nullptr')};\n" for name, kind in types.items()
+    )
+    return left, constants, offsets
 
 
 def _cpp(flag: bool) -> str:

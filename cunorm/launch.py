@@ -18,7 +18,7 @@ from .plan import Plan, Step
 
 # Parameters of the kernels in kernels.py, as the module `struct` writes them. Only the last may be less than 8 bytes.
 FORWARD = {"float32": "PPPPPPqqqf", "float64": "PPPPPPqqqd"}  # x, y, weight, bias, mean, rstd, rows, strides, eps
-BACKWARD = "PPPPPPPPqqq"  # x, dy, weight, mean, rstd, dx, partials of dweight and dbias, rows, strides
+BACKWARD = "PPPPPPPPqqq"  # x, dy, weight, mean, rstd, dx, dweight and dbias or partials of them, rows, strides
 SUM_PARTIALS = "PPPqq"  # partials, first, second, groups, cols
 
 
@@ -60,14 +60,17 @@ def run_backward(
     """As run_forward; `workspace` has plan.workspace bytes."""
     problem = plan.problem
     _, wants_dweight, wants_dbias = problem.output_mask
-    dbias_partials = workspace + plan.workspace // 2 if wants_dweight else workspace
+    if plan.workspace:
+        sums = workspace, workspace + plan.workspace // 2 if wants_dweight else workspace
+    else:
+        sums = dweight, dbias
     for step, (write, launch) in zip(plan.steps, prepared(plan, device_id).launches, strict=True):
         if step.spec.kernel == "sum_partials":
             first, second = dweight if wants_dweight else dbias, dbias if wants_dbias else dweight
             write(workspace, first, second, plan.groups, problem.cols)
         else:
             strides = (problem.x_stride, problem.y_stride)
-            write(x, dy, weight, mean, rstd, dx, workspace, dbias_partials, problem.rows, *strides)
+            write(x, dy, weight, mean, rstd, dx, *sums, problem.rows, *strides)
         launch(stream)
 
 

@@ -54,6 +54,7 @@ class KernelSpec:
     operands_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
     once: bool = False  # forward: the grid has a CTA for every row
     output_mask: tuple[bool, bool, bool] = (False, False, False)
+    final: bool = False  # backward: what the kernel adds up are dweight and dbias themselves, not partial rows
 
     @property
     def threads(self) -> int:
@@ -64,7 +65,7 @@ class Tier(NamedTuple):
     """How rows of up to `most` packs are run."""
 
     most: int
-    packs: tuple[int, ...]  # a thread holds; the choice that leaves the fewest threads idle, of equals the first
+    packs: tuple[int, ...]  # a thread holds: the first number that leaves no thread idle, or the last
     cluster: int
     cta: int  # threads of a CTA, where a row needs fewer several rows share it
     resident: int  # threads that an SM is to hold at once; bounds the registers of a thread
@@ -88,8 +89,14 @@ FORWARD = (
     Tier(128, (4,), 1, 128, 768, 1, streamed_x=BOTH, streamed_y=True, operands=128),  # 1024 cols 1.02
     Tier(256, (2,), 1, 128, 768, prefetch=True, streamed_y=True),  # 2048 cols 0.97; y through L1 0.95
     # 4096 cols 0.99; RMSNorm 1.01, with x past L1 0.98.
-    Tier(512, (4, 3, 2), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, operands=128),
-    Tier(2048, (4, 3, 2), 1, 128, 1024, 1, streamed_y=True),  # 8192 and 16384 cols 1.00; x past L1 0.97, 0.98
+    Tier(512, (4,), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, operands=128),
+    # 8192 and 16384 cols 1.00, x past L1 0.97, 0.98; 8704 and 13312 cols 0.99 with five packs, 0.97 and 0.87 with four.
+    Tier(1536, (4, 5), 1, 128, 1024, 1, streamed_y=True),
+    Tier(1920, (5,), 1, 128, 1024, 1, streamed_y=True),
+    Tier(2048, (4,), 1, 128, 1024, 1, streamed_y=True),
+    Tier(2560, (5,), 1, 512, 512, 1, prefetch=True),  # 20480 cols 0.97, with eight packs 0.77
+    Tier(3072, (6,), 1, 512, 512, 1, prefetch=True),  # 24576 cols 0.96, with eight packs 0.83
+    Tier(3584, (7,), 1, 512, 512, 1, prefetch=True),  # 28672 cols 0.96, with eight packs 0.85
     Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.99; x past L1 0.97, y too 0.97
     Tier(8192, (8,), 2, 512, 512, stages=2, operands=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
     Tier(16384, (8,), 4, 512, 512, stages=2, operands=256),  # 131072 cols 0.98
@@ -106,12 +113,17 @@ BACKWARD = (
     Tier(32, (2,), 1, 256, 512, stages=3, ask_early=BOTH),  # 128 cols 0.94, 256 cols 0.93
     Tier(256, (2,), 1, 448, 448, stages=3, ask_early=("rms_norm",)),  # 512 cols 0.94, 1024 cols 0.95, 2048 cols 0.93
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
+    Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
-    Tier(2048, (4,), 2, 256, 256, stages=3),  # 16384 cols 0.96
+    Tier(2048, (4,), 2, 256, 256, stages=3, idle=4),  # 16384 cols 0.99, RMSNorm 0.99; all SMs 1.02, 0.97
+    Tier(2304, (3,), 2, 384, 384, stages=3),  # 18432 cols 0.91; four packs 0.84, clusters of 4 0.56
+    Tier(3072, (4,), 2, 384, 384, stages=3),  # 20480 cols 0.91, 24576 cols 0.80; clusters of 4 0.60, 0.79
     Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.96
-    Tier(8192, (4,), 4, 512, 512, stages=3, idle=8),  # 65536 cols 0.96; all SMs 0.93
-    Tier(16384, (4,), 8, 512, 512, stages=3),  # 131072 cols 0.95
-    Tier(32768, (4,), 16, 512, 512, stages=2),  # 262144 cols 0.87
+    Tier(6144, (4,), 4, 384, 384, stages=3),  # 45056 cols 0.90, 49152 cols 0.84; clusters of 8 0.71, 0.75
+    Tier(8192, (4,), 8, 256, 256, stages=3),  # 65536 cols 0.91 to 0.98; clusters of 4 x 512 threads 0.94
+    Tier(15360, (5,), 8, 384, 384, stages=3),  # 114688 cols 0.87; two places 0.83
+    Tier(16384, (4, 6), 8, 512, 512, stages=2),  # 131072 cols 0.95; three places 0.86
+    Tier(32768, (4, 6), 16, 512, 512, stages=2),  # 262144 cols 0.87
 )
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
@@ -134,7 +146,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
     """The kernel of a tier; None if its rows do not fit."""
     pack = 16 // ITEMSIZE[problem.x]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
-    shape = min((_shape(pack, packs, choice, tier.cluster) for choice in tier.packs), key=lambda shape: shape.capacity)
+    shapes = [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
+    shape = next((one for one in shapes if one.capacity == packs * pack * tier.cluster), shapes[-1])
     operands = shape.packs * pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
     if tier.stages and not _registers_suffice(problem, tier, shape, operands, device):
         return None
@@ -156,31 +169,65 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
         streamed_y=tier.streamed_y,
         operands_stay=_operands_stay(problem, tier, spec, operands, device),
     )
+    if few_rows(problem, device) and problem.direction == "forward" and not tier.stages:
+        # A CTA has its SM's registers to itself: weight and bias are asked for with x.
+        spec = replace(
+            spec,
+            rows_per_cta=_whole_warps(shape),
+            ctas_per_sm=1,
+            prefetch=False,
+            operands_stay=operands <= 128,
+        )
     return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
+
+
+def few_rows(problem: Problem, device: Device) -> bool:
+    """Whether every row can have an SM to itself."""
+    return problem.rows <= device.sms - problem.sm_margin
+
+
+def _whole_warps(shape: RowShape) -> int:
+    """The fewest rows of a CTA."""
+    return max(1, WARP // shape.threads)
 
 
 def _in_shared_memory(spec: KernelSpec, tier: Tier, rows: int, device: Device) -> KernelSpec | None:
     """As many places as fit, two at least: fewer than the tier's for a wide dy or weight, then fewer rows in a CTA."""
-    whole_warps = max(1, WARP // spec.shape.threads)  # rows
-    # Backward of 32 x 1024 takes 4.6 us with a CTA a row, with the rows of seven in a CTA 5.8.
-    most = whole_warps if rows <= device.sms else spec.rows_per_cta
+    whole_warps = _whole_warps(spec.shape)
+    threads, resident = _small_ctas(rows, device, spec.threads, spec.threads * spec.ctas_per_sm)
+    most = min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
     for rows_per_cta in range(most, 0, -whole_warps):
         for stages in range(tier.stages, 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
             needed = shared_memory(fitting) + dynamic_shared(fitting)
             if needed <= device.shared:
                 ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
-                return replace(fitting, ctas_per_sm=min(spec.ctas_per_sm, ctas))
+                most_ctas = max(1, resident // fitting.threads) if tier.cluster == 1 else 1
+                return replace(fitting, ctas_per_sm=min(most_ctas, ctas))
     return None
+
+
+def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple[int, int]:
+    """Threads of a CTA and threads that an SM holds, for a few rows to each SM.
+
+    The more row groups share a CTA, the longer their sums take to be added up. Backward of 512 x 1024 takes 6.1 us
+    with a CTA a row and 7.2 with seven rows in a CTA, 4096 x 1024 13.0 with two and 13.7 with seven.
+    """
+    if rows <= 8 * device.sms:
+        return 64, 256
+    return (128, resident) if rows <= 32 * device.sms else (threads, resident)
 
 
 def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, operands: int, device: Device) -> bool:
     """Whether a thread has registers for what it keeps from row to row, where rows wait in shared memory."""
     if problem.direction == "forward":
         return operands <= tier.operands
-    # 128 registers are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for any.
+    # 128 registers are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for any, and
+    # 168 for those of five.
     wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
-    return not (shape.packs == 4 and shape.threads > 256 and (wide or device.arch >= 100))
+    if shape.threads <= 256:
+        return True
+    return not (shape.packs >= 4 and device.arch >= 100 or shape.packs == 4 and wide)
 
 
 def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int, device: Device) -> bool:
@@ -190,7 +237,8 @@ def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int
     if not tier.stages:
         return operands <= 64 or device.arch >= 90
     plain = spec.aligned and problem.x == problem.y != "float64" and (spec.shape.packs <= 4 or tier.cluster < 16)
-    return plain and (device.arch < 100 or problem.op == "rms_norm")
+    full = spec.shape.capacity == problem.cols
+    return plain and (device.arch < 100 or (full and problem.op == "rms_norm"))
 
 
 def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
@@ -237,7 +285,8 @@ def shared_memory(spec: KernelSpec) -> int:
     """Bytes of static shared memory; the compile test holds it against ptxas."""
     compute = 8 if spec.x == "float64" else 4
     if spec.kernel == "sum_partials":
-        return compute * 32 * 33
+        sums = spec.threads // max(WARP, spec.shape.threads)
+        return compute * sums * spec.shape.threads * 4 if sums > 1 else 0
     if spec.kernel == "weight_gradient_partials":
         return 0
     slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster

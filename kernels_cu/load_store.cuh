@@ -5,7 +5,8 @@
 //         unpack(pack, values)              its values in Compute
 //         stay_packed(pack)                 between two uses: drop the values, keep the pack
 //         copy(place, slot, row, column, valid)   starts the copy of a pack to shared memory
-//         read(pack, place, slot, valid)          a pack that was copied
+//         clear(place, slot)                      zeros instead, for a pack that is never copied
+//         read(pack, place, slot)                 a pack that was copied, or cleared
 // Store:  fetch(operands, column, valid)    starts the read of what the store needs for a column (weight, bias)
 //         store(row, column, valid, xhat, operands)
 #pragma once
@@ -37,8 +38,12 @@ struct LoadRows {
                                                                           valid);
   }
   template <int kColumns>
-  DEVICE void read(Packed& pack, char* place, int slot, int valid) const {
-    SharedPacks<T, kPack, kColumns>::read(pack, place, slot, valid);
+  DEVICE void clear(char* place, int slot) const {
+    SharedPacks<T, kPack, kColumns>::clear(place, slot);
+  }
+  template <int kColumns>
+  DEVICE void read(Packed& pack, char* place, int slot) const {
+    SharedPacks<T, kPack, kColumns>::read(pack, place, slot);
   }
 };
 
@@ -104,12 +109,15 @@ struct ScaleByWeight {
   }
   template <int kColumns>
   DEVICE void copy(char* place, int slot, int64 column, int valid) const {
-    if constexpr (kPresent<Weight>)
-      SharedPacks<Weight, kPack, kColumns>::template copy<kAligned, false>(place, slot, weight + column, valid);
+    if constexpr (kPresent<Weight>) {
+      using Packs = SharedPacks<Weight, kPack, kColumns>;
+      if (valid <= 0) Packs::clear(place, slot);
+      Packs::template copy<kAligned, false>(place, slot, weight + column, valid);
+    }
   }
   template <int kColumns>
-  DEVICE void read(Operands& operands, char* place, int slot, int valid) const {
-    if constexpr (kPresent<Weight>) SharedPacks<Weight, kPack, kColumns>::read(operands, place, slot, valid);
+  DEVICE void read(Operands& operands, char* place, int slot) const {
+    if constexpr (kPresent<Weight>) SharedPacks<Weight, kPack, kColumns>::read(operands, place, slot);
   }
   template <class Compute>
   DEVICE void apply(const Compute (&dy)[kPack], const Operands& operands, Compute (&g)[kPack]) const {

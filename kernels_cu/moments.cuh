@@ -90,8 +90,8 @@ struct RunningMoments {
 };
 
 // Moments about `pivot` of the values that kLanes lanes hold. for_each_pack(use) calls use(values, valid) for every
-// pack of this thread; values past `valid` do not count. kWholePacks: there are none.
-template <int kLanes, int kPack, bool kWholePacks, class Compute, class ForEachPack>
+// pack of this thread; values past `valid` do not count.
+template <int kLanes, int kPack, class Compute, class ForEachPack>
 DEVICE Moments<Compute> moments_about(Compute pivot, ForEachPack for_each_pack) {
   Compute deviations = 0;
   Compute squares = 0;
@@ -99,7 +99,7 @@ DEVICE Moments<Compute> moments_about(Compute pivot, ForEachPack for_each_pack) 
     Compute deviation[kPack];
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      deviation[i] = kWholePacks || i < valid ? values[i] - pivot : 0;
+      deviation[i] = i < valid ? values[i] - pivot : 0;
       deviations += deviation[i];
     }
     squares += dot(deviation, deviation);

@@ -13,9 +13,9 @@
 
 namespace cunorm {
 
-// Adds up what the kRows row groups of a CTA hold for the same columns and writes the sum to partial[kCols].
-template <class Shape, int kRows, class Compute>
-DEVICE void store_partial(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank, Compute* partial) {
+// Adds up what the kRows row groups of a CTA hold for the same columns, and stores it.
+template <class Shape, int kRows, class Compute, class StoreSums>
+DEVICE void store_sums(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank, StoreSums store) {
   constexpr int kPack = Shape::kPack;
   // Threads that hold a set of columns once: a row group, or a warp once its row groups are added up by shuffles.
   constexpr int kHolders = kRows * Shape::kThreads / (Shape::kThreads < 32 && kRows > 1 ? 32 : Shape::kThreads);
@@ -32,37 +32,36 @@ DEVICE void store_partial(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank
   if constexpr (kHolders == 1) {
 #pragma unroll
     for (int p = 0; p < Shape::kPacks; ++p) {
-      const int column = Shape::column(rank, p);
-      store_pack<Shape::kWholePacks, Cache::kKept>(partial + column, pack_values<Compute>(sums[p]),
-                                                   Shape::valid(column));
+      store.pack(Shape::column(rank, p), sums[p], Shape::valid(rank, p));
     }
   } else {
-    Compute* const totals = reinterpret_cast<Compute*>(dynamic_shared());  // [kHolders][kSlice]
+    Compute* const totals = reinterpret_cast<Compute*>(dynamic_shared());  // [kHolders][kCapacity]
     const int holder = threadIdx.x * kHolders / (kRows * Shape::kThreads);
     __syncthreads();
     if (Shape::kThreads >= 32 || threadIdx.x % 32 < Shape::kThreads) {
 #pragma unroll
       for (int p = 0; p < Shape::kPacks; ++p) {
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) totals[holder * Shape::kSlice + Shape::column(0, p) + i] = sums[p][i];
+        for (int i = 0; i < kPack; ++i) totals[holder * Shape::kCapacity + Shape::slice_column(p) + i] = sums[p][i];
       }
     }
     __syncthreads();
-    for (int column = threadIdx.x; column < Shape::slice_columns(rank); column += kRows * Shape::kThreads) {
+    // Several row groups share a CTA only where it has the whole row.
+    for (int place = threadIdx.x; place < StoreSums::kPlaces; place += kRows * Shape::kThreads) {
+      const int column = StoreSums::column(place);
       Compute total = totals[column];
 #pragma unroll
-      for (int other = 1; other < kHolders; ++other) total += totals[other * Shape::kSlice + column];
-      partial[rank * Shape::kSlice + column] = total;
+      for (int other = 1; other < kHolders; ++other) total += totals[other * Shape::kCapacity + column];
+      store.value(place, total);
     }
   }
 }
 
-// Rows: where x and dy wait (rows.cuh). dweight_partials and dbias_partials: [groups][partial_stride(kCols)], a group
-// being a CTA or a cluster.
+// Rows: where x and dy wait (rows.cuh). StoreSums: where dweight and dbias go (gradients.cuh).
 template <bool kRms, class Shape, int kRows, template <class> class Rows, class Needs, class Compute, class LoadX,
-          class LoadDy, class Scale, class StoreDx>
+          class LoadDy, class Scale, class StoreDx, class StoreSums>
 DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,
-                          const Compute* rstd, Compute* dweight_partials, Compute* dbias_partials, int64 rows) {
+                          const Compute* rstd, StoreSums dweight, StoreSums dbias, int64 rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
   using RowsX = Rows<LoadX>;
@@ -74,28 +73,27 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   Exchange& exchange = exchanges[row_group];
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
-  const int64 group = blockIdx.x / Shape::kCluster;
+  const int group = blockIdx.x / Shape::kCluster;
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
-  Compute dweight[kPacks][kPack] = {};
-  Compute dbias[kPacks][kPack] = {};
+  Compute dweight_sums[kPacks][kPack] = {};
+  Compute dbias_sums[kPacks][kPack] = {};
 
   // The weight stays in registers from row to row where 16 of them hold it and no more than two packs need others, else
   // in shared memory.
   constexpr bool kWeightStays = kPacks <= 2 && kPacks * sizeof(typename Scale::Operands) <= 64;
   typename Scale::Operands weight[kWeightStays ? kPacks : 1];
-  const int weight_offset = RowsX::kBytes + RowsDy::kBytes + row_group * (Shape::kSlice * Scale::kColumnBytes);
+  const int weight_offset = RowsX::kBytes + RowsDy::kBytes + row_group * (Shape::kCapacity * Scale::kColumnBytes);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int column = Shape::column(rank, p);
     if constexpr (kWeightStays) {
-      scale.fetch(weight[p], column, Shape::valid(column));
+      scale.fetch(weight[p], Shape::column(rank, p), Shape::valid(rank, p));
     } else {
-      scale.template copy<Shape::kSlice>(dynamic_shared() + weight_offset, Shape::column(0, p), column,
-                                         Shape::valid(column));
+      scale.template copy<Shape::kCapacity>(dynamic_shared() + weight_offset, Shape::slice_column(p),
+                                            Shape::column(rank, p), Shape::valid(rank, p));
     }
   }
 
-  int64 row = group * kRows + row_group;
+  int64 row = static_cast<int64>(group) * kRows + row_group;
   RowsX rows_x(load_x, rank, rows, 0);
   RowsDy rows_dy(load_dy, rank, rows, RowsX::kBytes);
 #pragma unroll
@@ -118,8 +116,7 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
       rows_dy.read(dy, p);
       load_dy.unpack(dy, grad);
       if constexpr (!kWeightStays)
-        scale.template read<Shape::kSlice>(late, dynamic_shared() + weight_offset, Shape::column(0, p),
-                                           Shape::valid(Shape::column(rank, p)));
+        scale.template read<Shape::kCapacity>(late, dynamic_shared() + weight_offset, Shape::slice_column(p));
       scale.apply(grad, kWeightStays ? weight[kWeightStays ? p : 0] : late, g);
       rows_x.read(x, p);
       load_x.unpack(x, xhat);
@@ -152,8 +149,8 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     for_each_pack([&](int p, const Compute(&xhat)[kPack], const Compute(&grad)[kPack], const Compute(&g)[kPack]) {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
-        if constexpr (Needs::kDweight) dweight[p][i] += grad[i] * xhat[i];
-        if constexpr (Needs::kDbias) dbias[p][i] += grad[i];
+        if constexpr (Needs::kDweight) dweight_sums[p][i] += grad[i] * xhat[i];
+        if constexpr (Needs::kDbias) dbias_sums[p][i] += grad[i];
         c1 += g[i] * xhat[i];
         if constexpr (!kRms) c2 += g[i];
       }
@@ -177,16 +174,13 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     for_each_pack([&](int p, const Compute(&xhat)[kPack], const Compute(&)[kPack], Compute(&g)[kPack]) {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) g[i] = (g[i] - c2 - xhat[i] * c1) * row_rstd;
-      const int column = Shape::column(rank, p);
       const bool active = Shape::kThreads >= 32 || row < rows;
-      store_dx.store(row, column, active ? Shape::valid(column) : 0, g);
+      store_dx.store(row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0, g);
     });
   }
 
-  if constexpr (Needs::kDweight)
-    store_partial<Shape, kRows>(dweight, rank, dweight_partials + group * partial_stride(Shape::kCols));
-  if constexpr (Needs::kDbias)
-    store_partial<Shape, kRows>(dbias, rank, dbias_partials + group * partial_stride(Shape::kCols));
+  if constexpr (Needs::kDweight) store_sums<Shape, kRows>(dweight_sums, rank, dweight.of_group(group));
+  if constexpr (Needs::kDbias) store_sums<Shape, kRows>(dbias_sums, rank, dbias.of_group(group));
 }
 
 }  // namespace cunorm

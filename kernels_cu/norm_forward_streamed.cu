@@ -16,7 +16,9 @@ DEVICE void norm_forward_streamed(Load load, Store store, Compute* mean, Compute
   __shared__ Exchange exchange;
 
   const int64 first_column = static_cast<int64>(threadIdx.x) * kPack;
-  const auto valid_at = [](int64 column) { return kCols - column < kPack ? static_cast<int>(kCols - column) : kPack; };
+  const auto valid_at = [](int64 column) {
+    return kCols % kPack == 0 || kCols - column >= kPack ? kPack : static_cast<int>(kCols - column);
+  };
   int turn = 0;
   for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
     RunningMoments<Compute> running;
@@ -35,8 +37,7 @@ DEVICE void norm_forward_streamed(Load load, Store store, Compute* mean, Compute
 #pragma unroll
         for (int i = 0; i < kPack; ++i) total += values[i];
         const auto count = static_cast<Compute>(valid);
-        running.merge(
-            count, moments_about<1, kPack, kCols % kPack == 0>(total / count, [&](auto use) { use(values, valid); }));
+        running.merge(count, moments_about<1, kPack>(total / count, [&](auto use) { use(values, valid); }));
       }
     }
 

@@ -90,9 +90,9 @@ DEVICE void store_value(T* address, Compute value) {
 // address allows a vector load (kAligned) or not: a row's result does not depend on where the row lies.
 template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void load_pack(Pack<T, kPack>& pack, const T* address, int valid) {
-  if (kAligned && valid >= kPack) {
-    load_words<kCache>(address, pack.words);
-    return;
+  if constexpr (kAligned) {
+    load_words<kCache>(address, pack.words, valid >= kPack);
+    if (valid <= 0 || valid >= kPack) return;
   }
 #pragma unroll
   for (int i = 0; i < Pack<T, kPack>::kWords; ++i) pack.words[i] = 0;
@@ -140,12 +140,18 @@ struct SharedPacks {
     }
   }
 
-  // A pack that was copied; zeros where nothing is valid.
-  DEVICE static void read(Pack<T, kPack>& pack, char* place, int column, int valid) {
+  // What a pack that is never copied reads as.
+  DEVICE static void clear(char* place, int column) {
+    const uint32 zeros[kWords] = {};
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) store_shared_words(piece(place, column, i), zeros);
+  }
+
+  DEVICE static void read(Pack<T, kPack>& pack, char* place, int column) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      uint32 words[kWords] = {};
-      if (valid > 0) load_shared_words(piece(place, column, i), words);
+      uint32 words[kWords];
+      load_shared_words(piece(place, column, i), words);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) pack.words[i * kWords + word] = words[word];
     }

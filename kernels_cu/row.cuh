@@ -21,38 +21,45 @@ struct RowShape {
   // One slot for each warp that holds a part of the row, over the whole cluster.
   static constexpr int kSlots = kWarps * kCluster;
   static constexpr bool kWholePacks = kCols % kPack == 0;
-  // Bounds are checked even where every thread is full if a thread of a cluster holds many packs: without those
-  // branches ptxas moves so many loads together that it spills 12 bytes.
-  static constexpr bool kFull = kCols == kPack * kThreads * kPacks * kCluster && (kCluster == 1 || kPacks <= 4);
   static_assert(kThreads % 32 == 0 || (kThreads < 32 && (kThreads & (kThreads - 1)) == 0));
   static_assert(kCluster == 1 || kThreads >= 32);
 
-  static constexpr int kSlice = kPack * kThreads * kPacks;  // columns of a CTA
+  static constexpr int kCapacity = kPack * kThreads * kPacks;  // columns that the threads of a CTA can hold
+  // Columns of a CTA: the packs of a row in equal parts, the last CTA has what is left. Parts as large as they can be
+  // held, and a last one that is smaller, took 1.5 times as long (backward of 14848 cols).
+  static constexpr int kSlice = ((kCols + kPack - 1) / kPack + kCluster - 1) / kCluster * kPack;
+  static constexpr int kLastSlice = kCols - (kCluster - 1) * kSlice;
+  static_assert(kSlice <= kCapacity);
 
-  // How many of them lie in the row.
   DEVICE static int slice_columns(int rank) {
+    if (kCluster == 1 || kLastSlice == kSlice) return kSlice < kCols ? kSlice : kCols;
     const int left = kCols - rank * kSlice;
     return left < 0 ? 0 : left < kSlice ? left : kSlice;
   }
 
-  // The first column of this thread's pack number p.
-  DEVICE static int column(int rank, int p) {
-    return ((rank * kPacks + p) * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack;
-  }
+  // This thread's pack number p begins at this column of the slice, and of the row.
+  DEVICE static int slice_column(int p) { return (p * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack; }
+  DEVICE static int column(int rank, int p) { return rank * kSlice + slice_column(p); }
 
-  // How many columns of the pack at `column` lie in the row.
-  DEVICE static int valid(int column) {
-    if constexpr (kFull) return kPack;
-    if constexpr (kWholePacks) return column < kCols ? kPack : 0;
-    const int left = kCols - column;
+  // Where the compiler knows that a pack lies in the row, in every thread, it needs no check. Many packs of a cluster
+  // are checked all the same: without it ptxas moves so many loads together that it spills 8 to 12 bytes.
+  static constexpr bool kChecked = kCluster > 1 && kPacks > 4;
+  DEVICE static constexpr bool whole(int p) { return !kChecked && (p + 1) * kThreads * kPack <= kLastSlice; }
+
+  // How many columns of this thread's pack number p lie in the row.
+  DEVICE static int valid(int rank, int p) {
+    if (whole(p)) return kPack;
+    const int end = kCluster == 1 || rank == kCluster - 1 ? kCols : (rank + 1) * kSlice;
+    const int left = end - column(rank, p);
+    if constexpr (kWholePacks) return left > 0 ? kPack : 0;
     return left < 0 ? 0 : left < kPack ? left : kPack;
   }
 
   // How many columns the lanes of this slot's warp hold in their pack number p, and in all.
   DEVICE static int slot_columns(int slot, int p) {
     constexpr int kMost = kLanes * kPack;
-    if constexpr (kFull) return kMost;
-    const int left = kCols - ((slot / kWarps * kPacks + p) * kThreads + slot % kWarps * 32) * kPack;
+    if (whole(p)) return kMost;
+    const int left = slice_columns(slot / kWarps) - (p * kThreads + slot % kWarps * 32) * kPack;
     return left < 0 ? 0 : left < kMost ? left : kMost;
   }
   DEVICE static int slot_columns(int slot) {

@@ -8,15 +8,14 @@
 namespace cunorm {
 
 // A thread owns one pack of columns; blockIdx.y is the group, which takes every gridDim.y-th row.
-// dweight_partials and dbias_partials: [gridDim.y][partial_stride(kCols)].
-template <bool kRms, int64 kCols, int kPack, class Needs, class Compute, class LoadX, class LoadDy>
+template <bool kRms, int64 kCols, int kPack, class Needs, class Compute, class LoadX, class LoadDy, class StoreSums>
 DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute* mean, const Compute* rstd,
-                                     Compute* dweight_partials, Compute* dbias_partials, int64 rows) {
+                                     StoreSums dweight, StoreSums dbias, int64 rows) {
   const int64 column = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
   if (column >= kCols) return;
   const int valid = kCols - column < kPack ? static_cast<int>(kCols - column) : kPack;
-  Compute dweight[kPack] = {};
-  Compute dbias[kPack] = {};
+  Compute dweight_sums[kPack] = {};
+  Compute dbias_sums[kPack] = {};
 #pragma unroll 4
   for (int64 row = blockIdx.y; row < rows; row += gridDim.y) {
     typename LoadX::Packed x;
@@ -30,53 +29,63 @@ DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute
     load_dy.unpack(dy, grad);
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      dweight[i] += grad[i] * ((xhat[i] - row_mean) * row_rstd);
-      dbias[i] += grad[i];
+      dweight_sums[i] += grad[i] * ((xhat[i] - row_mean) * row_rstd);
+      dbias_sums[i] += grad[i];
     }
   }
-  constexpr bool kAligned = kCols % kPack == 0;
-  const int64 offset = static_cast<int64>(blockIdx.y) * partial_stride(kCols) + column;
-  if constexpr (Needs::kDweight)
-    store_pack<kAligned, Cache::kKept>(dweight_partials + offset, pack_values<Compute>(dweight), valid);
-  if constexpr (Needs::kDbias)
-    store_pack<kAligned, Cache::kKept>(dbias_partials + offset, pack_values<Compute>(dbias), valid);
+  if constexpr (Needs::kDweight) dweight.of_group(blockIdx.y).pack(column, dweight_sums, valid);
+  if constexpr (Needs::kDbias) dbias.of_group(blockIdx.y).pack(column, dbias_sums, valid);
 }
 
-// gradient[column] = Σ_group partials[group][column], for a CTA's 32 columns. A warp reads 4 groups at a time, 8 lanes
-// each with 4 columns; then the sums of the warps are added up. A partial row is whole packs of 4.
-template <class Compute, class Gradient>
+// gradient[column] = Σ_group partials[group][column]. kLanes threads (a power of two) read four columns each; the
+// CTA's kRows such sets of threads take every kRows-th partial row, and are added up at the end. The partial rows were
+// written in packs of kPack.
+template <int kLanes, int kRows, int kPack, class Compute, class Gradient>
 DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
-  constexpr int kPack = 4;
-  constexpr int kLanes = 32 / kPack;  // read a row
-  __shared__ Compute sums[32][33];    // a column more, against bank conflicts
-  const int warps = blockDim.x / 32;
+  constexpr int kOwn = 4;
+  constexpr int kColumns = kLanes * kOwn;  // of a CTA
+  // Sets that are left once those of a warp are added up by shuffles.
+  constexpr int kSums = kLanes < 32 ? kRows * kLanes / 32 : kRows;
+  static_assert(kSums > 1 || kRows == 1);
+  const PartialRow<kPack> row{cols};
   const int lane = threadIdx.x % kLanes;
-  const int64 column = static_cast<int64>(blockIdx.x) * 32 + lane * kPack;
-  const int valid = cols - column < kPack ? static_cast<int>(cols - column) : kPack;
-  Compute sum[kPack] = {};
-  if (column < cols) {
+  const int64 first = static_cast<int64>(blockIdx.x) * kColumns;  // in the order of a partial row
+  const int64 own = first + lane * kOwn;
+  Compute sum[kOwn] = {};
+  if (own < row.stride()) {
 #pragma unroll 8
-    for (int64 group = threadIdx.x / kLanes; group < groups; group += blockDim.x / kLanes) {
-      Pack<Compute, kPack> pack;
-      Compute values[kPack];
-      load_pack<true, Cache::kStreamed>(pack, partials + group * partial_stride(cols) + column, valid);
+    for (int64 group = threadIdx.x / kLanes; group < groups; group += kRows) {
+      Pack<Compute, kOwn> pack;
+      Compute values[kOwn];
+      load_pack<true, Cache::kStreamed>(pack, partials + group * row.stride() + own, kOwn);
       unpack(pack, values);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) sum[i] += values[i];
+      for (int i = 0; i < kOwn; ++i) sum[i] += values[i];
     }
   }
+  if constexpr (kSums == 1) {
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) {
+    for (int i = 0; i < kOwn; ++i) {
+      const int64 column = row.column(own + i);
+      if (own < row.stride() && column < cols) store_value(gradient + column, sum[i]);
+    }
+  } else {
+    __shared__ Compute sums[kSums][kColumns];
 #pragma unroll
-    for (int mask = kLanes; mask < 32; mask *= 2) sum[i] += shuffle_xor(sum[i], mask);
-    if (threadIdx.x % 32 < kLanes) sums[threadIdx.x / 32][lane * kPack + i] = sum[i];
-  }
-  __syncthreads();
-  for (int own = threadIdx.x / 32; own < 32; own += warps) {
-    const int other = threadIdx.x % 32;
-    const Compute total = group_sum<32>(other < warps ? sums[other][own] : Compute(0));
-    const int64 at = static_cast<int64>(blockIdx.x) * 32 + own;
-    if (other == 0 && at < cols) store_value(gradient + at, total);
+    for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+      for (int mask = kLanes; mask < 32; mask *= 2) sum[i] += shuffle_xor(sum[i], mask);
+      if (kLanes >= 32 || threadIdx.x % 32 < kLanes)
+        sums[threadIdx.x / (kLanes < 32 ? 32 : kLanes)][lane * kOwn + i] = sum[i];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kColumns && first + i < row.stride(); i += kLanes * kRows) {
+      Compute total = sums[0][i];
+#pragma unroll
+      for (int other = 1; other < kSums; ++other) total += sums[other][i];
+      const int64 column = row.column(first + i);
+      if (column < cols) store_value(gradient + column, total);
+    }
   }
 }
 

@@ -46,7 +46,8 @@ def files_below(folder: Path, prefix: str) -> dict[str, bytes]:
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel):
-    folders = {"cunorm": "cunorm", "kernels_cu": "cunorm/kernels_cu", "adapters/torch": "cunorm/torch"}
+    folders = {"cunorm": "cunorm", "kernels_cu": "cunorm/kernels_cu"}
+    folders |= {f"adapters/{name}": f"cunorm/{name}" for name in ("flax", "jax", "torch")}
     expected = {}
     for folder, package in folders.items():
         expected |= files_below(ROOT / folder, package)
@@ -162,10 +163,17 @@ def test_no_file_imports_a_framework_and_those_of_cupy_arrays_alone_import_cupy_
 @pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_an_adapter_imports_its_framework_alone_and_of_the_core_what_it_launches_by(path):
     found = imports(parsed(path))
-    assert top(found) & FRAMEWORKS <= {path.parent.name}
+    assert top(found) & FRAMEWORKS <= {path.parent.name} | ({"jax"} if path.parent.name == "flax" else set())
     assert not top(found) & GPU_LIBRARIES
     core = {name[2:] for name in found if name.startswith("..")}
-    assert core <= {"", "device", "launch", "linear_problem", "plan", "problem"}
+    assert (
+        core
+        <= {
+            "torch": {"", "device", "launch", "linear_problem", "plan", "problem"},
+            "jax": {"", "device", "kernels", "launch", "plan", "problem"},
+            "flax": {"jax"},
+        }[path.parent.name]
+    )
     assert not {name for name in found if name.startswith("cunorm")}
 
 

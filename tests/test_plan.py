@@ -103,11 +103,11 @@ def test_clusters_that_a_gpu_cannot_run_are_not_planned(direction, missing):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_many_rows_compile_no_more_kernels(direction, dtype, arch):
-    """Few rows, no more than there are SMs, may have kernels of their own."""
+    """Few rows to an SM may have kernels of their own."""
     for cols in ALL_COLUMNS:
         specs = [
             [step.spec for step in plan(problem(direction, rows, cols, dtype), KNOWN[arch]).steps]
-            for rows in (300, 5000, 10**7)
+            for rows in (10**4, 10**5, 10**7)
         ]
         assert specs[0] == specs[1] == specs[2]
 
@@ -115,12 +115,12 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, arch):
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_workspace_is_bounded(dtype, arch):
-    """2 x SMs x cols (whole packs of 4) x 8 bytes, whatever the rows, and nothing without parameter gradients."""
+    """2 x SMs x cols (whole packs) x 8 bytes, whatever the rows; nothing where there is nothing to add up."""
     device = KNOWN[arch]
     for cols, rows, mask in itertools.product(ALL_COLUMNS, (1, 300, 70000, 10**8), MASKS):
         solution = plan(problem("backward", rows, cols, dtype, output_mask=mask), device)
-        assert solution.workspace <= 2 * device.sms * -(-cols // 4) * 4 * 8
-        assert (solution.workspace > 0) == any(mask[1:])
+        assert solution.workspace <= 2 * device.sms * -(-cols // 8) * 8 * 8
+        assert (solution.workspace > 0) == (any(mask[1:]) and not solution.steps[0].spec.final)
         assert plan(problem("forward", rows, cols, dtype), device).workspace == 0
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from collections.abc import Callable
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from .. import __version__
 from . import cache
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-OTHER_DISTRIBUTIONS = ("numpy", "ml_dtypes", "nvmath-python", "torch", "jax")
+OTHER_DISTRIBUTIONS = ("numpy", "ml_dtypes", "nvmath-python", "torch", "jax", "flax")
 
 
 def add_parser(commands) -> None:
@@ -49,6 +50,7 @@ def report() -> dict[str, Any]:
         "nvrtc": _field(_nvrtc),
         "gpus": _field(_gpus),
         "kernel_cache": _field(_kernel_cache),
+        "xla_call": _field(_xla_call),
     }
 
 
@@ -140,6 +142,20 @@ def _gpus() -> list[dict[str, Any]]:
 def _kernel_cache() -> dict[str, Any]:
     files = cache.kernel_files()
     return {"directory": str(cache.directory()), "files": len(files), "bytes": sum(size for _, size in files)}
+
+
+def _xla_call() -> str:
+    """How cunorm.jax launches. JAX is imported only where there is a GPU to ask it about."""
+    _distribution("jax")
+    reason = why_no_gpu()
+    if reason:
+        return f"jax.numpy ({reason})"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    choice = import_module("cunorm.jax.choice")
+    if choice.gpu() is None:
+        return "jax.numpy (JAX sees no GPU)"
+    call = choice.call("info")
+    return f"{call.kind} ({call.reason})"
 
 
 def _dotted(version: int) -> str:

@@ -100,9 +100,9 @@ void check_alignment(const void* address) {
 }
 
 template <Cache, int kWords>
-void load_words(const void* address, uint32 (&words)[kWords]) {
-  check_alignment<kWords>(address);
-  for (int i = 0; i < kWords; ++i) words[i] = static_cast<const uint32*>(address)[i];
+void load_words(const void* address, uint32 (&words)[kWords], bool there = true) {
+  if (there) check_alignment<kWords>(address);
+  for (int i = 0; i < kWords; ++i) words[i] = there ? static_cast<const uint32*>(address)[i] : 0;
 }
 
 template <Cache, int kWords>

@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm for Flax, on cunorm.jax: `cunorm.flax.linen` and `cunorm.flax.nnx`."""

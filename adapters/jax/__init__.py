@@ -1,0 +1,5 @@
+"""LayerNorm and RMSNorm for JAX: functions that live inside jit, grad, vmap and shard_map, on cunorm's kernels."""
+
+from .functional import layer_norm, rms_norm
+
+__all__ = ["layer_norm", "rms_norm"]

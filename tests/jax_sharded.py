@@ -1,0 +1,164 @@
+"""Several devices, in a process of its own where they are a CPU's: `python jax_sharded.py cpu`. Prints what it checked.
+
+Rows are sharded, weight and bias are on every device; nothing may be gathered.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import nullcontext
+
+DEVICES = 4
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy  # noqa: E402
+from functions import OPS  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from jax_arrays import calls, close, random  # noqa: E402
+from test_jax_functions import call, plain  # noqa: E402
+
+ROWS, COLS = 16, 256
+COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
+
+
+def loss(function):
+    return lambda *arrays: jnp.sin(function(*arrays)).sum()
+
+
+def both(op):
+    return [lambda *a, f=f: f(op, *a) for f in (call, plain)]
+
+
+def arguments(op):
+    """NumPy arrays, which are on no device yet."""
+    arrays = (random(ROWS, 5, COLS), random(COLS), random(COLS, seed=1))
+    return [numpy.asarray(array) for array in arrays[: 3 if op == "layer_norm" else 2]]
+
+
+def collectives(compiled) -> set[str]:
+    text = compiled.as_text()
+    return {name for name in COLLECTIVES if re.search(rf"\b{name}(-start)?\(", text)}
+
+
+def check_sharded(op: str, mesh: Mesh, spec: PartitionSpec, context: bool = True) -> None:
+    """Forward without any communication; the gradients of weight and bias with a sum alone.
+
+    `context`: the mesh is set, as programs may do; else the arrays alone know of it.
+    """
+    mine, expected = both(op)
+    x, *parameters = arguments(op)
+    argnums = tuple(range(1 + len(parameters)))
+    y_expected = jax.device_get(expected(x, *parameters))
+    gradients_expected = jax.device_get(jax.grad(loss(expected), argnums)(x, *parameters))
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec))]
+    sharded += [jax.device_put(parameter, NamedSharding(mesh, PartitionSpec())) for parameter in parameters]
+    with jax.set_mesh(mesh) if context else nullcontext():
+        forward = jax.jit(mine).lower(*sharded).compile()
+        assert not collectives(forward), collectives(forward)
+        y = forward(*sharded)
+        assert y.sharding.is_equivalent_to(sharded[0].sharding, x.ndim), y.sharding
+        close(jax.device_get(y), y_expected)
+        gradients = jax.jit(jax.grad(loss(mine), argnums)).lower(*sharded).compile()
+        assert collectives(gradients) == {"all-reduce"}, collectives(gradients)
+        result = gradients(*sharded)
+        assert result[0].sharding.is_equivalent_to(sharded[0].sharding, x.ndim)
+        assert all(gradient.sharding.is_fully_replicated for gradient in result[1:])
+        of_x = jax.jit(jax.grad(loss(mine))).lower(*sharded).compile()
+        assert not collectives(of_x), collectives(of_x)
+    close(jax.device_get(result), gradients_expected, atol=1e-4)
+
+
+def check_columns_sharded(mesh: Mesh) -> None:
+    """What no kernel can do is gathered first, and right."""
+    mine, expected = both("layer_norm")
+    x, weight, bias = arguments("layer_norm")
+    sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, None, mesh.axis_names[0])))
+    compiled = jax.jit(jax.grad(loss(mine), (0, 1, 2))).lower(sharded, weight, bias).compile()
+    close(jax.device_get(compiled(sharded, weight, bias)), jax.grad(loss(expected), (0, 1, 2))(x, weight, bias))
+
+
+def check_rows_that_do_not_divide(mesh: Mesh) -> None:
+    """7 rows on several devices inside a program: the rows that fill up the last part must not reach dweight."""
+    mine, expected = both("layer_norm")
+    x, weight, bias = arguments("layer_norm")
+
+    def run(function):
+        def f(x, weight, bias):
+            part = jax.lax.with_sharding_constraint(x[:7] * 1.5, NamedSharding(mesh, PartitionSpec(mesh.axis_names[0])))
+            return jnp.sin(function(part, weight, bias)).sum()
+
+        return jax.jit(jax.grad(f, (0, 1, 2)))
+
+    result = run(mine)(x, weight, bias)
+    assert all(jnp.isfinite(gradient).all() for gradient in result)
+
+    def unsharded(x, weight, bias):
+        return jnp.sin(expected(x[:7] * 1.5, weight, bias)).sum()
+
+    close(jax.device_get(result), jax.device_get(jax.grad(unsharded, (0, 1, 2))(x, weight, bias)))
+
+
+def check_shard_map(op: str, mesh: Mesh, check_vma: bool) -> None:
+    """The gradient of a mapped function, and with check_vma a gradient taken inside."""
+    mine, expected = both(op)
+    arrays = arguments(op)
+    argnums = tuple(range(len(arrays)))
+    data, whole = PartitionSpec(mesh.axis_names[0]), PartitionSpec()
+    specs = (data, *[whole] * (len(arrays) - 1))
+    reference = jax.grad(loss(expected), argnums)(*arrays)
+    mapped = jax.shard_map(mine, mesh=mesh, in_specs=specs, out_specs=data, check_vma=check_vma)
+    close(jax.device_get(jax.jit(jax.grad(loss(mapped), argnums))(*arrays)), jax.device_get(reference), atol=1e-4)
+    if check_vma:
+        inside = jax.shard_map(jax.grad(loss(mine), argnums), mesh=mesh, in_specs=specs, out_specs=specs)
+        close(jax.device_get(jax.jit(inside)(*arrays)), jax.device_get(reference), atol=1e-4)
+
+
+def check_lowering_of_shard_map(mesh: Mesh) -> None:
+    """Every device launches for its own rows: 2000 over the devices."""
+    from cunorm import device, plan
+    from cunorm.problem import Problem
+
+    x, weight = numpy.ones((2000, COLS), numpy.float32), numpy.ones(COLS, numpy.float32)
+    data, whole = PartitionSpec(mesh.axis_names[0]), PartitionSpec()
+    mapped = jax.shard_map(lambda x, w: call("rms_norm", x, w), mesh=mesh, in_specs=(data, whole), out_specs=data)
+    text = jax.jit(mapped).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
+    (launch,) = calls(text)
+    problem = Problem.whole("rms_norm", "forward", 2000 // mesh.size, COLS, "float32", "float32")
+    (step,) = plan.plan(problem, device.KNOWN[90]).steps
+    assert launch.grid == step.grid, launch.grid
+
+
+def main(platform: str) -> None:
+    devices = jax.devices(platform)
+    meshes = {
+        "auto": Mesh(devices, ("data",)),
+        "explicit": Mesh(devices, ("data",), axis_types=(AxisType.Explicit,)),
+    }
+    for (kind, mesh), op in ((item, op) for item in meshes.items() for op in OPS):
+        check_sharded(op, mesh, PartitionSpec("data"), context=op == "layer_norm")
+        print(f"{op}: rows sharded over {len(devices)} devices, {kind} axes")
+    square = Mesh([devices[:2], devices[2:]] if len(devices) == DEVICES else [devices], ("data", "sequence"))
+    check_sharded("layer_norm", square, PartitionSpec(("data", "sequence")))
+    print("layer_norm: rows sharded over two axes of the mesh")
+    for mesh in meshes.values():
+        check_columns_sharded(mesh)
+    print("columns sharded")
+    check_rows_that_do_not_divide(meshes["auto"])
+    print("rows that do not divide")
+    for op in OPS:
+        for check_vma in (True, False):
+            check_shard_map(op, meshes["auto"], check_vma)
+    print("shard_map")
+    if platform == "cpu":
+        check_lowering_of_shard_map(meshes["auto"])
+        print("lowering of shard_map")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
