@@ -302,7 +302,7 @@ class Bad(NamedTuple):
 
 
 FORWARD = [
-    Bad("x is a list", lambda xp, a: {"x": [[1.0]]}, TypeError, "x must be a NumPy or CuPy array"),
+    Bad("x is a list", lambda xp, a: {"x": [[1.0]]}, TypeError, "x must be a NumPy, CuPy"),
     Bad("weight is a list", lambda xp, a: {"weight": [[1.0]]}, TypeError, "weight must be a"),
     Bad("weight is missing", lambda xp, a: {"weight": None}, TypeError, "weight must be a"),
     Bad("weight is a row", lambda xp, a: {"weight": a["weight"][0]}, ValueError, "weight must have shape (out, in)"),

@@ -326,6 +326,21 @@ def test_compiled_whole(device, keep, op, backend):
 
 
 @on_devices
+def test_a_graph_holds_one_operator(device):
+    _dynamo.reset()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(layer_norm_linear, fullgraph=True, backend=backend)(*five(device, torch.float32))
+    targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert targets.count("cunorm.norm_linear_forward.default") == 1
+    assert not any("linear" in target and "cunorm" not in target for target in targets)
+
+
+@on_devices
 def test_a_compiled_graph_keeps_x_and_not_z(device):
     """One operator a pass: from single ones the compiler would compute z again in the forward pass, and keep it."""
     _dynamo.reset()

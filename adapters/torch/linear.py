@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from .. import linear_problem, problem
 from .linear_checks import check_parallel, check_sizes, refuse
-from .linear_functional import Sink, accumulate, autocasts, bias_gradient, norm_linear, weight_gradient
+from .linear_functional import (
+    Sink,
+    accumulate,
+    autocasts,
+    bias_gradient,
+    norm_linear,
+    weight_gradient,
+    without_autocast,
+)
 from .linear_parts import joined, lay_side_by_side, parts_of
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
@@ -343,7 +351,7 @@ class LayerNormLinear(nn.Module):
                 "LayerNormLinear: backward_dw() needs a backward pass before it whose weight gradient was delayed; "
                 "there is none. Call it once for every backward pass."
             )
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(self.layer_norm_weight.device.type):
             self._delayed.popleft()()
         for hook in self._delayed_hooks:
             hook()
