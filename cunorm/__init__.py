@@ -9,6 +9,7 @@ from .api import (
     rms_norm_forward,
 )
 from .kernels import CompileError
+from .linear import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,9 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",
+    "layer_norm_linear",
+    "layer_norm_linear_backward",
+    "layer_norm_linear_forward",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",

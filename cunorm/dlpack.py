@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,26 @@ def backward(function: str, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, 
         for name, array in (("x", x), ("dy", dy), ("mean", mean), ("rstd", rstd), ("weight", weight))
     )
     return gpu.backward(function, dy, x, mean, rstd, weight, **options)
+
+
+def linear_forward(function: str, op: str, x: Any, *arguments: Any, **options: Any):
+    """As gpu.linear_forward."""
+    gpu = _gpu(function, x)
+    names = ("x", "weight", "bias", "ln_weight", "ln_bias")
+    return gpu.linear_forward(function, op, *_views(function, names, (x, *arguments)), **options)
+
+
+def linear_backward(function: str, op: str, dy: Any, x: Any, *arguments: Any, **options: Any):
+    """As gpu.linear_backward."""
+    gpu = _gpu(function, x)
+    names = ("dy", "x", "mean", "rstd", "weight", "ln_weight", "ln_bias")
+    return gpu.linear_backward(function, op, *_views(function, names, (dy, x, *arguments)), **options)
+
+
+def _views(function: str, names: Sequence[str], arguments: Sequence[Any]) -> list[Any]:
+    """The arguments, those that are named as CuPy's views."""
+    views = [_view(function, name, array) for name, array in zip(names, arguments, strict=False)]
+    return [*views, *arguments[len(names) :]]
 
 
 def _gpu(function: str, x: Any) -> ModuleType:

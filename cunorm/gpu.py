@@ -305,6 +305,20 @@ def _run_backward(recipe: Recipe, arrays, pointers):
     return dx, dweight, dbias
 
 
+def linear_forward(*arguments: Any, **options: Any):
+    """As gpu_linear.linear_forward."""
+    from . import gpu_linear
+
+    return gpu_linear.linear_forward(*arguments, **options)
+
+
+def linear_backward(*arguments: Any, **options: Any):
+    """As gpu_linear.linear_backward."""
+    from . import gpu_linear
+
+    return gpu_linear.linear_backward(*arguments, **options)
+
+
 def _recipe(
     key: Hashable, make: Callable[..., Recipe], function: str, arrays: Sequence[Any], options: Sequence[Any]
 ) -> Recipe:

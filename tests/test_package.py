@@ -112,7 +112,9 @@ ALLOWED = {
     "plan": {"device", "problem", "tiers"},
     "kernels": {"device", "tiers"},
     "launch": {"kernels", "plan"},
-    "host": {"problem"},
+    "linear_problem": {"problem"},
+    "gemm": set(),
+    "host": {"linear_problem", "problem"},
     "dlpack": {"gpu"},
 }
 
@@ -152,10 +154,10 @@ def test_the_walk_over_imports_sees_each_kind():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_file_imports_a_framework_and_gpu_alone_imports_cupy_at_once(path):
+def test_no_file_imports_a_framework_and_those_of_cupy_arrays_alone_import_cupy_at_once(path):
     assert not top(imports(parsed(path))) & FRAMEWORKS
     at_once = top(imports(parsed(path), module_level=True)) & GPU_LIBRARIES
-    assert at_once == ({"cupy"} if path.name == "gpu.py" else set())
+    assert at_once == ({"cupy"} if path.name in ("gpu.py", "gpu_linear.py", "gemm.py") else set())
 
 
 @pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -167,7 +169,7 @@ def test_an_adapter_imports_its_framework_alone_and_of_the_core_what_it_launches
     assert (
         core
         <= {
-            "torch": {"", "device", "launch", "plan", "problem"},
+            "torch": {"", "device", "launch", "linear_problem", "plan", "problem"},
             "jax": {"", "device", "kernels", "launch", "plan", "problem"},
             "flax": {"jax"},
         }[path.parent.name]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import problem
-from . import checks, functional, operators
+from .. import linear_problem, problem
+from . import checks, functional, linear_functional, operators
 from .formulas import compute_dtype
 
 
@@ -82,6 +82,67 @@ def backward(
     gradients = operators.norm_backward(dy, x, statistics, weight, op, 0.0, zero_centered_gamma, list(mask), margin)
     dx, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
     return dx, dweight, dbias
+
+
+def linear_forward(
+    function: str,
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool,
+    statistics: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return (y, mean, rstd), statistics None unless asked for. y is differentiable."""
+    tensors = (x, weight, bias, ln_weight, ln_bias)
+    y, _ = linear_functional.norm_linear(function, *tensors, eps, op, zero_centered_gamma, False)
+    if not statistics:
+        return y, None, None
+    with torch.no_grad():
+        options = linear_functional.Options(op, eps, zero_centered_gamma, y.dtype, False)
+        _, both = linear_functional.normalise(x, ln_weight, ln_bias, options, True)
+    return y, (both[0] if len(both) == 2 else None), both[-1]
+
+
+@torch.no_grad()
+def linear_backward(
+    function: str,
+    op: str,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool,
+    output_mask: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Return (dx, dweight, dbias, dln_weight, dln_bias), None where output_mask says so."""
+    linear_functional.check(function, x, weight, None, ln_weight, ln_bias, zero_centered_gamma)
+    named = {"dy": dy, "rstd": rstd, **({} if op == "rms_norm" else {"mean": mean})}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+        shape = (*x.shape[:-1], len(weight)) if name == "dy" else x.shape[:-1]
+        dtype = x.dtype if name == "dy" else compute_dtype(x)
+        if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != x.device:
+            raise RuntimeError(
+                f"{function}: {name} must have shape {tuple(shape)} and dtype {dtype} on {x.device}; got "
+                f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}."
+            )
+    mask = linear_problem.check_output_mask(function, output_mask)
+    statistics = torch.stack((rstd,) if op == "rms_norm" else (mean, rstd))
+    options = linear_functional.Options(op, eps, zero_centered_gamma, x.dtype, False)
+    return linear_functional.gradients(
+        dy, None, x, weight, ln_weight, ln_bias, statistics, None, options, (*mask[:4], mask[4] and op == "layer_norm")
+    )
 
 
 def _check_out(function, out: Any, x: Tensor, dtype: torch.dtype | None, inputs: Sequence[Tensor | None]):

@@ -175,12 +175,16 @@ def backward(
     weight: Tensor | None,
     output_mask: tuple[bool, bool, bool],
     sm_margin: int,
+    in_place: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias), None where output_mask says so. Shapes and devices fit: autograd sees to it."""
+    """(dx, dweight, dbias), None where output_mask says so. Shapes and devices fit: autograd sees to it.
+
+    `in_place`: nobody needs dy any more, and dx takes its memory if it can.
+    """
     index = x.get_device()
     if index != _current_device():
         with torch.cuda.device(index):
-            return backward(family, dy, x, statistics, weight, output_mask, sm_margin)
+            return backward(family, dy, x, statistics, weight, output_mask, sm_margin, in_place)
     dy_pointer, x_pointer = dy.data_ptr(), x.data_ptr()
     weight_pointer, weight_key = 0, None
     if weight is not None:
@@ -197,7 +201,7 @@ def backward(
     dx = dweight = dbias = None
     dx_pointer = dweight_pointer = dbias_pointer = workspace_pointer = 0
     if wants_dx:
-        dx = _empty(*first)
+        dx = dy if in_place and _takes_dx(dy, plan, first) else _empty(*first)
         dx_pointer = dx.data_ptr()
     if wants_dweight:
         dweight = _empty(*second)
@@ -231,6 +235,11 @@ def backward(
         workspace=workspace_pointer,
     )
     return dx, dweight, dbias
+
+
+def _takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
+    """A row of dy has been read when the same row of dx is written, unless rows are streamed."""
+    return plan is not None and plan.tier != "streamed" and (dy.shape, dy.stride(), dy.dtype) == dx
 
 
 def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> Recipe:

@@ -1,0 +1,321 @@
+"""`layer_norm_linear`: a norm and the product that reads it, y = norm(x) Wᵀ + b, as one step of autograd.
+
+The kernel writes the normalised tensor, torch's own product reads it. For the backward pass x, mean and rstd are kept,
+not the normalised tensor, which is computed once more. A call takes one of three ways:
+- in eager mode an autograd.Function, or without a gradient the two steps one after the other;
+- under torch.compile and export one operator for each pass (linear_operators.py): in a graph of single operators the
+  compiler would compute the normalised tensor a second time in the forward pass, and keep that;
+- under functorch, for forward-mode derivatives and subclasses of Tensor the two steps, each with its own rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import linear_problem
+from . import checks, launching, operators, side_by_side
+from .functional import FLOATING, HALF, PLAIN, _at_once, _nothing_listens, norm
+
+# What takes the gradients of weight and bias in autograd's place: given dy (rows, out) and how to get the normalised
+# tensor (rows, in), it returns what autograd is told, None for nothing.
+Sink = Callable[[Tensor, Callable[[], Tensor]], tuple[Tensor | None, Tensor | None]]
+
+
+class Options(NamedTuple):
+    op: str
+    eps: float
+    zero_centered_gamma: bool
+    dtype: torch.dtype  # of the normalised tensor, weight, bias and y
+    keep_normalized: bool
+
+
+def layer_norm_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    normalization: str = "LayerNorm",
+    zero_centered_gamma: bool = False,
+    keep_normalized: bool = False,
+) -> Tensor:
+    """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of input x.
+
+    Parameters
+    ----------
+    input : Tensor, shape (..., in)
+        float16, bfloat16, float32 or float64.
+    weight : Tensor, shape (out, in)
+        Of the dtype of input. Under autocast weight and bias are converted to autocast's dtype, which z has then too;
+        input, ln_weight and ln_bias need not be.
+    bias : Tensor, shape (out,), optional
+        Of the dtype of weight.
+    ln_weight, ln_bias : Tensor, shape (in,), optional
+        Any of the four dtypes, each independently of input. An RMSNorm has no ln_bias.
+    eps : float
+        Added to the variance, inside the root.
+    normalization : "LayerNorm" or "RMSNorm"
+        The latter is z = x / sqrt(mean(x²) + eps) * ln_weight.
+    zero_centered_gamma : bool
+        Multiply by 1 + ln_weight.
+    keep_normalized : bool
+        Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
+        of one forward pass of the norm.
+
+    Returns
+    -------
+    y : Tensor, shape (..., out)
+        On the device of input, ordered on torch's current stream.
+
+    Raises
+    ------
+    TypeError
+        weight or bias of another dtype than input outside autocast, or an argument of the wrong kind.
+    RuntimeError
+        Shapes or devices that do not fit.
+    NotImplementedError
+        A dtype that no kernel reads.
+    ValueError
+        An unknown normalization, an RMSNorm with ln_bias, or zero_centered_gamma without ln_weight.
+
+    Notes
+    -----
+    z is rounded to its dtype once, as the two operators do. The product is torch's own, cuBLASLt with the bias in its
+    epilogue for CUDA tensors; in float32 it is TF32 where torch is set so (torch.backends.cuda.matmul.allow_tf32,
+    torch.set_float32_matmul_precision), and not by default.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import layer_norm_linear
+    >>> layer_norm_linear(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([1.0]))
+    tensor([[-1.4495]])
+    """
+    name = "layer_norm_linear"
+    op = linear_problem.op(name, normalization, ln_bias)
+    parameters = (weight, bias, ln_weight, ln_bias)
+    return norm_linear(name, input, *parameters, eps, op, zero_centered_gamma, keep_normalized)[0]
+
+
+def norm_linear(
+    function: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    eps: float,
+    op: str,
+    zero_centered_gamma: bool,
+    keep_normalized: bool,
+    sink: Sink | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, z), z the normalised tensor: as `layer_norm_linear`, with errors in the name of `function`."""
+    tensors = (x, weight, bias, ln_weight, ln_bias)
+    compiling = torch.compiler.is_compiling()
+    check(function, *tensors, zero_centered_gamma)
+    dtype = autocast_dtype(x)
+    if dtype is None:
+        dtype = x.dtype
+        _check_dtypes(function, x, weight=weight, bias=bias)
+    else:
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if type(eps) is not float:
+        eps = checks.eps(function, eps, x)
+    options = Options(op, eps, zero_centered_gamma, dtype, keep_normalized)
+    parameters = (weight, bias, ln_weight, ln_bias)
+    if compiling and sink is None:
+        from .linear_operators import norm_linear_forward
+
+        return norm_linear_forward(x, *parameters, *options)[:2]
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    plain = all(t is None or type(t) in PLAIN for t in tensors)
+    if differentiated and plain and not operators.under_functorch() and forward_ad._current_level < 0:
+        return NormLinear.apply(x, *parameters, options, sink)
+    z = norm(op, x, x.shape[-1:], ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
+    return F.linear(z, weight, bias), z
+
+
+def check(function: str, x, weight, bias, ln_weight, ln_bias, zero_centered_gamma: bool) -> None:
+    """Kinds, shapes and devices, which traced tensors have too."""
+    named = {"input": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in ("input", "weight")):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise RuntimeError(
+            f"{function}: weight must have shape (out, in), neither of them 0; got {tuple(weight.shape)}."
+        )
+    outs, cols = weight.shape
+    if x.dim() == 0 or x.shape[-1] != cols:
+        raise RuntimeError(
+            f"{function}: the last axis of input must have the length {cols} of a row of weight; got input of shape "
+            f"{tuple(x.shape)}."
+        )
+    for name, tensor, size in (("bias", bias, outs), ("ln_weight", ln_weight, cols), ("ln_bias", ln_bias, cols)):
+        if tensor is not None and tuple(tensor.shape) != (size,):
+            raise RuntimeError(f"{function}: {name} must have shape ({size},); got {tuple(tensor.shape)}.")
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != x.device:
+            raise RuntimeError(
+                f"{function}: {name} must be on the device of input, {x.device}; got {tensor.device}. Move one of them."
+            )
+    if zero_centered_gamma and ln_weight is None:
+        raise ValueError(f"{function}: zero_centered_gamma=True needs ln_weight; got ln_weight=None.")
+    if x.dtype not in FLOATING:
+        raise NotImplementedError(
+            f"{function}: input must have dtype {', '.join(map(str, FLOATING))}; got {x.dtype}. Convert it first."
+        )
+
+
+def _check_dtypes(function: str, x: Tensor, **parameters: Tensor | None) -> None:
+    for name, tensor in parameters.items():
+        if tensor is not None and tensor.dtype is not x.dtype:
+            raise TypeError(
+                f"{function}: outside autocast input and {name} must have one dtype; got input of {x.dtype} and {name} "
+                f"of {tensor.dtype}. Convert one of them."
+            )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast would convert the operands of a product to; None where it leaves them."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if x.dtype is not torch.float64 and autocasts(kind) else None
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a type of device; torch refuses to say it of "meta"."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+class NormLinear(torch.autograd.Function):
+    """(y, z) in eager mode. Differentiable twice: its backward pass is made of differentiable operators."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, ln_weight, ln_bias, options, sink):
+        z, statistics = normalise(x, ln_weight, ln_bias, options, True)
+        y = F.linear(z, weight, bias)
+        ctx.set_materialize_grads(False)
+        kept = z if options.keep_normalized else None
+        ctx.save_for_backward(x, weight, ln_weight, ln_bias, statistics, kept)
+        ctx.call = options, sink
+        return y, z
+
+    @staticmethod
+    def backward(ctx, dy, dz):
+        options, sink = ctx.call
+        x, *others = ctx.saved_tensors
+        with _without_autocast(x.device.type):
+            return *gradients(dy, dz, x, *others, options, ctx.needs_input_grad[:5], sink), None, None
+
+
+def normalise(x, ln_weight, ln_bias, options: Options, wants_statistics: bool) -> tuple[Tensor, Tensor | None]:
+    """(z, statistics), None for statistics unless wanted; z has the same bits every time."""
+    if not torch.is_grad_enabled() and _at_once(x, ln_weight, ln_bias):
+        op, eps, zero_centered_gamma, dtype, _ = options
+        call = (op, x, 1, ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0, wants_statistics)
+        return launching.forward(*call)[:2]
+    arguments = (options.op, 1, options.eps, options.zero_centered_gamma, options.dtype, wants_statistics, 0, 0)
+    return operators.norm_forward(x, ln_weight, ln_bias, *arguments)
+
+
+def gradients(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    statistics: Tensor,
+    z: Tensor | None,
+    options: Options,
+    mask: tuple[bool, bool, bool, bool, bool],
+    sink: Sink | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Of x, weight, bias, ln_weight and ln_bias, None where not wanted.
+
+    dweight = dyᵀ z, dbias = Σ dy, and with dz' = dy weight + dz the gradients of the norm. dweight comes first, so that
+    a z that is computed once more is gone before dz' is there.
+    """
+    wants_dx, wants_dweight, wants_dbias, *wants_ln = mask
+    rows = x.numel() // x.shape[-1]
+    if dy is not None:
+        dy = _matrix(dy, rows)
+
+    def again() -> Tensor:
+        return _matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
+
+    def of_product() -> tuple[Tensor | None, Tensor | None]:
+        if dy is None:
+            return None, None
+        if sink is not None:
+            return sink(dy, again)
+        dweight = weight_gradient(dy, again(), weight) if wants_dweight else None
+        return dweight, bias_gradient(dy) if wants_dbias else None
+
+    def of_norm() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        norm_mask = (wants_dx, *wants_ln)
+        if not any(norm_mask) or (dy is None and dz is None):
+            return None, None, None
+        if dy is None:
+            return _norm_backward(dz, False, x, statistics, ln_weight, options, norm_mask)
+        total = dy @ weight if dz is None else torch.addmm(_matrix(dz, rows), dy, weight)
+        return _norm_backward(total.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
+
+    # Each half has one tensor of the size of z to itself, unless z is kept anyway.
+    size = 0 if z is not None else x.numel() * x.element_size()
+    (dweight, dbias), (dx, dln_weight, dln_bias) = side_by_side.run(x, size, of_product, of_norm)
+    if dln_bias is not None and ln_bias is not None:
+        dln_bias = dln_bias.to(ln_bias.dtype)
+    return dx, dweight, dbias, dln_weight, dln_bias
+
+
+def weight_gradient(dy: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """dyᵀ z, (out, in), laid out as weight is: autograd would copy another layout."""
+    return dy.t() @ z if weight.stride(1) == 1 else (z.t() @ dy).t()
+
+
+def bias_gradient(dy: Tensor) -> Tensor:
+    return dy.sum(0)
+
+
+def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
+    """total += dyᵀ z, or = where `overwrite`: in the product itself (beta), also to float32 from 16 bits."""
+    beta = 0 if overwrite else 1
+    if total.dtype is dy.dtype:
+        torch.addmm(total, dy.t(), z, beta=beta, out=total)
+    elif total.is_cuda and total.dtype is torch.float32 and dy.dtype in HALF:
+        torch.addmm(total, dy.t(), z, torch.float32, beta=beta, out=total)
+    else:  # the CPU has no such product
+        wide = torch.promote_types(total.dtype, dy.dtype)
+        product = dy.t().to(wide) @ z.to(wide)
+        total.copy_(product if overwrite else product.add_(total))
+
+
+def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
+    """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
+    op, eps, zero_centered_gamma, _, _ = options
+    if own and x.is_cuda and not torch.is_grad_enabled() and _nothing_listens() and type(dz) is Tensor:
+        family = launching.family(op, 1, zero_centered_gamma, x)
+        return launching.backward(family, dz, x, statistics, ln_weight, mask, 0, in_place=True)
+    return operators.backward(dz, x, statistics, ln_weight, op, eps, zero_centered_gamma, mask, 0)
+
+
+def _matrix(tensor: Tensor, rows: int) -> Tensor:
+    """(rows, columns) as a product reads it: an expanded gradient would be copied by every one."""
+    return tensor.reshape(rows, tensor.shape[-1]).contiguous()
+
+
+def _without_autocast(kind: str) -> AbstractContextManager:
+    """The products of a backward pass have the dtypes that those of the forward pass had."""
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()

@@ -1,0 +1,272 @@
+"""Matrix products of CuPy arrays: cuBLASLt with a bias, or the sums of a bias's gradient, in its epilogue.
+
+nvmath-python's bindings reach cuBLASLt. Where they are missing, and where cuBLASLt has no such epilogue (float64), the
+product is cuBLAS's gemmEx through CuPy: the bias is then what it adds to, the sums are a product with ones. What
+cuBLASLt runs is asked once for each kind of product and kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import cupy
+import numpy
+
+WORKSPACE = 32 << 20  # bytes that an algorithm may take: what NVIDIA recommends for sm_90
+KINDS = 4096  # kept at most
+CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
+
+
+class Operand(NamedTuple):
+    """A matrix as cuBLAS is told of it. `transposed`: its columns are contiguous, not its rows."""
+
+    transposed: bool
+    stride: int  # elements from one contiguous row (column) to the next
+
+
+class Kind(NamedTuple):
+    """What products have in common that run in the same way: out (rows, cols) = a (rows, inner) b (inner, cols)."""
+
+    rows: int
+    cols: int
+    inner: int
+    dtype: str
+    tf32: bool
+    a: Operand
+    b: Operand
+    epilogue: str  # "DEFAULT", "BIAS": a vector of cols is added, "BGRADB": the sums of a's rows go to a vector of rows
+    alignment: int  # of every pointer, bytes
+    device_id: int
+
+
+def multiply(a: cupy.ndarray, b: cupy.ndarray, bias: cupy.ndarray | None = None) -> cupy.ndarray:
+    """a b + bias, bias being one row; all of one dtype. float32 is TF32 where CuPy is set so."""
+    out = cupy.empty((a.shape[0], b.shape[1]), a.dtype)
+    if not _run("DEFAULT" if bias is None else "BIAS", a, b, out, bias):
+        if bias is not None:
+            out[...] = bias
+        _plain(a, b, out, 0 if bias is None else 1)
+    return out
+
+
+def multiply_and_sum(a: cupy.ndarray, b: cupy.ndarray) -> tuple[cupy.ndarray, cupy.ndarray]:
+    """(a b, the sums of the rows of a).
+
+    On an H200 the sums cost a weight gradient of 8192 rows, 1024 -> 3072, 27 us in the epilogue and 60 as a product of
+    their own; of 4096 -> 12288 105 and 63.
+    """
+    out = cupy.empty((a.shape[0], b.shape[1]), a.dtype)
+    sums = cupy.empty(a.shape[0], a.dtype)
+    if not _run("BGRADB", a, b, out, sums):
+        _plain(a, b, out, 0)
+        sums = row_sums(a)
+    return out, sums
+
+
+def row_sums(a: cupy.ndarray) -> cupy.ndarray:
+    """The sums of the rows of a, in the arithmetic of a product."""
+    ones = cupy.ones((a.shape[1], 1), a.dtype)
+    return multiply(a, ones)[:, 0]
+
+
+def uses_tf32() -> bool:
+    """Whether CuPy is set to compute float32 products in TF32: `set_compute_type`, or CUPY_TF32 in the environment."""
+    linalg = import_module("cupy._core._routines_linalg")
+    return linalg.get_compute_type(numpy.dtype("float32")) == linalg.COMPUTE_TYPE_TF32
+
+
+@cache
+def bindings() -> Any:
+    """nvmath-python's module of cuBLASLt, None where it is not installed."""
+    try:
+        return import_module("nvmath.bindings.cublasLt")
+    except ImportError:
+        return None
+
+
+def _operand(matrix: cupy.ndarray) -> tuple[cupy.ndarray, Operand]:
+    rows, cols = matrix.shape
+    first, second = (stride // matrix.itemsize for stride in matrix.strides)
+    if (second == 1 or cols == 1) and (first >= cols or rows == 1):
+        return matrix, Operand(False, max(first, cols) if rows > 1 else cols)
+    if (first == 1 or rows == 1) and (second >= rows or cols == 1):
+        return matrix, Operand(True, max(second, rows) if cols > 1 else rows)
+    return cupy.ascontiguousarray(matrix), Operand(False, cols)
+
+
+def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, vector: cupy.ndarray | None) -> bool:
+    """By cuBLASLt; False where there is none, or none for this."""
+    if bindings() is None or 0 in (*a.shape, *b.shape):
+        return False
+    a, a_operand = _operand(a)
+    b, b_operand = _operand(b)
+    pointers = (a.data.ptr, b.data.ptr, out.data.ptr, 0 if vector is None else vector.data.ptr)
+    together = pointers[0] | pointers[1] | pointers[2] | pointers[3]
+    alignment = min(256, together & -together)
+    tf32 = a.dtype == numpy.float32 and uses_tf32()
+    rows, cols = out.shape
+    kind = Kind(rows, cols, a.shape[1], a.dtype.name, tf32, a_operand, b_operand, epilogue, alignment, a.data.device_id)
+    return _prepared(kind).run(*pointers)
+
+
+def _plain(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, beta: int) -> None:
+    """out = a b + beta out, by gemmEx."""
+    if 0 in out.shape:
+        return
+    if a.shape[1] == 0:
+        out *= beta
+        return
+    cublas = _cublas()
+    a, a_operand = _operand(a)
+    b, b_operand = _operand(b)
+    wide = a.dtype == numpy.float64
+    if wide:
+        compute = cublas.CUBLAS_COMPUTE_64F
+    elif a.dtype == numpy.float32 and uses_tf32():
+        compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
+    else:
+        compute = cublas.CUBLAS_COMPUTE_32F
+    factors = numpy.array([1, beta], numpy.float64 if wide else numpy.float32)
+    kind = CUDA_TYPE[a.dtype.name]
+    rows, cols = out.shape
+    cublas.gemmEx(
+        cupy.cuda.device.get_cublas_handle(),
+        cublas.CUBLAS_OP_T if b_operand.transposed else cublas.CUBLAS_OP_N,
+        cublas.CUBLAS_OP_T if a_operand.transposed else cublas.CUBLAS_OP_N,
+        cols,
+        rows,
+        a.shape[1],
+        factors.ctypes.data,
+        b.data.ptr,
+        kind,
+        b_operand.stride,
+        a.data.ptr,
+        kind,
+        a_operand.stride,
+        factors.ctypes.data + factors.itemsize,
+        out.data.ptr,
+        kind,
+        cols,
+        compute,
+        cublas.CUBLAS_GEMM_DEFAULT,
+    )
+
+
+@cache
+def _cublas() -> Any:
+    try:
+        from cupy_backends.cuda.libs import cublas
+    except ImportError as error:
+        raise ImportError(
+            f"layer_norm_linear: products need cuBLAS; it could not be loaded ({error}). pip install 'cunorm[linear]', "
+            "or nvidia-cublas-cu12 for a CUDA 12 driver."
+        ) from error
+    return cublas
+
+
+class Prepared(threading.local):
+    """A kind of product. cuBLAS stores matrices by columns: it computes outᵀ = bᵀ aᵀ.
+
+    Python calls __init__ again in every thread: the descriptor holds a pointer, so each has its own.
+    """
+
+    def __init__(self, kind: Kind):
+        lt, cublas = bindings(), import_module("nvmath.bindings.cublas")
+        self.kind = kind
+        wide = kind.dtype == "float64"
+        compute = "COMPUTE_64F" if wide else "COMPUTE_32F_FAST_TF32" if kind.tf32 else "COMPUTE_32F"
+        self.dtype = CUDA_TYPE[kind.dtype]
+        scale = CUDA_TYPE["float64" if wide else "float32"]
+        self.descriptor = lt.matmul_desc_create(cublas.ComputeType[compute], scale)
+        self._describe("TRANSA", int(kind.b.transposed))
+        self._describe("TRANSB", int(kind.a.transposed))
+        self._describe("EPILOGUE", int(lt.Epilogue[kind.epilogue]))
+        self.b = self._layout(kind.inner, kind.cols, kind.b)
+        self.a = self._layout(kind.rows, kind.inner, kind.a)
+        self.out = self._layout(kind.rows, kind.cols, Operand(False, kind.cols))
+        self.vector = numpy.zeros(1, numpy.int64)
+        self.vector_address = self.vector.ctypes.data
+        self.vector_attribute = int(lt.MatmulDescAttribute.BIAS_POINTER)
+        self.factors = numpy.array([1, 0], numpy.float64 if wide else numpy.float32)
+        self.one = self.factors.ctypes.data
+        self.zero = self.one + self.factors.itemsize
+        self.algorithm: Any = None  # asked for with the first call's pointer in the descriptor
+        self.workspace = 0
+
+    def _describe(self, attribute: str, value: int) -> None:
+        lt = bindings()
+        name = lt.MatmulDescAttribute[attribute]
+        word = numpy.array([value], lt.get_matmul_desc_attribute_dtype(name))
+        lt.matmul_desc_set_attribute(self.descriptor, name, word.ctypes.data, word.itemsize)
+
+    def _layout(self, rows: int, cols: int, operand: Operand) -> int:
+        """By columns: a matrix with contiguous rows is the other way round."""
+        shape = (rows, cols) if operand.transposed else (cols, rows)
+        return bindings().matrix_layout_create(self.dtype, *shape, operand.stride)
+
+    def _choose(self) -> Any:
+        """cuBLASLt's best guess, None where it has nothing."""
+        lt = bindings()
+        preference = lt.matmul_preference_create()
+        limits = {"MAX_WORKSPACE_BYTES": WORKSPACE}
+        limits |= {f"MIN_ALIGNMENT_{operand}_BYTES": self.kind.alignment for operand in "ABCD"}
+        for name, limit in limits.items():
+            attribute = lt.MatmulPreferenceAttribute[name]
+            word = numpy.array([limit], lt.get_matmul_preference_attribute_dtype(attribute))
+            lt.matmul_preference_set_attribute(preference, attribute, word.ctypes.data, word.itemsize)
+        found, count = lt.MatmulHeuristicResult(1), numpy.zeros(1, numpy.int32)
+        layouts = (self.b, self.a, self.out, self.out)
+        try:
+            lt.matmul_algo_get_heuristic(
+                _handle(self.kind.device_id), self.descriptor, *layouts, preference, 1, found.ptr, count.ctypes.data
+            )
+        except lt.cuBLASLtError:
+            return None
+        finally:
+            lt.matmul_preference_destroy(preference)
+        return found if count[0] else None
+
+    def run(self, a: int, b: int, out: int, vector: int) -> bool:
+        """On CuPy's current stream; False where cuBLASLt cannot."""
+        if self.kind.epilogue != "DEFAULT":
+            self.vector[0] = vector
+            bindings().matmul_desc_set_attribute(self.descriptor, self.vector_attribute, self.vector_address, 8)
+        if self.algorithm is None:
+            self.algorithm = self._choose() or False
+            self.workspace = self.algorithm.workspace_size if self.algorithm else 0
+        if not self.algorithm:
+            return False
+        workspace = cupy.cuda.alloc(self.workspace)
+        bindings().matmul(
+            _handle(self.kind.device_id),
+            self.descriptor,
+            self.one,
+            b,
+            self.b,
+            a,
+            self.a,
+            self.zero,
+            out,
+            self.out,
+            out,
+            self.out,
+            self.algorithm.ptr,  # an algorithm is the first thing in a result
+            workspace.ptr,
+            self.workspace,
+            cupy.cuda.get_current_stream().ptr,
+        )
+        return True
+
+
+@lru_cache(maxsize=KINDS)
+def _prepared(kind: Kind) -> Prepared:
+    return Prepared(kind)
+
+
+@cache
+def _handle(device_id: int) -> int:
+    """A handle serves all threads; it belongs to the device that is current when it is made."""
+    return bindings().create()

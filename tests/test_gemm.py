@@ -1,0 +1,212 @@
+"""How products are told to cuBLAS, without a GPU: a cuBLAS in NumPy that reads matrices by columns, as it does."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+
+pytest.importorskip("cupy", exc_type=ImportError)
+
+from cunorm import gemm
+
+FLOAT32, FLOAT64 = 0, 1
+
+
+class Array(numpy.ndarray):
+    """Has CuPy's way to its pointer."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+
+
+def array(values: Any) -> Array:
+    return numpy.asarray(values).view(Array)
+
+
+def at(pointer: int, kind: int, count: int) -> numpy.ndarray:
+    real = ctypes.c_double if kind == FLOAT64 else ctypes.c_float
+    return numpy.ctypeslib.as_array((real * count).from_address(pointer))
+
+
+def stored(pointer: int, kind: int, rows: int, cols: int, stride: int) -> numpy.ndarray:
+    """A matrix stored by columns, `stride` elements from one to the next."""
+    assert stride >= rows
+    memory = at(pointer, kind, stride * (cols - 1) + rows)
+    return numpy.lib.stride_tricks.as_strided(memory, (rows, cols), (memory.itemsize, stride * memory.itemsize))
+
+
+def transposed(matrix: numpy.ndarray, operation: int) -> numpy.ndarray:
+    return matrix.T if operation else matrix
+
+
+class Cublas:
+    CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_GEMM_DEFAULT = 0, 1, -1
+    CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32 = 70, 68, 77
+
+    def gemmEx(  # noqa: N802
+        self, handle, op_a, op_b, m, n, k, alpha, a, a_kind, lda, b, b_kind, ldb, beta, c, kind, ldc, compute, _
+    ):
+        assert compute == (70 if kind == FLOAT64 else 68)
+        a = transposed(stored(a, a_kind, *((k, m) if op_a else (m, k)), lda), op_a)
+        b = transposed(stored(b, b_kind, *((n, k) if op_b else (k, n)), ldb), op_b)
+        out = stored(c, kind, m, n, ldc)
+        factors = at(alpha, kind, 1), at(beta, kind, 1)
+        out[...] = factors[0] * (a @ b) + (factors[1] * out if factors[1] else 0)
+
+
+class Names(enum.IntEnum):
+    TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = range(4)
+
+
+class Limits(enum.IntEnum):
+    MAX_WORKSPACE_BYTES = 0
+    MIN_ALIGNMENT_A_BYTES, MIN_ALIGNMENT_B_BYTES, MIN_ALIGNMENT_C_BYTES, MIN_ALIGNMENT_D_BYTES = range(1, 5)
+
+
+class CublasLt:
+    """nvmath.bindings.cublasLt."""
+
+    MatmulDescAttribute, MatmulPreferenceAttribute = Names, Limits
+    Epilogue = enum.IntEnum("Epilogue", {"DEFAULT": 1, "BIAS": 4, "BGRADB": 512})
+    cuBLASLtError = ArithmeticError  # noqa: N815
+
+    def __init__(self, refuses: tuple[str, ...] = ()):
+        self.objects: list[Any] = [None]
+        self.refuses = [self.Epilogue[name] for name in refuses]
+
+    def _new(self, value: Any) -> int:
+        self.objects.append(value)
+        return len(self.objects) - 1
+
+    def create(self):
+        return self._new("handle")
+
+    def matmul_desc_create(self, compute, scale):
+        return self._new({})
+
+    def matmul_preference_create(self):
+        return self._new({})
+
+    def matmul_preference_destroy(self, preference):
+        assert self.objects[preference] == {Limits.MAX_WORKSPACE_BYTES: gemm.WORKSPACE} | dict.fromkeys(
+            list(Limits)[1:], self.objects[preference][Limits.MIN_ALIGNMENT_A_BYTES]
+        )
+
+    def matrix_layout_create(self, kind, rows, cols, stride):
+        return self._new((kind, rows, cols, stride))
+
+    def get_matmul_desc_attribute_dtype(self, name):
+        return numpy.int64
+
+    get_matmul_preference_attribute_dtype = get_matmul_desc_attribute_dtype
+
+    def matmul_desc_set_attribute(self, where, name, pointer, size):
+        self.objects[where][name] = ctypes.c_int64.from_address(pointer).value
+
+    matmul_preference_set_attribute = matmul_desc_set_attribute
+
+    @staticmethod
+    def MatmulHeuristicResult(count):  # noqa: N802
+        return SimpleNamespace(ptr=1234, workspace_size=4096)
+
+    def matmul_algo_get_heuristic(self, handle, descriptor, a, b, c, d, preference, requested, found, count):
+        described = self.objects[descriptor]
+        assert described[Names.EPILOGUE] == 1 or described[Names.BIAS_POINTER]
+        ctypes.c_int32.from_address(count).value = int(described[Names.EPILOGUE] not in self.refuses)
+
+    def matmul(
+        self, _, descriptor, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, *others
+    ):
+        assert (algorithm, others[1]) == (1234, 4096)
+        assert (c, c_layout) == (d, d_layout)
+        described = self.objects[descriptor]
+        kind = self.objects[a_layout][0]
+        stored_b = stored(b, *self.objects[b_layout])
+        out = stored(d, *self.objects[d_layout])
+        product = transposed(stored(a, *self.objects[a_layout]), described[Names.TRANSA]) @ transposed(
+            stored_b, described[Names.TRANSB]
+        )
+        out[...] = at(alpha, kind, 1) * product
+        assert not at(beta, kind, 1)
+        if described[Names.EPILOGUE] == self.Epilogue.BIAS:  # along the rows of what is stored by columns
+            out += at(described[Names.BIAS_POINTER], kind, len(out))[:, None]
+        elif described[Names.EPILOGUE] == self.Epilogue.BGRADB:
+            sums = at(described[Names.BIAS_POINTER], kind, out.shape[1])
+            sums[...] = transposed(stored_b, described[Names.TRANSB]).sum(axis=0)
+
+
+@pytest.fixture(params=["gemmEx", "cuBLASLt", "cuBLASLt without epilogues"])
+def library(request, monkeypatch):
+    class Cupy:
+        ndarray = Array
+        cuda = SimpleNamespace(
+            alloc=lambda size: SimpleNamespace(ptr=99),
+            get_current_stream=lambda: SimpleNamespace(ptr=7),
+            device=SimpleNamespace(get_cublas_handle=lambda: 5),
+        )
+
+        def __getattr__(self, name):
+            return lambda *arguments: array(getattr(numpy, name)(*arguments))
+
+    lt = None
+    if request.param != "gemmEx":
+        lt = CublasLt(("BIAS", "BGRADB") if "without" in request.param else ())
+    imported = {"nvmath.bindings.cublas": SimpleNamespace(ComputeType=dict.fromkeys(("COMPUTE_32F", "COMPUTE_64F"), 0))}
+    monkeypatch.setattr(gemm, "cupy", Cupy())
+    monkeypatch.setattr(gemm, "bindings", lambda: lt)
+    monkeypatch.setattr(gemm, "import_module", imported.get)
+    monkeypatch.setattr(gemm, "uses_tf32", lambda: False)
+    monkeypatch.setattr(gemm, "_cublas", Cublas)
+    gemm._prepared.cache_clear()
+    gemm._handle.cache_clear()
+    yield lt
+    gemm._prepared.cache_clear()
+    gemm._handle.cache_clear()
+
+
+def laid_out(values: numpy.ndarray, layout: str) -> Array:
+    if layout == "transposed":
+        return array(numpy.ascontiguousarray(values.T)).T
+    if layout == "wider":
+        wide = array(numpy.full((len(values), values.shape[1] + 3), numpy.nan, values.dtype))
+        wide[:, :-3] = values
+        return wide[:, :-3]
+    if layout == "backwards":  # has to be copied
+        return array(values[:, ::-1].copy())[:, ::-1]
+    return array(values)
+
+
+LAYOUTS = ("rows", "transposed", "wider", "backwards")
+
+
+@pytest.mark.parametrize("layouts", [*itertools.product(LAYOUTS, LAYOUTS)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(5, 7, 3), (1, 4, 6), (6, 1, 4), (4, 6, 1)], ids=str)
+def test_products(library, layouts, dtype, shape):
+    rows, cols, inner = shape
+    random = numpy.random.default_rng(0)
+    a, b, bias = (random.standard_normal(s).astype(dtype) for s in ((rows, inner), (inner, cols), (cols,)))
+    operands = [laid_out(matrix, layout) for matrix, layout in zip((a, b), layouts, strict=True)]
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    numpy.testing.assert_allclose(gemm.multiply(*operands), a @ b, **close)
+    numpy.testing.assert_allclose(gemm.multiply(*operands, array(bias)), a @ b + bias, **close)
+    product, sums = gemm.multiply_and_sum(*operands)
+    numpy.testing.assert_allclose(product, a @ b, **close)
+    numpy.testing.assert_allclose(sums, a.sum(1), **close)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (3, 4, 0), (3, 0, 4)], ids=str)
+def test_nothing_to_multiply(library, shape):
+    rows, cols, inner = shape
+    a, b, bias = (array(numpy.ones(s, "float32")) for s in ((rows, inner), (inner, cols), (cols,)))
+    numpy.testing.assert_array_equal(gemm.multiply(a, b, bias), a @ b + bias)
+    product, sums = gemm.multiply_and_sum(a, b)
+    numpy.testing.assert_array_equal(product, a @ b)
+    numpy.testing.assert_array_equal(sums, a.sum(1))

@@ -1,0 +1,682 @@
+"""LayerNormLinear: every argument of TransformerEngine's constructor, and what its users rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import linear_reference
+import pytest
+from functions import OPS
+from linear_reference import check_backward, check_forward
+
+torch = pytest.importorskip("torch")
+
+from torch import _dynamo, nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
+
+from cunorm.torch import LayerNormLinear  # noqa: E402
+
+# transformer_engine.pytorch.LayerNormLinear 2.20, in order.
+ARGUMENTS = {
+    "in_features": inspect.Parameter.empty,
+    "out_features": inspect.Parameter.empty,
+    "eps": 1e-5,
+    "sequence_parallel": False,
+    "fuse_wgrad_accumulation": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "get_rng_state_tracker": None,
+    "init_method": None,
+    "bias": True,
+    "normalization": "LayerNorm",
+    "return_bias": False,
+    "params_dtype": None,
+    "parallel_mode": None,
+    "return_layernorm_output": False,
+    "return_layernorm_output_gathered": False,
+    "parameters_split": None,
+    "zero_centered_gamma": False,
+    "device": "cuda",
+    "ub_overlap_ag": False,
+    "ub_overlap_rs": False,
+    "ub_overlap_rs_dgrad": False,
+    "ub_bulk_wgrad": False,
+    "ub_bulk_dgrad": False,
+    "ub_name": None,
+    "delay_wgrad_compute": False,
+    "symmetric_ar_type": None,
+    "name": None,
+}
+NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+COLS, OUTS = 16, 24
+keeping = pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
+splits = pytest.mark.parametrize(
+    "split", [None, ("q_", "k", "v"), {"query": 8, "key_value_": 16}], ids=["whole", "equal", "sizes"]
+)
+
+
+def make(device: str = "cpu", dtype: Any = torch.float32, **options: Any) -> LayerNormLinear:
+    """With parameters of which none is what it begins as."""
+    torch.manual_seed(0)
+    module = LayerNormLinear(COLS, OUTS, options.pop("eps", 0.3), device=device, params_dtype=dtype, **options)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape).to(parameter) * 0.3)
+    return module
+
+
+def twin(module: LayerNormLinear, **options: Any) -> LayerNormLinear:
+    """Another module with the same parameters."""
+    other = make(module.layer_norm_weight.device.type, module.layer_norm_weight.dtype, **options)
+    other.load_state_dict(module.state_dict())
+    return other
+
+
+def whole(module: LayerNormLinear) -> tuple[Any, Any, Any, Any]:
+    """weight, bias, ln_weight, ln_bias of it, parts put together."""
+    biases = [
+        parameter for name, parameter in module.named_parameters() if name.endswith("bias") and "norm" not in name
+    ]
+    weights = [p for name, p in module.named_parameters() if name.endswith("weight") and "norm" not in name]
+    return torch.cat(weights), torch.cat(biases) if biases else None, module.layer_norm_weight, module.layer_norm_bias
+
+
+def expected(module: LayerNormLinear, x: Any, apply_bias: bool = True) -> tuple[Any, Any]:
+    """(y, z) by torch's own operators."""
+    weight, bias, ln_weight, ln_bias = whole(module)
+    gamma = ln_weight + 1 if module.zero_centered_gamma else ln_weight
+    if module.normalization == "LayerNorm":
+        z = F.layer_norm(x, (COLS,), gamma, ln_bias, module.eps)
+    else:
+        z = F.rms_norm(x, (COLS,), gamma, module.eps)
+    return F.linear(z, weight, bias if apply_bias else None), z
+
+
+def gradients_of(module: LayerNormLinear) -> dict[str, Any]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def test_the_constructor_is_transformer_engines():
+    parameters = inspect.signature(LayerNormLinear).parameters
+    positional = {n: p.default for n, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY}
+    assert list(positional.items()) == list(ARGUMENTS.items())
+    forward = inspect.signature(LayerNormLinear.forward).parameters
+    assert {n: p.default for n, p in list(forward.items())[2:]} == {
+        "is_first_microbatch": None,
+        "fp8_output": False,
+        "fp8_grad": False,
+    }
+
+
+@on_devices
+@keeping
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("offset", [1.0, 1e2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_and_gradients(device, keep, op, offset, dtype):
+    """Against float64, eps 0.3, every parameter random."""
+    call = linear_reference.inputs(op, 40, 96, 64, dtype, offset=offset)
+    module = LayerNormLinear(
+        96,
+        64,
+        call.eps,
+        normalization=NORMALIZATION[op],
+        params_dtype=getattr(torch, dtype),
+        device=device,
+        keep_normalized=keep,
+    )
+    names = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
+    state = {name: tensor(a) for name, a in zip(names, call[2:6], strict=True) if a is not None}
+    module.load_state_dict(state)
+    x = tensor(call.x).to(device).requires_grad_()
+    y = module(x)
+    y.backward(tensor(call.dy).to(device))
+    rounded = {"rounded_mean": device == "cpu"}
+    check_forward(call, array(y), **rounded)
+    parameters = [getattr(module, name) for name in names]
+    gradients = [x.grad, *(None if p is None else p.grad for p in parameters)]
+    check_backward(call, [array(g) for g in gradients], **rounded)
+
+
+@on_devices
+@splits
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("zero_centered_gamma", [False, True])
+@pytest.mark.parametrize("returns", ["y", "bias", "z", "bias and z"])
+def test_what_is_returned(device, split, normalization, bias, zero_centered_gamma, returns):
+    """The gradients of all that is returned, through all of it."""
+    module = make(
+        device,
+        torch.float64,
+        parameters_split=split,
+        normalization=normalization,
+        bias=bias,
+        zero_centered_gamma=zero_centered_gamma,
+        return_bias="bias" in returns,
+        return_layernorm_output="z" in returns,
+        return_layernorm_output_gathered="z" in returns,
+    )
+    x = random(2, 5, COLS, device=device).requires_grad_()
+    results = module(x)
+    results = list(results) if isinstance(results, tuple) else [results]
+    y, z = expected(module, x, apply_bias="bias" not in returns)
+    wanted = [y]
+    if "bias" in returns:
+        wanted.append(whole(module)[1] if bias else torch.empty(0, device=device, dtype=torch.float64))
+    if "z" in returns:
+        wanted.append(z)
+    torch.testing.assert_close(results, wanted)
+    inputs = [x, *module.parameters()]
+
+    def gradients(outputs):
+        loss = sum((output.sin() * (i + 1)).sum() for i, output in enumerate(outputs))
+        return torch.autograd.grad(loss, inputs)
+
+    torch.testing.assert_close(gradients(results), gradients(wanted))
+
+
+def test_the_returned_bias_has_the_dtype_of_y():
+    module = make(return_bias=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, bias = module(random(3, COLS, dtype=torch.float32))
+    assert y.dtype is bias.dtype is torch.bfloat16
+    (bias.float() * 2).sum().backward()
+    assert torch.equal(module.bias.grad, torch.full((OUTS,), 2.0))
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize("zero_centered_gamma", [False, True])
+def test_initial_values(zero_centered_gamma):
+    torch.manual_seed(0)
+    module = LayerNormLinear(256, 512, zero_centered_gamma=zero_centered_gamma, device="cpu")
+    assert torch.equal(module.layer_norm_weight, torch.full((256,), 1.0 - zero_centered_gamma))
+    assert torch.equal(module.layer_norm_bias, torch.zeros(256))
+    assert torch.equal(module.bias, torch.zeros(512))
+    weight = module.weight.detach()
+    assert abs(float(weight.std()) / 0.023 - 1) < 0.01
+    assert abs(float(weight.mean())) < 1e-3
+
+
+@splits
+def test_init_method_and_rng_state_tracker(split):
+    events = []
+
+    class Tracker:
+        @contextlib.contextmanager
+        def fork(self):
+            events.append("fork")
+            yield
+            events.append("join")
+
+    def init(weight):
+        events.append(tuple(weight.shape))
+        nn.init.constant_(weight, 2.0)
+
+    module = LayerNormLinear(
+        COLS, OUTS, init_method=init, get_rng_state_tracker=Tracker, parameters_split=split, device="cpu"
+    )
+    shapes = {None: [(24, 16)]}.get(split if split is None else "", [(8, 16)] * 3)
+    shapes = [(8, 16), (16, 16)] if isinstance(split, dict) else shapes
+    assert events == ["fork", *shapes, "join"]
+    assert all((p == 2.0).all() for n, p in module.named_parameters() if n.endswith("weight") and "norm" not in n)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["layer_norm_weight", "layer_norm_bias", "weight", "bias"]),
+        ({"bias": False}, ["layer_norm_weight", "layer_norm_bias", "weight"]),
+        ({"normalization": "RMSNorm"}, ["layer_norm_weight", "weight", "bias"]),
+        (
+            {"parameters_split": ("q_", "k")},
+            ["layer_norm_weight", "layer_norm_bias", "q_weight", "k_weight", "q_bias", "k_bias"],
+        ),
+        (
+            {"parameters_split": {"q": 4, "kv_": 20}, "bias": False},
+            ["layer_norm_weight", "layer_norm_bias", "q_weight", "kv_weight"],
+        ),
+    ],
+    ids=str,
+)
+def test_names(options, names):
+    module = LayerNormLinear(COLS, OUTS, device="cpu", **options)
+    assert list(module.state_dict()) == names
+    assert [name for name, _ in module.named_parameters()] == names
+    if options.get("bias") is False:
+        biases = [getattr(module, name.replace("weight", "bias")) for name in names[2:]]
+        assert all(b.numel() == 0 and not isinstance(b, nn.Parameter) for b in biases)
+    if options.get("normalization") == "RMSNorm":
+        assert module.layer_norm_bias is None
+
+
+@pytest.mark.parametrize("extra", [None, torch.empty(0, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_checkpoint_of_transformer_engine_loads(extra, nested):
+    source, module = make(), LayerNormLinear(COLS, OUTS, device="cpu")
+    state = source.state_dict()
+    if extra is not None:
+        state["_extra_state"] = extra
+    target = module
+    if nested:
+        target = nn.Sequential(nn.Identity(), module)
+        state = {f"1.{name}": value for name, value in state.items()}
+    before = dict(state)
+    assert not any(target.load_state_dict(state, strict=True))
+    assert list(state) == list(before)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), source.parameters(), strict=True))
+    state["1.odd" if nested else "odd"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match="odd"):
+        target.load_state_dict(state)
+
+
+@pytest.mark.parametrize("parallel_mode", [None, "column"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_attributes_of_parameters(parallel_mode, bias):
+    module = LayerNormLinear(
+        COLS,
+        OUTS,
+        parallel_mode=parallel_mode,
+        sequence_parallel=True,
+        bias=bias,
+        delay_wgrad_compute=True,
+        device="cpu",
+    )
+
+    def check(module):
+        assert module.layer_norm_weight.sequence_parallel is False  # of one rank
+        assert module.layer_norm_bias.sequence_parallel is False
+        sharded = [module.weight] + ([module.bias] if bias and parallel_mode else [])
+        for parameter in sharded:
+            assert (parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride) == (
+                True,
+                0,
+                1,
+            )
+        if bias and not parallel_mode:
+            assert not hasattr(module.bias, "tensor_model_parallel")
+        assert module.weight.skip_backward_post_hook is True
+
+    check(module)
+    check(copy.deepcopy(module))
+    check(pickle.loads(pickle.dumps(module)))
+    check(module.half())
+    check(module.to_empty(device="cpu"))
+
+
+@splits
+def test_copies(split):
+    module = make(parameters_split=split)
+    x = random(3, COLS, dtype=torch.float32)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), twin(module, parameters_split=split)):
+        assert torch.equal(other(x), module(x))
+    half = copy.deepcopy(module).bfloat16()
+    torch.testing.assert_close(half(x.bfloat16()).float(), module(x), rtol=0.05, atol=0.05)
+
+
+def test_parts_that_lie_together_are_not_copied():
+    from cunorm.torch.linear_parts import joined
+
+    module = make(parameters_split=("q", "k", "v"))
+
+    def parts_of(module, kind="weight"):
+        return [getattr(module, f"{name}_{kind}") for name in "qkv"]
+
+    moved = copy.deepcopy(module)
+    optimised = parts_of(moved)
+    moved.double()
+    assert all(a is b for a, b in zip(parts_of(moved), optimised, strict=True))
+    for some in (module, moved, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        for kind in ("weight", "bias"):
+            parts = parts_of(some, kind)
+            assert joined(parts).data_ptr() == parts[0].data_ptr()
+            assert torch.equal(joined(parts), torch.cat(parts))
+    parts = parts_of(module)
+    apart = [nn.Parameter(part.detach().clone()) for part in parts]
+    assert joined(apart).data_ptr() not in [part.data_ptr() for part in apart]
+    assert torch.equal(joined(apart), joined(parts))
+    dy = random(OUTS, COLS, dtype=torch.float32)
+    for some in (parts, apart):
+        gradients = torch.autograd.grad(joined(some), some, dy)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, dy.split(8), strict=True))
+
+
+@splits
+def test_meta_device(split):
+    module = LayerNormLinear(COLS, OUTS, device="meta", parameters_split=split, params_dtype=torch.float64)
+    assert all(p.is_meta for p in module.parameters())
+    assert module(torch.empty(3, COLS, device="meta", dtype=torch.float64)).shape == (3, OUTS)
+    torch.manual_seed(3)
+    module.reset_parameters()
+    assert not any(p.is_meta for p in module.parameters())
+    torch.manual_seed(3)
+    device = module.layer_norm_weight.device.type
+    other = LayerNormLinear(COLS, OUTS, device=device, parameters_split=split, params_dtype=torch.float64)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    emptied = LayerNormLinear(COLS, OUTS, device="meta").to_empty(device="cpu")
+    emptied.reset_parameters()
+    assert torch.equal(emptied.layer_norm_weight, torch.ones(COLS))
+
+
+@on_devices
+def test_labels_change_nothing(device):
+    module = make(device)
+    x = random(3, COLS, device=device, dtype=torch.float32)
+    other = twin(module, ub_name="qkv", name="first", tp_size=1, sequence_parallel=True, parallel_mode="column")
+    assert (other.ub_name, other.name) == ("qkv", "first")
+    assert same(other(x).detach(), module(x).detach())
+
+
+# Weight gradients: added up in the product, or later.
+
+
+def microbatches(device, count=2, dtype=torch.float32):
+    return [
+        (random(6, COLS, device=device, dtype=dtype, seed=i), random(6, OUTS, device=device, dtype=dtype, seed=i + 9))
+        for i in range(count)
+    ]
+
+
+@on_devices
+@splits
+@keeping
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [None, True, False], ids=lambda value: f"first={value}")
+def test_fuse_wgrad_accumulation(device, split, keep, delay, dtype, first):
+    """main_grad is float32; None and False add to it, True overwrites."""
+    options = {"parameters_split": split, "keep_normalized": keep}
+    plain = make(device, dtype, **options)
+    fused = twin(plain, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, **options)
+    names = [name for name, _ in fused.named_parameters() if name.endswith("weight") and "norm" not in name]
+    for name in names:
+        getattr(fused, name).main_grad = torch.full_like(getattr(fused, name), 3.0, dtype=torch.float32)
+    for x, dy in microbatches(device, dtype=dtype):
+        x = x.requires_grad_()
+        plain(x).backward(dy)
+        fused(x.detach().requires_grad_(), is_first_microbatch=first).backward(dy)
+        if delay:
+            fused.backward_dw()
+    x, dy = microbatches(device, dtype=dtype)[-1]
+    last = twin(plain, **options)
+    last(x).backward(dy)
+    for name, parameter in fused.named_parameters():
+        if name in names:
+            assert parameter.grad is None
+            total = (last if first else plain).get_parameter(name).grad.float() + (0.0 if first else 3.0)
+            tolerance = 8 * torch.finfo(dtype).eps
+            torch.testing.assert_close(parameter.main_grad, total, rtol=tolerance, atol=20 * tolerance)
+        else:
+            assert same(parameter.grad, plain.get_parameter(name).grad)
+
+
+def test_main_grad_of_megatrons_hooks():
+    module = make(fuse_wgrad_accumulation=True)
+    weight = module.weight
+    weight.main_grad = torch.ones_like(weight)
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = True
+    weight.overwrite_main_grad = True
+    x, dy = microbatches("cpu")[0]
+    module(x).backward(dy)
+    assert weight.grad_added_to_main_grad is True
+    assert not weight.grad.any()
+    plain = twin(module)
+    plain(x).backward(dy)
+    torch.testing.assert_close(weight.main_grad, plain.weight.grad)
+
+
+def test_a_frozen_weight_is_not_accumulated():
+    module = make(fuse_wgrad_accumulation=True)
+    module.weight.requires_grad_(False)
+    x, dy = microbatches("cpu")[0]
+    module(x.requires_grad_()).backward(dy)
+    assert module.weight.grad is None
+    assert x.grad is not None
+
+
+@on_devices
+@splits
+@keeping
+@pytest.mark.parametrize("return_bias", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_delay_wgrad_compute(device, split, keep, return_bias, autocast):
+    """Nothing until backward_dw(), the oldest pass first, then the same bits as without delay."""
+    options = {"parameters_split": split, "keep_normalized": keep, "return_bias": return_bias}
+    plain = make(device, **options)
+    delayed = twin(plain, delay_wgrad_compute=True, **options)
+    assert delayed.need_backward_dw()
+    assert not plain.need_backward_dw()
+    calls = []
+    delayed.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append("hook"))
+
+    def backward(module, x, dy):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            y = module(x)
+        outputs, gradients = ([y[0], y[1]], [dy, dy[0]]) if return_bias else ([y], [dy])
+        gradients = [g.to(o.dtype) for g, o in zip(gradients, outputs, strict=True)]
+        torch.autograd.backward(outputs, gradients)
+
+    late = [name for name, _ in delayed.named_parameters() if "norm" not in name]
+    if return_bias:
+        late = [name for name in late if name.endswith("weight")]
+    for x, dy in microbatches(device):
+        backward(delayed, x, dy)
+    assert all(delayed.get_parameter(name).grad is None for name in late)
+    for x, dy in microbatches(device):
+        backward(plain, x, dy)
+        delayed.backward_dw()
+        differing = [n for n in late if not same(delayed.get_parameter(n).grad, plain.get_parameter(n).grad)]
+        assert not differing
+    assert all(same(a, b) for a, b in zip(gradients_of(delayed).values(), gradients_of(plain).values(), strict=True))
+    assert calls == ["hook", "hook"]
+    with pytest.raises(RuntimeError, match=r"backward_dw\(\) needs a backward pass"):
+        delayed.backward_dw()
+    assert all(same(a, b) for a, b in zip(gradients_of(delayed).values(), gradients_of(plain).values(), strict=True))
+    plain.backward_dw()  # nothing to do, nothing said, as in TransformerEngine
+
+
+# What torch does with a module.
+
+
+@on_devices
+@splits
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_compiled_whole(device, split, normalization, backend):
+    _dynamo.reset()
+    module = make(
+        device, parameters_split=split, normalization=normalization, return_bias=True, return_layernorm_output=True
+    )
+    compiled = torch.compile(module, fullgraph=True, backend=backend, dynamic=True)
+
+    def gradients(call, x):
+        y, bias, z = call(x)
+        return [y, *torch.autograd.grad((y + bias).square().sum() + z.sin().sum(), [x, *module.parameters()])]
+
+    for rows in (6, 11):
+        x = random(rows, COLS, device=device, dtype=torch.float32).requires_grad_()
+        torch.testing.assert_close(gradients(compiled, x), gradients(module, x), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), module(x))
+
+
+@on_devices
+@pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}], ids=str)
+def test_compiled_with_a_break_in_the_graph(device, options):
+    _dynamo.reset()
+    plain = make(device)
+    module = twin(plain, **options)
+    module.weight.main_grad = torch.zeros_like(module.weight)
+    compiled = torch.compile(module, backend="aot_eager")
+    x, dy = microbatches(device)[0]
+    compiled(x).backward(dy)
+    plain(x).backward(dy)
+    module.backward_dw()
+    torch.testing.assert_close(
+        module.weight.main_grad if module.weight.grad is None else module.weight.grad, plain.weight.grad
+    )
+
+
+@on_devices
+@splits
+def test_autocast(device, split):
+    """All of it in autocast's dtype, z too; gradients in that of the parameters."""
+    module = make(device, parameters_split=split, return_layernorm_output=True)
+    x = random(6, COLS, device=device, dtype=torch.float32).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        y, z = module(x)
+    assert y.dtype is z.dtype is torch.bfloat16
+    y_expected, z_expected = expected(module, x)
+    torch.testing.assert_close(y.float(), y_expected, rtol=0.05, atol=0.1)
+    torch.testing.assert_close(z.float(), z_expected, rtol=0.01, atol=0.02)
+    y.sum().backward()
+    assert x.grad.dtype is torch.float32
+    assert all(p.grad.dtype is torch.float32 for p in module.parameters())
+
+
+@on_devices
+@splits
+def test_checkpointing(device, split):
+    module = make(device, parameters_split=split)
+    x = random(6, COLS, device=device, dtype=torch.float32).requires_grad_()
+    wanted = [x, *module.parameters()]
+    direct = torch.autograd.grad(module(x).square().sum(), wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), wanted), direct
+    )
+
+
+@pytest.mark.gpu
+@splits
+def test_graphed_callables(split):
+    module = make("cuda", torch.bfloat16, parameters_split=split)
+    other = twin(module, parameters_split=split)
+    sample = random(8, COLS, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    graphed = torch.cuda.make_graphed_callables(other, (sample,))
+    for seed in range(3):
+        x = random(8, COLS, device="cuda", dtype=torch.bfloat16, seed=seed).requires_grad_()
+        a = torch.autograd.grad(graphed(x).square().sum(), [x, *other.parameters()])
+        b = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+def test_accumulation_in_a_captured_step():
+    module = make("cuda", torch.bfloat16, fuse_wgrad_accumulation=True)
+    module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
+    x, dy = microbatches("cuda", dtype=torch.bfloat16)[0]
+
+    def step():
+        module(x).backward(dy)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    one = module.weight.main_grad / 3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    module.weight.main_grad.zero_()
+    for _ in range(2):
+        graph.replay()
+    torch.testing.assert_close(module.weight.main_grad, 2 * one, rtol=1e-5, atol=1e-5)
+
+
+# Bad input.
+
+
+class Bad(NamedTuple):
+    what: str
+    options: dict[str, Any]
+    error: type[Exception]
+    phrase: str
+
+
+class Group:
+    """What torch.distributed.get_world_size is asked about."""
+
+
+CONSTRUCTOR = [
+    Bad("no rows", {"out_features": 0}, ValueError, "out_features must be 1 or more; got 0"),
+    Bad("negative columns", {"in_features": -4}, ValueError, "in_features must be 1 or more; got -4"),
+    Bad("columns are a float", {"in_features": 8.0}, TypeError, "in_features must be an int; got float"),
+    Bad("negative eps", {"eps": -1.0}, ValueError, "eps must be finite and not negative"),
+    Bad("unknown norm", {"normalization": "BatchNorm"}, ValueError, "'LayerNorm' or 'RMSNorm'; got 'BatchNorm'"),
+    Bad("row parallel", {"parallel_mode": "row"}, NotImplementedError, "A norm cannot be split along its row"),
+    Bad("unknown mode", {"parallel_mode": "diagonal"}, ValueError, "None or 'column'; got 'diagonal'"),
+    Bad("two ranks", {"tp_size": 2}, NotImplementedError, "tp_size must be 1; got 2"),
+    Bad("two ranks in a group", {"tp_group": Group()}, NotImplementedError, "tp_size must be 1; got 2"),
+    Bad("no ranks", {"tp_size": 0}, ValueError, "tp_size must be 1 or more"),
+    Bad("empty split", {"parameters_split": ()}, ValueError, "at least one part"),
+    Bad("empty sizes", {"parameters_split": {}}, ValueError, "at least one part"),
+    Bad("uneven split", {"parameters_split": ("a",) * 5}, ValueError, "every part once"),
+    Bad("uneven parts", {"parameters_split": tuple("abcde")}, ValueError, "add up to out_features=24; got [4, 4"),
+    Bad("wrong sum", {"parameters_split": {"a": 8, "b": 8}}, ValueError, "add up to out_features=24; got [8, 8]"),
+    Bad("an empty part", {"parameters_split": {"a": 0, "b": 24}}, ValueError, "must be positive"),
+    Bad("names are numbers", {"parameters_split": (1, 2)}, TypeError, "name its parts by str; got [1, 2]"),
+    Bad("a number of parts", {"parameters_split": 3}, TypeError, "a sequence of names or a dict of sizes; got int"),
+    Bad("sizes are floats", {"parameters_split": {"a": 8.0, "b": 16.0}}, TypeError, "must have int sizes"),
+    *[
+        Bad(name, {name: True}, NotImplementedError, f"{name} must be unset; got True. Communication that overlaps")
+        for name in ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad")
+    ],
+    Bad(
+        "symmetric", {"symmetric_ar_type": "one_shot"}, NotImplementedError, "Reduction through symmetric memory is to"
+    ),
+]
+
+
+@pytest.mark.parametrize("bad", CONSTRUCTOR, ids=lambda bad: bad.what)
+def test_bad_arguments(bad, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    with pytest.raises(bad.error) as caught:
+        LayerNormLinear(**{"in_features": COLS, "out_features": OUTS, "device": "cpu", **bad.options})
+    assert bad.phrase in str(caught.value)
+    assert str(caught.value).startswith("LayerNormLinear: ")
+
+
+CALLS: list[tuple[str, Callable[[Any], tuple], dict, type[Exception], str]] = [
+    ("a list", lambda x: ([[1.0]],), {}, TypeError, "inp must be a torch.Tensor; got list"),
+    ("wrong last axis", lambda x: (x[:, 1:],), {}, RuntimeError, "the length 16 of a row of weight"),
+    ("dtype", lambda x: (x.double(),), {}, TypeError, "inp of torch.float64 and layer_norm_weight of torch.float32"),
+    (
+        "fp8_output",
+        lambda x: (x,),
+        {"fp8_output": True},
+        NotImplementedError,
+        "fp8_output must be unset; got True. FP8",
+    ),
+    ("fp8_grad", lambda x: (x,), {"fp8_grad": True}, NotImplementedError, "FP8 is to come"),
+]
+
+
+@on_devices
+@pytest.mark.parametrize(("what", "change", "options", "error", "phrase"), CALLS, ids=[call[0] for call in CALLS])
+def test_bad_calls(device, what, change, options, error, phrase):
+    module = make(device, delay_wgrad_compute=True)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(error) as caught:
+        module(*change(random(3, COLS, device=device, dtype=torch.float32)), **options)
+    assert phrase in str(caught.value)
+    assert str(caught.value).startswith("LayerNormLinear: ")
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
+    with pytest.raises(RuntimeError, match="backward_dw"):
+        module.backward_dw()
+
+
+def test_accumulation_without_main_grad():
+    module = make(fuse_wgrad_accumulation=True)
+    with pytest.raises(AttributeError, match=r"needs weight\.main_grad"):
+        module(random(3, COLS, dtype=torch.float32))
