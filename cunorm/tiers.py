@@ -227,7 +227,7 @@ def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, operands: 
     wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
     if shape.threads <= 256:
         return True
-    return not (shape.packs >= 4 and device.arch >= 100 or shape.packs == 4 and wide)
+    return not ((shape.packs >= 4 and device.arch >= 100) or (shape.packs == 4 and wide))
 
 
 def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int, device: Device) -> bool:
