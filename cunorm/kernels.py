@@ -133,7 +133,7 @@ def compile_ptx(text: str, name: str, arch: int) -> str:
 
 def why_ptx_is_too_new() -> str:
     """Why the driver cannot read the PTX that NVRTC writes, and what to do; empty if it can."""
-    from cupy_backends.cuda.api import runtime
+    from cupy.cuda import runtime
     from cupy_backends.cuda.libs import nvrtc
 
     version, driver = nvrtc.getVersion(), runtime.driverGetVersion()
