@@ -133,10 +133,10 @@ def compile_ptx(text: str, name: str, arch: int) -> str:
 
 def why_ptx_is_too_new() -> str:
     """Why the driver cannot read the PTX that NVRTC writes, and what to do; empty if it can."""
-    from cupy_backends.cuda.api import runtime
+    import cupy
     from cupy_backends.cuda.libs import nvrtc
 
-    version, driver = nvrtc.getVersion(), runtime.driverGetVersion()
+    version, driver = nvrtc.getVersion(), cupy.cuda.runtime.driverGetVersion()
     if 1000 * version[0] + 10 * version[1] <= driver:
         return ""
     return (
