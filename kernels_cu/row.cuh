@@ -29,7 +29,7 @@ struct RowShape {
   // held, and a last one that is smaller, took 1.5 times as long (backward of 14848 cols).
   static constexpr int kSlice = ((kCols + kPack - 1) / kPack + kCluster - 1) / kCluster * kPack;
   static constexpr int kLastSlice = kCols - (kCluster - 1) * kSlice;
-  static_assert(kSlice <= kCapacity);
+  static_assert(kSlice <= kCapacity && kLastSlice > 0);
 
   DEVICE static int slice_columns(int rank) {
     if (kCluster == 1 || kLastSlice == kSlice) return kSlice < kCols ? kSlice : kCols;

@@ -69,7 +69,7 @@ def offline() -> Iterator[CompileOne]:
     from cupy_backends.cuda.libs import nvrtc
 
     # All that the result depends on besides the source and the architecture.
-    salt = repr((nvrtc.getVersion(), kernels.OPTIONS, Resources._fields))
+    salt = repr((nvrtc.getVersion(), kernels.OPTIONS, kernels.AS_CUPY, Resources._fields))
     path = cache.directory() / cache.RESULTS_FILE
     known, new = _read(path), {}
 
