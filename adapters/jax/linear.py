@@ -75,10 +75,10 @@ def layer_norm_linear(
     Notes
     -----
     z is rounded to the dtype of x. Products of 16 bits add in float32; y is rounded once, after bias is added, each
-    gradient at the end of its product or sum. On NVIDIA GPUs z comes from cunorm's kernel, elsewhere from jax.numpy; the
-    product is XLA's. What JAX transforms it transforms in parts: forward mode too is right, of any order, in jax.numpy
-    as that of `layer_norm` is, its terms rounded to 16 bits where z is. For the backward pass x, mean, rstd and the
-    parameters are kept; z is computed again only where the gradient of kernel is wanted.
+    gradient at the end of its product or sum. On NVIDIA GPUs z comes from cunorm's kernel, elsewhere from jax.numpy,
+    and the product is XLA's. Forward mode is right, of any order, in jax.numpy as that of `layer_norm` is, its terms
+    rounded to 16 bits where z is. For the backward pass x, mean, rstd and the parameters are kept; z is computed again
+    only where the gradient of kernel is wanted.
 
     Rows may be split over devices, and kernel along `out`: no communication forward. Of a kernel that is split along
     `in` XLA gathers the parts or sums over them; over explicit axes of a mesh JAX refuses it.
