@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_arrays import close
 from jax_sharded import collectives
-from test_jax_linear import arguments, both, gradient
+from test_jax_linear import arguments, both, compiled, gradient
 
 ROWS = 16
 DATA_PARALLEL = (P("data"), P(), P(), P(), P())
@@ -34,17 +34,17 @@ def check_sharded(op: str, mesh: Mesh, specs: tuple[P, ...], y_spec: P, context:
     arrays = given(op)
     sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=False)]
     with jax.set_mesh(mesh) if context else nullcontext():
-        forward = jax.jit(mine).lower(*sharded).compile()
+        forward = compiled(mine).lower(*sharded).compile()
         assert not collectives(forward), collectives(forward)
         y = forward(*sharded)
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, y_spec), y.ndim), y.sharding
-        compiled = jax.jit(gradient(mine)).lower(*sharded).compile()
-        assert collectives(compiled) == {"all-reduce"}, collectives(compiled)
-        gradients = compiled(*sharded)
+        backward = compiled(gradient(mine)).lower(*sharded).compile()
+        assert collectives(backward) == {"all-reduce"}, collectives(backward)
+        gradients = backward(*sharded)
     for found, array in zip(gradients, sharded, strict=True):
         assert found.sharding.is_equivalent_to(array.sharding, found.ndim), (found.shape, found.sharding)
-    close(jax.device_get(y), jax.device_get(jax.jit(expected)(*arrays)), 5e-4, 1e-4)
-    close(jax.device_get(gradients), jax.device_get(jax.jit(gradient(expected))(*arrays)), 5e-4, 1e-4)
+    close(jax.device_get(y), jax.device_get(compiled(expected)(*arrays)), 5e-4, 1e-4)
+    close(jax.device_get(gradients), jax.device_get(compiled(gradient(expected))(*arrays)), 5e-4, 1e-4)
 
 
 def check_kernel_split_along_in(mesh: Mesh) -> None:
@@ -53,8 +53,8 @@ def check_kernel_split_along_in(mesh: Mesh) -> None:
     arrays = given("layer_norm")
     specs = (P("data"), P("model"), P(), P(), P())
     sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
-    found = jax.device_get(jax.jit(gradient(mine))(*sharded))
-    close(found, jax.device_get(jax.jit(gradient(expected))(*arrays)), 5e-4, 1e-4)
+    found = jax.device_get(compiled(gradient(mine))(*sharded))
+    close(found, jax.device_get(compiled(gradient(expected))(*arrays)), 5e-4, 1e-4)
 
 
 def check_shard_map(op: str, mesh: Mesh, check_vma: bool) -> None:
@@ -63,11 +63,11 @@ def check_shard_map(op: str, mesh: Mesh, check_vma: bool) -> None:
     arrays = given(op)
     specs = COLUMN_PARALLEL[: len(arrays)]
     mapped = jax.shard_map(mine, mesh=mesh, in_specs=specs, out_specs=P("data", None, "model"), check_vma=check_vma)
-    reference = jax.device_get(jax.jit(gradient(expected))(*arrays))
-    close(jax.device_get(jax.jit(gradient(mapped))(*arrays)), reference, 5e-4, 1e-4)
+    reference = jax.device_get(compiled(gradient(expected))(*arrays))
+    close(jax.device_get(compiled(gradient(mapped))(*arrays)), reference, 5e-4, 1e-4)
     if check_vma:
         inside = jax.shard_map(gradient(mine), mesh=mesh, in_specs=specs, out_specs=specs)
-        close(jax.device_get(jax.jit(inside)(*arrays)), reference, 5e-4, 1e-4)
+        close(jax.device_get(compiled(inside)(*arrays)), reference, 5e-4, 1e-4)
 
 
 def check_functions_of_cunorm(mesh: Mesh) -> None:
@@ -84,8 +84,8 @@ def check_functions_of_cunorm(mesh: Mesh) -> None:
 
     data = NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):
-        found = jax.jit(run)(jax.device_put(x, data), jax.device_put(dy, data))
-    close(jax.device_get(found), jax.device_get(run(jnp.asarray(x), jnp.asarray(dy))), 5e-4, 1e-4)
+        found = compiled(run)(jax.device_put(x, data), jax.device_put(dy, data))
+    close(jax.device_get(found), jax.device_get(compiled(run)(x, dy)), 5e-4, 1e-4)
 
 
 def main(platform: str) -> None:

@@ -93,11 +93,9 @@ CASES = {
     "float32": Case(),
     "bfloat16": Case("bfloat16", "bfloat16"),
     "y is float32 with float32 parameters": Case("bfloat16"),
-    "bfloat16 asked for with float32 parameters": Case("bfloat16", "float32", "bfloat16"),
     "bfloat16 asked for of float32": Case("float32", "float32", "bfloat16"),
     "y is float32 of two kinds of 16 bits": Case("float16", "bfloat16"),
     "float64": Case("float64", "float64"),
-    "y is float64 with float64 parameters": Case("float32", "float64"),
     "integers": Case("int32"),
     "epsilon": Case(options={"epsilon": 0.3}),
     "zero-centred": Case(options={"zero_centered_gamma": True}),
@@ -109,9 +107,17 @@ CASES = {
 }
 
 
+# Options are the same to both frameworks.
+CHOSEN = [
+    pytest.param(framework, case, id=f"{framework}-{name}")
+    for framework in ("linen", "nnx")
+    for name, case in CASES.items()
+    if framework == "linen" or case.dtype or not case.options
+]
+
+
 @on_devices
-@frameworks
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("framework", "case"), CHOSEN)
 def test_the_same_results_as_flax(device, framework, case):
     """y and every gradient: in shapes and dtypes, in values to some roundings of the coarsest format."""
     options = {"param_dtype": case.parameters, "dtype": case.dtype, **case.options}
@@ -140,8 +146,8 @@ PARAMETERS = {
 
 def initial(framework, options):
     if framework == "linen":
-        x = jnp.ones((2, IN))
-        return cunorm.flax.linen.LayerNormDense(OUT, **options).init(jax.random.key(0), x)["params"]
+        init = cunorm.flax.linen.LayerNormDense(OUT, **options).init
+        return compiled(init)(jax.random.key(0), jnp.ones((2, IN)))["params"]
     module = cunorm.flax.nnx.LayerNormDense(IN, OUT, rngs=flax.nnx.Rngs(0), **options)
     return flax.nnx.to_pure_dict(flax.nnx.state(module))
 

@@ -95,7 +95,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("offset", "keep_normalized"), [(1.0, False), (1e2, False), (1e2, True)])
+@pytest.mark.parametrize(("offset", "keep_normalized"), [(1.0, True), (1e2, False)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -319,23 +319,16 @@ def on_one_device(function, device):
 
 
 TRANSFORMATIONS = {
-    "jit": lambda f, _: f,
     "grad": lambda f, _: gradient(f),
     "forward mode": lambda f, _: lambda *a: jax.jvp(f, a, tuple(jnp.cos(b) for b in a)),
     "forward mode in kernel": lambda f, _: lambda x, k, *rest: jax.jvp(lambda k: f(x, k, *rest), (k,), (k * k,)),
     "forward over reverse": lambda f, _: lambda *a: jax.jvp(gradient(f), a, tuple(jnp.cos(b) for b in a)),
     "reverse over reverse": lambda f, _: gradient(lambda *a: gradient(f)(*a)[0]),
-    "scan": lambda f, _: scanned(f),
     "grad of scan": lambda f, _: gradient(scanned(f)),
-    "grad of scan of checkpoint": lambda f, _: gradient(scanned(jax.checkpoint(f))),
     "grad of checkpoint": lambda f, _: gradient(jax.checkpoint(f)),
     "grad of checkpoint of products": lambda f, _: gradient(
         jax.checkpoint(lambda *a: jnp.cos(f(*a)), policy=jax.checkpoint_policies.dots_saveable)
     ),
-    "vmap of grad of scan": lambda f, _: (
-        lambda x, *rest: jax.vmap(gradient(scanned(f)), (0, *[None] * len(rest)))(x, *rest)
-    ),
-    "shard_map": lambda f, device: on_one_device(f, device),
     "grad of shard_map": lambda f, device: gradient(on_one_device(f, device)),
     "cond": lambda f, _: gradient(lambda *a: jax.lax.cond(a[0].sum() > 0, f, lambda x, *b: f(-x, *b), *a)),
 }
@@ -343,8 +336,8 @@ TRANSFORMATIONS = {
 
 CHOSEN = [
     *(("layer_norm", make, False) for make in TRANSFORMATIONS),
-    *(("layer_norm", make, True) for make in ("grad", "forward over reverse", "grad of scan", "grad of checkpoint")),
-    *(("rms_norm", make, False) for make in ("grad", "forward mode", "grad of scan")),
+    *(("layer_norm", make, True) for make in ("grad", "forward over reverse", "grad of checkpoint")),
+    *(("rms_norm", make, False) for make in ("grad", "forward mode")),
 ]
 
 
