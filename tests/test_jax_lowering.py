@@ -150,9 +150,7 @@ def test_an_exported_program_runs_anywhere():
     allowed = [export.DisabledSafetyCheck.custom_call(PTX_CALL)]
     exported = export.export(jax.jit(function), platforms=("cuda", "cpu"), disabled_checks=allowed)(x, weight, bias)
     close(exported.call(x, weight, bias), function(x, weight, bias))
-    assert (
-        len(calls(exported.mlir_module())) == 2
-    )  # four rows, of which a group takes all: dweight and dbias need no sum
+    assert len(calls(exported.mlir_module())) == 2  # four rows, of which a group takes all: dweight and dbias need no sum
     with pytest.raises(ValueError, match=re.escape(PTX_CALL)):
         export.export(jax.jit(function), platforms=("cuda",))(x, weight, bias)
 
