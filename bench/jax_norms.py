@@ -10,6 +10,7 @@ provider in processes of its own: the first with empty caches, the second with w
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import math
@@ -67,6 +68,7 @@ def environment() -> dict[str, Any]:
     from cunorm.jax import choice
 
     return {
+        "date": datetime.date.today().isoformat(),
         "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
         "driver": cupy.cuda.runtime.driverGetVersion(),
         "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),

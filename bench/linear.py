@@ -23,6 +23,7 @@ import torch._functorch.config
 from torch.nn import functional as F  # noqa: N812
 
 from bench.timing import buffers_needed
+from bench.torch_models import alternate
 from cunorm.torch import layer_norm_linear
 
 # Of ANCHORS' table: rows, in, out.
@@ -203,6 +204,31 @@ def peak_memory(write: Callable[..., None], shape: tuple[int, int, int]) -> None
     write("memory", rows=rows, **{"in": cols, "out": outs}, unit="bytes", z=2 * rows * cols, **figures)
 
 
+def host_time(write: Callable[..., None]) -> None:
+    """Microseconds until a call returns, the GPU having next to nothing to do."""
+    b = buffers(16, 256, 256)
+    functions = {name: function for name, function in contenders().items() if name != "product"}
+
+    def forward(function: Function) -> Callable[[], None]:
+        def call() -> None:
+            with torch.no_grad():
+                function(*b.inputs)
+
+        return call
+
+    def both(function: Function) -> Callable[[], None]:
+        def call() -> None:
+            for leaf in b.inputs:
+                leaf.grad = None
+            function(*b.inputs).backward(b.dy)
+
+        return call
+
+    for what, make in (("forward", forward), ("forward and backward", both)):
+        calls = {name: (make(function), 1) for name, function in functions.items()}
+        write("host", what=what, unit="us", **alternate(calls, rounds=30, inner=20))
+
+
 def warm(shape: tuple[int, int, int]) -> None:
     b = buffers(*shape)
     contenders()["torch.compile"](*b.inputs).backward(b.dy)
@@ -243,6 +269,7 @@ def main() -> None:
                 measure(write, shape)
         for shape in shapes[-2:]:
             peak_memory(write, shape)
+        host_time(write)
 
 
 if __name__ == "__main__":

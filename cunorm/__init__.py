@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on NVIDIA GPUs at the speed of memory, for CuPy and NumPy arrays and torch tensors."""
+"""LayerNorm and RMSNorm on NVIDIA GPUs at the speed of memory, for arrays of CuPy, NumPy and JAX and torch tensors."""
 
 from .api import (
     layer_norm,

@@ -109,9 +109,9 @@ def _carveout(threads: int, shared: int) -> int:
     return min(100, -(-100 * ctas * (shared + 1024) // (228 << 10)))
 
 
-def compile_for(spec: KernelSpec, arch: int) -> Resources:
+def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None) -> Resources:
     """Compile for any architecture, with no GPU and no driver: what the kernel uses."""
-    log, _ = _compile_offline(source(spec), entry_name(spec), f"sm_{arch}", "--ptxas-options=-v")
+    log, _ = _compile_offline(source(spec, baked), entry_name(spec), f"sm_{arch}", "--ptxas-options=-v")
     return _parse_resources(log)
 
 
@@ -133,10 +133,10 @@ def compile_ptx(text: str, name: str, arch: int) -> str:
 
 def why_ptx_is_too_new() -> str:
     """Why the driver cannot read the PTX that NVRTC writes, and what to do; empty if it can."""
-    from cupy_backends.cuda.api import runtime
+    import cupy
     from cupy_backends.cuda.libs import nvrtc
 
-    version, driver = nvrtc.getVersion(), runtime.driverGetVersion()
+    version, driver = nvrtc.getVersion(), cupy.cuda.runtime.driverGetVersion()
     if 1000 * version[0] + 10 * version[1] <= driver:
         return ""
     return (

@@ -222,9 +222,12 @@ def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, operands: 
     """Whether a thread has registers for what it keeps from row to row, where rows wait in shared memory."""
     if problem.direction == "forward":
         return operands <= tier.operands
-    # 128 registers are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for any.
+    # 128 registers are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for any, and
+    # 168 for those of five.
     wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
-    return not (shape.packs == 4 and shape.threads > 256 and (wide or device.arch >= 100))
+    if shape.threads <= 256:
+        return True
+    return not ((shape.packs >= 4 and device.arch >= 100) or (shape.packs == 4 and wide))
 
 
 def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int, device: Device) -> bool:

@@ -23,10 +23,10 @@ class Bad(NamedTuple):
 
 
 FORWARD = [
-    Bad("x is a list", lambda xp, a: {"x": [[1.0, 2.0]]}, TypeError, "x must be a NumPy or CuPy array"),
-    Bad("x is a string", lambda xp, a: {"x": "array"}, TypeError, "x must be a NumPy or CuPy array"),
-    Bad("x is None", lambda xp, a: {"x": None}, TypeError, "x must be a NumPy or CuPy array"),
-    Bad("x is a number", lambda xp, a: {"x": 1.5}, TypeError, "x must be a NumPy or CuPy array"),
+    Bad("x is a list", lambda xp, a: {"x": [[1.0, 2.0]]}, TypeError, "x must be a NumPy, CuPy or JAX array"),
+    Bad("x is a string", lambda xp, a: {"x": "array"}, TypeError, "x must be a NumPy, CuPy or JAX array"),
+    Bad("x is None", lambda xp, a: {"x": None}, TypeError, "x must be a NumPy, CuPy or JAX array"),
+    Bad("x is a number", lambda xp, a: {"x": 1.5}, TypeError, "x must be a NumPy, CuPy or JAX array"),
     Bad("x is an integer array", lambda xp, a: {"x": a["x"].astype("int32")}, TypeError, "x must have dtype float16"),
     Bad("x is complex", lambda xp, a: {"x": a["x"].astype("complex64")}, TypeError, "got complex64"),
     Bad("x is bool", lambda xp, a: {"x": a["x"] > 0}, TypeError, "got bool"),
@@ -142,7 +142,7 @@ BIAS = [
 ]
 
 BACKWARD = [
-    Bad("x is a list", lambda xp, a: {"x": [[1.0]]}, TypeError, "x must be a NumPy or CuPy array"),
+    Bad("x is a list", lambda xp, a: {"x": [[1.0]]}, TypeError, "x must be a NumPy, CuPy or JAX array"),
     Bad("x is an integer array", lambda xp, a: {"x": a["x"].astype("int32")}, TypeError, "x must have dtype"),
     Bad("dy is None", lambda xp, a: {"dy": None}, TypeError, "dy must be a (NumPy|CuPy) array"),
     Bad("dy is a list", lambda xp, a: {"dy": [[1.0]]}, TypeError, "dy must be a (NumPy|CuPy) array"),

@@ -56,8 +56,8 @@ def test_a_gpu_that_cupy_cannot_use(with_gpu, monkeypatch):
 
 def test_a_driver_too_old_for_the_ptx(with_gpu, with_cupy, monkeypatch):
     """Both versions are named; the other way in is taken, unless PTX was asked for."""
-    pytest.importorskip("cupy_backends")
-    from cupy_backends.cuda.api import runtime
+    pytest.importorskip("cupy")
+    from cupy.cuda import runtime
     from cupy_backends.cuda.libs import nvrtc
 
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (13, 5))

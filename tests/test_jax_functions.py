@@ -23,10 +23,13 @@ from cunorm.jax.functional import norm  # noqa: E402
 COLS = 96
 
 # The formulas are the same for all shapes: on the CPU a few will do.
-CPU_SHAPES = ((0, 128), (3, 2), (70, 33), (8, 8191), (1, 600001))
+CPU_SHAPES = ((70, 33), (0, 128), (3, 2), (8, 8191), (1, 600001))
 CPU_CASES = [
     pytest.param("host", rows, cols, dtype, id=f"cpu-{rows}x{cols}-{dtype}")
-    for (rows, cols), dtype in itertools.product(CPU_SHAPES, DTYPES)
+    for (rows, cols), dtype in [
+        *itertools.product(CPU_SHAPES[:1], DTYPES),
+        *itertools.product(CPU_SHAPES[1:], ("bfloat16", "float32")),
+    ]
 ]
 GPU_CASES = [case for case in shape_cases() if case.values[0] == "gpu"]
 
@@ -110,13 +113,10 @@ def test_a_million_standard_deviations_from_zero(device):
 @pytest.mark.parametrize("cols", [7, 1000, 8191, 16384, 65537])
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 def test_the_bits_are_those_of_the_core(op, cols, zero_centered_gamma):
-    """The text differs, with rows and eps in it, and XLA launches; the plan, and so the arithmetic, is the same.
-
-    But for clusters of 16, which 65537 columns would need for a float32 weight.
-    """
+    """The text differs, with rows and eps in it, and XLA launches; the plan, and so the arithmetic, is the same."""
     import cupy
 
-    x, dy, weight, bias = inputs(cupy, 9, cols, "bfloat16", weight="float32" if cols < 65537 else "bfloat16")
+    x, dy, weight, bias = inputs(cupy, 9, cols, "bfloat16", weight="float32")
     option = {"zero_centered_gamma": zero_centered_gamma}
     y, _, gradients = y_and_gradients(op, x, dy, weight, bias, **option)
     core = forward(op, x, weight, bias, **option)
@@ -188,9 +188,9 @@ OPTIONS = [
 
 
 @on_devices
-@pytest.mark.parametrize("eps", [1e-6, 0.3])
 @pytest.mark.parametrize(("op", "has_weight", "has_bias", "zero_centered_gamma"), OPTIONS)
-def test_every_combination_of_options(device, op, has_weight, has_bias, zero_centered_gamma, eps):
+def test_every_combination_of_options(device, op, has_weight, has_bias, zero_centered_gamma):
+    eps = 0.3
     x, dy = (random(5, COLS, device=device, seed=i) for i in range(2))
     parameters = {}
     if has_weight:
@@ -261,8 +261,7 @@ def test_one_array_in_several_places(device):
 
 
 @on_devices
-@pytest.mark.parametrize("op", OPS)
-def test_slices_and_transposes(device, op):
+def test_slices_and_transposes(device):
     """Of what XLA hands over the kernels see dense rows, wherever they come from."""
     x = random(7, 6, 2 * COLS + 1, device=device)
     views = {
@@ -274,7 +273,7 @@ def test_slices_and_transposes(device, op):
     }
     for view in views.values():
         mine, expected = (
-            jax.jit(jax.value_and_grad(lambda x, f=f, view=view: jnp.sin(f(op, view(x))).sum()))(x)
+            jax.jit(jax.value_and_grad(lambda x, f=f, view=view: jnp.sin(f("layer_norm", view(x))).sum()))(x)
             for f in (call, plain)
         )
         close(mine, expected)

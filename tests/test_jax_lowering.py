@@ -15,6 +15,7 @@ from jax_arrays import PTX_CALL, calls, close, lowered, random  # noqa: E402
 from test_jax_functions import ARGNUMS, call  # noqa: E402
 
 from cunorm import kernels  # noqa: E402
+from cunorm.commands.compilation import fault  # noqa: E402
 from cunorm.jax import choice, layer_norm, xla_call  # noqa: E402
 from cunorm.plan import plan  # noqa: E402
 from cunorm.problem import Problem  # noqa: E402
@@ -58,13 +59,13 @@ def gradient(op):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", COLUMNS)
-def test_the_launches_are_those_of_the_plan(op, cols):
-    arrays = arguments(op, (300,), cols, "bfloat16")
-    forward = lowered(lambda *a: call(op, *a), *arrays)
-    assert launched(forward) == expected(op, "forward", 300, cols, "bfloat16")
+@pytest.mark.parametrize("rows", [1, 300])
+def test_the_launches_are_those_of_the_plan(op, rows, cols):
+    arrays = arguments(op, (rows,), cols, "bfloat16")
+    forward = expected(op, "forward", rows, cols, "bfloat16")
+    assert launched(lowered(lambda *a: call(op, *a), *arrays)) == forward
     text = lowered(gradient(op), *arrays)
-    backward = expected(op, "backward", 300, cols, "bfloat16")
-    assert launched(text) == expected(op, "forward", 300, cols, "bfloat16") + backward
+    assert launched(text) == forward + expected(op, "backward", rows, cols, "bfloat16")
     # Of the formulas nothing is left but the sum, its gradient and the conversions of the test.
     assert not re.search(r"stablehlo\.(rsqrt|divide|subtract)", text)
 
@@ -113,6 +114,18 @@ def test_the_text_has_pointers_alone():
     assert calls(other)[0].ptx != one.ptx
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("cols", [1024, 4096, 131072])
+def test_a_text_with_numbers_in_it_spills_no_register(direction, cols):
+    """With literals, which tell the compiler more than arguments do, these did."""
+    problem = Problem.whole("layer_norm", direction, 16384, cols, "bfloat16", "bfloat16")
+    names = ("x", "weight", "bias") if direction == "forward" else ("dy", "x", "mean", "rstd", "weight")
+    wanted = ("y",) if direction == "forward" else ("dx", "dweight", "dbias")
+    for launch in xla_call.launches(plan(problem, target()), 1e-5, names, wanted):
+        spec = launch.step.spec
+        assert not fault(spec, kernels.compile_for(spec, target().arch, launch.baked))
+
+
 def test_no_weight_no_pointer():
     (one,) = calls(lowered(layer_norm, shapes((300,), 96)[0]))
     assert one.ptx.count(".param .u64") == 2
@@ -150,7 +163,8 @@ def test_an_exported_program_runs_anywhere():
     allowed = [export.DisabledSafetyCheck.custom_call(PTX_CALL)]
     exported = export.export(jax.jit(function), platforms=("cuda", "cpu"), disabled_checks=allowed)(x, weight, bias)
     close(exported.call(x, weight, bias), function(x, weight, bias))
-    assert len(calls(exported.mlir_module())) == 2  # four rows, of which a group takes all: dweight and dbias need no sum
+    backward = expected("layer_norm", "backward", 4, 96)
+    assert launched(exported.mlir_module()) == expected("layer_norm", "forward", 4, 96) + backward
     with pytest.raises(ValueError, match=re.escape(PTX_CALL)):
         export.export(jax.jit(function), platforms=("cuda",))(x, weight, bias)
 

@@ -30,7 +30,7 @@ SHAPES = (
     Shape(1, 128, 8, "one row"),
     Shape(33, 7, 5, "odd: no row is aligned"),
     Shape(130, 96, 1, "one column of weight"),
-    Shape(64, 768, 256, "a model's width"),
+    Shape(48, 320, 64, "no power of two"),
 )
 
 
@@ -302,7 +302,7 @@ class Bad(NamedTuple):
 
 
 FORWARD = [
-    Bad("x is a list", lambda xp, a: {"x": [[1.0]]}, TypeError, "x must be a NumPy or CuPy array"),
+    Bad("x is a list", lambda xp, a: {"x": [[1.0]]}, TypeError, "x must be a NumPy, CuPy"),
     Bad("weight is a list", lambda xp, a: {"weight": [[1.0]]}, TypeError, "weight must be a"),
     Bad("weight is missing", lambda xp, a: {"weight": None}, TypeError, "weight must be a"),
     Bad("weight is a row", lambda xp, a: {"weight": a["weight"][0]}, ValueError, "weight must have shape (out, in)"),

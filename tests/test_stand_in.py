@@ -215,6 +215,17 @@ def test_right_use_is_not(build):
     numpy.testing.assert_array_equal(run_body(body, build), (63 - thread) + (63 - (thread ^ 1)) + 1000 * copied)
 
 
+@pytest.mark.parametrize("build", ["results", "memory"])
+def test_a_load_that_is_not_there_brings_zeros(build):
+    """And touches no memory, wherever it lies."""
+    body = """
+    uint32 words[4];
+    load_words<Cache::kKept>(out + 1000003, words, false);
+    out[thread] = word_to_float(words[thread % 4]);
+    """
+    assert not run_body(body, build).any()
+
+
 def test_shared_memory_is_not_zero_at_first():
     assert numpy.isnan(run_body("out[thread] = shared[thread];", "results")).all()
     assert numpy.isnan(run_body("out[thread] = mine[3];", "results")).all()

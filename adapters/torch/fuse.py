@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .functional import FLOATING
 from .linear_functional import autocast_dtype, norm_linear
-from .linear_parts import joined
+from .linear_parts import joined, lay_side_by_side
 from .modules import LayerNorm, RMSNorm
 from .replace import _eps_name, _form, _may_be_rms_norm, _OfTransformers
 
@@ -122,7 +122,10 @@ def fuse_norm_linear(model: nn.Module) -> Fusion:
                 report.left[names[0]] = reason
                 continue
             report._before += [(module, type(module)) for module in (norm, *readers)]
-            _lay_side_by_side(readers)
+            if len(readers) > 1:
+                for parameters in zip(*map(_parameters, readers), strict=True):
+                    if parameters[0] is not None:
+                        lay_side_by_side(parameters)
             norm._link = Link(*_kind_of(norm), readers)
             norm.__class__ = _class_with(_Norm, type(norm))
             for reader in readers:
@@ -319,18 +322,6 @@ def _parameters(reader: nn.Module) -> tuple[Tensor, Tensor | None]:
     if isinstance(reader, nn.MultiheadAttention):
         return reader.in_proj_weight, reader.in_proj_bias
     return (reader.weight if isinstance(reader, nn.Linear) else reader.weight.t()), reader.bias
-
-
-@torch.no_grad()
-def _lay_side_by_side(readers: list[nn.Module]) -> None:
-    """Gives the weights of several readers, and their biases, one piece of memory; the parameters stay."""
-    if len(readers) == 1:
-        return
-    for parameters in zip(*map(_parameters, readers), strict=True):
-        if parameters[0] is not None and not parameters[0].is_meta:
-            parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
-                parameter.data = part
 
 
 @functools.cache

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 from .. import linear_problem, problem
 from .linear_checks import check_parallel, check_sizes, refuse
-from .linear_functional import Sink, accumulate, autocasts, bias_gradient, norm_linear, weight_gradient
-from .linear_parts import joined, parts_of
+from .linear_functional import (
+    Sink,
+    accumulate,
+    autocasts,
+    bias_gradient,
+    norm_linear,
+    weight_gradient,
+    without_autocast,
+)
+from .linear_parts import joined, lay_side_by_side, parts_of
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
 
@@ -55,7 +63,8 @@ class LayerNormLinear(nn.Module):
         On one rank the same z.
     parameters_split : sequence of str or dict of str to int, optional
         weight and bias are separate parameters `{name}_weight` and `{name}_bias`, of equal parts or of so many rows.
-        They are parts of one tensor, read as one as long as they stay so, else (as after `.to(dtype)`) copied together.
+        They are parts of one tensor and read as one, unless they were laid apart (as by `load_state_dict(assign=True)`)
+        or torch.compile sees them: then they are copied together at every call.
     zero_centered_gamma : bool
         Multiply by 1 + layer_norm_weight.
     device
@@ -190,7 +199,7 @@ class LayerNormLinear(nn.Module):
                 self.register_parameter(part.bias, nn.Parameter(bias))
             else:
                 self.register_buffer(part.bias, empty(0), persistent=False)
-        self._mark_parameters()
+        self._settle_parameters()
 
     def reset_parameters(self) -> None:
         """Initialises all parameters; those without memory get it on the GPU, where there is none on the CPU."""
@@ -207,7 +216,7 @@ class LayerNormLinear(nn.Module):
                 init(weight)
         for bias in self._biases:
             nn.init.zeros_(bias)
-        self._mark_parameters()
+        self._settle_parameters()
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
@@ -342,7 +351,7 @@ class LayerNormLinear(nn.Module):
                 "LayerNormLinear: backward_dw() needs a backward pass before it whose weight gradient was delayed; "
                 "there is none. Call it once for every backward pass."
             )
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(self.layer_norm_weight.device.type):
             self._delayed.popleft()()
         for hook in self._delayed_hooks:
             hook()
@@ -368,8 +377,11 @@ class LayerNormLinear(nn.Module):
     def _applied_biases(self) -> list[nn.Parameter]:
         return [] if self.return_bias else self._biases
 
-    def _mark_parameters(self) -> None:
-        """The attributes by which Megatron knows what is sharded how."""
+    def _settle_parameters(self) -> None:
+        """Parts side by side, and the attributes by which Megatron knows what is sharded how."""
+        lay_side_by_side(self._weights)
+        if self.use_bias:
+            lay_side_by_side(self._biases)
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):
             if parameter is not None:
                 parameter.sequence_parallel = self.sequence_parallel
@@ -384,12 +396,12 @@ class LayerNormLinear(nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self._mark_parameters()  # `to_empty` makes new parameters
+        self._settle_parameters()  # they may be new ones, and lie apart
         return self
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._mark_parameters()  # so does deepcopy
+        self._settle_parameters()  # those of a copy are
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
         state_dict.pop(prefix + "_extra_state", None)  # TransformerEngine's, empty without FP8

@@ -121,7 +121,6 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """(y, z), z the normalised tensor: as `layer_norm_linear`, with errors in the name of `function`."""
     tensors = (x, weight, bias, ln_weight, ln_bias)
-    compiling = torch.compiler.is_compiling()
     check(function, *tensors, zero_centered_gamma)
     dtype = autocast_dtype(x)
     if dtype is None:
@@ -134,12 +133,12 @@ def norm_linear(
         eps = checks.eps(function, eps, x)
     options = Options(op, eps, zero_centered_gamma, dtype, keep_normalized)
     parameters = (weight, bias, ln_weight, ln_bias)
-    if compiling and sink is None:
+    plain = all(t is None or type(t) in PLAIN for t in tensors)
+    if plain and torch.compiler.is_compiling():
         from .linear_operators import norm_linear_forward
 
         return norm_linear_forward(x, *parameters, *options)[:2]
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    plain = all(t is None or type(t) in PLAIN for t in tensors)
     if differentiated and plain and not operators.under_functorch() and forward_ad._current_level < 0:
         return NormLinear.apply(x, *parameters, options, sink)
     z = norm(op, x, x.shape[-1:], ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
@@ -215,7 +214,7 @@ class NormLinear(torch.autograd.Function):
     def backward(ctx, dy, dz):
         options, sink = ctx.call
         x, *others = ctx.saved_tensors
-        with _without_autocast(x.device.type):
+        with without_autocast(x.device.type):
             return *gradients(dy, dz, x, *others, options, ctx.needs_input_grad[:5], sink), None, None
 
 
@@ -316,6 +315,6 @@ def _matrix(tensor: Tensor, rows: int) -> Tensor:
     return tensor.reshape(rows, tensor.shape[-1]).contiguous()
 
 
-def _without_autocast(kind: str) -> AbstractContextManager:
+def without_autocast(kind: str) -> AbstractContextManager:
     """The products of a backward pass have the dtypes that those of the forward pass had."""
     return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()

@@ -69,6 +69,15 @@ def _neighbours(parts: Sequence[Tensor]) -> bool:
     )
 
 
+@torch.no_grad()
+def lay_side_by_side(parts: Sequence[Tensor]) -> None:
+    """Gives the parts one piece of memory, if they lie apart; they stay the same parameters."""
+    if len(parts) == 1 or not all(type(part) in PLAIN for part in parts) or parts[0].is_meta or _neighbours(parts):
+        return
+    for part, place in zip(parts, torch.cat(list(parts)).split([len(part) for part in parts]), strict=True):
+        part.data = place
+
+
 class _Joined(torch.autograd.Function):
     """No gradient of the whole, as from a Sink, is none of the parts: torch.cat would make it zeros."""
 

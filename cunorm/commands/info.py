@@ -14,7 +14,7 @@ from .. import __version__
 from . import cache
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-OTHER_DISTRIBUTIONS = ("numpy", "ml_dtypes", "torch", "jax", "flax")
+OTHER_DISTRIBUTIONS = ("numpy", "ml_dtypes", "nvmath-python", "torch", "jax", "flax")
 
 
 def add_parser(commands) -> None:
