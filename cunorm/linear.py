@@ -24,10 +24,10 @@ def layer_norm_linear(
     Parameters
     ----------
     x : array, shape (..., in)
-        float16, bfloat16, float32 or float64: a NumPy array, a CuPy array, a torch tensor, or any array with
-        `__dlpack__` on a CUDA device.
+        float16, bfloat16, float32 or float64: a NumPy array, a CuPy array, a torch tensor, a JAX array, or any
+        array with `__dlpack__` on a CUDA device.
     weight : array, shape (out, in)
-        Of the dtype of x.
+        Of the dtype of x. In this layout for JAX arrays too; `cunorm.jax.layer_norm_linear` takes Flax's, (in, out).
     bias : array, shape (out,), optional
         Of the dtype of x.
     ln_weight, ln_bias : array, shape (in,), optional

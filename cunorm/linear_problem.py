@@ -8,6 +8,10 @@ from functools import lru_cache
 from .problem import ITEMSIZE, Layout
 
 OPS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
+MATRICES = {
+    "weight": ("(out, in)", "row"),
+    "kernel": ("(in, out)", "column"),
+}  # layout, and what of it meets a row of x
 GRADIENTS = ("dx", "dweight", "dbias", "dln_weight", "dln_bias")
 
 
@@ -24,10 +28,16 @@ Named = tuple[tuple[str, Layout], ...]
 
 
 @lru_cache(maxsize=4096)
-def check_forward(function: str, named: Named, zero_centered_gamma: bool) -> None:
-    """`named` has those of x, weight, bias, ln_weight and ln_bias that there are. What held once is not asked again."""
+def check_forward(function: str, named: Named, zero_centered_gamma: bool, mixed: bool = False) -> None:
+    """`named` has those of x, weight, bias, ln_weight and ln_bias that there are; in Flax's layout weight is `kernel`.
+
+    `mixed`: it may have another dtype than x. What held once is not asked again.
+    """
     layouts = dict(named)
-    x, weight = layouts["x"], layouts["weight"]
+    x = layouts["x"]
+    matrix = "kernel" if "kernel" in layouts else "weight"
+    shape = layouts[matrix].shape
+    layout, vector = MATRICES[matrix]
     for name, array in layouts.items():
         if array.dtype not in ITEMSIZE:
             raise TypeError(f"{function}: {name} must have dtype {', '.join(ITEMSIZE)}; got {array.dtype}.")
@@ -35,18 +45,19 @@ def check_forward(function: str, named: Named, zero_centered_gamma: bool) -> Non
             raise ValueError(
                 f"{function}: {name} must be on the device of x, {x.device}; got device {array.device}. Move one."
             )
-    if len(weight.shape) != 2 or 0 in weight.shape:
-        raise ValueError(f"{function}: weight must have shape (out, in), neither of them 0; got {weight.shape}.")
-    outs, cols = weight.shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"{function}: {matrix} must have shape {layout}, neither of them 0; got {shape}.")
+    outs, cols = shape if matrix == "weight" else shape[::-1]
     if x.shape[-1:] != (cols,):
         raise ValueError(
-            f"{function}: the last axis of x must have the length {cols} of a row of weight; got x of shape {x.shape}."
+            f"{function}: the last axis of x must have the length {cols} of a {vector} of {matrix}; got x of shape "
+            f"{x.shape}."
         )
     for name, size in (("bias", outs), ("ln_weight", cols), ("ln_bias", cols)):
         if name in layouts and layouts[name].shape != (size,):
             raise ValueError(f"{function}: {name} must have shape ({size},); got {layouts[name].shape}.")
-    for name in ("weight", "bias"):
-        if name in layouts:
+    for name in (matrix, "bias"):
+        if name in layouts and not mixed:
             _check_dtype(function, name, layouts[name], x)
     if zero_centered_gamma and "ln_weight" not in layouts:
         raise ValueError(f"{function}: zero_centered_gamma=True needs ln_weight; got ln_weight=None.")

@@ -170,7 +170,7 @@ def test_an_adapter_imports_its_framework_alone_and_of_the_core_what_it_launches
         core
         <= {
             "torch": {"", "device", "launch", "linear_problem", "plan", "problem"},
-            "jax": {"", "device", "kernels", "launch", "plan", "problem"},
+            "jax": {"", "device", "kernels", "launch", "linear_problem", "plan", "problem"},
             "flax": {"jax"},
         }[path.parent.name]
     )

@@ -1,7 +1,10 @@
-"""`LayerNorm` and `RMSNorm` of flax.linen, same constructors, parameters and results, on cunorm's kernels."""
+"""`LayerNorm` and `RMSNorm` of flax.linen, same constructors, parameters and results, on cunorm's kernels, and
+`LayerNormDense`, either of them with the Dense that reads it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from ..jax import layer_norm, rms_norm
 from .coverage import covered_row, normalise
+from .dense import check_columns, check_options, initializers, norm_dense, parameter_shapes
 
 
 class LayerNorm(nn.LayerNorm):
@@ -81,6 +85,94 @@ class RMSNorm(nn.RMSNorm):
         scale = _parameter(self, "scale", row)
         dtype = canonicalize_dtype(x, scale, dtype=self.dtype)
         return normalise(rms_norm, x, row, (scale,), self.epsilon, dtype)
+
+
+class LayerNormDense(nn.Module):
+    """y = z kernel + bias, z = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + ln_bias over the last axis of x.
+
+    What flax.linen.Dense makes of what flax.linen.LayerNorm, or RMSNorm, makes of x.
+
+    Parameters
+    ----------
+    features : int
+        Of y.
+    epsilon : float
+    normalization : "LayerNorm" or "RMSNorm"
+        The latter is z = x / sqrt(mean(x²) + epsilon) * scale, and has no ln_bias.
+    zero_centered_gamma : bool
+        Multiply by 1 + scale.
+    use_bias, use_scale, use_ln_bias : bool
+        Whether there are these parameters.
+    dtype : dtype, optional
+        Of z and y, and of the product. Default: that to which x and the parameters promote.
+    param_dtype : dtype
+        In which parameters are initialized.
+    precision : optional
+        Of the product, as jax.lax.dot_general takes it.
+    keep_normalized : bool
+        As in `cunorm.jax.layer_norm_linear`: keep z for the backward pass instead of computing it once more.
+    kernel_init, bias_init, scale_init, ln_bias_init : initializers
+        The default of scale_init is ones, with zero_centered_gamma zeros.
+
+    Attributes
+    ----------
+    kernel : parameter, shape (in, features)
+    bias : parameter, shape (features,)
+    scale, ln_bias : parameters, shape (in,)
+
+    Raises
+    ------
+    TypeError, ValueError
+        An option of the wrong kind or value, when the module is made; x as `cunorm.jax.layer_norm_linear` says.
+
+    Notes
+    -----
+    Called with x of shape (..., in) it returns y of shape (..., features). x, scale and ln_bias are read in their own
+    dtypes, kernel and bias are converted to that of y.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from cunorm.flax.linen import LayerNormDense
+    >>> x = jnp.array([[1.0, 2.0, 3.0]])
+    >>> layer = LayerNormDense(2)
+    >>> variables = layer.init(jax.random.key(0), x)
+    >>> {name: p.shape for name, p in variables["params"].items()}
+    {'kernel': (3, 2), 'bias': (2,), 'scale': (3,), 'ln_bias': (3,)}
+    >>> layer.apply(variables, x).shape
+    (1, 2)
+    """
+
+    features: int
+    epsilon: float = 1e-6
+    normalization: str = "LayerNorm"
+    zero_centered_gamma: bool = False
+    use_bias: bool = True
+    use_scale: bool = True
+    use_ln_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    keep_normalized: bool = False
+    kernel_init: Callable[..., Any] = nn.initializers.lecun_normal()
+    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+    scale_init: Callable[..., Any] | None = None
+    ln_bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+
+    def __post_init__(self) -> None:
+        check_options(self, features=self.features)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        shapes = parameter_shapes(check_columns(x), self.features)
+        parameters = {
+            name: self.param(name, initializer, shapes[name], self.param_dtype)
+            for name, initializer in initializers(self).items()
+        }
+        dtype = canonicalize_dtype(x, *parameters.values(), dtype=self.dtype)
+        return norm_dense(self, x, parameters, dtype)
 
 
 def _dtypes(module: nn.Module, *names: str) -> list[Any]:

@@ -1,7 +1,10 @@
-"""`LayerNorm` and `RMSNorm` of flax.nnx, same constructors, parameters and results, on cunorm's kernels."""
+"""`LayerNorm` and `RMSNorm` of flax.nnx, same constructors, parameters and results, on cunorm's kernels, and
+`LayerNormDense`, either of them with the Linear that reads it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from ..jax import layer_norm, rms_norm
 from .coverage import covered_row, normalise
+from .dense import check_columns, check_options, initializers, norm_dense, parameter_shapes
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -80,6 +84,102 @@ class RMSNorm(nnx.RMSNorm):
             return super().__call__(x, mask=mask)
         dtype = canonicalize_dtype(promoted, scale, dtype=self.dtype)
         return normalise(rms_norm, _unwidened(self, x, promoted), row, (scale,), self.epsilon, dtype)
+
+
+class LayerNormDense(nnx.Module):
+    """y = z kernel + bias, z = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + ln_bias over the last axis of x.
+
+    What flax.nnx.Linear makes of what flax.nnx.LayerNorm, or RMSNorm, makes of x.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    rngs : nnx.Rngs
+    epsilon, normalization, zero_centered_gamma, use_bias, use_scale, use_ln_bias, dtype, param_dtype, precision, \
+keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
+        As cunorm.flax.linen.LayerNormDense has them.
+
+    Attributes
+    ----------
+    kernel : nnx.Param, shape (in_features, out_features)
+    bias : nnx.Param, shape (out_features,), or None
+    scale, ln_bias : nnx.Param, shape (in_features,), or None
+
+    Raises
+    ------
+    TypeError, ValueError
+        An option of the wrong kind or value; x as `cunorm.jax.layer_norm_linear` says.
+
+    Notes
+    -----
+    Called with x of shape (..., in_features) it returns y of shape (..., out_features). With a `dtype` x, scale and
+    ln_bias are rounded to it before anything is computed, as flax.nnx.LayerNorm does and flax.linen's does not.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from cunorm.flax.nnx import LayerNormDense
+    >>> from flax import nnx
+    >>> layer = LayerNormDense(3, 1, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    >>> layer.scale[...] = jnp.array([1.0, 1.0, 0.0])
+    >>> print(layer(jnp.array([[1.0, 2.0, 3.0]])).round(4))
+    [[-1.2247]]
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        epsilon: float = 1e-6,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        use_ln_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        keep_normalized: bool = False,
+        kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        bias_init: Callable[..., Any] = nnx.initializers.zeros_init(),  # noqa: B008
+        scale_init: Callable[..., Any] | None = None,
+        ln_bias_init: Callable[..., Any] = nnx.initializers.zeros_init(),  # noqa: B008
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.in_features = in_features
+        self.out_features = out_features
+        self.epsilon = epsilon
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.use_bias = use_bias
+        self.use_scale = use_scale
+        self.use_ln_bias = use_ln_bias
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.keep_normalized = keep_normalized
+        self.kernel_init = kernel_init
+        self.bias_init = bias_init
+        self.scale_init = scale_init
+        self.ln_bias_init = ln_bias_init
+        check_options(self, in_features=in_features, out_features=out_features)
+        shapes = parameter_shapes(in_features, out_features)
+        found = initializers(self)
+        for name, shape in shapes.items():
+            there = name in found
+            value = nnx.Param(found[name](rngs.params(), shape, param_dtype)) if there else nnx.data(None)
+            setattr(self, name, value)
+
+    def __call__(self, x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        check_columns(x)
+        parameters = {name: getattr(self, name)[...] for name in initializers(self)}
+        dtype = canonicalize_dtype(x, *parameters.values(), dtype=self.dtype)
+        if self.dtype is not None:
+            x, *others = promote_dtype((x, parameters.get("scale"), parameters.get("ln_bias")), dtype=self.dtype)
+            parameters |= {name: p for name, p in zip(("scale", "ln_bias"), others, strict=True) if p is not None}
+        return norm_dense(self, x, parameters, dtype)
 
 
 def _unwidened(module: Any, x: Any, promoted: jax.Array) -> jax.Array:

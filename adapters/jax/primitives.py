@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -25,6 +26,8 @@ from . import formulas, sharding
 from .formulas import Arrays, Task
 
 Names = tuple[str, ...]
+
+STATISTICS = "cunorm_statistics"  # mean and rstd of a differentiated call, to policies of jax.checkpoint
 
 
 def forward(task: Task, arrays: Arrays, *, statistics: bool) -> dict[str, jax.Array]:
@@ -89,7 +92,7 @@ def _jvp_of_forward(primals, tangents, *, call, task, names, wanted):
     arrays = dict(zip(names, primals, strict=True))
     moved = {f"{name}_dot": dot for name, dot in zip(names, tangents, strict=True) if type(dot) is not ad.Zero}
     results = forward(task, arrays, statistics=True)
-    kept = {name: results[name] for name in ("mean", "rstd") if name in results}
+    kept = {name: checkpoint_name(results[name], STATISTICS) for name in ("mean", "rstd") if name in results}
     kept |= {name: arrays[name] for name in ("x", "weight") if name in arrays}
     dots = [tangent(task, kept | moved)]
     if len(wanted) > 1:
