@@ -18,7 +18,8 @@ from ..problem import ITEMSIZE, Problem
 from ..tiers import TABLES, KernelSpec, Tier, choose
 
 OPS = ("layer_norm", "rms_norm")
-ROWS = 16384  # kernels do not depend on it
+ROWS = 16384  # of more rows kernels do not depend on how many
+FEW_ROWS = (2000, 100)  # may have kernels of their own
 LEVELS = 7  # a prime, and no factor has more values
 
 DTYPES = tuple(ITEMSIZE)
@@ -54,12 +55,16 @@ def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
 
 
 def covering(device: Device) -> list[Problem]:
-    """For every tier: whole problems of each dtype at its longest row, and every pair of values of two factors."""
+    """For every tier: whole problems of each dtype at its longest row, many and few, and every pair of values of two
+    factors.
+    """
     problems = []
     for direction in TABLES:
         lengths = {dtype: lengths_of_tiers(direction, dtype, device) for dtype in DTYPES}
         for tier in lengths["float16"]:
-            problems += [whole(op, direction, lengths[x][tier][-1], x) for op, x in product(OPS, DTYPES)]
+            for op, x in product(OPS, DTYPES):
+                longest = whole(op, direction, lengths[x][tier][-1], x)
+                problems += [longest, *(replace(longest, rows=rows) for rows in FEW_ROWS)]
             for levels in orthogonal_array():
                 factors = FACTORS[direction].items()
                 picked = {
