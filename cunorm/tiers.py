@@ -147,10 +147,11 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
     pack = 16 // ITEMSIZE[problem.x]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
     shapes = [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
-    shape = next((one for one in shapes if one.capacity == packs * pack * tier.cluster), shapes[-1])
-    operands = shape.packs * pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
-    if tier.stages and not _registers_suffice(problem, tier, shape, operands, device):
+    shapes = [one for one in shapes if not tier.stages or _registers_suffice(problem, tier, one, device)]
+    if not shapes:
         return None
+    shape = next((one for one in shapes if one.capacity == packs * pack * tier.cluster), shapes[-1])
+    operands = _operands(problem, shape)
     spec = kernel_spec(problem, problem.direction, shape)
     # float64 takes twice the registers.
     wide = "float64" in (problem.x, problem.y) and not tier.stages
@@ -218,10 +219,15 @@ def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple
     return (128, resident) if rows <= 32 * device.sms else (threads, resident)
 
 
-def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, operands: int, device: Device) -> bool:
+def _operands(problem: Problem, shape: RowShape) -> int:
+    """Bytes of weight and bias for the columns of a thread."""
+    return shape.packs * shape.pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
+
+
+def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, device: Device) -> bool:
     """Whether a thread has registers for what it keeps from row to row, where rows wait in shared memory."""
     if problem.direction == "forward":
-        return operands <= tier.operands
+        return _operands(problem, shape) <= tier.operands
     # 128 registers are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for any, and
     # 168 for those of five.
     wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
