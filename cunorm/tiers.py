@@ -228,12 +228,12 @@ def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, device: De
     """Whether a thread has registers for what it keeps from row to row, where rows wait in shared memory."""
     if problem.direction == "forward":
         return _operands(problem, shape) <= tier.operands
-    # 128 registers are too few for a weight wider than x beside the accumulators of four packs; on sm_100 for any, and
-    # 168 for those of five.
-    wide = problem.weight is not None and ITEMSIZE[problem.weight] > ITEMSIZE[problem.x]
-    if shape.threads <= 256:
+    # 128 registers are too few for a weight wider than x beside the accumulators of four packs, 168 for float64 beside
+    # those of five; on sm_100 for any weight.
+    if shape.threads <= 256 or shape.packs < 4:
         return True
-    return not ((shape.packs >= 4 and device.arch >= 100) or (shape.packs == 4 and wide))
+    width = ITEMSIZE[problem.weight] // ITEMSIZE[problem.x] if problem.weight else 1
+    return device.arch < 100 and width <= (1 if shape.packs == 4 else 2)
 
 
 def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int, device: Device) -> bool:

@@ -87,8 +87,7 @@ def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | 
     pack = 16 // ITEMSIZE[dtype]
     table = TABLES[direction]
     most = max(tier.most for tier in table)
-    # Steps of a 32nd: shared memory of 99 KB ends a tier within a sixteenth of its length.
-    packs = {2**power * part // 32 for power in range((4 * most).bit_length()) for part in range(32, 64)}
+    packs = {2**power * quarters // 4 for power in range((4 * most).bit_length()) for quarters in (4, 5, 6, 7)}
     packs = packs.union(*((tier.most, tier.most + 1) for tier in table))
     lengths = {length for n in packs for length in ((n - 1) * pack + 1, n * pack - 1, n * pack) if length > 0}
     taken = defaultdict(list)
