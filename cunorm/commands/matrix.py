@@ -61,8 +61,8 @@ def covering(device: Device) -> list[Problem]:
     problems = []
     for direction in TABLES:
         lengths = {dtype: lengths_of_tiers(direction, dtype, device) for dtype in DTYPES}
-        for tier in lengths["float16"]:
-            for op, x in product(OPS, DTYPES):
+        for tier in dict.fromkeys(tier for found in lengths.values() for tier in found):
+            for op, x in product(OPS, (x for x in DTYPES if tier in lengths[x])):
                 longest = whole(op, direction, lengths[x][tier][-1], x)
                 problems += [longest, *(replace(longest, rows=rows) for rows in FEW_ROWS)]
             for levels in orthogonal_array():
@@ -70,8 +70,9 @@ def covering(device: Device) -> list[Problem]:
                 picked = {
                     name: values[level % len(values)] for (name, values), level in zip(factors, levels, strict=True)
                 }
-                found = lengths[picked["x"]][tier]
-                problems.append(_mixed(direction, found[picked.pop("cols") % len(found)], **picked))
+                found = lengths[picked["x"]].get(tier)
+                if found:
+                    problems.append(_mixed(direction, found[picked.pop("cols") % len(found)], **picked))
     return problems
 
 
@@ -90,11 +91,13 @@ def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | 
     packs = {2**power * quarters // 4 for power in range((4 * most).bit_length()) for quarters in (4, 5, 6, 7)}
     packs = packs.union(*((tier.most, tier.most + 1) for tier in table))
     lengths = {length for n in packs for length in ((n - 1) * pack + 1, n * pack - 1, n * pack) if length > 0}
-    taken = defaultdict(list)
-    for length in sorted(lengths):
-        choice = choose(whole("layer_norm", direction, length, dtype), device)
-        taken[choice and choice[0]].append(length)
-    return {tier: _spread(found) for tier, found in taken.items()}
+    # Where shared memory is scarce a tier may take rows beside a narrower weight alone.
+    beside = {weight: defaultdict(list) for weight in (dtype, "float16")}
+    for weight, taken in beside.items():
+        for length in sorted(lengths):
+            choice = choose(whole("layer_norm", direction, length, dtype, weight), device)
+            taken[choice and choice[0]].append(length)
+    return {tier: _spread(found) for tier, found in (beside["float16"] | beside[dtype]).items()}
 
 
 def orthogonal_array() -> list[tuple[int, ...]]:
