@@ -51,13 +51,15 @@ DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 grou
   const int lane = threadIdx.x % kLanes;
   const int64 first = static_cast<int64>(blockIdx.x) * kColumns;  // in the order of a partial row
   const int64 own = first + lane * kOwn;
+  // Packs of two may leave half of the last four unwritten.
+  const int written = kPack < kOwn && row.packs() * kPack - own < kOwn ? kPack : kOwn;
   Compute sum[kOwn] = {};
   if (own < row.stride()) {
 #pragma unroll 8
     for (int64 group = threadIdx.x / kLanes; group < groups; group += kRows) {
       Pack<Compute, kOwn> pack;
       Compute values[kOwn];
-      load_pack<true, Cache::kStreamed>(pack, partials + group * row.stride() + own, kOwn);
+      load_pack<true, Cache::kStreamed>(pack, partials + group * row.stride() + own, written);
       unpack(pack, values);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) sum[i] += values[i];
