@@ -1,8 +1,8 @@
-"""Matrix products of CuPy arrays: cuBLASLt with a bias, or the sums of a bias's gradient, in its epilogue.
+"""Matrix products of CuPy arrays: cuBLASLt with a bias in its epilogue.
 
 nvmath-python's bindings reach cuBLASLt. Where they are missing, and where cuBLASLt has no such epilogue (float64), the
-product is cuBLAS's gemmEx through CuPy: the bias is then what it adds to, the sums are a product with ones. What
-cuBLASLt runs is asked once for each kind of product and kept.
+product is cuBLAS's gemmEx through CuPy, and the bias is what it adds to. What cuBLASLt runs is asked once for each kind
+of product and kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
     tf32: bool
     a: Operand
     b: Operand
-    epilogue: str  # "DEFAULT", "BIAS": a vector of cols is added, "BGRADB": the sums of a's rows go to a vector of rows
+    epilogue: str  # "DEFAULT", or "BIAS": a vector of cols is added
     alignment: int  # of every pointer, bytes
     device_id: int
 
@@ -50,26 +50,6 @@ def multiply(a: cupy.ndarray, b: cupy.ndarray, bias: cupy.ndarray | None = None)
             out[...] = bias
         _plain(a, b, out, 0 if bias is None else 1)
     return out
-
-
-def multiply_and_sum(a: cupy.ndarray, b: cupy.ndarray) -> tuple[cupy.ndarray, cupy.ndarray]:
-    """(a b, the sums of the rows of a).
-
-    On an H200 the sums cost a weight gradient of 8192 rows, 1024 -> 3072, 27 us in the epilogue and 60 as a product of
-    their own; of 4096 -> 12288 105 and 63.
-    """
-    out = cupy.empty((a.shape[0], b.shape[1]), a.dtype)
-    sums = cupy.empty(a.shape[0], a.dtype)
-    if not _run("BGRADB", a, b, out, sums):
-        _plain(a, b, out, 0)
-        sums = row_sums(a)
-    return out, sums
-
-
-def row_sums(a: cupy.ndarray) -> cupy.ndarray:
-    """The sums of the rows of a, in the arithmetic of a product."""
-    ones = cupy.ones((a.shape[1], 1), a.dtype)
-    return multiply(a, ones)[:, 0]
 
 
 def uses_tf32() -> bool:
@@ -97,13 +77,13 @@ def _operand(matrix: cupy.ndarray) -> tuple[cupy.ndarray, Operand]:
     return cupy.ascontiguousarray(matrix), Operand(False, cols)
 
 
-def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, vector: cupy.ndarray | None) -> bool:
+def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, bias: cupy.ndarray | None) -> bool:
     """By cuBLASLt; False where there is none, or none for this."""
     if bindings() is None or 0 in (*a.shape, *b.shape):
         return False
     a, a_operand = _operand(a)
     b, b_operand = _operand(b)
-    pointers = (a.data.ptr, b.data.ptr, out.data.ptr, 0 if vector is None else vector.data.ptr)
+    pointers = (a.data.ptr, b.data.ptr, out.data.ptr, 0 if bias is None else bias.data.ptr)
     together = pointers[0] | pointers[1] | pointers[2] | pointers[3]
     alignment = min(256, together & -together)
     tf32 = a.dtype == numpy.float32 and uses_tf32()
@@ -187,9 +167,9 @@ class Prepared(threading.local):
         self.b = self._layout(kind.inner, kind.cols, kind.b)
         self.a = self._layout(kind.rows, kind.inner, kind.a)
         self.out = self._layout(kind.rows, kind.cols, Operand(False, kind.cols))
-        self.vector = numpy.zeros(1, numpy.int64)
-        self.vector_address = self.vector.ctypes.data
-        self.vector_attribute = int(lt.MatmulDescAttribute.BIAS_POINTER)
+        self.bias = numpy.zeros(1, numpy.int64)
+        self.bias_address = self.bias.ctypes.data
+        self.bias_attribute = int(lt.MatmulDescAttribute.BIAS_POINTER)
         self.factors = numpy.array([1, 0], numpy.float64 if wide else numpy.float32)
         self.one = self.factors.ctypes.data
         self.zero = self.one + self.factors.itemsize
@@ -229,11 +209,11 @@ class Prepared(threading.local):
             lt.matmul_preference_destroy(preference)
         return found if count[0] else None
 
-    def run(self, a: int, b: int, out: int, vector: int) -> bool:
+    def run(self, a: int, b: int, out: int, bias: int) -> bool:
         """On CuPy's current stream; False where cuBLASLt cannot."""
         if self.kind.epilogue != "DEFAULT":
-            self.vector[0] = vector
-            bindings().matmul_desc_set_attribute(self.descriptor, self.vector_attribute, self.vector_address, 8)
+            self.bias[0] = bias
+            bindings().matmul_desc_set_attribute(self.descriptor, self.bias_attribute, self.bias_address, 8)
         if self.algorithm is None:
             self.algorithm = self._choose() or False
             self.workspace = self.algorithm.workspace_size if self.algorithm else 0

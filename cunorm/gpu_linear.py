@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cupy
 
-from . import gemm, gpu, linear_problem
+from . import device, gemm, gpu, launch, linear_problem, problem
+from .plan import plan
+from .problem import Problem
 
 
 def linear_forward(
@@ -59,13 +62,10 @@ def linear_backward(
         rows = _matrix(dy)
         if wants_dweight:
             z, _, _ = _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, False)
-            if wants_dbias:
-                dweight, dbias = gemm.multiply_and_sum(rows.T, _matrix(z))
-            else:
-                dweight = gemm.multiply(rows.T, _matrix(z))
+            dweight = gemm.multiply(rows.T, _matrix(z))
             del z
-        elif wants_dbias:
-            dbias = gemm.row_sums(rows.T)
+        if wants_dbias:
+            dbias = _column_sums(rows)
         mask = (wants_dx, *wants_ln)[: 3 if op == "layer_norm" else 2]
         if any(mask):
             dz = gemm.multiply(rows, weight).reshape(x.shape)
@@ -105,6 +105,28 @@ def _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics)
         sm_margin=0,
         statistics=statistics,
     )
+
+
+def _column_sums(dy: cupy.ndarray) -> cupy.ndarray:
+    """Σ dy over the rows of (rows, cols): what a backward pass launches that is asked for dbias alone.
+
+    TODO figures
+    """
+    rows, cols = dy.shape
+    if rows == 0:
+        return cupy.zeros(cols, dy.dtype)
+    stride = problem.row_stride(gpu.layout("layer_norm_linear_backward", "dy", dy), 1)
+    if stride is None:
+        dy, stride = cupy.ascontiguousarray(dy), cols
+    device_id = dy.data.device_id
+    whole = Problem.whole("layer_norm", "backward", rows, cols, dy.dtype.name, dy.dtype.name)
+    task = replace(whole, y_stride=stride, aligned=dy.data.ptr % 16 == 0, output_mask=(False, False, True))
+    solution = plan(task, device.current(device_id))
+    sums, workspace = cupy.empty(cols, dy.dtype), cupy.cuda.alloc(solution.workspace)
+    pointers = {"dy": dy.data.ptr, "dbias": sums.data.ptr, "workspace": workspace.ptr}
+    others = dict.fromkeys(("x", "weight", "mean", "rstd", "dx", "dweight"), 0)
+    launch.run_backward(solution, device_id, cupy.cuda.get_current_stream().ptr, **pointers, **others)
+    return sums
 
 
 def _matrix(array: cupy.ndarray) -> cupy.ndarray:

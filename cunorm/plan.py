@@ -56,6 +56,7 @@ class Plan:
 STREAMED_THREADS = 512
 SUM_THREADS = 256
 SUM_COLUMNS = 4  # of a thread of sum_partials
+LEAST_ROWS = 16  # of a partial row by weight_gradient_partials
 GRID_LIMIT = 2**31 - 1
 
 
@@ -105,16 +106,15 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     wants_dx, *wants_parameters = problem.output_mask
     # dweight and dbias partials take at most 2 x SMs x cols x 8 bytes together.
     most_groups = 2 * device.sms * 8 // (2 * statistics)
-    choice = choose(problem, device)
+    # For dbias alone neither x nor the whole of a row is needed.
+    choice = choose(problem, device) if wants_dx or wants_parameters[0] else None
     steps: list[Step] = []
     groups = 0
     if choice is not None:
         tier, spec = choice
         groups = min(_resident_groups(problem, spec, device, tier.idle), most_groups)
         if groups == 1 and any(wants_parameters):
-            # What a group adds up are the gradients: nothing is left to be done.
-            spec = replace(spec, final=True)
-            return Plan(problem, device, _tier(spec), (Step(spec, (spec.shape.cluster, 1, 1), dynamic_shared(spec)),))
+            spec = replace(spec, final=True)  # what a group adds up are the gradients: nothing is left to be done
         steps.append(Step(spec, (groups * spec.shape.cluster, 1, 1), dynamic_shared(spec)))
     else:
         pack = 16 // ITEMSIZE[problem.x]
@@ -127,10 +127,12 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
         if any(wants_parameters):
             spec = kernel_spec(problem, "weight_gradient_partials", RowShape(pack, 256, 1))
             tiles = ceil_div(problem.cols, pack * 256)
-            groups = min(problem.rows, most_groups, max(1, 4 * sms // tiles))
-            steps.append(Step(spec, (tiles, groups, 1)))
-    if any(wants_parameters):
+            groups = min(ceil_div(problem.rows, LEAST_ROWS), most_groups, max(1, 4 * sms // tiles))
+            steps.append(Step(replace(spec, final=groups == 1), (tiles, groups, 1)))
+    if any(wants_parameters) and not steps[-1].spec.final:
         steps.append(_sum_partials(problem))
+    else:
+        groups = 0
     workspace = groups * _partial_row(problem) * statistics * sum(wants_parameters)
     return Plan(problem, device, _tier(steps[0].spec), tuple(steps), groups, workspace)
 

@@ -83,9 +83,10 @@ class Problem:
         parameters = self.cols * sum(ITEMSIZE[dtype] for dtype in (self.weight, self.bias) if dtype)
         if self.direction == "forward":
             return x + y + parameters
-        wants_dx, *wants_parameters = self.output_mask
-        gradients = self.cols * ITEMSIZE[self.weight or self.x] * sum(wants_parameters)
-        return x + y + (x if wants_dx else 0) + parameters + gradients
+        wants_dx, wants_dweight, wants_dbias = self.output_mask
+        gradients = self.cols * ITEMSIZE[self.weight or self.x] * (wants_dweight + wants_dbias)
+        read = y + (x if wants_dx or wants_dweight else 0) + (parameters if wants_dx else 0)
+        return read + (x if wants_dx else 0) + gradients
 
 
 def check_forward(

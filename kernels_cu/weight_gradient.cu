@@ -18,20 +18,22 @@ DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute
   Compute dbias_sums[kPack] = {};
 #pragma unroll 4
   for (int64 row = blockIdx.y; row < rows; row += gridDim.y) {
-    typename LoadX::Packed x;
     typename LoadDy::Packed dy;
-    Compute xhat[kPack], grad[kPack];
-    load_x.fetch(x, row, column, Needs::kDweight ? valid : 0);
+    Compute grad[kPack];
     load_dy.fetch(dy, row, column, valid);
-    const Compute row_mean = kRms ? 0 : mean[row];
-    const Compute row_rstd = rstd[row];
-    load_x.unpack(x, xhat);
     load_dy.unpack(dy, grad);
+    if constexpr (Needs::kDweight) {
+      typename LoadX::Packed x;
+      Compute xhat[kPack];
+      load_x.fetch(x, row, column, valid);
+      const Compute row_mean = kRms ? 0 : mean[row];
+      const Compute row_rstd = rstd[row];
+      load_x.unpack(x, xhat);
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      dweight_sums[i] += grad[i] * ((xhat[i] - row_mean) * row_rstd);
-      dbias_sums[i] += grad[i];
+      for (int i = 0; i < kPack; ++i) dweight_sums[i] += grad[i] * ((xhat[i] - row_mean) * row_rstd);
     }
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) dbias_sums[i] += grad[i];
   }
   if constexpr (Needs::kDweight) dweight.of_group(blockIdx.y).pack(column, dweight_sums, valid);
   if constexpr (Needs::kDbias) dbias.of_group(blockIdx.y).pack(column, dbias_sums, valid);

@@ -14,6 +14,7 @@ from cpu_device import BUILDS, ORDERS, Machine, missing
 from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, WITHOUT_CLUSTERS, backward, check, forward
 from functions import OPS
 from problems import problem
+from reference import check_backward
 
 from cunorm.device import Device
 from cunorm.kernels import FILES
@@ -80,10 +81,10 @@ SHAPES = (
     Shape(5, 16388, "float32", SMALL, "cluster of 4 instead of 2 beside wide weight and bias", "float64"),
     Shape(3, 32777, "float32", SMALL, "of 8 instead of 4, odd; backward of 8 too", "float64"),
     Shape(2, 65540, "float32", SMALL, "of 16 instead of 8; backward of 16 too", "float64"),
-    Shape(3, 8201, "float64", WITHOUT_CLUSTERS, "streamed, odd"),
-    Shape(3, 32792, "float32", MANY_WITHOUT_CLUSTERS, "streamed, whole packs, several partial rows"),
+    Shape(3, 8201, "float64", WITHOUT_CLUSTERS, "streamed, odd; gradients of one group"),
+    Shape(33, 32792, "float32", MANY_WITHOUT_CLUSTERS, "streamed, whole packs, several partial rows"),
     Shape(1, 32777, "bfloat16", WITHOUT_CLUSTERS, "streamed, odd"),
-    Shape(2, 131081, "float16", MANY_WITHOUT_CLUSTERS, "a thread adds up the partial rows of its columns alone"),
+    Shape(17, 131081, "float16", MANY_WITHOUT_CLUSTERS, "a thread adds up the partial rows of its columns alone"),
 )
 SHAPES_BY_NAME = {
     f"{one.rows}x{one.cols}-{one.dtype}{'' if one.device.clusters else '-without clusters'}": one for one in SHAPES
@@ -276,6 +277,20 @@ def test_options(cols, device, name):
     x, dy, weight, bias = inputs(numpy, 5, cols, "float64", weight="float32")
     weight, bias = (None if key in without else array for key, array in (("weight", weight), ("bias", bias)))
     check(Machine(), "layer_norm", x, dy, weight, bias, device=device, **options)
+
+
+@pytest.mark.parametrize(("rows", "last"), [(16, "weight_gradient_partials"), (40, "sum_partials")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dbias_alone(dtype, rows, last):
+    """Neither x nor the statistics are read, their pointers are null. Up to 16 rows are one launch."""
+    x, dy, weight, _ = inputs(numpy, rows, 1001, dtype)
+    mask = (False, False, True)
+    solution = plan(problem("backward", rows, 1001, dtype, output_mask=mask), MANY_SMS)
+    dbias = numpy.full(1001, numpy.nan, weight.dtype)
+    nothing = dict.fromkeys(("x", "weight", "mean", "rstd", "dx", "dweight"))
+    Machine("memory").run_backward(solution, dy=dy, dbias=dbias, **nothing)
+    check_backward("layer_norm", (None, None, dbias), dy, x, weight)
+    assert solution.steps[-1].spec.kernel == last
 
 
 def layouts(rows: int, cols: int, dtype: str) -> dict[str, tuple]:

@@ -34,9 +34,9 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "partial rows": (80, 1536, "float32", {"device": MANY_SMS}),
     "partial rows in pieces": (3, 1000, "bfloat16", {}),
     "pieces of several warps": (8, 489, "float16", {}),
-    "long partial rows": (3, 32792, "float32", {"device": MANY_WITHOUT_CLUSTERS}),
-    "partial rows for threads alone": (2, 131081, "float16", {"device": MANY_WITHOUT_CLUSTERS}),
-    "streamed": (5, 8201, "float64", {"device": MANY_WITHOUT_CLUSTERS}),
+    "long partial rows": (17, 32792, "float32", {"device": MANY_WITHOUT_CLUSTERS}),
+    "partial rows for threads alone": (17, 131081, "float16", {"device": MANY_WITHOUT_CLUSTERS}),
+    "streamed": (17, 8201, "float64", {"device": MANY_WITHOUT_CLUSTERS}),
     "misplaced": (3, 136, "float16", {"misplaced": True}),
 }
 

@@ -285,7 +285,7 @@ def weight_gradient(dy: Tensor, z: Tensor, weight: Tensor) -> Tensor:
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
-    return dy.sum(0)
+    return launching.column_sums(dy) if _plainly(dy) else dy.sum(0)
 
 
 def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
@@ -304,10 +304,15 @@ def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
 def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
     """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
     op, eps, zero_centered_gamma, _, _ = options
-    if own and x.is_cuda and not torch.is_grad_enabled() and _nothing_listens() and type(dz) is Tensor:
+    if own and _plainly(dz):
         family = launching.family(op, 1, zero_centered_gamma, x)
         return launching.backward(family, dz, x, statistics, ln_weight, mask, 0, in_place=True)
     return operators.backward(dz, x, statistics, ln_weight, op, eps, zero_centered_gamma, mask, 0)
+
+
+def _plainly(gradient: Tensor) -> bool:
+    """Whether our kernels may be launched on it with nobody seeing it."""
+    return type(gradient) is Tensor and gradient.is_cuda and not torch.is_grad_enabled() and _nothing_listens()
 
 
 def _matrix(tensor: Tensor, rows: int) -> Tensor:

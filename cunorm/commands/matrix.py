@@ -19,7 +19,7 @@ from ..tiers import TABLES, KernelSpec, Tier, choose
 
 OPS = ("layer_norm", "rms_norm")
 ROWS = 16384  # of more rows kernels do not depend on how many
-FEW_ROWS = (2000, 100)  # may have kernels of their own
+FEW_ROWS = (2000, 100, 1)  # may have kernels of their own
 LEVELS = 7  # a prime, and no factor has more values
 
 DTYPES = tuple(ITEMSIZE)
