@@ -110,7 +110,32 @@ def call_of(name: str, function: Function, b: Buffers, direction: str) -> Callab
         return lambda: function(*b.inputs)
     wanted = [b.x, b.weight, b.bias] if name == "product" else list(b.inputs)
     y = function(*b.inputs)
-    return lambda: torch.autograd.grad(y, wanted, b.dy, retain_graph=True)
+    prepare_again = nothing_freed(y.grad_fn)
+
+    def call() -> Any:
+        prepare_again()
+        return torch.autograd.grad(y, wanted, b.dy, retain_graph=True)
+
+    return call
+
+
+def nothing_freed(node: Any) -> Callable[[], None]:
+    """What to call before every backward pass of a node, to run it more than once.
+
+    TransformerEngine's nodes free what they saved whatever retain_graph says: they drop `tensor_objects` and empty each
+    saved tensor that has no attribute `_do_not_clear` (transformer_engine/pytorch/{quantized_tensor,utils}.py).
+    """
+    if not hasattr(node, "tensor_objects"):
+        return lambda: None
+    objects = node.tensor_objects
+    for tensor in node.saved_tensors:
+        if tensor is not None:
+            tensor._do_not_clear = True
+
+    def prepare_again() -> None:
+        node.tensor_objects = objects
+
+    return prepare_again
 
 
 def errors(function: Function, b: Buffers) -> list[float]:

@@ -56,7 +56,8 @@ class Plan:
 STREAMED_THREADS = 512
 SUM_THREADS = 256
 SUM_COLUMNS = 4  # of a thread of sum_partials
-LEAST_ROWS = 16  # of a partial row by weight_gradient_partials
+PARTIAL_CTAS = 4  # of weight_gradient_partials, an SM
+LEAST_ROWS = 16  # of one of its partial rows
 GRID_LIMIT = 2**31 - 1
 
 
@@ -127,7 +128,7 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
         if any(wants_parameters):
             spec = kernel_spec(problem, "weight_gradient_partials", RowShape(pack, 256, 1))
             tiles = ceil_div(problem.cols, pack * 256)
-            groups = min(ceil_div(problem.rows, LEAST_ROWS), most_groups, max(1, 4 * sms // tiles))
+            groups = min(ceil_div(problem.rows, LEAST_ROWS), most_groups, max(1, PARTIAL_CTAS * sms // tiles))
             steps.append(Step(replace(spec, final=groups == 1), (tiles, groups, 1)))
     if any(wants_parameters) and not steps[-1].spec.final:
         steps.append(_sum_partials(problem))

@@ -7,33 +7,44 @@
 
 namespace cunorm {
 
-// A thread owns one pack of columns; blockIdx.y is the group, which takes every gridDim.y-th row.
+// A thread owns one pack of columns; blockIdx.y is the group, which takes every gridDim.y-th row. 128 bytes of rows are
+// asked for at once: the compiler, which does not know how many rows there are, would wait for each.
 template <bool kRms, int64 kCols, int kPack, class Needs, class Compute, class LoadX, class LoadDy, class StoreSums>
 DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute* mean, const Compute* rstd,
                                      StoreSums dweight, StoreSums dbias, int64 rows) {
+  constexpr int kBytes = sizeof(typename LoadDy::Packed) + (Needs::kDweight ? sizeof(typename LoadX::Packed) : 0);
+  constexpr int kBatch = kBytes <= 64 ? 128 / kBytes : 2;
   const int64 column = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
   if (column >= kCols) return;
   const int valid = kCols - column < kPack ? static_cast<int>(kCols - column) : kPack;
   Compute dweight_sums[kPack] = {};
   Compute dbias_sums[kPack] = {};
-#pragma unroll 4
-  for (int64 row = blockIdx.y; row < rows; row += gridDim.y) {
-    typename LoadDy::Packed dy;
-    Compute grad[kPack];
-    load_dy.fetch(dy, row, column, valid);
-    load_dy.unpack(dy, grad);
-    if constexpr (Needs::kDweight) {
-      typename LoadX::Packed x;
-      Compute xhat[kPack];
-      load_x.fetch(x, row, column, valid);
-      const Compute row_mean = kRms ? 0 : mean[row];
-      const Compute row_rstd = rstd[row];
-      load_x.unpack(x, xhat);
+  for (int64 first = blockIdx.y; first < rows; first += kBatch * gridDim.y) {
+    typename LoadX::Packed x[kBatch];
+    typename LoadDy::Packed dy[kBatch];
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) dweight_sums[i] += grad[i] * ((xhat[i] - row_mean) * row_rstd);
+    for (int b = 0; b < kBatch; ++b) {
+      const int64 row = first + b * gridDim.y;
+      load_dy.fetch(dy[b], row, column, row < rows ? valid : 0);
+      if constexpr (Needs::kDweight) load_x.fetch(x[b], row, column, row < rows ? valid : 0);
     }
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) dbias_sums[i] += grad[i];
+    for (int b = 0; b < kBatch; ++b) {
+      const int64 row = first + b * gridDim.y;
+      if (row >= rows) break;
+      Compute grad[kPack];
+      load_dy.unpack(dy[b], grad);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) dbias_sums[i] += grad[i];
+      if constexpr (Needs::kDweight) {
+        Compute xhat[kPack];
+        load_x.unpack(x[b], xhat);
+        const Compute row_mean = kRms ? 0 : mean[row];
+        const Compute row_rstd = rstd[row];
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) dweight_sums[i] += grad[i] * ((xhat[i] - row_mean) * row_rstd);
+      }
+    }
   }
   if constexpr (Needs::kDweight) dweight.of_group(blockIdx.y).pack(column, dweight_sums, valid);
   if constexpr (Needs::kDbias) dbias.of_group(blockIdx.y).pack(column, dbias_sums, valid);
