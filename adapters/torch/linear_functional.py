@@ -133,14 +133,15 @@ def norm_linear(
         eps = checks.eps(function, eps, x)
     options = Options(op, eps, zero_centered_gamma, dtype, keep_normalized)
     parameters = (weight, bias, ln_weight, ln_bias)
-    plain = all(t is None or type(t) in PLAIN for t in tensors)
-    if plain and torch.compiler.is_compiling():
-        from .linear_operators import norm_linear_forward
-
-        return norm_linear_forward(x, *parameters, *options)[:2]
+    compiling = torch.compiler.is_compiling()
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if differentiated and plain and not operators.under_functorch() and forward_ad._current_level < 0:
-        return NormLinear.apply(x, *parameters, options, sink)
+    if (compiling or differentiated) and all(t is None or type(t) in PLAIN for t in tensors):
+        if compiling:
+            from .linear_operators import norm_linear_forward
+
+            return norm_linear_forward(x, *parameters, *options)[:2]
+        if not operators.under_functorch() and forward_ad._current_level < 0:
+            return _apply(x, *parameters, options, sink)
     z = norm(op, x, x.shape[-1:], ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
     return F.linear(z, weight, bias), z
 
@@ -216,6 +217,9 @@ class NormLinear(torch.autograd.Function):
         x, *others = ctx.saved_tensors
         with without_autocast(x.device.type):
             return *gradients(dy, dz, x, *others, options, ctx.needs_input_grad[:5], sink), None, None
+
+
+_apply = super(torch.autograd.Function, NormLinear).apply  # as in functional.py
 
 
 def normalise(x, ln_weight, ln_bias, options: Options, wants_statistics: bool) -> tuple[Tensor, Tensor | None]:
@@ -312,7 +316,8 @@ def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, ma
 
 def _plainly(gradient: Tensor) -> bool:
     """Whether our kernels may be launched on it with nobody seeing it."""
-    return type(gradient) is Tensor and gradient.is_cuda and not torch.is_grad_enabled() and _nothing_listens()
+    seen = torch.is_grad_enabled() or not _nothing_listens() or gradient.is_neg()
+    return type(gradient) is Tensor and gradient.is_cuda and not seen
 
 
 def _matrix(tensor: Tensor, rows: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 8 << 20  # bytes that may be held at once beyond what one half after the other holds
+MOST = 128 << 20  # bytes that may be held at once beyond what one half after the other holds
 
 _streams: dict[tuple[int, int], Any] = {}
 
