@@ -15,6 +15,8 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ SHAPES = (  # rows, in, out
 )
 EPS = 1e-5
 SECONDS, ROUNDS = 0.03, 8  # of a loop; each round begins with another contender
+LAYERS = 4  # of the program whose memory is measured
 ERROR = 8e-3  # relative, of bfloat16
 
 Function = Callable[..., Any]
@@ -113,26 +116,53 @@ def measure(write: Function, shape: tuple[int, int, int]) -> None:
     one = 2 * (rows * cols + outs * cols + rows * outs)
     sets = [buffers(seed, *shape) for seed in range(min(buffers_needed(one), 16))]
     memory = {}
-    for name, function in CONTENDERS.items():
+    for name, function in CONTENDERS.items():  # one after the other: XLA times its products while it compiles
         compiled = jax.jit(both(function)).lower(*sets[0]).compile()
-        memory[name] = compiled.memory_analysis().temp_size_in_bytes
+        memory[name] = temporary(compiled)
         if name != "product":
             found = errors(compiled(*sets[0]), sets[0])
             write("error", **base, contender=name, relative=found)
             if not all(error < ERROR for error in found):  # NaN is wrong
                 raise AssertionError(f"{name} is wrong at {shape}: {found}")
-    write("memory", **base, unit="bytes", z=2 * rows * cols, **memory)
+    write("memory", **base, layers=1, unit="bytes", z=2 * rows * cols, **memory)
     for direction, make in DIRECTIONS.items():
         products = 1 if direction == "forward" else 3
         estimate = products * 2 * rows * cols * outs / 700e12 + 15e-6
-        loops = {name: loop(make(function), sets, estimate, SECONDS) for name, function in CONTENDERS.items()}
-        times = in_turns(loops)
+        functions = [make(function) for function in CONTENDERS.values()]
+        with ThreadPoolExecutor() as pool:  # the products' algorithms are known by now
+            loops = list(pool.map(loop, functions, repeat(sets), repeat(estimate), repeat(SECONDS)))
+        times = in_turns(dict(zip(CONTENDERS, loops, strict=True)))
         figures = {}
         for name, seconds in times.items():
             p20, _, _, p80 = statistics.quantiles(seconds, n=5)
             found = {"median": statistics.median(seconds), "p20": p20, "p80": p80}
             figures[name] = {key: round(value * 1e6, 2) for key, value in found.items()}
         write("time", **base, direction=direction, unit="us", sets=len(sets), **figures)
+
+
+def memory_of_layers(write: Function, shape: tuple[int, int, int]) -> None:
+    """Of a program of several layers, which all keep something for the backward pass at once."""
+    rows, cols, outs = shape
+    x, *parameters, _ = jax.eval_shape(lambda: buffers(0, *shape))
+
+    def program(function: Function) -> Function:
+        def net(x, layers):
+            for parameters in layers:
+                x = x + function(x, *parameters)[:, :cols]
+            return x
+
+        return lambda x, layers, dy: jax.vjp(net, x, layers)[1](dy)
+
+    memory = {}
+    for name, function in CONTENDERS.items():
+        memory[name] = temporary(jax.jit(program(function)).lower(x, [parameters] * LAYERS, x).compile())
+    base = {"rows": rows, "in": cols, "out": outs, "dtype": "bfloat16"}
+    write("memory", **base, layers=LAYERS, unit="bytes", z=2 * rows * cols, **memory)
+
+
+def temporary(compiled: Any) -> int:
+    """Bytes that a program needs beyond its arguments and results."""
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def in_turns(loops: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
@@ -161,6 +191,7 @@ def main() -> None:
         write("run", **environment("bench.jax_linear"))
         for shape in SHAPES:
             measure(write, shape)
+        memory_of_layers(write, SHAPES[3])
 
 
 if __name__ == "__main__":
