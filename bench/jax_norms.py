@@ -55,12 +55,12 @@ def main() -> None:
 
         if arguments.part != "speed":  # before this process takes the GPU's memory
             layers(write)
-        write("run", **environment())
+        write("run", **environment("bench.jax_norms"))
         if arguments.part != "layers":
             speed(write)
 
 
-def environment() -> dict[str, Any]:
+def environment(module: str) -> dict[str, Any]:
     import cupy
     import jax
 
@@ -76,7 +76,7 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "cunorm": cunorm.__version__,
         "xla_call": choice.call("bench")._asdict(),
-        "command": "python -m bench.jax_norms " + shlex.join(sys.argv[1:]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
     }
 
 
@@ -104,7 +104,7 @@ def speed(write: Callable[..., None]) -> None:
             functions = {"cunorm": _cunorm(case), "XLA": _xla(case)}
             measured = {"CuPy": _on_cupy(case, cupy_sets)}
             for name, function in functions.items():
-                measured[name] = loop_time(function, jax_sets, case.bytes_moved)
+                measured[name] = loop_time(function, jax_sets, case.bytes_moved / 2.5e12)
             again = _on_cupy(case, cupy_sets)  # before and after: how far the machine moved meanwhile
             measured["CuPy"] = min(measured["CuPy"], again)
             errors = {}
@@ -169,11 +169,20 @@ def _on_cupy(case, sets) -> float:
     return timing.kernel_time("cupy", [partial(function, *arguments) for arguments in sets]).median
 
 
-def loop_time(function: Callable, sets: Sequence[tuple], bytes_moved: int) -> float:
-    """Seconds of one call in a loop over the sets within one jit."""
-    import jax
+def loop_time(function: Callable, sets: Sequence[tuple], estimate: float) -> float:
+    """Seconds of one call, the median of several loops; `estimate` is about as many."""
+    measure = loop(function, sets, estimate, SECONDS)
+    return statistics.median(measure() for _ in range(REPEATS))
 
-    turns = max(4, int(SECONDS / (len(sets) * bytes_moved / 2.5e12)))
+
+def loop(function: Callable, sets: Sequence[tuple], estimate: float, seconds: float) -> Callable[[], float]:
+    """Each call of what it returns runs function over the sets in a loop within one jit, for about as many seconds as
+    asked for, and returns the seconds of one call of function.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    turns = max(4, int(seconds / (len(sets) * estimate)))
 
     def run(sets, results):
         def turn(_, results):
@@ -186,14 +195,18 @@ def loop_time(function: Callable, sets: Sequence[tuple], bytes_moved: int) -> fl
 
         return jax.lax.fori_loop(0, turns, turn, results)
 
-    results = jax.block_until_ready([jax.jit(function)(*arguments) for arguments in sets])
+    shapes = [jax.eval_shape(function, *arguments) for arguments in sets]
+    results = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), shapes)
     compiled = jax.jit(run, donate_argnums=1).lower(sets, results).compile()
-    times = []
-    for _ in range(1 + REPEATS):
+
+    def measure() -> float:
+        nonlocal results
         start = time.perf_counter()
         results = jax.block_until_ready(compiled(sets, results))
-        times.append((time.perf_counter() - start) / (turns * len(sets)))
-    return statistics.median(times[1:])
+        return (time.perf_counter() - start) / (turns * len(sets))
+
+    measure()
+    return measure
 
 
 # Time to compile.

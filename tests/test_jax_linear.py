@@ -90,7 +90,7 @@ SHAPES = [
     (130, 96, 40),
     *(
         pytest.param(shape, marks=pytest.mark.gpu)
-        for shape in ((1, 128, 8), (33, 7, 5), (64, 768, 256), (300, 4096, 64))
+        for shape in ((1, 128, 8), (9, 128, 1), (33, 7, 5), (64, 768, 256), (300, 4096, 64))
     ),
 ]
 
@@ -222,11 +222,18 @@ def products(function, *arrays):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_products_of_16_bits_have_operands_of_16_bits(dtype):
-    """In the backward pass too, where JAX's own rule has one of float32."""
-    arrays = [a.astype({"bf16": "bfloat16", "f16": "float16"}[dtype]) for a in arguments("cpu", 30)]
-    found = products(jax.value_and_grad(summed(), range(5)), *arrays)
-    assert [operands for _, *operands in found] == [[dtype, dtype, "f32"], *[[dtype, dtype, dtype]] * 2]
+def test_products_of_16_bits(dtype):
+    """Of matrices in 16 bits throughout, for which no float32 is written; with a vector in float32, as XLA would round
+    every term of it to the dtype of the result.
+    """
+
+    def found(rows, outs):
+        arrays = [a.astype({"bf16": "bfloat16", "f16": "float16"}[dtype]) for a in arguments("cpu", rows, outs=outs)]
+        return [operands for _, *operands in products(jax.value_and_grad(summed(), range(5)), *arrays)]
+
+    assert found(30, OUTS) == [[dtype] * 3] * 3
+    for rows, outs in ((1, OUTS), (30, 1)):
+        assert found(rows, outs) == [[dtype, dtype, "f32"], *[["f32"] * 3] * 2]
 
 
 @pytest.mark.parametrize("argument", ["highest", jax.lax.Precision.HIGH, None])

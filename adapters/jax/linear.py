@@ -7,13 +7,13 @@ kernel is wanted; mean and rstd are kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from .. import linear_problem, problem
 from ..problem import Layout
@@ -74,12 +74,13 @@ def layer_norm_linear(
 
     Notes
     -----
-    z is rounded to the dtype of x. Products of 16 bits add in float32; y is rounded once, after bias is added, each
-    gradient at the end of its product or sum. On NVIDIA GPUs z comes from cunorm's kernel, elsewhere from jax.numpy,
-    and the product is XLA's. Forward mode is right, of any order, in jax.numpy as that of `layer_norm` is, its terms
-    rounded to 16 bits where z is. For the backward pass x, mean, rstd and the parameters are kept; z is computed again
-    only where the gradient of kernel is wanted.
+    z is rounded to the dtype of x. Products of 16 bits add in float32 and are rounded at their end, as gradients are.
+    y is rounded once where XLA leaves the bias to cuBLASLt, else once more after bias is added. On NVIDIA GPUs z comes
+    from cunorm's kernel, elsewhere from jax.numpy, and the product is XLA's. Forward mode is right, of any order, in
+    jax.numpy as that of `layer_norm` is, its terms rounded to 16 bits where z is. For the backward pass x, mean, rstd
+    and the parameters are kept; z is computed again only where the gradient of kernel is wanted.
 
+    Rows belong in x: of single rows, `jax.vmap` over them too, products have a float32 result, which takes longer.
     Rows may be split over devices, and kernel along `out`: no communication forward. Of a kernel that is split along
     `in` XLA gathers the parts or sums over them; over explicit axes of a mesh JAX refuses it.
     kernels_cu/norm_forward.cu.
@@ -146,7 +147,16 @@ class Product(NamedTuple):
     axis: int  # of the matrix: 0 of kernel (in, out), 1 of weight (out, in)
     precision: Any
 
-    def __call__(self, z: jax.Array, matrix: jax.Array, dtype: Any) -> jax.Array:
+    def __call__(self, z: jax.Array, matrix: jax.Array) -> jax.Array:
+        """Of the dtype of z, added up in float32 and rounded once; with a vector not rounded, in float32.
+
+        XLA makes of a vector's product elementwise ones in the dtype of the result and their sum: in 16 bits each would
+        be rounded (H200, jax 0.11: 15 to 90 times the error of one rounding). In float32 it writes a matrix's product
+        twice, the second time to round it (8192, 4096 -> 12288: 400 MB more), where of 16 bits it leaves adding the
+        bias and rounding to cuBLASLt.
+        """
+        vector = 1 in (math.prod(z.shape[:-1]), *matrix.shape)
+        dtype = jnp.promote_types(z.dtype, jnp.float32) if vector else z.dtype
         return jax.lax.dot_general(z, matrix, (((z.ndim - 1,), (self.axis,)), ((), ())), self.precision, dtype)
 
 
@@ -166,9 +176,9 @@ def _program(op: str):
         def both(inputs, matrix, bias):
             results = primitives.forward(call.task, inputs, statistics=call.statistics)
             z = results.pop("y")
-            y = _wide_product(call.product, z, matrix)
+            y = call.product(z, matrix)
             if bias is not None:
-                y = y + bias.astype(y.dtype)
+                y = _add(y, bias.astype(y.dtype))
             return y.astype(z.dtype), results
 
         kept = jax.checkpoint_policies.save_only_these_names(primitives.STATISTICS)
@@ -181,24 +191,16 @@ def _program(op: str):
 FORWARD = {op: _program(op) for op in linear_problem.OPS.values()}
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _wide_product(product: Product, z: jax.Array, matrix: jax.Array) -> jax.Array:
-    """The product, not yet rounded to 16 bits.
-
-    By JAX's own rule the gradients would be products of float32 with 16 bits.
-    """
-    return product(z, matrix, jnp.promote_types(z.dtype, jnp.float32))
+@jax.custom_jvp
+def _add(y: jax.Array, bias: jax.Array) -> jax.Array:
+    return y + bias
 
 
-@partial(_wide_product.defjvp, symbolic_zeros=True)
-def _jvp_of_wide_product(product: Product, primals, tangents):
-    z, matrix = primals
-    z_dot, matrix_dot = tangents
-    y = _wide_product(product, z, matrix)
-    pairs = [(z_dot, matrix)] if type(z_dot) is not SymbolicZero else []
-    pairs += [(z, matrix_dot)] if type(matrix_dot) is not SymbolicZero else []
-    dots = [product(a, b, z.dtype).astype(y.dtype) for a, b in pairs]
-    return y, sum(dots[1:], dots[0])
+@_add.defjvp
+def _jvp_of_add(primals, tangents):
+    """By JAX's own rule the gradient of bias would be a sum over the rows in 16 bits."""
+    y_dot, bias_dot = (dot.astype(jnp.promote_types(dot.dtype, jnp.float32)) for dot in tangents)
+    return _add(*primals), (y_dot + bias_dot).astype(primals[0].dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -211,13 +213,13 @@ def gradients(task: Task, wanted: tuple[str, ...], dy, weight, inputs) -> dict[s
     if "dweight" in wanted:
         read = {name: inputs[name] for name in ("x", "weight", "bias") if name in inputs}
         z = primitives.forward(task, read, statistics=False)["y"]
-        (results["dweight"],) = jax.linear_transpose(lambda weight: product(z, weight, z.dtype), weight)(dy)
+        (results["dweight"],) = jax.linear_transpose(lambda weight: product(z, weight).astype(z.dtype), weight)(dy)
     if "dbias" in wanted:
         wide = jnp.promote_types(dy.dtype, jnp.float32)
         results["dbias"] = dy.sum(tuple(range(dy.ndim - 1)), dtype=wide).astype(dy.dtype)
     of_norm = tuple(name for name in OF_NORM if OF_NORM[name] in wanted)
     if of_norm:
-        (dz,) = jax.linear_transpose(lambda z: product(z, weight, z.dtype), inputs["x"])(dy)
+        (dz,) = jax.linear_transpose(lambda z: product(z, weight).astype(z.dtype), inputs["x"])(dy)
         known = {name: inputs[name] for name in ("x", "mean", "rstd", "weight") if name in inputs}
         found = primitives.backward(task, {"dy": dz} | known, of_norm)
         results |= {OF_NORM[name]: gradient for name, gradient in found.items()}
