@@ -95,7 +95,7 @@ def check_backward(call: Call, gradients: tuple[Array | None, ...], *, rounded_m
     of_dz = _of_product(wide.dy, 0, wide.weight, 0, dtype)
     if wide.dz is not None:
         dz = dz + wide.dz
-    of_dz = of_dz + abs(dz) * 2.0 ** -FORMATS[dtype][0]
+    of_dz = of_dz + _of_rounding(dz, dtype)
     scale = scale_of(wide.ln_weight, call.zero_centered_gamma)
     offset = (abs(mean) * rstd).clip(1.0, None)
     g, of_g = dz * scale, of_dz * abs(scale)
@@ -144,7 +144,12 @@ def _of_z(wide: Call, statistics: Statistics, z: Array, dtype: str, rounded_mean
     if rounded_mean:
         scale = scale_of(wide.ln_weight, wide.zero_centered_gamma)
         of_norm = of_norm + _eps(dtype) * abs(statistics.mean * statistics.rstd * scale)
-    return abs(z) * 2.0 ** -FORMATS[dtype][0] + of_norm
+    return _of_rounding(z, dtype) + of_norm
+
+
+def _of_rounding(values: Array, dtype: str) -> Array:
+    """Of values that are near these; where they are subnormal the distance of neighbours does not shrink with them."""
+    return numpy.maximum(abs(values) * 2.0 ** -FORMATS[dtype][0], ulp(0 * values, dtype) / 2)
 
 
 def _of_product(a: Array, of_a: Array | int, b: Array, of_b: Array | int, dtype: str) -> Array:

@@ -238,7 +238,10 @@ def backward(
 
 
 def column_sums(dy: Tensor) -> Tensor:
-    """Σ dy over the rows of (rows, cols): a backward pass that is asked for dbias alone reads nothing but dy."""
+    """Σ dy over the rows of (rows, cols): a backward pass that is asked for dbias alone reads nothing but dy.
+
+    On an H200 8192 x 12288 49.5 us, torch's sum(0) 57.0; 8192 x 3072 16.6 and 26.8; 16 x 12288 2.2 and 2.5.
+    """
     (_, _, sums) = backward(family("layer_norm", 1, False, dy), dy, dy, dy, None, (False, False, True), 0)
     return sums
 
