@@ -191,7 +191,8 @@ class Prepared(threading.local):
         """cuBLASLt's best guess, None where it has nothing."""
         lt = bindings()
         preference = lt.matmul_preference_create()
-        limits = {"MAX_WORKSPACE_BYTES": WORKSPACE}
+        # Parts of a sum are added up before they are rounded.
+        limits = {"MAX_WORKSPACE_BYTES": WORKSPACE, "REDUCTION_SCHEME_MASK": int(lt.ReductionScheme.COMPUTE_TYPE)}
         limits |= {f"MIN_ALIGNMENT_{operand}_BYTES": self.kind.alignment for operand in "ABCD"}
         for name, limit in limits.items():
             attribute = lt.MatmulPreferenceAttribute[name]

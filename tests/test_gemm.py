@@ -66,7 +66,7 @@ class Names(enum.IntEnum):
 
 
 class Limits(enum.IntEnum):
-    MAX_WORKSPACE_BYTES = 0
+    MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK = 0, 5
     MIN_ALIGNMENT_A_BYTES, MIN_ALIGNMENT_B_BYTES, MIN_ALIGNMENT_C_BYTES, MIN_ALIGNMENT_D_BYTES = range(1, 5)
 
 
@@ -75,6 +75,7 @@ class CublasLt:
 
     MatmulDescAttribute, MatmulPreferenceAttribute = Names, Limits
     Epilogue = enum.IntEnum("Epilogue", {"DEFAULT": 1, "BIAS": 4})
+    ReductionScheme = enum.IntEnum("ReductionScheme", {"COMPUTE_TYPE": 2})
     cuBLASLtError = ArithmeticError  # noqa: N815
 
     def __init__(self, refuses: tuple[str, ...] = ()):
@@ -95,9 +96,11 @@ class CublasLt:
         return self._new({})
 
     def matmul_preference_destroy(self, preference):
-        assert self.objects[preference] == {Limits.MAX_WORKSPACE_BYTES: gemm.WORKSPACE} | dict.fromkeys(
-            list(Limits)[1:], self.objects[preference][Limits.MIN_ALIGNMENT_A_BYTES]
-        )
+        told = dict(self.objects[preference])
+        assert told.pop(Limits.MAX_WORKSPACE_BYTES) == gemm.WORKSPACE
+        assert told.pop(Limits.REDUCTION_SCHEME_MASK) == self.ReductionScheme.COMPUTE_TYPE
+        assert len(told) == 4
+        assert len(set(told.values())) == 1
 
     def matrix_layout_create(self, kind, rows, cols, stride):
         return self._new((kind, rows, cols, stride))

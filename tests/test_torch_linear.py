@@ -430,6 +430,17 @@ def test_a_captured_training_step_replays(keep, side_by_side, monkeypatch):
         torch.testing.assert_close(replayed, [t.grad for t in inputs])
 
 
+@on_devices
+def test_a_gradient_that_is_yet_to_be_negated(device):
+    """Its memory holds the negative, as that of the imaginary part of a conjugate does."""
+    inputs = [t.detach().requires_grad_() for t in five(device, rows=(6,))]
+    y = layer_norm_linear(*inputs)
+    dy = random(*y.shape, device=device)
+    expected = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    for ours, exact in zip(torch.autograd.grad(y, inputs, torch._neg_view(dy.neg())), expected, strict=True):
+        assert same(ours, exact)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [7, 64, 1000, 4096, 12288, 65536, 131073])
