@@ -93,20 +93,20 @@ class Machine:
         with memory(arrays | {"workspace": numpy.full(plan.workspace, POISON, "uint8")}) as pointers:
             launch.run_backward(plan, self, 0, **pointers)
 
-    def text(self, spec: KernelSpec) -> str:
+    def text(self, spec: KernelSpec, baked: kernels.Baked | None = None) -> str:
         """The kernel's text with the stand-in for platform.cuh, and what makes a program of it."""
         text, count = re.subn(
             r'^#line 1 "platform\.cuh"\n.*?(?=^#line )',
             '#include "platform.cuh"\n',
-            self.edit(kernels.source(spec)),
+            self.edit(kernels.source(spec, baked)),
             flags=re.DOTALL | re.MULTILINE,
         )
         assert count == 1, "kernels.source holds no platform.cuh"
         return f"{text}\nconst cpu::Kernel cpu::kernel = cpu::Erased<&{kernels.entry_name(spec)}>::kernel;\n"
 
-    def prepare(self, step: Step, parameters: str) -> tuple[Callable, Callable]:
-        """Like launch.prepare."""
-        text = self.text(step.spec)
+    def prepare(self, step: Step, parameters: str, baked: kernels.Baked | None = None) -> tuple[Callable, Callable]:
+        """Like launch.prepare; with `baked` of a text that has pointers alone."""
+        text = self.text(step.spec, baked)
         cluster = _number(r"__cluster_dims__\((\d+), 1, 1\)", text) or 1
         assert step.spec.threads <= _number(r"__launch_bounds__\((\d+)", text)
         assert step.grid[0] % cluster == 0

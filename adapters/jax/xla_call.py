@@ -117,7 +117,7 @@ def launches(plan: Plan, eps: float, names: Names, wanted: Names) -> list[Launch
             reads, writes = ("workspace",), parameter_gradients
             values = {"groups": str(plan.groups), "cols": str(problem.cols)}
         elif step.spec.final:
-            writes = wanted
+            writes = wanted if kind == "backward" else parameter_gradients
             values = rows | {"dy_stride": str(problem.y_stride)}
         else:
             dx = ("dx",) if "dx" in wanted and kind != "weight_gradient_partials" else ()

@@ -8,6 +8,7 @@
 
 #define DEVICE inline
 #define __global__
+#define __constant__ [[maybe_unused]] static
 // Used: the runtime writes them too, before a CTA starts.
 #define __shared__ [[gnu::used]] static thread_local
 #define __cluster_dims__(...)
