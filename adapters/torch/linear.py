@@ -100,7 +100,8 @@ class LayerNormLinear(nn.Module):
     Where TransformerEngine's differs: its float32 product is TF32 always, this one's where torch is set so; it keeps z;
     it casts x to autocast's dtype before the norm; its `backward_dw` overwrites `weight.grad`, this one's adds to it;
     it takes parameters_split together with neither fuse_wgrad_accumulation nor backward_dw. Its `_extra_state` in a
-    checkpoint is passed over. Accumulating into main_grad and delaying break a graph of torch.compile.
+    checkpoint is passed over; it loads ours with strict=False. Accumulating into main_grad and delaying break a graph
+    of torch.compile.
 
     Examples
     --------
