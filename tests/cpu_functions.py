@@ -17,7 +17,7 @@ SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1))
 WITHOUT_CLUSTERS = Device("one SM without clusters", 80, 1, 163 << 10)
 # Enough that a CTA of sum_partials does not read all partial rows at once.
 MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2))
-MANY_WITHOUT_CLUSTERS = Device("40 SMs without clusters", 80, 40, 163 << 10)
+MANY_WITHOUT_CLUSTERS = Device("80 SMs without clusters", 80, 80, 163 << 10)
 
 Array = numpy.ndarray | None
 

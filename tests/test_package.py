@@ -73,7 +73,7 @@ def test_python_of_the_linters_is_the_oldest_supported():
     assert project["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
 
 
-@pytest.mark.parametrize("end", ["-m cunorm demo", "-m pytest"])
+@pytest.mark.parametrize("end", ["-m cunorm demo", "-m pytest -n 2"])
 def test_ci_runs_the_command_of_the_readme(end):
     (command,) = (
         line
