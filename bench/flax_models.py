@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import json
 import statistics
 import sys
 import time
@@ -30,6 +29,7 @@ import optax
 
 import cunorm.flax.linen
 import cunorm.flax.nnx
+from bench.results import lines_to
 from cunorm.jax import choice
 
 STEPS = 50
@@ -70,15 +70,7 @@ def main() -> None:
     parser.add_argument("--arithmetic", nargs="+", choices=ARITHMETIC, default=ARITHMETIC)
     parser.add_argument("--out", type=Path, default=Path("bench/results/flax/models.jsonl"))
     arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w") as file:
-
-        def write(kind: str, **figures: Any) -> None:
-            line = json.dumps({"kind": kind, **figures})
-            print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
-
+    with lines_to(arguments.out) as write:
         write(
             "run",
             gpu=jax.devices()[0].device_kind,

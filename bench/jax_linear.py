@@ -11,7 +11,6 @@ have to write what its formulas keep for the backward pass, and in a program of 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.jax_norms import environment, loop
+from bench.results import lines_to
 from bench.timing import buffers_needed
 from cunorm.jax import layer_norm_linear
 
@@ -179,15 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/jax/linear.jsonl"))
     arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w") as file:
-
-        def write(kind: str, **figures: Any) -> None:
-            line = json.dumps({"kind": kind, **figures})
-            print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
-
+    with lines_to(arguments.out) as write:
         write("run", **environment("bench.jax_linear"))
         for shape in SHAPES:
             measure(write, shape)

@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.results import lines_to
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy needs memory too
 
 ROWS, COLUMNS = 16384, (1024, 4096, 8192, 16384, 65536)
@@ -44,15 +46,7 @@ def main() -> None:
     if arguments.compile:
         print(json.dumps(compile_layers(arguments.compile)))
         return
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w") as file:
-
-        def write(kind: str, **figures: Any) -> None:
-            line = json.dumps({"kind": kind, **figures})
-            print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
-
+    with lines_to(arguments.out) as write:
         if arguments.part != "speed":  # before this process takes the GPU's memory
             layers(write)
         write("run", **environment("bench.jax_norms"))

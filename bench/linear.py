@@ -10,7 +10,6 @@ float64 before it is timed. `--warm` only compiles, into inductor's cache: run i
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import torch
 import torch._functorch.config
 from torch.nn import functional as F  # noqa: N812
 
+from bench.results import lines_to
 from bench.timing import buffers_needed
 from bench.torch_models import alternate
 from cunorm.torch import layer_norm_linear
@@ -273,15 +273,7 @@ def main() -> None:
             return
         command = [sys.executable, "-m", "bench.linear", "--warm", "--only"]
         sys.exit(max(p.wait() for p in [subprocess.Popen([*command, str(i)]) for i in range(len(SHAPES))]))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w") as file:
-
-        def write(kind: str, **figures: Any) -> None:
-            line = json.dumps({"kind": kind, **figures})
-            print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
-
+    with lines_to(arguments.out) as write:
         write(
             "run",
             gpu=torch.cuda.get_device_name(),

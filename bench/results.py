@@ -1,9 +1,10 @@
-"""Committed results: reading them, and the questions that tables, plots and bars ask of them."""
+"""Committed results: writing and reading them, and the questions that tables, plots and bars ask of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,18 @@ def group(lines: Iterable[dict[str, Any]], suite: str) -> list[Measured]:
         case = Case(*(line[k] for k in ("op", "direction", "rows", "cols", "dtype")), line.get("offset"))
         cases.setdefault(case, {})[line["provider"]] = line
     return [Measured(case, by_provider, suite) for case, by_provider in cases.items()]
+
+
+@contextmanager
+def lines_to(path: Path) -> Iterator[Callable[..., None]]:
+    """`write(kind, **figures)`, which prints a line of JSON and adds it to the file at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+
+        def write(kind: str, **figures: Any) -> None:
+            line = json.dumps({"kind": kind, **figures})
+            print(line, flush=True)
+            file.write(line + "\n")
+            file.flush()
+
+        yield write

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import cunorm.torch
+from bench.results import lines_to
 from cunorm.torch import replace_norms
 
 STEPS = 50
@@ -47,15 +47,7 @@ def main() -> None:
         command = [sys.executable, "-m", "bench.torch_models", "--model"]
         processes = [subprocess.Popen([*command, name]) for name in NAMES]
         sys.exit(max(process.wait() for process in processes))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w") as file:
-
-        def write(kind: str, **figures: Any) -> None:
-            line = json.dumps({"kind": kind, **figures})
-            print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
-
+    with lines_to(arguments.out) as write:
         write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
         host_times(write)
         peak_memory(write)
