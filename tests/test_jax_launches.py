@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pytest
@@ -12,10 +12,10 @@ from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL
 from functions import OPS, bias_of
 from problems import problem
 from reference import EPS, check_backward, check_forward
+from test_cpu import Shape
 
 pytest.importorskip("jax")
 
-from cunorm.device import Device
 from cunorm.host import numpy_dtype
 from cunorm.jax import xla_call
 from cunorm.plan import Plan, plan
@@ -23,14 +23,6 @@ from cunorm.plan import Plan, plan
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 GRADIENTS = ("dx", "dweight", "dbias")
-
-
-class Shape(NamedTuple):
-    rows: int
-    cols: int
-    dtype: str
-    device: Device
-    reason: str
 
 
 SHAPES = (
@@ -69,7 +61,7 @@ def run(solution: Plan, eps: float, given: dict[str, numpy.ndarray], wanted: dic
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.reason)
 def test_forward(op, shape):
-    rows, cols, dtype, device, _ = shape
+    rows, cols, dtype, device, *_ = shape
     x, _, weight, bias = inputs(numpy, rows, cols, dtype)
     bias = bias_of(op, bias)
     solution = plan(
@@ -86,7 +78,7 @@ def test_forward(op, shape):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.reason)
 def test_backward(shape, mask):
-    rows, cols, dtype, device, _ = shape
+    rows, cols, dtype, device, *_ = shape
     x, dy, weight, _ = inputs(numpy, rows, cols, dtype)
     solution = plan(problem("backward", rows, cols, dtype, weight=dtype, output_mask=MASKS[mask]), device)
     wide = x.astype(numpy.longdouble)

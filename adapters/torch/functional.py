@@ -153,6 +153,17 @@ def _at_once(x, weight, bias) -> bool:
     )
 
 
+def launchable(gradient: Tensor) -> bool:
+    """A plain CUDA tensor that nobody differentiates again, and nothing listens that a direct launch would bypass."""
+    return (
+        type(gradient) is Tensor
+        and gradient.is_cuda
+        and not torch.is_grad_enabled()
+        and _nothing_listens()
+        and not gradient.is_neg()
+    )
+
+
 def _nothing_listens() -> bool:
     return (
         torch._C._len_torch_dispatch_stack() == 0
@@ -181,7 +192,7 @@ class _Norm(torch.autograd.Function):
         options, family, bias_dtype = ctx.call
         op, _, eps, zero_centered_gamma, _, _, sm_margin = options
         mask = ctx.needs_input_grad[:3]
-        if type(dy) is Tensor and not torch.is_grad_enabled() and _nothing_listens() and not dy.is_neg():
+        if launchable(dy):
             dx, dweight, dbias = launching.backward(family, dy, x, statistics, weight, mask, sm_margin)
         else:
             dx, dweight, dbias = operators.backward(

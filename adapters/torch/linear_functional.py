@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from .. import linear_problem
 from . import checks, launching, operators, side_by_side
-from .functional import FLOATING, HALF, PLAIN, _at_once, _nothing_listens, norm
+from .functional import FLOATING, HALF, PLAIN, _at_once, launchable, norm
 
 # What takes the gradients of weight and bias in autograd's place: given dy (rows, out) and how to get the normalised
 # tensor (rows, in), it returns what autograd is told, None for nothing.
@@ -289,7 +289,7 @@ def weight_gradient(dy: Tensor, z: Tensor, weight: Tensor) -> Tensor:
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
-    return launching.column_sums(dy) if _plainly(dy) else dy.sum(0)
+    return launching.column_sums(dy) if launchable(dy) else dy.sum(0)
 
 
 def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
@@ -308,16 +308,10 @@ def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
 def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
     """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
     op, eps, zero_centered_gamma, _, _ = options
-    if own and _plainly(dz):
+    if own and launchable(dz):
         family = launching.family(op, 1, zero_centered_gamma, x)
         return launching.backward(family, dz, x, statistics, ln_weight, mask, 0, in_place=True)
     return operators.backward(dz, x, statistics, ln_weight, op, eps, zero_centered_gamma, mask, 0)
-
-
-def _plainly(gradient: Tensor) -> bool:
-    """Whether our kernels may be launched on it with nobody seeing it."""
-    seen = torch.is_grad_enabled() or not _nothing_listens() or gradient.is_neg()
-    return type(gradient) is Tensor and gradient.is_cuda and not seen
 
 
 def _matrix(tensor: Tensor, rows: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.providers.base import Provider, module_call
 from bench.providers.pytorch import load_torch
 
-ALL_MULTIPROCESSORS = 0  # the margin of them that a kernel leaves free
+SM_MARGIN = 0  # multiprocessors that a kernel leaves free
 
 
 class TransformerEngine(Provider):
@@ -29,5 +29,5 @@ class TransformerEngine(Provider):
             module = self.modules[case.op](case.cols, eps=case.eps, device="cuda", dtype=b.x.dtype)
             return module_call(module, case, b)
         if case.op == "layer_norm":
-            return lambda: extension.layernorm_bwd(b.dy, b.x, b.mean, b.rstd, b.weight, ALL_MULTIPROCESSORS, False)
-        return lambda: extension.rmsnorm_bwd(b.dy, b.x, b.rstd, b.weight, ALL_MULTIPROCESSORS, False)
+            return lambda: extension.layernorm_bwd(b.dy, b.x, b.mean, b.rstd, b.weight, SM_MARGIN, False)
+        return lambda: extension.rmsnorm_bwd(b.dy, b.x, b.rstd, b.weight, SM_MARGIN, False)
