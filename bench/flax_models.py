@@ -30,7 +30,7 @@ import optax
 import cunorm.flax.linen
 import cunorm.flax.nnx
 from bench.results import lines_to
-from cunorm.jax import choice
+from cunorm.jax.xla import target as choice
 
 STEPS = 50
 NORMS = ("LayerNorm", "RMSNorm")

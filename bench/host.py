@@ -16,9 +16,10 @@ import numpy
 import cunorm
 from bench.suites import Case
 from bench.workload import Workload
-from cunorm import device, gpu, launch
-from cunorm.plan import plan
-from cunorm.problem import Problem
+from cunorm import cupy_arrays as gpu
+from cunorm import device, launch
+from cunorm.norm.plan import plan
+from cunorm.norm.problem import Problem
 
 CALLS = 64  # without waiting for the GPU; its queue holds a thousand
 REPETITIONS = 301

@@ -59,7 +59,7 @@ def environment(module: str) -> dict[str, Any]:
     import jax
 
     import cunorm
-    from cunorm.jax import choice
+    from cunorm.jax.xla import target as choice
 
     return {
         "date": datetime.date.today().isoformat(),

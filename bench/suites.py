@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cunorm.problem import Problem
+from cunorm.norm.problem import Problem
 
 OPS = ("layer_norm", "rms_norm")
 DIRECTIONS = ("forward", "backward")

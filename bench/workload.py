@@ -12,7 +12,7 @@ import numpy
 from bench import check, roof
 from bench.suites import Case
 from bench.timing import buffers_needed
-from cunorm.host import numpy_dtype
+from cunorm.numpy_arrays import numpy_dtype
 
 USUAL_MEAN = 0.25
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
+
+from .families import norm_of
 
 
 def layer_norm(
@@ -67,7 +68,7 @@ def layer_norm(
     array([[-1.225,  0.   ,  1.225]])
     """
     name = "layer_norm"
-    y, _, _ = _implementation(name, x).forward(
+    y, _, _ = norm_of(name, x).forward(
         name,
         x,
         normalized_shape,
@@ -106,7 +107,7 @@ def rms_norm(
     array([[0.849, 1.131]])
     """
     name = "rms_norm"
-    y, _, _ = _implementation(name, x).forward(
+    y, _, _ = norm_of(name, x).forward(
         name,
         x,
         normalized_shape,
@@ -152,7 +153,7 @@ def layer_norm_forward(
     (array([2.]), array([1.225]))
     """
     name = "layer_norm_forward"
-    return _implementation(name, x).forward(
+    return norm_of(name, x).forward(
         name,
         x,
         normalized_shape,
@@ -190,7 +191,7 @@ def rms_norm_forward(
     array([0.283])
     """
     name = "rms_norm_forward"
-    y, _, rstd = _implementation(name, x).forward(
+    y, _, rstd = norm_of(name, x).forward(
         name,
         x,
         normalized_shape,
@@ -262,7 +263,7 @@ def layer_norm_backward(
     (array([[ 0.229, -0.344,  0.115]]), array([1., 0., 0.]))
     """
     name = "layer_norm_backward"
-    return _implementation(name, x).backward(
+    return norm_of(name, x).backward(
         name,
         dy,
         x,
@@ -299,7 +300,7 @@ def rms_norm_backward(
     (array([[ 0.181, -0.136]]), array([0.849, 0.   ]))
     """
     name = "rms_norm_backward"
-    dx, dweight, _ = _implementation(name, x).backward(
+    dx, dweight, _ = norm_of(name, x).backward(
         name,
         dy,
         x,
@@ -311,33 +312,3 @@ def rms_norm_backward(
         sm_margin=sm_margin,
     )
     return dx, dweight
-
-
-_implementations: dict[type, Any] = {}  # type of x -> the module that handles it
-
-
-def _implementation(function: str, x: Any) -> Any:
-    """The module that handles arrays of the kind of x; others of the call are its business."""
-    return _implementations.get(type(x)) or _find_implementation(function, x)
-
-
-def _find_implementation(function: str, x: Any) -> Any:
-    """Kinds are told by the module of their class, so that `import cunorm` imports none of them."""
-    packages = {base.__module__.partition(".")[0] for base in type(x).__mro__}
-    if "numpy" in packages:
-        from . import host as implementation
-    elif "cupy" in packages:
-        from . import gpu as implementation
-    elif "torch" in packages:
-        implementation = import_module("cunorm.torch.arrays")
-    elif packages & {"jax", "jaxlib"}:
-        implementation = import_module("cunorm.jax.arrays")
-    elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-        from . import dlpack as implementation
-    else:
-        raise TypeError(
-            f"{function}: x must be a NumPy, CuPy or JAX array, a torch tensor, or have __dlpack__ on a CUDA device; "
-            f"got {type(x).__name__}."
-        )
-    _implementations[type(x)] = implementation
-    return implementation

@@ -1,69 +1,53 @@
-"""The functions on arrays of other libraries: gpu.py on CuPy's views of them, taken through DLPack."""
+"""Arrays of other libraries: CuPy's views of them, taken through DLPack, and the norms on those views."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_MANAGED = 1, 2, 13  # device types of the DLPack specification
 
+MODULE = "cunorm.cupy_arrays"
+
 
 def forward(
     function: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, *, out: Any, **options: Any
 ):
-    """As gpu.forward."""
-    gpu = _gpu(function, x)
-    x, weight, bias, out = (
-        _view(function, name, array) for name, array in (("x", x), ("weight", weight), ("bias", bias), ("out", out))
-    )
-    return gpu.forward(function, x, normalized_shape, weight, bias, eps, out=out, **options)
+    """As cupy_arrays.forward."""
+    module = on_gpu(MODULE, function, x)
+    x, weight, bias, out = views(function, ("x", "weight", "bias", "out"), (x, weight, bias, out))
+    return module.forward(function, x, normalized_shape, weight, bias, eps, out=out, **options)
 
 
-def backward(function: str, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, **options: Any):
-    """As gpu.backward."""
-    gpu = _gpu(function, x)
-    x, dy, mean, rstd, weight = (
-        _view(function, name, array)
-        for name, array in (("x", x), ("dy", dy), ("mean", mean), ("rstd", rstd), ("weight", weight))
-    )
-    return gpu.backward(function, dy, x, mean, rstd, weight, **options)
+def backward(function: str, *arrays: Any, **options: Any):
+    """As cupy_arrays.backward."""
+    module = on_gpu(MODULE, function, arrays[1])
+    return module.backward(function, *views(function, ("dy", "x", "mean", "rstd", "weight"), arrays), **options)
 
 
-def linear_forward(function: str, op: str, x: Any, *arguments: Any, **options: Any):
-    """As gpu.linear_forward."""
-    gpu = _gpu(function, x)
-    names = ("x", "weight", "bias", "ln_weight", "ln_bias")
-    return gpu.linear_forward(function, op, *_views(function, names, (x, *arguments)), **options)
+def views(function: str, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
+    """CuPy's views of the arrays, x first: where several are wrong, it is x that the error names."""
+    named = dict(zip(names, arrays, strict=True))
+    x = _view(function, "x", named["x"])
+    return [x if name == "x" else _view(function, name, array) for name, array in named.items()]
 
 
-def linear_backward(function: str, op: str, dy: Any, x: Any, *arguments: Any, **options: Any):
-    """As gpu.linear_backward."""
-    gpu = _gpu(function, x)
-    names = ("dy", "x", "mean", "rstd", "weight", "ln_weight", "ln_bias")
-    return gpu.linear_backward(function, op, *_views(function, names, (dy, x, *arguments)), **options)
-
-
-def _views(function: str, names: Sequence[str], arguments: Sequence[Any]) -> list[Any]:
-    """The arguments, those that are named as CuPy's views."""
-    views = [_view(function, name, array) for name, array in zip(names, arguments, strict=False)]
-    return [*views, *arguments[len(names) :]]
-
-
-def _gpu(function: str, x: Any) -> ModuleType:
+def on_gpu(module: str, function: str, x: Any) -> ModuleType:
+    """The module that takes the views."""
     if int(x.__dlpack_device__()[0]) not in (KDL_CUDA, KDL_CUDA_MANAGED):
         raise TypeError(
             f"{function}: x must be on a CUDA device to come by DLPack; got a {type(x).__name__} elsewhere. "
             "On the host pass numpy.from_dlpack(x)."
         )
     try:
-        from . import gpu
+        return import_module(module)
     except (ImportError, OSError) as error:  # CuPy raises OSError where it cannot create its cache directory
         raise ImportError(
             f"{function}: arrays on a GPU need CuPy; it could not be imported ({error}). "
             "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
         ) from error
-    return gpu
 
 
 def _view(function: str, name: str, array: Any) -> Any:

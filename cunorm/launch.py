@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
 
-from .kernels import kernel
-from .plan import Plan, Step
+from .compile import kernel
+from .norm.plan import Plan, Step
 
-# Parameters of the kernels in kernels.py, as the module `struct` writes them. Only the last may be less than 8 bytes.
+# Parameters of the entries in source.py, as the module `struct` writes them. Only the last may be less than 8 bytes.
 FORWARD = {"float32": "PPPPPPqqqf", "float64": "PPPPPPqqqd"}  # x, y, weight, bias, mean, rstd, rows, strides, eps
 BACKWARD = "PPPPPPPPqqq"  # x, dy, weight, mean, rstd, dx, dweight and dbias or partials of them, rows, strides
 SUM_PARTIALS = "PPPqq"  # partials, first, second, groups, cols

@@ -1,1 +1,1 @@
-"""CUDA source of cunorm, read as text by cunorm.kernels."""
+"""CUDA source of cunorm, read as text by cunorm.source."""

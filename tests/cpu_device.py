@@ -25,9 +25,9 @@ from unittest import mock
 
 import numpy
 
-from cunorm import kernels, launch
-from cunorm.plan import Plan, Step
-from cunorm.tiers import KernelSpec, dynamic_shared
+from cunorm import launch, source
+from cunorm.norm.plan import Plan, Step
+from cunorm.norm.tiers import KernelSpec, dynamic_shared
 
 STAND_IN = Path(__file__).parent / "cpu"
 # -ffp-contract=off: every operation is rounded, where a GPU may fuse two.
@@ -93,24 +93,24 @@ class Machine:
         with memory(arrays | {"workspace": numpy.full(plan.workspace, POISON, "uint8")}) as pointers:
             launch.run_backward(plan, self, 0, **pointers)
 
-    def text(self, spec: KernelSpec, baked: kernels.Baked | None = None) -> str:
+    def text(self, spec: KernelSpec, baked: source.Baked | None = None) -> str:
         """The kernel's text with the stand-in for platform.cuh, and what makes a program of it."""
         text, count = re.subn(
             r'^#line 1 "platform\.cuh"\n.*?(?=^#line )',
             '#include "platform.cuh"\n',
-            self.edit(kernels.source(spec, baked)),
+            self.edit(source.source(spec, baked)),
             flags=re.DOTALL | re.MULTILINE,
         )
-        assert count == 1, "kernels.source holds no platform.cuh"
-        return f"{text}\nconst cpu::Kernel cpu::kernel = cpu::Erased<&{kernels.entry_name(spec)}>::kernel;\n"
+        assert count == 1, "source.source holds no platform.cuh"
+        return f"{text}\nconst cpu::Kernel cpu::kernel = cpu::Erased<&{source.entry_name(spec)}>::kernel;\n"
 
-    def prepare(self, step: Step, parameters: str, baked: kernels.Baked | None = None) -> tuple[Callable, Callable]:
+    def prepare(self, step: Step, parameters: str, baked: source.Baked | None = None) -> tuple[Callable, Callable]:
         """Like launch.prepare; with `baked` of a text that has pointers alone."""
         text = self.text(step.spec, baked)
         cluster = _number(r"__cluster_dims__\((\d+), 1, 1\)", text) or 1
         assert step.spec.threads <= _number(r"__launch_bounds__\((\d+)", text)
         assert step.grid[0] % cluster == 0
-        assert step.dynamic_shared <= dynamic_shared(step.spec), "kernels.py allows the kernel no more"
+        assert step.dynamic_shared <= dynamic_shared(step.spec), "compile.py allows the kernel no more"
         shared = max(0, step.dynamic_shared - self.missing)
         how = Launch(*step.grid[:2], step.spec.threads, cluster, ORDERS.index(self.order), shared)
         path = program(text, self.build)
@@ -202,13 +202,13 @@ def _runtime(build: str) -> tuple[Path, ...]:
     """The object files of tests/cpu."""
     everything = "".join(path.read_text() for path in sorted(STAND_IN.iterdir()))
     objects = []
-    for source in sorted(STAND_IN.glob("*.cpp")):
+    for file in sorted(STAND_IN.glob("*.cpp")):
 
-        def make(folder: Path, source=source) -> Path:
-            _compile(*OPTIONS, *BUILDS[build].runtime, "-c", source, "-o", folder / "object")
+        def make(folder: Path, file=file) -> Path:
+            _compile(*OPTIONS, *BUILDS[build].runtime, "-c", file, "-o", folder / "object")
             return folder / "object"
 
-        objects.append(_cached(f"{_key(everything, source.name, *BUILDS[build].runtime)}.o", make))
+        objects.append(_cached(f"{_key(everything, file.name, *BUILDS[build].runtime)}.o", make))
     return tuple(objects)
 
 

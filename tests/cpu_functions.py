@@ -1,4 +1,4 @@
-"""Both norms on a Machine of cpu_device.py: NumPy arrays in, NumPy arrays out, as gpu.py does with CuPy's."""
+"""Both norms on a Machine of cpu_device.py: NumPy arrays in, NumPy arrays out, as cupy_arrays.py does with CuPy's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functions import bias_of
 from reference import EPS, check_backward, check_forward
 
 from cunorm.device import Device
-from cunorm.host import numpy_dtype
-from cunorm.plan import Plan, plan
-from cunorm.problem import Problem
+from cunorm.norm.plan import Plan, plan
+from cunorm.norm.problem import Problem
+from cunorm.numpy_arrays import numpy_dtype
 
 # One multiprocessor: a few rows already make a CTA or a cluster take several, one after the other.
 SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1))

@@ -121,8 +121,9 @@ def check_shard_map(op: str, mesh: Mesh, check_vma: bool) -> None:
 
 def check_lowering_of_shard_map(mesh: Mesh) -> None:
     """Every device launches for its own rows: 2000 over the devices."""
-    from cunorm import device, plan
-    from cunorm.problem import Problem
+    from cunorm import device
+    from cunorm.norm import plan
+    from cunorm.norm.problem import Problem
 
     x, weight = numpy.ones((2000, COLS), numpy.float32), numpy.ones(COLS, numpy.float32)
     data, whole = PartitionSpec(mesh.axis_names[0]), PartitionSpec()

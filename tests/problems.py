@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cunorm.problem import Problem
+from cunorm.norm.problem import Problem
 
 
 def problem(direction: str, rows: int, cols: int, dtype: str, **changes: Any) -> Problem:

@@ -102,8 +102,8 @@ def run(*, clusters: bool) -> int:
     import cunorm
     from cunorm import device
     from cunorm.commands.matrix import TABLES, lengths_of_tiers
-    from cunorm.host import numpy_dtype
-    from cunorm.problem import ITEMSIZE
+    from cunorm.norm.problem import ITEMSIZE
+    from cunorm.numpy_arrays import numpy_dtype
 
     target = device.current(cupy.cuda.Device().id)
     random = numpy.random.default_rng(0)
@@ -130,8 +130,8 @@ def run(*, clusters: bool) -> int:
 
 
 def _has_cluster(cols: int, dtype: str, target) -> bool:
-    from cunorm.plan import plan
-    from cunorm.problem import Problem
+    from cunorm.norm.plan import plan
+    from cunorm.norm.problem import Problem
 
     directions = ("forward", "backward")
     problems = (Problem.whole("layer_norm", direction, ROWS, cols, dtype, dtype) for direction in directions)

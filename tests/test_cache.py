@@ -13,10 +13,10 @@ from arrays import inputs, same_bits
 from problems import problem
 
 import cunorm
-from cunorm import kernels
+from cunorm import compile
 from cunorm.device import KNOWN
-from cunorm.plan import plan
-from cunorm.tiers import KernelSpec
+from cunorm.norm.plan import plan
+from cunorm.norm.tiers import KernelSpec
 
 
 def spec_of(cols: int) -> KernelSpec:
@@ -33,8 +33,8 @@ def counted_compiles(monkeypatch):
         time.sleep(0.2)
         return object()
 
-    monkeypatch.setattr(kernels, "_compile", compile_slowly)
-    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(compile, "_compile", compile_slowly)
+    monkeypatch.setattr(compile, "_kernels", {})
     return compiled
 
 
@@ -60,17 +60,17 @@ def call_at_once(function, threads: int) -> list:
 
 def test_threads_share_one_compilation(counted_compiles):
     spec = spec_of(1000)
-    results = call_at_once(lambda: kernels.kernel(spec, 0), 8)
+    results = call_at_once(lambda: compile.kernel(spec, 0), 8)
     assert len(counted_compiles) == 1
     assert len(set(map(id, results))) == 1
-    kernels.kernel(spec, 1)
+    compile.kernel(spec, 1)
     assert len(counted_compiles) == 2, "each device has its own module"
 
 
 def test_different_kernels_compile_side_by_side(counted_compiles):
     pending = iter([spec_of(cols) for cols in range(1, 9)])
     start = time.perf_counter()
-    call_at_once(lambda: kernels.kernel(next(pending), 0), 8)
+    call_at_once(lambda: compile.kernel(next(pending), 0), 8)
     assert len(counted_compiles) == 8
     assert time.perf_counter() - start < 8 * 0.2, "one after the other"
 
@@ -80,13 +80,13 @@ def test_a_failed_compilation_reaches_every_thread_and_can_be_repeated(monkeypat
 
     def fail(spec):
         time.sleep(0.2)
-        raise kernels.CompileError("no")
+        raise compile.CompileError("no")
 
-    monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(kernels, "_compile", fail)
-    assert [type(result) for result in call_at_once(lambda: kernels.kernel(spec, 0), 4)] == [kernels.CompileError] * 4
-    monkeypatch.setattr(kernels, "_compile", lambda spec: "compiled")
-    assert kernels.kernel(spec, 0) == "compiled"
+    monkeypatch.setattr(compile, "_kernels", {})
+    monkeypatch.setattr(compile, "_compile", fail)
+    assert [type(result) for result in call_at_once(lambda: compile.kernel(spec, 0), 4)] == [compile.CompileError] * 4
+    monkeypatch.setattr(compile, "_compile", lambda spec: "compiled")
+    assert compile.kernel(spec, 0) == "compiled"
 
 
 @pytest.mark.gpu
@@ -94,9 +94,9 @@ def test_threads_that_call_at_once_compile_once(monkeypatch):
     import cupy
 
     compiled = []
-    compile_one = kernels._compile
-    monkeypatch.setattr(kernels, "_compile", lambda spec: compiled.append(spec) or compile_one(spec))
-    monkeypatch.setattr(kernels, "_kernels", {})
+    compile_one = compile._compile
+    monkeypatch.setattr(compile, "_compile", lambda spec: compiled.append(spec) or compile_one(spec))
+    monkeypatch.setattr(compile, "_kernels", {})
     x, _, weight, bias = inputs(cupy, 40, 1013, "float16")
 
     def call():

@@ -10,11 +10,11 @@ from nvrtc import needs_nvrtc
 
 from cunorm.commands import matrix
 from cunorm.commands.compilation import compile_all, fault, offline
+from cunorm.compile import Resources
 from cunorm.device import KNOWN, Device
-from cunorm.kernels import Resources
-from cunorm.plan import plan
-from cunorm.problem import ITEMSIZE
-from cunorm.tiers import KernelSpec, RowShape, Tier, choose, dynamic_shared, shared_memory
+from cunorm.norm.plan import plan
+from cunorm.norm.problem import ITEMSIZE
+from cunorm.norm.tiers import KernelSpec, RowShape, Tier, choose, dynamic_shared, shared_memory
 
 SLICES = 8  # for pytest-xdist
 

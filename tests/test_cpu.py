@@ -17,10 +17,10 @@ from problems import problem
 from reference import check_backward
 
 from cunorm.device import Device
-from cunorm.kernels import FILES
-from cunorm.plan import Step, plan
-from cunorm.problem import Problem
-from cunorm.tiers import TABLES, KernelSpec, choose, dynamic_shared, few_rows
+from cunorm.norm.plan import Step, plan
+from cunorm.norm.problem import Problem
+from cunorm.norm.tiers import TABLES, KernelSpec, choose, dynamic_shared, few_rows
+from cunorm.source import FILES
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 

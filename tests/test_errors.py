@@ -262,7 +262,7 @@ def test_host_arrays_of_other_libraries(x):
 
 def test_a_cuda_array_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "cunorm.gpu", raising=False)
+    monkeypatch.delitem(sys.modules, "cunorm.cupy_arrays", raising=False)
     monkeypatch.delattr(cunorm, "gpu", raising=False)
     with pytest.raises(ImportError, match=r"^layer_norm: arrays on a GPU need CuPy.*pip install 'cunorm\[cuda13\]'"):
         cunorm.layer_norm(Exporter(2))

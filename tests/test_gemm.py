@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("cupy", exc_type=ImportError)
 
-from cunorm import gemm
+from cunorm.linear import gemm
 
 FLOAT32, FLOAT64 = 0, 1
 

@@ -13,7 +13,8 @@ jax = pytest.importorskip("jax")
 from jax_arrays import lowered, random  # noqa: E402
 
 from cunorm.commands import info  # noqa: E402
-from cunorm.jax import choice, layer_norm  # noqa: E402
+from cunorm.jax import layer_norm  # noqa: E402
+from cunorm.jax.xla import target as choice  # noqa: E402
 
 COLS = 8
 
@@ -75,7 +76,7 @@ def test_a_driver_too_old_for_the_ptx(with_gpu, with_cupy, monkeypatch):
 
 def test_a_probe_that_fails(with_gpu, monkeypatch):
     """Here XLA has no GPU: what it says is the reason."""
-    monkeypatch.setattr(choice.kernels, "why_ptx_is_too_new", lambda: "")
+    monkeypatch.setattr(choice.compile, "why_ptx_is_too_new", lambda: "")
     monkeypatch.setattr(choice.jax, "default_device", lambda _: jax.ensure_compile_time_eval())
     monkeypatch.setattr(choice, "_double", lambda x: 3 * x)
     assert choice.call("test") == ("callback", "XLA's call of PTX gave wrong numbers")
@@ -116,5 +117,5 @@ def test_info_without_a_gpu_does_not_import_jax():
 def test_on_a_gpu_the_probe_runs():
     """Unless the driver is too old for the PTX of this NVRTC, which is the only reason known."""
     chosen = choice.call("test")
-    too_new = choice.kernels.why_ptx_is_too_new()
+    too_new = choice.compile.why_ptx_is_too_new()
     assert chosen == (("callback", too_new) if too_new else ("ptx", "a tiny kernel ran"))

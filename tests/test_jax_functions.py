@@ -18,7 +18,7 @@ from jax_arrays import close, from_jax, on_devices, random, to_jax  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm.jax import layer_norm, rms_norm  # noqa: E402
-from cunorm.jax.functional import norm  # noqa: E402
+from cunorm.jax.norm.functional import norm  # noqa: E402
 
 COLS = 96
 

@@ -16,9 +16,9 @@ from test_cpu import Shape
 
 pytest.importorskip("jax")
 
-from cunorm.host import numpy_dtype
-from cunorm.jax import xla_call
-from cunorm.plan import Plan, plan
+from cunorm.jax.xla import call as xla_call
+from cunorm.norm.plan import Plan, plan
+from cunorm.numpy_arrays import numpy_dtype
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

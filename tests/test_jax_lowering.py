@@ -14,11 +14,13 @@ from jax import export  # noqa: E402
 from jax_arrays import PTX_CALL, calls, close, lowered, random  # noqa: E402
 from test_jax_functions import ARGNUMS, call  # noqa: E402
 
-from cunorm import kernels  # noqa: E402
+from cunorm import compile, source  # noqa: E402
 from cunorm.commands.compilation import fault  # noqa: E402
-from cunorm.jax import choice, layer_norm, xla_call  # noqa: E402
-from cunorm.plan import plan  # noqa: E402
-from cunorm.problem import Problem  # noqa: E402
+from cunorm.jax import layer_norm  # noqa: E402
+from cunorm.jax.xla import call as xla_call  # noqa: E402
+from cunorm.jax.xla import target as choice  # noqa: E402
+from cunorm.norm.plan import plan  # noqa: E402
+from cunorm.norm.problem import Problem  # noqa: E402
 
 pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
 
@@ -34,7 +36,7 @@ def target():
 def expected(op, direction, rows, cols, dtype="float32", weight="float32"):
     """Of every launch of the core's plan: the kernel's name, grid, threads and dynamic shared memory."""
     steps = plan(Problem.whole(op, direction, rows, cols, dtype, weight), target()).steps
-    return [(kernels.entry_name(s.spec), s.grid, s.spec.threads, s.dynamic_shared) for s in steps]
+    return [(source.entry_name(s.spec), s.grid, s.spec.threads, s.dynamic_shared) for s in steps]
 
 
 def launched(text):
@@ -123,7 +125,7 @@ def test_a_text_with_numbers_in_it_spills_no_register(direction, cols):
     wanted = ("y",) if direction == "forward" else ("dx", "dweight", "dbias")
     for launch in xla_call.launches(plan(problem, target()), 1e-5, names, wanted):
         spec = launch.step.spec
-        assert not fault(spec, kernels.compile_for(spec, target().arch, launch.baked))
+        assert not fault(spec, compile.compile_for(spec, target().arch, launch.baked))
 
 
 def test_no_weight_no_pointer():

@@ -9,10 +9,10 @@ import pytest
 from nvrtc import needs_nvrtc
 from problems import problem
 
-from cunorm import kernels
+from cunorm import compile, source
 from cunorm.device import KNOWN
-from cunorm.plan import plan
-from cunorm.tiers import KernelSpec
+from cunorm.norm.plan import plan
+from cunorm.norm.tiers import KernelSpec
 
 
 def spec_of_forward() -> KernelSpec:
@@ -23,23 +23,23 @@ def spec_of_forward() -> KernelSpec:
 @needs_nvrtc
 def test_a_compile_error_holds_the_log(monkeypatch):
     spec = spec_of_forward()
-    monkeypatch.setattr(kernels, "source", lambda *_: "this is no CUDA")
-    with pytest.raises(kernels.CompileError, match=r"NVRTC could not compile cunorm_forward for sm_90:\n.*error"):
-        kernels.compile_for(spec, 90)
+    monkeypatch.setattr(compile, "source", lambda *_: "this is no CUDA")
+    with pytest.raises(compile.CompileError, match=r"NVRTC could not compile cunorm_forward for sm_90:\n.*error"):
+        compile.compile_for(spec, 90)
 
 
 def test_an_edited_header_gives_another_source(monkeypatch, tmp_path):
     """CuPy's disk cache looks at the source alone: what is included must be in it."""
     spec = spec_of_forward()
-    original = kernels.source(spec)
+    original = source.source(spec)
     assert "#include" not in original
     directory = tmp_path / "kernels_cu"
-    shutil.copytree(Path(str(kernels.resources.files("cunorm.kernels_cu"))), directory)
-    monkeypatch.setattr(kernels.resources, "files", lambda package: directory)
+    shutil.copytree(Path(str(source.resources.files("cunorm.kernels_cu"))), directory)
+    monkeypatch.setattr(source.resources, "files", lambda package: directory)
 
     def source_now():
-        kernels._file_text.cache_clear()
-        return kernels.source(spec)
+        source._file_text.cache_clear()
+        return source.source(spec)
 
     try:
         assert source_now() == original
@@ -52,4 +52,4 @@ def test_an_edited_header_gives_another_source(monkeypatch, tmp_path):
             assert source_now() != original, name
             (directory / name).write_text(text)
     finally:
-        kernels._file_text.cache_clear()
+        source._file_text.cache_clear()

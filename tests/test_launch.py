@@ -11,8 +11,8 @@ from busy import spin
 
 import cunorm
 from cunorm import device, launch
-from cunorm.plan import Plan, plan
-from cunorm.problem import Problem
+from cunorm.norm.plan import Plan, plan
+from cunorm.norm.problem import Problem
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu

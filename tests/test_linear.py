@@ -190,7 +190,7 @@ def test_both_ways_to_cublas(dtype, bindings, monkeypatch):
     """Each serves every layout."""
     import cupy
 
-    from cunorm import gemm
+    from cunorm.linear import gemm
 
     if bindings == "nvmath" and gemm.bindings() is None:
         pytest.skip("nvmath-python is not installed")
@@ -209,7 +209,7 @@ def test_both_ways_to_cublas(dtype, bindings, monkeypatch):
 def test_cublaslt_is_asked_once_for_a_kind_of_product():
     import cupy
 
-    from cunorm import gemm
+    from cunorm.linear import gemm
 
     if gemm.bindings() is None:
         pytest.skip("nvmath-python is not installed")
@@ -229,7 +229,7 @@ def test_float32_is_tf32_where_cupy_is_set_so(bindings, monkeypatch):
     import cupy
     from cupy._core import _routines_linalg as linalg
 
-    from cunorm import gemm
+    from cunorm.linear import gemm
 
     if bindings == "none":
         monkeypatch.setattr(gemm, "bindings", lambda: None)

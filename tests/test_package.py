@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -103,34 +105,51 @@ def test_importing_takes_less_than_150_ms(tmp_path):
     assert min(seconds() for _ in range(5)) < 0.15
 
 
-# Who imports whom: (a file, what it may import of cunorm). A file that is not here may import anything.
+# Who imports whom. A layer may import those before it, and itself; a file that is not here may import anything of the
+# core.
 
-ALLOWED = {
-    "device": set(),
-    "problem": set(),
-    "tiers": {"device", "problem"},
-    "plan": {"device", "problem", "tiers"},
-    "kernels": {"device", "tiers"},
-    "launch": {"kernels", "plan"},
-    "linear_problem": {"problem"},
-    "gemm": set(),
-    "host": {"linear_problem", "problem"},
-    "dlpack": {"gpu"},
-}
+LAYERS = (
+    {"device", "norm.problem", "linear.problem", "linear.gemm"},
+    {"norm.tiers", "norm.plan"},
+    {"source"},
+    {"compile"},
+    {"launch"},
+    {"numpy_arrays", "cupy_arrays"},
+    {"dlpack", "linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack"},
+    {"families"},
+    {"api", "linear.api"},
+)
+PURE = LAYERS[0] | LAYERS[1] | LAYERS[2] - {"linear.gemm"}
+AT_ONCE = {"cupy_arrays", "linear.cupy_arrays", "linear.gemm"}  # those that import CuPy when they are imported
+FOR_ADAPTERS = {"device", "launch", "norm.problem", "norm.plan", "linear.problem", "source", "compile"}
 
 
-def imports(tree: ast.AST, *, module_level: bool = False) -> set[str]:
-    """The modules imported, those of cunorm as `.name`; at module level only, or anywhere."""
+def module_name(path: Path) -> str:
+    """As seen from cunorm: `norm.plan`, `torch.norm.checks`; "" is cunorm itself."""
+    parts = path.relative_to(ROOT).with_suffix("").parts[1:]
+    return ".".join(part for part in parts if part != "__init__")
+
+
+NAMES = {module_name(path): path for path in (*SOURCES, *ADAPTERS)}
+
+
+def imports(path: Path, *, module_level: bool = False) -> set[str]:
+    """The modules that a file imports, those of cunorm as `.name`; at module level only, or anywhere."""
+    package = module_name(path).split(".") if path.name == "__init__.py" else module_name(path).split(".")[:-1]
     found = set()
-    pending = list(ast.iter_child_nodes(tree))
+    pending = list(ast.iter_child_nodes(parsed(path)))
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            dots = "." * node.level
-            named = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {dots + name for name in named}
+            if not node.level:
+                found.add(node.module or "")
+                continue
+            start = [part for part in package if part][: len([part for part in package if part]) - node.level + 1]
+            base = ".".join([*start, *filter(None, [node.module])])
+            named = {".".join(filter(None, [base, alias.name])) for alias in node.names}
+            found |= {f".{name}" if name in NAMES else f".{base}" for name in named}
         elif not (module_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             pending += ast.iter_child_nodes(node)
     return found
@@ -140,52 +159,51 @@ def top(modules: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules}
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def test_the_walk_over_imports_sees_each_kind():
-    tree = ast.parse(
-        "import a.b, c\nfrom .d import e\nfrom . import f\nif 1:\n  from g.h import i\ndef j():\n  import k\n"
-        "class L:\n  import m\n"
-    )
-    assert imports(tree) == {"a.b", "c", ".d", ".f", "g.h", "k", "m"}
-    assert imports(tree, module_level=True) == {"a.b", "c", ".d", ".f", "g.h", "m"}
+def of_cunorm(path: Path) -> set[str]:
+    return {name[1:] for name in imports(path) if name.startswith(".")}
+
+
+def test_no_imports_go_in_a_circle():
+    graph = {name: of_cunorm(path) - {name} for name, path in NAMES.items()}
+    assert {"norm.plan", "torch.norm.functional", "jax.xla.call"} <= set(graph)
+    assert "norm.tiers" in graph["norm.plan"]
+    assert "torch.norm.launching" in graph["torch.norm.functional"]
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_every_layer_imports_those_before_it_alone():
+    below: set[str] = set()
+    for layer in LAYERS:
+        below |= layer
+        for name in layer:
+            assert of_cunorm(NAMES[name]) <= below, name
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_file_imports_a_framework_and_those_of_cupy_arrays_alone_import_cupy_at_once(path):
-    assert not top(imports(parsed(path))) & FRAMEWORKS
-    at_once = top(imports(parsed(path), module_level=True)) & GPU_LIBRARIES
-    assert at_once == ({"cupy"} if path.name in ("gpu.py", "gpu_linear.py", "gemm.py") else set())
+    assert not top(imports(path)) & FRAMEWORKS
+    at_once = top(imports(path, module_level=True)) & GPU_LIBRARIES
+    assert at_once == ({"cupy"} if module_name(path) in AT_ONCE else set())
 
 
 @pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_an_adapter_imports_its_framework_alone_and_of_the_core_what_it_launches_by(path):
-    found = imports(parsed(path))
-    assert top(found) & FRAMEWORKS <= {path.parent.name} | ({"jax"} if path.parent.name == "flax" else set())
-    assert not top(found) & GPU_LIBRARIES
-    core = {name[2:] for name in found if name.startswith("..")}
-    assert (
-        core
-        <= {
-            "torch": {"", "device", "launch", "linear_problem", "plan", "problem"},
-            "jax": {"", "device", "kernels", "launch", "linear_problem", "plan", "problem"},
-            "flax": {"jax"},
-        }[path.parent.name]
-    )
-    assert not {name for name in found if name.startswith("cunorm")}
+    own = path.relative_to(ROOT).parts[1]
+    others = {"jax"} if own == "flax" else set()
+    assert top(imports(path)) & FRAMEWORKS <= {own} | others
+    assert not top(imports(path)) & (GPU_LIBRARIES | {"cunorm"})
+    core = {name for name in of_cunorm(path) if name.partition(".")[0] not in {own} | others}
+    assert core <= FOR_ADAPTERS
 
 
-@pytest.mark.parametrize("name", ALLOWED)
-def test_imports_go_in_one_direction(name):
-    found = imports(parsed(ROOT / "cunorm" / f"{name}.py"))
-    assert {module[1:] for module in found if module.startswith(".")} <= ALLOWED[name]
-
-
-@pytest.mark.parametrize("name", ["plan", "problem", "tiers"])
+@pytest.mark.parametrize("name", sorted(PURE - {"linear.gemm"}))
 def test_planning_imports_no_gpu_library_at_all(name):
-    assert not top(imports(parsed(ROOT / "cunorm" / f"{name}.py"))) & GPU_LIBRARIES
+    assert not top(imports(NAMES[name])) & GPU_LIBRARIES - ({"cupy"} if name == "device" else set())
 
 
 def test_launch_alone_fetches_a_kernel():
@@ -195,11 +213,11 @@ def test_launch_alone_fetches_a_kernel():
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.ImportFrom)
-                and node.module == "kernels"
+                and node.module == "compile"
                 and "kernel" in {a.name for a in node.names}
             ):
                 return True
-            if isinstance(node, ast.Attribute) and node.attr == "kernel" and ast.unparse(node.value) == "kernels":
+            if isinstance(node, ast.Attribute) and node.attr == "kernel" and ast.unparse(node.value) == "compile":
                 return True
         return False
 

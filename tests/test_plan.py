@@ -10,8 +10,8 @@ from cases import DTYPES, SHAPES, TIER_COLUMNS
 from problems import problem
 
 from cunorm.device import CLUSTER_SIZES, KNOWN
-from cunorm.plan import plan
-from cunorm.tiers import dynamic_shared, shared_memory
+from cunorm.norm.plan import plan
+from cunorm.norm.tiers import dynamic_shared, shared_memory
 
 DIRECTIONS = ("forward", "backward")
 ALL_COLUMNS = sorted({*(columns.cols for columns in SHAPES), *TIER_COLUMNS, 15, 16, 1024, 2048, 3_000_000})

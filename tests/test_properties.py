@@ -223,7 +223,7 @@ def test_any_call_is_right(xp, call):
 @settings(several, max_examples=CPU_EXAMPLES)
 @given(call=calls().filter(lambda call: math.prod(call.normalised) <= CPU_COLUMNS))
 def test_any_call_is_right_on_the_stand_in(call):
-    """The device source compiled for the CPU, on matrices whose rows are contiguous, as gpu.py hands them over."""
+    """The device source compiled for the CPU, on matrices whose rows are contiguous, as those of CuPy."""
     rows, cols = min(math.prod(call.leading), CPU_ROWS), math.prod(call.normalised)
     if rows == 0:
         return

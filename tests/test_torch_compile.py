@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch_tensors import on_devices, random, same  # noqa: E402
 
-from cunorm.torch import LayerNorm, RMSNorm, formulas, layer_norm, operators  # noqa: E402
+from cunorm.torch import LayerNorm, RMSNorm, layer_norm  # noqa: E402
+from cunorm.torch.norm import formulas, operators  # noqa: E402
 
 COLS = 64
 MODULES = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
@@ -101,7 +102,7 @@ def test_a_graph_holds_the_operator(op, grad):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_fake_tensors_need_no_gpu(op, dtype):
-    from cunorm.torch.functional import norm
+    from cunorm.torch.norm.functional import norm
 
     with FakeTensorMode():
         # No autograd: its engine asks a torch without CUDA for a stream.

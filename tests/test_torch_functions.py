@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
-from cunorm.torch import layer_norm, operators, rms_norm  # noqa: E402
-from cunorm.torch.functional import AUTOCAST_TO_FLOAT32, norm  # noqa: E402
+from cunorm.torch import layer_norm, rms_norm  # noqa: E402
+from cunorm.torch.norm import operators  # noqa: E402
+from cunorm.torch.norm.functional import AUTOCAST_TO_FLOAT32, norm  # noqa: E402
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COLS = 96
@@ -120,7 +121,7 @@ def test_only_what_needs_a_gradient_gets_one(device, op, wants, monkeypatch):
     if not any(wants):
         return
     if device == "cuda":
-        from cunorm.torch import launching
+        from cunorm.torch.norm import launching
 
         masks = []
         backward = launching.backward

@@ -14,7 +14,8 @@ from torch import _dynamo, nn  # noqa: E402
 from torch_models import build, loss_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
-from cunorm.torch import fuse_norm_linear, linear_functional, replace_norms  # noqa: E402
+from cunorm.torch import fuse_norm_linear, replace_norms  # noqa: E402
+from cunorm.torch.linear import functional as linear_functional  # noqa: E402
 
 NAMES = ("gpt2", "vit", "llama")
 READERS = {

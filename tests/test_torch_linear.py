@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
-from cunorm.torch import layer_norm_linear, linear_functional, linear_operators  # noqa: E402
-from cunorm.torch.linear_functional import norm_linear  # noqa: E402
+from cunorm.torch import layer_norm_linear  # noqa: E402
+from cunorm.torch.linear import operators as linear_operators  # noqa: E402
+from cunorm.torch.linear import passes  # noqa: E402
+from cunorm.torch.linear.functional import norm_linear  # noqa: E402
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
@@ -402,7 +404,7 @@ def test_export(device):
 @keeping
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_a_captured_training_step_replays(keep, side_by_side, monkeypatch):
-    from cunorm.torch import side_by_side as module
+    from cunorm.torch.linear import side_by_side as module
 
     monkeypatch.setattr(module, "MOST", module.MOST if side_by_side else -1)
     inputs = [t.detach().cuda().bfloat16().requires_grad_() for t in five("cpu", rows=(64,))]
@@ -445,7 +447,7 @@ def test_a_gradient_that_is_yet_to_be_negated(device):
 @pytest.mark.parametrize("cols", [7, 64, 1000, 4096, 12288, 65536, 131073])
 @pytest.mark.parametrize("rows", [1, 33, 700])
 def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
-    from cunorm.torch import launching, operators
+    from cunorm.torch.norm import launching, operators
 
     x, dz, weight = (
         random(*s, device="cuda", dtype=torch.bfloat16, seed=i) for i, s in enumerate([(rows, cols)] * 2 + [(cols,)])
@@ -462,7 +464,7 @@ def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
 
 @pytest.mark.gpu
 def test_streamed_rows_leave_dz_alone():
-    from cunorm.torch import launching, operators
+    from cunorm.torch.norm import launching, operators
 
     x, dz = (random(3, 600_000, device="cuda", dtype=torch.bfloat16, seed=i) for i in (0, 1))
     _, statistics = operators.norm_forward(x, None, None, "layer_norm", 1, 1e-5, False, x.dtype, True, 0, 0)
@@ -501,7 +503,7 @@ def test_accumulate(device, overwrite, dtypes):
     expected = dy.double().t() @ z.double() + (0 if overwrite else total.double())
     if overwrite:
         total.fill_(float("nan"))
-    linear_functional.accumulate(total, dy, z, overwrite)
+    passes.accumulate(total, dy, z, overwrite)
     eps = torch.finfo(total_dtype if total_dtype is torch.bfloat16 else torch.float32).eps
     torch.testing.assert_close(total.double(), expected, rtol=4 * eps, atol=64 * eps)
 

@@ -324,7 +324,7 @@ def test_copies(split):
 
 
 def test_parts_that_lie_together_are_not_copied():
-    from cunorm.torch.linear_parts import joined
+    from cunorm.torch.linear.parameters import joined
 
     module = make(parameters_split=("q", "k", "v"))
 

@@ -143,7 +143,7 @@ def test_zero_centered_gamma(device, ours, torchs):
 @pairs
 @pytest.mark.parametrize("margin", [0, 5, {"forward": 1, "backward": 2, "inference": 3}])
 def test_sm_margin_reaches_the_plan(ours, torchs, margin, monkeypatch):
-    from cunorm.torch import launching
+    from cunorm.torch.norm import launching
 
     margins = []
     for name in ("run_forward", "run_backward"):

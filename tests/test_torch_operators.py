@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.func import functional_call, grad, jacrev, vjp, vmap  # noqa: E402
 from torch_tensors import array, on_devices, random, tensor  # noqa: E402
 
-from cunorm.torch import formulas, operators  # noqa: E402
+from cunorm.torch.norm import formulas, operators  # noqa: E402
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COLS = 8

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
-from cunorm.torch import LayerNorm, RMSNorm, functional, operators
+from cunorm.torch import LayerNorm, RMSNorm
+from cunorm.torch.norm import functional, operators
 
 OPS = ("layer_norm", "rms_norm")
 ROWS, SEQUENCE, COLS = 6, 4, 32

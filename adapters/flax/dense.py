@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..jax import linear
+from ..jax.linear import functional as linear
 from .coverage import READABLE
 
 NAME = "LayerNormDense"

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm for JAX: functions that live inside jit, grad, vmap and shard_map, on cunorm's kernels."""
 
-from .functional import layer_norm, rms_norm
-from .linear import layer_norm_linear
+from .linear.functional import layer_norm_linear
+from .norm.functional import layer_norm, rms_norm
 
 __all__ = ["layer_norm", "layer_norm_linear", "rms_norm"]

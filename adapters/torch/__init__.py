@@ -1,11 +1,11 @@
 """LayerNorm and RMSNorm for PyTorch: drop-in functions and modules with autograd, on cunorm's kernels."""
 
-from .functional import layer_norm, rms_norm
-from .fuse import Fusion, fuse_norm_linear
-from .linear import LayerNormLinear
-from .linear_functional import layer_norm_linear
-from .modules import LayerNorm, RMSNorm
-from .replace import Replacement, replace_norms
+from .linear.functional import layer_norm_linear
+from .linear.module import LayerNormLinear
+from .models.fuse import Fusion, fuse_norm_linear
+from .models.replace import Replacement, replace_norms
+from .norm.functional import layer_norm, rms_norm
+from .norm.modules import LayerNorm, RMSNorm
 
 __all__ = [
     "Fusion",

@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
-from .. import kernels
-from ..kernels import Resources
-from ..tiers import KernelSpec, shared_memory
+from .. import compile, source
+from ..compile import Resources
+from ..norm.tiers import KernelSpec, shared_memory
 from . import cache
 
 SHARED_LIMIT = 48 << 10  # bytes that a CTA can declare, on every architecture
@@ -38,7 +38,7 @@ def compile_all(work: Iterable[tuple[KernelSpec, int]], compile_one: CompileOne)
         spec, arch = item
         try:
             used = compile_one(spec, arch)
-        except kernels.CompileError as error:
+        except compile.CompileError as error:
             return Compiled(spec, arch, None, str(error))
         return Compiled(spec, arch, used, fault(spec, used))
 
@@ -69,15 +69,15 @@ def offline() -> Iterator[CompileOne]:
     from cupy_backends.cuda.libs import nvrtc
 
     # All that the result depends on besides the source and the architecture.
-    salt = repr((nvrtc.getVersion(), kernels.OPTIONS, kernels.AS_CUPY, Resources._fields))
+    salt = repr((nvrtc.getVersion(), compile.OPTIONS, compile.AS_CUPY, Resources._fields))
     path = cache.directory() / cache.RESULTS_FILE
     known, new = _read(path), {}
 
     def compile_one(spec: KernelSpec, arch: int) -> Resources:
-        text = f"{salt}\nsm_{arch}\n{kernels.source(spec)}"
+        text = f"{salt}\nsm_{arch}\n{source.source(spec)}"
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
         if key not in known:
-            known[key] = new[key] = list(kernels.compile_for(spec, arch))
+            known[key] = new[key] = list(compile.compile_for(spec, arch))
         return Resources(*known[key])
 
     try:
@@ -113,7 +113,7 @@ def on_gpu(device_id: int) -> Iterator[CompileOne]:
 
     def compile_one(spec: KernelSpec, arch: int) -> Resources:
         with cupy.cuda.Device(device_id):
-            kernel = kernels.kernel(spec, device_id)
+            kernel = compile.kernel(spec, device_id)
             return Resources(
                 registers=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, kernel.ptr),
                 stack=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, kernel.ptr),

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from itertools import product
 from time import perf_counter
 
-from .. import device, kernels
-from ..plan import Plan, plan
-from ..problem import ITEMSIZE, Problem
+from .. import compile, device, source
+from ..norm.plan import Plan, plan
+from ..norm.problem import ITEMSIZE, Problem
 from . import matrix
 from .compilation import Compiled, compile_all, offline, on_gpu
 from .info import why_no_gpu
@@ -70,7 +70,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.show == "plan":
         print(solution.describe())
     elif arguments.show == "source":
-        print("\n".join(kernels.source(step.spec) for step in solution.steps))
+        print("\n".join(source.source(step.spec) for step in solution.steps))
     else:
         print(_resources(solution))
     return 0
@@ -80,7 +80,7 @@ def _resources(solution: Plan) -> str:
     lines = [f"{'kernel':<26}{'registers':>10}{'spills, B':>10}{'stack, B':>10}{'shared, B':>10}{'compiled in, s':>16}"]
     for step in solution.steps:
         start = perf_counter()
-        used = kernels.compile_for(step.spec, solution.device.arch)
+        used = compile.compile_for(step.spec, solution.device.arch)
         seconds = perf_counter() - start
         spills = used.spill_stores + used.spill_loads
         lines.append(

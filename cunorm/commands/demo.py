@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy
 
 from .. import device, layer_norm_backward, layer_norm_forward
-from ..plan import plan
-from ..problem import Problem
+from ..norm.plan import plan
+from ..norm.problem import Problem
 from .info import why_no_gpu
 
 DTYPES = ("float16", "float32", "float64")  # of those that cunorm knows, what a .npy file can hold

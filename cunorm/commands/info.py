@@ -151,7 +151,7 @@ def _xla_call() -> str:
     if reason:
         return f"jax.numpy ({reason})"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    choice = import_module("cunorm.jax.choice")
+    choice = import_module("cunorm.jax.xla.target")
     if choice.gpu() is None:
         return "jax.numpy (JAX sees no GPU)"
     call = choice.call("info")

@@ -13,9 +13,9 @@ from itertools import product
 from typing import Any
 
 from ..device import Device
-from ..plan import plan
-from ..problem import ITEMSIZE, Problem
-from ..tiers import TABLES, KernelSpec, Tier, choose
+from ..norm.plan import plan
+from ..norm.problem import ITEMSIZE, Problem
+from ..norm.tiers import TABLES, KernelSpec, Tier, choose
 
 OPS = ("layer_norm", "rms_norm")
 ROWS = 16384  # of more rows kernels do not depend on how many

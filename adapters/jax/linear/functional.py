@@ -1,0 +1,230 @@
+"""`layer_norm_linear`: a norm and the product that reads it, y = norm(x) kernel + bias.
+
+The norm is that of primitives.py, the product XLA's own: both have JAX's rules, and so has what is made of them.
+`jax.checkpoint` lets go of the normalised tensor z, and the backward pass computes it once more where a gradient of
+kernel is wanted; mean and rstd are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...linear import problem as linear_problem
+from ...norm import problem
+from ...norm.problem import Layout
+from ..norm import primitives, sharding
+from ..norm.formulas import Task
+from ..norm.functional import array
+
+
+def layer_norm_linear(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    ln_weight: jax.Array | None = None,
+    ln_bias: jax.Array | None = None,
+    eps: float = 1e-5,
+    *,
+    normalization: str = "LayerNorm",
+    zero_centered_gamma: bool = False,
+    keep_normalized: bool = False,
+    precision: Any = None,
+) -> jax.Array:
+    """y = z kernel + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of x.
+
+    Parameters
+    ----------
+    x : jax.Array or numpy.ndarray, shape (..., in)
+        float16, bfloat16, float32 or (with jax_enable_x64) float64.
+    kernel : jax.Array or numpy.ndarray, shape (in, out)
+        Of the dtype of x. In Flax's layout: `cunorm.layer_norm_linear` takes its transpose, for JAX arrays too.
+    bias : jax.Array or numpy.ndarray, shape (out,), optional
+        Of the dtype of x.
+    ln_weight, ln_bias : jax.Array or numpy.ndarray, shape (in,), optional
+        Any of the four dtypes, each independently of x. An RMSNorm has no ln_bias.
+    eps : float
+        Added to the variance, inside the root. A number, not a traced value.
+    normalization : "LayerNorm" or "RMSNorm"
+        The latter is z = x / sqrt(mean(x²) + eps) * ln_weight.
+    zero_centered_gamma : bool
+        Multiply by 1 + ln_weight.
+    keep_normalized : bool
+        Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
+        of one forward pass of the norm.
+    precision : jax.lax.Precision, str or what else jax.lax.dot_general takes, optional
+        Of the products, those of the backward pass too. Default: jax_default_matmul_precision.
+
+    Returns
+    -------
+    y : jax.Array, shape (..., out), of the dtype of x
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind or dtype, kernel or bias of another dtype than x.
+    ValueError
+        A shape or value that does not fit, an unknown normalization, an RMSNorm with ln_bias.
+    ImportError
+        A program for a GPU without CuPy.
+
+    Notes
+    -----
+    z is rounded to the dtype of x. Products of 16 bits add in float32 and are rounded at their end, as gradients are.
+    y is rounded once where XLA leaves the bias to cuBLASLt, else once more after bias is added. On NVIDIA GPUs z comes
+    from cunorm's kernel, elsewhere from jax.numpy, and the product is XLA's. Forward mode is right, of any order, in
+    jax.numpy as that of `layer_norm` is, its terms rounded to 16 bits where z is. For the backward pass x, mean, rstd
+    and the parameters are kept; z is computed again only where the gradient of kernel is wanted.
+
+    Rows belong in x: of single rows, `jax.vmap` over them too, products have a float32 result, which takes longer.
+    Rows may be split over devices, and kernel along `out`: no communication forward. Of a kernel that is split along
+    `in` XLA gathers the parts or sums over them; over explicit axes of a mesh JAX refuses it.
+    kernels_cu/norm_forward.cu.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from cunorm.jax import layer_norm_linear
+    >>> x, kernel, bias = jnp.array([[1.0, 2.0, 3.0]]), jnp.array([[1.0], [0.0], [-1.0]]), jnp.array([1.0])
+    >>> layer_norm_linear(x, kernel, bias).round(2)
+    Array([[-1.45]], dtype=float32)
+    """
+    name = "layer_norm_linear"
+    op = linear_problem.op(name, normalization, ln_bias)
+    arrays = {"x": x, "kernel": kernel, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
+    options = {"keep_normalized": keep_normalized, "precision": precision}
+    return norm_linear(name, op, arrays, eps, zero_centered_gamma, **options)[0]
+
+
+def norm_linear(
+    function: str,
+    op: str,
+    named: Mapping[str, Any],
+    eps: float,
+    zero_centered_gamma: bool,
+    *,
+    statistics: bool = False,
+    keep_normalized: bool = False,
+    precision: Any = None,
+    mixed: bool = False,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(y, {mean, rstd}), the latter empty without `statistics`, of the arrays of a call by name, where None is none.
+
+    With `mixed` x may have another dtype than kernel, which z and y have. For kernel (in, out) there may be
+    weight (out, in). Errors are in the name of `function`.
+    """
+    eps = problem.check_eps(function, eps)
+    arrays = given(function, named, required=("x", "kernel", "weight"))
+    linear_problem.check_forward(function, layouts(arrays), bool(zero_centered_gamma), mixed)
+    axis = 0 if "kernel" in arrays else 1
+    matrix = arrays["weight" if axis else "kernel"]
+    task = Task(op, 1, eps, bool(zero_centered_gamma), matrix.dtype.name, 0)
+    call = Call(task, Product(axis, precision), bool(statistics), bool(keep_normalized))
+    return FORWARD[op](call, norm_inputs(arrays), matrix, arrays.get("bias"))
+
+
+def given(function: str, named: Mapping[str, Any], required: tuple[str, ...]) -> dict[str, jax.Array]:
+    return {name: array(function, name, a) for name, a in named.items() if a is not None or name in required}
+
+
+def layouts(arrays: Mapping[str, jax.Array]) -> linear_problem.Named:
+    return tuple((name, Layout(a.shape, (), a.dtype.name, "")) for name, a in arrays.items())
+
+
+def norm_inputs(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Those that the norm takes, by the names that it has for them."""
+    names = {"x": "x", "mean": "mean", "rstd": "rstd", "ln_weight": "weight", "ln_bias": "bias"}
+    return sharding.prepared({names[name]: a for name, a in arrays.items() if name in names}, 1)
+
+
+class Product(NamedTuple):
+    """Of the last axis of z with one of a matrix."""
+
+    axis: int  # of the matrix: 0 of kernel (in, out), 1 of weight (out, in)
+    precision: Any
+
+    def __call__(self, z: jax.Array, matrix: jax.Array) -> jax.Array:
+        """Of the dtype of z, added up in float32 and rounded once; with a vector not rounded, in float32.
+
+        XLA makes of a vector's product elementwise ones in the dtype of the result and their sum: in 16 bits each would
+        be rounded (H200, jax 0.11: 15 to 90 times the error of one rounding). In float32 it writes a matrix's product
+        twice, the second time to round it (8192, 4096 -> 12288: 400 MB more), where of 16 bits it leaves adding the
+        bias and rounding to cuBLASLt.
+        """
+        vector = 1 in (math.prod(z.shape[:-1]), *matrix.shape)
+        dtype = jnp.promote_types(z.dtype, jnp.float32) if vector else z.dtype
+        return jax.lax.dot_general(z, matrix, (((z.ndim - 1,), (self.axis,)), ((), ())), self.precision, dtype)
+
+
+class Call(NamedTuple):
+    """What a program is for, apart from the arrays."""
+
+    task: Task
+    product: Product
+    statistics: bool
+    keep_normalized: bool
+
+
+def _program(op: str):
+    """One program for all calls alike, as functional.py has them."""
+
+    def forward(call: Call, inputs, matrix, bias):
+        def both(inputs, matrix, bias):
+            results = primitives.forward(call.task, inputs, statistics=call.statistics)
+            z = results.pop("y")
+            y = call.product(z, matrix)
+            if bias is not None:
+                y = _add(y, bias.astype(y.dtype))
+            return y.astype(z.dtype), results
+
+        kept = jax.checkpoint_policies.save_only_these_names(primitives.STATISTICS)
+        return (both if call.keep_normalized else jax.checkpoint(both, policy=kept))(inputs, matrix, bias)
+
+    forward.__name__ = forward.__qualname__ = f"cunorm_{op}_linear"
+    return jax.jit(forward, static_argnums=0)
+
+
+FORWARD = {op: _program(op) for op in linear_problem.OPS.values()}
+
+
+@jax.custom_jvp
+def _add(y: jax.Array, bias: jax.Array) -> jax.Array:
+    return y + bias
+
+
+@_add.defjvp
+def _jvp_of_add(primals, tangents):
+    """By JAX's own rule the gradient of bias would be a sum over the rows in 16 bits."""
+    y_dot, bias_dot = (dot.astype(jnp.promote_types(dot.dtype, jnp.float32)) for dot in tangents)
+    return _add(*primals), (y_dot + bias_dot).astype(primals[0].dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def gradients(task: Task, wanted: tuple[str, ...], dy, weight, inputs) -> dict[str, jax.Array]:
+    """Those of dx, dweight, dbias, dln_weight and dln_bias that are wanted, of dy, weight (out, in) and what the norm
+    took, with mean and rstd.
+    """
+    product = Product(1, None)
+    results = {}
+    if "dweight" in wanted:
+        read = {name: inputs[name] for name in ("x", "weight", "bias") if name in inputs}
+        z = primitives.forward(task, read, statistics=False)["y"]
+        (results["dweight"],) = jax.linear_transpose(lambda weight: product(z, weight).astype(z.dtype), weight)(dy)
+    if "dbias" in wanted:
+        wide = jnp.promote_types(dy.dtype, jnp.float32)
+        results["dbias"] = dy.sum(tuple(range(dy.ndim - 1)), dtype=wide).astype(dy.dtype)
+    of_norm = tuple(name for name in OF_NORM if OF_NORM[name] in wanted)
+    if of_norm:
+        (dz,) = jax.linear_transpose(lambda z: product(z, weight).astype(z.dtype), inputs["x"])(dy)
+        known = {name: inputs[name] for name in ("x", "mean", "rstd", "weight") if name in inputs}
+        found = primitives.backward(task, {"dy": dz} | known, of_norm)
+        results |= {OF_NORM[name]: gradient for name, gradient in found.items()}
+    return results
+
+
+OF_NORM = {"dx": "dx", "dweight": "dln_weight", "dbias": "dln_bias"}  # by the norm's name for them

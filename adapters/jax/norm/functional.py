@@ -1,0 +1,159 @@
+"""`layer_norm` and `rms_norm` on JAX arrays, eager and traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+import jax
+import jax.numpy as jnp
+
+from ...norm import problem
+from ...norm.problem import Layout
+from . import primitives, sharding
+from .formulas import Task
+
+
+def layer_norm(
+    x: jax.Array,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> jax.Array:
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axes of x.
+
+    Parameters
+    ----------
+    x : jax.Array or numpy.ndarray, shape (..., *normalized_shape)
+        float16, bfloat16, float32 or (with jax_enable_x64) float64.
+    normalized_shape : int or sequence of int, optional
+        The last axes of x, over which mean and (biased) variance are taken. Default: the shape of `weight`, or the last
+        axis.
+    weight, bias : jax.Array or numpy.ndarray, shape normalized_shape, optional
+        Any of the four dtypes, each independently of x.
+    eps : float
+        Added to the variance, inside the root. A number, not a traced value: it stands in the kernel's text.
+    zero_centered_gamma : bool
+        Multiply by 1 + weight instead of weight.
+    dtype : dtype or str, optional
+        Of y. Default: that of x.
+    sm_margin : int
+        Leaves the work of this many multiprocessors to others, such as communication that runs at the same time.
+
+    Returns
+    -------
+    y : jax.Array, shape of x
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind or dtype.
+    ValueError
+        A shape or value that does not fit.
+    ImportError
+        A program for a GPU without CuPy.
+
+    Notes
+    -----
+    On NVIDIA GPUs cunorm's kernels, elsewhere jax.numpy, as is decided when a program is lowered. Arithmetic in float32
+    (float64 for float64 x) with one rounding at the end. The gradient of `bias` is rounded to the dtype of
+    `weight` (of x without one) before it takes that of `bias`. Ba, Kiros, Hinton, Layer Normalization, 2016;
+    kernels_cu/norm_forward.cu.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from cunorm.jax import layer_norm
+    >>> jax.jit(layer_norm)(jnp.array([[1.0, 2.0, 3.0]])).round(3)
+    Array([[-1.225,  0.   ,  1.225]], dtype=float32)
+    """
+    return norm("layer_norm", x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin)
+
+
+def rms_norm(
+    x: jax.Array,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: jax.Array | None = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> jax.Array:
+    """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
+
+    Parameters, results and errors as in `layer_norm`. Zhang, Sennrich, Root Mean Square Layer Normalization, 2019;
+    kernels_cu/norm_forward.cu.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from cunorm.jax import rms_norm
+    >>> jax.jit(rms_norm)(jnp.array([[3.0, 4.0]])).round(1)
+    Array([[0.8, 1.1]], dtype=float32)
+    """
+    return norm("rms_norm", x, normalized_shape, weight, None, eps, zero_centered_gamma, dtype, sm_margin)
+
+
+def norm(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin) -> jax.Array:
+    """Both functions; `op` is the name of one."""
+    arrays, task = checked(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin)
+    return FORWARD[op](task, False, arrays)["y"]
+
+
+def checked(
+    function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin
+) -> tuple[dict[str, jax.Array], Task]:
+    """The arrays that were given, by name, and the rest of the call. `function` names it in errors."""
+    named = {"x": x, "weight": weight, "bias": bias}
+    arrays = {name: array(function, name, a) for name, a in named.items() if a is not None or name == "x"}
+    layouts = {name: Layout(a.shape, (), a.dtype.name, "") for name, a in arrays.items()}
+    shape, y_dtype = problem.check_forward(
+        function,
+        layouts["x"],
+        normalized_shape,
+        layouts.get("weight"),
+        layouts.get("bias"),
+        None,
+        None if dtype is None else problem.dtype_name(function, dtype),
+        zero_centered_gamma=zero_centered_gamma,
+    )
+    if y_dtype == "float64" and not jax.config.jax_enable_x64:
+        raise TypeError(f"{function}: dtype float64 needs jax_enable_x64; got dtype={dtype!r} without it.")
+    task = Task(
+        op=function.removesuffix("_forward"),
+        ndim=len(shape),
+        eps=problem.check_eps(function, eps),
+        zero_centered_gamma=bool(zero_centered_gamma),
+        dtype=y_dtype,
+        sm_margin=problem.check_sm_margin(function, sm_margin, None),
+    )
+    return sharding.prepared(arrays, task.ndim), task
+
+
+def array(function: str, name: str, value: Any) -> jax.Array:
+    if isinstance(value, jax.Array):
+        return value
+    if not isinstance(value, numpy.ndarray):
+        raise TypeError(f"{function}: {name} must be a JAX or NumPy array; got {type(value).__name__}.")
+    return jnp.asarray(value)
+
+
+def _program(op: str):
+    """One program for all calls alike: a model of many layers is traced and lowered once for each kind of call."""
+
+    def forward(task: Task, statistics: bool, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return primitives.forward(task, arrays, statistics=statistics)
+
+    forward.__name__ = forward.__qualname__ = f"cunorm_{op}"
+    return jax.jit(forward, static_argnums=(0, 1))
+
+
+FORWARD = {op: _program(op) for op in ("layer_norm", "rms_norm")}

@@ -1,0 +1,139 @@
+"""What a primitive calls: the kernel, each device on its own rows.
+
+XLA would gather what it does not know how to split. Leading axes may be split, alike for all arrays that have them, the
+normalised ones may not, and dweight and dbias are summed over the devices that hold different rows. Where an array's
+type says how it is split (explicit axes of a mesh) shard_map does it; where XLA decides (automatic axes)
+`custom_partitioning` tells it. In the caller's shard_map, and on one device, there is the kernel alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..xla import call as xla_call
+from .formulas import Arrays, Task
+
+Names = tuple[str, ...]
+Rows = tuple[tuple[str, ...], ...]  # for each leading axis of x the axes of the mesh that split it
+
+PER_ROW = ("mean", "rstd")
+PER_COLUMN = ("weight", "bias", "dweight", "dbias")
+
+
+def prepared(arrays: Arrays, ndim: int) -> dict[str, jax.Array]:
+    """The arrays in the types that the primitives take; `ndim` normalised axes.
+
+    In shard_map they vary over the same axes of the mesh: so a weight that all devices share gets the sum of their
+    gradients. Over explicit axes rows are split as those of x, and columns are not.
+    """
+    varying = {name: jax.typeof(array).mat.varying for name, array in arrays.items()}
+    axes = frozenset().union(*varying.values())
+    arrays = {
+        name: jax.lax.pcast(array, tuple(sorted(axes - varying[name])), to="varying") if axes - varying[name] else array
+        for name, array in arrays.items()
+    }
+    sharding = jax.typeof(arrays["x"]).sharding
+    if not sharding.mesh.explicit_axes:
+        return arrays
+    rows = _rows_by_type(arrays["x"], arrays["x"].ndim - ndim)
+    return {
+        name: jax.sharding.reshard(array, NamedSharding(sharding.mesh, _spec(name, rows)))
+        for name, array in arrays.items()
+    }
+
+
+def call(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays `wanted`, of those in `names`."""
+    x = arrays[names.index("x")]
+    leading = x.ndim - task.ndim
+    if not leading:
+        return xla_call.kernel(task, names, wanted, *arrays)
+    mesh = jax.typeof(x).sharding.mesh
+    if not mesh.explicit_axes:
+        return _partitioned(task, names, wanted, leading)(*arrays)
+    rows = _rows_by_type(x, leading)
+    return jax.shard_map(
+        partial(_of_a_device, task, names, wanted, rows),
+        mesh=mesh,
+        in_specs=tuple(_spec(name, rows) for name in names),
+        out_specs=tuple(_spec(name, rows) for name in wanted),
+        axis_names=set(mesh.explicit_axes),
+    )(*arrays)
+
+
+def _of_a_device(task: Task, names: Names, wanted: Names, rows: Rows, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The results for the rows that a device holds, dweight and dbias those of all rows."""
+    axes = tuple(axis for entry in rows for axis in entry)
+    local = xla_call.kernel(task, names, wanted, *arrays)
+    return tuple(
+        _sum(array, axes) if name in PER_COLUMN and axes else array for name, array in zip(wanted, local, strict=True)
+    )
+
+
+def _rows_by_type(x: jax.Array, leading: int) -> Rows:
+    spec = jax.typeof(x).sharding.spec
+    return tuple(_axes(entry) for entry in (*spec, *(None,) * leading)[:leading])
+
+
+def _spec(name: str, rows: Rows) -> PartitionSpec:
+    return PartitionSpec() if name in PER_COLUMN else PartitionSpec(*rows)
+
+
+@lru_cache(maxsize=4096)
+def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> custom_partitioning:
+    rows = [f"r{i}" for i in range(leading)]
+    columns = [f"c{i}" for i in range(task.ndim)]
+
+    def factors(name: str) -> str:
+        return " ".join(rows if name in PER_ROW else columns if name in PER_COLUMN else rows + columns)
+
+    partitioned = custom_partitioning(partial(xla_call.kernel, task, names, wanted))
+    partitioned.def_partition(
+        partition=partial(_partition, task, names, wanted, leading),
+        sharding_rule=f"{', '.join(map(factors, names))} -> {', '.join(map(factors, wanted))}",
+        need_replication_factors=tuple(columns),
+    )
+    return partitioned
+
+
+def _partition(task: Task, names: Names, wanted: Names, leading: int, mesh: Mesh, arguments, results):
+    """(mesh, what each device does, shardings of the results, shardings of the arguments)."""
+    x = arguments[names.index("x")]
+    rows = _row_axes(x, leading, mesh)
+    return (
+        mesh,
+        partial(_of_a_device, task, names, wanted, rows),
+        tuple(NamedSharding(mesh, _spec(name, rows)) for name in wanted),
+        tuple(NamedSharding(mesh, _spec(name, rows)) for name in names),
+    )
+
+
+def _row_axes(x: jax.ShapeDtypeStruct, leading: int, mesh: Mesh) -> Rows:
+    """The axes of the mesh that split each leading axis of x; only those that split it into equal parts, as the parts
+    of others would be filled up with rows that do not exist, and summed.
+    """
+    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
+    rows = []
+    for entry, size in zip((*spec, *(None,) * leading), x.shape[:leading], strict=False):
+        axes = _axes(entry)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        rows.append(axes if size % parts == 0 else ())
+    return tuple(rows)
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of the mesh in an entry of a PartitionSpec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def _sum(gradient: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Over devices, in the arithmetic of the norm: each has rounded its own part once."""
+    wide = jnp.promote_types(gradient.dtype, jnp.float32)
+    return jax.lax.psum(gradient.astype(wide), tuple(axes)).astype(gradient.dtype)

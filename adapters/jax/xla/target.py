@@ -1,0 +1,116 @@
+"""For which GPU, and in which of two ways, kernels enter a jit. Found out once, when the first program is lowered for
+CUDA; `python -m cunorm info` shows it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy
+
+import jax
+
+from ... import compile
+from ... import device as devices
+from ...device import Device
+
+CALL_VARIABLE = "CUNORM_XLA_CALL"
+ARCH_VARIABLE = "CUNORM_XLA_ARCH"
+DEFAULT_ARCH = 90
+
+TARGET = "__gpu$xla.gpu.ptx"  # XLA's own call of PTX: not a public interface, hence the probe
+
+
+class Call(NamedTuple):
+    """`kind` is "ptx" or "callback"."""
+
+    kind: str
+    reason: str
+
+
+@cache
+def gpu() -> jax.Device | None:
+    """The first GPU that JAX uses; None where programs for CUDA can only be lowered."""
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+
+
+def device(function: str) -> Device:
+    """The GPU that plans are made for: JAX's first one, without any the one that CUNORM_XLA_ARCH names, 90 an H200."""
+    found = gpu()
+    if found is None:
+        arch = os.environ.get(ARCH_VARIABLE, str(DEFAULT_ARCH))
+        known = {str(number): one for number, one in devices.KNOWN.items()}
+        if arch not in known:
+            raise ValueError(f"{function}: {ARCH_VARIABLE} must be one of {', '.join(known)}; got {arch!r}.")
+        return known[arch]
+    try:
+        return devices.current(found.local_hardware_id)
+    except ImportError as error:
+        raise ImportError(
+            f"{function}: JAX on a GPU needs CuPy; it could not be imported ({error}). "
+            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
+        ) from error
+    except RuntimeError as error:  # CuPy's errors of CUDA are such
+        raise RuntimeError(
+            f"{function}: CuPy cannot use the GPU that JAX uses: {error}. Compare the driver, by nvidia-smi, with what "
+            "`python -m cunorm info` says."
+        ) from error
+
+
+def for_xla(device: Device) -> Device:
+    """The same without clusters of 16, for which a kernel needs an attribute that XLA does not set."""
+    return replace(device, clusters=(*device.clusters[:3], 0)) if device.clusters else device
+
+
+def call(function: str) -> Call:
+    """How kernels are launched."""
+    forced = os.environ.get(CALL_VARIABLE)
+    if forced not in (None, "ptx", "callback"):
+        raise ValueError(f"{function}: {CALL_VARIABLE} must be ptx or callback; got {forced!r}.")
+    if forced is None:
+        return _probed() if gpu() is not None else Call("ptx", "no GPU to try it on")
+    too_new = compile.why_ptx_is_too_new() if gpu() is not None else ""
+    if forced == "ptx" and too_new:
+        raise RuntimeError(f"{function}: {CALL_VARIABLE} must not be ptx here: {too_new}; unset it.")
+    return Call(forced, f"{CALL_VARIABLE}={forced}")
+
+
+@cache
+def _probed() -> Call:
+    """Whether XLA runs a tiny kernel of PTX."""
+    too_new = compile.why_ptx_is_too_new()
+    if too_new:
+        return Call("callback", too_new)
+    values = numpy.arange(32, dtype=numpy.float32)
+    try:
+        with jax.ensure_compile_time_eval(), jax.default_device(gpu()):
+            result = numpy.asarray(jax.jit(_double)(values))
+    except Exception as error:  # whatever XLA raises: it promises nothing about this call
+        return Call("callback", f"XLA's call of PTX failed: {str(error).splitlines()[0]}")
+    if not numpy.array_equal(result, 2 * values):
+        return Call("callback", "XLA's call of PTX gave wrong numbers")
+    return Call("ptx", "a tiny kernel ran")
+
+
+PROBE = """
+extern "C" __global__ void cunorm_probe(const float* x, float* y) { y[threadIdx.x] = 2 * x[threadIdx.x]; }
+"""
+
+
+def _double(x: jax.Array) -> jax.Array:
+    one = dict.fromkeys(("grid_x", "grid_y", "grid_z", "block_y", "block_z"), numpy.int32(1))
+    return jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(
+        x,
+        name="cunorm_probe",
+        kernel_type="ptx",
+        kernel_data=compile.compile_ptx(PROBE, "cunorm_probe", device("cunorm").arch),
+        block_x=numpy.int32(x.size),
+        shared_mem_bytes=numpy.int32(0),
+        **one,
+    )

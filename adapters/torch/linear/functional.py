@@ -1,0 +1,201 @@
+"""`layer_norm_linear`: a norm and the product that reads it, y = norm(x) Wᵀ + b, as one step of autograd.
+
+The kernel writes the normalised tensor, torch's own product reads it. For the backward pass x, mean and rstd are kept,
+not the normalised tensor, which is computed once more. A call takes one of three ways:
+- in eager mode an autograd.Function, or without a gradient the two steps one after the other;
+- under torch.compile and export one operator for each pass (operators.py): in a graph of single operators the
+  compiler would compute the normalised tensor a second time in the forward pass, and keep that;
+- under functorch, for forward-mode derivatives and subclasses of Tensor the two steps, each with its own rules.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ...linear import problem as linear_problem
+from ..norm import checks, operators
+from ..norm.functional import FLOATING, PLAIN, norm
+from .operators import norm_linear_forward
+from .passes import Options, Sink, autocasts, gradients, normalise, without_autocast
+
+
+def layer_norm_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    normalization: str = "LayerNorm",
+    zero_centered_gamma: bool = False,
+    keep_normalized: bool = False,
+) -> Tensor:
+    """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of input x.
+
+    Parameters
+    ----------
+    input : Tensor, shape (..., in)
+        float16, bfloat16, float32 or float64.
+    weight : Tensor, shape (out, in)
+        Of the dtype of input. Under autocast weight and bias are converted to autocast's dtype, which z has then too;
+        input, ln_weight and ln_bias need not be.
+    bias : Tensor, shape (out,), optional
+        Of the dtype of weight.
+    ln_weight, ln_bias : Tensor, shape (in,), optional
+        Any of the four dtypes, each independently of input. An RMSNorm has no ln_bias.
+    eps : float
+        Added to the variance, inside the root.
+    normalization : "LayerNorm" or "RMSNorm"
+        The latter is z = x / sqrt(mean(x²) + eps) * ln_weight.
+    zero_centered_gamma : bool
+        Multiply by 1 + ln_weight.
+    keep_normalized : bool
+        Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
+        of one forward pass of the norm.
+
+    Returns
+    -------
+    y : Tensor, shape (..., out)
+        On the device of input, ordered on torch's current stream.
+
+    Raises
+    ------
+    TypeError
+        weight or bias of another dtype than input outside autocast, or an argument of the wrong kind.
+    RuntimeError
+        Shapes or devices that do not fit.
+    NotImplementedError
+        A dtype that no kernel reads.
+    ValueError
+        An unknown normalization, an RMSNorm with ln_bias, or zero_centered_gamma without ln_weight.
+
+    Notes
+    -----
+    z is rounded to its dtype once, as the two operators do. The product is torch's own, cuBLASLt with the bias in its
+    epilogue for CUDA tensors; in float32 it is TF32 where torch is set so (torch.backends.cuda.matmul.allow_tf32,
+    torch.set_float32_matmul_precision), and not by default.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import layer_norm_linear
+    >>> layer_norm_linear(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([1.0]))
+    tensor([[-1.4495]])
+    """
+    name = "layer_norm_linear"
+    op = linear_problem.op(name, normalization, ln_bias)
+    parameters = (weight, bias, ln_weight, ln_bias)
+    return norm_linear(name, input, *parameters, eps, op, zero_centered_gamma, keep_normalized)[0]
+
+
+def norm_linear(
+    function: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    eps: float,
+    op: str,
+    zero_centered_gamma: bool,
+    keep_normalized: bool,
+    sink: Sink | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, z), z the normalised tensor: as `layer_norm_linear`, with errors in the name of `function`."""
+    tensors = (x, weight, bias, ln_weight, ln_bias)
+    check(function, *tensors, zero_centered_gamma)
+    dtype = autocast_dtype(x)
+    if dtype is None:
+        dtype = x.dtype
+        _check_dtypes(function, x, weight=weight, bias=bias)
+    else:
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if type(eps) is not float:
+        eps = checks.eps(function, eps, x)
+    options = Options(op, eps, zero_centered_gamma, dtype, keep_normalized)
+    parameters = (weight, bias, ln_weight, ln_bias)
+    compiling = torch.compiler.is_compiling()
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if (compiling or differentiated) and all(t is None or type(t) in PLAIN for t in tensors):
+        if compiling:
+            return norm_linear_forward(x, *parameters, *options)[:2]
+        if not operators.under_functorch() and forward_ad._current_level < 0:
+            return _apply(x, *parameters, options, sink)
+    z = norm(op, x, x.shape[-1:], ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
+    return F.linear(z, weight, bias), z
+
+
+def check(function: str, x, weight, bias, ln_weight, ln_bias, zero_centered_gamma: bool) -> None:
+    """Kinds, shapes and devices, which traced tensors have too."""
+    named = {"input": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in ("input", "weight")):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise RuntimeError(
+            f"{function}: weight must have shape (out, in), neither of them 0; got {tuple(weight.shape)}."
+        )
+    outs, cols = weight.shape
+    if x.dim() == 0 or x.shape[-1] != cols:
+        raise RuntimeError(
+            f"{function}: the last axis of input must have the length {cols} of a row of weight; got input of shape "
+            f"{tuple(x.shape)}."
+        )
+    for name, tensor, size in (("bias", bias, outs), ("ln_weight", ln_weight, cols), ("ln_bias", ln_bias, cols)):
+        if tensor is not None and tuple(tensor.shape) != (size,):
+            raise RuntimeError(f"{function}: {name} must have shape ({size},); got {tuple(tensor.shape)}.")
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != x.device:
+            raise RuntimeError(
+                f"{function}: {name} must be on the device of input, {x.device}; got {tensor.device}. Move one of them."
+            )
+    if zero_centered_gamma and ln_weight is None:
+        raise ValueError(f"{function}: zero_centered_gamma=True needs ln_weight; got ln_weight=None.")
+    if x.dtype not in FLOATING:
+        raise NotImplementedError(
+            f"{function}: input must have dtype {', '.join(map(str, FLOATING))}; got {x.dtype}. Convert it first."
+        )
+
+
+def _check_dtypes(function: str, x: Tensor, **parameters: Tensor | None) -> None:
+    for name, tensor in parameters.items():
+        if tensor is not None and tensor.dtype is not x.dtype:
+            raise TypeError(
+                f"{function}: outside autocast input and {name} must have one dtype; got input of {x.dtype} and {name} "
+                f"of {tensor.dtype}. Convert one of them."
+            )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast would convert the operands of a product to; None where it leaves them."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if x.dtype is not torch.float64 and autocasts(kind) else None
+
+
+class NormLinear(torch.autograd.Function):
+    """(y, z) in eager mode. Differentiable twice: its backward pass is made of differentiable operators."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, ln_weight, ln_bias, options, sink):
+        z, statistics = normalise(x, ln_weight, ln_bias, options, True)
+        y = F.linear(z, weight, bias)
+        ctx.set_materialize_grads(False)
+        kept = z if options.keep_normalized else None
+        ctx.save_for_backward(x, weight, ln_weight, ln_bias, statistics, kept)
+        ctx.call = options, sink
+        return y, z
+
+    @staticmethod
+    def backward(ctx, dy, dz):
+        options, sink = ctx.call
+        x, *others = ctx.saved_tensors
+        with without_autocast(x.device.type):
+            return *gradients(dy, dz, x, *others, options, ctx.needs_input_grad[:5], sink), None, None
+
+
+_apply = super(torch.autograd.Function, NormLinear).apply  # as in functional.py

@@ -1,0 +1,416 @@
+"""`LayerNormLinear`: the module of that name in TransformerEngine, on one GPU, without FP8."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...linear import problem as linear_problem
+from ...norm import problem
+from .checks import check_parallel, check_sizes, refuse
+from .functional import norm_linear
+from .parameters import joined, lay_side_by_side, parts_of
+from .passes import Sink, accumulate, autocasts, bias_gradient, weight_gradient, without_autocast
+
+INIT_STD = 0.023  # of TransformerEngine's default init_method
+
+
+class LayerNormLinear(nn.Module):
+    """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * layer_norm_weight + layer_norm_bias.
+
+    The constructor is that of transformer_engine.pytorch.LayerNormLinear; what it cannot do yet raises
+    NotImplementedError.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    eps : float
+        Added to the variance, inside the root.
+    sequence_parallel : bool
+        Takes effect with tp_size > 1, which is not here yet.
+    fuse_wgrad_accumulation : bool
+        The gradient of weight is added to `weight.main_grad` (float32 with 16-bit weights, say) by the product itself,
+        and `weight.grad` stays None. `forward(is_first_microbatch=True)` overwrites main_grad instead.
+    tp_group, tp_size
+        One rank.
+    get_rng_state_tracker : callable, optional
+        weight is initialised inside `get_rng_state_tracker().fork()`.
+    init_method : callable, optional
+        Initialises weight, or every part of it. Default: N(0, 0.023).
+    bias : bool
+    normalization : "LayerNorm" or "RMSNorm"
+        The latter is z = x / sqrt(mean(x²) + eps) * layer_norm_weight.
+    return_bias : bool
+        bias is not added but returned, for whoever adds it later.
+    params_dtype : torch.dtype, optional
+        Default: torch's default dtype.
+    parallel_mode : None or "column"
+    return_layernorm_output : bool
+        z is returned too, and its gradient joins that of the product before the backward pass of the norm.
+    return_layernorm_output_gathered : bool
+        On one rank the same z.
+    parameters_split : sequence of str or dict of str to int, optional
+        weight and bias are separate parameters `{name}_weight` and `{name}_bias`, of equal parts or of so many rows.
+        They are parts of one tensor and read as one, unless they were laid apart (as by `load_state_dict(assign=True)`)
+        or torch.compile sees them: then they are copied together at every call.
+    zero_centered_gamma : bool
+        Multiply by 1 + layer_norm_weight.
+    device
+        "meta" for parameters without memory, which `reset_parameters` gives them.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, symmetric_ar_type
+        Not here yet.
+    delay_wgrad_compute : bool
+        The backward pass leaves the gradients of weight and bias to `backward_dw()`.
+    ub_name, name : str, optional
+        Labels.
+    keep_normalized : bool
+        Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
+        of one forward pass of the norm. Not an argument of TransformerEngine's.
+
+    Attributes
+    ----------
+    layer_norm_weight, layer_norm_bias : Parameter, shape (in_features,)
+        1 (0 if zero-centred) and 0 at first. `layer_norm_bias` is None for an RMSNorm.
+    weight : Parameter, shape (out_features, in_features)
+    bias : Parameter, shape (out_features,)
+        0 at first. An empty tensor that is no parameter with `bias=False`.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        An argument, or of `forward` an input, that does not fit; of TransformerEngine's types where those are not
+        assertions.
+    NotImplementedError
+        parallel_mode="row" (a norm cannot be split along its row), and what is not here yet.
+
+    Notes
+    -----
+    Where TransformerEngine's differs: its float32 product is TF32 always, this one's where torch is set so; it keeps z;
+    it casts x to autocast's dtype before the norm; its `backward_dw` overwrites `weight.grad`, this one's adds to it;
+    it takes parameters_split together with neither fuse_wgrad_accumulation nor backward_dw. Its `_extra_state` in a
+    checkpoint is passed over; it loads ours with strict=False. Accumulating into main_grad and delaying break a graph
+    of torch.compile.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import LayerNormLinear
+    >>> LayerNormLinear(8, 24, parameters_split=("query", "key", "value"), device="cpu")(torch.ones(2, 8)).shape
+    torch.Size([2, 24])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        zero_centered_gamma: bool = False,
+        device: Any = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+        *,
+        keep_normalized: bool = False,
+    ):
+        super().__init__()
+        check_sizes(in_features=in_features, out_features=out_features)
+        problem.check_eps("LayerNormLinear", eps)
+        self.op = linear_problem.op("LayerNormLinear", normalization, None)
+        check_parallel(parallel_mode, tp_group, tp_size)
+        refuse(
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.parallel_mode = parallel_mode
+        self.tp_group = tp_group
+        self.tp_size = 1
+        self.sequence_parallel = False  # of one rank
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.init_method = init_method
+        self.ub_name = ub_name
+        self.name = name
+        self.keep_normalized = keep_normalized
+        self._delayed: deque[Callable[[], None]] = deque()
+        self._delayed_hooks: list[Callable[[], None]] = []
+
+        self._parts = parts_of(parameters_split, out_features)
+        self._make_parameters(device, params_dtype)
+        if not self.layer_norm_weight.is_meta:
+            self.reset_parameters()
+
+    def _make_parameters(self, device: Any, dtype: torch.dtype | None) -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, device=device, dtype=dtype)
+
+        self.layer_norm_weight = nn.Parameter(empty(self.in_features))
+        layer_norm = self.normalization == "LayerNorm"
+        self.register_parameter("layer_norm_bias", nn.Parameter(empty(self.in_features)) if layer_norm else None)
+        sizes = [part.rows for part in self._parts]
+        for part, weight in zip(self._parts, empty(self.out_features, self.in_features).split(sizes), strict=True):
+            self.register_parameter(part.weight, nn.Parameter(weight))
+        for part, bias in zip(self._parts, empty(self.out_features).split(sizes), strict=True):
+            if self.use_bias:
+                self.register_parameter(part.bias, nn.Parameter(bias))
+            else:
+                self.register_buffer(part.bias, empty(0), persistent=False)
+        self._settle_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises all parameters; those without memory get it on the GPU, where there is none on the CPU."""
+        if self.layer_norm_weight.is_meta:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._make_parameters(device, self.layer_norm_weight.dtype)
+        nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+        fork = nullcontext if self.get_rng_state_tracker is None else self.get_rng_state_tracker().fork
+        init = self.init_method or partial(nn.init.normal_, mean=0.0, std=INIT_STD)
+        with torch.no_grad(), fork():
+            for weight in self._weights:
+                init(weight)
+        for bias in self._biases:
+            nn.init.zeros_(bias)
+        self._settle_parameters()
+
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
+    ) -> Tensor | tuple[Tensor, ...]:
+        """y, or (y, bias), (y, z), (y, bias, z) as `return_bias` and `return_layernorm_output` ask for.
+
+        Parameters
+        ----------
+        inp : Tensor, shape (..., in_features)
+            Of the dtype of the parameters; under autocast float16, bfloat16 or float32.
+        is_first_microbatch : bool, optional
+            With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it.
+        fp8_output, fp8_grad : bool
+            Not here yet.
+
+        Returns
+        -------
+        y : Tensor, shape (..., out_features)
+        bias : Tensor, shape (out_features,), of the dtype of y; empty with `bias=False`
+        z : Tensor, shape of inp, of the dtype of y
+        """
+        refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
+        run = self._run_uncompiled if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else self._run
+        return run(inp, is_first_microbatch)
+
+    def _run(self, inp: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor, ...]:
+        self._check_dtypes(inp)
+        bias = joined(self._biases) if self.use_bias else None
+        y, z = norm_linear(
+            type(self).__name__,
+            inp,
+            joined(self._weights),
+            None if self.return_bias else bias,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.eps,
+            self.op,
+            self.zero_centered_gamma,
+            self.keep_normalized,
+            self._sink(is_first_microbatch),
+        )
+        results = [y]
+        if self.return_bias:
+            results.append(y.new_empty(0) if bias is None else bias.to(y.dtype))
+        if self.return_layernorm_output:
+            results.append(z)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    _run_uncompiled = torch.compiler.disable(_run)
+
+    def _check_dtypes(self, inp: Tensor) -> None:
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"LayerNormLinear: inp must be a torch.Tensor; got {type(inp).__name__}.")
+        if autocasts(inp.device.type):
+            return
+        for name, parameter in self._parameters.items():
+            if parameter is not None and parameter.dtype is not inp.dtype:
+                raise TypeError(
+                    f"LayerNormLinear: outside autocast inp and the parameters must have one dtype; got inp of "
+                    f"{inp.dtype} and {name} of {parameter.dtype}. Convert one of them, or use torch.autocast."
+                )
+
+    # Gradients of weight and bias that do not go the way of autograd.
+
+    def _sink(self, is_first_microbatch: bool | None) -> Sink | None:
+        if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
+            return None
+        if not any(weight.requires_grad for weight in self._weights):
+            return None
+        if self.fuse_wgrad_accumulation:
+            for part, weight in zip(self._parts, self._weights, strict=True):
+                if weight.requires_grad and not hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__"):
+                    raise AttributeError(
+                        f"LayerNormLinear: fuse_wgrad_accumulation=True needs {part.weight}.main_grad, a tensor of the "
+                        f"shape of {part.weight}, before the forward pass; there is none. Set it."
+                    )
+        return partial(self._take, is_first_microbatch is True)
+
+    def _take(self, overwrite: bool, dy: Tensor, z: Callable[[], Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """A Sink. Weight and bias need no gradient from autograd, or one that says that theirs is taken care of."""
+        if self.delay_wgrad_compute:
+            self._delayed.append(partial(self._weight_gradients, overwrite, dy, z))
+            return None, None
+        if self.fuse_wgrad_accumulation:
+            self._accumulate(overwrite, dy, z())
+        return self._stand_in(dy.dtype), bias_gradient(dy) if self._applied_biases else None
+
+    def _weight_gradients(self, overwrite: bool, dy: Tensor, z: Callable[[], Tensor]) -> None:
+        """What a backward pass left to `backward_dw`."""
+        rows = [part.rows for part in self._parts]
+        if self.fuse_wgrad_accumulation:
+            self._accumulate(overwrite, dy, z())
+        else:
+            for weight, gradient in zip(
+                self._weights, weight_gradient(dy, z(), self._weights[0]).split(rows), strict=True
+            ):
+                _add_gradient(weight, gradient)
+        if self._applied_biases:
+            for bias, gradient in zip(self._applied_biases, bias_gradient(dy).split(rows), strict=True):
+                _add_gradient(bias, gradient)
+
+    def _accumulate(self, overwrite: bool, dy: Tensor, z: Tensor) -> None:
+        slices = dy.split([part.rows for part in self._parts], 1)
+        for weight, columns in zip(self._weights, slices, strict=True):
+            if weight.requires_grad:
+                total = weight.get_main_grad() if hasattr(weight, "__fsdp_param__") else weight.main_grad
+                accumulate(total, columns, z, overwrite or getattr(weight, "overwrite_main_grad", False))
+
+    def _stand_in(self, dtype: torch.dtype) -> Tensor | None:
+        """What a hook of Megatron's data parallelism waits for, of no meaning where `zero_out_wgrad` is not set."""
+        marked = [weight for weight in self._weights if hasattr(weight, "grad_added_to_main_grad")]
+        if not marked:
+            return None
+        for weight in marked:
+            weight.grad_added_to_main_grad = True
+        zero = any(getattr(weight, "zero_out_wgrad", False) for weight in marked)
+        make = torch.zeros if zero else torch.empty
+        return make(self.out_features, self.in_features, device=marked[0].device, dtype=dtype)
+
+    def backward_dw(self) -> None:
+        """Computes the gradients that the earliest backward pass not yet followed by this left (delay_wgrad_compute).
+
+        Raises
+        ------
+        RuntimeError
+            There is none.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._delayed:
+            raise RuntimeError(
+                "LayerNormLinear: backward_dw() needs a backward pass before it whose weight gradient was delayed; "
+                "there is none. Call it once for every backward pass."
+            )
+        with torch.no_grad(), without_autocast(self.layer_norm_weight.device.type):
+            self._delayed.popleft()()
+        for hook in self._delayed_hooks:
+            hook()
+
+    def need_backward_dw(self) -> bool:
+        return self.delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """`hook()` is called after every `backward_dw()`."""
+        self._delayed_hooks.append(hook)
+
+    # Parameters.
+
+    @property
+    def _weights(self) -> list[nn.Parameter]:
+        return [getattr(self, part.weight) for part in self._parts]
+
+    @property
+    def _biases(self) -> list[nn.Parameter]:
+        return [getattr(self, part.bias) for part in self._parts] if self.use_bias else []
+
+    @property
+    def _applied_biases(self) -> list[nn.Parameter]:
+        return [] if self.return_bias else self._biases
+
+    def _settle_parameters(self) -> None:
+        """Parts side by side, and the attributes by which Megatron knows what is sharded how."""
+        lay_side_by_side(self._weights)
+        if self.use_bias:
+            lay_side_by_side(self._biases)
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel
+        sharded = [*self._weights, *(self._biases if self.parallel_mode == "column" else [])]
+        for parameter in sharded:
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = 0
+            parameter.partition_stride = 1
+        if self.delay_wgrad_compute:
+            for parameter in (*self._weights, *self._biases):
+                parameter.skip_backward_post_hook = True
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._settle_parameters()  # they may be new ones, and lie apart
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._settle_parameters()  # those of a copy are
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        state_dict.pop(prefix + "_extra_state", None)  # TransformerEngine's, empty without FP8
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
+            f"normalization={self.normalization}"
+        )
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """As autograd adds it."""
+    if parameter.requires_grad:
+        gradient = gradient.to(parameter.dtype)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -1,0 +1,83 @@
+"""The norm with its product as two operators, one a pass: what torch.compile and export see of `layer_norm_linear`.
+
+    torch.ops.cunorm.norm_linear_forward -> (y, z, statistics)
+    torch.ops.cunorm.norm_linear_backward -> (dx, dweight, dbias, dln_weight, dln_bias)
+
+z is the normalised tensor; names and options as in passes.py. Gradients that are not wanted are empty.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from ..norm import formulas
+from ..norm.operators import _absent, _library
+from .passes import Options, gradients, normalise
+
+_OPTIONS = "str op, float eps, bool zero_centered_gamma, ScalarType dtype, bool keep_normalized"
+_library.define(
+    "norm_linear_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? ln_weight, Tensor? ln_bias, "
+    f"{_OPTIONS}) -> (Tensor y, Tensor z, Tensor statistics)"
+)
+_library.define(
+    "norm_linear_backward(Tensor? dy, Tensor? dz, Tensor x, Tensor weight, Tensor? ln_weight, Tensor? ln_bias, "
+    f"Tensor statistics, Tensor? z, {_OPTIONS}, bool[5] output_mask) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dln_weight, Tensor dln_bias)"
+)
+norm_linear_forward = torch.ops.cunorm.norm_linear_forward.default
+norm_linear_backward = torch.ops.cunorm.norm_linear_backward.default
+
+
+def _forward(x, weight, bias, ln_weight, ln_bias, *options):
+    z, statistics = normalise(x, ln_weight, ln_bias, Options(*options), True)
+    return F.linear(z, weight, bias), z, statistics
+
+
+def _backward(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *options):
+    *options, mask = options
+    results = gradients(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, Options(*options), tuple(mask))
+    return tuple(_absent(x) if result is None else result for result in results)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("norm_linear_forward", _forward, _device)
+    _library.impl("norm_linear_backward", _backward, _device)
+
+
+@torch.library.register_fake("cunorm::norm_linear_forward", lib=_library)
+def _forward_fake(x, weight, bias, ln_weight, ln_bias, op, eps, zero_centered_gamma, dtype, keep_normalized):
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+    statistics = x.new_empty((2 if op == "layer_norm" else 1, *x.shape[:-1]), dtype=formulas.compute_dtype(x))
+    return y, x.new_empty(x.shape, dtype=dtype), statistics
+
+
+@torch.library.register_fake("cunorm::norm_linear_backward", lib=_library)
+def _backward_fake(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *options):
+    mask = options[-1]
+    ln_dtype = x.dtype if ln_weight is None else ln_weight.dtype
+    cols = x.shape[-1:]
+    dln_bias = x.new_empty(cols, dtype=ln_dtype if ln_bias is None else ln_bias.dtype)
+    dln_weight = x.new_empty(cols, dtype=ln_dtype)
+    dweight = torch.empty_like(weight, memory_format=torch.preserve_format)
+    results = (x.new_empty(x.shape), dweight, weight.new_empty(len(weight)), dln_weight, dln_bias)
+    return tuple(result if wanted else _absent(x) for result, wanted in zip(results, mask, strict=True))
+
+
+def _setup(ctx, inputs, output):
+    x, weight, _, ln_weight, ln_bias, *options = inputs
+    _, z, statistics = output
+    ctx.mark_non_differentiable(statistics)
+    ctx.set_materialize_grads(False)
+    ctx.options = Options(*options)
+    ctx.save_for_backward(x, weight, ln_weight, ln_bias, statistics, z if ctx.options.keep_normalized else None)
+
+
+def _autograd(ctx, dy, dz, _):
+    mask = ctx.needs_input_grad[:5]
+    results = norm_linear_backward(dy, dz, *ctx.saved_tensors, *ctx.options, list(mask))
+    wanted = [result if wants else None for result, wants in zip(results, mask, strict=True)]
+    return *wanted, *[None] * len(ctx.options)
+
+
+torch.library.register_autograd("cunorm::norm_linear_forward", _autograd, setup_context=_setup, lib=_library)

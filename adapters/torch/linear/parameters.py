@@ -1,0 +1,98 @@
+"""Parameters of LayerNormLinear that are parts of one: how they are split, and read as one again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..norm import operators
+from ..norm.functional import PLAIN
+
+
+class Part(NamedTuple):
+    weight: str  # names of parameters
+    bias: str
+    rows: int
+
+
+def parts_of(split: Any, out_features: int) -> list[Part]:
+    """What `parameters_split` asks for; errors of TransformerEngine's types."""
+    name = "LayerNormLinear"
+    if split is None:
+        return [Part("weight", "bias", out_features)]
+    if not split:
+        raise ValueError(f"{name}: parameters_split must name at least one part; got {split!r}.")
+    if isinstance(split, Mapping):
+        sizes = dict(split)
+    elif isinstance(split, Sequence) and not isinstance(split, str):
+        sizes = dict.fromkeys(split, out_features // len(split))
+        if len(sizes) != len(split):
+            raise ValueError(f"{name}: parameters_split must name every part once; got {split!r}.")
+    else:
+        raise TypeError(
+            f"{name}: parameters_split must be a sequence of names or a dict of sizes; got {type(split).__name__}."
+        )
+    if not all(isinstance(key, str) for key in sizes):
+        raise TypeError(f"{name}: parameters_split must name its parts by str; got {list(sizes)!r}.")
+    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes.values()):
+        raise TypeError(f"{name}: parameters_split must have int sizes; got {list(sizes.values())!r}.")
+    if sum(sizes.values()) != out_features or min(sizes.values()) <= 0:
+        raise ValueError(
+            f"{name}: the parts of parameters_split must be positive and add up to out_features={out_features}; got "
+            f"{list(sizes.values())}."
+        )
+    stems = [key.rstrip("_") for key in sizes]
+    return [Part(f"{stem}_weight", f"{stem}_bias", size) for stem, size in zip(stems, sizes.values(), strict=True)]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one after the other: where they lie so in memory the whole of it, else a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    if torch.compiler.is_compiling() or operators.under_functorch():
+        return torch.cat(list(parts))
+    return _Joined.apply(*parts)
+
+
+def _neighbours(parts: Sequence[Tensor]) -> bool:
+    if not all(type(part) in PLAIN and part.is_contiguous() for part in parts):
+        return False
+    return all(
+        a.data_ptr() + a.numel() * a.element_size() == b.data_ptr()
+        and a.dtype is b.dtype
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        for a, b in itertools.pairwise(parts)
+    )
+
+
+@torch.no_grad()
+def lay_side_by_side(parts: Sequence[Tensor]) -> None:
+    """Gives the parts one piece of memory, if they lie apart; they stay the same parameters."""
+    if len(parts) == 1 or not all(type(part) in PLAIN for part in parts) or parts[0].is_meta or _neighbours(parts):
+        return
+    for part, place in zip(parts, torch.cat(list(parts)).split([len(part) for part in parts]), strict=True):
+        part.data = place
+
+
+class _Joined(torch.autograd.Function):
+    """No gradient of the whole, as from a Sink, is none of the parts: torch.cat would make it zeros."""
+
+    @staticmethod
+    def forward(ctx, *parts):
+        ctx.rows = [len(part) for part in parts]
+        ctx.set_materialize_grads(False)
+        if not _neighbours(parts):
+            return torch.cat(parts)
+        first = parts[0].detach()
+        return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient is None:
+            return (None,) * len(ctx.rows)
+        # That of a returned bias may lie in memory of the caller, which autograd would then add to.
+        return (gradient.clone() if gradient.dim() == 1 else gradient).split(ctx.rows)

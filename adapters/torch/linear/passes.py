@@ -1,0 +1,133 @@
+"""The forward and the backward pass of a norm with its product, on tensors and without autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..norm import launching, operators
+from ..norm.functional import HALF, _at_once, launchable
+from . import side_by_side
+
+# What takes the gradients of weight and bias in autograd's place: given dy (rows, out) and how to get the normalised
+# tensor (rows, in), it returns what autograd is told, None for nothing.
+Sink = Callable[[Tensor, Callable[[], Tensor]], tuple[Tensor | None, Tensor | None]]
+
+
+class Options(NamedTuple):
+    op: str
+    eps: float
+    zero_centered_gamma: bool
+    dtype: torch.dtype  # of the normalised tensor, weight, bias and y
+    keep_normalized: bool
+
+
+def normalise(x, ln_weight, ln_bias, options: Options, wants_statistics: bool) -> tuple[Tensor, Tensor | None]:
+    """(z, statistics), None for statistics unless wanted; z has the same bits every time."""
+    if not torch.is_grad_enabled() and _at_once(x, ln_weight, ln_bias):
+        op, eps, zero_centered_gamma, dtype, _ = options
+        call = (op, x, 1, ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0, wants_statistics)
+        return launching.forward(*call)[:2]
+    arguments = (options.op, 1, options.eps, options.zero_centered_gamma, options.dtype, wants_statistics, 0, 0)
+    return operators.norm_forward(x, ln_weight, ln_bias, *arguments)
+
+
+def gradients(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    statistics: Tensor,
+    z: Tensor | None,
+    options: Options,
+    mask: tuple[bool, bool, bool, bool, bool],
+    sink: Sink | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Of x, weight, bias, ln_weight and ln_bias, None where not wanted.
+
+    dweight = dyᵀ z, dbias = Σ dy, and with dz' = dy weight + dz the gradients of the norm. dweight comes first, so that
+    a z that is computed once more is gone before dz' is there.
+    """
+    wants_dx, wants_dweight, wants_dbias, *wants_ln = mask
+    rows = x.numel() // x.shape[-1]
+    if dy is not None:
+        dy = _matrix(dy, rows)
+
+    def again() -> Tensor:
+        return _matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
+
+    def of_product() -> tuple[Tensor | None, Tensor | None]:
+        if dy is None:
+            return None, None
+        if sink is not None:
+            return sink(dy, again)
+        dweight = weight_gradient(dy, again(), weight) if wants_dweight else None
+        return dweight, bias_gradient(dy) if wants_dbias else None
+
+    def of_norm() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        norm_mask = (wants_dx, *wants_ln)
+        if not any(norm_mask) or (dy is None and dz is None):
+            return None, None, None
+        if dy is None:
+            return _norm_backward(dz, False, x, statistics, ln_weight, options, norm_mask)
+        total = dy @ weight if dz is None else torch.addmm(_matrix(dz, rows), dy, weight)
+        return _norm_backward(total.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
+
+    # Each half has one tensor of the size of z to itself, unless z is kept anyway.
+    size = 0 if z is not None else x.numel() * x.element_size()
+    (dweight, dbias), (dx, dln_weight, dln_bias) = side_by_side.run(x, size, of_product, of_norm)
+    if dln_bias is not None and ln_bias is not None:
+        dln_bias = dln_bias.to(ln_bias.dtype)
+    return dx, dweight, dbias, dln_weight, dln_bias
+
+
+def weight_gradient(dy: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """dyᵀ z, (out, in), laid out as weight is: autograd would copy another layout."""
+    return dy.t() @ z if weight.stride(1) == 1 else (z.t() @ dy).t()
+
+
+def bias_gradient(dy: Tensor) -> Tensor:
+    return launching.column_sums(dy) if launchable(dy) else dy.sum(0)
+
+
+def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
+    """total += dyᵀ z, or = where `overwrite`: in the product itself (beta), also to float32 from 16 bits."""
+    beta = 0 if overwrite else 1
+    if total.dtype is dy.dtype:
+        torch.addmm(total, dy.t(), z, beta=beta, out=total)
+    elif total.is_cuda and total.dtype is torch.float32 and dy.dtype in HALF:
+        torch.addmm(total, dy.t(), z, torch.float32, beta=beta, out=total)
+    else:  # the CPU has no such product
+        wide = torch.promote_types(total.dtype, dy.dtype)
+        product = dy.t().to(wide) @ z.to(wide)
+        total.copy_(product if overwrite else product.add_(total))
+
+
+def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
+    """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
+    op, eps, zero_centered_gamma, _, _ = options
+    if own and launchable(dz):
+        family = launching.family(op, 1, zero_centered_gamma, x)
+        return launching.backward(family, dz, x, statistics, ln_weight, mask, 0, in_place=True)
+    return operators.backward(dz, x, statistics, ln_weight, op, eps, zero_centered_gamma, mask, 0)
+
+
+def _matrix(tensor: Tensor, rows: int) -> Tensor:
+    """(rows, columns) as a product reads it: an expanded gradient would be copied by every one."""
+    return tensor.reshape(rows, tensor.shape[-1]).contiguous()
+
+
+def without_autocast(kind: str) -> AbstractContextManager:
+    """The products of a backward pass have the dtypes that those of the forward pass had."""
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a type of device; torch refuses to say it of "meta"."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)

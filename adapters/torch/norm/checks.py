@@ -1,0 +1,132 @@
+"""What a call must hold to, in torch's own types of error where torch has one."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...norm import problem
+from ...norm.problem import Layout
+
+SM_MARGINS = ("forward", "backward", "inference")
+
+
+def shape(function: str, value: Any) -> torch.Size:
+    try:
+        return torch.Size((value,) if isinstance(value, int) else value)
+    except TypeError:
+        raise TypeError(f"{function}: normalized_shape must be an int or a sequence of ints; got {value!r}.") from None
+
+
+def eps(function: str, value: Any, x: Tensor) -> float:
+    """`None` is the machine epsilon of the arithmetic, as in torch.nn.functional.rms_norm."""
+    if value is None and function == "rms_norm":
+        return torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+    if torch.compiler.is_compiling():
+        return value  # perhaps a symbol; what is no number the operator refuses
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{function}: eps must be a real number; got {type(value).__name__}.")
+    return float(value)  # also one below 0, as in torch
+
+
+def sm_margins(function: str, sm_margin: Any) -> tuple[int, int, int]:
+    """Those of the forward pass, of the backward pass, and of a forward pass that has none."""
+    if not isinstance(sm_margin, Mapping):
+        return (problem.check_sm_margin(function, sm_margin, None),) * 3
+    unknown = set(sm_margin) - set(SM_MARGINS)
+    if unknown:
+        raise ValueError(
+            f"{function}: sm_margin must be an int or a dict with keys of {', '.join(SM_MARGINS)}; "
+            f"got the key {sorted(map(str, unknown))[0]!r}."
+        )
+    forward, backward, inference = (
+        problem.check_sm_margin(function, sm_margin.get(name, 0), None) for name in SM_MARGINS
+    )
+    return forward, backward, inference
+
+
+def tensors(function: str, x: Any, weight: Any, bias: Any) -> None:
+    for name, tensor in (("input", x), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name == "input"):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+
+
+def trailing_axes(function: str, x: Tensor, shape: Sequence[int]) -> int:
+    """The number of normalised axes, which must be the last ones of x. Traceable."""
+    ndim = len(shape)
+    if ndim == 0 or tuple(x.shape[-ndim:]) != tuple(shape):
+        raise RuntimeError(
+            f"{function}: normalized_shape must be the last axes of input, at least one; got {tuple(shape)} for input "
+            f"of shape {tuple(x.shape)}. Pass the shape of the axes to normalise over."
+        )
+    return ndim
+
+
+def forward(
+    function: str,
+    x: Tensor,
+    ndim: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    zero_centered_gamma: bool,
+    dtype: torch.dtype,
+) -> None:
+    """RuntimeError for shapes and devices, NotImplementedError for what no kernel reads, as torch's own norms do."""
+    if zero_centered_gamma and weight is None:
+        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
+    layouts = [
+        None if tensor is None else layout(function, name, tensor)
+        for name, tensor in (("x", x), ("weight", weight), ("bias", bias))
+    ]
+    shape = layouts[0].shape[-ndim:]
+    if any(isinstance(size, torch.SymInt) for size in shape):
+        return  # a row length that torch.compile holds open is checked when the kernel runs
+    _raise_as_torch(
+        problem.check_forward, function, layouts[0], shape, *layouts[1:], None, None, zero_centered_gamma=False
+    )
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in problem.ITEMSIZE:
+        names = ", ".join(f"torch.{name}" for name in problem.ITEMSIZE)
+        raise TypeError(f"{function}: dtype must be one of {names}; got {dtype!r}.")
+
+
+def backward(function: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None) -> None:
+    named = {"dy": dy, "x": x, "statistics": statistics, "weight": weight}
+    layouts = {name: None if tensor is None else layout(function, name, tensor) for name, tensor in named.items()}
+    rows = layouts["statistics"]._replace(shape=tuple(statistics.shape[1:]))
+    _raise_as_torch(
+        problem.check_backward,
+        function,
+        layouts["dy"],
+        layouts["x"],
+        None,
+        rows,
+        layouts["weight"],
+        zero_centered_gamma=False,
+    )
+
+
+def layout(function: str, name: str, tensor: Tensor) -> Layout:
+    """Without strides; a tensor that is not laid out by strides is refused."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "a quantised tensor" if tensor.is_quantized else f"layout {tensor.layout}"
+        raise NotImplementedError(
+            f"{function}: {name} must be a strided tensor of floating-point numbers; got {kind}. Convert it first."
+        )
+    return Layout(tuple(tensor.shape), (), dtype_name(tensor.dtype), str(tensor.device))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _raise_as_torch(check, *arguments, **options) -> None:
+    try:
+        check(*arguments, **options)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
+    except TypeError as error:
+        raise NotImplementedError(str(error)) from None

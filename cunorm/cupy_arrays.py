@@ -1,0 +1,360 @@
+"""The functions on CuPy arrays: check, plan, launch on CuPy's current stream.
+
+What follows from layouts and options alone (checks, plan, dtypes) is worked out once and kept as a recipe. Where the
+microseconds of a call go: `python -m bench.host`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import cupy
+import numpy
+
+from . import device, launch
+from .norm import problem
+from .norm.plan import Plan, plan
+from .norm.problem import Layout, Problem
+from .numpy_arrays import numpy_dtype
+
+RECIPES = 4096  # kept at most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How calls with the same layouts and options run. `plan` is None where there is nothing to compute."""
+
+    plan: Plan | None
+    device_id: int
+    copies: tuple[bool, ...]  # which inputs must be made contiguous, in the order of the call's arrays; () for none
+    x_shape: tuple[int, ...]  # of x, y, dy and dx
+    shape: tuple[int, ...]  # of the normalised axes
+    leading: tuple[int, ...]  # of the other axes
+    dtype: numpy.dtype  # of y, or of dweight and dbias
+    statistics: numpy.dtype  # of mean and rstd
+    layer_norm: bool
+    # Forward.
+    layouts: tuple[Layout | None, ...] = ()  # of x, weight, bias, out
+    eps: float = 0.0  # rounded as the kernel's parameter is
+    temporary: bool = False  # out cannot be written by a kernel
+    # Backward: which gradients are wanted.
+    mask: tuple[bool, bool, bool] = (False, False, False)
+
+
+_recipes: dict[Hashable, Recipe] = {}
+_current_device = cupy.cuda.runtime.getDevice
+_current_stream = cupy.cuda.get_current_stream
+
+# forward and backward spell the key out and call few Python functions: on an H200's host every array costs 0.3 us and
+# every call 0.1 us, of 7.7 in all.
+
+
+def forward(
+    function: str,
+    x: cupy.ndarray,
+    normalized_shape: int | Sequence[int] | None,
+    weight: cupy.ndarray | None,
+    bias: cupy.ndarray | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool,
+    out: cupy.ndarray | None,
+    dtype: Any,
+    sm_margin: int,
+    statistics: bool,
+) -> tuple[cupy.ndarray, cupy.ndarray | None, cupy.ndarray | None]:
+    """Return (y, mean, rstd), statistics None unless asked for."""
+    arrays, options = (x, weight, bias, out), (normalized_shape, eps, zero_centered_gamma, dtype, sm_margin)
+    try:
+        pointers = (
+            x.data.ptr,
+            0 if weight is None else weight.data.ptr,
+            0 if bias is None else bias.data.ptr,
+            0 if out is None else out.data.ptr,
+        )
+        key = (
+            function,
+            options,
+            None if normalized_shape is None else _kind(normalized_shape),
+            type(eps),
+            type(sm_margin),
+            (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
+            (x.shape, x.strides, x.dtype, x.data.device_id),
+            None if weight is None else (weight.shape, weight.strides, weight.dtype, weight.data.device_id),
+            None if bias is None else (bias.shape, bias.strides, bias.dtype, bias.data.device_id),
+            None if out is None else (out.shape, out.strides, out.dtype, out.data.device_id),
+        )
+    except (AttributeError, TypeError, ValueError):  # as numpy's .data of dates
+        _forward_recipe(function, arrays, *options)  # says which is no array
+        raise
+    recipe = _recipe(key, _forward_recipe, function, arrays, options)
+    if out is not None:
+        _check_out_memory(function, recipe, pointers)
+    if _current_device() == recipe.device_id:
+        return _run_forward(recipe, arrays, pointers, statistics)
+    with cupy.cuda.Device(recipe.device_id):
+        return _run_forward(recipe, arrays, pointers, statistics)
+
+
+def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin) -> Recipe:
+    names = ("x", "weight", "bias", "out")
+    x, weight, bias, out = (
+        layout(function, name, array) if array is not None or name == "x" else None
+        for name, array in zip(names, arrays, strict=True)
+    )
+    assert x is not None
+    if dtype is not None:
+        dtype = problem.dtype_name(function, dtype)
+    shape, y_dtype = problem.check_forward(
+        function, x, normalized_shape, weight, bias, out, dtype, zero_centered_gamma=zero_centered_gamma
+    )
+    eps = problem.check_eps(function, eps)
+    properties = device.current(int(x.device))
+    cols = math.prod(shape)
+    x_stride, y_stride = (None if array is None else problem.row_stride(array, len(shape)) for array in (x, out))
+    copies = (x_stride is None, *(array is not None and not _contiguous(array) for array in (weight, bias)), False)
+    temporary = out is not None and y_stride is None
+    task = Problem(
+        op="layer_norm" if function.startswith("layer_norm") else "rms_norm",
+        direction="forward",
+        rows=math.prod(x.shape) // cols,
+        cols=cols,
+        x=x.dtype,
+        y=y_dtype,
+        weight=None if weight is None else weight.dtype,
+        bias=None if bias is None else bias.dtype,
+        zero_centered_gamma=zero_centered_gamma,
+        x_stride=cols if x_stride is None else x_stride,
+        y_stride=cols if y_stride is None else y_stride,
+        sm_margin=problem.check_sm_margin(function, sm_margin, properties.sms),
+        aligned=_aligned(arrays),
+    )
+    statistics = numpy.dtype(task.statistics)
+    with numpy.errstate(over="ignore"):
+        eps = float(statistics.type(eps))
+    return Recipe(
+        plan=plan(task, properties) if task.rows else None,
+        device_id=int(x.device),
+        copies=copies if True in copies else (),
+        x_shape=x.shape,
+        shape=shape,
+        leading=x.shape[: len(x.shape) - len(shape)],
+        dtype=numpy_dtype(function, y_dtype),
+        statistics=statistics,
+        layer_norm=task.op == "layer_norm",
+        layouts=(x, weight, bias, out),
+        eps=eps,
+        temporary=temporary,
+    )
+
+
+def _run_forward(recipe: Recipe, arrays, pointers, statistics: bool):
+    if recipe.copies:
+        arrays, pointers = _copied(arrays, recipe.copies)
+    x_pointer, weight_pointer, bias_pointer, y_pointer = pointers
+    y = out = arrays[3]
+    if out is None or recipe.temporary:
+        y = cupy.ndarray(recipe.x_shape, recipe.dtype)
+        y_pointer = y.data.ptr
+    mean = rstd = None
+    mean_pointer = rstd_pointer = 0
+    if statistics:
+        rstd = cupy.ndarray(recipe.leading, recipe.statistics)
+        rstd_pointer = rstd.data.ptr
+        if recipe.layer_norm:
+            mean = cupy.ndarray(recipe.leading, recipe.statistics)
+            mean_pointer = mean.data.ptr
+    if recipe.plan is not None:
+        launch.run_forward(
+            recipe.plan,
+            recipe.device_id,
+            _current_stream(recipe.device_id).ptr,
+            x=x_pointer,
+            y=y_pointer,
+            weight=weight_pointer,
+            bias=bias_pointer,
+            mean=mean_pointer,
+            rstd=rstd_pointer,
+            eps=recipe.eps,
+        )
+    if out is not None and recipe.temporary:
+        out[...] = y
+        y = out
+    return y, mean, rstd
+
+
+def backward(
+    function: str,
+    dy: cupy.ndarray,
+    x: cupy.ndarray,
+    mean: cupy.ndarray | None,
+    rstd: cupy.ndarray,
+    weight: cupy.ndarray | None,
+    *,
+    zero_centered_gamma: bool,
+    output_mask: tuple[bool, ...],
+    sm_margin: int,
+) -> tuple[cupy.ndarray | None, cupy.ndarray | None, cupy.ndarray | None]:
+    """Return (dx, dweight, dbias), None where output_mask says so."""
+    arrays, options = (dy, x, mean, rstd, weight), (zero_centered_gamma, output_mask, sm_margin)
+    try:
+        pointers = (
+            dy.data.ptr,
+            x.data.ptr,
+            0 if mean is None else mean.data.ptr,
+            rstd.data.ptr,
+            0 if weight is None else weight.data.ptr,
+        )
+        key = (
+            function,
+            options,
+            type(sm_margin),
+            (pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4]) % 16 == 0,
+            (dy.shape, dy.strides, dy.dtype, dy.data.device_id),
+            (x.shape, x.strides, x.dtype, x.data.device_id),
+            None if mean is None else (mean.shape, mean.strides, mean.dtype, mean.data.device_id),
+            (rstd.shape, rstd.strides, rstd.dtype, rstd.data.device_id),
+            None if weight is None else (weight.shape, weight.strides, weight.dtype, weight.data.device_id),
+        )
+    except (AttributeError, TypeError, ValueError):
+        _backward_recipe(function, arrays, *options)  # says which is no array
+        raise
+    recipe = _recipe(key, _backward_recipe, function, arrays, options)
+    if _current_device() == recipe.device_id:
+        return _run_backward(recipe, arrays, pointers)
+    with cupy.cuda.Device(recipe.device_id):
+        return _run_backward(recipe, arrays, pointers)
+
+
+def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_margin) -> Recipe:
+    layer_norm = function.startswith("layer_norm")
+    optional = ("weight",) if layer_norm else ("weight", "mean")
+    dy, x, mean, rstd, weight = (
+        layout(function, name, array) if array is not None or name not in optional else None
+        for name, array in zip(("dy", "x", "mean", "rstd", "weight"), arrays, strict=True)
+    )
+    assert dy is not None
+    assert x is not None
+    assert rstd is not None
+    shape = problem.check_backward(function, dy, x, mean, rstd, weight, zero_centered_gamma=zero_centered_gamma)
+    properties = device.current(int(x.device))
+    mask = problem.check_output_mask(function, output_mask, 3 if layer_norm else 2)
+    cols = math.prod(shape)
+    dy_stride, x_stride = (problem.row_stride(array, len(shape)) for array in (dy, x))
+    small = (array is not None and not _contiguous(array) for array in (mean, rstd, weight))
+    copies = (dy_stride is None, x_stride is None, *small)
+    task = Problem(
+        op="layer_norm" if layer_norm else "rms_norm",
+        direction="backward",
+        rows=math.prod(x.shape) // cols,
+        cols=cols,
+        x=x.dtype,
+        y=dy.dtype,
+        weight=None if weight is None else weight.dtype,
+        bias=None,
+        zero_centered_gamma=zero_centered_gamma,
+        x_stride=cols if x_stride is None else x_stride,
+        y_stride=cols if dy_stride is None else dy_stride,
+        sm_margin=problem.check_sm_margin(function, sm_margin, properties.sms),
+        aligned=_aligned(arrays),
+        output_mask=mask,
+    )
+    return Recipe(
+        plan=plan(task, properties) if task.rows and any(mask) else None,
+        device_id=int(x.device),
+        copies=copies if True in copies else (),
+        x_shape=dy.shape,
+        shape=shape,
+        leading=rstd.shape,
+        dtype=arrays[1].dtype if weight is None else arrays[4].dtype,
+        statistics=numpy.dtype(task.statistics),
+        layer_norm=layer_norm,
+        mask=mask,
+    )
+
+
+def _run_backward(recipe: Recipe, arrays, pointers):
+    wants_dx, wants_dweight, wants_dbias = recipe.mask
+    # Sums over no rows are zero.
+    empty = cupy.ndarray if recipe.plan is not None else cupy.zeros
+    dx = empty(recipe.x_shape, arrays[1].dtype) if wants_dx else None
+    dweight = empty(recipe.shape, recipe.dtype) if wants_dweight else None
+    dbias = empty(recipe.shape, recipe.dtype) if wants_dbias else None
+    if recipe.plan is not None:
+        if recipe.copies:
+            arrays, pointers = _copied(arrays, recipe.copies)
+        dy_pointer, x_pointer, mean_pointer, rstd_pointer, weight_pointer = pointers
+        workspace = cupy.cuda.alloc(recipe.plan.workspace)
+        launch.run_backward(
+            recipe.plan,
+            recipe.device_id,
+            _current_stream(recipe.device_id).ptr,
+            x=x_pointer,
+            dy=dy_pointer,
+            weight=weight_pointer,
+            mean=mean_pointer,
+            rstd=rstd_pointer,
+            dx=0 if dx is None else dx.data.ptr,
+            dweight=0 if dweight is None else dweight.data.ptr,
+            dbias=0 if dbias is None else dbias.data.ptr,
+            workspace=workspace.ptr,
+        )
+    return dx, dweight, dbias
+
+
+def _recipe(
+    key: Hashable, make: Callable[..., Recipe], function: str, arrays: Sequence[Any], options: Sequence[Any]
+) -> Recipe:
+    """The recipe of a call. What cannot be a key, such as a list among the options, is left to `make`."""
+    try:
+        recipe = _recipes.get(key)
+    except (TypeError, ValueError):
+        return make(function, arrays, *options)
+    if recipe is None:
+        if len(_recipes) >= RECIPES:
+            _recipes.clear()
+        recipe = _recipes[key] = make(function, arrays, *options)
+    return recipe
+
+
+def _kind(option: Any) -> Hashable:
+    """Tells 8.0 and True, which are equal to what is allowed, from what is."""
+    return tuple(map(type, option)) if type(option) is tuple else type(option)
+
+
+@lru_cache(maxsize=RECIPES)
+def _check_out_memory(function: str, recipe: Recipe, pointers: tuple[int, ...]) -> None:
+    """Kept, as the same memory comes again and again: without that 9 us of a call with `out`."""
+    named = zip(("x", "weight", "bias", "out"), recipe.layouts, pointers, strict=True)
+    *inputs, (_, out, out_pointer) = [(name, layout, pointer) for name, layout, pointer in named if layout is not None]
+    problem.check_out_memory(function, out, out_pointer, inputs, len(recipe.shape))
+
+
+def _copied(arrays: Sequence[Any], copies: Sequence[bool]) -> tuple[list[Any], list[int]]:
+    """The arrays, contiguous where `copies` says so, and their pointers. Hold the arrays until the launch."""
+    arrays = [cupy.ascontiguousarray(array) if copy else array for array, copy in zip(arrays, copies, strict=True)]
+    return arrays, [0 if array is None else array.data.ptr for array in arrays]
+
+
+def _contiguous(array: Layout) -> bool:
+    return problem.row_stride(array, len(array.shape)) is not None
+
+
+def _aligned(arrays: Sequence[Any]) -> bool:
+    """All arrays begin at multiples of 16 bytes; memory that CuPy allocates does."""
+    return all(array is None or array.data.ptr % 16 == 0 for array in arrays)
+
+
+def layout(function: str, name: str, array: Any) -> Layout:
+    """The layout of a CuPy array; TypeError for anything else."""
+    if not isinstance(array, cupy.ndarray):
+        raise TypeError(
+            f"{function}: {name} must be a CuPy array, as x is; got {type(array).__name__}. Convert one of them."
+        )
+    itemsize = array.dtype.itemsize
+    strides = tuple(stride // itemsize for stride in array.strides)
+    return Layout(array.shape, strides, array.dtype.name, array.device.id)

@@ -1,0 +1,340 @@
+"""Who holds what of a row: tables by row length, and from them the kernel of a `Problem` on a `Device`.
+
+The shape of a row (who holds which columns) depends on cols, dtypes and architecture, never on the number of rows nor
+on addresses: a row's result is the same to the bit whatever else is in the batch. Pure functions; no GPU library is
+imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..device import Device
+from .problem import ITEMSIZE, Problem
+
+WARP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """A row is held by `threads` threads in each of `cluster` CTAs, `packs` packs of `pack` columns a thread."""
+
+    pack: int
+    threads: int
+    packs: int
+    cluster: int = 1
+
+    @property
+    def capacity(self) -> int:
+        return self.pack * self.threads * self.packs * self.cluster
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Everything that changes a kernel's text: two launches with equal specs share one compiled kernel."""
+
+    kernel: str
+    rms: bool
+    cols: int
+    x: str
+    y: str
+    weight: str | None
+    bias: str | None
+    zero_centered_gamma: bool
+    aligned: bool
+    shape: RowShape
+    rows_per_cta: int = 1
+    ctas_per_sm: int = 1
+    prefetch: bool = False
+    stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
+    ask_early: bool = False  # the next row is asked for before the present one is summed up
+    streamed_x: bool = False  # x is read past L1
+    streamed_y: bool = False  # y, or dy, is written, or read, past L1
+    operands_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
+    once: bool = False  # forward: the grid has a CTA for every row
+    output_mask: tuple[bool, bool, bool] = (False, False, False)
+    final: bool = False  # backward: what the kernel adds up are dweight and dbias themselves, not partial rows
+
+    @property
+    def threads(self) -> int:
+        return self.shape.threads * self.rows_per_cta
+
+
+class Tier(NamedTuple):
+    """How rows of up to `most` packs are run."""
+
+    most: int
+    packs: tuple[int, ...]  # a thread holds: the first number that leaves no thread idle, or the last
+    cluster: int
+    cta: int  # threads of a CTA, where a row needs fewer several rows share it
+    resident: int  # threads that an SM is to hold at once; bounds the registers of a thread
+    visits: int = 0  # rows that a CTA takes one after the other; 0: it stays until none is left
+    prefetch: bool = False  # rows wait in registers: ask for the next one before reducing the present one
+    stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA, 0 for registers
+    ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
+    # x and weight have 16 bits: of float32, 1024 cols by RMSNorm 0.99 asking late, 0.76 asking early
+    idle: int = 0  # SMs that are left idle
+    operands: int = 64  # bytes of weight and bias that a thread of the forward pass keeps in registers
+    streamed_x: tuple[str, ...] = ()  # operations that read x past L1
+    streamed_y: bool = False  # y is stored past L1
+
+
+BOTH = ("layer_norm", "rms_norm")
+# Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
+FORWARD = (
+    Tier(16, (2,), 1, 128, 1024, 1),  # 32 cols 0.97, 128 cols 0.97; x and y past L1 0.94, 0.90
+    Tier(64, (2,), 1, 128, 1024, 1, streamed_x=BOTH, streamed_y=True),  # 256 cols 0.98; x or y through L1 0.98, 0.95
+    # Weight and bias asked for with x: a row of 1024 alone 1.6 us, only when it is summed up 2.2; of 4096 1.9 and 2.5.
+    Tier(128, (4,), 1, 128, 768, 1, streamed_x=BOTH, streamed_y=True, operands=128),  # 1024 cols 1.02
+    Tier(256, (2,), 1, 128, 768, prefetch=True, streamed_y=True),  # 2048 cols 0.97; y through L1 0.95
+    # 4096 cols 0.99; RMSNorm 1.01, with x past L1 0.98.
+    Tier(512, (4,), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, operands=128),
+    # 8192 and 16384 cols 1.00, x past L1 0.97, 0.98; 8704 and 13312 cols 0.99 with five packs, 0.97 and 0.87 with four.
+    Tier(1536, (4, 5), 1, 128, 1024, 1, streamed_y=True),
+    Tier(1920, (5,), 1, 128, 1024, 1, streamed_y=True),
+    Tier(2048, (4,), 1, 128, 1024, 1, streamed_y=True),
+    Tier(2560, (5,), 1, 512, 512, 1, prefetch=True),  # 20480 cols 0.97, with eight packs 0.77
+    Tier(3072, (6,), 1, 512, 512, 1, prefetch=True),  # 24576 cols 0.96, with eight packs 0.83
+    Tier(3584, (7,), 1, 512, 512, 1, prefetch=True),  # 28672 cols 0.96, with eight packs 0.85
+    Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.99; x past L1 0.97, y too 0.97
+    Tier(8192, (8,), 2, 512, 512, stages=2, operands=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
+    Tier(16384, (8,), 4, 512, 512, stages=2, operands=256),  # 131072 cols 0.98
+    Tier(32768, (8,), 8, 512, 512, stages=2, operands=256),  # 262144 cols 0.97
+    Tier(65536, (8,), 16, 512, 512, stages=2, operands=256),
+    # With wider weight and bias, of which a thread can keep half as many.
+    Tier(8192, (4,), 4, 512, 512, stages=3, operands=256),
+    Tier(16384, (4,), 8, 512, 512, stages=3, operands=256),
+    Tier(32768, (4,), 16, 512, 512, stages=3, operands=256),
+)
+# A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
+# roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
+BACKWARD = (
+    Tier(32, (2,), 1, 256, 512, stages=3, ask_early=BOTH),  # 128 cols 0.94, 256 cols 0.93
+    Tier(256, (2,), 1, 448, 448, stages=3, ask_early=("rms_norm",)),  # 512 cols 0.94, 1024 cols 0.95, 2048 cols 0.93
+    Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
+    Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
+    Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
+    Tier(2048, (4,), 2, 256, 256, stages=3, idle=4),  # 16384 cols 0.99, RMSNorm 0.99; all SMs 1.02, 0.97
+    Tier(2304, (3,), 2, 384, 384, stages=3),  # 18432 cols 0.91; four packs 0.84, clusters of 4 0.56
+    Tier(3072, (4,), 2, 384, 384, stages=3),  # 20480 cols 0.91, 24576 cols 0.80; clusters of 4 0.60, 0.79
+    Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.96
+    Tier(6144, (4,), 4, 384, 384, stages=3),  # 45056 cols 0.90, 49152 cols 0.84; clusters of 8 0.71, 0.75
+    Tier(8192, (4,), 8, 256, 256, stages=3),  # 65536 cols 0.91 to 0.98; clusters of 4 x 512 threads 0.94
+    Tier(15360, (5,), 8, 384, 384, stages=3),  # 114688 cols 0.87; two places 0.83
+    Tier(16384, (4, 6), 8, 512, 512, stages=2),  # 131072 cols 0.95; three places 0.86
+    Tier(32768, (4, 6), 16, 512, 512, stages=2),  # 262144 cols 0.87
+)
+TABLES = {"forward": FORWARD, "backward": BACKWARD}
+
+WEIGHT_BYTES = 64  # of the weight that a thread of the backward pass keeps in registers; norm_backward.cu says the same
+MAILBOX = 8  # bytes
+
+
+def choose(problem: Problem, device: Device) -> tuple[Tier, KernelSpec] | None:
+    """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
+    packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.x])
+    for tier in TABLES[problem.direction]:
+        if packs <= tier.most and device.runs_clusters(tier.cluster):
+            spec = _tier_spec(problem, tier, device)
+            if spec is not None:
+                return tier, spec
+    return None
+
+
+def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | None:
+    """The kernel of a tier; None if its rows do not fit."""
+    pack = 16 // ITEMSIZE[problem.x]
+    packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
+    shapes = [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
+    shapes = [one for one in shapes if not tier.stages or _registers_suffice(problem, tier, one, device)]
+    if not shapes:
+        return None
+    shape = next((one for one in shapes if one.capacity == packs * pack * tier.cluster), shapes[-1])
+    operands = _operands(problem, shape)
+    spec = kernel_spec(problem, problem.direction, shape)
+    # float64 takes twice the registers.
+    wide = "float64" in (problem.x, problem.y) and not tier.stages
+    resident = tier.resident // 2 if wide else tier.resident
+    rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
+    if not spec.aligned and not tier.stages:
+        resident = tier.resident // 2
+    sixteen_bits = max(ITEMSIZE[problem.x], ITEMSIZE[problem.weight or "float16"]) == 2
+    spec = replace(
+        spec,
+        rows_per_cta=rows_per_cta,
+        ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
+        prefetch=tier.prefetch and _next_row_fits(problem, shape, device),
+        ask_early=sixteen_bits and problem.op in tier.ask_early,
+        streamed_x=problem.op in tier.streamed_x,
+        streamed_y=tier.streamed_y,
+        operands_stay=_operands_stay(problem, tier, spec, operands, device),
+    )
+    if few_rows(problem, device) and problem.direction == "forward" and not tier.stages:
+        # A CTA has its SM's registers to itself: weight and bias are asked for with x.
+        spec = replace(
+            spec,
+            rows_per_cta=_whole_warps(shape),
+            ctas_per_sm=1,
+            prefetch=False,
+            operands_stay=operands <= 128,
+        )
+    return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
+
+
+def few_rows(problem: Problem, device: Device) -> bool:
+    """Whether every row can have an SM to itself."""
+    return problem.rows <= device.sms - problem.sm_margin
+
+
+def _whole_warps(shape: RowShape) -> int:
+    """The fewest rows of a CTA."""
+    return max(1, WARP // shape.threads)
+
+
+def _in_shared_memory(spec: KernelSpec, tier: Tier, rows: int, device: Device) -> KernelSpec | None:
+    """As many places as fit, two at least: fewer than the tier's for a wide dy or weight, then fewer rows in a CTA."""
+    whole_warps = _whole_warps(spec.shape)
+    threads, resident = _small_ctas(rows, device, spec.threads, spec.threads * spec.ctas_per_sm)
+    most = min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
+    for rows_per_cta in range(most, 0, -whole_warps):
+        for stages in range(tier.stages, 1, -1):
+            fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
+            needed = shared_memory(fitting) + dynamic_shared(fitting)
+            if needed <= device.shared:
+                ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
+                most_ctas = max(1, resident // fitting.threads) if tier.cluster == 1 else 1
+                return replace(fitting, ctas_per_sm=min(most_ctas, ctas))
+    return None
+
+
+def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple[int, int]:
+    """Threads of a CTA and threads that an SM holds, for a few rows to each SM.
+
+    The more row groups share a CTA, the longer their sums take to be added up. Backward of 512 x 1024 takes 6.1 us
+    with a CTA a row and 7.2 with seven rows in a CTA, 4096 x 1024 13.0 with two and 13.7 with seven.
+    """
+    if rows <= 8 * device.sms:
+        return 64, 256
+    return (128, resident) if rows <= 32 * device.sms else (threads, resident)
+
+
+def _operands(problem: Problem, shape: RowShape) -> int:
+    """Bytes of weight and bias for the columns of a thread."""
+    return shape.packs * shape.pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
+
+
+def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, device: Device) -> bool:
+    """Whether a thread has registers for what it keeps from row to row, where rows wait in shared memory."""
+    if problem.direction == "forward":
+        return _operands(problem, shape) <= tier.operands
+    # 128 registers are too few for a weight wider than x beside the accumulators of four packs, 168 for float64 beside
+    # those of five; on sm_100 for any weight.
+    if shape.threads <= 256 or shape.packs < 4:
+        return True
+    width = ITEMSIZE[problem.weight] // ITEMSIZE[problem.x] if problem.weight else 1
+    return device.arch < 100 and width <= (1 if shape.packs == 4 else 2)
+
+
+def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int, device: Device) -> bool:
+    """Whether a thread of the forward pass keeps weight and bias. Where it says no, ptxas spilled 4 to 176 bytes."""
+    if problem.direction == "backward" or operands > tier.operands:
+        return False
+    if not tier.stages:
+        return operands <= 64 or device.arch >= 90
+    plain = spec.aligned and problem.x == problem.y != "float64" and (spec.shape.packs <= 4 or tier.cluster < 16)
+    full = spec.shape.capacity == problem.cols
+    return plain and (device.arch < 100 or (full and problem.op == "rms_norm"))
+
+
+def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
+    """Whether a thread has registers for the next row too. Where it says no, ptxas spilled 4 to 90 bytes with it."""
+    if shape.packs <= 4:
+        return True
+    parameters = (problem.weight, problem.bias)
+    fitting = {None, problem.x} if problem.x == "float16" else {None, problem.x, "float32"}
+    if problem.y != problem.x or not fitting.issuperset(parameters):
+        return False
+    return not (device.arch >= 100 and problem.x == "float16")
+
+
+def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> KernelSpec:
+    spec = KernelSpec(
+        kernel=kernel,
+        rms=problem.op == "rms_norm",
+        cols=problem.cols,
+        x=problem.x,
+        y=problem.y,
+        weight=problem.weight,
+        bias=problem.bias,
+        zero_centered_gamma=problem.zero_centered_gamma,
+        aligned=_vectors_fit(problem, shape.pack),
+        shape=shape,
+        output_mask=problem.output_mask,
+    )
+    return replace(spec, **changes)
+
+
+def _vectors_fit(problem: Problem, pack: int) -> bool:
+    """Every pack of every row starts at a multiple of its size (or of 16 bytes)."""
+
+    def fits(stride: int, dtype: str) -> bool:
+        return stride * ITEMSIZE[dtype] % min(16, pack * ITEMSIZE[dtype]) == 0
+
+    strides_fit = fits(problem.x_stride, problem.x) and fits(problem.y_stride, problem.y)
+    if problem.direction == "backward":  # dx is contiguous
+        strides_fit = strides_fit and fits(problem.cols, problem.x)
+    return problem.aligned and (problem.rows == 1 or strides_fit)
+
+
+def shared_memory(spec: KernelSpec) -> int:
+    """Bytes of static shared memory; the compile test holds it against ptxas."""
+    compute = 8 if spec.x == "float64" else 4
+    if spec.kernel == "sum_partials":
+        sums = spec.threads // max(WARP, spec.shape.threads)
+        return compute * sums * spec.shape.threads * 4 if sums > 1 else 0
+    if spec.kernel == "weight_gradient_partials":
+        return 0
+    slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
+    if slots == 1 or (spec.kernel.startswith("backward") and not spec.output_mask[0]):
+        return 0
+    values = {"forward": 3, "forward_streamed": 4}.get(spec.kernel, 2)
+    total = spec.rows_per_cta * 2 * ((1 if spec.rms else values) * slots * compute + MAILBOX)
+    # Dynamic shared memory begins at a multiple of 128.
+    return ceil_div(total, 128) * 128 if dynamic_shared(spec) else total
+
+
+def dynamic_shared(spec: KernelSpec) -> int:
+    """Bytes of shared memory that the launch asks for: places of rows and weights, later sums of the row groups."""
+    if spec.kernel not in ("forward", "backward"):
+        return 0
+    shape, rows = spec.shape, spec.rows_per_cta
+    columns = rows * shape.capacity // shape.cluster
+    if spec.kernel == "forward":
+        return columns * spec.stages * ITEMSIZE[spec.x]
+    places = columns * spec.stages * (ITEMSIZE[spec.x] + ITEMSIZE[spec.y])
+    weight = ITEMSIZE[spec.weight] if spec.weight else 0
+    if shape.packs > 2 or shape.packs * shape.pack * weight > WEIGHT_BYTES:
+        places += columns * weight
+    # A warp holds a row group, or several whose sums it adds up by shuffles.
+    holders = rows * shape.threads // max(WARP, shape.threads)
+    compute = 8 if spec.x == "float64" else 4
+    sums = holders * shape.capacity // shape.cluster * compute if holders > 1 and any(spec.output_mask[1:]) else 0
+    return max(places, sums)
+
+
+def _shape(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowShape:
+    """The fewest threads that hold `packs` packs in a CTA: a power of two within a warp, else whole warps."""
+    threads = ceil_div(packs, packs_per_thread)
+    threads = _power_of_two_from(threads) if threads <= WARP else ceil_div(threads, WARP) * WARP
+    if cluster > 1:
+        threads = max(threads, WARP)
+    return RowShape(pack, threads, ceil_div(packs, threads), cluster)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_two_from(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

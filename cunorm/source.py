@@ -1,0 +1,179 @@
+"""From `KernelSpec` to CUDA text.
+
+The text is the files of `kernels_cu/` followed by a few generated lines that instantiate one template behind one
+`extern "C"` entry. Included files are put into the text itself: the key of CuPy's disk cache is a hash of the text and
+does not see what `#include` would reach, so an edited header would not recompile.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+from typing import NamedTuple
+
+from .norm.tiers import KernelSpec
+
+CPP_TYPE = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double", None: "Absent"}
+
+FILES = {
+    "forward": "norm_forward.cu",
+    "forward_streamed": "norm_forward_streamed.cu",
+    "backward": "norm_backward.cu",
+    "backward_streamed": "norm_backward_streamed.cu",
+    "weight_gradient_partials": "weight_gradient.cu",
+    "sum_partials": "weight_gradient.cu",
+}
+
+
+class Baked(NamedTuple):
+    """What stands in the text of an entry whose only parameters are `pointers`, in this order.
+
+    `values` are the C++ expressions of other arguments, by name: of a pointer one that names another pointer, without
+    any it is null.
+    """
+
+    pointers: tuple[str, ...]
+    values: tuple[tuple[str, str], ...]
+
+
+def entry_name(spec: KernelSpec) -> str:
+    return f"cunorm_{spec.kernel}"
+
+
+def source(spec: KernelSpec, baked: Baked | None = None) -> str:
+    """The whole CUDA text of a kernel."""
+    return f"{_file_text(FILES[spec.kernel])}\n{_entry(spec, baked)}"
+
+
+@cache
+def _file_text(name: str) -> str:
+    return _inlined(name, set())
+
+
+def _inlined(name: str, seen: set[str]) -> str:
+    seen.add(name)
+    lines = [f'#line 1 "{name}"']
+    text = resources.files("cunorm.kernels_cu").joinpath(name).read_text()
+    for number, line in enumerate(text.splitlines(), 1):
+        included = re.fullmatch(r'#include "(.+)"', line)
+        if included:
+            if included[1] not in seen:
+                lines.append(_inlined(included[1], seen))
+            lines.append(f'#line {number + 1} "{name}"')
+        elif line != "#pragma once":
+            lines.append(line)
+        else:
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _entry(spec: KernelSpec, baked: Baked | None) -> str:
+    """The entry point of a spec: the arguments that launch.py passes, or those left of them, and the template."""
+    shape = spec.shape
+    x, y, weight, bias = (CPP_TYPE[dtype] for dtype in (spec.x, spec.y, spec.weight, spec.bias))
+    compute = "double" if spec.x == "float64" else "float"
+    rms, zero_centered, aligned = (_cpp(flag) for flag in (spec.rms, spec.zero_centered_gamma, spec.aligned))
+    row_shape = f"RowShape<{spec.cols}, {shape.pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
+    step_shape = f"RowShape<{shape.pack * shape.threads}, {shape.pack}, {shape.threads}, 1, 1>"
+    cache_x, cache_y = (f"Cache::{'kStreamed' if flag else 'kKept'}" for flag in (spec.streamed_x, spec.streamed_y))
+    load_x = f"LoadRows<{x}, {shape.pack}, {aligned}, {cache_x}>{{x, x_stride}}"
+    load_dy = f"LoadRows<{y}, {shape.pack}, {aligned}, {cache_y}>{{dy, dy_stride}}"
+    scale = f"ScaleByWeight<{weight}, {shape.pack}, {zero_centered}, {aligned}>{{weight}}"
+    store_dx = f"StoreRows<{x}, {shape.pack}, {aligned}>{{dx, {spec.cols}}}"
+    store_y = (
+        f"StoreAffine<{y}, {weight}, {bias}, {shape.pack}, {zero_centered}, {aligned}, {cache_y}>"
+        "{y, y_stride, weight, bias}"
+    )
+    gradients = f"Gradients<{', '.join(_cpp(flag) for flag in spec.output_mask)}>"
+    forward_parameters = (
+        f"const {x}* x, {y}* y, const {weight}* weight, const {bias}* bias, {compute}* mean, {compute}* rstd, "
+        f"int64 rows, int64 x_stride, int64 y_stride, {compute} eps"
+    )
+    if spec.final:
+        sums = weight if spec.weight else x
+        store = f"StoreGradient<{sums}, {shape.pack}, {spec.cols}, {aligned}>"
+    else:
+        sums = compute
+        store = f"StorePartial<{sums}, {shape.pack}, {spec.cols}>"
+    store_sums = f"{store}{{dweight}}, {store}{{dbias}}"
+    backward_parameters = (
+        f"const {x}* x, const {y}* dy, const {weight}* weight, const {compute}* mean, const {compute}* rstd, {x}* dx, "
+        f"{sums}* dweight, {sums}* dbias, int64 rows, int64 x_stride, int64 dy_stride"
+    )
+    if spec.kernel == "forward":
+        parameters = forward_parameters
+        call = (
+            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {_cpp(spec.operands_stay)}, "
+            f"{_cpp(spec.once)}, {compute}>"
+            f"({load_x}, {store_y}, mean, rstd, rows, eps)"
+        )
+    elif spec.kernel == "forward_streamed":
+        parameters = forward_parameters
+        call = (
+            f"norm_forward_streamed<{rms}, {spec.cols}, {step_shape}, {compute}>"
+            f"({load_x}, {store_y}, mean, rstd, rows, eps)"
+        )
+    elif spec.kernel == "backward":
+        parameters = backward_parameters
+        call = (
+            f"norm_backward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {gradients}, {compute}>"
+            f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, {store_sums}, rows)"
+        )
+    elif spec.kernel == "backward_streamed":
+        parameters = backward_parameters
+        call = (
+            f"norm_backward_streamed<{rms}, {spec.cols}, {step_shape}, {compute}>"
+            f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, rows)"
+        )
+    elif spec.kernel == "weight_gradient_partials":
+        parameters = backward_parameters
+        call = (
+            f"weight_gradient_partials<{rms}, {spec.cols}, {shape.pack}, {gradients}, {compute}>"
+            f"({load_x}, {load_dy}, mean, rstd, {store_sums}, rows)"
+        )
+    else:
+        parameters = f"const {x}* partials, {y}* first, {y}* second, int64 groups, int64 cols"
+        row = f"PartialRow<{shape.pack}>{{cols}}"
+        of_this = f"partials + blockIdx.y * groups * {row}.stride(), blockIdx.y ? second : first"
+        call = f"sum_partials<{shape.threads}, {spec.rows_per_cta}, {shape.pack}>({of_this}, groups, cols)"
+    rows = ""
+    if spec.kernel in ("forward", "backward"):
+        kind = (
+            f"SharedRows<{row_shape}, {spec.rows_per_cta}, {spec.stages}, {_cpp(spec.ask_early)}, Load>"
+            if spec.stages
+            else f"RegisterRows<{row_shape}, {spec.rows_per_cta}, {_cpp(spec.prefetch)}, Load>"
+        )
+        rows = f"template <class Load>\nusing Rows = {kind};\n"
+    cluster = f" __cluster_dims__({shape.cluster}, 1, 1)" if shape.cluster > 1 else ""
+    constants = ""
+    if baked is not None:
+        parameters, constants, offsets = _bake(parameters, baked)
+        call = f"{offsets}{call}"
+    return (
+        f"using namespace cunorm;\n{rows}{constants}"
+        f'extern "C" __global__ void{cluster} __launch_bounds__({spec.threads}, {spec.ctas_per_sm})\n'
+        f"{entry_name(spec)}({parameters}) {{\n  {call};\n}}\n"
+    )
+
+
+def _bake(parameters: str, baked: Baked) -> tuple[str, str, str]:
+    """(the parameters that are left, definitions before the entry, definitions in it).
+
+    What is no parameter any more stands in constant memory, as parameters do, so that the compiler knows no more of it:
+    of literals and nullptr ptxas made kernels that spill up to 8 bytes.
+    """
+    types = {name: kind for kind, _, name in (parameter.rpartition(" ") for parameter in parameters.split(", "))}
+    left = ", ".join(f"{types.pop(name)} {name}" for name in baked.pointers)
+    values = dict(baked.values)
+    offsets = "".join(
+        f"{types.pop(name)} {name} = {values.pop(name)};\n  " for name in list(values) if types[name].endswith("*")
+    )
+    constants = "".join(
+        f"__constant__ {kind} {name} = {values.get(name, 'nullptr')};\n" for name, kind in types.items()
+    )
+    return left, constants, offsets
+
+
+def _cpp(flag: bool) -> str:
+    return "true" if flag else "false"
