@@ -53,12 +53,12 @@ WHAT_CAN_BE_USED = (
 )
 
 
-def _operator(function: str) -> tuple[Callable[..., Tracer], Callable[..., Tracer]]:
-    """The method of a tracer for an operator, and that for a tracer on its right."""
-    return (
-        lambda self, other: self.apply(function, self, other),
-        lambda self, other: self.apply(function, other, self),
-    )
+def _infix(function: str) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self.apply(function, self, other)
+
+
+def _reflected(function: str) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self.apply(function, other, self)
 
 
 class Tracer:
@@ -87,18 +87,15 @@ class Tracer:
             f"what it captures must be a number; got {kind}: pass it as an operand (a parameter of the function)"
         )
 
-    __add__, __radd__ = _operator("+")
-    __sub__, __rsub__ = _operator("-")
-    __mul__, __rmul__ = _operator("*")
-    __truediv__, __rtruediv__ = _operator("/")
-    # For a comparison with what is on its left Python calls the opposite one of what is on its right.
-    __lt__, _ = _operator("<")
-    __le__, _ = _operator("<=")
-    __gt__, _ = _operator(">")
-    __ge__, _ = _operator(">=")
-    __eq__, _ = _operator("==")
-    __ne__, _ = _operator("!=")
-    __hash__ = None
+    __add__, __radd__ = _infix("+"), _reflected("+")
+    __sub__, __rsub__ = _infix("-"), _reflected("-")
+    __mul__, __rmul__ = _infix("*"), _reflected("*")
+    __truediv__, __rtruediv__ = _infix("/"), _reflected("/")
+    # Of a comparison whose left is no tracer Python asks the right one for the opposite.
+    __lt__, __le__, __gt__, __ge__ = _infix("<"), _infix("<="), _infix(">"), _infix(">=")
+    __eq__ = _infix("==")  # type: ignore[assignment]
+    __ne__ = _infix("!=")  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
 
     def __neg__(self) -> Tracer:
         return self.apply("negative", self)
@@ -110,17 +107,18 @@ class Tracer:
         return self.apply("abs", self)
 
     def __pow__(self, power: Any) -> Tracer:
-        if not isinstance(power, numbers.Real) or (abs(power) != 0.5 and power not in range(-4, 5)):
-            got = repr(power) if isinstance(power, numbers.Real) else f"a {type(power).__name__}"
+        exponent = float(power) if isinstance(power, numbers.Real) else math.nan
+        if abs(exponent) != 0.5 and exponent not in range(-4, 5):
+            got = "a traced value" if isinstance(power, Tracer) else power
             raise ValueError(f"a power must be an integer from -4 to 4, or 0.5 or -0.5; got {got}: use exp and log")
-        if abs(power) == 0.5:
-            return sqrt(self) if power > 0 else rsqrt(self)
+        if abs(exponent) == 0.5:
+            return sqrt(self) if exponent > 0 else rsqrt(self)
         square = self * self
         powers = (Tracer(self.graph, self.graph.constant(1)), self, square, square * self, square * square)
-        return powers[int(power)] if power >= 0 else 1 / powers[int(-power)]
+        return powers[int(exponent)] if exponent >= 0 else 1 / powers[int(-exponent)]
 
     def __rpow__(self, base: Any) -> NoReturn:
-        raise TypeError("a power must be a number, not a traced value: use exp and log")
+        raise ValueError(f"a power must be a number; got {base} ** a traced value: use exp and log")
 
     def __array_ufunc__(self, ufunc: numpy.ufunc, method: str, *inputs: Any, **keywords: Any) -> Tracer:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
@@ -128,7 +126,7 @@ class Tracer:
             with_keywords = f" with {', '.join(keywords)}" if keywords else ""
             raise TypeError(f"numpy.{name}{with_keywords} cannot be traced")
         if name == "square":
-            return inputs[0] * inputs[0]
+            return self * self
         return self.apply(_UFUNCS[name], *inputs)
 
     def __array_function__(self, function: Callable, types: Any, arguments: tuple, keywords: dict) -> Tracer:
@@ -206,15 +204,16 @@ def trace(function: Callable[..., Any], *, role: str = "epilogue") -> Expression
             raise TypeError(f"it must return one value made of its parameters; got {type(result).__name__}")
         return graph.expression(Tracer(graph, -1).place_of(result), names)
     except ValueError as error:
-        raise ValueError(f"cunorm: the {role} {_name_and_line(function)}: {error}.") from error
+        raise ValueError(f"{_complaint(role, function, error)}.") from error
     except TypeError as error:
-        raise TypeError(f"cunorm: the {role} {_name_and_line(function)}: {error}. {WHAT_CAN_BE_USED}.") from error
+        raise TypeError(f"{_complaint(role, function, error)}. {WHAT_CAN_BE_USED}.") from error
 
 
-def _name_and_line(function: Any) -> str:
+def _complaint(role: str, function: Any, error: Exception) -> str:
     code = getattr(function, "__code__", None)
     where_written = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-    return f"{getattr(function, '__name__', function)!r}{where_written}"
+    first_line = str(error).partition("\n")[0].rstrip(".")
+    return f"cunorm: the {role} {getattr(function, '__name__', function)!r}{where_written}: {first_line}"
 
 
 # Functions for traced values, and for arrays of NumPy and numbers.
@@ -224,7 +223,7 @@ def _call(function: str, *operands: Any) -> Any:
     for operand in operands:
         if isinstance(operand, Tracer):
             return operand.apply(function, *operands)
-    return (_LACKING_IN_NUMPY.get(function) or getattr(numpy, function))(*operands)
+    return (_OF_ARRAYS.get(function) or getattr(numpy, function))(*operands)
 
 
 def _sigmoid_of_array(x: Any) -> Any:
@@ -237,7 +236,12 @@ def _erf_of_array(x: Any) -> Any:
     return numpy.vectorize(math.erf, otypes=[float])(x).astype(dtype)[()]
 
 
-_LACKING_IN_NUMPY = {"erf": _erf_of_array, "rsqrt": lambda x: 1 / numpy.sqrt(x), "sigmoid": _sigmoid_of_array}
+_OF_ARRAYS = {
+    "erf": _erf_of_array,
+    "rsqrt": lambda x: 1 / numpy.sqrt(x),
+    "sigmoid": _sigmoid_of_array,
+    "where": lambda condition, x, y: numpy.where(condition, x, y)[()],  # of numbers a number
+}
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:

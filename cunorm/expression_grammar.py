@@ -39,7 +39,7 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)|(?P<symbol>[<>=!]=|[-+*/<>=(),;]))",
+    r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)|(?P<symbol>[<>=!]=|[-+*/<>=(),;])",
     re.ASCII,
 )
 
@@ -64,11 +64,11 @@ class _Parser:
     def advance(self) -> str:
         """To the next token; returns the one that was left."""
         left = self.token
-        found = _TOKEN.match(self.text, self.position)
-        self.start = found.start(found.lastgroup or 0) if found else self.position
+        self.start = len(self.text) - len(self.text[self.position :].lstrip())
+        found = _TOKEN.match(self.text, self.start)
         if found:
-            self.kind, self.token, self.position = found.lastgroup or "", found[found.lastgroup or 0], found.end()
-        elif self.text[self.position :].strip():
+            self.kind, self.token, self.position = found.lastgroup or "", found[0], found.end()
+        elif self.start < len(self.text):
             self.fail("no such symbol")
         else:
             self.kind, self.token = "end", ""
@@ -133,10 +133,12 @@ class _Parser:
             place = self.graph.constant(float(self.advance()))
         elif self.kind == "name":
             place = self.named()
-        else:
-            self.expect("(")
+        elif self.token == "(":
+            self.advance()
             place = self.comparison()
             self.expect(")")
+        else:
+            self.fail(f"a number, a name or '(' must stand here, not {self.token or 'the end'!r}")
         self.depth -= 1
         return place
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, reduce
 from typing import Any
@@ -48,7 +49,10 @@ def cuda(results: Mapping[str, Expression], *, compute: str = "Compute", indent:
       const Compute t0 = cunorm::multiply_add(xhat, weight, bias);
       const Compute y = t0;
     """
-    check_names((*results, *dict.fromkeys(name for expression in results.values() for name in expression.uses)))
+    check_names(results)
+    for name in results:
+        if any(name in expression.uses for expression in results.values()):
+            raise ValueError(f"cunorm: a result must not have the name of what it is computed from; got {name!r}.")
     graph = Graph()
     places = {name: graph.include(expression) for name, expression in results.items()}
     steps = graph.steps
@@ -63,7 +67,8 @@ def cuda(results: Mapping[str, Expression], *, compute: str = "Compute", indent:
         if step.function == "name":
             written[place] = step.text
         elif step.function == "constant":
-            written[place] = f"static_cast<{compute}>({float(step.text).hex()})"
+            digits = re.sub(r"\.?0+p", "p", float(step.text).hex())
+            written[place] = f"static_cast<{compute}>({digits})"
         else:
             kind = "bool" if step.function in COMPARISONS else compute
             written[place] = f"t{len(lines)}"

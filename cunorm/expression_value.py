@@ -154,7 +154,7 @@ class Graph:
         return self.constant(value) if math.isfinite(value) else None
 
     def _simplified(self, function: str, first: int, second: int = -1) -> int | None:
-        """A place that holds the same number: exactly, but that -0 + 0 stays -0."""
+        """A place that holds the same number: exactly, but for the sign of a zero."""
 
         def is_constant(place: int, *texts: str) -> bool:
             return self.steps[place].function == "constant" and self.steps[place].text in texts
@@ -169,6 +169,8 @@ class Graph:
                 return first
             if (positive := negated(second)) is not None:
                 return self.apply("-" if function == "+" else "+", first, positive)
+            if function == "-" and (positive := negated(first)) is not None:
+                return self.apply("negative", self.apply("+", positive, second))
         if function == "+":
             if is_constant(first, "0", "-0"):
                 return second
@@ -181,6 +183,10 @@ class Graph:
                 return first if is_constant(second, "1") else self.apply("negative", first)
             if function == "*" and is_constant(first, "1", "-1"):
                 return second if is_constant(first, "1") else self.apply("negative", second)
+            for place in (first, second):
+                if (positive := negated(place)) is not None:
+                    factors = (positive if operand == place else operand for operand in (first, second))
+                    return self.apply("negative", self.apply(function, *factors))
         return None
 
 
