@@ -313,4 +313,18 @@ struct Mailbox {
 #endif
 };
 
+// Functions of the mathematics library, for functions.cuh.
+DEVICE float exponential(float value) { return expf(value); }
+DEVICE double exponential(double value) { return exp(value); }
+DEVICE float logarithm(float value) { return logf(value); }
+DEVICE double logarithm(double value) { return log(value); }
+DEVICE float square_root(float value) { return sqrtf(value); }
+DEVICE double square_root(double value) { return sqrt(value); }
+DEVICE float hyperbolic_tangent(float value) { return tanhf(value); }
+DEVICE double hyperbolic_tangent(double value) { return tanh(value); }
+DEVICE float error_function(float value) { return erff(value); }
+DEVICE double error_function(double value) { return erf(value); }
+DEVICE float absolute(float value) { return fabsf(value); }
+DEVICE double absolute(double value) { return fabs(value); }
+
 }  // namespace cunorm

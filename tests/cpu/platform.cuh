@@ -170,4 +170,18 @@ struct Mailbox {
   void send(double* slot, int rank, double value) { cpu::mailbox_send(this, slot, rank, &value, sizeof(value)); }
 };
 
+// Functions of the mathematics library, for functions.cuh.
+inline float exponential(float value) { return std::exp(value); }
+inline double exponential(double value) { return std::exp(value); }
+inline float logarithm(float value) { return std::log(value); }
+inline double logarithm(double value) { return std::log(value); }
+inline float square_root(float value) { return std::sqrt(value); }
+inline double square_root(double value) { return std::sqrt(value); }
+inline float hyperbolic_tangent(float value) { return std::tanh(value); }
+inline double hyperbolic_tangent(double value) { return std::tanh(value); }
+inline float error_function(float value) { return std::erf(value); }
+inline double error_function(double value) { return std::erf(value); }
+inline float absolute(float value) { return std::fabs(value); }
+inline double absolute(double value) { return std::fabs(value); }
+
 }  // namespace cunorm

@@ -1,0 +1,238 @@
+"""An elementwise function as a value: a list of steps, and the text that says the same."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+FUNCTIONS = {  # and how many arguments each takes
+    "abs": 1,
+    "erf": 1,
+    "exp": 1,
+    "log": 1,
+    "maximum": 2,
+    "minimum": 2,
+    "rsqrt": 1,
+    "sigmoid": 1,
+    "sqrt": 1,
+    "tanh": 1,
+    "where": 3,
+}
+DEEPEST = 20  # functions and parentheses in each other, in a text
+
+
+class Step(NamedTuple):
+    """One operation. `operands` are the places of earlier steps in the list.
+
+    `function` is "name" or "constant", whose name or number is `text`; "negative"; an operator as it is written; or one
+    of FUNCTIONS. The number stands as text because 0.0 and -0.0 are equal as numbers.
+    """
+
+    function: str
+    operands: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An elementwise function of numbers, made by `trace`, `parse`, `gradients` or `substitute`.
+
+    Attributes
+    ----------
+    names : tuple of str
+        The parameters, in order.
+    steps : tuple of Step
+        What is computed, each step once and after its operands; the last is the result.
+    text : str
+        The expression as `parse` reads it. Equal functions have equal texts.
+    uses : tuple of str
+        The parameters that occur.
+    """
+
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def text(self) -> str:
+        return _text(self.steps)
+
+    @cached_property
+    def uses(self) -> tuple[str, ...]:
+        occurring = {step.text for step in self.steps if step.function == "name"}
+        return tuple(name for name in self.names if name in occurring)
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # a string keeps its hash
+
+    def __repr__(self) -> str:
+        return f"parse({self.text!r}, {self.names!r})"
+
+
+class Graph:
+    """Steps while they are made: none twice, and none that changes nothing."""
+
+    def __init__(self, steps: Iterable[Step] = ()) -> None:
+        self.steps = list(steps)
+        self._places = {step: place for place, step in enumerate(self.steps)}
+
+    def add(self, step: Step) -> int:
+        place = self._places.setdefault(step, len(self.steps))
+        if place == len(self.steps):
+            self.steps.append(step)
+        return place
+
+    def name(self, name: str) -> int:
+        return self.add(Step("name", (), name))
+
+    def constant(self, value: float | numbers.Real) -> int:
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ValueError(f"a constant must be finite; got {value!s:.40}")
+        return self.add(Step("constant", (), repr(number).removesuffix(".0")))
+
+    def apply(self, function: str, *operands: int) -> int:
+        """The place of `function(*operands)`. A comparison counts as 1 or 0, except as the condition of `where`."""
+        if function == "where":
+            condition, *values = operands
+            if self.steps[condition].function not in COMPARISONS:
+                condition = self.apply("!=", condition, self.constant(0))
+            return self.add(Step("where", (condition, *map(self.number, values))))
+        operands = tuple(map(self.number, operands))
+        simpler = self._folded(function, *operands)
+        if simpler is None:
+            simpler = self._simplified(function, *operands)
+        return self.add(Step(function, operands)) if simpler is None else simpler
+
+    def number(self, place: int) -> int:
+        if self.steps[place].function not in COMPARISONS:
+            return place
+        return self.add(Step("where", (place, self.constant(1), self.constant(0))))
+
+    def include(self, expression: Expression, replacements: Mapping[str, int] | None = None) -> int:
+        """The place of the result of `expression`, with some of its names replaced."""
+        places: list[int] = []
+        for step in expression.steps:
+            if step.function == "name" and replacements and step.text in replacements:
+                places.append(replacements[step.text])
+            elif step.operands:
+                places.append(self.apply(step.function, *(places[operand] for operand in step.operands)))
+            else:
+                places.append(self.add(step))
+        return places[-1]
+
+    def expression(self, result: int, names: tuple[str, ...]) -> Expression:
+        """What `result` needs, in an order that does not depend on the order in which it was made: depth first."""
+        pending = [self.number(result)]
+        places: dict[int, int] = {}
+        while pending:
+            missing = [operand for operand in self.steps[pending[-1]].operands if operand not in places]
+            if missing:
+                pending.extend(reversed(missing))
+            else:
+                places.setdefault(pending.pop(), len(places))
+        steps = (self.steps[place] for place in places)
+        return Expression(
+            names, tuple(step._replace(operands=tuple(places[operand] for operand in step.operands)) for step in steps)
+        )
+
+    def _folded(self, function: str, *operands: int) -> int | None:
+        if function not in _ARITHMETIC or any(self.steps[operand].function != "constant" for operand in operands):
+            return None
+        try:
+            value = _ARITHMETIC[function](*(float(self.steps[operand].text) for operand in operands))
+        except ZeroDivisionError:
+            return None
+        return self.constant(value) if math.isfinite(value) else None
+
+    def _simplified(self, function: str, first: int, second: int = -1) -> int | None:
+        """A place that holds the same number: exactly, but for the sign of a zero."""
+
+        def is_constant(place: int, *texts: str) -> bool:
+            return self.steps[place].function == "constant" and self.steps[place].text in texts
+
+        def negated(place: int) -> int | None:
+            return self.steps[place].operands[0] if self.steps[place].function == "negative" else None
+
+        if function == "negative":
+            return negated(first)
+        if function in ("+", "-"):
+            if is_constant(second, "0", "-0"):
+                return first
+            if (positive := negated(second)) is not None:
+                return self.apply("-" if function == "+" else "+", first, positive)
+            if function == "-" and (positive := negated(first)) is not None:
+                return self.apply("negative", self.apply("+", positive, second))
+        if function == "+":
+            if is_constant(first, "0", "-0"):
+                return second
+            if (positive := negated(first)) is not None:
+                return self.apply("-", second, positive)
+            if first == second:
+                return self.apply("*", self.constant(2), first)
+        if function in ("*", "/"):
+            if is_constant(second, "1", "-1"):
+                return first if is_constant(second, "1") else self.apply("negative", first)
+            if function == "*" and is_constant(first, "1", "-1"):
+                return second if is_constant(first, "1") else self.apply("negative", second)
+            for place in (first, second):
+                if (positive := negated(place)) is not None:
+                    factors = (positive if operand == place else operand for operand in (first, second))
+                    return self.apply("negative", self.apply(function, *factors))
+        return None
+
+
+_ARITHMETIC = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "negative": operator.neg,
+}
+
+
+# Text: C's operators with C's precedence. What is used more than once, or lies deep, is a temporary.
+
+_COMPARISON, _SUM, _PRODUCT, _UNARY, _ATOM = range(5)
+_PRECEDENCE = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT} | dict.fromkeys(COMPARISONS, _COMPARISON)
+
+
+def _text(steps: Sequence[Step]) -> str:
+    uses = [0] * len(steps)
+    for step in steps:
+        for operand in step.operands:
+            uses[operand] += 1
+    statements: list[str] = []
+    written: list[tuple[str, int, int]] = []  # text, precedence, depth
+
+    def written_as(place: int, least: int) -> str:
+        text, precedence, _ = written[place]
+        return text if precedence >= least else f"({text})"
+
+    for step, used in zip(steps, uses, strict=True):
+        precedence = _PRECEDENCE.get(step.function, _ATOM)
+        if not step.operands:
+            text, precedence = step.text, _UNARY if step.text.startswith("-") else _ATOM
+        elif step.function == "negative":
+            text, precedence = f"-{written_as(step.operands[0], _UNARY)}", _UNARY
+        elif precedence == _ATOM:
+            text = f"{step.function}({', '.join(written_as(place, _COMPARISON) for place in step.operands)})"
+        else:
+            left, right = step.operands
+            left_least = max(precedence, _SUM)
+            text = f"{written_as(left, left_least)} {step.function} {written_as(right, precedence + 1)}"
+        depth = max((written[place][2] + 1 for place in step.operands), default=0)
+        if step.operands and (used > 1 or (used and depth == DEEPEST)):
+            temporary = f"t{len(statements)}"
+            statements.append(f"{temporary} = {text}")
+            text, precedence, depth = temporary, _ATOM, 0
+        written.append((text, precedence, depth))
+    return "; ".join([*statements, written[-1][0]])
