@@ -10,67 +10,33 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 from .compile import kernel
 from .norm.plan import Plan, Step
 
-# Parameters of the entries in source.py, as the module `struct` writes them. Only the last may be less than 8 bytes.
-FORWARD = {"float32": "PPPPPPqqqf", "float64": "PPPPPPqqqd"}  # x, y, weight, bias, mean, rstd, rows, strides, eps
-BACKWARD = "PPPPPPPPqqq"  # x, dy, weight, mean, rstd, dx, dweight and dbias or partials of them, rows, strides
-SUM_PARTIALS = "PPPqq"  # partials, first, second, groups, cols
+Write = Callable[..., None]
+Launch = Callable[[int], None]
+NUMBERS = {"float32": "f4x", "float64": "d"}  # as the module `struct` writes them, in 8 bytes each
 
 
-def run_forward(
-    plan: Plan,
-    device_id: int,
-    stream: int,
-    *,
-    x: int,
-    y: int,
-    weight: int,
-    bias: int,
-    mean: int,
-    rstd: int,
-    eps: float,
+def run(
+    plan: Plan, device_id: int, stream: int, pointers: Sequence[int], scalars: Sequence[float] = (), workspace: int = 0
 ) -> None:
-    """Every pointer is an int, 0 where there is no array; `stream` is a cudaStream_t."""
-    problem = plan.problem
-    ((write, launch),) = prepared(plan, device_id).launches
-    write(x, y, weight, bias, mean, rstd, problem.rows, problem.x_stride, problem.y_stride, eps)
-    launch(stream)
+    """Pointers are ints, in the order of `plan.problem.pointers`, 0 where there is no array; scalars likewise.
 
-
-def run_backward(
-    plan: Plan,
-    device_id: int,
-    stream: int,
-    *,
-    x: int,
-    dy: int,
-    weight: int,
-    mean: int,
-    rstd: int,
-    dx: int,
-    dweight: int,
-    dbias: int,
-    workspace: int,
-) -> None:
-    """As run_forward; `workspace` has plan.workspace bytes."""
-    problem = plan.problem
-    _, wants_dweight, wants_dbias = problem.output_mask
-    if plan.workspace:
-        sums = workspace, workspace + plan.workspace // 2 if wants_dweight else workspace
-    else:
-        sums = dweight, dbias
-    for step, (write, launch) in zip(plan.steps, prepared(plan, device_id).launches, strict=True):
-        if step.spec.kernel == "sum_partials":
-            first, second = dweight if wants_dweight else dbias, dbias if wants_dbias else dweight
-            write(workspace, first, second, plan.groups, problem.cols)
-        else:
-            strides = (problem.x_stride, problem.y_stride)
-            write(x, dy, weight, mean, rstd, dx, *sums, problem.rows, *strides)
+    `stream` is a cudaStream_t; `workspace` has plan.workspace bytes.
+    """
+    launches = prepared(plan, device_id).launches
+    if len(launches) == 1 and not plan.workspace:
+        ((write, launch, _),) = launches
+        write(*pointers, *scalars)
+        launch(stream)
+        return
+    given = (*pointers, workspace, *scalars)
+    for write, launch, places in launches:
+        write(*[given[index] + offset for index, offset in places])
         launch(stream)
 
 
@@ -78,7 +44,13 @@ class Prepared(threading.local):
     """The launches of a plan. Python calls __init__ again in every thread: each has its own blocks of arguments."""
 
     def __init__(self, plan: Plan, device_id: int):
-        self.launches = tuple(prepare(step, device_id, _parameters(plan, step)) for step in plan.steps)
+        names = (*plan.problem.pointers, "workspace", *plan.problem.scalars)
+
+        def places(step: Step) -> tuple[tuple[int, int], ...]:
+            arguments = (*step.pointers, *((name, 0) for name in step.scalars))
+            return tuple((names.index(name), offset) for name, offset in arguments)
+
+        self.launches = tuple((*prepare(step, device_id), places(step)) for step in plan.steps)
 
 
 @lru_cache(maxsize=4096)
@@ -87,26 +59,22 @@ def prepared(plan: Plan, device_id: int) -> Prepared:
     return Prepared(plan, device_id)
 
 
-def _parameters(plan: Plan, step: Step) -> str:
-    if step.spec.kernel == "sum_partials":
-        return SUM_PARTIALS
-    return FORWARD[plan.problem.statistics] if plan.problem.direction == "forward" else BACKWARD
-
-
-def prepare(step: Step, device_id: int, parameters: str) -> tuple[Callable[..., None], Callable[[int], None]]:
-    """`write(*arguments)` and `launch(stream)`, for one thread at a time."""
+def prepare(step: Step, device_id: int) -> tuple[Write, Launch]:
+    """`write(*pointers, *scalars)` and `launch(stream)`, for one thread at a time."""
     import cupy
 
     cupy.cuda.runtime.setDevice(device_id)  # a thread that never called CUDA's runtime has no context to launch in
     function = kernel(step.spec, device_id)
-    layout, count = struct.Struct(parameters), len(parameters)
+    changing = struct.Struct("P" * len(step.pointers) + NUMBERS[step.spec.compute] * len(step.scalars))
+    count = len(step.pointers) + len(step.scalars) + len(step.integers)
     words = (ctypes.c_uint64 * (2 * count))()  # where each argument is, then the arguments; the driver copies them
     address = ctypes.addressof(words)
     words[:count] = [address + 8 * (count + i) for i in range(count)]
+    words[2 * count - len(step.integers) :] = [number % 2**64 for number in step.integers]
     launch_kernel, threads, shared = cupy.cuda.driver.launchKernel, step.spec.threads, step.dynamic_shared
     x, y, z = step.grid
 
     def launch(stream: int) -> None:
         launch_kernel(function.ptr, x, y, z, threads, 1, 1, shared, stream, address, 0)
 
-    return partial(layout.pack_into, words, 8 * count), launch  # the first keeps `words` alive
+    return partial(changing.pack_into, words, 8 * count), launch  # the first keeps `words` alive

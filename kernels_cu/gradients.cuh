@@ -4,29 +4,34 @@
 
 namespace cunorm {
 
-// Which gradients somebody asked for.
-template <bool kDx_, bool kDweight_, bool kDbias_>
-struct Gradients {
-  static constexpr bool kDx = kDx_;
-  static constexpr bool kDweight = kDweight_;
-  static constexpr bool kDbias = kDbias_;
-};
+// The gradient of s: what comes through the norm. (What somebody asks of s itself the operation adds.)
+template <class Norm, class Operation, class Saved, class Compute, int kSums, class Matrices, class Columns>
+DEVICE Compute gradient_of_s(const Operation& operation, const Saved& saved, const Compute (&means)[kSums],
+                             Compute xhat, const Matrices& matrices, const Columns& columns, int i) {
+  if constexpr (!Operation::kOfS) {
+    return 0;
+  } else if constexpr (Norm::kCentresGradient) {
+    return saved.dx(operation.centred(xhat, matrices, columns, i, means[1]), xhat, means);
+  } else {
+    return saved.dx(operation.gradient(xhat, matrices, columns, i), xhat, means);
+  }
+}
 
-// A partial row: the first four columns of every pack, then the next four of every pack, so that neighbouring threads
+// A partial row: the first kSumColumns of every pack, then the next ones of every pack, so that neighbouring threads
 // write neighbouring 16 bytes.
 template <int kPack>
 struct PartialRow {
-  static constexpr int kPiece = kPack < 4 ? kPack : 4;
+  static constexpr int kPiece = kPack < kSumColumns ? kPack : kSumColumns;
   int64 cols;
 
   DEVICE constexpr int64 packs() const { return (cols + kPack - 1) / kPack; }
-  // From one partial row to the next: whole pieces of four.
-  DEVICE constexpr int64 stride() const { return (packs() * kPack + 3) / 4 * 4; }
+  // From one partial row to the next: whole pieces.
+  DEVICE constexpr int64 stride() const { return (packs() * kPack + kSumColumns - 1) / kSumColumns * kSumColumns; }
   DEVICE constexpr int64 position(int64 column) const {
     return column % kPack / kPiece * (packs() * kPiece) + column / kPack * kPiece + column % kPiece;
   }
   DEVICE constexpr int64 column(int64 position) const {
-    if (kPack <= 4) return position;
+    if (kPack <= kSumColumns) return position;
     const int64 piece = position / (packs() * kPiece);
     return (position / kPiece - piece * packs()) * kPack + piece * kPiece + position % kPiece;
   }
@@ -72,6 +77,22 @@ struct StoreGradient {
   DEVICE void value(int place, Compute sum) const {
     store_value(data + place, sum);
   }
+};
+
+// Several sums that are stored one after the other.
+template <class... Stores>
+struct Sums;
+
+template <>
+struct Sums<> {
+  static constexpr int kCount = 0;
+};
+
+template <class First, class... Others>
+struct Sums<First, Others...> {
+  static constexpr int kCount = 1 + sizeof...(Others);
+  First first;
+  Sums<Others...> others;
 };
 
 }  // namespace cunorm

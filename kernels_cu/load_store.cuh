@@ -1,22 +1,26 @@
-// What is read before the norm and written after it. A kernel is a template over a Load and a Store; a new fusion is a
-// new functor here, not a new kernel.
+// What a kernel reads before the norm and writes after it: lists of matrices, and of vectors that all rows share.
 //
-// Load:   fetch(pack, row, column, valid)   starts the read of a pack, in its storage format
-//         unpack(pack, values)              its values in Compute
-//         stay_packed(pack)                 between two uses: drop the values, keep the pack
-//         copy(place, slot, row, column, valid)   starts the copy of a pack to shared memory
-//         clear(place, slot)                      zeros instead, for a pack that is never copied
-//         read(pack, place, slot)                 a pack that was copied, or cleared
-// Store:  fetch(operands, column, valid)    starts the read of what the store needs for a column (weight, bias)
-//         store(row, column, valid, xhat, operands)
+// Load:    Raw                                       a pack as it is in memory; Packed, what a thread keeps of it
+//          fetch(raw, row, column, valid)            starts the read of a pack
+//          keep(raw, valid)                          what is kept of it
+//          unpack(packed, values)                    its values in Compute
+//          stay_packed(packed)                       between two uses: drop the values, keep the pack
+//          copy(places, number, slot, row, column, valid)   starts the copy of a pack to shared memory
+//          clear(places, number, slot)                      zeros instead, for a pack that is never copied
+//          read(raw, places, number, slot)                  a pack that was copied, or cleared
+// Store:   store(row, column, valid, values)
 #pragma once
+#include "functions.cuh"
 #include "pack.cuh"
 
 namespace cunorm {
 
-// Rows of a matrix whose columns are contiguous.
-template <class T, int kPack, bool kAligned, Cache kCache>
+// Rows of a matrix whose columns are contiguous. A vector for all rows is a matrix whose rows are 0 apart.
+template <class T, int kPack_, bool kAligned, Cache kCache>
 struct LoadRows {
+  static constexpr int kPack = kPack_;
+  static constexpr int kColumnBytes = sizeof(T);
+  static constexpr bool kVectors = kAligned;
   using Packed = Pack<T, kPack>;
   const T* data;
   int64 row_stride;  // elements
@@ -29,9 +33,6 @@ struct LoadRows {
     cunorm::unpack(pack, values);
   }
   DEVICE void stay_packed(Packed& pack) const { cunorm::stay_packed(pack); }
-
-  static constexpr int kColumnBytes = sizeof(T);
-  static constexpr bool kVectors = kAligned;
   template <int kColumns, bool kNeighbours>
   DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
     SharedPacks<T, kPack, kColumns>::template copy<kAligned, kNeighbours>(place, slot, data + row * row_stride + column,
@@ -47,88 +48,178 @@ struct LoadRows {
   }
 };
 
-// y = xhat * weight + bias, with 1 + weight if kZeroCentered.
-template <class Y, class Weight, class Bias, int kPack, bool kZeroCentered, bool kAligned, Cache kCache>
-struct StoreAffine {
-  struct Operands {
-    Pack<Weight, kPack> weight;
-    Pack<Bias, kPack> bias;
-  };
-  Y* data;
-  int64 row_stride;  // elements
-  const Weight* weight;
-  const Bias* bias;
+// Several matrices that are read together. In shared memory all places of the first come before those of the second:
+// with the matrices of a row side by side neighbouring rows of 32 columns would meet in the same banks.
+template <class... Loads>
+struct Matrices;
 
-  DEVICE void fetch(Operands& operands, int64 column, int valid) const {
-    if constexpr (kPresent<Weight>) load_pack<kAligned, Cache::kKept>(operands.weight, weight + column, valid);
-    if constexpr (kPresent<Bias>) load_pack<kAligned, Cache::kKept>(operands.bias, bias + column, valid);
+template <>
+struct Matrices<> {
+  static constexpr int kCount = 0;
+  static constexpr int kColumnBytes = 0;
+  static constexpr bool kVectors = true;
+  struct Packed {};
+  using Raw = Packed;
+
+  DEVICE void fetch(Raw&, int64, int64, int) const {}
+  DEVICE Packed keep(const Raw& raw, int) const { return raw; }
+  template <class Values>
+  DEVICE void unpack(const Packed&, Values) const {}
+  DEVICE void stay_packed(Packed&) const {}
+  template <int kColumns, int kPlaces, bool kNeighbours>
+  DEVICE void copy(char*, int, int, int64, int64, int) const {}
+  template <int kColumns, int kPlaces>
+  DEVICE void clear(char*, int, int) const {}
+  template <int kColumns, int kPlaces>
+  DEVICE void read(Raw&, char*, int, int) const {}
+};
+
+template <class First, class... Others>
+struct Matrices<First, Others...> {
+  static constexpr int kPack = First::kPack;
+  static constexpr int kCount = 1 + sizeof...(Others);
+  static constexpr int kColumnBytes = First::kColumnBytes + Matrices<Others...>::kColumnBytes;
+  static constexpr bool kVectors = First::kVectors;
+  struct Packed {
+    typename First::Packed first;
+    typename Matrices<Others...>::Packed others;
+  };
+  using Raw = Packed;
+  First first;
+  Matrices<Others...> others;
+
+  DEVICE void fetch(Raw& raw, int64 row, int64 column, int valid) const {
+    first.fetch(raw.first, row, column, valid);
+    others.fetch(raw.others, row, column, valid);
+  }
+  DEVICE Packed keep(const Raw& raw, int) const { return raw; }
+  // values: [matrix][column]
+  template <class Compute>
+  DEVICE void unpack(const Packed& packed, Compute (*values)[kPack]) const {
+    first.unpack(packed.first, values[0]);
+    others.unpack(packed.others, values + 1);
+  }
+  DEVICE void stay_packed(Packed& packed) const {
+    first.stay_packed(packed.first);
+    others.stay_packed(packed.others);
+  }
+  template <int kColumns, int kPlaces, bool kNeighbours>
+  DEVICE void copy(char* places, int number, int slot, int64 row, int64 column, int valid) const {
+    first.template copy<kColumns, kNeighbours>(place<kColumns>(places, number), slot, row, column, valid);
+    others.template copy<kColumns, kPlaces, kNeighbours>(places_of_others<kColumns, kPlaces>(places), number, slot, row,
+                                                         column, valid);
+  }
+  template <int kColumns, int kPlaces>
+  DEVICE void clear(char* places, int number, int slot) const {
+    first.template clear<kColumns>(place<kColumns>(places, number), slot);
+    others.template clear<kColumns, kPlaces>(places_of_others<kColumns, kPlaces>(places), number, slot);
+  }
+  template <int kColumns, int kPlaces>
+  DEVICE void read(Raw& raw, char* places, int number, int slot) const {
+    first.template read<kColumns>(raw.first, place<kColumns>(places, number), slot);
+    others.template read<kColumns, kPlaces>(raw.others, places_of_others<kColumns, kPlaces>(places), number, slot);
   }
 
-  template <class Compute>
-  DEVICE void store(int64 row, int64 column, int valid, Compute (&xhat)[kPack], Operands& operands) const {
-    stay_packed(operands.weight);
-    stay_packed(operands.bias);
-    if constexpr (kPresent<Weight>) {
-      Compute gamma[kPack];
-      unpack(operands.weight, gamma);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) xhat[i] *= kZeroCentered ? 1 + gamma[i] : gamma[i];
-    }
-    if constexpr (kPresent<Bias>) {
-      Compute beta[kPack];
-      unpack(operands.bias, beta);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) xhat[i] += beta[i];
-    }
-    store_pack<kAligned, kCache>(data + row * row_stride + column, pack_values<Y>(xhat), valid);
+ private:
+  template <int kColumns>
+  DEVICE static char* place(char* places, int number) {
+    return places + number * (kColumns * First::kColumnBytes);
+  }
+  template <int kColumns, int kPlaces>
+  DEVICE static char* places_of_others(char* places) {
+    return places + kPlaces * (kColumns * First::kColumnBytes);
   }
 };
 
-// The rows of dx: values are stored as they come.
-template <class T, int kPack, bool kAligned>
+// The values of a list of arrays for a pack: [array][column]. An empty list has one array that nobody reads.
+template <class List>
+constexpr int kArrays = List::kCount > 0 ? List::kCount : 1;
+
+// The rows that are normalised: those of x, or s = prologue(x, ...) rounded to the format S once, so that all who read
+// s see the same. A thread keeps s alone.
+template <class S, int kPack, class Operation, class Inputs, bool kPrologue = Operation::kPrologue>
+struct LoadSource {
+  static constexpr int kColumnBytes = Inputs::kColumnBytes;
+  static constexpr bool kVectors = Inputs::kVectors;
+  using Raw = typename Inputs::Packed;
+  using Packed = Pack<S, kPack>;
+  Inputs inputs;
+  Operation operation;
+
+  DEVICE void fetch(Raw& raw, int64 row, int64 column, int valid) const { inputs.fetch(raw, row, column, valid); }
+  DEVICE Packed keep(const Raw& raw, int valid) const {
+    if constexpr (!kPrologue) {
+      return raw.first;
+    } else {
+      typename Operation::Compute values[Inputs::kCount][kPack], s[kPack];
+      inputs.unpack(raw, values);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) s[i] = i < valid ? operation.prologue(values, i) : 0;
+      return pack_values<S>(s);
+    }
+  }
+  template <class Compute>
+  DEVICE void unpack(const Packed& packed, Compute (&values)[kPack]) const {
+    cunorm::unpack(packed, values);
+  }
+  DEVICE void stay_packed(Packed& packed) const { cunorm::stay_packed(packed); }
+  template <int kColumns, int kPlaces, bool kNeighbours>
+  DEVICE void copy(char* places, int number, int slot, int64 row, int64 column, int valid) const {
+    inputs.template copy<kColumns, kPlaces, kNeighbours>(places, number, slot, row, column, valid);
+  }
+  template <int kColumns, int kPlaces>
+  DEVICE void clear(char* places, int number, int slot) const {
+    inputs.template clear<kColumns, kPlaces>(places, number, slot);
+  }
+  template <int kColumns, int kPlaces>
+  DEVICE void read(Raw& raw, char* places, int number, int slot) const {
+    inputs.template read<kColumns, kPlaces>(raw, places, number, slot);
+  }
+};
+
+template <class T, int kPack_, bool kAligned, Cache kCache>
 struct StoreRows {
+  static constexpr int kPack = kPack_;
   T* data;
   int64 row_stride;  // elements
 
   template <class Compute>
   DEVICE void store(int64 row, int64 column, int valid, const Compute (&values)[kPack]) const {
-    store_pack<kAligned, Cache::kKept>(data + row * row_stride + column, pack_values<T>(values), valid);
+    store_packed(row, column, valid, pack_values<T>(values));
+  }
+  DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
+    store_pack<kAligned, kCache>(data + row * row_stride + column, pack, valid);
   }
 };
 
-// g = dy * weight, the gradient of the normalised values; with 1 + weight if kZeroCentered.
-template <class Weight, int kPack, bool kZeroCentered, bool kAligned>
-struct ScaleByWeight {
-  using Operands = Pack<Weight, kPack>;
-  const Weight* weight;
+// Where there is nothing to store.
+struct NoStore {
+  template <class Packed>
+  DEVICE void store_packed(int64, int64, int, const Packed&) const {}
+};
 
-  static constexpr int kColumnBytes = kPresent<Weight> ? sizeof(Weight) : 0;
+// Several matrices that are written together.
+template <class... Stores>
+struct Results;
 
-  DEVICE void fetch(Operands& operands, int64 column, int valid) const {
-    if constexpr (kPresent<Weight>) load_pack<kAligned, Cache::kKept>(operands, weight + column, valid);
-  }
-  template <int kColumns>
-  DEVICE void copy(char* place, int slot, int64 column, int valid) const {
-    if constexpr (kPresent<Weight>) {
-      using Packs = SharedPacks<Weight, kPack, kColumns>;
-      if (valid <= 0) Packs::clear(place, slot);
-      Packs::template copy<kAligned, false>(place, slot, weight + column, valid);
-    }
-  }
-  template <int kColumns>
-  DEVICE void read(Operands& operands, char* place, int slot) const {
-    if constexpr (kPresent<Weight>) SharedPacks<Weight, kPack, kColumns>::read(operands, place, slot);
-  }
+template <>
+struct Results<> {
+  static constexpr int kCount = 0;
+  template <class Values>
+  DEVICE void store(int64, int64, int, Values) const {}
+};
+
+template <class First, class... Others>
+struct Results<First, Others...> {
+  static constexpr int kCount = 1 + sizeof...(Others);
+  First first;
+  Results<Others...> others;
+
+  // values: [matrix][column]
   template <class Compute>
-  DEVICE void apply(const Compute (&dy)[kPack], const Operands& operands, Compute (&g)[kPack]) const {
-    if constexpr (kPresent<Weight>) {
-      unpack(operands, g);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = dy[i] * (kZeroCentered ? 1 + g[i] : g[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = dy[i];
-    }
+  DEVICE void store(int64 row, int64 column, int valid, const Compute (*values)[First::kPack]) const {
+    first.store(row, column, valid, values[0]);
+    others.store(row, column, valid, values + 1);
   }
 };
 

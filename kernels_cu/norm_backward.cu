@@ -10,6 +10,7 @@
 #include "gradients.cuh"
 #include "load_store.cuh"
 #include "rows.cuh"
+#include "statistics.cuh"
 
 namespace cunorm {
 
@@ -57,17 +58,27 @@ DEVICE void store_sums(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank, S
   }
 }
 
-// Rows: where x and dy wait (rows.cuh). StoreSums: where dweight and dbias go (gradients.cuh).
-template <bool kRms, class Shape, int kRows, template <class> class Rows, class Needs, class Compute, class LoadX,
-          class LoadDy, class Scale, class StoreDx, class StoreSums>
-DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,
-                          const Compute* rstd, StoreSums dweight, StoreSums dbias, int64 rows) {
+// The same for each of the gradients that are sums over rows.
+template <class Shape, int kRows, class Compute>
+DEVICE void store_all_sums(Compute (*)[Shape::kPacks][Shape::kPack], int, int, Sums<>) {}
+template <class Shape, int kRows, class Compute, class First, class... Others>
+DEVICE void store_all_sums(Compute (*sums)[Shape::kPacks][Shape::kPack], int rank, int group,
+                           Sums<First, Others...> stores) {
+  store_sums<Shape, kRows>(sums[0], rank, stores.first.of_group(group));
+  store_all_sums<Shape, kRows>(sums + 1, rank, group, stores.others);
+}
+
+// Rows: where the rows of the matrices wait (rows.cuh). Columns: the vectors that the derivative takes besides them.
+// Results: gradients that are written row by row; Sums: those that are sums over rows (gradients.cuh).
+template <class Norm, class Shape, int kRows, template <class> class Rows, class Compute, class Operation,
+          class Matrices, class Columns, class Results, class Sums>
+DEVICE void norm_backward(Operation operation, Matrices matrices, Columns columns, Results results, Sums sums_to,
+                          const Compute* mean, const Compute* rstd, int64 rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
-  using RowsX = Rows<LoadX>;
-  using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 2, Compute>;
-  using RowsDy = Rows<LoadDy>;
-  constexpr bool kExchanges = Needs::kDx && Shape::kSlots > 1;
+  using RowsIn = Rows<Matrices>;
+  using Exchange = RowExchange<Shape, kRows, Norm::kGradientSums, Compute>;
+  constexpr bool kExchanges = Operation::kOfS && Shape::kSlots > 1;
   __shared__ Exchange exchanges[kRows];
   const int row_group = threadIdx.x / Shape::kThreads;
   Exchange& exchange = exchanges[row_group];
@@ -75,112 +86,122 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int group = blockIdx.x / Shape::kCluster;
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
-  Compute dweight_sums[kPacks][kPack] = {};
-  Compute dbias_sums[kPacks][kPack] = {};
+  Compute sums[kArrays<Sums>][kPacks][kPack] = {};
 
-  // The weight stays in registers from row to row where 16 of them hold it and no more than two packs need others, else
-  // in shared memory.
-  constexpr bool kWeightStays = kPacks <= 2 && kPacks * sizeof(typename Scale::Operands) <= 64;
-  typename Scale::Operands weight[kWeightStays ? kPacks : 1];
-  const int weight_offset = RowsX::kBytes + RowsDy::kBytes + row_group * (Shape::kCapacity * Scale::kColumnBytes);
+  // Columns stay in registers from row to row where a few hold them, else in shared memory.
+  constexpr bool kColumnsStay = kPacks <= kColumnPacks && kPacks * kPack * Columns::kColumnBytes <= kColumnBytes;
+  typename Columns::Packed column_packs[kColumnsStay ? kPacks : 1];
+  char* const column_places = dynamic_shared() + RowsIn::kBytes;  // one for each row group
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    if constexpr (kWeightStays) {
-      scale.fetch(weight[p], Shape::column(rank, p), Shape::valid(rank, p));
+    const int valid = Shape::valid(rank, p);
+    if constexpr (kColumnsStay) {
+      columns.fetch(column_packs[p], 0, Shape::column(rank, p), valid);
     } else {
-      scale.template copy<Shape::kCapacity>(dynamic_shared() + weight_offset, Shape::slice_column(p),
-                                            Shape::column(rank, p), Shape::valid(rank, p));
+      if (valid <= 0) {
+        columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::slice_column(p));
+      }
+      columns.template copy<Shape::kCapacity, kRows, false>(column_places, row_group, Shape::slice_column(p), 0,
+                                                            Shape::column(rank, p), valid);
     }
   }
 
   int64 row = static_cast<int64>(group) * kRows + row_group;
-  RowsX rows_x(load_x, rank, rows, 0);
-  RowsDy rows_dy(load_dy, rank, rows, RowsX::kBytes);
+  RowsIn rows_in(matrices, rank, rows, 0);
 #pragma unroll
-  for (int ahead = 0; ahead < RowsX::kAhead; ++ahead) {
-    rows_x.ask(row + ahead * row_step, ahead);
-    rows_dy.ask(row + ahead * row_step, ahead);
-    RowsX::sent();
+  for (int ahead = 0; ahead < RowsIn::kAhead; ++ahead) {
+    rows_in.ask(row + ahead * row_step, ahead);
+    RowsIn::sent();
   }
   if constexpr (kExchanges) exchange.start();
 
-  Compute row_mean, row_rstd;
-  // Calls use(p, xhat, dy, g) for every pack of this thread.
+  using SavedRow = typename Norm::template SavedRow<Compute>;
+  const auto saved_of = [&](int64 of) {
+    return Operation::kOfXhat && of < rows ? SavedRow::of(mean, rstd, of) : SavedRow{};
+  };
+  SavedRow saved;
+  // Calls use(p, valid, xhat, matrices, columns) for every pack of this thread.
   const auto for_each_pack = [&](auto use) {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      typename LoadX::Packed x;
-      typename LoadDy::Packed dy;
-      typename Scale::Operands late;
-      Compute xhat[kPack], grad[kPack], g[kPack];
-      rows_dy.read(dy, p);
-      load_dy.unpack(dy, grad);
-      if constexpr (!kWeightStays)
-        scale.template read<Shape::kCapacity>(late, dynamic_shared() + weight_offset, Shape::slice_column(p));
-      scale.apply(grad, kWeightStays ? weight[kWeightStays ? p : 0] : late, g);
-      rows_x.read(x, p);
-      load_x.unpack(x, xhat);
+      typename Matrices::Packed matrix_pack;
+      typename Columns::Packed column_pack;
+      Compute matrix_values[kArrays<Matrices>][kPack], column_values[kArrays<Columns>][kPack], xhat[kPack];
+      rows_in.read(matrix_pack, p);
+      matrices.unpack(matrix_pack, matrix_values);
+      if constexpr (kColumnsStay) {
+        columns.unpack(column_packs[kColumnsStay ? p : 0], column_values);
+      } else {
+        columns.template read<Shape::kCapacity, kRows>(column_pack, column_places, row_group, Shape::slice_column(p));
+        columns.unpack(column_pack, column_values);
+      }
+      const bool active = Shape::kThreads >= 32 || row < rows;
+      const int valid = active ? Shape::valid(rank, p) : 0;
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) xhat[i] = (xhat[i] - row_mean) * row_rstd;
-      use(p, xhat, grad, g);
+      for (int i = 0; i < kPack; ++i) {
+        xhat[i] = Operation::kOfXhat ? saved.xhat(operation.source(matrix_values, column_values, i)) : 0;
+      }
+      use(p, valid, xhat, matrix_values, column_values);
     }
   };
 
-  Compute next_mean = !kRms && row < rows ? mean[row] : 0;
-  Compute next_rstd = row < rows ? rstd[row] : 0;
+  SavedRow next = saved_of(row);
   for (int turn = 0; first_of_warp<Shape>(row) < rows; row += row_step, ++turn) {
-    row_mean = next_mean;
-    row_rstd = next_rstd;
-    const int64 next = row + row_step;
-    next_mean = !kRms && next < rows ? mean[next] : 0;
-    next_rstd = next < rows ? rstd[next] : 0;
+    saved = next;
+    next = saved_of(row + row_step);
     const auto ask_next = [&] {
-      rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
-      rows_dy.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
-      RowsX::sent();
+      rows_in.ask(row + RowsIn::kAhead * row_step, RowsIn::kAhead - 1);
+      RowsIn::sent();
     };
-    RowsX::arrived();
-    rows_x.take(row);
-    rows_dy.take(row);
-    if constexpr (RowsX::kAskEarly) ask_next();
+    RowsIn::arrived();
+    rows_in.take(row);
+    if constexpr (RowsIn::kAskEarly) ask_next();
 
-    Compute c1 = 0;
-    Compute c2 = 0;
-    for_each_pack([&](int p, const Compute(&xhat)[kPack], const Compute(&grad)[kPack], const Compute(&g)[kPack]) {
+    Compute means[Norm::kGradientSums] = {};
+    for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
-        if constexpr (Needs::kDweight) dweight_sums[p][i] += grad[i] * xhat[i];
-        if constexpr (Needs::kDbias) dbias_sums[p][i] += grad[i];
-        c1 += g[i] * xhat[i];
-        if constexpr (!kRms) c2 += g[i];
+        if (Operation::kMasks && i >= valid) continue;
+        operation.early(xhat[i], matrix_values, column_values, i, p, sums);
+        if constexpr (Operation::kOfS) {
+          Norm::add_gradient(means, operation.gradient(xhat[i], matrix_values, column_values, i), xhat[i]);
+        }
       }
     });
-    if constexpr (Needs::kDx) {
-      c1 = group_sum<Shape::kLanes>(c1);
-      if constexpr (!kRms) c2 = group_sum<Shape::kLanes>(c2);
-      if constexpr (kExchanges && kRms) exchange.publish(turn, rank, {c1});
-      if constexpr (kExchanges && !kRms) exchange.publish(turn, rank, {c1, c2});
+    if constexpr (Operation::kOfS) {
+#pragma unroll
+      for (Compute& sum : means) sum = group_sum<Shape::kLanes>(sum);
+      if constexpr (kExchanges) exchange.publish(turn, rank, means);
     }
-    if constexpr (!RowsX::kAskEarly) ask_next();
-    if constexpr (!Needs::kDx) continue;
+    if constexpr (!RowsIn::kAskEarly) ask_next();
+    if constexpr (!Operation::kLate) continue;
 
     if constexpr (kExchanges) {
       const auto& slots = exchange.collect(turn);
-      c1 = Exchange::sum([&](int slot) { return slots[0][slot]; });
-      if constexpr (!kRms) c2 = Exchange::sum([&](int slot) { return slots[1][slot]; });
-    }
-    c1 /= Shape::kCols;
-    c2 /= Shape::kCols;
-    for_each_pack([&](int p, const Compute(&xhat)[kPack], const Compute(&)[kPack], Compute(&g)[kPack]) {
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = (g[i] - c2 - xhat[i] * c1) * row_rstd;
-      const bool active = Shape::kThreads >= 32 || row < rows;
-      store_dx.store(row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0, g);
+      for (int k = 0; k < Norm::kGradientSums; ++k) means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; });
+    }
+#pragma unroll
+    for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
+    for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
+      Compute values[kArrays<Results>][kPack];
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        if (Operation::kMasks && i >= valid) {
+#pragma unroll
+          for (auto& of_one : values) of_one[i] = 0;
+          continue;
+        }
+        const Compute ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
+        operation.late(xhat[i], ds, matrix_values, column_values, i, p, sums, values);
+      }
+      results.store(row, Shape::column(rank, p), valid, values);
     });
   }
 
-  if constexpr (Needs::kDweight) store_sums<Shape, kRows>(dweight_sums, rank, dweight.of_group(group));
-  if constexpr (Needs::kDbias) store_sums<Shape, kRows>(dbias_sums, rank, dbias.of_group(group));
+  // A row group that had no row has waited for nothing, and its columns may still be under way.
+  if constexpr (!kColumnsStay) copies_wait<0>();
+  store_all_sums<Shape, kRows>(sums, rank, group, sums_to);
 }
 
 }  // namespace cunorm

@@ -1,72 +1,77 @@
 // dx for rows that no register file holds: one CTA a row, x and dy read twice. dweight and dbias of such rows come
 // from weight_gradient.cu. Formulas as in norm_backward.cu.
 #pragma once
+#include "gradients.cuh"
 #include "load_store.cuh"
-#include "moments.cuh"
+#include "statistics.cuh"
 
 namespace cunorm {
 
 // Shape describes one step along the row: kThreads threads, one pack each.
-template <bool kRms, int64 kCols, class Shape, class Compute, class LoadX, class LoadDy, class Scale, class StoreDx>
-DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,
-                                   const Compute* rstd, int64 rows) {
+template <class Norm, int64 kCols, class Shape, class Compute, class Operation, class Matrices, class Columns,
+          class Results>
+DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Columns columns, Results results,
+                                   const Compute* mean, const Compute* rstd, int64 rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int64 kStep = static_cast<int64>(Shape::kThreads) * kPack;
-  using Exchange = RowExchange<Shape, 1, kRms ? 1 : 2, Compute>;
+  using Exchange = RowExchange<Shape, 1, Norm::kGradientSums, Compute>;
   __shared__ Exchange exchange;
 
+  using SavedRow = typename Norm::template SavedRow<Compute>;
   int turn = 0;
   for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
-    const Compute row_mean = kRms ? 0 : mean[row];
-    const Compute row_rstd = rstd[row];
-    // Calls use(column, valid, xhat, g) for every pack of this thread.
+    const SavedRow saved = Operation::kOfXhat ? SavedRow::of(mean, rstd, row) : SavedRow{};
+    // Calls use(column, valid, xhat, matrices, columns) for every pack of this thread.
     const auto for_each_pack = [&](auto use) {
 #pragma unroll 4
       for (int64 column = static_cast<int64>(threadIdx.x) * kPack; column < kCols; column += kStep) {
         const int valid = kCols - column < kPack ? static_cast<int>(kCols - column) : kPack;
-        typename LoadX::Packed x;
-        typename LoadDy::Packed dy;
-        typename Scale::Operands weight;
-        Compute xhat[kPack], grad[kPack], g[kPack];
-        load_x.fetch(x, row, column, valid);
-        load_dy.fetch(dy, row, column, valid);
-        scale.fetch(weight, column, valid);
-        load_x.unpack(x, xhat);
-        load_dy.unpack(dy, grad);
-        scale.apply(grad, weight, g);
+        typename Matrices::Packed matrix_pack;
+        typename Columns::Packed column_pack;
+        Compute matrix_values[kArrays<Matrices>][kPack], column_values[kArrays<Columns>][kPack], xhat[kPack];
+        matrices.fetch(matrix_pack, row, column, valid);
+        columns.fetch(column_pack, 0, column, valid);
+        matrices.unpack(matrix_pack, matrix_values);
+        columns.unpack(column_pack, column_values);
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) xhat[i] = (xhat[i] - row_mean) * row_rstd;
-        use(column, valid, xhat, g);
+        for (int i = 0; i < kPack; ++i) {
+          xhat[i] = Operation::kOfXhat ? saved.xhat(operation.source(matrix_values, column_values, i)) : 0;
+        }
+        use(column, valid, xhat, matrix_values, column_values);
       }
     };
 
-    CompensatedSum<Compute> sum_c1, sum_c2;
-    for_each_pack([&](int64, int, const Compute(&xhat)[kPack], const Compute(&g)[kPack]) {
-      sum_c1.add(dot(g, xhat));
-      if constexpr (!kRms) {
-        Compute pack_sum = 0;
+    Compute means[Norm::kGradientSums] = {};
+    if constexpr (Operation::kOfS) {
+      CompensatedSum<Compute> sums[Norm::kGradientSums];
+      for_each_pack([&](int64, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
+        Compute of_pack[Norm::kGradientSums] = {};
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) pack_sum += g[i];
-        sum_c2.add(pack_sum);
+        for (int i = 0; i < kPack; ++i) {
+          if (Operation::kMasks && i >= valid) continue;
+          Norm::add_gradient(of_pack, operation.gradient(xhat[i], matrix_values, column_values, i), xhat[i]);
+        }
+#pragma unroll
+        for (int k = 0; k < Norm::kGradientSums; ++k) sums[k].add(of_pack[k]);
+      });
+#pragma unroll
+      for (int k = 0; k < Norm::kGradientSums; ++k) means[k] = group_sum<32>(sums[k].total());
+      exchange.publish(turn, 0, means);
+      const auto& slots = exchange.collect(turn);
+#pragma unroll
+      for (int k = 0; k < Norm::kGradientSums; ++k) {
+        means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; }) * one_part_in<Compute, kCols>();
       }
-    });
-    Compute c1 = group_sum<32>(sum_c1.total());
-    Compute c2 = group_sum<32>(sum_c2.total());
-    if constexpr (kRms) {
-      exchange.publish(turn, 0, {c1});
-      const auto& slots = exchange.collect(turn);
-      c1 = Exchange::sum([&](int slot) { return slots[0][slot]; }) / kCols;
-    } else {
-      exchange.publish(turn, 0, {c1, c2});
-      const auto& slots = exchange.collect(turn);
-      c1 = Exchange::sum([&](int slot) { return slots[0][slot]; }) / kCols;
-      c2 = Exchange::sum([&](int slot) { return slots[1][slot]; }) / kCols;
     }
 
-    for_each_pack([&](int64 column, int valid, const Compute(&xhat)[kPack], Compute(&g)[kPack]) {
+    for_each_pack([&](int64 column, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
+      Compute values[kArrays<Results>][kPack], no_sums[1][1][kPack];
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = (g[i] - c2 - xhat[i] * c1) * row_rstd;
-      store_dx.store(row, column, valid, g);
+      for (int i = 0; i < kPack; ++i) {
+        const Compute ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
+        operation.late(xhat[i], ds, matrix_values, column_values, i, 0, no_sums, values);
+      }
+      results.store(row, column, valid, values);
     });
   }
 }

@@ -1,58 +1,64 @@
 // LayerNorm and RMSNorm forward, rows held in registers or shared memory: x is read once, y written once.
 //   LayerNorm   y = (x - mean(x)) * rstd * weight + bias,  rstd = 1 / sqrt(var(x) + eps)
 //   RMSNorm     y = x * rstd * weight,                     rstd = 1 / sqrt(mean(x²) + eps)
+// These are operations, and there are others: s = prologue(x, ...), y = epilogue(xhat, ...) for xhat = (s - mean) * rstd.
 // The tiers (part of a warp, warp, CTA, cluster) are the same code for different RowShapes.
 #pragma once
 #include "load_store.cuh"
-#include "moments.cuh"
 #include "rows.cuh"
+#include "statistics.cuh"
 
 namespace cunorm {
 
-// Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. With
-// kOperandsStay weight and bias stay in registers from row to row. mean and rstd may be null: then nobody will read
-// them.
-template <bool kRms, class Shape, int kRows, template <class> class Rows, bool kOperandsStay, bool kOnce, class Compute,
-          class Load, class Store>
-DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, int64 rows, Compute eps) {
+// Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. Load reads s
+// (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat; with kColumnsStay
+// the latter stay in registers from row to row. mean and rstd may be null: then nobody will read them.
+template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, class Compute,
+          class Operation, class Load, class Beside, class Columns, class StoreS, class StoreY>
+DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns columns, StoreS store_s, StoreY store_y,
+                         Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
-  using RowsX = Rows<Load>;
-  using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 3, Compute>;
+  using RowsS = Rows<Load>;
+  using Exchange = RowExchange<Shape, kRows, Norm::kValues, Compute>;
   __shared__ Exchange exchange;
   static_assert(kRows == 1 || Shape::kSlots == 1, "several rows share a CTA only if a warp holds each");
-  static_assert(RowsX::kAskEarly || Shape::kSlots > 1, "rows are asked for late where warps wait for each other");
+  static_assert(RowsS::kAskEarly || Shape::kSlots > 1, "rows are asked for late where warps wait for each other");
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int slot = rank * Shape::kWarps + (Shape::kWarps > 1 ? threadIdx.x / 32 : 0);
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
-  typename Store::Operands operands[kPacks];
-  const auto fetch_operands = [&](int p) { store.fetch(operands[p], Shape::column(rank, p), Shape::valid(rank, p)); };
+  typename Columns::Packed column_packs[kPacks];
+  const auto fetch_columns = [&](int p) {
+    columns.fetch(column_packs[p], 0, Shape::column(rank, p), Shape::valid(rank, p));
+  };
 
   int64 row = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows + threadIdx.x / Shape::kThreads;
-  RowsX rows_x(load, rank, rows, 0);
+  RowsS rows_s(load, rank, rows, 0);
+  Rows<Beside> rows_beside(beside, rank, rows, RowsS::kBytes);
 #pragma unroll
-  for (int ahead = 0; ahead < RowsX::kAhead; ++ahead) {
-    rows_x.ask(row + ahead * row_step, ahead);
-    RowsX::sent();
+  for (int ahead = 0; ahead < RowsS::kAhead; ++ahead) {
+    rows_s.ask(row + ahead * row_step, ahead);
+    rows_beside.ask(row + ahead * row_step, ahead);
+    RowsS::sent();
   }
-  if constexpr (kOperandsStay) {
+  if constexpr (kColumnsStay) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) fetch_operands(p);
+    for (int p = 0; p < kPacks; ++p) fetch_columns(p);
   }
   if constexpr (Shape::kSlots > 1) exchange.start();
 
   const auto read = [&](int p, Compute(&values)[kPack]) {
-    typename Load::Packed x;
-    rows_x.read(x, p);
-    load.unpack(x, values);
+    typename Load::Packed s;
+    rows_s.read(s, p);
+    load.unpack(s, values);
   };
   const auto for_each_pack = [&](auto use) {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       Compute values[kPack];
       read(p, values);
-      rows_x.stay_packed(p);
+      rows_s.stay_packed(p);
       const int valid = Shape::valid(rank, p);
       // A cluster's rows are in shared memory: a branch delays no load, and without it ptxas spills 4 to 8 bytes.
       if (Shape::kCluster == 1 || valid > 0) use(values, valid);
@@ -61,58 +67,54 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
 
   for (int turn = 0; first_of_warp<Shape>(row) < rows; row += row_step, ++turn) {
     const auto ask_next = [&] {
-      rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
-      RowsX::sent();
+      rows_s.ask(row + RowsS::kAhead * row_step, RowsS::kAhead - 1);
+      rows_beside.ask(row + RowsS::kAhead * row_step, RowsS::kAhead - 1);
+      RowsS::sent();
     };
-    RowsX::arrived();
-    rows_x.take(row);
+    RowsS::arrived();
+    rows_s.take(row);
+    rows_beside.take(row);
 
-    if constexpr (RowsX::kAskEarly) ask_next();
-    RowMoments<Compute> row_moments;
-    if constexpr (kRms) {
-      Compute squares = 0;
-      for_each_pack([&](const Compute(&values)[kPack], int) { squares += dot(values, values); });
-      squares = group_sum<Shape::kLanes>(squares);
-      if constexpr (Shape::kSlots > 1) {
-        exchange.publish(turn, rank, {squares});
-        if constexpr (!RowsX::kAskEarly) ask_next();
-        const auto& slots = exchange.collect(turn);
-        squares = Exchange::sum([&](int other) { return slots[0][other]; });
-      }
-      row_moments = {0, 0, reciprocal_sqrt(squares / Shape::kCols + eps)};
-    } else {
-      // The pivot is the mean of the first packs of the warp. It need not be nearer: being a mean over one part in
-      // kPacks of the warp's values, it costs the variance at most a factor kPacks in rounding.
-      Compute first[kPack];
-      read(0, first);
-      rows_x.stay_packed(0);
-      Compute total = 0;
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) total += first[i];
-      const int count = Shape::slot_columns(slot, 0);
-      const Compute pivot = group_sum<Shape::kLanes>(total) / static_cast<Compute>(count > 0 ? count : 1);
-      auto moments = moments_about<Shape::kLanes, kPack>(pivot, for_each_pack);
-      if constexpr (Shape::kSlots > 1) {
-        exchange.publish(turn, rank, {moments.pivot, moments.sum, moments.squares});
-        if constexpr (!RowsX::kAskEarly) ask_next();
-        moments = merge_slots<Exchange>(exchange.collect(turn), static_cast<Compute>(Shape::kCols),
-                                        [](int other) { return Shape::slot_columns(other); });
-      }
-      row_moments = finish(moments, static_cast<Compute>(Shape::kCols), eps);
+    if constexpr (RowsS::kAskEarly) ask_next();
+    Compute part[Norm::kValues];
+    const auto read_first = [&](Compute(&values)[kPack]) {
+      read(0, values);
+      rows_s.stay_packed(0);
+    };
+    Norm::template gather<Shape>(part, slot, read_first, for_each_pack);
+    if constexpr (Shape::kSlots > 1) {
+      exchange.publish(turn, rank, part);
+      if constexpr (!RowsS::kAskEarly) ask_next();
+      Norm::template merge<Exchange, Shape::kCols>(part, exchange.collect(turn),
+                                                   [](int other) { return Shape::slot_columns(other); });
     }
+    const auto statistics = Norm::template finish<Shape::kCols>(part, eps);
 
     const bool active = Shape::kThreads >= 32 || row < rows;
     if (active && rank == 0 && threadIdx.x % Shape::kThreads == 0) {
-      if (mean != nullptr) mean[row] = row_moments.pivot + row_moments.residual;
-      if (rstd != nullptr) rstd[row] = row_moments.rstd;
+      if constexpr (Norm::kHasMean) {
+        if (mean != nullptr) mean[row] = statistics.mean();
+      }
+      if (rstd != nullptr) rstd[row] = statistics.rstd;
     }
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if constexpr (!kOperandsStay) fetch_operands(p);
-      Compute values[kPack];
-      read(p, values);
-      normalise(values, row_moments);
-      store.store(row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0, values, operands[p]);
+      if constexpr (!kColumnsStay) fetch_columns(p);
+      const int valid = active ? Shape::valid(rank, p) : 0;
+      typename Load::Packed s;
+      typename Beside::Packed beside_pack;
+      Compute values[kPack], beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
+      rows_s.read(s, p);
+      store_s.store_packed(row, Shape::column(rank, p), valid, s);
+      load.unpack(s, values);
+      statistics.normalise(values);
+      rows_beside.read(beside_pack, p);
+      beside.unpack(beside_pack, beside_values);
+      columns.stay_packed(column_packs[p]);
+      columns.unpack(column_packs[p], column_values);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) values[i] = operation.epilogue(values[i], beside_values, column_values, i);
+      store_y.store(row, Shape::column(rank, p), valid, values);
     }
     if constexpr (kOnce) break;
   }

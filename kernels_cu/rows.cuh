@@ -23,7 +23,7 @@ struct RegisterRows {
   int rank;
   int64 rows;
   typename Load::Packed now[Shape::kPacks];
-  typename Load::Packed next[Shape::kPacks];
+  typename Load::Raw next[Shape::kPacks];
 
   DEVICE RegisterRows(Load load, int rank, int64 rows, int) : load(load), rank(rank), rows(rows) {}
 
@@ -34,10 +34,11 @@ struct RegisterRows {
   DEVICE static void arrived() {}
   DEVICE void take(int64 row) {
     if constexpr (kPrefetch) {
-#pragma unroll
-      for (int p = 0; p < Shape::kPacks; ++p) now[p] = next[p];
+      keep(next, row);
     } else {
-      fetch(now, row);
+      typename Load::Raw raw[Shape::kPacks];
+      fetch(raw, row);
+      keep(raw, row);
     }
   }
   DEVICE void read(typename Load::Packed& pack, int p) const { pack = now[p]; }
@@ -45,12 +46,17 @@ struct RegisterRows {
 
  private:
   // A row past the end, beside rows of the same warp that are not, counts as zeros.
-  DEVICE void fetch(typename Load::Packed (&to)[Shape::kPacks], int64 row) const {
+  DEVICE int valid(int64 row, int p) const {
     const bool active = Shape::kThreads >= 32 || row < rows;
+    return active ? Shape::valid(rank, p) : 0;
+  }
+  DEVICE void fetch(typename Load::Raw (&to)[Shape::kPacks], int64 row) const {
 #pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) {
-      load.fetch(to[p], row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0);
-    }
+    for (int p = 0; p < Shape::kPacks; ++p) load.fetch(to[p], row, Shape::column(rank, p), valid(row, p));
+  }
+  DEVICE void keep(const typename Load::Raw (&from)[Shape::kPacks], int64 row) {
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) now[p] = load.keep(from[p], valid(row, p));
   }
 };
 
@@ -61,8 +67,8 @@ template <class Shape, int kRows, int kStages, bool kAskEarly_, class Load>
 struct SharedRows {
   // Rows of neighbouring threads lie side by side: with the places of a row side by side 32 columns fell from 0.86 to
   // 0.77 of the roof, by bank conflicts.
-  static constexpr int kRowBytes = Shape::kCapacity * Load::kColumnBytes;
-  static constexpr int kBytes = kStages * kRows * kRowBytes;
+  static constexpr int kPlaces = kStages * kRows;
+  static constexpr int kBytes = kPlaces * Shape::kCapacity * Load::kColumnBytes;
   static constexpr int kAhead = kStages - 1;
   static constexpr bool kAskEarly = kAskEarly_;
   // Where rows lie close together, a CTA reads their neighbours too.
@@ -71,6 +77,7 @@ struct SharedRows {
   int rank;
   int64 rows;
   int offset;  // in dynamic shared memory
+  int row_group;
   int taken = kStages - 1;
   bool active = true;
 
@@ -78,25 +85,26 @@ struct SharedRows {
       : load(load),
         rank(rank),
         rows(rows),
-        offset(offset + static_cast<int>(threadIdx.x) / Shape::kThreads * kRowBytes) {
+        offset(offset),
+        row_group(static_cast<int>(threadIdx.x) / Shape::kThreads) {
     // Packs beyond the row: nothing will be copied there. With a check at every read backward of 131072 cols ran at
     // 0.80 of the roof, without at 0.95.
 #pragma unroll
     for (int p = 0; p < Shape::kPacks; ++p) {
       if (Shape::valid(rank, p) > 0) continue;
-      for (int number = 0; number < kStages; ++number)
-        load.template clear<Shape::kCapacity>(place(number), Shape::slice_column(p));
+      for (int stage = 0; stage < kStages; ++stage)
+        load.template clear<Shape::kCapacity, kPlaces>(places(), place(stage), Shape::slice_column(p));
     }
   }
 
   DEVICE void ask(int64 row, int ahead) {
     const int turn = taken + 1 + ahead;
-    char* const to = place(turn < kStages ? turn : turn - kStages);
+    const int to = place(turn < kStages ? turn : turn - kStages);
     if (row < rows) {
 #pragma unroll(Load::kVectors ? Shape::kPacks : 1)
       for (int p = 0; p < Shape::kPacks; ++p) {
-        load.template copy<Shape::kCapacity, kNeighbours>(to, Shape::slice_column(p), row, Shape::column(rank, p),
-                                                          Shape::valid(rank, p));
+        load.template copy<Shape::kCapacity, kPlaces, kNeighbours>(places(), to, Shape::slice_column(p), row,
+                                                                   Shape::column(rank, p), Shape::valid(rank, p));
       }
     }
   }
@@ -107,13 +115,16 @@ struct SharedRows {
     active = Shape::kThreads >= 32 || row < rows;
   }
   DEVICE void read(typename Load::Packed& pack, int p) const {
-    load.template read<Shape::kCapacity>(pack, place(taken), Shape::slice_column(p));
+    typename Load::Raw raw;
+    load.template read<Shape::kCapacity, kPlaces>(raw, places(), place(taken), Shape::slice_column(p));
+    pack = load.keep(raw, Shape::valid(rank, p));
     if (Shape::kThreads < 32 && !active) pack = {};
   }
   DEVICE void stay_packed(int) {}
 
  private:
-  DEVICE char* place(int number) const { return dynamic_shared() + offset + number * (kRows * kRowBytes); }
+  DEVICE char* places() const { return dynamic_shared() + offset; }
+  DEVICE int place(int stage) const { return stage * kRows + row_group; }
 };
 
 }  // namespace cunorm

@@ -3,59 +3,64 @@
 #pragma once
 #include "gradients.cuh"
 #include "load_store.cuh"
-#include "row.cuh"
+#include "statistics.cuh"
 
 namespace cunorm {
 
+template <int kPack, class Compute>
+DEVICE void store_column_sums(int64, int, const Compute (*)[1][kPack], Sums<>) {}
+template <int kPack, class Compute, class First, class... Others>
+DEVICE void store_column_sums(int64 column, int valid, const Compute (*sums)[1][kPack], Sums<First, Others...> stores) {
+  stores.first.of_group(blockIdx.y).pack(column, sums[0][0], valid);
+  store_column_sums<kPack>(column, valid, sums + 1, stores.others);
+}
+
 // A thread owns one pack of columns; blockIdx.y is the group, which takes every gridDim.y-th row. 128 bytes of rows are
 // asked for at once: the compiler, which does not know how many rows there are, would wait for each.
-template <bool kRms, int64 kCols, int kPack, class Needs, class Compute, class LoadX, class LoadDy, class StoreSums>
-DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute* mean, const Compute* rstd,
-                                     StoreSums dweight, StoreSums dbias, int64 rows) {
-  constexpr int kBytes = sizeof(typename LoadDy::Packed) + (Needs::kDweight ? sizeof(typename LoadX::Packed) : 0);
+template <class Norm, int64 kCols, int kPack, class Compute, class Operation, class Matrices, class Columns, class Sums>
+DEVICE void column_gradients(Operation operation, Matrices matrices, Columns columns, Sums sums_to, const Compute* mean,
+                             const Compute* rstd, int64 rows) {
+  constexpr int kBytes = kPack * Matrices::kColumnBytes;
   constexpr int kBatch = kBytes <= 64 ? 128 / kBytes : 2;
   const int64 column = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
   if (column >= kCols) return;
   const int valid = kCols - column < kPack ? static_cast<int>(kCols - column) : kPack;
-  Compute dweight_sums[kPack] = {};
-  Compute dbias_sums[kPack] = {};
+  Compute sums[kArrays<Sums>][1][kPack] = {};
+  typename Columns::Packed column_pack;
+  Compute column_values[kArrays<Columns>][kPack];
+  columns.fetch(column_pack, 0, column, valid);
+  columns.unpack(column_pack, column_values);
+  using SavedRow = typename Norm::template SavedRow<Compute>;
   for (int64 first = blockIdx.y; first < rows; first += kBatch * gridDim.y) {
-    typename LoadX::Packed x[kBatch];
-    typename LoadDy::Packed dy[kBatch];
+    typename Matrices::Packed packs[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int64 row = first + b * gridDim.y;
-      load_dy.fetch(dy[b], row, column, row < rows ? valid : 0);
-      if constexpr (Needs::kDweight) load_x.fetch(x[b], row, column, row < rows ? valid : 0);
+      matrices.fetch(packs[b], row, column, row < rows ? valid : 0);
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int64 row = first + b * gridDim.y;
       if (row >= rows) break;
-      Compute grad[kPack];
-      load_dy.unpack(dy[b], grad);
+      Compute values[kArrays<Matrices>][kPack];
+      matrices.unpack(packs[b], values);
+      const SavedRow saved = Operation::kOfXhat ? SavedRow::of(mean, rstd, row) : SavedRow{};
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) dbias_sums[i] += grad[i];
-      if constexpr (Needs::kDweight) {
-        Compute xhat[kPack];
-        load_x.unpack(x[b], xhat);
-        const Compute row_mean = kRms ? 0 : mean[row];
-        const Compute row_rstd = rstd[row];
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) dweight_sums[i] += grad[i] * ((xhat[i] - row_mean) * row_rstd);
+      for (int i = 0; i < kPack; ++i) {
+        const Compute xhat = Operation::kOfXhat ? saved.xhat(operation.source(values, column_values, i)) : 0;
+        operation.early(xhat, values, column_values, i, 0, sums);
       }
     }
   }
-  if constexpr (Needs::kDweight) dweight.of_group(blockIdx.y).pack(column, dweight_sums, valid);
-  if constexpr (Needs::kDbias) dbias.of_group(blockIdx.y).pack(column, dbias_sums, valid);
+  store_column_sums<kPack>(column, valid, sums, sums_to);
 }
 
-// gradient[column] = Σ_group partials[group][column]. kLanes threads (a power of two) read four columns each; the
+// gradient[column] = Σ_group partials[group][column]. kLanes threads (a power of two) read kSumColumns each; the
 // CTA's kRows such sets of threads take every kRows-th partial row, and are added up at the end. The partial rows were
 // written in packs of kPack.
 template <int kLanes, int kRows, int kPack, class Compute, class Gradient>
 DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
-  constexpr int kOwn = 4;
+  constexpr int kOwn = kSumColumns;
   constexpr int kColumns = kLanes * kOwn;  // of a CTA
   // Sets that are left once those of a warp are added up by shuffles.
   constexpr int kSums = kLanes < 32 ? kRows * kLanes / 32 : kRows;

@@ -1,320 +1,191 @@
-"""What is asked: a checked `Problem`, made from the layouts of the arrays alone.
+"""What is asked of the kernels: an operation on so many rows, and every array that it reads or writes, declared once.
 
-Every rule about arguments, and every message that states one, is in this file. It knows arrays only by their
-`Layout`, so the same rules hold for CuPy, NumPy and whatever comes later.
+From the declarations come the kernel's parameters and text, the launch's arguments, what is baked for XLA, the memory
+of the results and the bytes that are moved.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..operation import NORMS, Norm, Operation, affine, derivative
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-class Layout(NamedTuple):
-    """An array without its memory. `strides` in elements; `device` is "cpu" or a CUDA device's number."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    device: str | int
-
-
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """A normalisation of `rows` rows of `cols` columns, every argument checked.
+class Operand:
+    """An array that a kernel reads or writes, or a number that it is given."""
 
-    dtypes are names; `weight` and `bias` are None where not given. Strides are from row to row, in elements.
+    name: str
+    kind: str  # "full": rows x cols; "column": one vector for all rows; "per_row": a number for each row; "scalar"
+    dtype: str
+    written: bool = False
+    row_stride: int = 0  # from row to row of a full one, in elements
+
+    def size(self, rows: int, cols: int) -> int:
+        """How many numbers it holds."""
+        return {"full": rows * cols, "column": cols, "per_row": rows, "scalar": 1}[self.kind]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A pass of an operation over `rows` rows of `cols` columns, every argument checked.
+
+    `operands` are in the order of the kernel's parameters: what is read, then what is written. A backward pass has for
+    each operand `a` of which the gradient is wanted one that is written, `da`.
     """
 
-    op: str  # "layer_norm" | "rms_norm"
+    operation: Operation
     direction: str  # "forward" | "backward"
     rows: int
     cols: int
-    x: str
-    y: str  # y of the forward pass, dy of the backward pass
-    weight: str | None
-    bias: str | None
-    zero_centered_gamma: bool
-    x_stride: int
-    y_stride: int
-    sm_margin: int
-    # Pointers of x, y (dy, dx), weight and bias are all multiples of 16 bytes.
-    aligned: bool
-    # Backward: which of dx, dweight, dbias are wanted.
-    output_mask: tuple[bool, bool, bool] = (False, False, False)
-
-    @classmethod
-    def whole(cls, op: str, direction: str, rows: int, cols: int, dtype: str, weight: str) -> Problem:
-        """The operation with weight, with bias where it has one, and with every gradient; contiguous and aligned."""
-        forward, layer_norm = direction == "forward", op == "layer_norm"
-        return cls(
-            op=op,
-            direction=direction,
-            rows=rows,
-            cols=cols,
-            x=dtype,
-            y=dtype,
-            weight=weight,
-            bias=weight if forward and layer_norm else None,
-            zero_centered_gamma=False,
-            x_stride=cols,
-            y_stride=cols,
-            sm_margin=0,
-            aligned=True,
-            output_mask=(False, False, False) if forward else (True, True, layer_norm),
-        )
+    row_dtype: str  # of s, the rows that are normalised
+    operands: tuple[Operand, ...]
+    sm_margin: int = 0
+    aligned: bool = True  # every array begins at a multiple of 16 bytes
 
     @property
-    def statistics(self) -> str:
+    def norm(self) -> Norm:
+        return NORMS[self.operation.norm]
+
+    @cached_property
+    def by_name(self) -> dict[str, Operand]:
+        return {operand.name: operand for operand in self.operands}
+
+    @property
+    def compute(self) -> str:
         """The dtype of mean and rstd, and of all arithmetic."""
-        return "float64" if self.x == "float64" else "float32"
+        return compute_dtype(self.row_dtype)
+
+    @property
+    def pointers(self) -> tuple[str, ...]:
+        """The names of the arrays, in the order in which a launch takes their addresses."""
+        return tuple(operand.name for operand in self.operands if operand.kind != "scalar")
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The names of the numbers, in the order in which a launch takes them."""
+        return tuple(operand.name for operand in self.operands if operand.kind == "scalar")
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Of a backward pass: the names of the gradients."""
+        return tuple(operand.name for operand in self.operands if operand.written)
 
     @property
     def bytes_moved(self) -> int:
-        """The least that must go through device memory: every input read once, every output written once."""
-        x = self.rows * self.cols * ITEMSIZE[self.x]
-        y = self.rows * self.cols * ITEMSIZE[self.y]
-        parameters = self.cols * sum(ITEMSIZE[dtype] for dtype in (self.weight, self.bias) if dtype)
-        if self.direction == "forward":
-            return x + y + parameters
-        wants_dx, wants_dweight, wants_dbias = self.output_mask
-        gradients = self.cols * ITEMSIZE[self.weight or self.x] * (wants_dweight + wants_dbias)
-        read = y + (x if wants_dx or wants_dweight else 0) + (parameters if wants_dx else 0)
-        return read + (x if wants_dx else 0) + gradients
+        """The least that must go through device memory, but for what is a number for each row."""
+        moved = (o for o in self.operands if o.kind in ("full", "column"))
+        return sum(o.size(self.rows, self.cols) * ITEMSIZE[o.dtype] for o in moved)
 
 
-def check_forward(
-    function: str,
-    x: Layout,
-    normalized_shape: int | Sequence[int] | None,
-    weight: Layout | None,
-    bias: Layout | None,
-    out: Layout | None,
-    dtype: str | None,
+def compute_dtype(row_dtype: str) -> str:
+    return "float64" if row_dtype == "float64" else "float32"
+
+
+def forward_problem(
+    operation: Operation,
+    rows: int,
+    cols: int,
+    dtypes: Mapping[str, str],
     *,
-    zero_centered_gamma: bool,
-) -> tuple[tuple[int, ...], str]:
-    """Check the arguments of a forward function; return (normalized_shape, dtype of y)."""
-    _check_dtype(function, "x", x)
-    if normalized_shape is None:
-        shape = weight.shape if weight is not None else x.shape[-1:]
-    else:
-        shape = _as_shape(function, normalized_shape)
-    if not shape:
-        raise ValueError(f"{function}: x must have at least one axis to normalise; got shape {x.shape}.")
-    if x.shape[-len(shape) :] != shape:
-        named = "normalized_shape" if normalized_shape is not None else "the shape of weight"
-        raise ValueError(
-            f"{function}: {named} must be the last axes of x; got {shape} for x of shape {x.shape}. "
-            "Pass the shape of the axes to normalise over."
-        )
-    if math.prod(shape) == 0:
-        raise ValueError(f"{function}: the normalised axes must not be empty; got normalized_shape {shape}.")
-    _check_parameter(function, "weight", weight, shape, x)
-    _check_parameter(function, "bias", bias, shape, x)
-    if zero_centered_gamma and weight is None:
-        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    y_dtype = dtype or (out.dtype if out is not None else x.dtype)
-    if y_dtype not in ITEMSIZE:
-        raise TypeError(f"{function}: dtype must be one of {_names()}; got {y_dtype}.")
-    if out is not None:
-        _check_same_device(function, "out", out, x)
-        if out.shape != x.shape:
-            raise ValueError(f"{function}: out must have the shape of x, {x.shape}; got {out.shape}.")
-        if out.dtype != y_dtype:
-            raise TypeError(f"{function}: out must have dtype {y_dtype}; got {out.dtype}. Pass dtype={out.dtype!r}.")
-    return shape, y_dtype
+    kinds: Mapping[str, str] | None = None,
+    strides: Mapping[str, int] | None = None,
+    sm_margin: int = 0,
+    aligned: bool = True,
+) -> Problem:
+    """The forward pass. `dtypes` has x, y, s if there is a prologue, and the operands that are given.
+
+    Operands are columns unless `kinds` says otherwise; full arrays are contiguous unless `strides` has their rows'.
+    """
+    operation = operation.given(dtypes)
+    row_dtype = dtypes.get("s", dtypes["x"])
+    compute = compute_dtype(row_dtype)
+    read = _operands(("x", *operation.operands), dtypes, kinds or {}, cols, strides or {})
+    written = _operands(operation.returns, dtypes, dict.fromkeys(operation.returns, "full"), cols, strides or {})
+    statistics = (Operand(name, "per_row", compute, True) for name in NORMS[operation.norm].statistics)
+    operands = (*read, *(replace(one, written=True) for one in written), *statistics, Operand("eps", "scalar", compute))
+    return Problem(operation, "forward", rows, cols, row_dtype, operands, sm_margin, aligned)
 
 
-def check_backward(
-    function: str,
-    dy: Layout,
-    x: Layout,
-    mean: Layout | None,
-    rstd: Layout,
-    weight: Layout | None,
+def backward_problem(
+    operation: Operation,
+    rows: int,
+    cols: int,
+    dtypes: Mapping[str, str],
+    wanted: Iterable[str],
     *,
-    zero_centered_gamma: bool,
-) -> tuple[int, ...]:
-    """Check the arguments of a backward function; return normalized_shape."""
-    _check_dtype(function, "x", x)
-    _check_dtype(function, "dy", dy)
-    _check_same_device(function, "dy", dy, x)
-    if dy.shape != x.shape:
-        raise ValueError(f"{function}: dy must have the shape of x, {x.shape}; got {dy.shape}.")
-    statistics = "float64" if x.dtype == "float64" else "float32"
-    rank = len(rstd.shape)
-    for name, array in (("mean", mean), ("rstd", rstd)):
-        if array is None:
-            continue
-        _check_same_device(function, name, array, x)
-        if array.shape != x.shape[:rank] or rank >= len(x.shape):
-            raise ValueError(
-                f"{function}: {name} must have the shape of x without its normalised axes; got {array.shape} for x of "
-                f"shape {x.shape}. Pass what {function.replace('backward', 'forward')} returned."
-            )
-        if array.dtype != statistics:
-            raise TypeError(f"{function}: {name} must have dtype {statistics} for x of {x.dtype}; got {array.dtype}.")
-    shape = x.shape[rank:]
-    if math.prod(shape) == 0:
-        raise ValueError(f"{function}: the normalised axes must not be empty; got {shape}.")
-    _check_parameter(function, "weight", weight, shape, x)
-    if zero_centered_gamma and weight is None:
-        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    return shape
+    kinds: Mapping[str, str] | None = None,
+    strides: Mapping[str, int] | None = None,
+    sm_margin: int = 0,
+    aligned: bool = True,
+) -> Problem:
+    """The backward pass, for the gradients `wanted` of x and of operands.
+
+    `dtypes` has dy, x, the operands that are given, s if there is a prologue, ds if there is a gradient of s, and as
+    `da` the dtype of the gradient of `a` where it is not that of `a`. Only what the gradients need is read: s if it was
+    returned, else it is made again.
+    """
+    wanted = tuple(wanted)
+    kinds = {"ds": "full", "s": "full"} | dict(kinds or {})
+    found = derivative(operation, wanted, dtypes)
+    row_dtype = dtypes.get("s", dtypes["x"])
+    compute = compute_dtype(row_dtype)
+    uses: dict[str, None] = {"dy": None}
+    expressions = [e for _, e in (*found.early, *found.late)] + ([found.g] if found.g else [])
+    needs_xhat = found.g is not None or any("xhat" in e.uses for e in expressions)
+    used = {name for e in expressions for name in e.uses} - {"xhat", "dy", "ds"}
+    if needs_xhat:
+        used |= {"s"} if "s" in operation.returns else {"x", *operation.before}
+    if "ds" in dtypes and found.late:
+        uses["ds"] = None
+    uses |= dict.fromkeys(name for name in ("s", "x", *operation.operands) if name in used)
+    read = _operands(uses, dtypes, {"dy": "full"} | kinds, cols, strides or {})
+    statistics = [Operand(name, "per_row", compute) for name in NORMS[operation.norm].statistics if needs_xhat]
+    gradients = []
+    for name in wanted:
+        dtype = dtypes.get(f"d{name}") or dtypes.get(name) or dtypes["x"]
+        if name == "x" or kinds.get(name) == "full":
+            gradients.append(Operand(f"d{name}", "full", dtype, True, cols))
+        else:  # of a scalar the sums of the columns, which are added up later
+            gradients.append(Operand(f"d{name}", "column", compute if kinds.get(name) == "scalar" else dtype, True))
+    return Problem(operation, "backward", rows, cols, row_dtype, (*read, *statistics, *gradients), sm_margin, aligned)
 
 
-def dtype_name(function: str, dtype: object) -> str:
-    """The name of a dtype given as a string, a NumPy dtype or a scalar type."""
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    if name not in ITEMSIZE:
-        raise TypeError(f"{function}: dtype must be one of {_names()}; got {dtype!r}.")
-    return str(name)
+def _operands(
+    names: Collection[str] | dict, dtypes: Mapping[str, str], kinds: Mapping[str, str], cols: int, strides: Mapping
+) -> tuple[Operand, ...]:
+    found = []
+    for name in names:
+        kind = "full" if name == "x" else kinds.get(name, "column")
+        found.append(Operand(name, kind, dtypes[name], False, strides.get(name, cols) if kind == "full" else 0))
+    return tuple(found)
 
 
-def check_eps(function: str, eps: object) -> float:
-    if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
-        raise TypeError(f"{function}: eps must be a real number; got {type(eps).__name__}.")
-    value = float(eps)
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{function}: eps must be finite and not negative; got {value}.")
-    return value
-
-
-def check_sm_margin(function: str, sm_margin: object, sms: int | None) -> int:
-    """`sms` is the device's number of multiprocessors, None on the host."""
-    if isinstance(sm_margin, bool) or not isinstance(sm_margin, numbers.Integral):
-        raise TypeError(f"{function}: sm_margin must be an integer; got {type(sm_margin).__name__}.")
-    margin = int(sm_margin)
-    if margin < 0 or (sms is not None and margin >= sms):
-        limit = "" if sms is None else f" and below the device's {sms} multiprocessors"
-        raise ValueError(f"{function}: sm_margin must be 0 or more{limit}; got {margin}.")
-    return margin
-
-
-def check_output_mask(function: str, output_mask: object, length: int) -> tuple[bool, bool, bool]:
-    """Three flags; a missing third one (rms_norm has no bias) is False."""
-    if not isinstance(output_mask, Sequence) or isinstance(output_mask, str):
-        raise TypeError(f"{function}: output_mask must be a tuple of {length} bools; got {type(output_mask).__name__}.")
-    if len(output_mask) != length:
-        raise ValueError(f"{function}: output_mask must have {length} entries; got {len(output_mask)}.")
-    flags = [bool(flag) for flag in output_mask]
-    return (flags[0], flags[1], flags[2] if length == 3 else False)
-
-
-@lru_cache(maxsize=4096)
-def row_stride(layout: Layout, normalized_ndim: int) -> int | None:
-    """Elements from one row to the next if `layout` is a matrix with contiguous rows, else None: it must be copied."""
-    expected = 1
-    first = len(layout.shape) - normalized_ndim
-    for size, stride in zip(reversed(layout.shape[first:]), reversed(layout.strides[first:]), strict=True):
-        if size != 1 and stride != expected:
-            return None
-        expected *= size
-    result: int | None = None
-    for size, stride in zip(reversed(layout.shape[:first]), reversed(layout.strides[:first]), strict=True):
-        if size == 1:
-            continue
-        if result is None:
-            result, expected = stride, stride * size
-        elif stride != expected:
-            return None
-        else:
-            expected *= size
-    return math.prod(layout.shape[first:]) if result is None else result
-
-
-def check_out_memory(
-    function: str, out: Layout, out_pointer: int, inputs: Sequence[tuple[str, Layout, int]], normalized_ndim: int
-) -> None:
-    """`out` may be x itself; any other overlap with an input, or with itself, is an error."""
-    if 0 in out.shape:
-        return
-    stride = row_stride(out, normalized_ndim)
-    cols = math.prod(out.shape[len(out.shape) - normalized_ndim :])
-    rows = math.prod(out.shape) // cols
-    self_overlap = any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True))
-    if self_overlap or (stride is not None and rows > 1 and abs(stride) < cols):
-        raise ValueError(f"{function}: every element of out must have its own memory; got strides {out.strides}.")
-    for name, layout, pointer in inputs:
-        if name == "x" and pointer == out_pointer and (layout.strides, layout.dtype) == (out.strides, out.dtype):
-            continue
-        if _may_overlap(out, out_pointer, layout, pointer, normalized_ndim):
-            raise ValueError(
-                f"{function}: out must be x itself or share no memory with {name}; got arrays that overlap. "
-                f"Pass a separate array."
-            )
-
-
-def _may_overlap(a: Layout, a_pointer: int, b: Layout, b_pointer: int, normalized_ndim: int) -> bool:
-    """Exact for two matrices of equal row stride (slices of one buffer); otherwise compares the ranges of addresses."""
-    if 0 in a.shape or 0 in b.shape:
-        return False
-    a_low, a_high = _address_range(a, a_pointer)
-    b_low, b_high = _address_range(b, b_pointer)
-    if a_high <= b_low or b_high <= a_low:
-        return False
-    if len(a.shape) != len(b.shape):
-        return True
-    a_stride, b_stride = row_stride(a, normalized_ndim), row_stride(b, normalized_ndim)
-    if a_stride is None or b_stride is None:
-        return True
-    pitch = a_stride * ITEMSIZE[a.dtype]
-    if pitch <= 0 or pitch != b_stride * ITEMSIZE[b.dtype]:
-        return True
-    cols = math.prod(a.shape[len(a.shape) - normalized_ndim :])
-    a_width, b_width = cols * ITEMSIZE[a.dtype], cols * ITEMSIZE[b.dtype]
-    offset = (b_pointer - a_pointer) % pitch
-    return offset < a_width or offset + b_width > pitch
-
-
-def _address_range(layout: Layout, pointer: int) -> tuple[int, int]:
-    reach = [(n - 1) * s for n, s in zip(layout.shape, layout.strides, strict=True)]
-    itemsize = ITEMSIZE[layout.dtype]
-    low = pointer + itemsize * sum(r for r in reach if r < 0)
-    return low, pointer + itemsize * (sum(r for r in reach if r > 0) + 1)
-
-
-def _names() -> str:
-    return ", ".join(ITEMSIZE)
-
-
-def _check_dtype(function: str, name: str, array: Layout) -> None:
-    if array.dtype not in ITEMSIZE:
-        raise TypeError(f"{function}: {name} must have dtype {_names()}; got {array.dtype}. Convert it first.")
-
-
-def _check_same_device(function: str, name: str, array: Layout, x: Layout) -> None:
-    if array.device != x.device:
-        raise ValueError(
-            f"{function}: {name} must be on the device of x, {x.device}; got device {array.device}. Move one of them."
-        )
-
-
-def _check_parameter(function: str, name: str, array: Layout | None, shape: tuple[int, ...], x: Layout) -> None:
-    if array is None:
-        return
-    _check_dtype(function, name, array)
-    _check_same_device(function, name, array, x)
-    if array.shape != shape:
-        axes = "the last axis" if len(shape) == 1 else f"the last {len(shape)} axes"
-        raise ValueError(f"{function}: {name} must have shape {shape} to match {axes} of x; got {array.shape}.")
-
-
-def _as_shape(function: str, normalized_shape: object) -> tuple[int, ...]:
-    entries = (normalized_shape,) if isinstance(normalized_shape, numbers.Integral) else normalized_shape
-    if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise TypeError(
-            f"{function}: normalized_shape must be an int or a sequence of ints; got {type(normalized_shape).__name__}."
-        )
-    if not all(isinstance(entry, numbers.Integral) and not isinstance(entry, bool) for entry in entries):
-        raise TypeError(f"{function}: normalized_shape must hold ints; got {tuple(entries)!r}.")
-    if not entries:
-        raise ValueError(f"{function}: normalized_shape must name at least one axis; got ().")
-    return tuple(int(entry) for entry in entries)
+def plain(
+    norm: str,
+    direction: str,
+    rows: int,
+    cols: int,
+    dtype: str,
+    weight: str | None = None,
+    bias: str | None = None,
+    *,
+    y: str | None = None,
+    zero_centered_gamma: bool = False,
+    wanted: Collection[str] = ("x", "weight", "bias"),
+    strides: Mapping[str, int] | None = None,
+    sm_margin: int = 0,
+    aligned: bool = True,
+) -> Problem:
+    """A pass of layer_norm or rms_norm by dtypes; `y` is that of y or of dy, by default that of x."""
+    operation = affine(norm, zero_centered_gamma)
+    given = {name: one for name, one in (("weight", weight), ("bias", bias)) if one}
+    options = {"strides": strides, "sm_margin": sm_margin, "aligned": aligned}
+    if direction == "forward":
+        return forward_problem(operation, rows, cols, {"x": dtype, "y": y or dtype} | given, **options)
+    dtypes = {"x": dtype, "dy": y or dtype} | given | {"dbias": weight or dtype}
+    return backward_problem(operation, rows, cols, dtypes, wanted, **options)

@@ -7,58 +7,12 @@ imported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..device import Device
 from .problem import ITEMSIZE, Problem
-
-WARP = 32
-
-
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """A row is held by `threads` threads in each of `cluster` CTAs, `packs` packs of `pack` columns a thread."""
-
-    pack: int
-    threads: int
-    packs: int
-    cluster: int = 1
-
-    @property
-    def capacity(self) -> int:
-        return self.pack * self.threads * self.packs * self.cluster
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSpec:
-    """Everything that changes a kernel's text: two launches with equal specs share one compiled kernel."""
-
-    kernel: str
-    rms: bool
-    cols: int
-    x: str
-    y: str
-    weight: str | None
-    bias: str | None
-    zero_centered_gamma: bool
-    aligned: bool
-    shape: RowShape
-    rows_per_cta: int = 1
-    ctas_per_sm: int = 1
-    prefetch: bool = False
-    stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
-    ask_early: bool = False  # the next row is asked for before the present one is summed up
-    streamed_x: bool = False  # x is read past L1
-    streamed_y: bool = False  # y, or dy, is written, or read, past L1
-    operands_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
-    once: bool = False  # forward: the grid has a CTA for every row
-    output_mask: tuple[bool, bool, bool] = (False, False, False)
-    final: bool = False  # backward: what the kernel adds up are dweight and dbias themselves, not partial rows
-
-    @property
-    def threads(self) -> int:
-        return self.shape.threads * self.rows_per_cta
+from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
 
 
 class Tier(NamedTuple):
@@ -75,7 +29,7 @@ class Tier(NamedTuple):
     ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
     # x and weight have 16 bits: of float32, 1024 cols by RMSNorm 0.99 asking late, 0.76 asking early
     idle: int = 0  # SMs that are left idle
-    operands: int = 64  # bytes of weight and bias that a thread of the forward pass keeps in registers
+    columns: int = 64  # bytes of weight and bias that a thread of the forward pass keeps in registers
     streamed_x: tuple[str, ...] = ()  # operations that read x past L1
     streamed_y: bool = False  # y is stored past L1
 
@@ -86,10 +40,10 @@ FORWARD = (
     Tier(16, (2,), 1, 128, 1024, 1),  # 32 cols 0.97, 128 cols 0.97; x and y past L1 0.94, 0.90
     Tier(64, (2,), 1, 128, 1024, 1, streamed_x=BOTH, streamed_y=True),  # 256 cols 0.98; x or y through L1 0.98, 0.95
     # Weight and bias asked for with x: a row of 1024 alone 1.6 us, only when it is summed up 2.2; of 4096 1.9 and 2.5.
-    Tier(128, (4,), 1, 128, 768, 1, streamed_x=BOTH, streamed_y=True, operands=128),  # 1024 cols 1.02
+    Tier(128, (4,), 1, 128, 768, 1, streamed_x=BOTH, streamed_y=True, columns=128),  # 1024 cols 1.02
     Tier(256, (2,), 1, 128, 768, prefetch=True, streamed_y=True),  # 2048 cols 0.97; y through L1 0.95
     # 4096 cols 0.99; RMSNorm 1.01, with x past L1 0.98.
-    Tier(512, (4,), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, operands=128),
+    Tier(512, (4,), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, columns=128),
     # 8192 and 16384 cols 1.00, x past L1 0.97, 0.98; 8704 and 13312 cols 0.99 with five packs, 0.97 and 0.87 with four.
     Tier(1536, (4, 5), 1, 128, 1024, 1, streamed_y=True),
     Tier(1920, (5,), 1, 128, 1024, 1, streamed_y=True),
@@ -98,14 +52,14 @@ FORWARD = (
     Tier(3072, (6,), 1, 512, 512, 1, prefetch=True),  # 24576 cols 0.96, with eight packs 0.83
     Tier(3584, (7,), 1, 512, 512, 1, prefetch=True),  # 28672 cols 0.96, with eight packs 0.85
     Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.99; x past L1 0.97, y too 0.97
-    Tier(8192, (8,), 2, 512, 512, stages=2, operands=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
-    Tier(16384, (8,), 4, 512, 512, stages=2, operands=256),  # 131072 cols 0.98
-    Tier(32768, (8,), 8, 512, 512, stages=2, operands=256),  # 262144 cols 0.97
-    Tier(65536, (8,), 16, 512, 512, stages=2, operands=256),
+    Tier(8192, (8,), 2, 512, 512, stages=2, columns=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
+    Tier(16384, (8,), 4, 512, 512, stages=2, columns=256),  # 131072 cols 0.98
+    Tier(32768, (8,), 8, 512, 512, stages=2, columns=256),  # 262144 cols 0.97
+    Tier(65536, (8,), 16, 512, 512, stages=2, columns=256),
     # With wider weight and bias, of which a thread can keep half as many.
-    Tier(8192, (4,), 4, 512, 512, stages=3, operands=256),
-    Tier(16384, (4,), 8, 512, 512, stages=3, operands=256),
-    Tier(32768, (4,), 16, 512, 512, stages=3, operands=256),
+    Tier(8192, (4,), 4, 512, 512, stages=3, columns=256),
+    Tier(16384, (4,), 8, 512, 512, stages=3, columns=256),
+    Tier(32768, (4,), 16, 512, 512, stages=3, columns=256),
 )
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
@@ -127,13 +81,9 @@ BACKWARD = (
 )
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
-WEIGHT_BYTES = 64  # of the weight that a thread of the backward pass keeps in registers; norm_backward.cu says the same
-MAILBOX = 8  # bytes
-
-
-def choose(problem: Problem, device: Device) -> tuple[Tier, KernelSpec] | None:
+def choose(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
-    packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.x])
+    packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
     for tier in TABLES[problem.direction]:
         if packs <= tier.most and device.runs_clusters(tier.cluster):
             spec = _tier_spec(problem, tier, device)
@@ -142,33 +92,33 @@ def choose(problem: Problem, device: Device) -> tuple[Tier, KernelSpec] | None:
     return None
 
 
-def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | None:
+def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     """The kernel of a tier; None if its rows do not fit."""
-    pack = 16 // ITEMSIZE[problem.x]
+    pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
     shapes = [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
     shapes = [one for one in shapes if not tier.stages or _registers_suffice(problem, tier, one, device)]
     if not shapes:
         return None
     shape = next((one for one in shapes if one.capacity == packs * pack * tier.cluster), shapes[-1])
-    operands = _operands(problem, shape)
+    columns = _column_bytes(problem, shape)
     spec = kernel_spec(problem, problem.direction, shape)
     # float64 takes twice the registers.
-    wide = "float64" in (problem.x, problem.y) and not tier.stages
+    wide = "float64" in _full_dtypes(problem) and not tier.stages
     resident = tier.resident // 2 if wide else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not spec.aligned and not tier.stages:
         resident = tier.resident // 2
-    sixteen_bits = max(ITEMSIZE[problem.x], ITEMSIZE[problem.weight or "float16"]) == 2
+    sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *_column_dtypes(problem))) == 2
     spec = replace(
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
         prefetch=tier.prefetch and _next_row_fits(problem, shape, device),
-        ask_early=sixteen_bits and problem.op in tier.ask_early,
-        streamed_x=problem.op in tier.streamed_x,
+        ask_early=sixteen_bits and problem.operation.norm in tier.ask_early,
+        streamed_x=problem.operation.norm in tier.streamed_x,
         streamed_y=tier.streamed_y,
-        operands_stay=_operands_stay(problem, tier, spec, operands, device),
+        columns_stay=_columns_stay(problem, tier, spec, columns, device),
     )
     if few_rows(problem, device) and problem.direction == "forward" and not tier.stages:
         # A CTA has its SM's registers to itself: weight and bias are asked for with x.
@@ -177,7 +127,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> KernelSpec | Non
             rows_per_cta=_whole_warps(shape),
             ctas_per_sm=1,
             prefetch=False,
-            operands_stay=operands <= 128,
+            columns_stay=columns <= 128,
         )
     return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
 
@@ -192,7 +142,7 @@ def _whole_warps(shape: RowShape) -> int:
     return max(1, WARP // shape.threads)
 
 
-def _in_shared_memory(spec: KernelSpec, tier: Tier, rows: int, device: Device) -> KernelSpec | None:
+def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> NormSpec | None:
     """As many places as fit, two at least: fewer than the tier's for a wide dy or weight, then fewer rows in a CTA."""
     whole_warps = _whole_warps(spec.shape)
     threads, resident = _small_ctas(rows, device, spec.threads, spec.threads * spec.ctas_per_sm)
@@ -219,108 +169,79 @@ def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple
     return (128, resident) if rows <= 32 * device.sms else (threads, resident)
 
 
-def _operands(problem: Problem, shape: RowShape) -> int:
-    """Bytes of weight and bias for the columns of a thread."""
-    return shape.packs * shape.pack * sum(ITEMSIZE[dtype] for dtype in (problem.weight, problem.bias) if dtype)
+def _column_dtypes(problem: Problem) -> list[str]:
+    """Of weight and bias, and whatever else is read once for all rows."""
+    return [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
+
+
+def _full_dtypes(problem: Problem) -> set[str]:
+    """Of all that is read or written by rows."""
+    return {problem.row_dtype} | {one.dtype for one in problem.operands if one.kind == "full"}
+
+
+def _column_bytes(problem: Problem, shape: RowShape) -> int:
+    """Of weight and bias for the columns of a thread."""
+    return shape.packs * shape.pack * sum(ITEMSIZE[dtype] for dtype in _column_dtypes(problem))
 
 
 def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, device: Device) -> bool:
     """Whether a thread has registers for what it keeps from row to row, where rows wait in shared memory."""
     if problem.direction == "forward":
-        return _operands(problem, shape) <= tier.operands
+        return _column_bytes(problem, shape) <= tier.columns
     # 128 registers are too few for a weight wider than x beside the accumulators of four packs, 168 for float64 beside
     # those of five; on sm_100 for any weight.
     if shape.threads <= 256 or shape.packs < 4:
         return True
-    width = ITEMSIZE[problem.weight] // ITEMSIZE[problem.x] if problem.weight else 1
+    width = max((ITEMSIZE[dtype] for dtype in _column_dtypes(problem)), default=0) // ITEMSIZE[problem.row_dtype]
     return device.arch < 100 and width <= (1 if shape.packs == 4 else 2)
 
 
-def _operands_stay(problem: Problem, tier: Tier, spec: KernelSpec, operands: int, device: Device) -> bool:
+def _columns_stay(problem: Problem, tier: Tier, spec: NormSpec, columns: int, device: Device) -> bool:
     """Whether a thread of the forward pass keeps weight and bias. Where it says no, ptxas spilled 4 to 176 bytes."""
-    if problem.direction == "backward" or operands > tier.operands:
+    if problem.direction == "backward" or columns > tier.columns:
         return False
     if not tier.stages:
-        return operands <= 64 or device.arch >= 90
-    plain = spec.aligned and problem.x == problem.y != "float64" and (spec.shape.packs <= 4 or tier.cluster < 16)
+        return columns <= 64 or device.arch >= 90
+    same = _full_dtypes(problem) == {problem.row_dtype} != {"float64"}
+    plain = spec.aligned and same and (spec.shape.packs <= 4 or tier.cluster < 16)
     full = spec.shape.capacity == problem.cols
-    return plain and (device.arch < 100 or (full and problem.op == "rms_norm"))
+    return plain and (device.arch < 100 or (full and not problem.norm.subtracts_mean))
 
 
 def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
     """Whether a thread has registers for the next row too. Where it says no, ptxas spilled 4 to 90 bytes with it."""
     if shape.packs <= 4:
         return True
-    parameters = (problem.weight, problem.bias)
-    fitting = {None, problem.x} if problem.x == "float16" else {None, problem.x, "float32"}
-    if problem.y != problem.x or not fitting.issuperset(parameters):
+    row_dtype = problem.row_dtype
+    fitting = {row_dtype} if row_dtype == "float16" else {row_dtype, "float32"}
+    if _full_dtypes(problem) != {row_dtype} or not fitting.issuperset(_column_dtypes(problem)):
         return False
-    return not (device.arch >= 100 and problem.x == "float16")
+    return not (device.arch >= 100 and row_dtype == "float16")
 
 
-def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> KernelSpec:
-    spec = KernelSpec(
+def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> NormSpec:
+    spec = NormSpec(
         kernel=kernel,
-        rms=problem.op == "rms_norm",
+        operation=problem.operation,
         cols=problem.cols,
-        x=problem.x,
-        y=problem.y,
-        weight=problem.weight,
-        bias=problem.bias,
-        zero_centered_gamma=problem.zero_centered_gamma,
+        row_dtype=problem.row_dtype,
+        operands=tuple(replace(one, row_stride=0) for one in problem.operands),
         aligned=_vectors_fit(problem, shape.pack),
         shape=shape,
-        output_mask=problem.output_mask,
     )
     return replace(spec, **changes)
 
 
 def _vectors_fit(problem: Problem, pack: int) -> bool:
     """Every pack of every row starts at a multiple of its size (or of 16 bytes)."""
-
-    def fits(stride: int, dtype: str) -> bool:
-        return stride * ITEMSIZE[dtype] % min(16, pack * ITEMSIZE[dtype]) == 0
-
-    strides_fit = fits(problem.x_stride, problem.x) and fits(problem.y_stride, problem.y)
-    if problem.direction == "backward":  # dx is contiguous
-        strides_fit = strides_fit and fits(problem.cols, problem.x)
-    return problem.aligned and (problem.rows == 1 or strides_fit)
-
-
-def shared_memory(spec: KernelSpec) -> int:
-    """Bytes of static shared memory; the compile test holds it against ptxas."""
-    compute = 8 if spec.x == "float64" else 4
-    if spec.kernel == "sum_partials":
-        sums = spec.threads // max(WARP, spec.shape.threads)
-        return compute * sums * spec.shape.threads * 4 if sums > 1 else 0
-    if spec.kernel == "weight_gradient_partials":
-        return 0
-    slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
-    if slots == 1 or (spec.kernel.startswith("backward") and not spec.output_mask[0]):
-        return 0
-    values = {"forward": 3, "forward_streamed": 4}.get(spec.kernel, 2)
-    total = spec.rows_per_cta * 2 * ((1 if spec.rms else values) * slots * compute + MAILBOX)
-    # Dynamic shared memory begins at a multiple of 128.
-    return ceil_div(total, 128) * 128 if dynamic_shared(spec) else total
-
-
-def dynamic_shared(spec: KernelSpec) -> int:
-    """Bytes of shared memory that the launch asks for: places of rows and weights, later sums of the row groups."""
-    if spec.kernel not in ("forward", "backward"):
-        return 0
-    shape, rows = spec.shape, spec.rows_per_cta
-    columns = rows * shape.capacity // shape.cluster
-    if spec.kernel == "forward":
-        return columns * spec.stages * ITEMSIZE[spec.x]
-    places = columns * spec.stages * (ITEMSIZE[spec.x] + ITEMSIZE[spec.y])
-    weight = ITEMSIZE[spec.weight] if spec.weight else 0
-    if shape.packs > 2 or shape.packs * shape.pack * weight > WEIGHT_BYTES:
-        places += columns * weight
-    # A warp holds a row group, or several whose sums it adds up by shuffles.
-    holders = rows * shape.threads // max(WARP, shape.threads)
-    compute = 8 if spec.x == "float64" else 4
-    sums = holders * shape.capacity // shape.cluster * compute if holders > 1 and any(spec.output_mask[1:]) else 0
-    return max(places, sums)
+    return problem.aligned and (
+        problem.rows == 1
+        or all(
+            one.row_stride * ITEMSIZE[one.dtype] % min(16, pack * ITEMSIZE[one.dtype]) == 0
+            for one in problem.operands
+            if one.kind == "full"
+        )
+    )
 
 
 def _shape(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowShape:

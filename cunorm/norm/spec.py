@@ -1,0 +1,149 @@
+"""Everything that changes a kernel's text: two launches with equal specs share one compiled kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..operation import NORMS, Operation
+from .problem import ITEMSIZE, Operand, compute_dtype
+
+WARP = 32
+# The backward pass keeps its column operands in registers where a thread has so many bytes and packs of them at most,
+# else in shared memory.
+COLUMN_BYTES = 64
+COLUMN_PACKS = 2
+SUM_COLUMNS = 4  # of a thread that adds partial rows up, and of a piece of a partial row
+MAILBOX = 8  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """A row is held by `threads` threads in each of `cluster` CTAs, `packs` packs of `pack` columns a thread."""
+
+    pack: int
+    threads: int
+    packs: int
+    cluster: int = 1
+
+    @property
+    def capacity(self) -> int:
+        return self.pack * self.threads * self.packs * self.cluster
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A kernel that reads rows. `operands` are in the order of its parameters, without their strides."""
+
+    kernel: str  # "forward", "forward_streamed", "backward", "backward_streamed" or "column_gradients"
+    operation: Operation
+    cols: int
+    row_dtype: str
+    operands: tuple[Operand, ...]
+    aligned: bool
+    shape: RowShape
+    rows_per_cta: int = 1
+    ctas_per_sm: int = 1
+    prefetch: bool = False
+    stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
+    ask_early: bool = False  # the next row is asked for before the present one is summed up
+    streamed_x: bool = False  # x is read past L1
+    streamed_y: bool = False  # y, or dy, is written, or read, past L1
+    columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
+    once: bool = False  # forward: the grid has a CTA for every row
+    final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
+
+    @property
+    def threads(self) -> int:
+        return self.shape.threads * self.rows_per_cta
+
+    @property
+    def compute(self) -> str:
+        return compute_dtype(self.row_dtype)
+
+    @property
+    def read(self) -> tuple[Operand, ...]:
+        return tuple(one for one in self.operands if not one.written)
+
+    @property
+    def written(self) -> tuple[Operand, ...]:
+        return tuple(one for one in self.operands if one.written)
+
+    @property
+    def matrices(self) -> tuple[Operand, ...]:
+        """What is read by rows."""
+        return tuple(one for one in self.read if one.kind == "full")
+
+    @property
+    def columns(self) -> tuple[Operand, ...]:
+        """What is read once for all rows."""
+        return tuple(one for one in self.read if one.kind == "column")
+
+    @property
+    def sums(self) -> tuple[Operand, ...]:
+        """What is added up over rows."""
+        return tuple(one for one in self.written if one.kind != "full") if self.kernel in BACKWARD else ()
+
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        """What is written by rows."""
+        return tuple(one for one in self.written if one.kind == "full")
+
+
+BACKWARD = ("backward", "column_gradients")
+
+
+@dataclass(frozen=True, slots=True)
+class SumSpec:
+    """The kernel that adds partial rows up, for `count` gradients of one dtype."""
+
+    compute: str
+    dtype: str
+    pack: int
+    lanes: int  # threads beside each other
+    count: int
+    threads: int = 256
+    kernel: str = "sum_partials"
+
+    @property
+    def rows_per_cta(self) -> int:
+        return self.threads // self.lanes
+
+
+KernelSpec = NormSpec | SumSpec
+
+
+def shared_memory(spec: KernelSpec) -> int:
+    """Bytes of static shared memory; the compile test holds it against ptxas."""
+    compute = ITEMSIZE[spec.compute]
+    if isinstance(spec, SumSpec):
+        sums = spec.threads // max(WARP, spec.lanes)
+        return compute * sums * spec.lanes * SUM_COLUMNS if sums > 1 else 0
+    if spec.kernel == "column_gradients":
+        return 0
+    slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
+    if slots == 1 or (spec.kernel == "backward" and not spec.results):
+        return 0
+    norm = NORMS[spec.operation.norm]
+    values = {"forward": norm.forward_values, "forward_streamed": norm.streamed_values}
+    total = spec.rows_per_cta * 2 * (values.get(spec.kernel, norm.backward_values) * slots * compute + MAILBOX)
+    # Dynamic shared memory begins at a multiple of 128.
+    return -(-total // 128) * 128 if dynamic_shared(spec) else total
+
+
+def dynamic_shared(spec: KernelSpec) -> int:
+    """Bytes of shared memory that the launch asks for: places of rows and columns, later sums of the row groups."""
+    if spec.kernel not in ("forward", "backward") or isinstance(spec, SumSpec):
+        return 0
+    shape, rows = spec.shape, spec.rows_per_cta
+    columns = rows * shape.capacity // shape.cluster
+    places = columns * spec.stages * sum(ITEMSIZE[one.dtype] for one in spec.matrices)
+    if spec.kernel == "forward":
+        return places
+    width = sum(ITEMSIZE[one.dtype] for one in spec.columns)
+    if shape.packs > COLUMN_PACKS or shape.packs * shape.pack * width > COLUMN_BYTES:
+        places += columns * width
+    # A warp holds a row group, or several whose sums it adds up by shuffles.
+    holders = rows * shape.threads // max(WARP, shape.threads)
+    compute = ITEMSIZE[spec.compute]
+    sums = holders * shape.capacity // shape.cluster * compute if holders > 1 and spec.sums else 0
+    return max(places, sums)

@@ -1,0 +1,124 @@
+"""A norm with what stands before and after it, as a value, and its derivative.
+
+                      s = prologue(x, ...)          elementwise; x itself without a prologue
+    Operation:     xhat = normalise(s)              by one of NORMS: the only part that is not elementwise
+                      y = epilogue(xhat, ...)       elementwise
+
+Every name besides x and xhat is an operand. The plain norms are entries of a table over this (`affine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from .expression import gradients, substitute, trace
+from .expression_grammar import parse
+from .expression_value import Expression
+
+
+class Norm(NamedTuple):
+    """What plans know of a norm; kernels_cu/statistics.cuh has its arithmetic."""
+
+    policy: str  # its struct there
+    subtracts_mean: bool
+    forward_values: int  # that warps tell each other in the forward pass
+    streamed_values: int  # where rows are streamed
+    backward_values: int
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """What the forward pass keeps of a row."""
+        return ("mean", "rstd") if self.subtracts_mean else ("rstd",)
+
+
+NORMS = {
+    "layer_norm": Norm("LayerNorm", True, 3, 4, 2),
+    "rms_norm": Norm("RmsNorm", False, 1, 1, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """`defaults` are the numbers that stand for operands which a call leaves out."""
+
+    norm: str
+    epilogue: Expression
+    prologue: Expression | None = None
+    returns: tuple[str, ...] = ("y",)
+    defaults: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """The operands of the prologue."""
+        return self.prologue.names[1:] if self.prologue else ()
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """The operands of the epilogue."""
+        return self.epilogue.names[1:]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        return tuple(dict.fromkeys((*self.before, *self.after)))
+
+    def given(self, names: Collection[str]) -> Operation:
+        """The same with numbers in place of the operands that are not among `names`."""
+        absent = {name: number for name, number in self.defaults if name not in names}
+        if not absent:
+            return self
+        left = tuple((name, number) for name, number in self.defaults if name in names)
+        return replace(self, epilogue=_with_numbers(self.epilogue, absent), defaults=left)
+
+
+@cache
+def affine(norm: str, zero_centered_gamma: bool = False) -> Operation:
+    """layer_norm and rms_norm: y = xhat * weight + bias, or with 1 + weight. Of an RMSNorm there is no bias."""
+    if zero_centered_gamma:
+        epilogue, one = trace(lambda xhat, weight, bias: xhat * (1 + weight) + bias), 0.0
+    else:
+        epilogue, one = trace(lambda xhat, weight, bias: xhat * weight + bias), 1.0
+    return Operation(norm, epilogue, defaults=(("weight", one), ("bias", 0.0)))
+
+
+class Derivative(NamedTuple):
+    """The gradients that are wanted of an operation, as expressions.
+
+    Those of the epilogue's operands are of xhat, dy (the gradient of y) and the epilogue's operands; those of x and of
+    the prologue's operands are of ds (the whole gradient of s), x and the prologue's operands. An operand of both has
+    one in each, and they are added.
+    """
+
+    g: Expression | None  # the gradient of xhat; None where nobody asks for what comes of it
+    early: tuple[tuple[str, Expression], ...]  # known before the sums over a row are
+    late: tuple[tuple[str, Expression], ...]
+
+
+def derivative(operation: Operation, wanted: Iterable[str], present: Collection[str]) -> Derivative:
+    """The gradients with respect to `wanted`, names of operands or x, of a call that has the operands `present`."""
+    wanted = tuple(wanted)
+    absent = {name: number for name, number in operation.defaults if name not in present}
+    late_names = [name for name in wanted if name == "x" or name in operation.before]
+    early_names = [name for name in wanted if name in operation.after]
+    found = gradients(operation.epilogue, ("xhat", *early_names), seed="dy")
+    found = {name: _with_numbers(expression, absent) for name, expression in found.items()}
+    prologue = operation.prologue or X
+    late = gradients(prologue, late_names, seed="ds")
+    return Derivative(
+        found.pop("xhat") if late_names else None,
+        tuple((name, found[name]) for name in early_names),
+        tuple((name, late[name]) for name in late_names),
+    )
+
+
+X = parse("x", ("x",))
+
+
+def _with_numbers(expression: Expression, numbers: dict[str, float]) -> Expression:
+    """The expression with numbers in place of names, which it then has no more."""
+    return substitute(
+        expression, {name: parse(repr(number), ()) for name, number in numbers.items() if name in expression.names}
+    )
