@@ -232,7 +232,7 @@ def _sigmoid_of_array(x: Any) -> Any:
 
 
 def _erf_of_array(x: Any) -> Any:
-    dtype = numpy.result_type(x, numpy.float16)
+    dtype = numpy.result_type(numpy.asarray(x), numpy.float16)
     return numpy.vectorize(math.erf, otypes=[float])(x).astype(dtype)[()]
 
 
