@@ -80,6 +80,8 @@ class Tracer:
             if value.graph is not self.graph:
                 raise TypeError("a parameter of another traced function was captured")
             return value.place
+        if isinstance(value, numpy.ndarray) and value.ndim == 0:
+            value = value[()]  # NumPy makes an array of its number on the left of a comparison
         if isinstance(value, numbers.Real):
             return self.graph.constant(value)
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
