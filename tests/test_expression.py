@@ -89,6 +89,7 @@ EQUAL = [
     (lambda x: numpy.less(x, 2), lambda x: numpy.where(x < 2, 1, 0)),
     (lambda x: -x * 2 - x, lambda x: -(x * 2 + x)),
     (lambda x: x - -x, lambda x: x + x),
+    (lambda x: x + -0.0 - 0.0, lambda x: 0 + x),
     (lambda x: numpy.float64(2) - x, lambda x: 2 - x),
     (lambda x: numpy.where(x, x, 1), lambda x: expression.where(x != 0, x, 1)),
     (lambda x: abs(x), lambda x: numpy.abs(x)),
@@ -129,6 +130,7 @@ def test_what_is_shared_is_written_once():
 
     assert len(trace(repeated).text) < 10_000
     assert trace(lambda a, b, c: a * b * c + a * b).text == "t0 = a * b; t0 * c + t0"
+    assert trace(lambda a, b: a * b / (a + b) - a * b * (a + b)).text == "t0 = a * b; t1 = a + b; t0 / t1 - t0 * t1"
 
 
 def test_an_expression_is_a_value():
