@@ -80,6 +80,8 @@ class Tracer:
             if value.graph is not self.graph:
                 raise TypeError("a parameter of another traced function was captured")
             return value.place
+        if isinstance(value, numpy.ndarray) and value.ndim == 0:
+            value = value[()]  # NumPy makes an array of its number on the left of a comparison
         if isinstance(value, numbers.Real):
             return self.graph.constant(value)
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -232,7 +234,7 @@ def _sigmoid_of_array(x: Any) -> Any:
 
 
 def _erf_of_array(x: Any) -> Any:
-    dtype = numpy.result_type(x, numpy.float16)
+    dtype = numpy.result_type(numpy.asarray(x), numpy.float16)
     return numpy.vectorize(math.erf, otypes=[float])(x).astype(dtype)[()]
 
 
