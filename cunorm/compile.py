@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .device import NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-from .norm.tiers import KernelSpec, dynamic_shared
+from .norm.spec import KernelSpec, dynamic_shared
 from .source import Baked, entry_name, source
 
-OPTIONS = ("--std=c++17",)
+OPTIONS = ("--std=c++17", "-fmad=false")  # platform.cuh says why
 AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
 
 
@@ -66,7 +66,7 @@ def _compile(spec: KernelSpec) -> Any:
     dynamic = dynamic_shared(spec)
     if dynamic:
         compiled.max_dynamic_shared_size_bytes = dynamic
-    if spec.shape.cluster > 8:
+    if spec.cluster > 8:
         cupy.cuda.driver.funcSetAttribute(compiled.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
     compiled.preferred_shared_memory_carveout = _carveout(spec.threads, compiled.shared_size_bytes + dynamic)
     return compiled.kernel

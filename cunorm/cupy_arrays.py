@@ -16,9 +16,10 @@ import cupy
 import numpy
 
 from . import device, launch
-from .norm import problem
+from .norm import checks
+from .norm.checks import Layout
 from .norm.plan import Plan, plan
-from .norm.problem import Layout, Problem
+from .norm.problem import Problem
 from .numpy_arrays import numpy_dtype
 
 RECIPES = 4096  # kept at most
@@ -108,14 +109,14 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
     )
     assert x is not None
     if dtype is not None:
-        dtype = problem.dtype_name(function, dtype)
-    shape, y_dtype = problem.check_forward(
+        dtype = checks.dtype_name(function, dtype)
+    shape, y_dtype = checks.check_forward(
         function, x, normalized_shape, weight, bias, out, dtype, zero_centered_gamma=zero_centered_gamma
     )
-    eps = problem.check_eps(function, eps)
+    eps = checks.check_eps(function, eps)
     properties = device.current(int(x.device))
     cols = math.prod(shape)
-    x_stride, y_stride = (None if array is None else problem.row_stride(array, len(shape)) for array in (x, out))
+    x_stride, y_stride = (None if array is None else checks.row_stride(array, len(shape)) for array in (x, out))
     copies = (x_stride is None, *(array is not None and not _contiguous(array) for array in (weight, bias)), False)
     temporary = out is not None and y_stride is None
     task = Problem(
@@ -130,7 +131,7 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
         zero_centered_gamma=zero_centered_gamma,
         x_stride=cols if x_stride is None else x_stride,
         y_stride=cols if y_stride is None else y_stride,
-        sm_margin=problem.check_sm_margin(function, sm_margin, properties.sms),
+        sm_margin=checks.check_sm_margin(function, sm_margin, properties.sms),
         aligned=_aligned(arrays),
     )
     statistics = numpy.dtype(task.statistics)
@@ -240,11 +241,11 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
     assert dy is not None
     assert x is not None
     assert rstd is not None
-    shape = problem.check_backward(function, dy, x, mean, rstd, weight, zero_centered_gamma=zero_centered_gamma)
+    shape = checks.check_backward(function, dy, x, mean, rstd, weight, zero_centered_gamma=zero_centered_gamma)
     properties = device.current(int(x.device))
-    mask = problem.check_output_mask(function, output_mask, 3 if layer_norm else 2)
+    mask = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2)
     cols = math.prod(shape)
-    dy_stride, x_stride = (problem.row_stride(array, len(shape)) for array in (dy, x))
+    dy_stride, x_stride = (checks.row_stride(array, len(shape)) for array in (dy, x))
     small = (array is not None and not _contiguous(array) for array in (mean, rstd, weight))
     copies = (dy_stride is None, x_stride is None, *small)
     task = Problem(
@@ -259,7 +260,7 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
         zero_centered_gamma=zero_centered_gamma,
         x_stride=cols if x_stride is None else x_stride,
         y_stride=cols if dy_stride is None else dy_stride,
-        sm_margin=problem.check_sm_margin(function, sm_margin, properties.sms),
+        sm_margin=checks.check_sm_margin(function, sm_margin, properties.sms),
         aligned=_aligned(arrays),
         output_mask=mask,
     )
@@ -331,7 +332,7 @@ def _check_out_memory(function: str, recipe: Recipe, pointers: tuple[int, ...]) 
     """Kept, as the same memory comes again and again: without that 9 us of a call with `out`."""
     named = zip(("x", "weight", "bias", "out"), recipe.layouts, pointers, strict=True)
     *inputs, (_, out, out_pointer) = [(name, layout, pointer) for name, layout, pointer in named if layout is not None]
-    problem.check_out_memory(function, out, out_pointer, inputs, len(recipe.shape))
+    checks.check_out_memory(function, out, out_pointer, inputs, len(recipe.shape))
 
 
 def _copied(arrays: Sequence[Any], copies: Sequence[bool]) -> tuple[list[Any], list[int]]:
@@ -341,7 +342,7 @@ def _copied(arrays: Sequence[Any], copies: Sequence[bool]) -> tuple[list[Any], l
 
 
 def _contiguous(array: Layout) -> bool:
-    return problem.row_stride(array, len(array.shape)) is not None
+    return checks.row_stride(array, len(array.shape)) is not None
 
 
 def _aligned(arrays: Sequence[Any]) -> bool:

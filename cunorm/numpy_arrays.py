@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy
 
-from .norm import problem
-from .norm.problem import Layout
+from .norm import checks
+from .norm.checks import Layout
 
 
 def forward(
@@ -29,21 +29,21 @@ def forward(
     """Return (y, mean, rstd), statistics None unless asked for."""
     named = {"x": x, "weight": weight, "bias": bias, "out": out}
     layouts = {name: layout(function, name, array) for name, array in named.items() if array is not None}
-    shape, y_dtype = problem.check_forward(
+    shape, y_dtype = checks.check_forward(
         function,
         layouts["x"],
         normalized_shape,
         layouts.get("weight"),
         layouts.get("bias"),
         layouts.get("out"),
-        None if dtype is None else problem.dtype_name(function, dtype),
+        None if dtype is None else checks.dtype_name(function, dtype),
         zero_centered_gamma=zero_centered_gamma,
     )
-    eps = problem.check_eps(function, eps)
-    problem.check_sm_margin(function, sm_margin, None)
+    eps = checks.check_eps(function, eps)
+    checks.check_sm_margin(function, sm_margin, None)
     if out is not None:
         inputs = [(name, layouts[name], pointer(named[name])) for name in ("x", "weight", "bias") if name in layouts]
-        problem.check_out_memory(function, layouts["out"], pointer(out), inputs, len(shape))
+        checks.check_out_memory(function, layouts["out"], pointer(out), inputs, len(shape))
         if not out.flags.writeable:
             raise ValueError(f"{function}: out must be writeable; got a read-only array.")
     y = numpy.empty(x.shape, numpy_dtype(function, y_dtype)) if out is None else out
@@ -92,7 +92,7 @@ def backward(
         for name, array in named.items()
         if array is not None or name not in optional
     }
-    shape = problem.check_backward(
+    shape = checks.check_backward(
         function,
         layouts["dy"],
         layouts["x"],
@@ -101,8 +101,8 @@ def backward(
         layouts.get("weight"),
         zero_centered_gamma=zero_centered_gamma,
     )
-    problem.check_sm_margin(function, sm_margin, None)
-    wants_dx, wants_dweight, wants_dbias = problem.check_output_mask(function, output_mask, 3 if layer_norm else 2)
+    checks.check_sm_margin(function, sm_margin, None)
+    wants_dx, wants_dweight, wants_dbias = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2)
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     columns = (*rstd.shape, *(1,) * len(shape))
     with numpy.errstate(all="ignore"):

@@ -77,6 +77,16 @@ DEVICE Pack<T, kPack> pack_values(const Compute (&values)[kPack]) {
   return pack;
 }
 
+// A value as the storage format has it.
+template <class T, class Compute>
+DEVICE Compute rounded(Compute value) {
+  if constexpr (sizeof(T) == 2) {
+    return T::decode_low(T::encode(before_narrowing(value)));
+  } else {
+    return static_cast<T>(value);
+  }
+}
+
 template <class T, class Compute>
 DEVICE void store_value(T* address, Compute value) {
   if constexpr (sizeof(T) == 2) {

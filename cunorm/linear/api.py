@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..families import linear_of
-from ..norm import problem
+from ..norm import checks
 from . import problem as linear_problem
 
 
@@ -160,7 +160,7 @@ def layer_norm_linear_backward(
     """
     name = "layer_norm_linear_backward"
     op = linear_problem.op(name, normalization, ln_bias)
-    eps = problem.check_eps(name, eps)
+    eps = checks.check_eps(name, eps)
     return linear_of(name, x).backward(
         name,
         op,
@@ -179,6 +179,6 @@ def layer_norm_linear_backward(
 
 def _forward(function, x, parameters, eps, normalization, zero_centered_gamma, statistics):
     op = linear_problem.op(function, normalization, parameters[-1])
-    eps = problem.check_eps(function, eps)
+    eps = checks.check_eps(function, eps)
     options = {"zero_centered_gamma": zero_centered_gamma, "statistics": statistics}
     return linear_of(function, x).forward(function, op, x, *parameters, eps, **options)

@@ -9,7 +9,7 @@ import cupy
 
 from .. import cupy_arrays as gpu
 from .. import device, launch
-from ..norm import problem
+from ..norm import checks
 from ..norm.plan import plan
 from ..norm.problem import Problem
 from . import gemm
@@ -119,7 +119,7 @@ def _column_sums(dy: cupy.ndarray) -> cupy.ndarray:
     rows, cols = dy.shape
     if rows == 0:
         return cupy.zeros(cols, dy.dtype)
-    stride = problem.row_stride(gpu.layout("layer_norm_linear_backward", "dy", dy), 1)
+    stride = checks.row_stride(gpu.layout("layer_norm_linear_backward", "dy", dy), 1)
     if stride is None:
         dy, stride = cupy.ascontiguousarray(dy), cols
     device_id = dy.data.device_id

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ..norm.problem import ITEMSIZE, Layout
+from ..norm.checks import Layout
+from ..norm.problem import ITEMSIZE
 
 OPS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
 MATRICES = {

@@ -14,6 +14,7 @@ COLUMN_BYTES = 64
 COLUMN_PACKS = 2
 SUM_COLUMNS = 4  # of a thread that adds partial rows up, and of a piece of a partial row
 MAILBOX = 8  # bytes
+SHARED_ALIGNMENT = 128  # of dynamic shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class NormSpec:
         return self.shape.threads * self.rows_per_cta
 
     @property
+    def cluster(self) -> int:
+        return self.shape.cluster
+
+    @property
     def compute(self) -> str:
         return compute_dtype(self.row_dtype)
 
@@ -84,6 +89,12 @@ class NormSpec:
         return tuple(one for one in self.written if one.kind != "full") if self.kernel in BACKWARD else ()
 
     @property
+    def of_s(self) -> bool:
+        """Whether a backward pass needs the sums over a row that the gradient of s is made of."""
+        before = ("x", *self.operation.before)
+        return any(one.name.removeprefix("d") in before for one in self.written)
+
+    @property
     def results(self) -> tuple[Operand, ...]:
         """What is written by rows."""
         return tuple(one for one in self.written if one.kind == "full")
@@ -103,6 +114,8 @@ class SumSpec:
     count: int
     threads: int = 256
     kernel: str = "sum_partials"
+    cluster: int = 1
+    final: bool = True
 
     @property
     def rows_per_cta(self) -> int:
@@ -121,13 +134,12 @@ def shared_memory(spec: KernelSpec) -> int:
     if spec.kernel == "column_gradients":
         return 0
     slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
-    if slots == 1 or (spec.kernel == "backward" and not spec.results):
+    if slots == 1 or (spec.kernel.startswith("backward") and not spec.of_s):
         return 0
     norm = NORMS[spec.operation.norm]
     values = {"forward": norm.forward_values, "forward_streamed": norm.streamed_values}
     total = spec.rows_per_cta * 2 * (values.get(spec.kernel, norm.backward_values) * slots * compute + MAILBOX)
-    # Dynamic shared memory begins at a multiple of 128.
-    return -(-total // 128) * 128 if dynamic_shared(spec) else total
+    return -(-total // SHARED_ALIGNMENT) * SHARED_ALIGNMENT if dynamic_shared(spec) else total
 
 
 def dynamic_shared(spec: KernelSpec) -> int:

@@ -81,6 +81,7 @@ BACKWARD = (
 )
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
+
 def choose(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
     packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from ...linear import problem as linear_problem
-from ...norm import problem
-from ...norm.problem import Layout
+from ...norm import checks
+from ...norm.checks import Layout
 from ..norm import primitives, sharding
 from ..norm.formulas import Task
 from ..norm.functional import array
@@ -118,7 +118,7 @@ def norm_linear(
     With `mixed` x may have another dtype than kernel, which z and y have. For kernel (in, out) there may be
     weight (out, in). Errors are in the name of `function`.
     """
-    eps = problem.check_eps(function, eps)
+    eps = checks.check_eps(function, eps)
     arrays = given(function, named, required=("x", "kernel", "weight"))
     linear_problem.check_forward(function, layouts(arrays), bool(zero_centered_gamma), mixed)
     axis = 0 if "kernel" in arrays else 1

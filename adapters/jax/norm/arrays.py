@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from ...norm import problem
-from ...norm.problem import Layout
+from ...norm import checks
+from ...norm.checks import Layout
 from . import functional, primitives, sharding
 from .formulas import Task
 
@@ -58,7 +58,7 @@ def backward(
         name: functional.array(function, name, a) for name, a in named.items() if a is not None or name not in optional
     }
     layouts = {name: Layout(a.shape, (), a.dtype.name, "") for name, a in arrays.items()}
-    shape = problem.check_backward(
+    shape = checks.check_backward(
         function,
         layouts["dy"],
         layouts["x"],
@@ -67,8 +67,8 @@ def backward(
         layouts.get("weight"),
         zero_centered_gamma=zero_centered_gamma,
     )
-    mask = problem.check_output_mask(function, output_mask, 3 if layer_norm else 2)
-    margin = problem.check_sm_margin(function, sm_margin, None)
+    mask = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2)
+    margin = checks.check_sm_margin(function, sm_margin, None)
     op = function.removesuffix("_backward")
     task = Task(op, len(shape), 0.0, bool(zero_centered_gamma), layouts["dy"].dtype, margin)
     names = ("dx", "dweight", "dbias")

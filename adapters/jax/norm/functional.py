@@ -10,8 +10,8 @@ import numpy
 import jax
 import jax.numpy as jnp
 
-from ...norm import problem
-from ...norm.problem import Layout
+from ...norm import checks
+from ...norm.checks import Layout
 from . import primitives, sharding
 from .formulas import Task
 
@@ -115,14 +115,14 @@ def checked(
     named = {"x": x, "weight": weight, "bias": bias}
     arrays = {name: array(function, name, a) for name, a in named.items() if a is not None or name == "x"}
     layouts = {name: Layout(a.shape, (), a.dtype.name, "") for name, a in arrays.items()}
-    shape, y_dtype = problem.check_forward(
+    shape, y_dtype = checks.check_forward(
         function,
         layouts["x"],
         normalized_shape,
         layouts.get("weight"),
         layouts.get("bias"),
         None,
-        None if dtype is None else problem.dtype_name(function, dtype),
+        None if dtype is None else checks.dtype_name(function, dtype),
         zero_centered_gamma=zero_centered_gamma,
     )
     if y_dtype == "float64" and not jax.config.jax_enable_x64:
@@ -130,10 +130,10 @@ def checked(
     task = Task(
         op=function.removesuffix("_forward"),
         ndim=len(shape),
-        eps=problem.check_eps(function, eps),
+        eps=checks.check_eps(function, eps),
         zero_centered_gamma=bool(zero_centered_gamma),
         dtype=y_dtype,
-        sm_margin=problem.check_sm_margin(function, sm_margin, None),
+        sm_margin=checks.check_sm_margin(function, sm_margin, None),
     )
     return sharding.prepared(arrays, task.ndim), task
 

@@ -21,8 +21,9 @@ from jax.interpreters import mlir
 
 from ... import compile, launch, source
 from ...device import of_memory
+from ...norm.checks import check_sm_margin
 from ...norm.plan import Plan, Step, plan
-from ...norm.problem import ITEMSIZE, Problem, check_sm_margin
+from ...norm.problem import ITEMSIZE, Problem
 from ..norm import formulas
 from ..norm.formulas import Task
 from . import target as choice

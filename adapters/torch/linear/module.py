@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...linear import problem as linear_problem
-from ...norm import problem
+from ...norm import checks
 from .checks import check_parallel, check_sizes, refuse
 from .functional import norm_linear
 from .parameters import joined, lay_side_by_side, parts_of
@@ -140,7 +140,7 @@ class LayerNormLinear(nn.Module):
     ):
         super().__init__()
         check_sizes(in_features=in_features, out_features=out_features)
-        problem.check_eps("LayerNormLinear", eps)
+        checks.check_eps("LayerNormLinear", eps)
         self.op = linear_problem.op("LayerNormLinear", normalization, None)
         check_parallel(parallel_mode, tp_group, tp_size)
         refuse(

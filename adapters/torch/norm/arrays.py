@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...norm import problem
 from . import checks, functional, operators
 from .formulas import compute_dtype
 
@@ -30,11 +29,11 @@ def forward(
     """Return (y, mean, rstd), statistics None unless asked for. y is differentiable unless it is written to `out`."""
     op = function.removesuffix("_forward")
     checks.tensors(op, x, weight, bias)
-    problem.check_eps(function, eps)
+    checks.check_eps(function, eps)
     if normalized_shape is None:
         normalized_shape = x.shape[-1:] if weight is None else weight.shape
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        dtype = getattr(torch, problem.dtype_name(function, dtype))
+        dtype = getattr(torch, checks.dtype_name(function, dtype))
     if out is not None:
         dtype = _check_out(function, out, x, dtype, (x, weight, bias))
     mean = rstd = None
@@ -76,9 +75,9 @@ def backward(
             )
     if zero_centered_gamma and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    mask = problem.check_output_mask(function, output_mask, 3 if op == "layer_norm" else 2)
+    mask = checks.check_output_mask(function, output_mask, 3 if op == "layer_norm" else 2)
     statistics = torch.stack((rstd,) if op == "rms_norm" else (mean, rstd))
-    margin = problem.check_sm_margin(function, sm_margin, None)
+    margin = checks.check_sm_margin(function, sm_margin, None)
     gradients = operators.norm_backward(dy, x, statistics, weight, op, 0.0, zero_centered_gamma, list(mask), margin)
     dx, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
     return dx, dweight, dbias

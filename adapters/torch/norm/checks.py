@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...norm import problem
-from ...norm.problem import Layout
+from ...norm import checks
+from ...norm.checks import Layout
 
 SM_MARGINS = ("forward", "backward", "inference")
 
@@ -36,7 +36,7 @@ def eps(function: str, value: Any, x: Tensor) -> float:
 def sm_margins(function: str, sm_margin: Any) -> tuple[int, int, int]:
     """Those of the forward pass, of the backward pass, and of a forward pass that has none."""
     if not isinstance(sm_margin, Mapping):
-        return (problem.check_sm_margin(function, sm_margin, None),) * 3
+        return (checks.check_sm_margin(function, sm_margin, None),) * 3
     unknown = set(sm_margin) - set(SM_MARGINS)
     if unknown:
         raise ValueError(
@@ -44,7 +44,7 @@ def sm_margins(function: str, sm_margin: Any) -> tuple[int, int, int]:
             f"got the key {sorted(map(str, unknown))[0]!r}."
         )
     forward, backward, inference = (
-        problem.check_sm_margin(function, sm_margin.get(name, 0), None) for name in SM_MARGINS
+        checks.check_sm_margin(function, sm_margin.get(name, 0), None) for name in SM_MARGINS
     )
     return forward, backward, inference
 
@@ -86,10 +86,10 @@ def forward(
     if any(isinstance(size, torch.SymInt) for size in shape):
         return  # a row length that torch.compile holds open is checked when the kernel runs
     _raise_as_torch(
-        problem.check_forward, function, layouts[0], shape, *layouts[1:], None, None, zero_centered_gamma=False
+        checks.check_forward, function, layouts[0], shape, *layouts[1:], None, None, zero_centered_gamma=False
     )
-    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in problem.ITEMSIZE:
-        names = ", ".join(f"torch.{name}" for name in problem.ITEMSIZE)
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in checks.ITEMSIZE:
+        names = ", ".join(f"torch.{name}" for name in checks.ITEMSIZE)
         raise TypeError(f"{function}: dtype must be one of {names}; got {dtype!r}.")
 
 
@@ -98,7 +98,7 @@ def backward(function: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: T
     layouts = {name: None if tensor is None else layout(function, name, tensor) for name, tensor in named.items()}
     rows = layouts["statistics"]._replace(shape=tuple(statistics.shape[1:]))
     _raise_as_torch(
-        problem.check_backward,
+        checks.check_backward,
         function,
         layouts["dy"],
         layouts["x"],

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ... import device, launch
+from ...norm.checks import Layout, check_sm_margin, row_stride
 from ...norm.plan import Plan, plan
-from ...norm.problem import Layout, Problem, check_sm_margin, row_stride
+from ...norm.problem import Problem
 from . import checks
 from .formulas import compute_dtype
 
