@@ -170,11 +170,11 @@ ROADS: dict[str, Road] = {
 
 
 def like(x: Tensor) -> Tensor:
-    return launching._empty(x.shape, x.stride(), x.dtype)
+    return launching._empty(tuple(x.shape), x.stride(), x.dtype)
 
 
 def like_row(x: Tensor) -> Tensor:
-    return launching._empty(x.shape[-1:], (1,), x.dtype)
+    return launching._empty((x.shape[-1],), (1,), x.dtype)
 
 
 def like_statistics(x: Tensor) -> Tensor:
