@@ -1,0 +1,212 @@
+"""Roads from a torch call to a norm's kernels and back through autograd, to see what each stretch costs on the host.
+
+A road is called as (x, weight, bias, eps) and returns y; all tensors are bfloat16 on the GPU. The first rungs of the
+ladder launch nothing: their results are whatever was in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+import cunorm.torch
+from cunorm import device, launch
+from cunorm.plan import Plan, plan
+from cunorm.problem import Problem
+from cunorm.torch import functional, launching, operators
+
+Road = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+# An autograd.Function that does ever more.
+
+
+class Empty(torch.autograd.Function):
+    """Allocates y; the gradient of x is that of y, weight and bias get none."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        return like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None, None, None
+
+
+class Gradients(torch.autograd.Function):
+    """Allocates y and the three gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        return like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return like(dy), like_row(dy), like_row(dy), None
+
+
+class Saved(torch.autograd.Function):
+    """The same; keeps what cunorm's keeps, and takes it out again."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, statistics = like(x), like_statistics(x)
+        ctx.save_for_backward(x, statistics, weight)
+        ctx.call = eps, None
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        _ = ctx.saved_tensors, ctx.call, ctx.needs_input_grad[:3]
+        return like(dy), like_row(dy), like_row(dy), None
+
+
+class Launched(torch.autograd.Function):
+    """The same, and the kernels are launched by plans that are known: no checks, no keys, no recipes."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, statistics = like(x), like_statistics(x)
+        run_forward(x, weight, bias, eps, y, statistics)
+        ctx.save_for_backward(x, statistics, weight)
+        ctx.call = eps, None
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, statistics, weight = ctx.saved_tensors
+        _ = ctx.call, ctx.needs_input_grad[:3]
+        gradients = like(x), like_row(x), like_row(x)
+        run_backward(dy, x, statistics, weight, *gradients)
+        return *gradients, None
+
+
+class TorchKernels(torch.autograd.Function):
+    """torch's own kernels, its backward pass called from Python."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, mean, rstd = torch.ops.aten.native_layer_norm.default(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        mask = list(ctx.needs_input_grad[:3])
+        backward = torch.ops.aten.native_layer_norm_backward.default
+        return *backward(dy, x, weight.shape, mean, rstd, weight, bias, mask), None
+
+
+# Operators without an autograd of their own: the Function around them is what torch.compile differentiates.
+
+_library = torch.library.Library("cunorm_roads", "DEF")
+
+
+def _define(name: str, cuda: Callable, fake: Callable) -> Callable:
+    schema = str(getattr(torch.ops.cunorm, name).default._schema).partition("::")[2]
+    _library.define(schema)
+    _library.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"cunorm_roads::{name}", fake, lib=_library)
+    return getattr(torch.ops.cunorm_roads, name).default
+
+
+bare_forward = _define("norm_forward", operators._forward_cuda, operators._forward_fake)
+bare_backward = _define("norm_backward", operators._backward_cuda, operators._backward_fake)
+
+
+class BareOperators(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, statistics = bare_forward(x, weight, bias, "layer_norm", 1, eps, False, x.dtype, True, 0, 0)
+        ctx.save_for_backward(x, statistics, weight)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, statistics, weight = ctx.saved_tensors
+        wanted = [True, True, True]
+        return *bare_backward(dy, x, statistics, weight, "layer_norm", ctx.eps, False, wanted, 0), None
+
+
+_library.define("norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")
+
+
+@torch.library.impl(_library, "norm", "AutogradCUDA")
+def _norm_autograd(x, weight, bias, eps):
+    return functional._apply(x, weight, bias, ("layer_norm", 1, eps, False, x.dtype, 0, 0))
+
+
+def through_operator(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return operators.norm_forward(x, weight, bias, "layer_norm", 1, eps, False, x.dtype, True, 0, 0)[0]
+
+
+def _quick(function: type[torch.autograd.Function]) -> Road:
+    return super(torch.autograd.Function, function).apply  # as in adapters/torch/functional.py
+
+
+ROADS: dict[str, Road] = {
+    "none": lambda x, weight, bias, eps: x,
+    "torch": lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps),
+    "Function": _quick(Empty),
+    "Function, gradients": _quick(Gradients),
+    "Function, gradients, saved": _quick(Saved),
+    "Function, gradients, saved, launched": _quick(Launched),
+    "cunorm": lambda x, weight, bias, eps: cunorm.torch.layer_norm(x, weight.shape, weight, bias, eps),
+    "torch's kernels in a Function": _quick(TorchKernels),
+    "operator with autograd": through_operator,
+    "operators in a Function": BareOperators.apply,
+    "operator at the autograd key": lambda x, weight, bias, eps: torch.ops.cunorm_roads.norm.default(
+        x, weight, bias, eps
+    ),
+}
+
+
+# What the rungs are made of. Everything is contiguous and bfloat16.
+
+
+def like(x: Tensor) -> Tensor:
+    return launching._empty(tuple(x.shape), x.stride(), x.dtype)
+
+
+def like_row(x: Tensor) -> Tensor:
+    return launching._empty((x.shape[-1],), (1,), x.dtype)
+
+
+def like_statistics(x: Tensor) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    return launching._empty((2, rows), (rows, 1), torch.float32)
+
+
+_plans: dict[tuple[str, int, int], Plan] = {}
+
+
+def plan_of(direction: str, x: Tensor) -> Plan:
+    cols = x.shape[-1]
+    key = direction, x.numel() // cols, cols
+    if key not in _plans:
+        problem = Problem.whole("layer_norm", *key, "bfloat16", "bfloat16")
+        _plans[key] = plan(problem, device.current(x.get_device()))
+    return _plans[key]
+
+
+def run_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, y: Tensor, statistics: Tensor) -> None:
+    plan = plan_of("forward", x)
+    index, mean = x.get_device(), statistics.data_ptr()
+    pointers = {"x": x.data_ptr(), "y": y.data_ptr(), "weight": weight.data_ptr(), "bias": bias.data_ptr()}
+    rstd = mean + 4 * plan.problem.rows
+    launch.run_forward(plan, index, launching._stream(index), **pointers, mean=mean, rstd=rstd, eps=eps)
+
+
+def run_backward(dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor, dx, dweight, dbias) -> None:
+    plan = plan_of("backward", x)
+    index, mean = x.get_device(), statistics.data_ptr()
+    workspace = launching._empty((plan.workspace,), (1,), torch.uint8)
+    tensors = {"x": x, "dy": dy, "weight": weight, "dx": dx, "dweight": dweight, "dbias": dbias, "workspace": workspace}
+    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    rstd = mean + 4 * plan.problem.rows
+    launch.run_backward(plan, index, launching._stream(index), **pointers, mean=mean, rstd=rstd)
