@@ -19,7 +19,7 @@ from bench.workload import Workload
 from cunorm import cupy_arrays as gpu
 from cunorm import device, launch
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import Problem
+from cunorm.norm.problem import whole
 
 CALLS = 64  # without waiting for the GPU; its queue holds a thousand
 REPETITIONS = 301
@@ -46,7 +46,7 @@ def host_microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    problem = Problem.whole("layer_norm", "forward", ROWS, COLS, "bfloat16", "bfloat16")
+    problem = whole("layer_norm", "forward", ROWS, COLS, "bfloat16", "bfloat16")
     solution = plan(problem, device.current(0))
     buffers = Workload(Case("layer_norm", "backward", ROWS, COLS, "bfloat16")).sets[0]
     x, weight, bias, mean, rstd, dy = (vars(buffers)[n] for n in ("x", "weight", "bias", "mean", "rstd", "dy"))

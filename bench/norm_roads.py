@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 import cunorm.torch
 from cunorm import device, launch
 from cunorm.plan import Plan, plan
-from cunorm.problem import Problem
+from cunorm.problem import whole
 from cunorm.torch import functional, launching, operators
 
 Road = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -189,7 +189,7 @@ def plan_of(direction: str, x: Tensor) -> Plan:
     cols = x.shape[-1]
     key = direction, x.numel() // cols, cols
     if key not in _plans:
-        problem = Problem.whole("layer_norm", *key, "bfloat16", "bfloat16")
+        problem = whole("layer_norm", *key, "bfloat16", "bfloat16")
         _plans[key] = plan(problem, device.current(x.get_device()))
     return _plans[key]
 

@@ -12,7 +12,7 @@ from busy import spin
 import cunorm
 from cunorm import device, launch
 from cunorm.norm.plan import Plan, plan
-from cunorm.norm.problem import Problem
+from cunorm.norm.problem import whole
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ BACKWARD = ("x", "dy", "weight", "mean", "rstd", "dx", "dweight", "dbias", "work
 
 
 def plan_of(direction: str, cols: int) -> Plan:
-    return plan(Problem.whole("layer_norm", direction, ROWS, cols, DTYPE, DTYPE), device.current(0))
+    return plan(whole("layer_norm", direction, ROWS, cols, DTYPE, DTYPE), device.current(0))
 
 
 @pytest.mark.parametrize("cols", [1000, 600001])

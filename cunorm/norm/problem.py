@@ -181,11 +181,24 @@ def plain(
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:
-    """A pass of layer_norm or rms_norm by dtypes; `y` is that of y or of dy, by default that of x."""
+    """A pass of layer_norm or rms_norm, by dtypes; `y` is that of y or of dy, by default that of x.
+
+    dweight and dbias have the dtype of weight, without one that of x.
+    """
     operation = affine(norm, zero_centered_gamma)
-    given = {name: one for name, one in (("weight", weight), ("bias", bias)) if one}
-    options = {"strides": strides, "sm_margin": sm_margin, "aligned": aligned}
+    dtypes = {"x": dtype, "y" if direction == "forward" else "dy": y or dtype}
+    dtypes |= {name: one for name, one in (("weight", weight), ("bias", bias)) if one}
     if direction == "forward":
-        return forward_problem(operation, rows, cols, {"x": dtype, "y": y or dtype} | given, **options)
-    dtypes = {"x": dtype, "dy": y or dtype} | given | {"dbias": weight or dtype}
-    return backward_problem(operation, rows, cols, dtypes, wanted, **options)
+        return forward_problem(operation, rows, cols, dtypes, strides=strides, sm_margin=sm_margin, aligned=aligned)
+    dtypes |= {"dweight": weight or dtype, "dbias": weight or dtype}
+    return backward_problem(
+        operation, rows, cols, dtypes, wanted, strides=strides, sm_margin=sm_margin, aligned=aligned
+    )
+
+
+def whole(norm: str, direction: str, rows: int, cols: int, dtype: str, weight: str | None = None) -> Problem:
+    """`plain` with weight, with bias where there is one, and with every gradient; contiguous and aligned."""
+    weight = weight or dtype
+    if norm == "rms_norm":
+        return plain(norm, direction, rows, cols, dtype, weight, wanted=("x", "weight"))
+    return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None)
