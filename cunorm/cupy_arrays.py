@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import cupy
@@ -20,7 +19,7 @@ from . import device, launch
 from .norm import checks
 from .norm.checks import Layout
 from .norm.plan import Plan, plan
-from .norm.problem import Problem, plain
+from .norm.problem import BACKWARD, FORWARD, plain, pointer_order
 from .numpy_arrays import numpy_dtype
 
 RECIPES = 4096  # kept at most
@@ -148,7 +147,7 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
         dtype=numpy_dtype(function, y_dtype),
         statistics=statistics,
         layer_norm=task.norm.subtracts_mean,
-        order=_order(task, FORWARD),
+        order=pointer_order(task, FORWARD),
         layouts=(x, weight, bias, out),
         eps=eps,
         temporary=temporary,
@@ -265,7 +264,7 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
         dtype=arrays[1].dtype if weight is None else arrays[4].dtype,
         statistics=numpy.dtype(task.compute),
         layer_norm=layer_norm,
-        order=_order(task, BACKWARD),
+        order=pointer_order(task, BACKWARD),
         mask=mask,
     )
 
@@ -301,17 +300,6 @@ def _recipe(
             _recipes.clear()
         recipe = _recipes[key] = make(function, arrays, *options)
     return recipe
-
-
-# The arrays of a call, in the order in which their pointers are gathered.
-FORWARD = ("x", "weight", "bias", "y", "mean", "rstd")
-BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias")
-
-
-def _order(task: Problem, names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Picks the pointers of a problem's arrays, in its order, from those of `names`."""
-    places = [names.index(name) for name in task.pointers]
-    return itemgetter(*places) if len(places) > 1 else lambda pointers: (pointers[places[0]],)
 
 
 def _strides(**strides: int | None) -> dict[str, int]:

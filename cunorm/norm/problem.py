@@ -6,9 +6,10 @@ of the results and the bytes that are moved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 
 from ..operation import NORMS, Norm, Operation, affine, derivative
 
@@ -202,3 +203,14 @@ def whole(norm: str, direction: str, rows: int, cols: int, dtype: str, weight: s
     if norm == "rms_norm":
         return plain(norm, direction, rows, cols, dtype, weight, wanted=("x", "weight"))
     return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None)
+
+
+# The arrays of a plain pass, in the order in which the frameworks gather their pointers.
+FORWARD = ("x", "weight", "bias", "y", "mean", "rstd")
+BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias")
+
+
+def pointer_order(problem: Problem, names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Picks the pointers that a launch of the problem takes, in its order, from those of the arrays `names`."""
+    places = [names.index(name) for name in problem.pointers]
+    return itemgetter(*places) if len(places) > 1 else lambda pointers: (pointers[places[0]],)
