@@ -52,9 +52,8 @@ def calls() -> dict[str, Callable[[], object]]:
     x, weight, bias, mean, rstd, dy = (vars(buffers)[n] for n in ("x", "weight", "bias", "mean", "rstd", "dy"))
     y = cupy.empty_like(x)
     arrays = {"x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
-    pointers = {name: array.data.ptr for name, array in arrays.items()}
-    ((write, start),) = launch.prepared(solution, 0).launches
-    words = (*(pointers[name] for name in ("x", "y", "weight", "bias", "mean", "rstd")), ROWS, COLS, COLS, 1e-5)
+    pointers = tuple(arrays[name].data.ptr for name in problem.pointers)
+    ((write, start, _),) = launch.prepared(solution, 0).launches
     options = {"zero_centered_gamma": False, "out": None, "dtype": None, "sm_margin": 0, "statistics": False}
     bare = cupy.RawModule(code=BARE)
     three, ten = bare.get_function("three"), bare.get_function("ten")
@@ -65,8 +64,8 @@ def calls() -> dict[str, Callable[[], object]]:
             (1,), (128,), (x, y, weight, bias, mean, rstd, n, n, n, eps)
         ),
         "cuLaunchKernel, prepared": lambda: start(0),
-        "arguments written": lambda: write(*words),
-        "launch.run_forward": lambda: launch.run_forward(solution, 0, 0, eps=1e-5, **pointers),
+        "arguments written": lambda: write(*pointers, 1e-5),
+        "launch.run": lambda: launch.run(solution, 0, 0, pointers, (1e-5,)),
         "cupy.ndarray": lambda: cupy.ndarray(x.shape, x.dtype),
         "gpu.forward": lambda: gpu.forward("layer_norm", x, None, weight, bias, 1e-5, **options),
         "layer_norm": lambda: cunorm.layer_norm(x, None, weight, bias),
@@ -80,7 +79,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     times = host_microseconds(calls())
-    call, forward, run = times["layer_norm"], times["gpu.forward"], times["launch.run_forward"]
+    call, forward, run = times["layer_norm"], times["gpu.forward"], times["launch.run"]
     raw, written, allocated = times["cuLaunchKernel, prepared"], times["arguments written"], times["cupy.ndarray"]
     steps = {
         "kind of x": call - forward,
