@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from .device import NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 from .tiers import KernelSpec, dynamic_shared
 
-OPTIONS = ("--std=c++17",)
+OPTIONS = ("--std=c++17", "-fmad=false")  # platform.cuh says why
 AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
 
 CPP_TYPE = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double", None: "Absent"}

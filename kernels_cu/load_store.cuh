@@ -68,17 +68,19 @@ struct StoreAffine {
   DEVICE void store(int64 row, int64 column, int valid, Compute (&xhat)[kPack], Operands& operands) const {
     stay_packed(operands.weight);
     stay_packed(operands.bias);
-    if constexpr (kPresent<Weight>) {
-      Compute gamma[kPack];
-      unpack(operands.weight, gamma);
+    Compute gamma[kPack], beta[kPack];
+    if constexpr (kPresent<Weight>) unpack(operands.weight, gamma);
+    if constexpr (kPresent<Bias>) unpack(operands.bias, beta);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) xhat[i] *= kZeroCentered ? 1 + gamma[i] : gamma[i];
-    }
-    if constexpr (kPresent<Bias>) {
-      Compute beta[kPack];
-      unpack(operands.bias, beta);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) xhat[i] += beta[i];
+    for (int i = 0; i < kPack; ++i) {
+      if constexpr (kPresent<Weight> && kZeroCentered) gamma[i] += 1;
+      if constexpr (kPresent<Weight> && kPresent<Bias>) {
+        xhat[i] = multiply_add(xhat[i], gamma[i], beta[i]);
+      } else if constexpr (kPresent<Weight>) {
+        xhat[i] *= gamma[i];
+      } else if constexpr (kPresent<Bias>) {
+        xhat[i] += beta[i];
+      }
     }
     store_pack<kAligned, kCache>(data + row * row_stride + column, pack_values<Y>(xhat), valid);
   }
@@ -119,15 +121,20 @@ struct ScaleByWeight {
   DEVICE void read(Operands& operands, char* place, int slot) const {
     if constexpr (kPresent<Weight>) SharedPacks<Weight, kPack, kColumns>::read(operands, place, slot);
   }
-  template <class Compute>
-  DEVICE void apply(const Compute (&dy)[kPack], const Operands& operands, Compute (&g)[kPack]) const {
-    if constexpr (kPresent<Weight>) {
-      unpack(operands, g);
+  // g, or g plus one term that is the same for all columns.
+  template <class Compute, class... Term>
+  DEVICE void apply(const Compute (&dy)[kPack], const Operands& operands, Compute (&g)[kPack], Term... term) const {
+    if constexpr (kPresent<Weight>) unpack(operands, g);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = dy[i] * (kZeroCentered ? 1 + g[i] : g[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = dy[i];
+    for (int i = 0; i < kPack; ++i) {
+      if constexpr (kPresent<Weight> && kZeroCentered) g[i] += 1;
+      if constexpr (!kPresent<Weight>) {
+        g[i] = (dy[i] + ... + term);
+      } else if constexpr (sizeof...(term) == 0) {
+        g[i] *= dy[i];
+      } else {
+        g[i] = multiply_add(dy[i], g[i], term...);
+      }
     }
   }
 };

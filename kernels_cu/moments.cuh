@@ -29,13 +29,14 @@ struct RowMoments {
 template <class Compute>
 DEVICE Moments<Compute> about(Moments<Compute> part, Compute count, Compute pivot) {
   const Compute shift = part.pivot - pivot;
-  return {pivot, part.sum + count * shift, part.squares + shift * (2 * part.sum + count * shift)};
+  const Compute sum = multiply_add(count, shift, part.sum);
+  return {pivot, sum, multiply_add(shift, part.sum + sum, part.squares)};
 }
 
 template <class Compute>
 DEVICE RowMoments<Compute> finish(Moments<Compute> row, Compute count, Compute eps) {
   const Compute residual = row.sum / count;
-  const Compute variance = row.squares / count - residual * residual;
+  const Compute variance = multiply_add(-residual, residual, row.squares / count);
   // Written so that NaN stays NaN; rounding can leave a constant row slightly below zero.
   return {row.pivot, residual, reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)};
 }
@@ -45,7 +46,7 @@ template <class Compute, int kPack>
 DEVICE void normalise(Compute (&values)[kPack], const RowMoments<Compute>& row) {
   const Compute shift = -row.residual * row.rstd;
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) values[i] = (values[i] - row.pivot) * row.rstd + shift;
+  for (int i = 0; i < kPack; ++i) values[i] = multiply_add(values[i] - row.pivot, row.rstd, shift);
 }
 
 // A long sum with what its roundings lost (Knuth's TwoSum).
@@ -72,20 +73,21 @@ struct RunningMoments {
 
   DEVICE void merge(Compute other_count, Moments<Compute> other) {
     const Compute other_residual = other.sum / other_count;
-    const Compute other_squares = other.squares - other.sum * other_residual;
+    const Compute other_squares = multiply_add(-other.sum, other_residual, other.squares);
     if (count == 0) {
       *this = {other_count, {other.pivot, other_residual}, {other_squares, 0}};
       return;
     }
     const Compute total = count + other_count;
     const Compute delta = (other.pivot - mean.sum) + (other_residual - mean.lost);
-    squares.add(other_squares + delta * delta * (count * other_count / total));
+    squares.add(multiply_add(delta * delta, count * other_count / total, other_squares));
     mean.add(delta * (other_count / total));
     count = total;
   }
 
   DEVICE Moments<Compute> moments() const {
-    return {mean.sum, count * mean.lost, squares.total() + count * mean.lost * mean.lost};
+    const Compute sum = count * mean.lost;
+    return {mean.sum, sum, multiply_add(sum, mean.lost, squares.total())};
   }
 };
 

@@ -105,8 +105,8 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   if constexpr (kExchanges) exchange.start();
 
   Compute row_mean, row_rstd;
-  // Calls use(p, xhat, dy, g) for every pack of this thread.
-  const auto for_each_pack = [&](auto use) {
+  // Calls use(p, xhat, dy, g + term) for every pack of this thread.
+  const auto for_each_pack = [&](auto use, auto... term) {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       typename LoadX::Packed x;
@@ -117,7 +117,7 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
       load_dy.unpack(dy, grad);
       if constexpr (!kWeightStays)
         scale.template read<Shape::kCapacity>(late, dynamic_shared() + weight_offset, Shape::slice_column(p));
-      scale.apply(grad, kWeightStays ? weight[kWeightStays ? p : 0] : late, g);
+      scale.apply(grad, kWeightStays ? weight[kWeightStays ? p : 0] : late, g, term...);
       rows_x.read(x, p);
       load_x.unpack(x, xhat);
 #pragma unroll
@@ -149,9 +149,9 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     for_each_pack([&](int p, const Compute(&xhat)[kPack], const Compute(&grad)[kPack], const Compute(&g)[kPack]) {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
-        if constexpr (Needs::kDweight) dweight_sums[p][i] += grad[i] * xhat[i];
+        if constexpr (Needs::kDweight) dweight_sums[p][i] = multiply_add(grad[i], xhat[i], dweight_sums[p][i]);
         if constexpr (Needs::kDbias) dbias_sums[p][i] += grad[i];
-        c1 += g[i] * xhat[i];
+        c1 = multiply_add(g[i], xhat[i], c1);
         if constexpr (!kRms) c2 += g[i];
       }
     });
@@ -171,12 +171,17 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     }
     c1 /= Shape::kCols;
     c2 /= Shape::kCols;
-    for_each_pack([&](int p, const Compute(&xhat)[kPack], const Compute(&)[kPack], Compute(&g)[kPack]) {
+    const auto store = [&](int p, const Compute(&xhat)[kPack], const Compute(&)[kPack], Compute(&g)[kPack]) {
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = (g[i] - c2 - xhat[i] * c1) * row_rstd;
+      for (int i = 0; i < kPack; ++i) g[i] = multiply_add(-xhat[i], c1, g[i]) * row_rstd;
       const bool active = Shape::kThreads >= 32 || row < rows;
       store_dx.store(row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0, g);
-    });
+    };
+    if constexpr (kRms) {
+      for_each_pack(store);
+    } else {
+      for_each_pack(store, -c2);
+    }
   }
 
   if constexpr (Needs::kDweight) store_sums<Shape, kRows>(dweight_sums, rank, dweight.of_group(group));

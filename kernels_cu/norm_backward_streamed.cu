@@ -19,8 +19,8 @@ DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, St
   for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
     const Compute row_mean = kRms ? 0 : mean[row];
     const Compute row_rstd = rstd[row];
-    // Calls use(column, valid, xhat, g) for every pack of this thread.
-    const auto for_each_pack = [&](auto use) {
+    // Calls use(column, valid, xhat, g + term) for every pack of this thread.
+    const auto for_each_pack = [&](auto use, auto... term) {
 #pragma unroll 4
       for (int64 column = static_cast<int64>(threadIdx.x) * kPack; column < kCols; column += kStep) {
         const int valid = kCols - column < kPack ? static_cast<int>(kCols - column) : kPack;
@@ -33,7 +33,7 @@ DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, St
         scale.fetch(weight, column, valid);
         load_x.unpack(x, xhat);
         load_dy.unpack(dy, grad);
-        scale.apply(grad, weight, g);
+        scale.apply(grad, weight, g, term...);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) xhat[i] = (xhat[i] - row_mean) * row_rstd;
         use(column, valid, xhat, g);
@@ -63,11 +63,16 @@ DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, St
       c2 = Exchange::sum([&](int slot) { return slots[1][slot]; }) / kCols;
     }
 
-    for_each_pack([&](int64 column, int valid, const Compute(&xhat)[kPack], Compute(&g)[kPack]) {
+    const auto store = [&](int64 column, int valid, const Compute(&xhat)[kPack], Compute(&g)[kPack]) {
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = (g[i] - c2 - xhat[i] * c1) * row_rstd;
+      for (int i = 0; i < kPack; ++i) g[i] = multiply_add(-xhat[i], c1, g[i]) * row_rstd;
       store_dx.store(row, column, valid, g);
-    });
+    };
+    if constexpr (kRms) {
+      for_each_pack(store);
+    } else {
+      for_each_pack(store, -c2);
+    }
   }
 }
 

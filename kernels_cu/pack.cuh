@@ -51,7 +51,7 @@ template <class Compute, int kPack>
 DEVICE Compute dot(const Compute (&a)[kPack], const Compute (&b)[kPack]) {
   Compute sums[kPack / 2];
 #pragma unroll
-  for (int i = 0; i < kPack / 2; ++i) sums[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+  for (int i = 0; i < kPack / 2; ++i) sums[i] = multiply_add(a[2 * i], b[2 * i], a[2 * i + 1] * b[2 * i + 1]);
 #pragma unroll
   for (int step = 1; step < kPack / 2; step *= 2) {
 #pragma unroll

@@ -75,6 +75,11 @@ DEVICE void double_to_words(double value, uint32& low, uint32& high) {
   high = static_cast<uint32>(__double2hiint(value));
 }
 
+// a * b + c, rounded once. Kernels are compiled with -fmad=false: left to itself ptxas fuses a product and a sum in one
+// variant of a kernel and not in another, and the same row gets other bits.
+DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE double multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
+
 // To a format of 16 bits by way of float, without rounding twice: the float is cut off and its last bit set if anything
 // was lost (round to odd), which leaves the last rounding as it would have been.
 DEVICE float before_narrowing(float value) { return value; }

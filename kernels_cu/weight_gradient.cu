@@ -42,7 +42,10 @@ DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute
         const Compute row_mean = kRms ? 0 : mean[row];
         const Compute row_rstd = rstd[row];
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) dweight_sums[i] += grad[i] * ((xhat[i] - row_mean) * row_rstd);
+        for (int i = 0; i < kPack; ++i) {
+          xhat[i] = (xhat[i] - row_mean) * row_rstd;
+          dweight_sums[i] = multiply_add(grad[i], xhat[i], dweight_sums[i]);
+        }
       }
     }
   }

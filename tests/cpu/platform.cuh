@@ -79,6 +79,9 @@ struct bfloat16 {
   static uint32 encode_word(float low, float high) { return encode(low) | static_cast<uint32>(encode(high)) << 16; }
 };
 
+inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
+
 // Cut off towards zero, the last bit set if anything was lost.
 inline float before_narrowing(float value) { return value; }
 inline float before_narrowing(double value) {
