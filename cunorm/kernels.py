@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from .device import NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-from .tiers import KernelSpec, dynamic_shared
+from .tiers import MAILBOX, NORMS, SHARED_ALIGNMENT, SUM_COLUMNS, WEIGHT_BYTES, WEIGHT_PACKS, KernelSpec, dynamic_shared
 
 OPTIONS = ("--std=c++17", "-fmad=false")  # platform.cuh says why
 AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
@@ -30,6 +30,21 @@ FILES = {
     "weight_gradient_partials": "weight_gradient.cu",
     "sum_partials": "weight_gradient.cu",
 }
+
+
+# What host and device both count with.
+SHARED_FACTS = "namespace cunorm {{\n{}}}\n".format(
+    "".join(
+        f"constexpr int {name} = {value};\n"
+        for name, value in {
+            "kWeightBytes": WEIGHT_BYTES,
+            "kWeightPacks": WEIGHT_PACKS,
+            "kSumColumns": SUM_COLUMNS,
+            "kMailboxBytes": MAILBOX,
+            "kSharedAlignment": SHARED_ALIGNMENT,
+        }.items()
+    )
+)
 
 
 class Baked(NamedTuple):
@@ -167,7 +182,7 @@ def entry_name(spec: KernelSpec) -> str:
 
 def source(spec: KernelSpec, baked: Baked | None = None) -> str:
     """The whole CUDA text of a kernel."""
-    return f"{_file_text(FILES[spec.kernel])}\n{_entry(spec, baked)}"
+    return f"{SHARED_FACTS}{_file_text(FILES[spec.kernel])}\n{_entry(spec, baked)}"
 
 
 @cache
@@ -197,7 +212,8 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
     shape = spec.shape
     x, y, weight, bias = (CPP_TYPE[dtype] for dtype in (spec.x, spec.y, spec.weight, spec.bias))
     compute = "double" if spec.x == "float64" else "float"
-    rms, zero_centered, aligned = (_cpp(flag) for flag in (spec.rms, spec.zero_centered_gamma, spec.aligned))
+    zero_centered, aligned = (_cpp(flag) for flag in (spec.zero_centered_gamma, spec.aligned))
+    norm = NORMS[spec.norm].policy
     row_shape = f"RowShape<{spec.cols}, {shape.pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
     step_shape = f"RowShape<{shape.pack * shape.threads}, {shape.pack}, {shape.threads}, 1, 1>"
     cache_x, cache_y = (f"Cache::{'kStreamed' if flag else 'kKept'}" for flag in (spec.streamed_x, spec.streamed_y))
@@ -228,32 +244,32 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
     if spec.kernel == "forward":
         parameters = forward_parameters
         call = (
-            f"norm_forward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {_cpp(spec.operands_stay)}, "
+            f"norm_forward<{norm}, {row_shape}, {spec.rows_per_cta}, Rows, {_cpp(spec.operands_stay)}, "
             f"{_cpp(spec.once)}, {compute}>"
             f"({load_x}, {store_y}, mean, rstd, rows, eps)"
         )
     elif spec.kernel == "forward_streamed":
         parameters = forward_parameters
         call = (
-            f"norm_forward_streamed<{rms}, {spec.cols}, {step_shape}, {compute}>"
+            f"norm_forward_streamed<{norm}, {spec.cols}, {step_shape}, {compute}>"
             f"({load_x}, {store_y}, mean, rstd, rows, eps)"
         )
     elif spec.kernel == "backward":
         parameters = backward_parameters
         call = (
-            f"norm_backward<{rms}, {row_shape}, {spec.rows_per_cta}, Rows, {gradients}, {compute}>"
+            f"norm_backward<{norm}, {row_shape}, {spec.rows_per_cta}, Rows, {gradients}, {compute}>"
             f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, {store_sums}, rows)"
         )
     elif spec.kernel == "backward_streamed":
         parameters = backward_parameters
         call = (
-            f"norm_backward_streamed<{rms}, {spec.cols}, {step_shape}, {compute}>"
+            f"norm_backward_streamed<{norm}, {spec.cols}, {step_shape}, {compute}>"
             f"({load_x}, {load_dy}, {scale}, {store_dx}, mean, rstd, rows)"
         )
     elif spec.kernel == "weight_gradient_partials":
         parameters = backward_parameters
         call = (
-            f"weight_gradient_partials<{rms}, {spec.cols}, {shape.pack}, {gradients}, {compute}>"
+            f"weight_gradient_partials<{norm}, {spec.cols}, {shape.pack}, {gradients}, {compute}>"
             f"({load_x}, {load_dy}, mean, rstd, {store_sums}, rows)"
         )
     else:

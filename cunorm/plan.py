@@ -11,7 +11,18 @@ from functools import lru_cache
 
 from .device import Device
 from .problem import ITEMSIZE, Problem
-from .tiers import WARP, KernelSpec, RowShape, ceil_div, choose, dynamic_shared, few_rows, kernel_spec, shared_memory
+from .tiers import (
+    SUM_COLUMNS,
+    WARP,
+    KernelSpec,
+    RowShape,
+    ceil_div,
+    choose,
+    dynamic_shared,
+    few_rows,
+    kernel_spec,
+    shared_memory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,6 @@ class Plan:
 
 STREAMED_THREADS = 512
 SUM_THREADS = 256
-SUM_COLUMNS = 4  # of a thread of sum_partials
 PARTIAL_CTAS = 2  # of weight_gradient_partials, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4
 LEAST_ROWS = 16  # of one of its partial rows
 GRID_LIMIT = 2**31 - 1
@@ -151,7 +161,7 @@ def _sum_partials(problem: Problem) -> Step:
     lanes = next((lanes for lanes in (8, 16, 32, 64, 128) if lanes * 256 >= threads), SUM_THREADS)
     spec = KernelSpec(
         kernel="sum_partials",
-        rms=False,
+        norm="layer_norm",  # which of them does not matter
         cols=0,
         x=problem.statistics,
         y=problem.weight or problem.x,

@@ -16,6 +16,18 @@ from .problem import ITEMSIZE, Problem
 WARP = 32
 
 
+class Norm(NamedTuple):
+    """A norm of kernels_cu/statistics.cuh: its struct, and how many numbers the warps that share a row exchange."""
+
+    policy: str
+    forward: int
+    forward_streamed: int
+    backward: int
+
+
+NORMS = {"layer_norm": Norm("LayerNorm", 3, 4, 2), "rms_norm": Norm("RmsNorm", 1, 1, 1)}
+
+
 @dataclass(frozen=True, slots=True)
 class RowShape:
     """A row is held by `threads` threads in each of `cluster` CTAs, `packs` packs of `pack` columns a thread."""
@@ -35,7 +47,7 @@ class KernelSpec:
     """Everything that changes a kernel's text: two launches with equal specs share one compiled kernel."""
 
     kernel: str
-    rms: bool
+    norm: str  # a key of NORMS
     cols: int
     x: str
     y: str
@@ -127,7 +139,10 @@ BACKWARD = (
 )
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
-WEIGHT_BYTES = 64  # of the weight that a thread of the backward pass keeps in registers; norm_backward.cu says the same
+# Of the weight that a thread of the backward pass keeps in registers; of more packs the accumulators need them.
+WEIGHT_BYTES, WEIGHT_PACKS = 64, 2
+SUM_COLUMNS = 4  # of a thread of sum_partials: a partial row is whole pieces of so many columns
+SHARED_ALIGNMENT = 128  # of dynamic shared memory
 MAILBOX = 8  # bytes
 
 
@@ -261,7 +276,7 @@ def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
 def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> KernelSpec:
     spec = KernelSpec(
         kernel=kernel,
-        rms=problem.op == "rms_norm",
+        norm=problem.op,
         cols=problem.cols,
         x=problem.x,
         y=problem.y,
@@ -292,16 +307,16 @@ def shared_memory(spec: KernelSpec) -> int:
     compute = 8 if spec.x == "float64" else 4
     if spec.kernel == "sum_partials":
         sums = spec.threads // max(WARP, spec.shape.threads)
-        return compute * sums * spec.shape.threads * 4 if sums > 1 else 0
+        return compute * sums * spec.shape.threads * SUM_COLUMNS if sums > 1 else 0
     if spec.kernel == "weight_gradient_partials":
         return 0
     slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
     if slots == 1 or (spec.kernel.startswith("backward") and not spec.output_mask[0]):
         return 0
-    values = {"forward": 3, "forward_streamed": 4}.get(spec.kernel, 2)
-    total = spec.rows_per_cta * 2 * ((1 if spec.rms else values) * slots * compute + MAILBOX)
-    # Dynamic shared memory begins at a multiple of 128.
-    return ceil_div(total, 128) * 128 if dynamic_shared(spec) else total
+    values = getattr(NORMS[spec.norm], spec.kernel.replace("backward_streamed", "backward"))
+    total = spec.rows_per_cta * 2 * (values * slots * compute + MAILBOX)
+    # Dynamic shared memory begins behind it, at a multiple of its alignment.
+    return ceil_div(total, SHARED_ALIGNMENT) * SHARED_ALIGNMENT if dynamic_shared(spec) else total
 
 
 def dynamic_shared(spec: KernelSpec) -> int:
@@ -314,7 +329,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
         return columns * spec.stages * ITEMSIZE[spec.x]
     places = columns * spec.stages * (ITEMSIZE[spec.x] + ITEMSIZE[spec.y])
     weight = ITEMSIZE[spec.weight] if spec.weight else 0
-    if shape.packs > 2 or shape.packs * shape.pack * weight > WEIGHT_BYTES:
+    if shape.packs > WEIGHT_PACKS or shape.packs * shape.pack * weight > WEIGHT_BYTES:
         places += columns * weight
     # A warp holds a row group, or several whose sums it adds up by shuffles.
     holders = rows * shape.threads // max(WARP, shape.threads)

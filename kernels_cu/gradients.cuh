@@ -12,21 +12,21 @@ struct Gradients {
   static constexpr bool kDbias = kDbias_;
 };
 
-// A partial row: the first four columns of every pack, then the next four of every pack, so that neighbouring threads
+// A partial row: the first kSumColumns of every pack, then the next ones of every pack, so that neighbouring threads
 // write neighbouring 16 bytes.
 template <int kPack>
 struct PartialRow {
-  static constexpr int kPiece = kPack < 4 ? kPack : 4;
+  static constexpr int kPiece = kPack < kSumColumns ? kPack : kSumColumns;
   int64 cols;
 
   DEVICE constexpr int64 packs() const { return (cols + kPack - 1) / kPack; }
-  // From one partial row to the next: whole pieces of four.
-  DEVICE constexpr int64 stride() const { return (packs() * kPack + 3) / 4 * 4; }
+  // From one partial row to the next: whole pieces.
+  DEVICE constexpr int64 stride() const { return (packs() * kPack + kSumColumns - 1) / kSumColumns * kSumColumns; }
   DEVICE constexpr int64 position(int64 column) const {
     return column % kPack / kPiece * (packs() * kPiece) + column / kPack * kPiece + column % kPiece;
   }
   DEVICE constexpr int64 column(int64 position) const {
-    if (kPack <= 4) return position;
+    if (kPack <= kSumColumns) return position;
     const int64 piece = position / (packs() * kPiece);
     return (position / kPiece - piece * packs()) * kPack + piece * kPiece + position % kPiece;
   }

@@ -10,6 +10,7 @@
 #include "gradients.cuh"
 #include "load_store.cuh"
 #include "rows.cuh"
+#include "statistics.cuh"
 
 namespace cunorm {
 
@@ -58,14 +59,14 @@ DEVICE void store_sums(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank, S
 }
 
 // Rows: where x and dy wait (rows.cuh). StoreSums: where dweight and dbias go (gradients.cuh).
-template <bool kRms, class Shape, int kRows, template <class> class Rows, class Needs, class Compute, class LoadX,
+template <class Norm, class Shape, int kRows, template <class> class Rows, class Needs, class Compute, class LoadX,
           class LoadDy, class Scale, class StoreDx, class StoreSums>
 DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,
                           const Compute* rstd, StoreSums dweight, StoreSums dbias, int64 rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
   using RowsX = Rows<LoadX>;
-  using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 2, Compute>;
+  using Exchange = RowExchange<Shape, kRows, Norm::kGradientSums, Compute>;
   using RowsDy = Rows<LoadDy>;
   constexpr bool kExchanges = Needs::kDx && Shape::kSlots > 1;
   __shared__ Exchange exchanges[kRows];
@@ -78,9 +79,8 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   Compute dweight_sums[kPacks][kPack] = {};
   Compute dbias_sums[kPacks][kPack] = {};
 
-  // The weight stays in registers from row to row where 16 of them hold it and no more than two packs need others, else
-  // in shared memory.
-  constexpr bool kWeightStays = kPacks <= 2 && kPacks * sizeof(typename Scale::Operands) <= 64;
+  // The weight stays in registers from row to row where a few hold it, else in shared memory.
+  constexpr bool kWeightStays = kPacks <= kWeightPacks && kPacks * sizeof(typename Scale::Operands) <= kWeightBytes;
   typename Scale::Operands weight[kWeightStays ? kPacks : 1];
   const int weight_offset = RowsX::kBytes + RowsDy::kBytes + row_group * (Shape::kCapacity * Scale::kColumnBytes);
 #pragma unroll
@@ -104,7 +104,9 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
   }
   if constexpr (kExchanges) exchange.start();
 
-  Compute row_mean, row_rstd;
+  using SavedRow = typename Norm::template SavedRow<Compute>;
+  const auto saved_of = [&](int64 of) { return of < rows ? SavedRow::of(mean, rstd, of) : SavedRow{}; };
+  SavedRow saved;
   // Calls use(p, xhat, dy, g + term) for every pack of this thread.
   const auto for_each_pack = [&](auto use, auto... term) {
 #pragma unroll
@@ -121,19 +123,15 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
       rows_x.read(x, p);
       load_x.unpack(x, xhat);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) xhat[i] = (xhat[i] - row_mean) * row_rstd;
+      for (int i = 0; i < kPack; ++i) xhat[i] = saved.xhat(xhat[i]);
       use(p, xhat, grad, g);
     }
   };
 
-  Compute next_mean = !kRms && row < rows ? mean[row] : 0;
-  Compute next_rstd = row < rows ? rstd[row] : 0;
+  SavedRow next = saved_of(row);
   for (int turn = 0; first_of_warp<Shape>(row) < rows; row += row_step, ++turn) {
-    row_mean = next_mean;
-    row_rstd = next_rstd;
-    const int64 next = row + row_step;
-    next_mean = !kRms && next < rows ? mean[next] : 0;
-    next_rstd = next < rows ? rstd[next] : 0;
+    saved = next;
+    next = saved_of(row + row_step);
     const auto ask_next = [&] {
       rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
       rows_dy.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);
@@ -144,46 +142,45 @@ DEVICE void norm_backward(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx sto
     rows_dy.take(row);
     if constexpr (RowsX::kAskEarly) ask_next();
 
-    Compute c1 = 0;
-    Compute c2 = 0;
+    Compute means[Norm::kGradientSums] = {};
     for_each_pack([&](int p, const Compute(&xhat)[kPack], const Compute(&grad)[kPack], const Compute(&g)[kPack]) {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
         if constexpr (Needs::kDweight) dweight_sums[p][i] = multiply_add(grad[i], xhat[i], dweight_sums[p][i]);
         if constexpr (Needs::kDbias) dbias_sums[p][i] += grad[i];
-        c1 = multiply_add(g[i], xhat[i], c1);
-        if constexpr (!kRms) c2 += g[i];
+        if constexpr (Needs::kDx) Norm::add_gradient(means, g[i], xhat[i]);
       }
     });
     if constexpr (Needs::kDx) {
-      c1 = group_sum<Shape::kLanes>(c1);
-      if constexpr (!kRms) c2 = group_sum<Shape::kLanes>(c2);
-      if constexpr (kExchanges && kRms) exchange.publish(turn, rank, {c1});
-      if constexpr (kExchanges && !kRms) exchange.publish(turn, rank, {c1, c2});
+#pragma unroll
+      for (Compute& sum : means) sum = group_sum<Shape::kLanes>(sum);
+      if constexpr (kExchanges) exchange.publish(turn, rank, means);
     }
     if constexpr (!RowsX::kAskEarly) ask_next();
     if constexpr (!Needs::kDx) continue;
 
     if constexpr (kExchanges) {
       const auto& slots = exchange.collect(turn);
-      c1 = Exchange::sum([&](int slot) { return slots[0][slot]; });
-      if constexpr (!kRms) c2 = Exchange::sum([&](int slot) { return slots[1][slot]; });
+#pragma unroll
+      for (int k = 0; k < Norm::kGradientSums; ++k) means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; });
     }
-    c1 /= Shape::kCols;
-    c2 /= Shape::kCols;
+#pragma unroll
+    for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
     const auto store = [&](int p, const Compute(&xhat)[kPack], const Compute(&)[kPack], Compute(&g)[kPack]) {
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = multiply_add(-xhat[i], c1, g[i]) * row_rstd;
+      for (int i = 0; i < kPack; ++i) g[i] = saved.dx(g[i], xhat[i], means);
       const bool active = Shape::kThreads >= 32 || row < rows;
       store_dx.store(row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0, g);
     };
-    if constexpr (kRms) {
-      for_each_pack(store);
+    if constexpr (Norm::kCentresGradient) {
+      for_each_pack(store, -means[1]);
     } else {
-      for_each_pack(store, -c2);
+      for_each_pack(store);
     }
   }
 
+  // A row group that had no row has waited for nothing, and its weight may still be under way.
+  if constexpr (!kWeightStays) copies_wait<0>();
   if constexpr (Needs::kDweight) store_sums<Shape, kRows>(dweight_sums, rank, dweight.of_group(group));
   if constexpr (Needs::kDbias) store_sums<Shape, kRows>(dbias_sums, rank, dbias.of_group(group));
 }

@@ -2,23 +2,22 @@
 // from weight_gradient.cu. Formulas as in norm_backward.cu.
 #pragma once
 #include "load_store.cuh"
-#include "moments.cuh"
+#include "statistics.cuh"
 
 namespace cunorm {
 
 // Shape describes one step along the row: kThreads threads, one pack each.
-template <bool kRms, int64 kCols, class Shape, class Compute, class LoadX, class LoadDy, class Scale, class StoreDx>
+template <class Norm, int64 kCols, class Shape, class Compute, class LoadX, class LoadDy, class Scale, class StoreDx>
 DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, StoreDx store_dx, const Compute* mean,
                                    const Compute* rstd, int64 rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int64 kStep = static_cast<int64>(Shape::kThreads) * kPack;
-  using Exchange = RowExchange<Shape, 1, kRms ? 1 : 2, Compute>;
+  using Exchange = RowExchange<Shape, 1, Norm::kGradientSums, Compute>;
   __shared__ Exchange exchange;
 
   int turn = 0;
   for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
-    const Compute row_mean = kRms ? 0 : mean[row];
-    const Compute row_rstd = rstd[row];
+    const auto saved = Norm::template SavedRow<Compute>::of(mean, rstd, row);
     // Calls use(column, valid, xhat, g + term) for every pack of this thread.
     const auto for_each_pack = [&](auto use, auto... term) {
 #pragma unroll 4
@@ -35,43 +34,38 @@ DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, St
         load_dy.unpack(dy, grad);
         scale.apply(grad, weight, g, term...);
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) xhat[i] = (xhat[i] - row_mean) * row_rstd;
+        for (int i = 0; i < kPack; ++i) xhat[i] = saved.xhat(xhat[i]);
         use(column, valid, xhat, g);
       }
     };
 
-    CompensatedSum<Compute> sum_c1, sum_c2;
+    CompensatedSum<Compute> sums[Norm::kGradientSums];
     for_each_pack([&](int64, int, const Compute(&xhat)[kPack], const Compute(&g)[kPack]) {
-      sum_c1.add(dot(g, xhat));
-      if constexpr (!kRms) {
-        Compute pack_sum = 0;
+      Compute of_pack[Norm::kGradientSums] = {};
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) pack_sum += g[i];
-        sum_c2.add(pack_sum);
-      }
+      for (int i = 0; i < kPack; ++i) Norm::add_gradient(of_pack, g[i], xhat[i]);
+#pragma unroll
+      for (int k = 0; k < Norm::kGradientSums; ++k) sums[k].add(of_pack[k]);
     });
-    Compute c1 = group_sum<32>(sum_c1.total());
-    Compute c2 = group_sum<32>(sum_c2.total());
-    if constexpr (kRms) {
-      exchange.publish(turn, 0, {c1});
-      const auto& slots = exchange.collect(turn);
-      c1 = Exchange::sum([&](int slot) { return slots[0][slot]; }) / kCols;
-    } else {
-      exchange.publish(turn, 0, {c1, c2});
-      const auto& slots = exchange.collect(turn);
-      c1 = Exchange::sum([&](int slot) { return slots[0][slot]; }) / kCols;
-      c2 = Exchange::sum([&](int slot) { return slots[1][slot]; }) / kCols;
+    Compute means[Norm::kGradientSums];
+#pragma unroll
+    for (int k = 0; k < Norm::kGradientSums; ++k) means[k] = group_sum<32>(sums[k].total());
+    exchange.publish(turn, 0, means);
+    const auto& slots = exchange.collect(turn);
+#pragma unroll
+    for (int k = 0; k < Norm::kGradientSums; ++k) {
+      means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; }) * one_part_in<Compute, kCols>();
     }
 
     const auto store = [&](int64 column, int valid, const Compute(&xhat)[kPack], Compute(&g)[kPack]) {
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) g[i] = multiply_add(-xhat[i], c1, g[i]) * row_rstd;
+      for (int i = 0; i < kPack; ++i) g[i] = saved.dx(g[i], xhat[i], means);
       store_dx.store(row, column, valid, g);
     };
-    if constexpr (kRms) {
-      for_each_pack(store);
+    if constexpr (Norm::kCentresGradient) {
+      for_each_pack(store, -means[1]);
     } else {
-      for_each_pack(store, -c2);
+      for_each_pack(store);
     }
   }
 }

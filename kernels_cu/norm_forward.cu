@@ -4,21 +4,21 @@
 // The tiers (part of a warp, warp, CTA, cluster) are the same code for different RowShapes.
 #pragma once
 #include "load_store.cuh"
-#include "moments.cuh"
 #include "rows.cuh"
+#include "statistics.cuh"
 
 namespace cunorm {
 
 // Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. With
 // kOperandsStay weight and bias stay in registers from row to row. mean and rstd may be null: then nobody will read
 // them.
-template <bool kRms, class Shape, int kRows, template <class> class Rows, bool kOperandsStay, bool kOnce, class Compute,
-          class Load, class Store>
+template <class Norm, class Shape, int kRows, template <class> class Rows, bool kOperandsStay, bool kOnce,
+          class Compute, class Load, class Store>
 DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
   using RowsX = Rows<Load>;
-  using Exchange = RowExchange<Shape, kRows, kRms ? 1 : 3, Compute>;
+  using Exchange = RowExchange<Shape, kRows, Norm::kValues, Compute>;
   __shared__ Exchange exchange;
   static_assert(kRows == 1 || Shape::kSlots == 1, "several rows share a CTA only if a warp holds each");
   static_assert(RowsX::kAskEarly || Shape::kSlots > 1, "rows are asked for late where warps wait for each other");
@@ -68,50 +68,33 @@ DEVICE void norm_forward(Load load, Store store, Compute* mean, Compute* rstd, i
     rows_x.take(row);
 
     if constexpr (RowsX::kAskEarly) ask_next();
-    RowMoments<Compute> row_moments;
-    if constexpr (kRms) {
-      Compute squares = 0;
-      for_each_pack([&](const Compute(&values)[kPack], int) { squares += dot(values, values); });
-      squares = group_sum<Shape::kLanes>(squares);
-      if constexpr (Shape::kSlots > 1) {
-        exchange.publish(turn, rank, {squares});
-        if constexpr (!RowsX::kAskEarly) ask_next();
-        const auto& slots = exchange.collect(turn);
-        squares = Exchange::sum([&](int other) { return slots[0][other]; });
-      }
-      row_moments = {0, 0, reciprocal_sqrt(squares / Shape::kCols + eps)};
-    } else {
-      // The pivot is the mean of the first packs of the warp. It need not be nearer: being a mean over one part in
-      // kPacks of the warp's values, it costs the variance at most a factor kPacks in rounding.
-      Compute first[kPack];
-      read(0, first);
+    Compute part[Norm::kValues];
+    const auto read_first = [&](Compute(&values)[kPack]) {
+      read(0, values);
       rows_x.stay_packed(0);
-      Compute total = 0;
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) total += first[i];
-      const int count = Shape::slot_columns(slot, 0);
-      const Compute pivot = group_sum<Shape::kLanes>(total) / static_cast<Compute>(count > 0 ? count : 1);
-      auto moments = moments_about<Shape::kLanes, kPack>(pivot, for_each_pack);
-      if constexpr (Shape::kSlots > 1) {
-        exchange.publish(turn, rank, {moments.pivot, moments.sum, moments.squares});
-        if constexpr (!RowsX::kAskEarly) ask_next();
-        moments = merge_slots<Exchange>(exchange.collect(turn), static_cast<Compute>(Shape::kCols),
-                                        [](int other) { return Shape::slot_columns(other); });
-      }
-      row_moments = finish(moments, static_cast<Compute>(Shape::kCols), eps);
+    };
+    Norm::template gather<Shape>(part, slot, read_first, for_each_pack);
+    if constexpr (Shape::kSlots > 1) {
+      exchange.publish(turn, rank, part);
+      if constexpr (!RowsX::kAskEarly) ask_next();
+      Norm::template merge<Exchange, Shape::kCols>(part, exchange.collect(turn),
+                                                   [](int other) { return Shape::slot_columns(other); });
     }
+    const auto statistics = Norm::template finish<Shape::kCols>(part, eps);
 
     const bool active = Shape::kThreads >= 32 || row < rows;
     if (active && rank == 0 && threadIdx.x % Shape::kThreads == 0) {
-      if (mean != nullptr) mean[row] = row_moments.pivot + row_moments.residual;
-      if (rstd != nullptr) rstd[row] = row_moments.rstd;
+      if constexpr (Norm::kHasMean) {
+        if (mean != nullptr) mean[row] = statistics.mean();
+      }
+      if (rstd != nullptr) rstd[row] = statistics.rstd;
     }
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if constexpr (!kOperandsStay) fetch_operands(p);
       Compute values[kPack];
       read(p, values);
-      normalise(values, row_moments);
+      statistics.normalise(values);
       store.store(row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0, values, operands[p]);
     }
     if constexpr (kOnce) break;

@@ -80,6 +80,9 @@ DEVICE void double_to_words(double value, uint32& low, uint32& high) {
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE double multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
 
+// The largest power of two that is no more than n, 0 of 0.
+DEVICE int power_of_two_up_to(int n) { return n > 0 ? 1 << (31 - __clz(n)) : 0; }
+
 // To a format of 16 bits by way of float, without rounding twice: the float is cut off and its last bit set if anything
 // was lost (round to odd), which leaves the last rounding as it would have been.
 DEVICE float before_narrowing(float value) { return value; }
@@ -132,7 +135,7 @@ DEVICE void load_words(const void* address, uint32 (&words)[kWords], bool there 
 // The part of shared memory whose size the launch decides. Asynchronous copies need its alignment: at 16 bytes past a
 // multiple of 32 backward of 65536 x 1024 took 122 us instead of 99 on an H200.
 DEVICE char* dynamic_shared() {
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(kSharedAlignment) char memory[];
   return memory;
 }
 

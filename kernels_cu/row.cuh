@@ -69,6 +69,17 @@ struct RowShape {
     for (int p = 0; p < kPacks; ++p) columns += slot_columns(slot, p);
     return columns;
   }
+
+  // How many columns the pivot of this slot is the mean of, the first ones of the first packs of its lanes: a power of
+  // two, so that the mean of equal values is exact. And whether the i-th column of this thread's first pack is one.
+  DEVICE static int pivot_columns(int slot) {
+    if (kThreads * kPack <= kLastSlice) return kLanes * kPack;
+    return power_of_two_up_to(slot_columns(slot, 0));
+  }
+  DEVICE static bool has_pivot(int columns, int i) {
+    if (kThreads * kPack <= kLastSlice) return true;
+    return static_cast<int>(threadIdx.x) % kLanes * kPack + (kWholePacks ? 0 : i) < columns;
+  }
 };
 
 DEVICE constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
@@ -90,6 +101,7 @@ DEVICE void row_barrier() {
     // A barrier chosen at run time makes the compiler claim all 16 of a CTA, and an SM has 64: at most four CTAs.
     __syncthreads();
   } else {
+    static_assert(kRows <= 15, "a CTA has 15 named barriers");
     barrier(1 + threadIdx.x / Shape::kThreads, Shape::kThreads);
   }
 }
@@ -110,6 +122,7 @@ struct RowExchange {
   using Slots = Compute[kValues][kSlots];
   Slots slots[2];
   Mailbox mailboxes[2];
+  static_assert(sizeof(Mailbox) == kMailboxBytes);
 
   // All threads of the CTA call this once, before any publish.
   DEVICE void start() {
@@ -117,6 +130,7 @@ struct RowExchange {
       if (threadIdx.x == 0) {
         for (int set = 0; set < 2; ++set) mailboxes[set].init();
       }
+      warp_barrier();  // cluster_start is for warps whose threads are together
       cluster_start();
     }
   }

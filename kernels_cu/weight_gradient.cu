@@ -3,13 +3,13 @@
 #pragma once
 #include "gradients.cuh"
 #include "load_store.cuh"
-#include "row.cuh"
+#include "statistics.cuh"
 
 namespace cunorm {
 
 // A thread owns one pack of columns; blockIdx.y is the group, which takes every gridDim.y-th row. 128 bytes of rows are
 // asked for at once: the compiler, which does not know how many rows there are, would wait for each.
-template <bool kRms, int64 kCols, int kPack, class Needs, class Compute, class LoadX, class LoadDy, class StoreSums>
+template <class Norm, int64 kCols, int kPack, class Needs, class Compute, class LoadX, class LoadDy, class StoreSums>
 DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute* mean, const Compute* rstd,
                                      StoreSums dweight, StoreSums dbias, int64 rows) {
   constexpr int kBytes = sizeof(typename LoadDy::Packed) + (Needs::kDweight ? sizeof(typename LoadX::Packed) : 0);
@@ -39,12 +39,10 @@ DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute
       if constexpr (Needs::kDweight) {
         Compute xhat[kPack];
         load_x.unpack(x[b], xhat);
-        const Compute row_mean = kRms ? 0 : mean[row];
-        const Compute row_rstd = rstd[row];
+        const auto saved = Norm::template SavedRow<Compute>::of(mean, rstd, row);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
-          xhat[i] = (xhat[i] - row_mean) * row_rstd;
-          dweight_sums[i] = multiply_add(grad[i], xhat[i], dweight_sums[i]);
+          dweight_sums[i] = multiply_add(grad[i], saved.xhat(xhat[i]), dweight_sums[i]);
         }
       }
     }
@@ -53,12 +51,12 @@ DEVICE void weight_gradient_partials(LoadX load_x, LoadDy load_dy, const Compute
   if constexpr (Needs::kDbias) dbias.of_group(blockIdx.y).pack(column, dbias_sums, valid);
 }
 
-// gradient[column] = Σ_group partials[group][column]. kLanes threads (a power of two) read four columns each; the
+// gradient[column] = Σ_group partials[group][column]. kLanes threads (a power of two) read kSumColumns each; the
 // CTA's kRows such sets of threads take every kRows-th partial row, and are added up at the end. The partial rows were
 // written in packs of kPack.
 template <int kLanes, int kRows, int kPack, class Compute, class Gradient>
 DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
-  constexpr int kOwn = 4;
+  constexpr int kOwn = kSumColumns;
   constexpr int kColumns = kLanes * kOwn;  // of a CTA
   // Sets that are left once those of a warp are added up by shuffles.
   constexpr int kSums = kLanes < 32 ? kRows * kLanes / 32 : kRows;

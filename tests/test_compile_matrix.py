@@ -106,5 +106,5 @@ FAULTS = [
 
 @pytest.mark.parametrize(("changes", "words"), FAULTS, ids=[words or "none" for _, words in FAULTS])
 def test_a_fault_is_named(changes, words):
-    spec = KernelSpec("forward", False, 32, *["float32"] * 4, False, True, RowShape(4, 8, 1))
+    spec = KernelSpec("forward", "layer_norm", 32, *["float32"] * 4, False, True, RowShape(4, 8, 1))
     assert fault(spec, Resources(40, 0, 0, 0, 0)._replace(**changes)) == words

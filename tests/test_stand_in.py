@@ -163,6 +163,11 @@ MISUSE = {
         "races",
         "race: .* while a copy to it is under way",
     ),
+    "a thread that ends before its copy has come": (
+        "copy_async<4, false>(mine, out); copies_commit(); copies_wait<1>();",
+        "results",
+        "a thread ends while a copy of its own is under way",
+    ),
     "a copy that another thread waits for": (
         "if (thread == 0) copy_async<4, false>(dynamic, out); copies_commit(); __syncthreads(); copies_wait<0>();"
         "out[thread] = dynamic[0];",
@@ -243,6 +248,8 @@ copies_commit();
 copy_async<4, false>(mine + 3, out + 3);
 copies_wait<PENDING>();
 if (thread == 0) for (int i = 0; i < 4; ++i) out[i] = mine[i];
+copies_commit();
+copies_wait<0>();
 """
 
 

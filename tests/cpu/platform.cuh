@@ -82,6 +82,8 @@ struct bfloat16 {
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
 
+inline int power_of_two_up_to(int n) { return static_cast<int>(std::bit_floor(static_cast<unsigned>(n))); }
+
 // Cut off towards zero, the last bit set if anything was lost.
 inline float before_narrowing(float value) { return value; }
 inline float before_narrowing(double value) {

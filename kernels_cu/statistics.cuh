@@ -1,0 +1,283 @@
+// The statistics of a row. One struct for each norm holds everything that kernels do not know of the norm they compute:
+//
+//   kHasMean           rows have a mean, which the forward pass stores and the backward pass reads
+//   kValues            numbers that say what a warp gathered of a row
+//   gather<Shape>(part, slot, read_first, for_each_pack)   those of the columns that this warp holds, in every lane
+//   merge<Exchange, kCols>(part, slots, columns)           those of the row, of what its warps published
+//   finish<kCols>(part, eps)                               a Row
+//   Row                rstd, mean() if there is one; normalise(values)
+//   Running            for rows too long to hold: add(values, valid), publish(part) of kRunningValues numbers, merge
+//   SavedRow           of(mean, rstd, row) in the backward pass: xhat(value), and dx(g, xhat, means)
+//   kGradientSums      sums over a row that dx needs; add_gradient(sums, g, xhat) adds a column to them
+//   kCentresGradient   dx is of g less the mean of g, the second of these sums
+#pragma once
+#include "pack.cuh"
+#include "row.cuh"
+
+namespace cunorm {
+
+// Multiplied instead of divided by: a division by what is no power of two is a call, between a row's last sum and its
+// first store.
+template <class Compute, int64 kCount>
+DEVICE constexpr Compute one_part_in() {
+  return static_cast<Compute>(1) / static_cast<Compute>(kCount);
+}
+
+// A long sum with what its roundings lost (Knuth's TwoSum).
+template <class Compute>
+struct CompensatedSum {
+  Compute sum = 0;
+  Compute lost = 0;
+
+  DEVICE void add(Compute value) {
+    const Compute next = sum + value;
+    const Compute rounded = next - sum;
+    lost += (sum - (next - rounded)) + (value - rounded);
+    sum = next;
+  }
+  DEVICE Compute total() const { return sum + lost; }
+};
+
+// LayerNorm: mean and variance, by Welford's method in its parallel form (Chan, Golub, LeVeque 1983): parts that know
+// (count, mean, squared deviations from that mean) are merged exactly.
+//
+// A part's mean, rounded to float, is only a pivot: what the rounding lost is carried along as the sum of deviations
+// from it. Without that, a row with |mean| / std = 1e4 is wrong by 1e4 * 6e-8 in every normalised value.
+//
+// A mean is weighted, never summed up and divided: equal values up to the largest of a format have that value as their
+// mean, to the bit. One step of float32 beside it squared is infinite from 2e26 on.
+struct LayerNorm {
+  static constexpr bool kHasMean = true;
+  static constexpr int kValues = 3;         // of Moments
+  static constexpr int kRunningValues = 4;  // and how many columns they are of
+  static constexpr int kGradientSums = 2;   // Σ g * xhat, Σ g
+  static constexpr bool kCentresGradient = true;
+
+  // sum = Σ(x - pivot), squares = Σ(x - pivot)²
+  template <class Compute>
+  struct Moments {
+    Compute pivot;
+    Compute sum;
+    Compute squares;
+
+    // The same sums about another pivot.
+    DEVICE Moments about(Compute other, Compute count) const {
+      const Compute shift = pivot - other;
+      const Compute moved = multiply_add(count, shift, sum);
+      return {other, moved, multiply_add(shift, sum + moved, squares)};
+    }
+  };
+
+  // mean = pivot + residual; x - mean is not to be computed from their rounded sum.
+  template <class Compute>
+  struct Row {
+    Compute pivot;
+    Compute residual;
+    Compute rstd;
+
+    DEVICE Compute mean() const { return pivot + residual; }
+    template <int kPack>
+    DEVICE void normalise(Compute (&values)[kPack]) const {
+      const Compute shift = -residual * rstd;
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) values[i] = multiply_add(values[i] - pivot, rstd, shift);
+    }
+  };
+
+  template <class Compute>
+  struct SavedRow {
+    Compute mean;
+    Compute rstd;
+
+    DEVICE static SavedRow of(const Compute* mean, const Compute* rstd, int64 row) { return {mean[row], rstd[row]}; }
+    DEVICE Compute xhat(Compute value) const { return (value - mean) * rstd; }
+    DEVICE Compute dx(Compute centred_g, Compute xhat, const Compute (&means)[kGradientSums]) const {
+      return multiply_add(-xhat, means[0], centred_g) * rstd;
+    }
+  };
+
+  // The pivot is the mean of the first columns of the warp. It need not be nearer: being a mean over at least one part
+  // in 2 * kPacks of the warp's values, it costs the variance at most such a factor in rounding.
+  template <class Shape, class Compute, class ReadFirst, class ForEachPack>
+  DEVICE static void gather(Compute (&part)[kValues], int slot, ReadFirst read_first, ForEachPack for_each_pack) {
+    constexpr int kPack = Shape::kPack;
+    Compute first[kPack], weights[kPack];
+    read_first(first);
+    const int columns = Shape::pivot_columns(slot);
+    const Compute weight = static_cast<Compute>(1) / static_cast<Compute>(columns > 0 ? columns : 1);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) weights[i] = Shape::has_pivot(columns, i) ? weight : 0;
+    moments_about<Shape::kLanes, kPack>(part, group_sum<Shape::kLanes>(dot(first, weights)), for_each_pack);
+  }
+
+  template <class Exchange, int64 kCols, class Compute, class Columns>
+  DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots, Columns columns) {
+    const auto count = [&](int slot) { return static_cast<Compute>(columns(slot)); };
+    const Compute base = slots[0][0];
+    const Compute beyond =
+        Exchange::sum([&](int slot) { return count(slot) * one_part_in<Compute, kCols>() * (slots[0][slot] - base); });
+    const Compute pivot = base + beyond;
+    const auto moved = [&](int slot) {
+      return Moments<Compute>{slots[0][slot], slots[1][slot], slots[2][slot]}.about(pivot, count(slot));
+    };
+    part[0] = pivot;
+    part[1] = Exchange::sum([&](int slot) { return moved(slot).sum; });
+    part[2] = Exchange::sum([&](int slot) { return moved(slot).squares; });
+  }
+
+  template <int64 kCols, class Compute>
+  DEVICE static Row<Compute> finish(const Compute (&part)[kValues], Compute eps) {
+    const Compute residual = part[1] * one_part_in<Compute, kCols>();
+    const Compute variance = multiply_add(-residual, residual, part[2] * one_part_in<Compute, kCols>());
+    // Written so that NaN stays NaN; rounding can leave a constant row slightly below zero.
+    return {part[0], residual, reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)};
+  }
+
+  // Welford's update, a pack at a time.
+  template <class Compute>
+  struct Running {
+    Compute count = 0;
+    CompensatedSum<Compute> mean;
+    CompensatedSum<Compute> squares;
+
+    template <int kPack>
+    DEVICE void add(const Compute (&values)[kPack], int valid) {
+      const auto columns = static_cast<Compute>(valid);
+      Compute beyond = 0;
+#pragma unroll
+      for (int i = 1; i < kPack; ++i) beyond += i < valid ? values[i] - values[0] : 0;
+      Compute part[kValues];
+      moments_about<1, kPack>(part, values[0] + beyond / columns, [&](auto use) { use(values, valid); });
+      const Compute residual = part[1] / columns;
+      const Compute deviations = multiply_add(-part[1], residual, part[2]);
+      if (count == 0) {
+        *this = {columns, {part[0], residual}, {deviations, 0}};
+        return;
+      }
+      const Compute total = count + columns;
+      const Compute share = columns / total;
+      const Compute delta = (part[0] - mean.sum) + (residual - mean.lost);
+      squares.add(multiply_add(delta * delta, count * share, deviations));
+      mean.add(delta * share);
+      count = total;
+    }
+
+    // The lanes of a warp, all about one pivot.
+    DEVICE void publish(Compute (&part)[kRunningValues]) const {
+      const Compute total = group_sum<32>(count);
+      const Compute base = group_sum<32>(threadIdx.x % 32 == 0 ? mean.sum : 0);
+      // A warp without columns: its lanes have no mean.
+      const Compute share = count / (total > 0 ? total : 1);
+      const Compute pivot = base + group_sum<32>(share * (mean.sum - base));
+      const Compute sum = count * mean.lost;
+      const Moments<Compute> lane{mean.sum, sum, multiply_add(sum, mean.lost, squares.total())};
+      const auto moved = lane.about(pivot, count);
+      part[0] = pivot;
+      part[1] = group_sum<32>(moved.sum);
+      part[2] = group_sum<32>(moved.squares);
+      part[3] = total;
+    }
+
+    template <class Exchange, int64 kCols>
+    DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots) {
+      LayerNorm::merge<Exchange, kCols>(part, slots, [&](int slot) { return slots[3][slot]; });
+    }
+  };
+
+  template <class Compute>
+  DEVICE static void add_gradient(Compute (&sums)[kGradientSums], Compute g, Compute xhat) {
+    sums[0] = multiply_add(g, xhat, sums[0]);
+    sums[1] += g;
+  }
+
+ private:
+  // Moments about `pivot` of the values that kLanes lanes hold. for_each_pack(use) calls use(values, valid) for every
+  // pack of this thread; values past `valid` do not count.
+  template <int kLanes, int kPack, class Compute, class ForEachPack>
+  DEVICE static void moments_about(Compute (&part)[kValues], Compute pivot, ForEachPack for_each_pack) {
+    Compute deviations = 0;
+    Compute squares = 0;
+    for_each_pack([&](const Compute(&values)[kPack], int valid) {
+      Compute deviation[kPack];
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        deviation[i] = i < valid ? values[i] - pivot : 0;
+        deviations += deviation[i];
+      }
+      squares += dot(deviation, deviation);
+    });
+    part[0] = pivot;
+    part[1] = group_sum<kLanes>(deviations);
+    part[2] = group_sum<kLanes>(squares);
+  }
+};
+
+// RMSNorm: the mean of squares. They overflow float beyond |x| = 1.8e19, where rstd is 0, as with torch.
+struct RmsNorm {
+  static constexpr bool kHasMean = false;
+  static constexpr int kValues = 1;  // Σ x²
+  static constexpr int kRunningValues = 1;
+  static constexpr int kGradientSums = 1;  // Σ g * xhat
+  static constexpr bool kCentresGradient = false;
+
+  template <class Compute>
+  struct Row {
+    Compute rstd;
+
+    template <int kPack>
+    DEVICE void normalise(Compute (&values)[kPack]) const {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) values[i] *= rstd;
+    }
+  };
+
+  template <class Compute>
+  struct SavedRow {
+    Compute rstd;
+
+    DEVICE static SavedRow of(const Compute*, const Compute* rstd, int64 row) { return {rstd[row]}; }
+    DEVICE Compute xhat(Compute value) const { return value * rstd; }
+    DEVICE Compute dx(Compute g, Compute xhat, const Compute (&means)[kGradientSums]) const {
+      return multiply_add(-xhat, means[0], g) * rstd;
+    }
+  };
+
+  template <class Shape, class Compute, class ReadFirst, class ForEachPack>
+  DEVICE static void gather(Compute (&part)[kValues], int, ReadFirst, ForEachPack for_each_pack) {
+    Compute squares = 0;
+    for_each_pack([&](const Compute(&values)[Shape::kPack], int) { squares += dot(values, values); });
+    part[0] = group_sum<Shape::kLanes>(squares);
+  }
+
+  template <class Exchange, int64 kCols, class Compute, class Columns>
+  DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots, Columns) {
+    part[0] = Exchange::sum([&](int slot) { return slots[0][slot]; });
+  }
+
+  template <int64 kCols, class Compute>
+  DEVICE static Row<Compute> finish(const Compute (&part)[kValues], Compute eps) {
+    return {reciprocal_sqrt(multiply_add(part[0], one_part_in<Compute, kCols>(), eps))};
+  }
+
+  template <class Compute>
+  struct Running {
+    CompensatedSum<Compute> squares;
+
+    template <int kPack>
+    DEVICE void add(const Compute (&values)[kPack], int) {
+      squares.add(dot(values, values));
+    }
+    DEVICE void publish(Compute (&part)[kRunningValues]) const { part[0] = group_sum<32>(squares.total()); }
+    template <class Exchange, int64 kCols>
+    DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots) {
+      part[0] = Exchange::sum([&](int slot) { return slots[0][slot]; });
+    }
+  };
+
+  template <class Compute>
+  DEVICE static void add_gradient(Compute (&sums)[kGradientSums], Compute g, Compute xhat) {
+    sums[0] = multiply_add(g, xhat, sums[0]);
+  }
+};
+
+}  // namespace cunorm
