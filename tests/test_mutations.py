@@ -108,7 +108,7 @@ MUTATIONS = (
         "if constexpr (!kWeightStays) copies_wait<0>();",
         "",
         "wide weight, row groups without rows",
-        (("results", "a thread ends while a copy of its own is under way"),),
+        (("races", "a thread ends while a copy of its own is under way"),),
     ),
     Mutation(
         "rows of a CTA share slots",
@@ -208,7 +208,7 @@ MUTATIONS = (
         "DEVICE static void arrived() {}",
         "places",
         (
-            ("results", "a thread ends while a copy of its own is under way"),
+            ("results", "elements are wrong"),
             ("races", "race: .* while a copy to it is under way"),
         ),
     ),
