@@ -32,7 +32,7 @@ from cunorm.norm.spec import KernelSpec, dynamic_shared
 from cunorm.source import Baked
 
 STAND_IN = Path(__file__).parent / "cpu"
-# -ffp-contract=off: every operation is rounded, where a GPU may fuse two.
+# -ffp-contract=off, as kernels are compiled for a GPU with -fmad=false: what is fused is written as multiply_add.
 OPTIONS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
 POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
 ORDERS = ("ascending", "descending", "even before odd")

@@ -14,7 +14,7 @@ from cpu_device import BUILDS, ORDERS, Machine, missing
 from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, WITHOUT_CLUSTERS, backward, check, forward
 from functions import OPS
 from problems import problem
-from reference import check_backward
+from reference import check_backward, check_forward
 
 from cunorm.device import Device
 from cunorm.norm.plan import Step, plan
@@ -221,6 +221,45 @@ def test_rows_fill_their_places_in_part_and_more_than_once(cols, dtype, filled):
 def test_rows_far_from_zero(cols, dtype, device, offset):
     x, dy, weight, bias = inputs(numpy, 3, cols, dtype, offset=offset)
     check(Machine(), "layer_norm", x, dy, weight, bias, device=device)
+
+
+@pytest.mark.parametrize("value", [1e38, 3e38])
+@pytest.mark.parametrize(
+    ("cols", "dtype", "device"),
+    [
+        (5, "bfloat16", SMALL),
+        (33, "float32", SMALL),
+        (1001, "float32", SMALL),
+        (4100, "float32", SMALL),
+        (33333, "bfloat16", SMALL),
+        (16393, "float32", WITHOUT_CLUSTERS),
+    ],
+)
+def test_equal_values_up_to_the_largest(cols, dtype, device, value):
+    """Their mean is they, to the bit: one step of the format beside it squared would be infinite."""
+    x, _, weight, bias = inputs(numpy, 3, cols, dtype, offset=value)
+    assert (x == x[:, :1]).all()
+    y, mean, _ = forward(Machine(), "layer_norm", x, weight, bias, device=device)
+    numpy.testing.assert_array_equal(mean, x[:, 0].astype("float32"))
+    numpy.testing.assert_array_equal(y.astype("float32"), numpy.broadcast_to(bias.astype("float32"), y.shape))
+
+
+@pytest.mark.parametrize("cols", [129, 1001, 4100, 33333])
+def test_means_beyond_the_sum_that_float_holds(cols):
+    """Deviations of a few steps of float32, whose squares it holds."""
+    x, _, weight, bias = inputs(numpy, 3, cols, "float32")
+    x = (x * 3e16 + numpy.float32(4e23) * numpy.sign(x[:, :1])).astype("float32")
+    y, mean, rstd = forward(Machine(), "layer_norm", x, weight, bias)
+    check_forward("layer_norm", (y, mean, rstd), x, weight, bias)
+
+
+@pytest.mark.parametrize(("rows", "rows_per_cta"), [(1, 4), (2, 4)])
+def test_row_groups_without_rows_wait_for_their_weight(rows, rows_per_cta):
+    """It waits in shared memory, and nobody reads it there."""
+    (_, spec) = choose(problem("backward", rows, 136, "bfloat16", weight="float64"), SMALL) or pytest.fail("streamed")
+    assert (spec.rows_per_cta, weight_waits(spec), spec.aligned) == (rows_per_cta, True, True)
+    x, dy, weight, bias = inputs(numpy, rows, 136, "bfloat16", weight="float64", bias="float64")
+    check(Machine("races"), "layer_norm", x, dy, weight, bias)
 
 
 @pytest.mark.parametrize("wide", ["float32", "float64"])
