@@ -1,4 +1,4 @@
-"""What cunorm's own `layer_norm_linear` does with torch tensors."""
+"""What cunorm's own `layer_norm_linear` does with torch tensors, held to the rules of cunorm/linear/problem.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ...linear import problem
-from ..norm.formulas import compute_dtype
+from ..norm.arrays import layouts_of, mean_and_rstd
+from ..norm.functional import autocast_dtype
 from . import functional
-from .passes import Options, gradients, normalise
+from .passes import Options, gradients, without_autocast
 
 
 def forward(
@@ -25,14 +26,16 @@ def forward(
     statistics: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (y, mean, rstd), statistics None unless asked for. y is differentiable."""
-    tensors = (x, weight, bias, ln_weight, ln_bias)
-    y, _ = functional.norm_linear(function, *tensors, eps, op, zero_centered_gamma, False)
-    if not statistics:
-        return y, None, None
-    with torch.no_grad():
-        options = Options(op, eps, zero_centered_gamma, y.dtype, False)
-        _, both = normalise(x, ln_weight, ln_bias, options, True)
-    return y, (both[0] if len(both) == 2 else None), both[-1]
+    named = {"x": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
+    layouts = tuple(layouts_of(function, named, required=("x", "weight")).items())
+    cast = autocast_dtype(x)
+    # A size that a trace holds open cannot be looked up among those that were checked before.
+    traced = any(isinstance(size, torch.SymInt) for size in x.shape)
+    check = problem.check_forward.__wrapped__ if traced else problem.check_forward
+    check(function, layouts, zero_centered_gamma, cast is not None)
+    options = Options(op, eps, zero_centered_gamma, cast or x.dtype, False)
+    y, _, both = functional.run(*named.values(), options, cast, wants_statistics=statistics)
+    return (y, *mean_and_rstd(both)) if statistics else (y, None, None)
 
 
 @torch.no_grad()
@@ -52,21 +55,13 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Return (dx, dweight, dbias, dln_weight, dln_bias), None where output_mask says so."""
-    functional.check(function, x, weight, None, ln_weight, ln_bias, zero_centered_gamma)
-    named = {"dy": dy, "rstd": rstd, **({} if op == "rms_norm" else {"mean": mean})}
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
-        shape = (*x.shape[:-1], len(weight)) if name == "dy" else x.shape[:-1]
-        dtype = x.dtype if name == "dy" else compute_dtype(x)
-        if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != x.device:
-            raise RuntimeError(
-                f"{function}: {name} must have shape {tuple(shape)} and dtype {dtype} on {x.device}; got "
-                f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}."
-            )
+    layer_norm = op == "layer_norm"
+    required = {"dy": dy, "x": x, "rstd": rstd, "weight": weight, **({"mean": mean} if layer_norm else {})}
+    layouts = layouts_of(function, {**required, "ln_weight": ln_weight, "ln_bias": ln_bias}, tuple(required))
+    problem.check_backward(function, tuple(layouts.items()), zero_centered_gamma)
     mask = problem.check_output_mask(function, output_mask)
-    statistics = torch.stack((rstd,) if op == "rms_norm" else (mean, rstd))
+    mask = (*mask[:4], mask[4] and layer_norm)
+    statistics = torch.stack((mean, rstd) if layer_norm else (rstd,))
     options = Options(op, eps, zero_centered_gamma, x.dtype, False)
-    return gradients(
-        dy, None, x, weight, ln_weight, ln_bias, statistics, None, options, (*mask[:4], mask[4] and op == "layer_norm")
-    )
+    with without_autocast(x.device.type):
+        return gradients(dy, None, x, weight, ln_weight, ln_bias, statistics, None, options, mask)

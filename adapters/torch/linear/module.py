@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ...linear import problem as linear_problem
 from ...norm import problem
+from ..norm.functional import autocasts
 from .checks import check_parallel, check_sizes, refuse
 from .functional import norm_linear
 from .parameters import joined, lay_side_by_side, parts_of
-from .passes import Sink, accumulate, autocasts, bias_gradient, weight_gradient, without_autocast
+from .passes import Sink, accumulate, bias_gradient, weight_gradient, without_autocast
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
 
@@ -62,7 +63,8 @@ class LayerNormLinear(nn.Module):
     zero_centered_gamma : bool
         Multiply by 1 + layer_norm_weight.
     device
-        "meta" for parameters without memory, which `reset_parameters` gives them.
+        "meta" for parameters without memory, which `reset_parameters` gives them, as TransformerEngine's does (torch.nn's
+        modules, and LayerNorm and RMSNorm here, stay on "meta").
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, symmetric_ar_type
         Not here yet.
     delay_wgrad_compute : bool

@@ -88,9 +88,23 @@ def forward(
     _raise_as_torch(
         problem.check_forward, function, layouts[0], shape, *layouts[1:], None, None, zero_centered_gamma=False
     )
-    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in problem.ITEMSIZE:
+    output_dtype(function, dtype)
+
+
+def output_dtype(function: str, value: Any) -> None:
+    if not isinstance(value, torch.dtype) or dtype_name(value) not in problem.ITEMSIZE:
         names = ", ".join(f"torch.{name}" for name in problem.ITEMSIZE)
-        raise TypeError(f"{function}: dtype must be one of {names}; got {dtype!r}.")
+        raise TypeError(f"{function}: dtype must be one of {names}; got {value!r}.")
+
+
+def floating(function: str, **tensors: Tensor | None) -> None:
+    """NotImplementedError for numbers that only torch's own norms compute, where what is asked for is ours alone."""
+    for name, tensor in tensors.items():
+        if tensor is not None and dtype_name(tensor.dtype) not in problem.ITEMSIZE:
+            raise NotImplementedError(
+                f"{function}: {name} must have dtype {', '.join(problem.ITEMSIZE)}; got {dtype_name(tensor.dtype)}. "
+                "Convert it first."
+            )
 
 
 def backward(function: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None) -> None:
@@ -111,12 +125,21 @@ def backward(function: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: T
 
 def layout(function: str, name: str, tensor: Tensor) -> Layout:
     """Without strides; a tensor that is not laid out by strides is refused."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        kind = "a quantised tensor" if tensor.is_quantized else f"layout {tensor.layout}"
+    kind = unlike_strided(tensor)
+    if kind:
         raise NotImplementedError(
             f"{function}: {name} must be a strided tensor of floating-point numbers; got {kind}. Convert it first."
         )
     return Layout(tuple(tensor.shape), (), dtype_name(tensor.dtype), str(tensor.device))
+
+
+def unlike_strided(tensor: Tensor) -> str:
+    """What a tensor is that is not laid out by strides; "" for one that is."""
+    if tensor.is_quantized:
+        return "a quantised tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    return "" if tensor.layout is torch.strided else f"layout {tensor.layout}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

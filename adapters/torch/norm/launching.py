@@ -127,7 +127,7 @@ def forward(
 
 def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, bias, aligned) -> Recipe:
     checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
-    properties = _properties(op, x)
+    properties = properties_of(op, x)
     check_sm_margin(op, sm_margin, properties.sms)
     cols = math.prod(x.shape[-ndim:])
     stride = _row_stride(x, ndim)
@@ -253,7 +253,7 @@ def _takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
 
 def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> Recipe:
     op, ndim, zero_centered_gamma, _ = family
-    properties = _properties(op, x)
+    properties = properties_of(op, x)
     check_sm_margin(op, sm_margin, properties.sms)
     shape = x.shape[-ndim:]
     cols = math.prod(shape)
@@ -293,7 +293,7 @@ def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
     return value
 
 
-def _properties(function: str, x: Tensor) -> device.Device:
+def properties_of(function: str, x: Tensor) -> device.Device:
     """The GPU of x, as CuPy sees it."""
     try:
         return device.current(x.get_device())
