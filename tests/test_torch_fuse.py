@@ -311,7 +311,7 @@ def left_alive(norm: nn.Module, run: Any) -> list[str]:
 @pytest.mark.parametrize("dropped", [True, False], ids=["norm alone", "block"])
 def test_nothing_of_z_and_y_outlives_the_forward_pass(grad, skipped, dropped):
     """A reader that is never called holds neither."""
-    model, inputs = build("llama")
+    model, _ = build("llama")
     block = model.model.layers[0]
     fuse_norm_linear(model)
     norm, mlp = block.post_attention_layernorm, block.mlp

@@ -63,8 +63,8 @@ class LayerNormLinear(nn.Module):
     zero_centered_gamma : bool
         Multiply by 1 + layer_norm_weight.
     device
-        "meta" for parameters without memory, which `reset_parameters` gives them, as TransformerEngine's does (torch.nn's
-        modules, and LayerNorm and RMSNorm here, stay on "meta").
+        "meta" for parameters without memory. `reset_parameters` gives it to them, as TransformerEngine's does; that of
+        torch.nn's modules, and of LayerNorm and RMSNorm here, leaves them on "meta".
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, symmetric_ar_type
         Not here yet.
     delay_wgrad_compute : bool
