@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...linear import problem
-from ..norm.arrays import layouts_of, mean_and_rstd
+from ..norm.arrays import checked_once, layouts_of, mean_and_rstd
 from ..norm.functional import autocast_dtype
 from . import functional
 from .passes import Options, gradients, without_autocast
@@ -26,15 +26,11 @@ def forward(
     statistics: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (y, mean, rstd), statistics None unless asked for. y is differentiable."""
-    named = {"x": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
-    layouts = tuple(layouts_of(function, named, required=("x", "weight")).items())
+    tensors = (x, weight, bias, ln_weight, ln_bias)
     cast = autocast_dtype(x)
-    # A size that a trace holds open cannot be looked up among those that were checked before.
-    traced = any(isinstance(size, torch.SymInt) for size in x.shape)
-    check = problem.check_forward.__wrapped__ if traced else problem.check_forward
-    check(function, layouts, zero_centered_gamma, cast is not None)
+    checked_once(_check_forward, function, tensors, (zero_centered_gamma, cast is not None))
     options = Options(op, eps, zero_centered_gamma, cast or x.dtype, False)
-    y, _, both = functional.run(*named.values(), options, cast, wants_statistics=statistics)
+    y, _, both = functional.run(*tensors, options, cast, wants_statistics=statistics)
     return (y, *mean_and_rstd(both)) if statistics else (y, None, None)
 
 
@@ -55,13 +51,28 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Return (dx, dweight, dbias, dln_weight, dln_bias), None where output_mask says so."""
-    layer_norm = op == "layer_norm"
-    required = {"dy": dy, "x": x, "rstd": rstd, "weight": weight, **({"mean": mean} if layer_norm else {})}
-    layouts = layouts_of(function, {**required, "ln_weight": ln_weight, "ln_bias": ln_bias}, tuple(required))
-    problem.check_backward(function, tuple(layouts.items()), zero_centered_gamma)
-    mask = problem.check_output_mask(function, output_mask)
-    mask = (*mask[:4], mask[4] and layer_norm)
-    statistics = torch.stack((mean, rstd) if layer_norm else (rstd,))
+    tensors = (dy, x, mean if op == "layer_norm" else None, rstd, weight, ln_weight, ln_bias)
+    mask = checked_once(_check_backward, function, tensors, (op, zero_centered_gamma, output_mask))
+    statistics = torch.stack((mean, rstd) if op == "layer_norm" else (rstd,))
     options = Options(op, eps, zero_centered_gamma, x.dtype, False)
     with without_autocast(x.device.type):
         return gradients(dy, None, x, weight, ln_weight, ln_bias, statistics, None, options, mask)
+
+
+def _check_forward(function, tensors, zero_centered_gamma, mixed) -> bool:
+    named = dict(zip(("x", "weight", "bias", "ln_weight", "ln_bias"), tensors, strict=True))
+    layouts = tuple(layouts_of(function, named, required=("x", "weight")).items())
+    # Past its own memory, in which a size that a trace holds open cannot be looked up.
+    problem.check_forward.__wrapped__(function, layouts, zero_centered_gamma, mixed)
+    return True
+
+
+def _check_backward(function, tensors, op, zero_centered_gamma, output_mask) -> tuple[bool, ...]:
+    """Which gradients are wanted."""
+    layer_norm = op == "layer_norm"
+    names = ("dy", "x", "mean", "rstd", "weight", "ln_weight", "ln_bias")
+    required = ("dy", "x", "rstd", "weight", *(("mean",) if layer_norm else ()))
+    layouts = layouts_of(function, dict(zip(names, tensors, strict=True)), required)
+    problem.check_backward(function, tuple(layouts.items()), zero_centered_gamma)
+    mask = problem.check_output_mask(function, output_mask)
+    return (*mask[:4], mask[4] and layer_norm)

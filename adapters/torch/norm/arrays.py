@@ -6,7 +6,7 @@ cunorm.torch's own functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,26 +32,13 @@ def forward(
     statistics: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (y, mean, rstd), statistics None unless asked for. y is differentiable unless it is written to `out`."""
-    named = {"x": x, "weight": weight, "bias": bias, "out": out}
-    layouts = layouts_of(function, named, required=("x",))
-    if dtype is not None:
-        dtype = checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else problem.dtype_name(function, dtype)
-    shape, y_dtype = problem.check_forward(
-        function,
-        layouts["x"],
-        normalized_shape,
-        layouts.get("weight"),
-        layouts.get("bias"),
-        layouts.get("out"),
-        dtype,
-        zero_centered_gamma=zero_centered_gamma,
-    )
-    eps = problem.check_eps(function, eps)
-    _check_sm_margin(function, sm_margin, x)
+    tensors = (x, weight, bias, out)
+    options = (normalized_shape, eps, zero_centered_gamma, dtype, sm_margin)
+    shape, y_dtype, eps, layouts = checked_once(_check_forward, function, tensors, options)
     if out is not None:
-        _check_out(function, named, layouts, len(shape))
+        _check_out(function, tensors, layouts, len(shape))
     op = function.removesuffix("_forward")
-    arguments = (weight, bias, eps, zero_centered_gamma, getattr(torch, y_dtype), sm_margin)
+    arguments = (weight, bias, eps, zero_centered_gamma, y_dtype, sm_margin)
     mean = rstd = None
     if statistics:
         y, both = functional.norm_with_statistics(op, x, len(shape), *arguments)
@@ -76,22 +63,62 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
     op = function.removesuffix("_backward")
-    layer_norm = op == "layer_norm"
-    named = {"dy": dy, "x": x, "mean": mean, "rstd": rstd, "weight": weight}
-    layouts = layouts_of(function, named, required=("dy", "x", "rstd", *(("mean",) if layer_norm else ())))
-    problem.check_backward(
-        function,
-        layouts["dy"],
-        layouts["x"],
-        layouts.get("mean"),
-        layouts["rstd"],
-        layouts.get("weight"),
-        zero_centered_gamma=zero_centered_gamma,
-    )
-    mask = problem.check_output_mask(function, output_mask, 3 if layer_norm else 2)
-    _check_sm_margin(function, sm_margin, x)
-    statistics = torch.stack((mean, rstd) if layer_norm else (rstd,))
+    options = (zero_centered_gamma, output_mask, sm_margin)
+    mask = checked_once(_check_backward, function, (dy, x, mean, rstd, weight), options)
+    statistics = torch.stack((mean, rstd) if op == "layer_norm" else (rstd,))
     return operators.backward(dy, x, statistics, weight, op, 0.0, zero_centered_gamma, mask, sm_margin)
+
+
+def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin):
+    """(normalized_shape, dtype of y, eps, layouts)"""
+    layouts = layouts_of(function, dict(zip(("x", "weight", "bias", "out"), tensors, strict=True)), required=("x",))
+    if dtype is not None:
+        dtype = checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else problem.dtype_name(function, dtype)
+    parameters = (layouts.get(name) for name in ("weight", "bias", "out"))
+    shape, y_dtype = problem.check_forward(
+        function, layouts["x"], normalized_shape, *parameters, dtype, zero_centered_gamma=zero_centered_gamma
+    )
+    eps = problem.check_eps(function, eps)
+    _check_sm_margin(function, sm_margin, tensors[0])
+    return torch.Size(shape), getattr(torch, y_dtype), eps, layouts
+
+
+def _check_backward(function, tensors, zero_centered_gamma, output_mask, sm_margin) -> tuple[bool, bool, bool]:
+    """Which gradients are wanted."""
+    layer_norm = function.startswith("layer_norm")
+    named = dict(zip(("dy", "x", "mean", "rstd", "weight"), tensors, strict=True))
+    layouts = layouts_of(function, named, required=("dy", "x", "rstd", *(("mean",) if layer_norm else ())))
+    problem.check_backward(function, *map(layouts.get, named), zero_centered_gamma=zero_centered_gamma)
+    _check_sm_margin(function, sm_margin, named["x"])
+    return problem.check_output_mask(function, output_mask, 3 if layer_norm else 2)
+
+
+_checked: dict[Hashable, Any] = {}  # what calls that fit came to, by their layouts and options
+
+
+def checked_once(check: Callable[..., Any], function: str, tensors: Sequence[Any], options: tuple) -> Any:
+    """check(function, tensors, *options), or what it returned for such tensors and options before: 10 us less a call.
+
+    What cannot be looked up, such as a list among the options, a trace's open size or what is no tensor, is checked.
+    """
+    if torch.compiler.is_compiling():
+        return check(function, tensors, *options)
+    try:
+        key = (
+            function,
+            *[
+                None if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                for tensor in tensors
+            ],
+            *options,
+            *[tuple(map(type, option)) if type(option) is tuple else type(option) for option in options],
+        )
+        result = _checked.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        return check(function, tensors, *options)
+    if result is None:
+        result = launching.keep(_checked, key, check(function, tensors, *options))
+    return result
 
 
 def layouts_of(function: str, named: Mapping[str, Any], required: Sequence[str]) -> dict[str, Layout]:
@@ -122,15 +149,15 @@ def _check_sm_margin(function: str, sm_margin: Any, x: Tensor) -> None:
     problem.check_sm_margin(function, sm_margin, launching.properties_of(function, x).sms if real else None)
 
 
-def _check_out(function: str, named: Mapping[str, Any], layouts: Mapping[str, Layout], ndim: int) -> None:
+def _check_out(function: str, tensors: Sequence[Tensor | None], layouts: Mapping[str, Layout], ndim: int) -> None:
     """`out` may be x itself, and otherwise shares no memory with an input; nobody wants a gradient through it."""
-    tensors = [named[name] for name in layouts]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    there = dict(zip(layouts, (tensor for tensor in tensors if tensor is not None), strict=True))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in there.values()):
         raise ValueError(
             f"{function}: out must be None where a gradient is wanted; got a tensor. Use torch.no_grad() or detach()."
         )
     traced = torch.compiler.is_compiling() or operators.under_functorch()
-    if traced or any(type(tensor) not in functional.PLAIN or tensor.is_meta for tensor in tensors):
+    if traced or any(type(tensor) not in functional.PLAIN or tensor.is_meta for tensor in there.values()):
         return  # there is no memory to compare
-    inputs = [(name, layouts[name], named[name].data_ptr()) for name in layouts if name != "out"]
-    problem.check_out_memory(function, layouts["out"], named["out"].data_ptr(), inputs, ndim)
+    *inputs, (_, out, out_pointer) = [(name, layouts[name], tensor.data_ptr()) for name, tensor in there.items()]
+    problem.check_out_memory(function, out, out_pointer, inputs, ndim)

@@ -96,7 +96,7 @@ def forward(
     key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
-        recipe = _keep(_recipes, key, _forward_recipe(*options, x, weight, bias, aligned))
+        recipe = keep(_recipes, key, _forward_recipe(*options, x, weight, bias, aligned))
     plan, copies, copied, first, second, rstd_offset, family = recipe
     y = _empty(*first)
     statistics = None
@@ -164,7 +164,7 @@ def family(op: str, ndim: int, zero_centered_gamma: bool, x: Tensor) -> Family:
     """What `backward` wants to know of the forward pass."""
     options = (op, ndim, zero_centered_gamma)
     key = (options, x.shape, x.get_device())
-    return _families.get(key) or _keep(_families, key, Family(*options, {}))
+    return _families.get(key) or keep(_families, key, Family(*options, {}))
 
 
 def backward(
@@ -195,7 +195,7 @@ def backward(
     recipe = family.recipes.get(key)
     if recipe is None:
         recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned)
-        _keep(family.recipes, key, recipe)
+        keep(family.recipes, key, recipe)
     plan, copies, copied, first, second, rstd_offset, _ = recipe
     wants_dx, wants_dweight, wants_dbias = output_mask
     dx = dweight = dbias = None
@@ -286,7 +286,7 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> 
     )
 
 
-def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+def keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
     if len(kept) >= RECIPES:
         kept.clear()
     kept[key] = value
