@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm for PyTorch: drop-in functions and modules with autograd, on cunorm's kernels."""
 
-from .decompositions import decompositions
+from .decomposition import decompositions
 from .linear.functional import layer_norm_linear
 from .linear.module import LayerNormLinear
 from .models.fuse import Fusion, fuse_norm_linear

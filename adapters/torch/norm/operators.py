@@ -28,7 +28,7 @@ norm_forward = torch.ops.cunorm.norm_forward.default
 norm_backward = torch.ops.cunorm.norm_backward.default
 
 
-# The kernels, and torch's own operators for the CPU, which decompositions.py shows to others as well.
+# The kernels, and torch's own operators for the CPU, which decomposition.py shows to others as well.
 
 _checked: set[Hashable] = set()  # calls of norm_backward that fit
 
