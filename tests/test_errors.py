@@ -34,8 +34,18 @@ FORWARD = [
         "x has no axis", lambda xp, a: {"x": a["x"][0, :1].reshape(()), "weight": None}, ValueError, "at least one axis"
     ),
     Bad("x is empty along the row", lambda xp, a: {"x": a["x"][:, :0], "weight": None}, ValueError, "not be empty"),
-    Bad("weight is a list", lambda xp, a: {"weight": [1.0] * COLS}, TypeError, "weight must be a (NumPy|CuPy) array"),
-    Bad("weight is a number", lambda xp, a: {"weight": 2.0}, TypeError, "weight must be a (NumPy|CuPy) array"),
+    Bad(
+        "weight is a list",
+        lambda xp, a: {"weight": [1.0] * COLS},
+        TypeError,
+        "weight must be a (NumPy array|CuPy array|torch.Tensor)",
+    ),
+    Bad(
+        "weight is a number",
+        lambda xp, a: {"weight": 2.0},
+        TypeError,
+        "weight must be a (NumPy array|CuPy array|torch.Tensor)",
+    ),
     Bad("weight is an integer array", lambda xp, a: {"weight": xp.ones(COLS, "int64")}, TypeError, "weight must have"),
     Bad(
         "weight is too short",
@@ -66,7 +76,9 @@ FORWARD = [
     Bad("dtype is an integer's", lambda xp, a: {"dtype": "int8"}, TypeError, "dtype must be one of float16"),
     Bad("dtype is complex", lambda xp, a: {"dtype": numpy.complex64}, TypeError, "dtype must be one of"),
     Bad("dtype is unknown", lambda xp, a: {"dtype": "float99"}, TypeError, "got 'float99'"),
-    Bad("out is a list", lambda xp, a: {"out": [0.0]}, TypeError, "out must be a (NumPy|CuPy) array"),
+    Bad(
+        "out is a list", lambda xp, a: {"out": [0.0]}, TypeError, "out must be a (NumPy array|CuPy array|torch.Tensor)"
+    ),
     Bad("out has another shape", lambda xp, a: {"out": xp.empty((COLS, ROWS), "float32")}, ValueError, "out must have"),
     Bad("out broadcasts x", lambda xp, a: {"out": xp.empty((2, ROWS, COLS), "float32")}, ValueError, "out must have"),
     Bad("out is an integer array", lambda xp, a: {"out": xp.empty((ROWS, COLS), "int32")}, TypeError, "dtype"),
@@ -131,7 +143,12 @@ FORWARD = [
 BIAS = [
     Bad("bias is too long", lambda xp, a: {"bias": xp.ones(9, "float32")}, ValueError, r"bias must have shape \(8,\)"),
     Bad("bias has two axes", lambda xp, a: {"bias": xp.ones((1, 8), "float32")}, ValueError, "bias must have shape"),
-    Bad("bias is a string", lambda xp, a: {"bias": "b"}, TypeError, "bias must be a (NumPy|CuPy) array"),
+    Bad(
+        "bias is a string",
+        lambda xp, a: {"bias": "b"},
+        TypeError,
+        "bias must be a (NumPy array|CuPy array|torch.Tensor)",
+    ),
     Bad("bias is complex", lambda xp, a: {"bias": xp.ones(8, "complex128")}, TypeError, "bias must have dtype"),
     Bad(
         "out overlaps bias",
@@ -144,12 +161,14 @@ BIAS = [
 BACKWARD = [
     Bad("x is a list", lambda xp, a: {"x": [[1.0]]}, TypeError, "x must be a NumPy, CuPy or JAX array"),
     Bad("x is an integer array", lambda xp, a: {"x": a["x"].astype("int32")}, TypeError, "x must have dtype"),
-    Bad("dy is None", lambda xp, a: {"dy": None}, TypeError, "dy must be a (NumPy|CuPy) array"),
-    Bad("dy is a list", lambda xp, a: {"dy": [[1.0]]}, TypeError, "dy must be a (NumPy|CuPy) array"),
+    Bad("dy is None", lambda xp, a: {"dy": None}, TypeError, "dy must be a (NumPy array|CuPy array|torch.Tensor)"),
+    Bad("dy is a list", lambda xp, a: {"dy": [[1.0]]}, TypeError, "dy must be a (NumPy array|CuPy array|torch.Tensor)"),
     Bad("dy is an integer array", lambda xp, a: {"dy": a["dy"].astype("int32")}, TypeError, "dy must have dtype"),
     Bad("dy has another shape", lambda xp, a: {"dy": a["dy"][:3]}, ValueError, "dy must have the shape of x"),
     Bad("dy would broadcast", lambda xp, a: {"dy": a["dy"][:1]}, ValueError, "dy must have the shape of x"),
-    Bad("rstd is None", lambda xp, a: {"rstd": None}, TypeError, "rstd must be a (NumPy|CuPy) array"),
+    Bad(
+        "rstd is None", lambda xp, a: {"rstd": None}, TypeError, "rstd must be a (NumPy array|CuPy array|torch.Tensor)"
+    ),
     Bad("rstd is too short", lambda xp, a: {"rstd": a["rstd"][1:]}, ValueError, "rstd must have the shape of x"),
     Bad(
         "rstd is x", lambda xp, a: {"rstd": a["x"]}, ValueError, "must have the shape of x without its normalised axes"
@@ -171,7 +190,9 @@ BACKWARD = [
 ]
 
 MEAN = [
-    Bad("mean is None", lambda xp, a: {"mean": None}, TypeError, "mean must be a (NumPy|CuPy) array"),
+    Bad(
+        "mean is None", lambda xp, a: {"mean": None}, TypeError, "mean must be a (NumPy array|CuPy array|torch.Tensor)"
+    ),
     Bad("mean is too short", lambda xp, a: {"mean": a["mean"][1:]}, ValueError, "mean must have the shape of x"),
     Bad("mean is float16", lambda xp, a: {"mean": a["mean"].astype("float16")}, TypeError, "mean must have dtype"),
 ]

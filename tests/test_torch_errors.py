@@ -11,8 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import test_errors  # noqa: E402
+import test_linear  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
-from torch_tensors import on_devices  # noqa: E402
+from torch_tensors import on_devices, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm.torch import LayerNorm, RMSNorm, layer_norm, rms_norm  # noqa: E402
@@ -174,25 +177,154 @@ def test_arguments_of_modules(cls, what, arguments, error, phrase):
     assert str(caught.value).startswith(cls.__name__)
 
 
+# The functions of cunorm itself: the types of error that they raise for every kind of array.
+
+
+def as_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Tensors over the memory of the arrays, so that what overlaps does so still."""
+    return {name: tensor(value) if hasattr(value, "__dlpack__") else value for name, value in arguments.items()}
+
+
+# Torch has no negative strides.
+TABLE = [(function, bad) for function, bad in test_errors.CASES if bad.what != "out is x backwards"]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize(("function", "bad"), TABLE, ids=lambda value: getattr(value, "what", value))
+def test_functions_of_cunorm_refuse_tensors_as_other_arrays(xp, function, bad):
+    """The table of test_errors.py: the same types of error, the name of the function, the tensors unchanged."""
+    good = test_errors.good_arguments(xp)
+    arguments = as_tensors(test_errors.accepted(function, good) | bad.change(xp, good))
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    before = [value.clone() for value in tensors]
+    with pytest.raises(bad.error, match=f"^{function}: .*{bad.phrase}") as caught:
+        getattr(cunorm, function)(**arguments)
+    assert caught.type is bad.error, "a subclass would say something else"
+    torch.testing.assert_close(tensors, before, rtol=0, atol=0, equal_nan=True)
+
+
+LINEAR = [
+    *(("layer_norm_linear", bad) for bad in test_linear.FORWARD),
+    *(("layer_norm_linear_forward", bad) for bad in test_linear.FORWARD),
+    *(("layer_norm_linear_backward", bad) for bad in test_linear.BACKWARD),
+]
+
+
+@pytest.mark.parametrize(("function", "bad"), LINEAR, ids=lambda value: getattr(value, "what", value))
+def test_the_norm_with_its_product_refuses_tensors_as_other_arrays(xp, function, bad):
+    good = test_linear.good(xp)
+    if function.endswith("backward"):
+        del good["bias"]
+        shapes = {"dy": (4, 6), "mean": (4,), "rstd": (4,)}
+        good |= {name: xp.ones(shape, "float32") for name, shape in shapes.items()} | {"eps": 1e-5}
+    arguments = as_tensors(good | bad.change(xp, good))
+    with pytest.raises(bad.error) as caught:
+        getattr(cunorm, function)(**arguments)
+    assert caught.type is bad.error
+    assert bad.phrase in str(caught.value)
+    assert str(caught.value).startswith(f"{function}: ")
+
+
+# What only tensors can be.
+TENSORS = [
+    Bad("x is sparse", lambda a: {"x": a["x"].to_sparse()}, TypeError, "x must be a strided tensor; got layout"),
+    Bad("x is quantised", lambda a: {"x": quantised({"input": a["x"]})["input"]}, TypeError, "got a quantised tensor"),
+    Bad(
+        "x is nested",
+        lambda a: {"x": torch.nested.nested_tensor([a["x"]], layout=torch.jagged), "weight": None},
+        TypeError,
+        "x must be a strided tensor",
+    ),
+    Bad("weight is sparse", lambda a: {"weight": a["weight"].to_sparse()}, TypeError, "weight must be a strided"),
+    Bad("weight is NumPy's", lambda a: {"weight": a["weight"].cpu().numpy()}, TypeError, "as x is; got ndarray"),
+    Bad(
+        "weight is elsewhere",
+        lambda a: {"weight": a["weight"].to("meta")},
+        ValueError,
+        "weight must be on the device of x",
+    ),
+    Bad("out is elsewhere", lambda a: {"out": a["x"].to("meta")}, ValueError, "out must be on the device of x"),
+    Bad("dtype is torch's of integers", lambda a: {"dtype": torch.int32}, TypeError, "dtype must be one of float16"),
+    Bad("margins are many", lambda a: {"sm_margin": {"forward": 1}}, TypeError, "sm_margin must be an integer"),
+    Bad(
+        "a gradient is wanted through out",
+        lambda a: {"x": a["x"].clone().requires_grad_(), "out": a["x"]},
+        ValueError,
+        "out must be None where a gradient is wanted; got a tensor. Use torch.no_grad()",
+    ),
+    Bad(
+        "out wants a gradient",
+        lambda a: {"out": a["x"].clone().requires_grad_()},
+        ValueError,
+        "out must be None where a gradient is wanted",
+    ),
+]
+
+
 @on_devices
-def test_functions_of_cunorm(device):
-    x = torch.ones(ROWS, COLS, device=device)
-    _, mean, rstd = cunorm.layer_norm_forward(x)
-    with pytest.raises(TypeError, match=r"mean must be a torch\.Tensor"):
-        cunorm.layer_norm_backward(x, x, None, rstd)
-    with pytest.raises(RuntimeError, match="Pass what layer_norm_forward returned"):
-        cunorm.layer_norm_backward(x, x, mean, rstd[1:])
-    with pytest.raises(RuntimeError, match="dy must have the shape of x"):
-        cunorm.layer_norm_backward(x[1:], x, mean, rstd)
-    with pytest.raises(RuntimeError, match="must be the last axes of input"):
-        cunorm.layer_norm_forward(x, (7,))
-    with pytest.raises(ValueError, match="eps must be finite and not negative"):
-        cunorm.layer_norm(x, eps=-1.0)
-    with pytest.raises(ValueError, match="out must have shape"):
-        cunorm.layer_norm(x, out=x[1:])
-    with pytest.raises(TypeError, match=r"out must be a torch\.Tensor"):
-        cunorm.layer_norm(x, out=[1])
-    with pytest.raises(RuntimeError, match="no_grad"):
-        cunorm.layer_norm(x.clone().requires_grad_(), out=x)
-    with pytest.raises(TypeError, match="dtype must be one of"):
-        cunorm.layer_norm(x, dtype="int8")
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("function", ["layer_norm", "layer_norm_forward", "rms_norm", "rms_norm_forward"])
+@pytest.mark.parametrize("bad", TENSORS, ids=lambda bad: bad.what)
+def test_functions_of_cunorm_refuse_what_only_tensors_can_be(device, function, bad):
+    arguments = {"x": torch.ones(ROWS, COLS, device=device), "weight": torch.ones(COLS, device=device)}
+    arguments |= bad.change(arguments)
+    with pytest.raises(bad.error) as caught:
+        getattr(cunorm, function)(**arguments)
+    assert caught.type is bad.error
+    assert str(caught.value).startswith(f"{function}: ")
+    assert bad.phrase in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "phrase"),
+    [
+        (lambda x: {"weight": torch.ones(COLS, dtype=torch.int64, device="cuda")}, TypeError, "weight must have dtype"),
+        (lambda x: {"weight": torch.ones(COLS + 1, device="cuda")}, ValueError, "the shape of weight must be the last"),
+        (lambda x: {"weight": torch.ones(COLS)}, ValueError, "weight must be on the device of x, cuda:0; got device"),
+        (lambda x: {"eps": -1.0}, ValueError, "eps must be finite and not negative"),
+    ],
+    ids=["integers", "too long", "on the host", "negative eps"],
+)
+def test_tensors_of_a_gpu_are_refused_before_anything_asks_for_one(change, error, phrase):
+    with FakeTensorMode():
+        x = torch.ones(ROWS, COLS, device="cuda")
+        with pytest.raises(error) as caught:
+            cunorm.layer_norm(x, **change(x))
+    assert caught.type is error
+    assert str(caught.value).startswith("layer_norm: ")
+    assert phrase in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_a_margin_of_the_whole_gpu():
+    x = torch.ones(ROWS, COLS, device="cuda")
+    with pytest.raises(ValueError, match=r"^layer_norm_forward: sm_margin must be 0 or more and below the device's"):
+        cunorm.layer_norm_forward(x, sm_margin=10_000)
+
+
+# On the CPU cunorm.torch's functions refuse our own options too, and never drop one.
+NOT_DROPPED = [
+    *(bad for bad in OURS if bad.what != "margin is too large"),
+    Bad("integers for weight", lambda a: {"weight": a["weight"].long()}, RuntimeError),
+    Bad(
+        "integers to centre",
+        lambda a: {"weight": a["weight"].long(), "bias": None, "zero_centered_gamma": True},
+        NotImplementedError,
+        "weight must have dtype float16",
+    ),
+]
+
+
+@pytest.mark.parametrize("bad", NOT_DROPPED, ids=lambda bad: bad.what)
+def test_options_on_the_cpu(bad):
+    arguments = good("cpu")
+    arguments |= bad.change(arguments)
+    with pytest.raises(bad.error) as caught:
+        layer_norm(**arguments)
+    assert bad.phrase in str(caught.value)
+
+
+def test_complex_numbers_are_not_centred_in_silence():
+    x, weight = torch.ones(3, COLS, dtype=torch.complex64), torch.ones(COLS, dtype=torch.complex64)
+    with pytest.raises(NotImplementedError, match="rms_norm: x must have dtype"):
+        rms_norm(x, (COLS,), weight, zero_centered_gamma=True)

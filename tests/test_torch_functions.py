@@ -376,3 +376,67 @@ def test_functions_of_cunorm_take_tensors(device):
         assert cunorm.rms_norm(x, None, weight, out=out, sm_margin=1) is out
         torch.testing.assert_close(out, F.rms_norm(x, (COLS,), weight, 1e-6))
         assert cunorm.rms_norm(x, dtype="float32").dtype is torch.float32
+
+
+# cunorm's own functions with tensors.
+
+
+@on_devices
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("statistics", [False, True])
+def test_out_may_be_x_itself(device, op, statistics):
+    function = getattr(cunorm, f"{op}_forward" if statistics else op)
+    x, weight = random(5, COLS, device=device, dtype=torch.float32), random(COLS, device=device)
+    expected, in_place = function(x, None, weight), x.clone()
+    results = function(in_place, None, weight, out=in_place)
+    y = results[0] if statistics else results
+    assert y is in_place
+    if not statistics:
+        expected, results = (expected,), (results,)
+    assert all(same(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@on_devices
+@pytest.mark.parametrize("op", OPS)
+def test_out_beside_x_in_one_buffer(device, op):
+    """Columns of one matrix share no memory."""
+    buffer = random(5, 2 * COLS, device=device, dtype=torch.float32)
+    x, out = buffer[:, :COLS], buffer[:, COLS:]
+    expected = getattr(cunorm, op)(x)
+    assert getattr(cunorm, op)(x, out=out) is out
+    assert torch.equal(out, expected)
+
+
+@on_devices
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+def test_cunorms_own_function_is_the_same_road(device, op, cast):
+    """The bits and the gradients of cunorm.torch's function; y in the dtype of x, under autocast too."""
+    x, weight = (random(*s, device=device, dtype=torch.float32).requires_grad_() for s in ((5, COLS), (COLS,)))
+    with torch.autocast(device, cast, enabled=cast is not None):
+        y = getattr(cunorm, op)(x, None, weight, eps=EPS[op])
+        expected = call(op, x, weight)
+    assert y.dtype is x.dtype
+    assert same(y.detach(), expected.detach())
+    gradients = [torch.autograd.grad(result.sin().sum(), (x, weight)) for result in (y, expected)]
+    assert all(same(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@on_devices
+@pytest.mark.parametrize("op", OPS)
+def test_statistics_under_transformations(device, op):
+    """jvp, grad and vmap of cunorm's _forward functions."""
+    x, tangent = random(3, COLS, device=device), random(3, COLS, device=device, seed=1)
+
+    def ours(x):
+        return getattr(cunorm, f"{op}_forward")(x, eps=EPS[op])[0].sin().sum()
+
+    def torchs(x):
+        return torch_call(op, x).sin().sum()
+
+    for transform in (
+        lambda f: torch.func.grad(f)(x),
+        lambda f: torch.func.vmap(torch.func.grad(f))(x[:, None]),
+        lambda f: torch.func.jvp(f, (x,), (tangent,)),
+    ):
+        torch.testing.assert_close(transform(ours), transform(torchs))

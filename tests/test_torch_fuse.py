@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -276,6 +278,95 @@ def test_a_linear_called_with_something_else_computes_it():
     torch.testing.assert_close(model.linear1(other), expected)
     assert model.linear1._ready is None
     torch.testing.assert_close(model.linear1(z), nn.functional.linear(z, model.linear1.weight, model.linear1.bias))
+
+
+class Reader(nn.Module):
+    """Calls one of two readers of a norm and leaves the other."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.gate_proj(z)
+
+
+def left_alive(norm: nn.Module, run: Any) -> list[str]:
+    """Runs, and tells which of the tensors that the norm made are still there."""
+    made = {}
+
+    def watch(module, inputs, z):
+        made["z"] = weakref.ref(z)
+        made["y"] = [weakref.ref(reader._ready[1]) for reader in norm._link.readers]
+
+    hook = norm.register_forward_hook(watch)
+    run()
+    hook.remove()
+    gc.collect()
+    return [name for name, refs in (("z", [made["z"]]), ("y", made["y"])) if any(ref() is not None for ref in refs)]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("skipped", [True, False])
+@pytest.mark.parametrize("dropped", [True, False], ids=["norm alone", "block"])
+def test_nothing_of_z_and_y_outlives_the_forward_pass(grad, skipped, dropped):
+    """A reader that is never called holds neither."""
+    model, _ = build("llama")
+    block = model.model.layers[0]
+    fuse_norm_linear(model)
+    norm, mlp = block.post_attention_layernorm, block.mlp
+    if skipped:
+        block.mlp = Reader(mlp)
+
+    def run():
+        with torch.set_grad_enabled(grad):
+            z = norm(random(2, 3, 64, dtype=torch.float32))
+            if not dropped:
+                block.mlp(z)
+
+    assert left_alive(norm, run) == []
+    assert all(reader._ready is None for reader in norm._link.readers)
+
+
+@pytest.mark.parametrize("skipped", [(), ("up_proj",), ("gate_proj", "up_proj")], ids=str)
+def test_compiled_too(skipped):
+    """Behind a compiled graph nothing is left in a reader either, whether it was called or not."""
+    _dynamo.reset()
+    model, _ = build("llama")
+    block = model.model.layers[0]
+    fuse_norm_linear(model)
+
+    def run(x):
+        z = block.post_attention_layernorm(x)
+        return sum((getattr(block.mlp, name)(z) for name in ("gate_proj", "up_proj") if name not in skipped), z.sum())
+
+    x = random(2, 3, 64, dtype=torch.float32)
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
+    gc.collect()
+    assert all(reader._ready is None for reader in block.post_attention_layernorm._link.readers)
+
+
+def test_copied_and_pickled_between_a_norm_and_its_readers():
+    model = layer(dtype=torch.float32)
+    fuse_norm_linear(model)
+    z = model.norm2(random(3, 5, 16, dtype=torch.float32))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.linear1._ready is None
+        assert torch.equal(twin.linear1(z), nn.functional.linear(z, model.linear1.weight, model.linear1.bias))
+
+
+def test_transformed_it_computes_as_ever():
+    """Where autograd would keep z for the product nothing is handed over."""
+    model = layer()
+    x = random(3, 16)
+
+    def loss(x):
+        return model.linear1(model.norm2(x)).sin().sum()
+
+    expected = torch.func.grad(loss)(x)
+    fuse_norm_linear(model)
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    assert model.linear1._ready is None
 
 
 def test_attention_weights_are_torchs():

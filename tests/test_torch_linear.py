@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch import _dynamo  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 
@@ -23,6 +24,7 @@ from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear import operators as linear_operators  # noqa: E402
 from cunorm.torch.linear import passes  # noqa: E402
 from cunorm.torch.linear.functional import norm_linear  # noqa: E402
+from cunorm.torch.norm import operators  # noqa: E402
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
@@ -552,3 +554,61 @@ def test_bad_input(device, what, change, error, phrase):
         layer_norm_linear(**arguments)
     assert phrase in str(caught.value)
     assert str(caught.value).startswith("layer_norm_linear: ")
+
+
+class Counted(TorchDispatchMode):
+    """Counts the calls that normalise."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if "norm" in name and "backward" not in name:
+            self.calls.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@on_devices
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("wants_gradients", [True, False])
+def test_cunorms_own_forward_function_normalises_once(device, op, wants_gradients):
+    """y, the statistics and the gradients of y; nothing of it normalises x a second time."""
+    inputs = [t.detach().requires_grad_(wants_gradients) for t in five(device)]
+    if op == "rms_norm":
+        inputs[4] = None
+    with Counted() as counted:
+        y, mean, rstd = cunorm.layer_norm_linear_forward(*inputs, 0.3, normalization=NORMALIZATION[op])
+    assert len(counted.calls) == 1, counted.calls
+    x, weight, bias, ln_weight, ln_bias = inputs
+    options = (op, 1, 0.3, False, x.dtype, True, 0, 0)
+    z, statistics = operators.norm_forward(x, ln_weight, ln_bias, *options)
+    expected = F.linear(z, weight, bias)
+    torch.testing.assert_close(y, expected)
+    assert not rstd.requires_grad
+    torch.testing.assert_close(rstd, statistics[-1])
+    if op == "layer_norm":
+        torch.testing.assert_close(mean, statistics[0])
+    else:
+        assert mean is None
+    if wants_gradients:
+        there = [t for t in inputs if t is not None]
+        torch.testing.assert_close(
+            torch.autograd.grad(y.sin().sum(), there), torch.autograd.grad(expected.sin().sum(), there)
+        )
+
+
+@on_devices
+def test_cunorms_own_backward_function_under_autocast(device):
+    """The gradients are in the dtype of x, and as without autocast."""
+    x, weight, _, ln_weight, ln_bias = (t.detach() for t in five(device, torch.float32))
+    _, mean, rstd = cunorm.layer_norm_linear_forward(x, weight, None, ln_weight, ln_bias)
+    dy = random(6, 12, device=device, dtype=torch.float32)
+
+    def gradients():
+        return cunorm.layer_norm_linear_backward(dy, x, mean, rstd, weight, ln_weight, ln_bias, eps=1e-5)
+
+    expected = gradients()
+    with torch.autocast(device, torch.bfloat16):
+        assert all(same(a, b) for a, b in zip(gradients(), expected, strict=True))

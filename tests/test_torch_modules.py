@@ -112,6 +112,33 @@ def test_meta_device(ours, torchs):
     assert torch.equal(module(random(3, 8).float()), torchs(8)(random(3, 8).float()))
 
 
+@pairs
+def test_resetting_leaves_parameters_on_the_meta_device(ours, torchs):
+    """As torch.nn's modules do, and TransformerEngine's do not."""
+    for module in (ours(8, device="meta"), torchs(8, device="meta")):
+        module.reset_parameters()
+        assert all(parameter.is_meta for parameter in module.parameters())
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pairs
+def test_the_dtype_of_autocast_where_it_is_asked_for(device, dtype, ours, torchs):
+    """As TransformerEngine's modules have it, but x is not rounded before it is normalised; float64 is left alone."""
+    plain, asked = (ours(8, device=device, dtype=dtype, autocast_output=value) for value in (False, True))
+    x = random(3, 8, device=device, dtype=dtype).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        y, expected, of_torch = asked(x), plain(x), torchs(8, device=device, dtype=dtype)(x)
+    assert expected.dtype is of_torch.dtype
+    assert y.dtype is (torch.float64 if dtype is torch.float64 else torch.bfloat16)
+    torch.testing.assert_close(y, plain(x).to(y.dtype))
+    gradients = torch.autograd.grad(y.sum(), [x, *asked.parameters()])
+    assert [gradient.dtype for gradient in gradients] == [dtype] * len(gradients)
+    assert asked(x).dtype is dtype  # outside autocast
+    assert "autocast_output=True" in repr(asked)
+    assert copy.deepcopy(asked).autocast_output
+
+
 @pytest.mark.parametrize("value", [None, True, False])
 @pairs
 def test_sequence_parallel_marks_the_parameters(ours, torchs, value):

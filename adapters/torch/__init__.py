@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm for PyTorch: drop-in functions and modules with autograd, on cunorm's kernels."""
 
+from .decomposition import decompositions
 from .linear.functional import layer_norm_linear
 from .linear.module import LayerNormLinear
 from .models.fuse import Fusion, fuse_norm_linear
@@ -13,6 +14,7 @@ __all__ = [
     "LayerNormLinear",
     "RMSNorm",
     "Replacement",
+    "decompositions",
     "fuse_norm_linear",
     "layer_norm",
     "layer_norm_linear",

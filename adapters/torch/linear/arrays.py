@@ -1,4 +1,4 @@
-"""What cunorm's own `layer_norm_linear` does with torch tensors."""
+"""What cunorm's own `layer_norm_linear` does with torch tensors, held to the rules of cunorm/linear/problem.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ...linear import problem
-from ..norm.formulas import compute_dtype
+from ..norm.arrays import checked_once, layouts_of, mean_and_rstd
+from ..norm.functional import autocast_dtype
 from . import functional
-from .passes import Options, gradients, normalise
+from .passes import Options, gradients, without_autocast
 
 
 def forward(
@@ -26,13 +27,11 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (y, mean, rstd), statistics None unless asked for. y is differentiable."""
     tensors = (x, weight, bias, ln_weight, ln_bias)
-    y, _ = functional.norm_linear(function, *tensors, eps, op, zero_centered_gamma, False)
-    if not statistics:
-        return y, None, None
-    with torch.no_grad():
-        options = Options(op, eps, zero_centered_gamma, y.dtype, False)
-        _, both = normalise(x, ln_weight, ln_bias, options, True)
-    return y, (both[0] if len(both) == 2 else None), both[-1]
+    cast = autocast_dtype(x)
+    checked_once(_check_forward, function, tensors, (zero_centered_gamma, cast is not None))
+    options = Options(op, eps, zero_centered_gamma, cast or x.dtype, False)
+    y, _, both = functional.run(*tensors, options, cast, wants_statistics=statistics)
+    return (y, *mean_and_rstd(both)) if statistics else (y, None, None)
 
 
 @torch.no_grad()
@@ -52,21 +51,28 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Return (dx, dweight, dbias, dln_weight, dln_bias), None where output_mask says so."""
-    functional.check(function, x, weight, None, ln_weight, ln_bias, zero_centered_gamma)
-    named = {"dy": dy, "rstd": rstd, **({} if op == "rms_norm" else {"mean": mean})}
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
-        shape = (*x.shape[:-1], len(weight)) if name == "dy" else x.shape[:-1]
-        dtype = x.dtype if name == "dy" else compute_dtype(x)
-        if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != x.device:
-            raise RuntimeError(
-                f"{function}: {name} must have shape {tuple(shape)} and dtype {dtype} on {x.device}; got "
-                f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}."
-            )
-    mask = problem.check_output_mask(function, output_mask)
-    statistics = torch.stack((rstd,) if op == "rms_norm" else (mean, rstd))
+    tensors = (dy, x, mean if op == "layer_norm" else None, rstd, weight, ln_weight, ln_bias)
+    mask = checked_once(_check_backward, function, tensors, (op, zero_centered_gamma, output_mask))
+    statistics = torch.stack((mean, rstd) if op == "layer_norm" else (rstd,))
     options = Options(op, eps, zero_centered_gamma, x.dtype, False)
-    return gradients(
-        dy, None, x, weight, ln_weight, ln_bias, statistics, None, options, (*mask[:4], mask[4] and op == "layer_norm")
-    )
+    with without_autocast(x.device.type):
+        return gradients(dy, None, x, weight, ln_weight, ln_bias, statistics, None, options, mask)
+
+
+def _check_forward(function, tensors, zero_centered_gamma, mixed) -> bool:
+    named = dict(zip(("x", "weight", "bias", "ln_weight", "ln_bias"), tensors, strict=True))
+    layouts = tuple(layouts_of(function, named, required=("x", "weight")).items())
+    # Past its own memory, in which a size that a trace holds open cannot be looked up.
+    problem.check_forward.__wrapped__(function, layouts, zero_centered_gamma, mixed)
+    return True
+
+
+def _check_backward(function, tensors, op, zero_centered_gamma, output_mask) -> tuple[bool, ...]:
+    """Which gradients are wanted."""
+    layer_norm = op == "layer_norm"
+    names = ("dy", "x", "mean", "rstd", "weight", "ln_weight", "ln_bias")
+    required = ("dy", "x", "rstd", "weight", *(("mean",) if layer_norm else ()))
+    layouts = layouts_of(function, dict(zip(names, tensors, strict=True)), required)
+    problem.check_backward(function, tuple(layouts.items()), zero_centered_gamma)
+    mask = problem.check_output_mask(function, output_mask)
+    return (*mask[:4], mask[4] and layer_norm)

@@ -17,9 +17,9 @@ from torch.autograd import forward_ad
 
 from ...linear import problem as linear_problem
 from ..norm import checks, operators
-from ..norm.functional import FLOATING, PLAIN, norm
+from ..norm.functional import FLOATING, PLAIN, autocast_dtype, norm, norm_with_statistics
 from .operators import norm_linear_forward
-from .passes import Options, Sink, autocasts, gradients, normalise, without_autocast
+from .passes import Options, Sink, gradients, normalise, without_autocast
 
 
 def layer_norm_linear(
@@ -108,26 +108,54 @@ def norm_linear(
     """(y, z), z the normalised tensor: as `layer_norm_linear`, with errors in the name of `function`."""
     tensors = (x, weight, bias, ln_weight, ln_bias)
     check(function, *tensors, zero_centered_gamma)
-    dtype = autocast_dtype(x)
-    if dtype is None:
-        dtype = x.dtype
+    cast = autocast_dtype(x)
+    if cast is None:
         _check_dtypes(function, x, weight=weight, bias=bias)
-    else:
-        weight = weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
     if type(eps) is not float:
         eps = checks.eps(function, eps, x)
-    options = Options(op, eps, zero_centered_gamma, dtype, keep_normalized)
-    parameters = (weight, bias, ln_weight, ln_bias)
+    options = Options(op, eps, zero_centered_gamma, cast or x.dtype, keep_normalized)
+    return run(*tensors, options, cast, sink)[:2]
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    options: Options,
+    cast: torch.dtype | None,
+    sink: Sink | None = None,
+    wants_statistics: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(y, z, statistics) for arguments that are checked; statistics may be None unless wanted.
+
+    `cast` is what autocast converts weight and bias to.
+    """
+    if cast is not None:
+        weight = weight.to(cast)
+        bias = None if bias is None else bias.to(cast)
+    tensors = (x, weight, bias, ln_weight, ln_bias)
     compiling = torch.compiler.is_compiling()
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if (compiling or differentiated) and all(t is None or type(t) in PLAIN for t in tensors):
-        if compiling:
-            return norm_linear_forward(x, *parameters, *options)[:2]
-        if not operators.under_functorch() and forward_ad._current_level < 0:
-            return _apply(x, *parameters, options, sink)
-    z = norm(op, x, x.shape[-1:], ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
-    return F.linear(z, weight, bias), z
+    if (compiling or differentiated) and in_one_step(*tensors):
+        return norm_linear_forward(*tensors, *options) if compiling else _apply(*tensors, options, sink)
+    op, eps, zero_centered_gamma, dtype, _ = options
+    statistics = None
+    if wants_statistics:
+        z, statistics = norm_with_statistics(op, x, 1, ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
+    else:
+        z = norm(op, x, x.shape[-1:], ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
+    return F.linear(z, weight, bias), z, statistics
+
+
+def in_one_step(*tensors: Tensor | None) -> bool:
+    """Whether a call that is differentiated can be one step of autograd, or one operator of a trace."""
+    if not all(tensor is None or type(tensor) in PLAIN for tensor in tensors):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return not operators.under_functorch() and forward_ad._current_level < 0
 
 
 def check(function: str, x, weight, bias, ln_weight, ln_bias, zero_centered_gamma: bool) -> None:
@@ -171,27 +199,22 @@ def _check_dtypes(function: str, x: Tensor, **parameters: Tensor | None) -> None
             )
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast would convert the operands of a product to; None where it leaves them."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if x.dtype is not torch.float64 and autocasts(kind) else None
-
-
 class NormLinear(torch.autograd.Function):
-    """(y, z) in eager mode. Differentiable twice: its backward pass is made of differentiable operators."""
+    """(y, z, statistics) in eager mode. Differentiable twice: its backward pass is made of differentiable operators."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, ln_weight, ln_bias, options, sink):
         z, statistics = normalise(x, ln_weight, ln_bias, options, True)
         y = F.linear(z, weight, bias)
+        ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         kept = z if options.keep_normalized else None
         ctx.save_for_backward(x, weight, ln_weight, ln_bias, statistics, kept)
         ctx.call = options, sink
-        return y, z
+        return y, z, statistics
 
     @staticmethod
-    def backward(ctx, dy, dz):
+    def backward(ctx, dy, dz, _):
         options, sink = ctx.call
         x, *others = ctx.saved_tensors
         with without_autocast(x.device.type):

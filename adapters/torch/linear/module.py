@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ...linear import problem as linear_problem
-from ...norm import checks
+from ...norm import checks as core
+from ..norm.functional import autocasts
 from .checks import check_parallel, check_sizes, refuse
 from .functional import norm_linear
 from .parameters import joined, lay_side_by_side, parts_of
-from .passes import Sink, accumulate, autocasts, bias_gradient, weight_gradient, without_autocast
+from .passes import Sink, accumulate, bias_gradient, weight_gradient, without_autocast
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
 
@@ -62,7 +63,8 @@ class LayerNormLinear(nn.Module):
     zero_centered_gamma : bool
         Multiply by 1 + layer_norm_weight.
     device
-        "meta" for parameters without memory, which `reset_parameters` gives them.
+        "meta" for parameters without memory. `reset_parameters` gives it to them, as TransformerEngine's does; that of
+        torch.nn's modules, and of LayerNorm and RMSNorm here, leaves them on "meta".
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, symmetric_ar_type
         Not here yet.
     delay_wgrad_compute : bool
@@ -140,7 +142,7 @@ class LayerNormLinear(nn.Module):
     ):
         super().__init__()
         check_sizes(in_features=in_features, out_features=out_features)
-        checks.check_eps("LayerNormLinear", eps)
+        core.check_eps("LayerNormLinear", eps)
         self.op = linear_problem.op("LayerNormLinear", normalization, None)
         check_parallel(parallel_mode, tp_group, tp_size)
         refuse(

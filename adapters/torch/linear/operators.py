@@ -29,20 +29,20 @@ norm_linear_forward = torch.ops.cunorm.norm_linear_forward.default
 norm_linear_backward = torch.ops.cunorm.norm_linear_backward.default
 
 
-def _forward(x, weight, bias, ln_weight, ln_bias, *options):
+def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
     z, statistics = normalise(x, ln_weight, ln_bias, Options(*options), True)
     return F.linear(z, weight, bias), z, statistics
 
 
-def _backward(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *options):
+def backward_in_steps(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *options):
     *options, mask = options
     results = gradients(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, Options(*options), tuple(mask))
     return tuple(_absent(x) if result is None else result for result in results)
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("norm_linear_forward", _forward, _device)
-    _library.impl("norm_linear_backward", _backward, _device)
+    _library.impl("norm_linear_forward", forward_in_steps, _device)
+    _library.impl("norm_linear_backward", backward_in_steps, _device)
 
 
 @torch.library.register_fake("cunorm::norm_linear_forward", lib=_library)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..norm import launching, operators
-from ..norm.functional import HALF, _at_once, launchable
+from ..norm.functional import HALF, _at_once, autocasts, launchable
 from . import side_by_side
 
 # What takes the gradients of weight and bias in autograd's place: given dy (rows, out) and how to get the normalised
@@ -126,8 +126,3 @@ def _matrix(tensor: Tensor, rows: int) -> Tensor:
 def without_autocast(kind: str) -> AbstractContextManager:
     """The products of a backward pass have the dtypes that those of the forward pass had."""
     return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
-
-
-def autocasts(kind: str) -> bool:
-    """Whether autocast is on for a type of device; torch refuses to say it of "meta"."""
-    return kind != "meta" and torch.is_autocast_enabled(kind)

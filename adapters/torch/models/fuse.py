@@ -2,13 +2,14 @@
 
 The norm computes the product of all its readers at once, leaves each its part, and returns the normalised tensor z. A
 reader that is then called with that very z returns its part, and with anything else computes as ever: whatever else
-reads z, and whoever else calls the readers, gets what it got before. Modules, parameters and hooks stay the same
-objects; only classes change.
+reads z, and whoever else calls the readers, gets what it got before. What is left for a reader goes when z goes, also
+if it is never called. Modules, parameters and hooks stay the same objects; only classes change.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,9 +18,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from ..linear.functional import autocast_dtype, norm_linear
+from ..linear.functional import in_one_step, norm_linear
 from ..linear.parameters import joined, lay_side_by_side
-from ..norm.functional import FLOATING
+from ..norm.functional import FLOATING, autocast_dtype
 from ..norm.modules import LayerNorm, RMSNorm
 from .replace import _eps_name, _form, _may_be_rms_norm, _OfTransformers
 
@@ -214,6 +215,8 @@ class _Norm:
         dtype = autocast_dtype(x) or x.dtype
         if x.dtype not in FLOATING or (dtype is x.dtype and weights[0].dtype is not dtype):
             return super().forward(x)  # refused by the Linears, or computed in a mixture that is theirs to know
+        if not in_one_step(x, *weights, *biases, self.weight):
+            return super().forward(x)  # autograd would keep z for the product, which would keep itself alive by it
         eps = getattr(self, eps_name)
         y, z = norm_linear(
             "fuse_norm_linear",
@@ -227,21 +230,29 @@ class _Norm:
             zero_centered_gamma,
             False,
         )
+        weak = weakref.ref(z, functools.partial(_forget, readers))
         for reader, part in zip(readers, y.split([len(weight) for weight in weights], -1), strict=True):
-            reader._ready = z, part
+            reader._ready = weak, part
         return z
+
+
+def _forget(readers: list[nn.Module], z: weakref.ref) -> None:
+    """z is gone: its products are of no use to readers that were not called."""
+    for reader in readers:
+        if reader._ready is not None and reader._ready[0] is z:
+            reader._ready = None
 
 
 # What reads it.
 
 
 class _Reader:
-    _ready: tuple[Tensor, Tensor] | None = None
+    _ready: tuple[weakref.ref, Tensor] | None = None  # (z, the product that the norm left)
 
     def _take(self, z: Any) -> Tensor | None:
         """The product that the norm left, if it is that of z."""
         ready, self._ready = self._ready, None
-        return ready[1] if ready is not None and ready[0] is z else None
+        return ready[1] if ready is not None and ready[0]() is z else None
 
 
 class _Linear(_Reader):
@@ -328,7 +339,7 @@ def _parameters(reader: nn.Module) -> tuple[Tensor, Tensor | None]:
 def _class_with(mixin: type, original: type) -> type:
     def reduce(self, protocol):
         """Pickled as an instance of the original class that is fused when it is loaded."""
-        return _unpickled, (mixin, original), self.__getstate__()
+        return _unpickled, (mixin, original), {**self.__getstate__(), "_ready": None}
 
     attributes = {"__reduce_ex__": reduce, "__module__": original.__module__}
     return type(original.__name__, (mixin, original), attributes)

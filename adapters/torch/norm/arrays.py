@@ -1,15 +1,20 @@
-"""What cunorm's own functions do with torch tensors: as cupy_arrays.py and numpy_arrays.py with theirs."""
+"""What cunorm's own functions do with torch tensors: as cupy_arrays.py and numpy_arrays.py with theirs.
+
+Arguments are held to the rules of cunorm/norm/checks.py, with its types of error. Then the call goes the way of
+cunorm.torch's own functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks, functional, operators
-from .formulas import compute_dtype
+from ...norm import checks as core
+from ...norm.checks import Layout
+from . import checks, functional, launching, operators
 
 
 def forward(
@@ -27,25 +32,19 @@ def forward(
     statistics: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (y, mean, rstd), statistics None unless asked for. y is differentiable unless it is written to `out`."""
-    op = function.removesuffix("_forward")
-    checks.tensors(op, x, weight, bias)
-    checks.check_eps(function, eps)
-    if normalized_shape is None:
-        normalized_shape = x.shape[-1:] if weight is None else weight.shape
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        dtype = getattr(torch, checks.dtype_name(function, dtype))
+    tensors = (x, weight, bias, out)
+    options = (normalized_shape, eps, zero_centered_gamma, dtype, sm_margin)
+    shape, y_dtype, eps, layouts = checked_once(_check_forward, function, tensors, options)
     if out is not None:
-        dtype = _check_out(function, out, x, dtype, (x, weight, bias))
+        _check_out(function, tensors, layouts, len(shape))
+    op = function.removesuffix("_forward")
+    arguments = (weight, bias, eps, zero_centered_gamma, y_dtype, sm_margin)
     mean = rstd = None
     if statistics:
-        shape = checks.shape(op, normalized_shape)
-        ndim = checks.trailing_axes(op, x, shape)
-        options = (checks.eps(op, eps, x), zero_centered_gamma, dtype or x.dtype, True)
-        margins = checks.sm_margins(op, sm_margin)[:2]
-        y, both = operators.norm_forward(x, weight, bias, op, ndim, *options, *margins)
-        mean, rstd = (both[0] if len(both) == 2 else None), both[-1]
+        y, both = functional.norm_with_statistics(op, x, len(shape), *arguments)
+        mean, rstd = mean_and_rstd(both)
     else:
-        y = functional.norm(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin)
+        y = functional.norm(op, x, shape, *arguments)
     return (y if out is None else out.copy_(y)), mean, rstd
 
 
@@ -64,36 +63,101 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
     op = function.removesuffix("_backward")
-    named = {"dy": dy, "x": x, "rstd": rstd, **({} if op == "rms_norm" else {"mean": mean})}
+    options = (zero_centered_gamma, output_mask, sm_margin)
+    mask = checked_once(_check_backward, function, (dy, x, mean, rstd, weight), options)
+    statistics = torch.stack((mean, rstd) if op == "layer_norm" else (rstd,))
+    return operators.backward(dy, x, statistics, weight, op, 0.0, zero_centered_gamma, mask, sm_margin)
+
+
+def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin):
+    """(normalized_shape, dtype of y, eps, layouts)"""
+    layouts = layouts_of(function, dict(zip(("x", "weight", "bias", "out"), tensors, strict=True)), required=("x",))
+    if dtype is not None:
+        dtype = checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else core.dtype_name(function, dtype)
+    parameters = (layouts.get(name) for name in ("weight", "bias", "out"))
+    shape, y_dtype = core.check_forward(
+        function, layouts["x"], normalized_shape, *parameters, dtype, zero_centered_gamma=zero_centered_gamma
+    )
+    eps = core.check_eps(function, eps)
+    _check_sm_margin(function, sm_margin, tensors[0])
+    return torch.Size(shape), getattr(torch, y_dtype), eps, layouts
+
+
+def _check_backward(function, tensors, zero_centered_gamma, output_mask, sm_margin) -> tuple[bool, bool, bool]:
+    """Which gradients are wanted."""
+    layer_norm = function.startswith("layer_norm")
+    named = dict(zip(("dy", "x", "mean", "rstd", "weight"), tensors, strict=True))
+    layouts = layouts_of(function, named, required=("dy", "x", "rstd", *(("mean",) if layer_norm else ())))
+    core.check_backward(function, *map(layouts.get, named), zero_centered_gamma=zero_centered_gamma)
+    _check_sm_margin(function, sm_margin, named["x"])
+    return core.check_output_mask(function, output_mask, 3 if layer_norm else 2)
+
+
+_checked: dict[Hashable, Any] = {}  # what calls that fit came to, by their layouts and options
+
+
+def checked_once(check: Callable[..., Any], function: str, tensors: Sequence[Any], options: tuple) -> Any:
+    """check(function, tensors, *options), or what it returned for such tensors and options before: 10 us less a call.
+
+    What cannot be looked up, such as a list among the options, a trace's open size or what is no tensor, is checked.
+    """
+    if torch.compiler.is_compiling():
+        return check(function, tensors, *options)
+    try:
+        key = (
+            function,
+            *[
+                None if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                for tensor in tensors
+            ],
+            *options,
+            *[tuple(map(type, option)) if type(option) is tuple else type(option) for option in options],
+        )
+        result = _checked.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        return check(function, tensors, *options)
+    if result is None:
+        result = launching.keep(_checked, key, check(function, tensors, *options))
+    return result
+
+
+def layouts_of(function: str, named: Mapping[str, Any], required: Sequence[str]) -> dict[str, Layout]:
+    """The layouts of those tensors that there are; TypeError for anything that is no tensor laid out by strides."""
+    layouts = {}
     for name, tensor in named.items():
+        if tensor is None and name not in required:
+            continue
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
-        if name in ("mean", "rstd") and (tensor.shape != x.shape[: tensor.dim()] or tensor.dtype != compute_dtype(x)):
-            raise RuntimeError(
-                f"{function}: {name} must have the shape of x without its normalised axes and dtype "
-                f"{compute_dtype(x)}; got {tuple(tensor.shape)}, {tensor.dtype}. Pass what {op}_forward returned."
+            raise TypeError(
+                f"{function}: {name} must be a torch.Tensor, as x is; got {type(tensor).__name__}. Convert one of them."
             )
-    if zero_centered_gamma and weight is None:
-        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    mask = checks.check_output_mask(function, output_mask, 3 if op == "layer_norm" else 2)
-    statistics = torch.stack((rstd,) if op == "rms_norm" else (mean, rstd))
-    margin = checks.check_sm_margin(function, sm_margin, None)
-    gradients = operators.norm_backward(dy, x, statistics, weight, op, 0.0, zero_centered_gamma, list(mask), margin)
-    dx, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
-    return dx, dweight, dbias
+        kind = checks.unlike_strided(tensor)
+        if kind:
+            raise TypeError(f"{function}: {name} must be a strided tensor; got {kind}. Convert it first.")
+        strides = tuple(tensor.stride())
+        layouts[name] = Layout(tuple(tensor.shape), strides, checks.dtype_name(tensor.dtype), str(tensor.device))
+    return layouts
 
 
-def _check_out(function, out: Any, x: Tensor, dtype: torch.dtype | None, inputs: Sequence[Tensor | None]):
-    """Return the dtype of y."""
-    if not isinstance(out, Tensor):
-        raise TypeError(f"{function}: out must be a torch.Tensor, as x is; got {type(out).__name__}.")
-    if out.shape != x.shape or out.dtype != (dtype or out.dtype) or out.device != x.device:
+def mean_and_rstd(statistics: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Of what formulas.py calls statistics; mean None for rms_norm."""
+    return (statistics[0] if len(statistics) == 2 else None), statistics[-1]
+
+
+def _check_sm_margin(function: str, sm_margin: Any, x: Tensor) -> None:
+    real = type(x) in functional.PLAIN and x.is_cuda and not torch.compiler.is_compiling()
+    core.check_sm_margin(function, sm_margin, launching.properties_of(function, x).sms if real else None)
+
+
+def _check_out(function: str, tensors: Sequence[Tensor | None], layouts: Mapping[str, Layout], ndim: int) -> None:
+    """`out` may be x itself, and otherwise shares no memory with an input; nobody wants a gradient through it."""
+    there = dict(zip(layouts, (tensor for tensor in tensors if tensor is not None), strict=True))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in there.values()):
         raise ValueError(
-            f"{function}: out must have shape {tuple(x.shape)}, dtype {dtype or out.dtype} and device {x.device}; "
-            f"got {tuple(out.shape)}, {out.dtype}, {out.device}."
+            f"{function}: out must be None where a gradient is wanted; got a tensor. Use torch.no_grad() or detach()."
         )
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        raise RuntimeError(
-            f"{function}: out must be None where a gradient is wanted; got a tensor. Use torch.no_grad()."
-        )
-    return out.dtype
+    traced = torch.compiler.is_compiling() or operators.under_functorch()
+    if traced or any(type(tensor) not in functional.PLAIN or tensor.is_meta for tensor in there.values()):
+        return  # there is no memory to compare
+    *inputs, (_, out, out_pointer) = [(name, layouts[name], tensor.data_ptr()) for name, tensor in there.items()]
+    core.check_out_memory(function, out, out_pointer, inputs, ndim)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...norm import checks
+from ...norm import checks as core
 from ...norm.checks import Layout
+from ...norm.problem import ITEMSIZE
 
 SM_MARGINS = ("forward", "backward", "inference")
 
@@ -36,16 +37,14 @@ def eps(function: str, value: Any, x: Tensor) -> float:
 def sm_margins(function: str, sm_margin: Any) -> tuple[int, int, int]:
     """Those of the forward pass, of the backward pass, and of a forward pass that has none."""
     if not isinstance(sm_margin, Mapping):
-        return (checks.check_sm_margin(function, sm_margin, None),) * 3
+        return (core.check_sm_margin(function, sm_margin, None),) * 3
     unknown = set(sm_margin) - set(SM_MARGINS)
     if unknown:
         raise ValueError(
             f"{function}: sm_margin must be an int or a dict with keys of {', '.join(SM_MARGINS)}; "
             f"got the key {sorted(map(str, unknown))[0]!r}."
         )
-    forward, backward, inference = (
-        checks.check_sm_margin(function, sm_margin.get(name, 0), None) for name in SM_MARGINS
-    )
+    forward, backward, inference = (core.check_sm_margin(function, sm_margin.get(name, 0), None) for name in SM_MARGINS)
     return forward, backward, inference
 
 
@@ -86,11 +85,25 @@ def forward(
     if any(isinstance(size, torch.SymInt) for size in shape):
         return  # a row length that torch.compile holds open is checked when the kernel runs
     _raise_as_torch(
-        checks.check_forward, function, layouts[0], shape, *layouts[1:], None, None, zero_centered_gamma=False
+        core.check_forward, function, layouts[0], shape, *layouts[1:], None, None, zero_centered_gamma=False
     )
-    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in checks.ITEMSIZE:
-        names = ", ".join(f"torch.{name}" for name in checks.ITEMSIZE)
-        raise TypeError(f"{function}: dtype must be one of {names}; got {dtype!r}.")
+    output_dtype(function, dtype)
+
+
+def output_dtype(function: str, value: Any) -> None:
+    if not isinstance(value, torch.dtype) or dtype_name(value) not in ITEMSIZE:
+        names = ", ".join(f"torch.{name}" for name in ITEMSIZE)
+        raise TypeError(f"{function}: dtype must be one of {names}; got {value!r}.")
+
+
+def floating(function: str, **tensors: Tensor | None) -> None:
+    """NotImplementedError for numbers that only torch's own norms compute, where what is asked for is ours alone."""
+    for name, tensor in tensors.items():
+        if tensor is not None and dtype_name(tensor.dtype) not in ITEMSIZE:
+            raise NotImplementedError(
+                f"{function}: {name} must have dtype {', '.join(ITEMSIZE)}; got {dtype_name(tensor.dtype)}. "
+                "Convert it first."
+            )
 
 
 def backward(function: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None) -> None:
@@ -98,7 +111,7 @@ def backward(function: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: T
     layouts = {name: None if tensor is None else layout(function, name, tensor) for name, tensor in named.items()}
     rows = layouts["statistics"]._replace(shape=tuple(statistics.shape[1:]))
     _raise_as_torch(
-        checks.check_backward,
+        core.check_backward,
         function,
         layouts["dy"],
         layouts["x"],
@@ -111,12 +124,21 @@ def backward(function: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: T
 
 def layout(function: str, name: str, tensor: Tensor) -> Layout:
     """Without strides; a tensor that is not laid out by strides is refused."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        kind = "a quantised tensor" if tensor.is_quantized else f"layout {tensor.layout}"
+    kind = unlike_strided(tensor)
+    if kind:
         raise NotImplementedError(
             f"{function}: {name} must be a strided tensor of floating-point numbers; got {kind}. Convert it first."
         )
     return Layout(tuple(tensor.shape), (), dtype_name(tensor.dtype), str(tensor.device))
+
+
+def unlike_strided(tensor: Tensor) -> str:
+    """What a tensor is that is not laid out by strides; "" for one that is."""
+    if tensor.is_quantized:
+        return "a quantised tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    return "" if tensor.layout is torch.strided else f"layout {tensor.layout}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

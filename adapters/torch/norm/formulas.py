@@ -149,4 +149,4 @@ def _project(op: str, v: Tensor, xhat: Tensor, ndim: int) -> Tensor:
 
 
 def _sum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
-    return values.sum(axes) if axes else values
+    return values.sum(axes) if axes else values.clone()  # a result is not the memory of an input

@@ -3,7 +3,9 @@
 A call takes one of three ways:
 - a plain CUDA tensor in eager mode: straight to the launch, through an autograd.Function if a gradient is wanted;
 - CUDA under torch.compile, export, functorch, a dispatch mode, or in a subclass (DTensor, FakeTensor): the operators;
-- any other device, and forward-mode derivatives: torch's own operators.
+- any other device, forward-mode derivatives, and a trace for ONNX, which knows no operators of ours: torch's own.
+
+cunorm's own functions (arrays.py) come here with what they have checked themselves.
 """
 
 from __future__ import annotations
@@ -210,24 +212,52 @@ _apply = super(torch.autograd.Function, _Norm).apply
 def _through_torch(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin) -> Tensor:
     """By the operators, or for what they do not serve by torch's own; traceable."""
     shape = checks.shape(op, normalized_shape)
-    if not x.is_cuda or x.is_nested or x.is_complex() or forward_ad._current_level >= 0:
+    margin, backward_margin, inference_margin = checks.sm_margins(op, sm_margin)
+    if dtype is not None:
+        checks.output_dtype(op, dtype)
+    elsewhere = not x.is_cuda or x.is_nested or x.is_complex() or forward_ad._current_level >= 0
+    if elsewhere or torch.onnx.is_in_onnx_export():
         return _own(op, x, shape, weight, bias, eps, zero_centered_gamma, dtype)
     ndim = checks.trailing_axes(op, x, shape)
     eps = checks.eps(op, eps, x)
-    margin, backward_margin, inference_margin = checks.sm_margins(op, sm_margin)
     if dtype is None:
         dtype = _default_dtype(op, x)
     transformed = False
     if not torch.compiler.is_compiling():
         checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
-        _register_shardings()
         transformed = operators.under_functorch()
     wanting = (tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     wants_statistics = transformed or (torch.is_grad_enabled() and any(wanting))
     margin = margin if wants_statistics else inference_margin
     options = (op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, margin, backward_margin)
-    forward = operators.TransformedForward.apply if transformed else operators.norm_forward
-    return forward(x, weight, bias, *options)[0]
+    return _by_operator(x, weight, bias, options)[0]
+
+
+def norm_with_statistics(
+    op: str,
+    x: Tensor,
+    ndim: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+    dtype: torch.dtype,
+    sm_margin: int,
+) -> tuple[Tensor, Tensor]:
+    """(y, statistics) for arguments that are checked; y is differentiable, statistics are as formulas.py has them."""
+    if forward_ad._current_level >= 0:
+        statistics = formulas.statistics_of(op, x, ndim, eps)
+        return formulas.forward(op, x, statistics, weight, bias, zero_centered_gamma).to(dtype), statistics.detach()
+    options = (op, ndim, eps, zero_centered_gamma, dtype, True, sm_margin, sm_margin)
+    return _by_operator(x, weight, bias, options)
+
+
+def _by_operator(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling():
+        return operators.norm_forward(x, weight, bias, *options)
+    _register_shardings()
+    forward = operators.TransformedForward.apply if operators.under_functorch() else operators.norm_forward
+    return forward(x, weight, bias, *options)
 
 
 def _default_dtype(op: str, x: Tensor) -> torch.dtype:
@@ -235,6 +265,17 @@ def _default_dtype(op: str, x: Tensor) -> torch.dtype:
     if x.dtype in HALF and torch.is_autocast_enabled("cuda") and AUTOCAST_TO_FLOAT32[op]:
         return torch.float32
     return x.dtype
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast would convert x to before a product; None where it leaves it."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if x.dtype is not torch.float64 and autocasts(kind) else None
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a type of device; torch refuses to say it of "meta"."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 # layer_norm is on autocast's list of operators in float32; rms_norm is in some versions of torch.
@@ -248,10 +289,13 @@ def _own(op, x, shape, weight, bias, eps, zero_centered_gamma, dtype) -> Tensor:
     """torch's own operators, in wider arithmetic where they would refuse the mixture or round twice."""
     if zero_centered_gamma and weight is None:
         raise ValueError(f"{op}: zero_centered_gamma=True needs a weight; got weight=None.")
-    mixed = any(parameter is not None and parameter.dtype != x.dtype for parameter in (weight, bias))
-    plain = not zero_centered_gamma and not mixed and dtype in (None, x.dtype)
-    if plain or x.dtype not in FLOATING:  # what else there is torch computes, or refuses
-        return _torch_norm(op, x, shape, weight, bias, eps)
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    ours = zero_centered_gamma or dtype not in (None, x.dtype)
+    if ours:
+        checks.floating(op, x=x, weight=weight, bias=bias)
+    elif len(dtypes) == 1 or not dtypes <= {*FLOATING}:  # what else there is torch computes, or refuses
+        y = _torch_norm(op, x, shape, weight, bias, eps)
+        return y if dtype is None else y.to(dtype)
     compute = formulas.compute_dtype(x)
     eps = checks.eps(op, eps, x)
     weight = None if weight is None else formulas.gamma(weight, zero_centered_gamma, x)

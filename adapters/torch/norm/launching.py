@@ -98,7 +98,7 @@ def forward(
     key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
-        recipe = _keep(_recipes, key, _forward_recipe(*options, x, weight, bias, aligned))
+        recipe = keep(_recipes, key, _forward_recipe(*options, x, weight, bias, aligned))
     plan, copies, copied, first, second, rstd_offset, order, family = recipe
     y = _empty(*first)
     statistics = None
@@ -119,7 +119,7 @@ def forward(
 
 def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, bias, aligned) -> Recipe:
     checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
-    properties = _properties(op, x)
+    properties = properties_of(op, x)
     check_sm_margin(op, sm_margin, properties.sms)
     cols = math.prod(x.shape[-ndim:])
     stride = _row_stride(x, ndim)
@@ -156,7 +156,7 @@ def family(op: str, ndim: int, zero_centered_gamma: bool, x: Tensor) -> Family:
     """What `backward` wants to know of the forward pass."""
     options = (op, ndim, zero_centered_gamma)
     key = (options, x.shape, x.get_device())
-    return _families.get(key) or _keep(_families, key, Family(*options, {}))
+    return _families.get(key) or keep(_families, key, Family(*options, {}))
 
 
 def backward(
@@ -187,7 +187,7 @@ def backward(
     recipe = family.recipes.get(key)
     if recipe is None:
         recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned)
-        _keep(family.recipes, key, recipe)
+        keep(family.recipes, key, recipe)
     plan, copies, copied, first, second, rstd_offset, order, _ = recipe
     wants_dx, wants_dweight, wants_dbias = output_mask
     dx = dweight = dbias = None
@@ -234,7 +234,7 @@ def _takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
 
 def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> Recipe:
     op, ndim, zero_centered_gamma, _ = family
-    properties = _properties(op, x)
+    properties = properties_of(op, x)
     check_sm_margin(op, sm_margin, properties.sms)
     shape = x.shape[-ndim:]
     cols = math.prod(shape)
@@ -267,14 +267,14 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> 
     )
 
 
-def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+def keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
     if len(kept) >= RECIPES:
         kept.clear()
     kept[key] = value
     return value
 
 
-def _properties(function: str, x: Tensor) -> device.Device:
+def properties_of(function: str, x: Tensor) -> device.Device:
     """The GPU of x, as CuPy sees it."""
     try:
         return device.current(x.get_device())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
-from .functional import norm
+from .functional import autocast_dtype, norm
 
 
 class _Options:
@@ -19,8 +19,11 @@ class _Options:
     zero_centered_gamma: bool = False
     sequence_parallel: bool | None = None
     sm_margin: int | Mapping[str, int] = 0
+    autocast_output: bool = False
 
-    def _set_options(self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any) -> None:
+    def _set_options(
+        self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any, autocast_output: bool
+    ) -> None:
         name = type(self).__name__
         if zero_centered_gamma and self.weight is None:
             raise ValueError(f"{name}: zero_centered_gamma=True needs a weight; got elementwise_affine=False.")
@@ -28,10 +31,16 @@ class _Options:
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
+        self.autocast_output = autocast_output
         self.reset_parameters()
 
+    def _norm(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = autocast_dtype(x) if self.autocast_output else None
+        options = (self.zero_centered_gamma, dtype, self.sm_margin)
+        return norm(op, x, self.normalized_shape, self.weight, bias, self.eps, *options)
+
     def reset_parameters(self) -> None:
-        """weight = 1, or 0 if it is centred there; bias = 0."""
+        """weight = 1, or 0 if it is centred there; bias = 0. On the device where they are, also if that is "meta"."""
         super().reset_parameters()
         if self.zero_centered_gamma:
             nn.init.zeros_(self.weight)
@@ -73,6 +82,10 @@ class LayerNorm(_Options, nn.LayerNorm):
         the ranks that share a sequence. Nothing is communicated here.
     sm_margin : int or dict
         Multiprocessors left to other work; a dict has any of the keys `forward`, `backward` and `inference`.
+    autocast_output : bool
+        Under autocast y has autocast's dtype, as with TransformerEngine's module, which rounds x to it as well: here x
+        is read as it is. By default y has the dtype that torch's own module returns there, which is float32 for
+        LayerNorm on a GPU. A float64 input is left alone.
 
     Attributes
     ----------
@@ -88,7 +101,10 @@ class LayerNorm(_Options, nn.LayerNorm):
 
     Notes
     -----
-    Input and output as `cunorm.torch.layer_norm` has them.
+    Input and output as `cunorm.torch.layer_norm` has them. With device="meta" the parameters stay without memory, after
+    `reset_parameters` too, as torch.nn's do: `to_empty(device=...)` gives it to them, and `reset_parameters` then their
+    values. (TransformerEngine's module, and LayerNormLinear with it, gives them memory on the GPU in
+    `reset_parameters`.)
 
     Examples
     --------
@@ -110,22 +126,26 @@ class LayerNorm(_Options, nn.LayerNorm):
         zero_centered_gamma: bool = False,
         sequence_parallel: bool | None = None,
         sm_margin: int | Mapping[str, int] = 0,
+        autocast_output: bool = False,
         params_dtype: torch.dtype | None = None,
         hidden_size: int | Sequence[int] | None = None,
     ):
         shape, dtype = _spellings("LayerNorm", normalized_shape, hidden_size, dtype, params_dtype)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
-        self._set_options(zero_centered_gamma, sequence_parallel, sm_margin)
+        self._set_options(zero_centered_gamma, sequence_parallel, sm_margin, autocast_output)
 
     def forward(self, input: Tensor) -> Tensor:
-        options = (self.zero_centered_gamma, None, self.sm_margin)
-        return norm("layer_norm", input, self.normalized_shape, self.weight, self.bias, self.eps, *options)
+        return self._norm("layer_norm", input, self.bias)
 
 
 class RMSNorm(_Options, nn.RMSNorm):
     """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
 
     Parameters, attributes and errors as in `LayerNorm`, without bias; `eps=None` as in `cunorm.torch.rms_norm`.
+
+    Notes
+    -----
+    With device="meta" as `LayerNorm`: `reset_parameters` leaves the parameters there.
 
     Examples
     --------
@@ -146,16 +166,16 @@ class RMSNorm(_Options, nn.RMSNorm):
         zero_centered_gamma: bool = False,
         sequence_parallel: bool | None = None,
         sm_margin: int | Mapping[str, int] = 0,
+        autocast_output: bool = False,
         params_dtype: torch.dtype | None = None,
         hidden_size: int | Sequence[int] | None = None,
     ):
         shape, dtype = _spellings("RMSNorm", normalized_shape, hidden_size, dtype, params_dtype)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
-        self._set_options(zero_centered_gamma, sequence_parallel, sm_margin)
+        self._set_options(zero_centered_gamma, sequence_parallel, sm_margin, autocast_output)
 
     def forward(self, x: Tensor) -> Tensor:
-        options = (self.zero_centered_gamma, None, self.sm_margin)
-        return norm("rms_norm", x, self.normalized_shape, self.weight, None, self.eps, *options)
+        return self._norm("rms_norm", x, None)
 
 
 def _spellings(name: str, normalized_shape: Any, hidden_size: Any, dtype: Any, params_dtype: Any) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ norm_forward = torch.ops.cunorm.norm_forward.default
 norm_backward = torch.ops.cunorm.norm_backward.default
 
 
-# The kernels, and torch's own operators for the CPU.
+# The kernels, and torch's own operators for the CPU, which decomposition.py shows to others as well.
 
 _checked: set[Hashable] = set()  # calls of norm_backward that fit
 
@@ -39,12 +39,11 @@ def _forward_cuda(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wa
     return y, _absent(x) if statistics is None else statistics
 
 
-def _forward_cpu(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, sm_margin, _):
+def forward_by_formulas(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, sm_margin, _):
     checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
     statistics = formulas.statistics_of(op, x, ndim, eps)
     y = formulas.forward(op, x, statistics, weight, bias, zero_centered_gamma)
-    y = torch.empty(x.shape, dtype=dtype, device=x.device).copy_(y)
-    return y, statistics if wants_statistics else _absent(x)
+    return _result(y, dtype), statistics.contiguous() if wants_statistics else _absent(x)
 
 
 def _backward_cuda(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
@@ -60,20 +59,25 @@ def _backward_cuda(dy, x, statistics, weight, op, eps, zero_centered_gamma, outp
     return tuple(_absent(x) if gradient is None else gradient for gradient in gradients)
 
 
-def _backward_cpu(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
+def backward_by_formulas(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
     checks.backward(op, dy, x, statistics, weight)
     gradients = formulas.backward(op, dy, x, statistics, weight, zero_centered_gamma, tuple(output_mask))
-    results = _backward_fake(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin)
-    for result, gradient in zip(results, gradients, strict=True):
-        if gradient is not None:
-            result.copy_(gradient)
-    return results
+    parameter = x.dtype if weight is None else weight.dtype
+    return tuple(
+        _absent(x) if gradient is None else _result(gradient, dtype)
+        for gradient, dtype in zip(gradients, (x.dtype, parameter, parameter), strict=True)
+    )
+
+
+def _result(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Laid out as the kernels write it."""
+    return values.to(dtype).contiguous()
 
 
 _library.impl("norm_forward", _forward_cuda, "CUDA")
-_library.impl("norm_forward", _forward_cpu, "CPU")
+_library.impl("norm_forward", forward_by_formulas, "CPU")
 _library.impl("norm_backward", _backward_cuda, "CUDA")
-_library.impl("norm_backward", _backward_cpu, "CPU")
+_library.impl("norm_backward", backward_by_formulas, "CPU")
 
 
 # Shapes and dtypes alone.

@@ -1,0 +1,46 @@
+"""`decompositions`: cunorm's operators in torch's own, for a compiler or an exporter that is to know none of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .linear import operators as linear_operators
+from .norm import operators
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """A table of what each operator of cunorm is in torch's own operators, for whoever asks for it.
+
+    Calls and modules always run cunorm's kernels on CUDA tensors, under torch.compile and in an exported program too:
+    nothing is registered anywhere. A program is without cunorm's operators only where this table is handed to what
+    makes it: `ExportedProgram.run_decompositions`, `torch._dynamo.backends.common.aot_autograd(decompositions=...)` or
+    `make_fx(decomposition_table=...)`. Such a program needs no cunorm to run, and its norms are not cunorm's kernels.
+
+    Returns
+    -------
+    dict of operator to callable
+        torch.ops.cunorm.norm_forward, norm_backward, norm_linear_forward and norm_linear_backward (their `.default`).
+        A new one with every call, to be joined with others.
+
+    Notes
+    -----
+    Arithmetic as the kernels' is: in float32 (float64 for float64 x), with one rounding at the end. `sm_margin` is of
+    no meaning there. `torch.onnx.export(module, ..., dynamo=True)` needs no table: while it traces, calls and modules
+    use torch's own norms. A program that was exported before is first decomposed, as below.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import LayerNorm, decompositions
+    >>> program = torch.export.export(LayerNorm(8), (torch.ones(2, 8),))
+    >>> program = program.run_decompositions(decompositions())  # for torch.onnx.export(program, dynamo=True), say
+    >>> any("cunorm" in str(node.target) for node in program.graph.nodes)
+    False
+    """
+    return {
+        operators.norm_forward: operators.forward_by_formulas,
+        operators.norm_backward: operators.backward_by_formulas,
+        linear_operators.norm_linear_forward: linear_operators.forward_in_steps,
+        linear_operators.norm_linear_backward: linear_operators.backward_in_steps,
+    }
