@@ -135,7 +135,7 @@ def _has_cluster(cols: int, dtype: str, target) -> bool:
 
     directions = ("forward", "backward")
     problems = (whole("layer_norm", direction, ROWS, cols, dtype, dtype) for direction in directions)
-    return any(step.spec.shape.cluster > 1 for problem in problems for step in plan(problem, target).steps)
+    return any(step.spec.cluster > 1 for problem in problems for step in plan(problem, target).steps)
 
 
 if __name__ == "__main__":

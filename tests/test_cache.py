@@ -16,7 +16,7 @@ import cunorm
 from cunorm import compile
 from cunorm.device import KNOWN
 from cunorm.norm.plan import plan
-from cunorm.norm.tiers import KernelSpec
+from cunorm.norm.spec import KernelSpec
 
 
 def spec_of(cols: int) -> KernelSpec:

@@ -12,7 +12,7 @@ from problems import problem
 from cunorm import compile, source
 from cunorm.device import KNOWN
 from cunorm.norm.plan import plan
-from cunorm.norm.tiers import KernelSpec
+from cunorm.norm.spec import KernelSpec
 
 
 def spec_of_forward() -> KernelSpec:
