@@ -119,7 +119,7 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
     """The expressions of a spec, the instance of a template, and the entry point with what launch.py passes."""
     if isinstance(spec, SumSpec):
         before, call = "", _sum_partials(spec)
-        cluster, bounds = 1, spec.threads
+        cluster, bounds = 1, f"{spec.threads}, 1"
     else:
         before, call = _KERNELS[spec.kernel](spec)
         cluster, bounds = spec.shape.cluster, f"{spec.threads}, {spec.ctas_per_sm}"

@@ -86,7 +86,7 @@ struct SharedRows {
         rank(rank),
         rows(rows),
         offset(offset),
-        row_group(static_cast<int>(threadIdx.x) / Shape::kThreads) {
+        row_group(row_group_of_thread<Shape, kRows>()) {
     // Packs beyond the row: nothing will be copied there. With a check at every read backward of 131072 cols ran at
     // 0.80 of the roof, without at 0.95.
 #pragma unroll

@@ -1,0 +1,162 @@
+"""Two commits of cunorm in one run, in turns: `python -m bench.before_after --before DIR [--suite small ...] [--out FILE]`.
+
+DIR is a checkout of the earlier commit. Its package is loaded under another name, so that both work on the same buffers
+in one process. A line is a case: the median of a call before and after, in CUDA graphs over rotating buffers (cold L2),
+replayed in turns, whose order is turned round every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cupy
+
+import cunorm
+from bench.providers.cunorm import Cunorm
+from bench.suites import OPS, Case, grid, suite
+from bench.workload import Workload
+
+NAME = "cunorm_before"
+LAUNCHES = 24  # at least, in a graph
+SECONDS = 0.12  # for the replays of a case
+HOST_CALLS = 400
+
+
+def load(checkout: Path) -> ModuleType:
+    """The package of a checkout, as `cunorm_before`."""
+    folder = Path(tempfile.mkdtemp())
+    shutil.copytree(checkout / "cunorm", folder / NAME)
+    shutil.copytree(checkout / "kernels_cu", folder / NAME / "kernels_cu", dirs_exist_ok=True)
+    for path in (folder / NAME).rglob("*.py"):
+        path.write_text(path.read_text().replace('"cunorm.', f'"{NAME}.'))
+    sys.path.insert(0, str(folder))
+    return importlib.import_module(NAME)
+
+
+def graph_of(calls: Sequence[Callable[[], Any]], stream: cupy.cuda.Stream) -> tuple[Any, int]:
+    """A graph of the calls, as often as makes LAUNCHES, and how many calls it holds."""
+    rounds = max(1, LAUNCHES // len(calls))
+    with stream:
+        results = [call() for _ in range(2) for call in calls]
+        stream.synchronize()
+        del results
+        stream.begin_capture()
+        kept: list[Any] = [None] * len(calls)
+        for _ in range(rounds):
+            for index, call in enumerate(calls):
+                kept[index] = call()
+        return stream.end_capture(), rounds * len(calls)
+
+
+def in_turns(before: Sequence[Callable], after: Sequence[Callable]) -> tuple[float, float]:
+    """Median seconds of a call of each."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    graphs = [graph_of(calls, stream) for calls in (before, after)]
+    times: list[list[float]] = [[], []]
+    turn, end = 0, 0.0
+    while turn < 8 or (time.perf_counter() < end and turn < 200):
+        order = (0, 1) if turn % 2 else (1, 0)
+        for which in order:
+            graph, count = graphs[which]
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(stream)
+            graph.launch(stream)
+            stop.record(stream)
+            stop.synchronize()
+            times[which].append(cupy.cuda.get_elapsed_time(start, stop) * 1e-3 / count)
+        if turn == 1:  # the first two are a warm-up
+            times = [[], []]
+            end = time.perf_counter() + SECONDS
+        turn += 1
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def provider(module: ModuleType) -> Cunorm:
+    found = Cunorm()
+    found.cunorm = module
+    return found
+
+
+def host(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[float, float]:
+    """Median seconds until a call returns, in turns."""
+    times: list[list[float]] = [[], []]
+    for turn in range(40):
+        for which in (0, 1) if turn % 2 else (1, 0):
+            call = (before, after)[which]
+            cupy.cuda.Device().synchronize()
+            start = time.perf_counter()
+            for _ in range(HOST_CALLS // 40):
+                call()
+            times[which].append((time.perf_counter() - start) / (HOST_CALLS // 40))
+    cupy.cuda.Device().synchronize()
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def cases(names: Sequence[str]) -> list[Case]:
+    """Those of suites; `widths` are real models' widths and 8192 rows, and `dtypes` a few of the other dtypes."""
+    found: list[Case] = []
+    for name in names:
+        if name == "widths":
+            found += grid(
+                OPS, ("forward", "backward"), ["bfloat16"], (768, 1152, 1600, 2880, 5120, 7168, 33333), [8192]
+            )
+        elif name == "dtypes":
+            found += grid(OPS, ("forward", "backward"), ["float16", "float32"], (128, 1024, 8192, 65536))
+        else:
+            found += suite(name)
+    return list(dict.fromkeys(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", type=Path, required=True)
+    parser.add_argument("--suite", nargs="*", default=["small", "anchors", "widths", "dtypes"])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this many")
+    arguments = parser.parse_args()
+    providers = [provider(load(arguments.before)), provider(cunorm)]
+    lines, begun = [], time.perf_counter()
+    for case in cases(arguments.suite):
+        if time.perf_counter() - begun > arguments.seconds:
+            lines.append({"stopped": f"after {arguments.seconds} s"})
+            break
+        sets = Workload(case).lend("cupy")
+        before, after = in_turns(*([one.prepare(case, b) for b in sets] for one in providers))
+        line = {
+            "case": f"{case.op} {case.direction} {case.rows} x {case.cols} {case.dtype}",
+            "before_us": round(before * 1e6, 3),
+            "after_us": round(after * 1e6, 3),
+            "ratio": round(after / before, 4),
+        }
+        if case.rows <= 512 and case.cols == 1024:
+            both = host(*(one.prepare(case, sets[0]) for one in providers))
+            line |= {"host_before_us": round(both[0] * 1e6, 2), "host_after_us": round(both[1] * 1e6, 2)}
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+        del sets
+        cupy.get_default_memory_pool().free_all_blocks()
+    measured = [line for line in lines if "ratio" in line]
+    slower = [line for line in measured if line["after_us"] - line["before_us"] > max(0.1, 0.01 * line["before_us"])]
+    ratios = [line["ratio"] for line in measured]
+    print(
+        f"{len(measured)} cases, median ratio {statistics.median(ratios):.4f}; slower by more than the larger of 1% and 0.1 us: {len(slower)}"
+    )
+    for line in slower:
+        print(f"  {line['case']}: {line['before_us']} -> {line['after_us']} us ({line['ratio']})")
+    if arguments.out:
+        arguments.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
