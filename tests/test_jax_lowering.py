@@ -20,7 +20,7 @@ from cunorm.jax import layer_norm  # noqa: E402
 from cunorm.jax.xla import call as xla_call  # noqa: E402
 from cunorm.jax.xla import target as choice  # noqa: E402
 from cunorm.norm.plan import plan  # noqa: E402
-from cunorm.norm.problem import Problem  # noqa: E402
+from cunorm.norm.problem import plain  # noqa: E402
 
 pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
 
@@ -35,7 +35,9 @@ def target():
 
 def expected(op, direction, rows, cols, dtype="float32", weight="float32"):
     """Of every launch of the core's plan: the kernel's name, grid, threads and dynamic shared memory."""
-    steps = plan(Problem.whole(op, direction, rows, cols, dtype, weight), target()).steps
+    gradients = ("x", "weight", "bias")[: 3 if op == "layer_norm" else 2]
+    bias = weight if op == "layer_norm" else None
+    steps = plan(plain(op, direction, rows, cols, dtype, weight, bias, wanted=gradients), target()).steps
     return [(source.entry_name(s.spec), s.grid, s.spec.threads, s.dynamic_shared) for s in steps]
 
 
@@ -100,7 +102,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(op, argnums):
     text = lowered(jax.grad(lambda *a: call(op, *a).sum(), argnums), *arrays)
     forward, backward, *sums = calls(text)
     assert forward.name == "cunorm_forward"
-    assert backward.name == ("cunorm_weight_gradient_partials" if set(argnums) == {2} else "cunorm_backward")
+    assert backward.name == ("cunorm_column_gradients" if set(argnums) == {2} else "cunorm_backward")
     assert [one.name for one in sums] == (["cunorm_sum_partials"] if set(argnums) & {1, 2} else [])
     assert backward.ptx.count(".param .u64") == sum((2, 1, 1, op == "layer_norm", 0 in argnums, bool(sums)))
 
@@ -120,10 +122,9 @@ def test_the_text_has_pointers_alone():
 @pytest.mark.parametrize("cols", [1024, 4096, 131072])
 def test_a_text_with_numbers_in_it_spills_no_register(direction, cols):
     """With literals, which tell the compiler more than arguments do, these did."""
-    problem = Problem.whole("layer_norm", direction, 16384, cols, "bfloat16", "bfloat16")
-    names = ("x", "weight", "bias") if direction == "forward" else ("dy", "x", "mean", "rstd", "weight")
-    wanted = ("y",) if direction == "forward" else ("dx", "dweight", "dbias")
-    for launch in xla_call.launches(plan(problem, target()), 1e-5, names, wanted):
+    problem = plain("layer_norm", direction, 16384, cols, "bfloat16", "bfloat16", "bfloat16")
+    wanted = ("y",) if direction == "forward" else problem.wanted
+    for launch in xla_call.launches(plan(problem, target()), {"eps": 1e-5}, wanted):
         spec = launch.step.spec
         assert not fault(spec, compile.compile_for(spec, target().arch, launch.baked))
 
@@ -145,7 +146,7 @@ def test_no_cluster_of_sixteen():
 
 
 def _backward_of_262144(device):
-    return plan(Problem.whole("layer_norm", "backward", 64, 262144, "bfloat16", "bfloat16"), device).steps
+    return plan(plain("layer_norm", "backward", 64, 262144, "bfloat16", "bfloat16"), device).steps
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -191,5 +192,5 @@ def test_the_other_way_in_when_forced(monkeypatch):
 
 
 def test_literals_keep_every_bit():
-    assert float.fromhex(xla_call._literal(1e-5, "float64")) == 1e-5
-    assert xla_call._literal(1e-5, "float32") == "0x1.4f8b580000000p-17f"
+    assert float.fromhex(xla_call._literal(1e-5, "double")) == 1e-5
+    assert xla_call._literal(1e-5, "float") == "0x1.4f8b580000000p-17f"
