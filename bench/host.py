@@ -19,7 +19,7 @@ from bench.workload import Workload
 from cunorm import cupy_arrays as gpu
 from cunorm import device, launch
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import Problem
+from cunorm.norm.problem import whole
 
 CALLS = 64  # without waiting for the GPU; its queue holds a thousand
 REPETITIONS = 301
@@ -46,15 +46,14 @@ def host_microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    problem = Problem.whole("layer_norm", "forward", ROWS, COLS, "bfloat16", "bfloat16")
+    problem = whole("layer_norm", "forward", ROWS, COLS, "bfloat16", "bfloat16")
     solution = plan(problem, device.current(0))
     buffers = Workload(Case("layer_norm", "backward", ROWS, COLS, "bfloat16")).sets[0]
     x, weight, bias, mean, rstd, dy = (vars(buffers)[n] for n in ("x", "weight", "bias", "mean", "rstd", "dy"))
     y = cupy.empty_like(x)
     arrays = {"x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
-    pointers = {name: array.data.ptr for name, array in arrays.items()}
-    ((write, start),) = launch.prepared(solution, 0).launches
-    words = (*(pointers[name] for name in ("x", "y", "weight", "bias", "mean", "rstd")), ROWS, COLS, COLS, 1e-5)
+    pointers = tuple(arrays[name].data.ptr for name in problem.pointers)
+    ((write, start, _),) = launch.prepared(solution, 0).launches
     options = {"zero_centered_gamma": False, "out": None, "dtype": None, "sm_margin": 0, "statistics": False}
     bare = cupy.RawModule(code=BARE)
     three, ten = bare.get_function("three"), bare.get_function("ten")
@@ -65,8 +64,8 @@ def calls() -> dict[str, Callable[[], object]]:
             (1,), (128,), (x, y, weight, bias, mean, rstd, n, n, n, eps)
         ),
         "cuLaunchKernel, prepared": lambda: start(0),
-        "arguments written": lambda: write(*words),
-        "launch.run_forward": lambda: launch.run_forward(solution, 0, 0, eps=1e-5, **pointers),
+        "arguments written": lambda: write(*pointers, 1e-5),
+        "launch.run": lambda: launch.run(solution, 0, 0, pointers, (1e-5,)),
         "cupy.ndarray": lambda: cupy.ndarray(x.shape, x.dtype),
         "gpu.forward": lambda: gpu.forward("layer_norm", x, None, weight, bias, 1e-5, **options),
         "layer_norm": lambda: cunorm.layer_norm(x, None, weight, bias),
@@ -80,7 +79,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     times = host_microseconds(calls())
-    call, forward, run = times["layer_norm"], times["gpu.forward"], times["launch.run_forward"]
+    call, forward, run = times["layer_norm"], times["gpu.forward"], times["launch.run"]
     raw, written, allocated = times["cuLaunchKernel, prepared"], times["arguments written"], times["cupy.ndarray"]
     steps = {
         "kind of x": call - forward,

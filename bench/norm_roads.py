@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 import cunorm.torch
 from cunorm import device, launch
 from cunorm.plan import Plan, plan
-from cunorm.problem import Problem
+from cunorm.problem import whole
 from cunorm.torch import functional, launching, operators
 
 Road = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -189,7 +189,7 @@ def plan_of(direction: str, x: Tensor) -> Plan:
     cols = x.shape[-1]
     key = direction, x.numel() // cols, cols
     if key not in _plans:
-        problem = Problem.whole("layer_norm", *key, "bfloat16", "bfloat16")
+        problem = whole("layer_norm", *key, "bfloat16", "bfloat16")
         _plans[key] = plan(problem, device.current(x.get_device()))
     return _plans[key]
 
@@ -197,16 +197,14 @@ def plan_of(direction: str, x: Tensor) -> Plan:
 def run_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, y: Tensor, statistics: Tensor) -> None:
     plan = plan_of("forward", x)
     index, mean = x.get_device(), statistics.data_ptr()
-    pointers = {"x": x.data_ptr(), "y": y.data_ptr(), "weight": weight.data_ptr(), "bias": bias.data_ptr()}
-    rstd = mean + 4 * plan.problem.rows
-    launch.run_forward(plan, index, launching._stream(index), **pointers, mean=mean, rstd=rstd, eps=eps)
+    pointers = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), mean, mean + 4 * plan.problem.rows)
+    launch.run(plan, index, launching._stream(index), pointers, (eps,))
 
 
 def run_backward(dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor, dx, dweight, dbias) -> None:
     plan = plan_of("backward", x)
     index, mean = x.get_device(), statistics.data_ptr()
     workspace = launching._empty((plan.workspace,), (1,), torch.uint8)
-    tensors = {"x": x, "dy": dy, "weight": weight, "dx": dx, "dweight": dweight, "dbias": dbias, "workspace": workspace}
-    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    rstd = mean + 4 * plan.problem.rows
-    launch.run_backward(plan, index, launching._stream(index), **pointers, mean=mean, rstd=rstd)
+    read = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), mean, mean + 4 * plan.problem.rows)
+    pointers = (*read, dx.data_ptr(), dweight.data_ptr(), dbias.data_ptr())
+    launch.run(plan, index, launching._stream(index), pointers, (), workspace.data_ptr())

@@ -269,11 +269,10 @@ def functions(write: Write, step: Step) -> None:
         "_apply": (functional, "_apply"),
         "_Norm.forward": (functional._Norm, "forward"),
         "launching.forward": (launching, "forward"),
-        "launch.run_forward": (launch, "run_forward"),
+        "launch.run": (launch, "run"),
         "_Norm.backward": (functional._Norm, "backward"),
         "launchable": (functional, "launchable"),
         "launching.backward": (launching, "backward"),
-        "launch.run_backward": (launch, "run_backward"),
     }
     for name, (owner, attribute) in watched.items():
         write("function", name=name, unit="us", **timed_calls(step, owner, attribute))

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cunorm.norm.problem import Problem
+from cunorm.norm.problem import whole
 
 OPS = ("layer_norm", "rms_norm")
 DIRECTIONS = ("forward", "backward")
@@ -32,7 +32,7 @@ class Case:
     @property
     def bytes_moved(self) -> int:
         """Bytes that must go through memory: each input read once, each output written once; not mean and rstd."""
-        return Problem.whole(self.op, self.direction, self.rows, self.cols, self.dtype, self.dtype).bytes_moved
+        return whole(self.op, self.direction, self.rows, self.cols, self.dtype, self.dtype).bytes_moved
 
     @property
     def eps(self) -> float:

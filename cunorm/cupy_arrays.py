@@ -19,7 +19,7 @@ from . import device, launch
 from .norm import checks
 from .norm.checks import Layout
 from .norm.plan import Plan, plan
-from .norm.problem import Problem
+from .norm.problem import BACKWARD, FORWARD, plain, pointer_order
 from .numpy_arrays import numpy_dtype
 
 RECIPES = 4096  # kept at most
@@ -38,6 +38,7 @@ class Recipe:
     dtype: numpy.dtype  # of y, or of dweight and dbias
     statistics: numpy.dtype  # of mean and rstd
     layer_norm: bool
+    order: Callable[..., Any] | None  # picks, of all pointers of a call, those that the plan takes
     # Forward.
     layouts: tuple[Layout | None, ...] = ()  # of x, weight, bias, out
     eps: float = 0.0  # rounded as the kernel's parameter is
@@ -119,22 +120,21 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
     x_stride, y_stride = (None if array is None else checks.row_stride(array, len(shape)) for array in (x, out))
     copies = (x_stride is None, *(array is not None and not _contiguous(array) for array in (weight, bias)), False)
     temporary = out is not None and y_stride is None
-    task = Problem(
-        op="layer_norm" if function.startswith("layer_norm") else "rms_norm",
-        direction="forward",
-        rows=math.prod(x.shape) // cols,
-        cols=cols,
-        x=x.dtype,
+    task = plain(
+        "layer_norm" if function.startswith("layer_norm") else "rms_norm",
+        "forward",
+        math.prod(x.shape) // cols,
+        cols,
+        x.dtype,
+        weight and weight.dtype,
+        bias and bias.dtype,
         y=y_dtype,
-        weight=None if weight is None else weight.dtype,
-        bias=None if bias is None else bias.dtype,
-        zero_centered_gamma=zero_centered_gamma,
-        x_stride=cols if x_stride is None else x_stride,
-        y_stride=cols if y_stride is None else y_stride,
+        zero_centered_gamma=bool(zero_centered_gamma),
+        strides=_strides(x=x_stride, y=y_stride),
         sm_margin=checks.check_sm_margin(function, sm_margin, properties.sms),
         aligned=_aligned(arrays),
     )
-    statistics = numpy.dtype(task.statistics)
+    statistics = numpy.dtype(task.compute)
     with numpy.errstate(over="ignore"):
         eps = float(statistics.type(eps))
     return Recipe(
@@ -146,7 +146,8 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
         leading=x.shape[: len(x.shape) - len(shape)],
         dtype=numpy_dtype(function, y_dtype),
         statistics=statistics,
-        layer_norm=task.op == "layer_norm",
+        layer_norm=task.norm.subtracts_mean,
+        order=pointer_order(task, FORWARD),
         layouts=(x, weight, bias, out),
         eps=eps,
         temporary=temporary,
@@ -170,18 +171,9 @@ def _run_forward(recipe: Recipe, arrays, pointers, statistics: bool):
             mean = cupy.ndarray(recipe.leading, recipe.statistics)
             mean_pointer = mean.data.ptr
     if recipe.plan is not None:
-        launch.run_forward(
-            recipe.plan,
-            recipe.device_id,
-            _current_stream(recipe.device_id).ptr,
-            x=x_pointer,
-            y=y_pointer,
-            weight=weight_pointer,
-            bias=bias_pointer,
-            mean=mean_pointer,
-            rstd=rstd_pointer,
-            eps=recipe.eps,
-        )
+        pointers = recipe.order((x_pointer, weight_pointer, bias_pointer, y_pointer, mean_pointer, rstd_pointer))
+        stream = _current_stream(recipe.device_id).ptr
+        launch.run(recipe.plan, recipe.device_id, stream, pointers, (recipe.eps,))
     if out is not None and recipe.temporary:
         out[...] = y
         y = out
@@ -248,21 +240,19 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
     dy_stride, x_stride = (checks.row_stride(array, len(shape)) for array in (dy, x))
     small = (array is not None and not _contiguous(array) for array in (mean, rstd, weight))
     copies = (dy_stride is None, x_stride is None, *small)
-    task = Problem(
-        op="layer_norm" if layer_norm else "rms_norm",
-        direction="backward",
-        rows=math.prod(x.shape) // cols,
-        cols=cols,
-        x=x.dtype,
+    task = plain(
+        "layer_norm" if layer_norm else "rms_norm",
+        "backward",
+        math.prod(x.shape) // cols,
+        cols,
+        x.dtype,
+        weight and weight.dtype,
         y=dy.dtype,
-        weight=None if weight is None else weight.dtype,
-        bias=None,
-        zero_centered_gamma=zero_centered_gamma,
-        x_stride=cols if x_stride is None else x_stride,
-        y_stride=cols if dy_stride is None else dy_stride,
+        zero_centered_gamma=bool(zero_centered_gamma),
+        wanted=[name for name, wanted in zip(("x", "weight", "bias"), mask, strict=True) if wanted],
+        strides=_strides(x=x_stride, dy=dy_stride),
         sm_margin=checks.check_sm_margin(function, sm_margin, properties.sms),
         aligned=_aligned(arrays),
-        output_mask=mask,
     )
     return Recipe(
         plan=plan(task, properties) if task.rows and any(mask) else None,
@@ -272,8 +262,9 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
         shape=shape,
         leading=rstd.shape,
         dtype=arrays[1].dtype if weight is None else arrays[4].dtype,
-        statistics=numpy.dtype(task.statistics),
+        statistics=numpy.dtype(task.compute),
         layer_norm=layer_norm,
+        order=pointer_order(task, BACKWARD),
         mask=mask,
     )
 
@@ -288,22 +279,11 @@ def _run_backward(recipe: Recipe, arrays, pointers):
     if recipe.plan is not None:
         if recipe.copies:
             arrays, pointers = _copied(arrays, recipe.copies)
-        dy_pointer, x_pointer, mean_pointer, rstd_pointer, weight_pointer = pointers
         workspace = cupy.cuda.alloc(recipe.plan.workspace)
-        launch.run_backward(
-            recipe.plan,
-            recipe.device_id,
-            _current_stream(recipe.device_id).ptr,
-            x=x_pointer,
-            dy=dy_pointer,
-            weight=weight_pointer,
-            mean=mean_pointer,
-            rstd=rstd_pointer,
-            dx=0 if dx is None else dx.data.ptr,
-            dweight=0 if dweight is None else dweight.data.ptr,
-            dbias=0 if dbias is None else dbias.data.ptr,
-            workspace=workspace.ptr,
-        )
+        results = (0 if result is None else result.data.ptr for result in (dx, dweight, dbias))
+        stream = _current_stream(recipe.device_id).ptr
+        pointers = recipe.order((*pointers, *results))
+        launch.run(recipe.plan, recipe.device_id, stream, pointers, (), workspace.ptr)
     return dx, dweight, dbias
 
 
@@ -320,6 +300,11 @@ def _recipe(
             _recipes.clear()
         recipe = _recipes[key] = make(function, arrays, *options)
     return recipe
+
+
+def _strides(**strides: int | None) -> dict[str, int]:
+    """Those of the arrays that are not copied."""
+    return {name: stride for name, stride in strides.items() if stride is not None}
 
 
 def _kind(option: Any) -> Hashable:

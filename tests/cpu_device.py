@@ -17,7 +17,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,11 +26,13 @@ from unittest import mock
 import numpy
 
 from cunorm import launch, source
+from cunorm.launch import NUMBERS
 from cunorm.norm.plan import Plan, Step
-from cunorm.norm.tiers import KernelSpec, dynamic_shared
+from cunorm.norm.spec import KernelSpec, dynamic_shared
+from cunorm.source import Baked
 
 STAND_IN = Path(__file__).parent / "cpu"
-# -ffp-contract=off: every operation is rounded, where a GPU may fuse two.
+# -ffp-contract=off, as kernels are compiled for a GPU with -fmad=false: what is fused is written as multiply_add.
 OPTIONS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
 POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
 ORDERS = ("ascending", "descending", "even before odd")
@@ -84,16 +86,14 @@ class Machine:
     edit: Callable[[str], str] = str
     missing: int = 0
 
-    def run_forward(self, plan: Plan, eps: float, **arrays: numpy.ndarray | None) -> None:
-        """launch.run_forward on NumPy arrays, None where there is none."""
-        with memory(arrays) as pointers:
-            launch.run_forward(plan, self, 0, eps=eps, **pointers)
+    def run(self, plan: Plan, scalars: Mapping[str, float], **arrays: numpy.ndarray | None) -> None:
+        """launch.run on NumPy arrays by the names of the problem's operands, None where there is none."""
+        given = {name: arrays.get(name) for name in plan.problem.pointers}
+        with memory(given | {"workspace": numpy.full(plan.workspace, POISON, "uint8")}) as pointers:
+            *addresses, workspace = pointers.values()
+            launch.run(plan, self, 0, addresses, [scalars[name] for name in plan.problem.scalars], workspace)
 
-    def run_backward(self, plan: Plan, **arrays: numpy.ndarray | None) -> None:
-        with memory(arrays | {"workspace": numpy.full(plan.workspace, POISON, "uint8")}) as pointers:
-            launch.run_backward(plan, self, 0, **pointers)
-
-    def text(self, spec: KernelSpec, baked: source.Baked | None = None) -> str:
+    def text(self, spec: KernelSpec, baked: Baked | None = None) -> str:
         """The kernel's text with the stand-in for platform.cuh, and what makes a program of it."""
         text, count = re.subn(
             r'^#line 1 "platform\.cuh"\n.*?(?=^#line )',
@@ -104,7 +104,7 @@ class Machine:
         assert count == 1, "source.source holds no platform.cuh"
         return f"{text}\nconst cpu::Kernel cpu::kernel = cpu::Erased<&{source.entry_name(spec)}>::kernel;\n"
 
-    def prepare(self, step: Step, parameters: str, baked: source.Baked | None = None) -> tuple[Callable, Callable]:
+    def prepare(self, step: Step, baked: Baked | None = None) -> tuple[Callable, Callable]:
         """Like launch.prepare; with `baked` of a text that has pointers alone."""
         text = self.text(step.spec, baked)
         cluster = _number(r"__cluster_dims__\((\d+), 1, 1\)", text) or 1
@@ -116,10 +116,13 @@ class Machine:
         path = program(text, self.build)
         written: list[int | float] = []
 
-        def write(*arguments):
-            written[:] = arguments
+        pointers = "P" * (len(step.pointers) if baked is None else len(baked.pointers))
+        numbers = NUMBERS[step.spec.compute][0] * len(step.scalars) + "q" * len(step.integers)
 
-        return write, lambda stream: run(path, how, parameters, written)
+        def write(*arguments):
+            written[:] = (*arguments, *(() if baked else step.integers))
+
+        return write, lambda stream: run(path, how, pointers + ("" if baked else numbers), written)
 
 
 _spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that a launch may touch
@@ -131,7 +134,7 @@ def memory(arrays: dict[str, numpy.ndarray | None]):
     present = [array for array in arrays.values() if array is not None]
     spans = [numpy.lib.array_utils.byte_bounds(array) for array in present]
     _spans[:] = [(low, high - low) for low, high in spans if high > low]
-    with mock.patch.object(launch, "prepare", lambda step, machine, parameters: machine.prepare(step, parameters)):
+    with mock.patch.object(launch, "prepare", lambda step, machine: machine.prepare(step)):
         yield {name: 0 if a is None else a.__array_interface__["data"][0] for name, a in arrays.items()}
     _spans.clear()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 import numpy
 from cpu_device import POISON, Machine
 from functions import bias_of
@@ -9,7 +11,7 @@ from reference import EPS, check_backward, check_forward
 
 from cunorm.device import Device
 from cunorm.norm.plan import Plan, plan
-from cunorm.norm.problem import Problem
+from cunorm.norm.problem import plain
 from cunorm.numpy_arrays import numpy_dtype
 
 # One multiprocessor: a few rows already make a CTA or a cluster take several, one after the other.
@@ -35,21 +37,33 @@ def forward(
     y: Array = None,
 ) -> tuple[numpy.ndarray, Array, numpy.ndarray]:
     """(y, mean, rstd); y may be given for its layout and dtype."""
-    bias = bias_of(op, bias)
-    y = _unwritten(x.shape, x.dtype) if y is None else y
+    y = unwritten(x.shape, x.dtype) if y is None else y
     solution = forward_plan(op, x, weight, bias, y, device, zero_centered_gamma)
-    statistics = numpy.dtype(solution.problem.statistics)
-    mean = _unwritten(len(x), statistics) if op == "layer_norm" else None
-    rstd = _unwritten(len(x), statistics)
+    statistics = numpy.dtype(solution.problem.compute)
+    mean = unwritten(len(x), statistics) if op == "layer_norm" else None
+    rstd = unwritten(len(x), statistics)
     eps = EPS[op] if eps is None else eps
-    machine.run_forward(solution, eps, x=x, y=y, weight=weight, bias=bias, mean=mean, rstd=rstd)
+    machine.run(solution, {"eps": eps}, x=x, y=y, weight=weight, bias=bias_of(op, bias), mean=mean, rstd=rstd)
     return y, mean, rstd
 
 
 def forward_plan(
     op: str, x: numpy.ndarray, weight: Array, bias: Array, y: numpy.ndarray, device: Device, zero_centered_gamma: bool
 ) -> Plan:
-    return _plan("forward", op, x, y, weight, bias, (), device, zero_centered_gamma, (False, False, False))
+    given = {"weight": weight, "bias": bias_of(op, bias)}
+    dtypes = {name: array.dtype.name for name, array in given.items() if array is not None}
+    problem = plain(
+        op,
+        "forward",
+        *x.shape,
+        x.dtype.name,
+        **dtypes,
+        y=y.dtype.name,
+        zero_centered_gamma=zero_centered_gamma,
+        strides={"x": row_stride(x), "y": row_stride(y)},
+        aligned=aligned(x, y, weight, bias),
+    )
+    return plan(problem, device)
 
 
 def backward(
@@ -69,9 +83,9 @@ def backward(
     mask = (*output_mask[:2], output_mask[2] and op == "layer_norm")
     solution = backward_plan(op, dy, x, mean, rstd, weight, device, zero_centered_gamma, mask)
     parameter = x.dtype if weight is None else weight.dtype
-    dx = _unwritten(x.shape, x.dtype) if mask[0] else None
-    dweight, dbias = (_unwritten(x.shape[1], parameter) if wanted else None for wanted in mask[1:])
-    machine.run_backward(solution, x=x, dy=dy, weight=weight, mean=mean, rstd=rstd, dx=dx, dweight=dweight, dbias=dbias)
+    dx = unwritten(x.shape, x.dtype) if mask[0] else None
+    dweight, dbias = (unwritten(x.shape[1], parameter) if wanted else None for wanted in mask[1:])
+    machine.run(solution, {}, x=x, dy=dy, weight=weight, mean=mean, rstd=rstd, dx=dx, dweight=dweight, dbias=dbias)
     return dx, dweight, dbias
 
 
@@ -86,7 +100,19 @@ def backward_plan(
     zero_centered_gamma: bool,
     mask: tuple[bool, bool, bool],
 ) -> Plan:
-    return _plan("backward", op, x, dy, weight, None, (mean, rstd), device, zero_centered_gamma, mask)
+    problem = plain(
+        op,
+        "backward",
+        *x.shape,
+        x.dtype.name,
+        weight=None if weight is None else weight.dtype.name,
+        y=dy.dtype.name,
+        zero_centered_gamma=zero_centered_gamma,
+        wanted=tuple(compress(("x", "weight", "bias"), mask)),
+        strides={"x": row_stride(x), "dy": row_stride(dy)},
+        aligned=aligned(x, dy, weight, mean, rstd),
+    )
+    return plan(problem, device)
 
 
 def check(
@@ -114,35 +140,15 @@ def check(
     assert [array.tobytes() for array in inputs] == before
 
 
-def _plan(direction, op, x, y, weight, bias, statistics, device, zero_centered_gamma, mask) -> Plan:
-    rows, cols = x.shape
-    arrays = (x, y, weight, bias, *statistics)
-    return plan(
-        Problem(
-            op=op,
-            direction=direction,
-            rows=rows,
-            cols=cols,
-            x=x.dtype.name,
-            y=y.dtype.name,
-            weight=None if weight is None else weight.dtype.name,
-            bias=None if bias is None else bias.dtype.name,
-            zero_centered_gamma=zero_centered_gamma,
-            x_stride=_stride(x),
-            y_stride=_stride(y),
-            sm_margin=0,
-            aligned=all(array is None or array.ctypes.data % 16 == 0 for array in arrays),
-            output_mask=mask,
-        ),
-        device,
-    )
+def aligned(*arrays: Array) -> bool:
+    return all(array is None or array.ctypes.data % 16 == 0 for array in arrays)
 
 
-def _stride(matrix: numpy.ndarray) -> int:
+def row_stride(matrix: numpy.ndarray) -> int:
     return matrix.strides[0] // matrix.itemsize if len(matrix) > 1 else matrix.shape[1]
 
 
-def _unwritten(shape: tuple[int, ...] | int, dtype: numpy.dtype | str) -> numpy.ndarray:
+def unwritten(shape: tuple[int, ...] | int, dtype: numpy.dtype | str) -> numpy.ndarray:
     """Aligned as device memory is, full of NaN."""
     dtype = numpy_dtype("test", dtype) if isinstance(dtype, str) else dtype
     size = int(numpy.prod(shape)) * dtype.itemsize

@@ -131,10 +131,10 @@ def run(*, clusters: bool) -> int:
 
 def _has_cluster(cols: int, dtype: str, target) -> bool:
     from cunorm.norm.plan import plan
-    from cunorm.norm.problem import Problem
+    from cunorm.norm.problem import whole
 
     directions = ("forward", "backward")
-    problems = (Problem.whole("layer_norm", direction, ROWS, cols, dtype, dtype) for direction in directions)
+    problems = (whole("layer_norm", direction, ROWS, cols, dtype, dtype) for direction in directions)
     return any(step.spec.shape.cluster > 1 for problem in problems for step in plan(problem, target).steps)
 
 

@@ -13,8 +13,9 @@ from cunorm.commands.compilation import compile_all, fault, offline
 from cunorm.compile import Resources
 from cunorm.device import KNOWN, Device
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import ITEMSIZE
-from cunorm.norm.tiers import KernelSpec, RowShape, Tier, choose, dynamic_shared, shared_memory
+from cunorm.norm.problem import ITEMSIZE, whole
+from cunorm.norm.spec import dynamic_shared, shared_memory
+from cunorm.norm.tiers import Tier, choose
 
 SLICES = 8  # for pytest-xdist
 
@@ -44,7 +45,7 @@ def test_the_set_reaches_every_tier(direction, arch):
             assert any(length % 2 for length in lengths)
             if tier:
                 longest = tier.most * 16 // ITEMSIZE[dtype]
-                choice = choose(matrix.whole("layer_norm", direction, longest, dtype), device)
+                choice = choose(whole("layer_norm", direction, matrix.ROWS, longest, dtype), device)
                 assert longest in lengths or choice is None or choice[0] != tier
     kernels = {spec.kernel for spec in matrix.kernels_of(problems, device)}
     assert {name for name in kernels if name.startswith("forward")} == {"forward", "forward_streamed"}
@@ -66,7 +67,7 @@ def reachable(direction: str, device: Device) -> set[Tier | None]:
     """What rows of many lengths find, whatever weight and bias are: shared memory and architecture rule tiers out."""
     lengths = {int(1.02**power) for power in range(1, 720)} | {tier.most * 4 for tier in matrix.TABLES[direction]}
     problems = [
-        matrix.whole(op, direction, cols, x, weight)
+        whole(op, direction, matrix.ROWS, cols, x, weight)
         for op, x, weight in product(matrix.OPS, ("float32", "float64"), ITEMSIZE)
         for cols in lengths
     ]
@@ -91,7 +92,7 @@ def test_the_set_holds_the_problems_that_are_common():
         for op in matrix.OPS:
             for dtype in ITEMSIZE:
                 longest = max(matrix.lengths_of_tiers(direction, dtype, KNOWN[90])[None])
-                assert matrix.whole(op, direction, longest, dtype) in problems
+                assert whole(op, direction, matrix.ROWS, longest, dtype) in problems
 
 
 FAULTS = [
@@ -106,5 +107,5 @@ FAULTS = [
 
 @pytest.mark.parametrize(("changes", "words"), FAULTS, ids=[words or "none" for _, words in FAULTS])
 def test_a_fault_is_named(changes, words):
-    spec = KernelSpec("forward", False, 32, *["float32"] * 4, False, True, RowShape(4, 8, 1))
+    spec = plan(whole("layer_norm", "forward", 16384, 32, "float32"), KNOWN[90]).steps[0].spec
     assert fault(spec, Resources(40, 0, 0, 0, 0)._replace(**changes)) == words

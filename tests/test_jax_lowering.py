@@ -20,7 +20,7 @@ from cunorm.jax import layer_norm  # noqa: E402
 from cunorm.jax.xla import call as xla_call  # noqa: E402
 from cunorm.jax.xla import target as choice  # noqa: E402
 from cunorm.norm.plan import plan  # noqa: E402
-from cunorm.norm.problem import plain  # noqa: E402
+from cunorm.norm.problem import whole  # noqa: E402
 
 pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
 
@@ -35,9 +35,7 @@ def target():
 
 def expected(op, direction, rows, cols, dtype="float32", weight="float32"):
     """Of every launch of the core's plan: the kernel's name, grid, threads and dynamic shared memory."""
-    gradients = ("x", "weight", "bias")[: 3 if op == "layer_norm" else 2]
-    bias = weight if op == "layer_norm" else None
-    steps = plan(plain(op, direction, rows, cols, dtype, weight, bias, wanted=gradients), target()).steps
+    steps = plan(whole(op, direction, rows, cols, dtype, weight), target()).steps
     return [(source.entry_name(s.spec), s.grid, s.spec.threads, s.dynamic_shared) for s in steps]
 
 
@@ -122,7 +120,7 @@ def test_the_text_has_pointers_alone():
 @pytest.mark.parametrize("cols", [1024, 4096, 131072])
 def test_a_text_with_numbers_in_it_spills_no_register(direction, cols):
     """With literals, which tell the compiler more than arguments do, these did."""
-    problem = plain("layer_norm", direction, 16384, cols, "bfloat16", "bfloat16", "bfloat16")
+    problem = whole("layer_norm", direction, 16384, cols, "bfloat16", "bfloat16")
     wanted = ("y",) if direction == "forward" else problem.wanted
     for launch in xla_call.launches(plan(problem, target()), {"eps": 1e-5}, wanted):
         spec = launch.step.spec
@@ -146,7 +144,7 @@ def test_no_cluster_of_sixteen():
 
 
 def _backward_of_262144(device):
-    return plan(plain("layer_norm", "backward", 64, 262144, "bfloat16", "bfloat16"), device).steps
+    return plan(whole("layer_norm", "backward", 64, 262144, "bfloat16", "bfloat16"), device).steps
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

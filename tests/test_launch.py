@@ -12,18 +12,16 @@ from busy import spin
 import cunorm
 from cunorm import device, launch
 from cunorm.norm.plan import Plan, plan
-from cunorm.norm.problem import Problem
+from cunorm.norm.problem import whole
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
 ROWS, DTYPE = 3, "float16"
-FORWARD = ("x", "y", "weight", "bias", "mean", "rstd")
-BACKWARD = ("x", "dy", "weight", "mean", "rstd", "dx", "dweight", "dbias", "workspace")
 
 
 def plan_of(direction: str, cols: int) -> Plan:
-    return plan(Problem.whole("layer_norm", direction, ROWS, cols, DTYPE, DTYPE), device.current(0))
+    return plan(whole("layer_norm", direction, ROWS, cols, DTYPE, DTYPE), device.current(0))
 
 
 @pytest.mark.parametrize("cols", [1000, 600001])
@@ -41,9 +39,10 @@ def test_a_launch_goes_to_the_stream_that_it_is_given(cols):
     spin(0)
     cupy.cuda.runtime.deviceSynchronize()
     spin(1000)
-    forward_pointers, backward_pointers = ({name: pointers[name] for name in names} for names in (FORWARD, BACKWARD))
-    launch.run_forward(plan_of("forward", cols), 0, stream.ptr, **forward_pointers, eps=1e-5)
-    launch.run_backward(plan_of("backward", cols), 0, stream.ptr, **backward_pointers)
+    for direction, scalars in (("forward", (1e-5,)), ("backward", ())):
+        solution = plan_of(direction, cols)
+        given = [pointers[name] for name in solution.problem.pointers]
+        launch.run(solution, 0, stream.ptr, given, scalars, pointers["workspace"])
     stream.synchronize()
     assert not cupy.cuda.get_current_stream().done, "the launches went to CuPy's current stream"
     cupy.cuda.get_current_stream().synchronize()
@@ -92,4 +91,4 @@ def test_a_launch_that_cuda_refuses():
     good = plan_of("forward", 1000)
     bad = replace(good, steps=(replace(good.steps[0], dynamic_shared=1 << 20),))
     with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE"):
-        launch.run_forward(bad, 0, 0, **dict.fromkeys(FORWARD, 0), eps=1e-5)
+        launch.run(bad, 0, 0, [0] * len(bad.problem.pointers), (1e-5,))

@@ -11,11 +11,15 @@ from problems import problem
 
 from cunorm.device import CLUSTER_SIZES, KNOWN
 from cunorm.norm.plan import plan
-from cunorm.norm.tiers import dynamic_shared, shared_memory
+from cunorm.norm.spec import dynamic_shared, shared_memory
 
 DIRECTIONS = ("forward", "backward")
 ALL_COLUMNS = sorted({*(columns.cols for columns in SHAPES), *TIER_COLUMNS, 15, 16, 1024, 2048, 3_000_000})
-MASKS = [mask for mask in itertools.product([True, False], repeat=3) if any(mask)]
+GRADIENTS = [
+    tuple(itertools.compress(("x", "weight", "bias"), mask))
+    for mask in itertools.product([True, False], repeat=3)
+    if any(mask)
+]
 TIERS = ("warp", "cta", "cluster", "streamed")
 
 
@@ -32,8 +36,8 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, arch):
             assert 1 <= x < 2**31
             assert 1 <= y < 2**16
             assert z == 1
-            assert x % spec.shape.cluster == 0
-            assert spec.shape.cluster in (1, *CLUSTER_SIZES)
+            assert x % spec.cluster == 0
+            assert spec.cluster in (1, *CLUSTER_SIZES)
             assert spec.threads % 32 == 0
             assert spec.threads <= 1024
             assert shared_memory(spec) <= 48 * 1024
@@ -83,7 +87,7 @@ def test_who_holds_which_columns_depends_on_neither_rows_nor_addresses(direction
         for rows in (2, 8, 300, 5000, 10**7):
             assert shapes(rows, cols) == one
             assert shapes(rows, cols, aligned=False) == one
-            assert shapes(rows, cols, x_stride=cols + 1) == one
+            assert shapes(rows, cols, strides={"x": cols + 1}) == one
 
 
 @pytest.mark.parametrize("missing", CLUSTER_SIZES)
@@ -95,7 +99,7 @@ def test_clusters_that_a_gpu_cannot_run_are_not_planned(direction, missing):
     device = replace(KNOWN[90], clusters=clusters)
     for cols in (1024, 16384, 32768, 65536, 131072, 262144, 524288):
         steps = plan(problem(direction, 4096, cols, "float16"), device).steps
-        assert all(step.spec.shape.cluster < missing for step in steps)
+        assert all(step.spec.cluster < missing for step in steps)
         assert all(min(step.grid) > 0 for step in steps)
 
 
@@ -117,10 +121,10 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, arch):
 def test_the_workspace_is_bounded(dtype, arch):
     """2 x SMs x cols (whole packs) x 8 bytes, whatever the rows; nothing where there is nothing to add up."""
     device = KNOWN[arch]
-    for cols, rows, mask in itertools.product(ALL_COLUMNS, (1, 300, 70000, 10**8), MASKS):
-        solution = plan(problem("backward", rows, cols, dtype, output_mask=mask), device)
+    for cols, rows, wanted in itertools.product(ALL_COLUMNS, (1, 300, 70000, 10**8), GRADIENTS):
+        solution = plan(problem("backward", rows, cols, dtype, wanted=wanted), device)
         assert solution.workspace <= 2 * device.sms * -(-cols // 8) * 8 * 8
-        adds_up = any(mask[1:]) and not any(step.spec.final for step in solution.steps)
+        adds_up = wanted != ("x",) and not any(step.spec.final for step in solution.steps)
         assert (solution.workspace > 0) == adds_up
         assert plan(problem("forward", rows, cols, dtype), device).workspace == 0
 
@@ -135,7 +139,7 @@ def test_a_margin_leaves_multiprocessors_free(direction, sm_margin):
         step = solution.steps[0]
         ctas = step.grid[0] * step.grid[1]
         fitting = (device.sms - sm_margin) * (2048 // step.spec.threads)
-        assert sm_margin == 0 or ctas <= max(fitting, step.spec.shape.cluster), (cols, solution.describe())
+        assert sm_margin == 0 or ctas <= max(fitting, step.spec.cluster), (cols, solution.describe())
 
 
 ALIGNMENT = [
@@ -152,13 +156,13 @@ ALIGNMENT = [
 
 @pytest.mark.parametrize(("cols", "x_stride", "y_stride", "aligned", "expected"), ALIGNMENT)
 def test_vectors_are_used_where_every_row_is_aligned(cols, x_stride, y_stride, aligned, expected):
-    changes = {"x_stride": x_stride, "y_stride": y_stride, "aligned": aligned}
+    changes = {"strides": {"x": x_stride, "y": y_stride}, "aligned": aligned}
     (step,) = plan(problem("forward", 10, cols, "float16", **changes), KNOWN[90]).steps
     assert step.spec.aligned == expected
 
 
 def test_dx_is_contiguous_whatever_the_strides_of_x():
-    changes = {"x_stride": 1024, "y_stride": 1024}
+    changes = {"strides": {"x": 1024, "dy": 1024}}
     step = plan(problem("backward", 10, 1023, "float16", **changes), KNOWN[90]).steps[0]
     assert not step.spec.aligned
 
@@ -187,15 +191,14 @@ def test_bytes_moved_forward(changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("mask", "expected"),
+    ("wanted", "expected"),
     [
-        ((True, True, True), 3 * 1600 + 400 + 2 * 400),
-        ((True, False, False), 3 * 1600 + 400),
-        ((False, True, False), 2 * 1600 + 400),
-        ((False, False, True), 1600 + 400),
+        (("x", "weight", "bias"), 3 * 1600 + 400 + 2 * 400),
+        (("x",), 3 * 1600 + 400),
+        (("weight",), 2 * 1600 + 400),
+        (("bias",), 1600 + 400),
     ],
 )
-def test_bytes_moved_backward(mask, expected):
+def test_bytes_moved_backward(wanted, expected):
     """x and dy read, dx written, weight read, dweight and dbias written, each once; what nobody needs is not read."""
-    changes = {"weight": "float32", "output_mask": mask}
-    assert problem("backward", 8, 100, "float16", **changes).bytes_moved == expected
+    assert problem("backward", 8, 100, "float16", weight="float32", wanted=wanted).bytes_moved == expected

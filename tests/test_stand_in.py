@@ -69,6 +69,7 @@ def test_arguments_of_another_size_are_refused(monkeypatch):
     x, dy, weight, bias = inputs(numpy, 3, 33, "float32")
     with pytest.raises(SanitizerError, match="the arguments of the launch are not those of the kernel"):
         check(Machine(), "layer_norm", x, dy, weight, bias)
+    launch.prepared.cache_clear()  # another test may yet run it
 
 
 DYNAMIC = 64 * 16  # bytes
@@ -162,6 +163,11 @@ MISUSE = {
         "copy_async<4, false>(mine, out); copy_async<4, false>(mine, out + 1); copies_commit(); copies_wait<0>();",
         "races",
         "race: .* while a copy to it is under way",
+    ),
+    "a thread that ends before its copy has come": (
+        "copy_async<4, false>(mine, out); copies_commit(); copies_wait<1>();",
+        "races",
+        "a thread ends while a copy of its own is under way",
     ),
     "a copy that another thread waits for": (
         "if (thread == 0) copy_async<4, false>(dynamic, out); copies_commit(); __syncthreads(); copies_wait<0>();"

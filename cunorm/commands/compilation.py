@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .. import compile, source
 from ..compile import Resources
-from ..norm.tiers import KernelSpec, shared_memory
+from ..norm.spec import KernelSpec, shared_memory
 from . import cache
 
 SHARED_LIMIT = 48 << 10  # bytes that a CTA can declare, on every architecture

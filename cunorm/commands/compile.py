@@ -10,7 +10,7 @@ from time import perf_counter
 
 from .. import compile, device, source
 from ..norm.plan import Plan, plan
-from ..norm.problem import ITEMSIZE, Problem
+from ..norm.problem import ITEMSIZE, Problem, whole
 from . import matrix
 from .compilation import Compiled, compile_all, offline, on_gpu
 from .info import why_no_gpu
@@ -65,7 +65,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     (cols,), (dtype,), (arch,) = arguments.cols, arguments.dtype, arguments.arch or (90,)
-    problem = matrix.whole(arguments.op, arguments.direction, cols, dtype, arguments.weight_dtype)
+    problem = whole(arguments.op, arguments.direction, matrix.ROWS, cols, dtype, arguments.weight_dtype)
     solution = plan(problem, device.KNOWN[arch])
     if arguments.show == "plan":
         print(solution.describe())
@@ -118,7 +118,7 @@ def _problems(arguments: argparse.Namespace, target: device.Device) -> list[Prob
     if not arguments.cols:
         return matrix.covering(target)
     return [
-        matrix.whole(op, direction, cols, dtype, arguments.weight_dtype)
+        whole(op, direction, matrix.ROWS, cols, dtype, arguments.weight_dtype)
         for op, direction in product(matrix.OPS, DIRECTIONS)
         for cols, dtype in product(arguments.cols, arguments.dtype or ITEMSIZE)
     ]
@@ -137,7 +137,9 @@ def _table(failures: list[Compiled]) -> str:
     lines = [f"{'arch':<8}{'kernel':<26}{'cols':>8}  {'registers':>9}  fault"]
     for spec, arch, used, fault in failures:
         registers = used.registers if used else "-"
-        lines.append(f"{f'sm_{arch}':<8}{spec.kernel:<26}{spec.cols:>8}  {registers:>9}  {fault}\n{'':<8}{spec}")
+        lines.append(
+            f"{f'sm_{arch}':<8}{spec.kernel:<26}{getattr(spec, 'cols', '-'):>8}  {registers:>9}  {fault}\n{'':<8}{spec}"
+        )
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import numpy
 
 from .. import device, layer_norm_backward, layer_norm_forward
 from ..norm.plan import plan
-from ..norm.problem import Problem
+from ..norm.problem import Problem, whole
 from .info import why_no_gpu
 
 DTYPES = ("float16", "float32", "float64")  # of those that cunorm knows, what a .npy file can hold
@@ -129,7 +129,7 @@ def _results(arrays: Inputs) -> dict[str, Any]:
 
 def _problem(arrays: Inputs, direction: str) -> Problem:
     x = arrays.x
-    return Problem.whole("layer_norm", direction, x.size // x.shape[-1], x.shape[-1], x.dtype.name, x.dtype.name)
+    return whole("layer_norm", direction, x.size // x.shape[-1], x.shape[-1], x.dtype.name, x.dtype.name)
 
 
 def _host_seconds(call: Callable[[Inputs], Any], inputs: Inputs) -> float:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import product
+from itertools import compress, product
 from typing import Any
 
 from ..device import Device
 from ..norm.plan import plan
-from ..norm.problem import ITEMSIZE, Problem
-from ..norm.tiers import TABLES, KernelSpec, Tier, choose
+from ..norm.problem import ITEMSIZE, Problem, plain, whole
+from ..norm.spec import KernelSpec
+from ..norm.tiers import TABLES, Tier, choose
 
 OPS = ("layer_norm", "rms_norm")
 ROWS = 16384  # of more rows kernels do not depend on how many
@@ -41,7 +42,9 @@ FACTORS: dict[str, dict[str, tuple]] = {
         "cols": tuple(range(LEVELS)),
         "y": DTYPES,
         "weight": PARAMETERS,
-        "output_mask": tuple(mask for mask in product((True, False), repeat=3) if any(mask)),
+        "wanted": tuple(
+            tuple(compress(("x", "weight", "bias"), mask)) for mask in product((True, False), repeat=3) if any(mask)
+        ),
         "op": OPS,
         "aligned": (True, False),
         "zero_centered_gamma": (False, True),
@@ -63,7 +66,7 @@ def covering(device: Device) -> list[Problem]:
         lengths = {dtype: lengths_of_tiers(direction, dtype, device) for dtype in DTYPES}
         for tier in dict.fromkeys(tier for found in lengths.values() for tier in found):
             for op, x in product(OPS, (x for x in DTYPES if tier in lengths[x])):
-                longest = whole(op, direction, lengths[x][tier][-1], x)
+                longest = whole(op, direction, ROWS, lengths[x][tier][-1], x)
                 problems += [longest, *(replace(longest, rows=rows) for rows in FEW_ROWS)]
             for levels in orthogonal_array():
                 factors = FACTORS[direction].items()
@@ -74,10 +77,6 @@ def covering(device: Device) -> list[Problem]:
                 if found:
                     problems.append(_mixed(direction, found[picked.pop("cols") % len(found)], **picked))
     return problems
-
-
-def whole(op: str, direction: str, cols: int, dtype: str, weight: str | None = None) -> Problem:
-    return Problem.whole(op, direction, ROWS, cols, dtype, weight or dtype)
 
 
 def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | None, list[int]]:
@@ -95,7 +94,7 @@ def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | 
     beside = {weight: defaultdict(list) for weight in (dtype, "float16")}
     for weight, taken in beside.items():
         for length in sorted(lengths):
-            choice = choose(whole("layer_norm", direction, length, dtype, weight), device)
+            choice = choose(whole("layer_norm", direction, ROWS, length, dtype, weight), device)
             taken[choice and choice[0]].append(length)
     return {tier: _spread(found) for tier, found in (beside["float16"] | beside[dtype]).items()}
 
@@ -118,7 +117,6 @@ def _mixed(
     if op == "rms_norm" and direction == "forward":
         factors["bias"] = None
     elif op == "rms_norm":
-        dx, dweight, _ = factors["output_mask"]
-        factors["output_mask"] = (dx or not dweight, dweight, False)
+        factors["wanted"] = tuple(name for name in factors["wanted"] if name != "bias") or ("x",)
     zero_centered_gamma = zero_centered_gamma and weight is not None
-    return replace(whole(op, direction, cols, x), weight=weight, zero_centered_gamma=zero_centered_gamma, **factors)
+    return plain(op, direction, ROWS, cols, x, weight, zero_centered_gamma=zero_centered_gamma, **factors)

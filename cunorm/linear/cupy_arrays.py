@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -11,7 +10,7 @@ from .. import cupy_arrays as gpu
 from .. import device, launch
 from ..norm import checks
 from ..norm.plan import plan
-from ..norm.problem import Problem
+from ..norm.problem import plain
 from . import gemm
 from . import problem as linear_problem
 
@@ -123,13 +122,13 @@ def _column_sums(dy: cupy.ndarray) -> cupy.ndarray:
     if stride is None:
         dy, stride = cupy.ascontiguousarray(dy), cols
     device_id = dy.data.device_id
-    whole = Problem.whole("layer_norm", "backward", rows, cols, dy.dtype.name, dy.dtype.name)
-    task = replace(whole, y_stride=stride, aligned=dy.data.ptr % 16 == 0, output_mask=(False, False, True))
+    aligned = dy.data.ptr % 16 == 0
+    given = {"wanted": ("bias",), "strides": {"dy": stride}, "aligned": aligned}
+    task = plain("layer_norm", "backward", rows, cols, dy.dtype.name, **given)
     solution = plan(task, device.current(device_id))
     sums, workspace = cupy.empty(cols, dy.dtype), cupy.cuda.alloc(solution.workspace)
-    pointers = {"dy": dy.data.ptr, "dbias": sums.data.ptr, "workspace": workspace.ptr}
-    others = dict.fromkeys(("x", "weight", "mean", "rstd", "dx", "dweight"), 0)
-    launch.run_backward(solution, device_id, cupy.cuda.get_current_stream().ptr, **pointers, **others)
+    stream = cupy.cuda.get_current_stream().ptr
+    launch.run(solution, device_id, stream, (dy.data.ptr, sums.data.ptr), (), workspace.ptr)
     return sums
 
 

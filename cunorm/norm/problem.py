@@ -6,9 +6,10 @@ of the results and the bytes that are moved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 
 from ..operation import NORMS, Norm, Operation, affine, derivative
 
@@ -181,11 +182,35 @@ def plain(
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:
-    """A pass of layer_norm or rms_norm by dtypes; `y` is that of y or of dy, by default that of x."""
+    """A pass of layer_norm or rms_norm, by dtypes; `y` is that of y or of dy, by default that of x.
+
+    dweight and dbias have the dtype of weight, without one that of x.
+    """
     operation = affine(norm, zero_centered_gamma)
-    given = {name: one for name, one in (("weight", weight), ("bias", bias)) if one}
-    options = {"strides": strides, "sm_margin": sm_margin, "aligned": aligned}
+    dtypes = {"x": dtype, "y" if direction == "forward" else "dy": y or dtype}
+    dtypes |= {name: one for name, one in (("weight", weight), ("bias", bias)) if one}
     if direction == "forward":
-        return forward_problem(operation, rows, cols, {"x": dtype, "y": y or dtype} | given, **options)
-    dtypes = {"x": dtype, "dy": y or dtype} | given | {"dbias": weight or dtype}
-    return backward_problem(operation, rows, cols, dtypes, wanted, **options)
+        return forward_problem(operation, rows, cols, dtypes, strides=strides, sm_margin=sm_margin, aligned=aligned)
+    dtypes |= {"dweight": weight or dtype, "dbias": weight or dtype}
+    return backward_problem(
+        operation, rows, cols, dtypes, wanted, strides=strides, sm_margin=sm_margin, aligned=aligned
+    )
+
+
+def whole(norm: str, direction: str, rows: int, cols: int, dtype: str, weight: str | None = None) -> Problem:
+    """`plain` with weight, with bias where there is one, and with every gradient; contiguous and aligned."""
+    weight = weight or dtype
+    if norm == "rms_norm":
+        return plain(norm, direction, rows, cols, dtype, weight, wanted=("x", "weight"))
+    return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None)
+
+
+# The arrays of a plain pass, in the order in which the frameworks gather their pointers.
+FORWARD = ("x", "weight", "bias", "y", "mean", "rstd")
+BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias")
+
+
+def pointer_order(problem: Problem, names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Picks the pointers that a launch of the problem takes, in its order, from those of the arrays `names`."""
+    places = [names.index(name) for name in problem.pointers]
+    return itemgetter(*places) if len(places) > 1 else lambda pointers: (pointers[places[0]],)

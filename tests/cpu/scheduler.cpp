@@ -89,6 +89,8 @@ void exhaust(const auto& pass) {
 void fiber_main() {
   arrive(nullptr, &cta->stack_bottom, &cta->stack_size);
   kernel.call(arguments.data());
+  // Its CTA's shared memory may be another's when they come.
+  if (kRaces && !fiber->copies.empty()) fail("a thread ends while a copy of its own is under way");
   fiber->done = true;
   ++progress;
   yield();

@@ -6,7 +6,7 @@ What follows from layouts and options alone is worked out once and kept as a rec
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import device, launch
 from ...norm.checks import Layout, check_sm_margin, row_stride
 from ...norm.plan import Plan, plan
-from ...norm.problem import Problem
+from ...norm.problem import BACKWARD, FORWARD, plain, pointer_order
 from . import checks
 from .formulas import compute_dtype
 
@@ -41,6 +41,7 @@ class Recipe(NamedTuple):
     first: tuple  # (shape, strides, dtype) of y, or of dx
     second: tuple  # of statistics, or of dweight and dbias
     rstd_offset: int  # bytes from mean to rstd, 0 for rms_norm
+    order: Callable[..., Any]  # picks, of all pointers of a call, those that the plan takes
     family: Family  # of the backward passes of a forward one
 
 
@@ -98,7 +99,7 @@ def forward(
     recipe = _recipes.get(key)
     if recipe is None:
         recipe = _keep(_recipes, key, _forward_recipe(*options, x, weight, bias, aligned))
-    plan, copies, copied, first, second, rstd_offset, family = recipe
+    plan, copies, copied, first, second, rstd_offset, order, family = recipe
     y = _empty(*first)
     statistics = None
     mean_pointer = rstd_pointer = 0
@@ -111,18 +112,8 @@ def forward(
     if copied:
         x, weight, bias = _contiguous((x, weight, bias), copies)
         x_pointer, weight_pointer, bias_pointer = _pointer(x), _pointer(weight), _pointer(bias)
-    launch.run_forward(
-        plan,
-        index,
-        _stream(index),
-        x=x_pointer,
-        y=y.data_ptr(),
-        weight=weight_pointer,
-        bias=bias_pointer,
-        mean=mean_pointer,
-        rstd=rstd_pointer,
-        eps=eps,
-    )
+    pointers = order((x_pointer, weight_pointer, bias_pointer, y.data_ptr(), mean_pointer, rstd_pointer))
+    launch.run(plan, index, _stream(index), pointers, (eps,))
     return y, statistics, family
 
 
@@ -133,18 +124,17 @@ def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, 
     cols = math.prod(x.shape[-ndim:])
     stride = _row_stride(x, ndim)
     leading = x.shape[:-ndim]
-    problem = Problem(
-        op=op,
-        direction="forward",
-        rows=math.prod(leading),
-        cols=cols,
-        x=checks.dtype_name(x.dtype),
+    problem = plain(
+        op,
+        "forward",
+        math.prod(leading),
+        cols,
+        checks.dtype_name(x.dtype),
+        None if weight is None else checks.dtype_name(weight.dtype),
+        None if bias is None else checks.dtype_name(bias.dtype),
         y=checks.dtype_name(dtype),
-        weight=None if weight is None else checks.dtype_name(weight.dtype),
-        bias=None if bias is None else checks.dtype_name(bias.dtype),
         zero_centered_gamma=zero_centered_gamma,
-        x_stride=cols if stride is None else stride,
-        y_stride=cols,
+        strides={} if stride is None else {"x": stride},
         sm_margin=sm_margin,
         aligned=aligned,
     )
@@ -157,6 +147,7 @@ def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, 
         first=_contiguously(x.shape, dtype),
         second=_contiguously((1 + layer_norm, *leading), compute_dtype(x)),
         rstd_offset=problem.rows * compute_dtype(x).itemsize if layer_norm else 0,
+        order=pointer_order(problem, FORWARD),
         family=family(op, ndim, zero_centered_gamma, x),
     )
 
@@ -197,7 +188,7 @@ def backward(
     if recipe is None:
         recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned)
         _keep(family.recipes, key, recipe)
-    plan, copies, copied, first, second, rstd_offset, _ = recipe
+    plan, copies, copied, first, second, rstd_offset, order, _ = recipe
     wants_dx, wants_dweight, wants_dbias = output_mask
     dx = dweight = dbias = None
     dx_pointer = dweight_pointer = dbias_pointer = workspace_pointer = 0
@@ -221,20 +212,9 @@ def backward(
     if not statistics.is_contiguous():  # vmap may have moved its axes
         statistics = statistics.contiguous()
     mean_pointer = statistics.data_ptr()
-    launch.run_backward(
-        plan,
-        index,
-        _stream(index),
-        x=x_pointer,
-        dy=dy_pointer,
-        weight=weight_pointer,
-        mean=mean_pointer,
-        rstd=mean_pointer + rstd_offset,
-        dx=dx_pointer,
-        dweight=dweight_pointer,
-        dbias=dbias_pointer,
-        workspace=workspace_pointer,
-    )
+    given = (dy_pointer, x_pointer, mean_pointer, mean_pointer + rstd_offset, weight_pointer)
+    pointers = order((*given, dx_pointer, dweight_pointer, dbias_pointer))
+    launch.run(plan, index, _stream(index), pointers, (), workspace_pointer)
     return dx, dweight, dbias
 
 
@@ -259,21 +239,20 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> 
     shape = x.shape[-ndim:]
     cols = math.prod(shape)
     dy_stride, x_stride = _row_stride(dy, ndim), _row_stride(x, ndim)
-    problem = Problem(
-        op=op,
-        direction="backward",
-        rows=math.prod(x.shape[:-ndim]),
-        cols=cols,
-        x=checks.dtype_name(x.dtype),
+    strides = {name: stride for name, stride in (("x", x_stride), ("dy", dy_stride)) if stride is not None}
+    problem = plain(
+        op,
+        "backward",
+        math.prod(x.shape[:-ndim]),
+        cols,
+        checks.dtype_name(x.dtype),
+        None if weight is None else checks.dtype_name(weight.dtype),
         y=checks.dtype_name(dy.dtype),
-        weight=None if weight is None else checks.dtype_name(weight.dtype),
-        bias=None,
         zero_centered_gamma=zero_centered_gamma,
-        x_stride=cols if x_stride is None else x_stride,
-        y_stride=cols if dy_stride is None else dy_stride,
+        wanted=[name for name, wanted in zip(("x", "weight", "bias"), output_mask, strict=True) if wanted],
+        strides=strides,
         sm_margin=sm_margin,
         aligned=aligned,
-        output_mask=output_mask,
     )
     copies = (dy_stride is None, x_stride is None, weight is not None and not weight.is_contiguous())
     return Recipe(
@@ -283,6 +262,7 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> 
         first=_contiguously(x.shape, x.dtype),
         second=_contiguously(shape, x.dtype if weight is None else weight.dtype),
         rstd_offset=problem.rows * compute_dtype(x).itemsize if op == "layer_norm" else 0,
+        order=pointer_order(problem, BACKWARD),
         family=family,
     )
 

@@ -1,0 +1,143 @@
+"""A row has the same bits alone or among many, at any address and any stride: y, mean, rstd and dx of every kernel that
+a row of some length may meet. On the stand-in some lengths, on a GPU those of every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import cpu_functions
+import numpy
+import pytest
+from arrays import in_wider_rows, inputs, misplaced, same_bits
+from cases import DTYPES
+from cpu_device import Machine, missing
+from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
+from functions import OPS, backward, forward
+from problems import problem
+
+from cunorm.commands import matrix
+from cunorm.device import KNOWN, Device
+from cunorm.problem import ITEMSIZE
+from cunorm.tiers import TABLES, choose
+
+ROWS = 3
+BATCHES = (
+    (1, True, 0),
+    (3, False, 4),
+    (1000, True, 4),
+    (1000, False, 0),
+    (100_000, True, 0),
+)  # rows, aligned, sm_margin
+MANY = 9  # rows on the stand-in: threads take several one after the other
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("direction", TABLES)
+def test_who_owns_which_column_depends_on_the_row_alone(direction, arch):
+    """Not on how many rows there are, where they lie, what is asked for, or how many multiprocessors are left free."""
+    device = KNOWN[arch]
+    masks = [(True, False, False), (True, True, True)] if direction == "backward" else [(False, False, False)]
+    for op, dtype, weight in product(OPS, DTYPES, ("float16", "float64", None)):
+        for cols in {cols for found in matrix.lengths_of_tiers(direction, dtype, device).values() for cols in found}:
+            row = problem(direction, 1, cols, dtype, op=op, weight=weight)
+            chosen = {
+                choice and (choice[0], choice[1].shape)
+                for (rows, aligned, margin), mask in product(BATCHES, masks)
+                for choice in [
+                    choose(replace(row, rows=rows, aligned=aligned, sm_margin=margin, output_mask=mask), device)
+                ]
+            }
+            assert len(chosen) == 1, (op, dtype, weight, cols, chosen)
+
+
+def variants(xp: Any, rows: int, cols: int, dtype: str, many: int) -> Iterator[tuple[str, slice, tuple]]:
+    """(name, which rows of the first variant these are, (x, dy, weight, bias, y)); `many` is a multiple of `rows`."""
+    x, dy, weight, bias = (misplaced(array, 0) for array in inputs(xp, rows, cols, dtype))
+    y = xp.empty_like(x)
+    pack = 16 // x.dtype.itemsize
+    for row in range(rows):
+        # Alone it begins at an aligned address, and among others not unless cols are whole packs.
+        alone = (misplaced(array[row : row + 1], 0) for array in (x, dy))
+        yield f"row {row} alone", slice(row, row + 1), (*alone, weight, bias, misplaced(y[:1], 0))
+    yield "beside each other", slice(rows), (x, dy, weight, bias, y)
+    for padding in (1, -cols % pack + pack):
+        wide = [in_wider_rows(array, padding) for array in (x, dy, y)]
+        yield f"{padding} apart", slice(rows), (*wide[:2], weight, bias, wide[2])
+    moved = [misplaced(array, 1) for array in (x, dy, weight, bias, y)]
+    yield "at an odd address", slice(rows), tuple(moved)
+    yield "beside an odd weight", slice(rows), (x, dy, moved[2], bias, y)
+    repeated = [xp.concatenate([array] * (many // rows)) for array in (x, dy, y)]
+    yield "many", slice(rows), (*repeated[:2], weight, bias, repeated[2])
+
+
+def assert_same_bits(run_forward: Callable, run_backward: Callable, xp: Any, cols: int, dtype: str, many: int) -> None:
+    """run_forward(x, weight, bias, y) -> (y, mean, rstd), run_backward(dy, x, mean, rstd, weight) -> dx."""
+    found: dict[str, tuple[slice, tuple]] = {}
+    for name, which, (x, dy, weight, bias, y) in variants(xp, ROWS, cols, dtype, many):
+        y, mean, rstd = run_forward(x, weight, bias, y)
+        found[name] = which, (y, mean, rstd, run_backward(dy, x, mean, rstd, weight))
+    _, expected = found["beside each other"]
+    for name, (which, results) in found.items():
+        for result, first, what in zip(results, expected, ("y", "mean", "rstd", "dx"), strict=True):
+            if first is not None:
+                rows = first[which]
+                assert len(result) % len(rows) == 0
+                for start in range(0, len(result), len(rows)):
+                    assert same_bits(result[start : start + len(rows)], rows), f"{what}, {name}"
+
+
+ON_THE_STAND_IN = (
+    ("layer_norm", 33, "float32", SMALL),  # a part of a warp
+    ("rms_norm", 767, "bfloat16", MANY_SMS),  # every row can have an SM
+    ("layer_norm", 1001, "bfloat16", SMALL),  # a warp
+    ("layer_norm", 4095, "float32", SMALL),  # a CTA
+    ("rms_norm", 8191, "bfloat16", SMALL),
+    ("layer_norm", 12001, "float64", SMALL),  # a cluster
+    ("layer_norm", 33333, "bfloat16", SMALL),
+    ("rms_norm", 70001, "float16", SMALL),
+    ("layer_norm", 8201, "float64", WITHOUT_CLUSTERS),  # streamed
+)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+@pytest.mark.parametrize(("op", "cols", "dtype", "device"), ON_THE_STAND_IN)
+def test_on_the_stand_in(op, cols, dtype, device):
+    machine = Machine()
+
+    def run_forward(x, weight, bias, y):
+        return cpu_functions.forward(machine, op, x, weight, bias, y=y, device=device)
+
+    def run_backward(dy, x, mean, rstd, weight):
+        return cpu_functions.backward(machine, op, dy, x, mean, rstd, weight, device=device)[0]
+
+    assert_same_bits(run_forward, run_backward, numpy, cols, dtype, MANY)
+
+
+def lengths(dtype: str, device: Device) -> list[int]:
+    """For every tier its longest row and one that is not whole packs, and lengths that were once wrong."""
+    pack = 16 // ITEMSIZE[dtype]
+    found = {33333, 70001}
+    for direction in TABLES:
+        for taken in matrix.lengths_of_tiers(direction, dtype, device).values():
+            found |= {taken[-1], *[cols for cols in taken if cols % pack][-1:]}
+    return sorted(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu(op, dtype):
+    import cupy
+
+    def run_forward(x, weight, bias, y):
+        return forward(op, x, weight, bias, out=y)
+
+    def run_backward(dy, x, mean, rstd, weight):
+        return backward(op, dy, x, mean, rstd, weight)[0]
+
+    for cols in lengths(dtype, KNOWN[90]):
+        many = ROWS * max(2, min(8000, 2**23 // (ROWS * cols)))
+        assert_same_bits(run_forward, run_backward, cupy, cols, dtype, many)
