@@ -59,8 +59,8 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
 class Baked(NamedTuple):
     """What stands in the text of an entry whose only parameters are `pointers`, in this order.
 
-    `values` are the C++ expressions of other arguments, by name: of a pointer one that names another pointer, without
-    any it is null.
+    One that is no parameter of the kernel is a buffer of bytes. `values` are the C++ expressions of other arguments, by
+    name: of a pointer one that names another pointer, without any it is null.
     """
 
     pointers: tuple[str, ...]
@@ -142,7 +142,7 @@ def _bake(types: Mapping[str, str], baked: Baked) -> tuple[dict[str, str], str, 
     What is no parameter any more stands in constant memory, as parameters do, so that the compiler knows no more of it:
     of literals and nullptr ptxas made kernels that spill up to 8 bytes.
     """
-    left = {name: types[name] for name in baked.pointers}
+    left = {name: types.get(name, "char*") for name in baked.pointers}
     values = dict(baked.values)
     others = {name: kind for name, kind in types.items() if name not in left}
     offsets = {name for name, kind in others.items() if kind.endswith("*") and name in values}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from ...linear import problem
+from ...operation import affine
 from ..norm.formulas import Task
 from . import functional
 
@@ -51,7 +52,7 @@ def backward(
     mask = problem.check_output_mask(function, output_mask)
     names = problem.GRADIENTS[: 5 if op == "layer_norm" else 4]
     wanted = tuple(name for name, flag in zip(names, mask, strict=False) if flag)
-    task = Task(op, 1, eps, bool(zero_centered_gamma), arrays["x"].dtype.name, 0)
+    task = Task(affine(op, bool(zero_centered_gamma)), 1, eps, arrays["x"].dtype.name, 0)
     inputs = functional.norm_inputs(arrays)
     results = functional.gradients(task, wanted, arrays["dy"], arrays["weight"], inputs) if wanted else {}
     return tuple(results.get(name) for name in problem.GRADIENTS)

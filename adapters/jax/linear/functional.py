@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from ...linear import problem as linear_problem
 from ...norm import checks
 from ...norm.checks import Layout
-from ..norm import primitives, sharding
+from ...operation import affine
+from ..norm import formulas, primitives, sharding
 from ..norm.formulas import Task
 from ..norm.functional import array
 
@@ -123,7 +124,7 @@ def norm_linear(
     linear_problem.check_forward(function, layouts(arrays), bool(zero_centered_gamma), mixed)
     axis = 0 if "kernel" in arrays else 1
     matrix = arrays["weight" if axis else "kernel"]
-    task = Task(op, 1, eps, bool(zero_centered_gamma), matrix.dtype.name, 0)
+    task = Task(affine(op, bool(zero_centered_gamma)), 1, eps, matrix.dtype.name, 0)
     call = Call(task, Product(axis, precision), bool(statistics), bool(keep_normalized))
     return FORWARD[op](call, norm_inputs(arrays), matrix, arrays.get("bias"))
 
@@ -212,7 +213,7 @@ def gradients(task: Task, wanted: tuple[str, ...], dy, weight, inputs) -> dict[s
     product = Product(1, None)
     results = {}
     if "dweight" in wanted:
-        read = {name: inputs[name] for name in ("x", "weight", "bias") if name in inputs}
+        read = {name: array for name, array in inputs.items() if name not in task.norm.statistics}
         z = primitives.forward(task, read, statistics=False)["y"]
         (results["dweight"],) = jax.linear_transpose(lambda weight: product(z, weight).astype(z.dtype), weight)(dy)
     if "dbias" in wanted:
@@ -221,8 +222,7 @@ def gradients(task: Task, wanted: tuple[str, ...], dy, weight, inputs) -> dict[s
     of_norm = tuple(name for name in OF_NORM if OF_NORM[name] in wanted)
     if of_norm:
         (dz,) = jax.linear_transpose(lambda z: product(z, weight).astype(z.dtype), inputs["x"])(dy)
-        known = {name: inputs[name] for name in ("x", "mean", "rstd", "weight") if name in inputs}
-        found = primitives.backward(task, {"dy": dz} | known, of_norm)
+        found = primitives.backward(task, {"dy": dz} | formulas.kept(task, inputs), of_norm)
         results |= {OF_NORM[name]: gradient for name, gradient in found.items()}
     return results
 

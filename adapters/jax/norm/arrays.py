@@ -10,6 +10,7 @@ import jax
 
 from ...norm import checks
 from ...norm.checks import Layout
+from ...operation import affine
 from . import functional, primitives, sharding
 from .formulas import Task
 
@@ -34,7 +35,7 @@ def forward(
     arrays, task = functional.checked(
         function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin
     )
-    results = functional.FORWARD[task.op](task, statistics, arrays)
+    results = functional.FORWARD[task.operation.norm](task, statistics, arrays)
     return results["y"], results.get("mean"), results.get("rstd")
 
 
@@ -69,8 +70,8 @@ def backward(
     )
     mask = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2)
     margin = checks.check_sm_margin(function, sm_margin, None)
-    op = function.removesuffix("_backward")
-    task = Task(op, len(shape), 0.0, bool(zero_centered_gamma), layouts["dy"].dtype, margin)
+    operation = affine(function.removesuffix("_backward"), bool(zero_centered_gamma))
+    task = Task(operation, len(shape), 0.0, layouts["dy"].dtype, margin)
     names = ("dx", "dweight", "dbias")
     wanted = tuple(name for name, flag in zip(names, mask, strict=True) if flag)
     results = _backward(task, wanted, sharding.prepared(arrays, task.ndim)) if wanted else {}

@@ -2,7 +2,7 @@
 of the gradients. All arithmetic is in `compute_dtype(x)`.
 
 Arrays go by name, as everywhere in this adapter: x (..., *normalised axes), dy as y, mean and rstd the shape of x
-without its normalised axes, weight and bias that of the normalised axes.
+without its normalised axes, operands that of the normalised axes. What is done with an operand stands in the operation.
 """
 
 from __future__ import annotations
@@ -13,19 +13,28 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from ...expression_texts import evaluate
+from ...operation import NORMS, Norm, Operation, derivative
+
 Arrays = Mapping[str, jax.Array]
+Names = tuple[str, ...]
+
+DOT = "_dot"  # ends the names of tangents
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """What is asked, apart from the arrays."""
 
-    op: str  # "layer_norm" | "rms_norm"
+    operation: Operation
     ndim: int  # normalised axes, the last ones
     eps: float
-    zero_centered_gamma: bool
     dtype: str  # of y
     sm_margin: int
+
+    @property
+    def norm(self) -> Norm:
+        return NORMS[self.operation.norm]
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -38,11 +47,11 @@ def compute_dtype(x: jax.Array) -> jnp.dtype:
 
 
 def forward(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """y, mean (layer_norm) and rstd."""
+    """y and the statistics."""
     x = arrays["x"]
     values = x.astype(compute_dtype(x))
     results = {}
-    if task.op == "layer_norm":
+    if task.norm.subtracts_mean:
         mean = values.mean(task.axes, keepdims=True)
         values = values - mean
         lost = values.mean(task.axes, keepdims=True)  # by the rounding of mean
@@ -50,57 +59,74 @@ def forward(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
         results["mean"] = (mean + lost).squeeze(task.axes)
     rstd = jax.lax.rsqrt((values * values).mean(task.axes, keepdims=True) + task.eps)
     results["rstd"] = rstd.squeeze(task.axes)
-    results["y"] = affine(task, values * rstd, arrays)
+    results["y"] = epilogue(task, values * rstd, arrays)
     return results
 
 
-def affine(task: Task, xhat: jax.Array, arrays: Arrays) -> jax.Array:
-    """y = xhat * weight + bias, rounded to the dtype of y."""
-    y = xhat
-    if "weight" in arrays:
-        y = y * gamma(task, arrays["weight"], y.dtype)
-    if "bias" in arrays:
-        y = y + arrays["bias"].astype(y.dtype)
+def epilogue(task: Task, xhat: jax.Array, arrays: Arrays) -> jax.Array:
+    """y, rounded to its dtype."""
+    y = evaluate(task.operation.given(arrays).epilogue, _values(task, arrays, xhat), jnp)
     return y.astype(task.dtype)
 
 
-def backward(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """dx = rstd * P(dy * weight), dweight = Σ dy * xhat, dbias = Σ dy over all rows; P as in `_project`.
-
-    dx in the dtype of x; dweight and dbias in that of weight, without one in that of x.
+def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
+    """The gradients that are wanted: dx = rstd * P(g), g that of xhat and P as in `_project`, in the dtype of x; those
+    of operands, sums over all rows, in the dtype of weight, without one in that of x.
     """
     x = arrays["x"]
+    found = derivative(task.operation, [name.removeprefix("d") for name in wanted], arrays)
     xhat, rstd = _normalised(task, arrays)
-    dy = arrays["dy"].astype(xhat.dtype)
-    g = dy * gamma(task, arrays["weight"], dy.dtype) if "weight" in arrays else dy
+    values = _values(task, arrays, xhat)
     rows = tuple(range(x.ndim - task.ndim))
-    parameter_dtype = arrays.get("weight", x).dtype
-    return {
-        "dx": (rstd * _project(task, g, xhat)).astype(x.dtype),
-        "dweight": (dy * xhat).sum(rows).astype(parameter_dtype),
-        "dbias": dy.sum(rows).astype(parameter_dtype),
-    }
+    dtype = arrays.get("weight", x).dtype
+    results = {f"d{name}": evaluate(one, values, jnp).sum(rows).astype(dtype) for name, one in found.early}
+    if found.g is not None:
+        results["dx"] = (rstd * _project(task, evaluate(found.g, values, jnp), xhat)).astype(x.dtype)
+    return results
+
+
+def gradient_of_xhat(task: Task, arrays: Arrays) -> jax.Array:
+    """What `backward` calls g, in the dtype of the arithmetic."""
+    xhat, _ = _normalised(task, arrays)
+    return evaluate(derivative(task.operation, ("x",), arrays).g, _values(task, arrays, xhat), jnp)
 
 
 def tangent(task: Task, arrays: Arrays) -> jax.Array:
-    """The tangent of y, rstd * P(x_dot) * weight + xhat * weight_dot + bias_dot: the transpose of `backward`."""
+    """The tangent of y, of those of x and of operands (x_dot and the like): the transpose of `backward`.
+
+    Element by element it is what the gradients are: each is linear in dy, so with a tangent in place of dy it is that
+    tangent's share.
+    """
     xhat, rstd = _normalised(task, arrays)
+    values = _values(task, arrays, xhat)
+    moved = {name: arrays[name + DOT].astype(xhat.dtype) for name in _sources(task) if name + DOT in arrays}
+    found = derivative(task.operation, tuple(moved), arrays)
     y_dot = jnp.zeros_like(xhat)
-    if "x_dot" in arrays:
-        y_dot = rstd * _project(task, arrays["x_dot"].astype(xhat.dtype), xhat)
-        if "weight" in arrays:
-            y_dot = y_dot * gamma(task, arrays["weight"], xhat.dtype)
-    if "weight_dot" in arrays:
-        y_dot = y_dot + xhat * arrays["weight_dot"].astype(xhat.dtype)
-    if "bias_dot" in arrays:
-        y_dot = y_dot + arrays["bias_dot"].astype(xhat.dtype)
+    if found.g is not None:
+        xhat_dot = rstd * _project(task, moved["x"], xhat)
+        y_dot = evaluate(found.g, values | {"dy": xhat_dot}, jnp)
+    for name, one in found.early:
+        y_dot = y_dot + evaluate(one, values | {"dy": moved[name]}, jnp)
     return y_dot.astype(task.dtype)
 
 
-def gamma(task: Task, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What xhat is multiplied by."""
-    weight = weight.astype(dtype)
-    return weight + 1 if task.zero_centered_gamma else weight
+def kept(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
+    """Those of the arrays of a forward pass, its statistics among them, that derivatives are computed from."""
+    found = derivative(task.operation, _sources(task), arrays)
+    expressions = (found.g, *(one for _, one in found.early))
+    needed = {"x", *task.norm.statistics}.union(*(one.uses for one in expressions if one is not None))
+    return {name: array for name, array in arrays.items() if name in needed}
+
+
+def _sources(task: Task) -> Names:
+    """What y is differentiated with respect to."""
+    return ("x", *task.operation.operands)
+
+
+def _values(task: Task, arrays: Arrays, xhat: jax.Array) -> dict[str, jax.Array]:
+    """What expressions are of, in the dtype of the arithmetic: xhat, and what was given of dy and the operands."""
+    names = ("dy", *task.operation.operands)
+    return {"xhat": xhat} | {name: arrays[name].astype(xhat.dtype) for name in names if name in arrays}
 
 
 def _normalised(task: Task, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -115,4 +141,4 @@ def _normalised(task: Task, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
 def _project(task: Task, v: jax.Array, xhat: jax.Array) -> jax.Array:
     """P(v) = v - mean(v) - xhat * mean(v * xhat), the means over a row; for rms_norm without mean(v)."""
     projected = v - xhat * (v * xhat).mean(task.axes, keepdims=True)
-    return projected if task.op == "rms_norm" else projected - v.mean(task.axes, keepdims=True)
+    return projected - v.mean(task.axes, keepdims=True) if task.norm.subtracts_mean else projected

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ...norm import checks
 from ...norm.checks import Layout
+from ...operation import NORMS, affine
 from . import primitives, sharding
 from .formulas import Task
 
@@ -128,10 +129,9 @@ def checked(
     if y_dtype == "float64" and not jax.config.jax_enable_x64:
         raise TypeError(f"{function}: dtype float64 needs jax_enable_x64; got dtype={dtype!r} without it.")
     task = Task(
-        op=function.removesuffix("_forward"),
+        operation=affine(function.removesuffix("_forward"), bool(zero_centered_gamma)),
         ndim=len(shape),
         eps=checks.check_eps(function, eps),
-        zero_centered_gamma=bool(zero_centered_gamma),
         dtype=y_dtype,
         sm_margin=checks.check_sm_margin(function, sm_margin, None),
     )
@@ -156,4 +156,4 @@ def _program(op: str):
     return jax.jit(forward, static_argnums=(0, 1))
 
 
-FORWARD = {op: _program(op) for op in ("layer_norm", "rms_norm")}
+FORWARD = {op: _program(op) for op in NORMS}

@@ -3,7 +3,7 @@
 `jax.custom_vjp` would refuse forward mode, and under grad of vmap it would sum dweight a sample at a time outside the
 kernel. Three primitives carry the derivatives:
 - forward: y, and mean and rstd where somebody will read them;
-- tangent: of y, linear in the tangents of x, weight and bias; jax.numpy;
+- tangent: of y, linear in the tangents of x and of operands; jax.numpy;
 - backward: its transpose, of which only the gradients that are wanted are computed.
 Each holds as `call` the traced function that it stands for: what it is on a device is sharding.py's and xla/call.py's
 business. Leading axes of x are all rows, so vmap has no more to do than to move its axis to the front.
@@ -22,27 +22,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from ...operation import affine
 from . import formulas, sharding
-from .formulas import Arrays, Task
-
-Names = tuple[str, ...]
+from .formulas import DOT, Arrays, Names, Task
 
 STATISTICS = "cunorm_statistics"  # mean and rstd of a differentiated call, to policies of jax.checkpoint
 
 
 def forward(task: Task, arrays: Arrays, *, statistics: bool) -> dict[str, jax.Array]:
-    """y of x, weight and bias, the last two where they are given; with `statistics` also rstd and layer_norm's mean."""
-    saved = ("mean", "rstd") if task.op == "layer_norm" else ("rstd",)
-    return _bind(forward_p, sharding.call, task, arrays, ("y", *saved) if statistics else ("y",))
+    """y of x and the operands that are given; with `statistics` also rstd and layer_norm's mean."""
+    return _bind(forward_p, sharding.call, task, arrays, ("y", *task.norm.statistics) if statistics else ("y",))
 
 
 def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-    """Those of dx, dweight and dbias that are wanted, of dy, x, mean, rstd and weight."""
+    """The gradients that are wanted, of dy and what `formulas.kept` names."""
     return _bind(backward_p, sharding.call, task, arrays, wanted)
 
 
 def tangent(task: Task, arrays: Arrays) -> jax.Array:
-    """The tangent of y, of x, mean, rstd, weight and those of x_dot, weight_dot and bias_dot that are not zero."""
+    """The tangent of y, of what `formulas.kept` names and the tangents that are not zero, x_dot and the like."""
     return _bind(tangent_p, _tangent_formula, task, arrays, ("y_dot",))["y_dot"]
 
 
@@ -77,7 +75,7 @@ def _forward_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array
 
 
 def _backward_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    results = formulas.backward(task, dict(zip(names, arrays, strict=True)))
+    results = formulas.backward(task, dict(zip(names, arrays, strict=True)), wanted)
     return tuple(results[name] for name in wanted)
 
 
@@ -90,11 +88,10 @@ def _tangent_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array
 
 def _jvp_of_forward(primals, tangents, *, call, task, names, wanted):
     arrays = dict(zip(names, primals, strict=True))
-    moved = {f"{name}_dot": dot for name, dot in zip(names, tangents, strict=True) if type(dot) is not ad.Zero}
+    moved = {f"{name}{DOT}": dot for name, dot in zip(names, tangents, strict=True) if type(dot) is not ad.Zero}
     results = forward(task, arrays, statistics=True)
-    kept = {name: checkpoint_name(results[name], STATISTICS) for name in ("mean", "rstd") if name in results}
-    kept |= {name: arrays[name] for name in ("x", "weight") if name in arrays}
-    dots = [tangent(task, kept | moved)]
+    saved = {name: checkpoint_name(results[name], STATISTICS) for name in task.norm.statistics}
+    dots = [tangent(task, formulas.kept(task, arrays | saved) | moved)]
     if len(wanted) > 1:
         function = partial(_forward_formula, task, names, wanted[1:])
         dots += _jvp_of_formula(function, primals, tangents)
@@ -132,13 +129,12 @@ def _transpose_of_tangent(cotangents, *arrays, call, task, names, wanted):
     unknown = {name: array.aval for name, array in arguments.items() if ad.is_undefined_primal(array)}
     if type(dy) is ad.Zero:
         return [ad.Zero(unknown[name]) if name in unknown else None for name in names]
-    known = {name: arguments[name] for name in ("x", "mean", "rstd", "weight") if name in arguments}
-    gradients = backward(task, {"dy": dy} | known, tuple(GRADIENT[name] for name in unknown))
-    # The gradient of a bias comes in the dtype of weight, or of x.
-    return [gradients[GRADIENT[name]].astype(unknown[name].dtype) if name in unknown else None for name in names]
+    known = {name: array for name, array in arguments.items() if not name.endswith(DOT)}
+    gradient = {name: f"d{name.removesuffix(DOT)}" for name in unknown}
+    gradients = backward(task, {"dy": dy} | known, tuple(gradient.values()))
+    # The gradient of an operand may come in another dtype: that of weight, or of x.
+    return [gradients[gradient[name]].astype(unknown[name].dtype) if name in unknown else None for name in names]
 
-
-GRADIENT = {"x_dot": "dx", "weight_dot": "dweight", "bias_dot": "dbias"}
 
 ad.primitive_jvps[forward_p] = _jvp_of_forward
 ad.primitive_jvps[backward_p] = _jvp_of_backward
@@ -155,17 +151,11 @@ def _batch_forward(arrays, dims, *, call, task, names, wanted):
     if mapped == {"x"}:
         results = forward(task, arrays, statistics=statistics)
         return [results[name] for name in wanted], [0] * len(wanted)
-    # The kernels take one weight for all rows.
-    plain = replace(task, dtype=formulas.compute_dtype(arrays["x"]).name, zero_centered_gamma=False)
+    # The kernels take one operand for all rows.
+    plain = replace(_norm_alone(task), dtype=formulas.compute_dtype(arrays["x"]).name)
     results = forward(plain, {"x": arrays["x"]}, statistics=statistics)
     xhat = results["y"] if "x" in mapped else results["y"][None]
-    leading = xhat.ndim - 1 - task.ndim
-    parameters = {
-        name: jnp.expand_dims(arrays[name], range(1, 1 + leading)) if name in mapped else arrays[name]
-        for name in ("weight", "bias")
-        if name in arrays
-    }
-    results["y"] = formulas.affine(task, xhat, parameters)
+    results["y"] = formulas.epilogue(task, xhat, _beside_rows(task, arrays, mapped, xhat.ndim))
     return [results[name] for name in wanted], [0, *(0 if "x" in mapped else None for _ in wanted[1:])]
 
 
@@ -175,22 +165,19 @@ def _batch_backward(arrays, dims, *, call, task, names, wanted):
     rows = {
         name: array if name in mapped else jnp.broadcast_to(array, (size, *array.shape))
         for name, array in arrays.items()
-        if name != "weight"
+        if name not in task.operation.operands
     }
+    operands = {name: array for name, array in arrays.items() if name not in rows}
     results = {}
-    if "dx" in wanted:
-        inputs = dict(rows)
-        if "weight" not in mapped:
-            inputs |= {name: arrays[name] for name in ("weight",) if name in arrays}
-        else:
-            weight = jnp.expand_dims(arrays["weight"], range(1, rows["x"].ndim - task.ndim))
-            compute = formulas.compute_dtype(rows["x"])
-            inputs["dy"] = rows["dy"].astype(compute) * formulas.gamma(task, weight, compute)
-        results |= backward(task, inputs, ("dx",))
+    if "dx" in wanted and mapped.isdisjoint(operands):
+        results |= backward(task, rows | operands, ("dx",))
+    elif "dx" in wanted:
+        g = formulas.gradient_of_xhat(task, rows | _beside_rows(task, operands, mapped, rows["x"].ndim))
+        results |= backward(_norm_alone(task), rows | {"dy": g}, ("dx",))
     others = tuple(name for name in wanted if name != "dx")
     if others:  # of each sample, where the kernels sum over all rows
-        inputs = rows | {name: arrays[name] for name in ("weight",) if name in arrays}
-        axes = [None if name == "weight" and name not in mapped else 0 for name in inputs]
+        inputs = rows | operands
+        axes = [0 if name in rows or name in mapped else None for name in inputs]
         function = partial(_backward_formula, task, tuple(inputs), others)
         results |= zip(others, jax.vmap(function, axes)(*inputs.values()), strict=True)
     return [results[name] for name in wanted], [0] * len(wanted)
@@ -199,6 +186,21 @@ def _batch_backward(arrays, dims, *, call, task, names, wanted):
 def _batch_tangent(arrays, dims, *, call, task, names, wanted):
     function = partial(_tangent_formula, task, names, wanted)
     return jax.vmap(function, dims)(*arrays), [0]
+
+
+def _norm_alone(task: Task) -> Task:
+    """Of which y is xhat."""
+    return replace(task, operation=affine(task.operation.norm))
+
+
+def _beside_rows(task: Task, arrays: Arrays, mapped: set[str], ndim: int) -> dict[str, jax.Array]:
+    """The operands as they stand beside rows of `ndim` axes: a batch axis first, then one for each that x has."""
+    axes = range(1, ndim - task.ndim)
+    return {
+        name: jnp.expand_dims(arrays[name], axes) if name in mapped else arrays[name]
+        for name in task.operation.operands
+        if name in arrays
+    }
 
 
 def _batch_in_front(arrays, dims, names) -> tuple[dict[str, jax.Array], set[str]]:

@@ -1,8 +1,8 @@
 """What a primitive calls: the kernel, each device on its own rows.
 
 XLA would gather what it does not know how to split. Leading axes may be split, alike for all arrays that have them, the
-normalised ones may not, and dweight and dbias are summed over the devices that hold different rows. Where an array's
-type says how it is split (explicit axes of a mesh) shard_map does it; where XLA decides (automatic axes)
+normalised ones may not, and gradients of operands are summed over the devices that hold different rows. Where the type
+of an array says how it is split (explicit axes of a mesh) shard_map does it; where XLA decides (automatic axes)
 `custom_partitioning` tells it. In the caller's shard_map, and on one device, there is the kernel alone.
 """
 
@@ -18,13 +18,17 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..xla import call as xla_call
-from .formulas import Arrays, Task
+from .formulas import Arrays, Names, Task
 
-Names = tuple[str, ...]
 Rows = tuple[tuple[str, ...], ...]  # for each leading axis of x the axes of the mesh that split it
 
+FULL = ("x", "y", "dx", "dy")
 PER_ROW = ("mean", "rstd")
-PER_COLUMN = ("weight", "bias", "dweight", "dbias")
+
+
+def per_column(name: str) -> bool:
+    """Whether an array is for all rows: an operand, or the gradient of one."""
+    return name not in FULL + PER_ROW
 
 
 def prepared(arrays: Arrays, ndim: int) -> dict[str, jax.Array]:
@@ -69,11 +73,11 @@ def call(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[j
 
 
 def _of_a_device(task: Task, names: Names, wanted: Names, rows: Rows, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The results for the rows that a device holds, dweight and dbias those of all rows."""
+    """The results for the rows that a device holds, gradients of operands those of all rows."""
     axes = tuple(axis for entry in rows for axis in entry)
     local = xla_call.kernel(task, names, wanted, *arrays)
     return tuple(
-        _sum(array, axes) if name in PER_COLUMN and axes else array for name, array in zip(wanted, local, strict=True)
+        _sum(array, axes) if per_column(name) and axes else array for name, array in zip(wanted, local, strict=True)
     )
 
 
@@ -83,7 +87,7 @@ def _rows_by_type(x: jax.Array, leading: int) -> Rows:
 
 
 def _spec(name: str, rows: Rows) -> PartitionSpec:
-    return PartitionSpec() if name in PER_COLUMN else PartitionSpec(*rows)
+    return PartitionSpec() if per_column(name) else PartitionSpec(*rows)
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +96,7 @@ def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> custo
     columns = [f"c{i}" for i in range(task.ndim)]
 
     def factors(name: str) -> str:
-        return " ".join(rows if name in PER_ROW else columns if name in PER_COLUMN else rows + columns)
+        return " ".join(rows if name in PER_ROW else columns if per_column(name) else rows + columns)
 
     partitioned = custom_partitioning(partial(xla_call.kernel, task, names, wanted))
     partitioned.def_partition(

@@ -9,6 +9,7 @@ callback.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -23,23 +24,21 @@ from ... import compile, launch, source
 from ...device import of_memory
 from ...norm.checks import check_sm_margin
 from ...norm.plan import Plan, Step, plan
-from ...norm.problem import ITEMSIZE, Problem
+from ...norm.problem import Problem, backward_problem, forward_problem
 from ..norm import formulas
-from ..norm.formulas import Task
+from ..norm.formulas import Names, Task
 from . import target as choice
-
-Names = tuple[str, ...]
 
 
 def kernel(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays `wanted`, of those in `names`: y, mean, rstd of x, weight, bias, or dx, dweight, dbias of the rest."""
+    """The arrays `wanted`, of those in `names`: y and statistics of x and operands, or gradients."""
     formula = jax.make_jaxpr(partial(_formula, task, names, wanted))(*arrays)
     return tuple(kernel_p.bind(*arrays, formula=formula, task=task, names=names, wanted=wanted))
 
 
 def _formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    function = formulas.forward if "y" in wanted else formulas.backward
-    results = function(task, dict(zip(names, arrays, strict=True)))
+    given = dict(zip(names, arrays, strict=True))
+    results = formulas.forward(task, given) if "y" in wanted else formulas.backward(task, given, wanted)
     return tuple(results[name] for name in wanted)
 
 
@@ -56,42 +55,31 @@ mlir.register_lowering(kernel_p, _lower_formula)
 
 
 def _lower_for_cuda(ctx, *operands, formula: ClosedJaxpr, task: Task, names: Names, wanted: Names):
-    problem = problem_of(task, dict(zip(names, ctx.avals_in, strict=True)), wanted)
+    problem = problem_of(task, dict(zip((*names, *wanted), (*ctx.avals_in, *ctx.avals_out), strict=True)), wanted)
     if not problem.rows:
         return _lower_formula(ctx, *operands, formula=formula, task=task, names=names, wanted=wanted)
-    device = choice.device(task.op)
-    check_sm_margin(task.op, task.sm_margin, device.sms)
-    if choice.call(task.op).kind == "callback":
-        function = partial(_by_callback, plan(problem, device), task, names, wanted, ctx.avals_out)
-        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+    function = task.operation.norm
+    device = choice.device(function)
+    check_sm_margin(function, task.sm_margin, device.sms)
+    if choice.call(function).kind == "callback":
+        from_python = partial(_by_callback, plan(problem, device), task, names, wanted, ctx.avals_out)
+        return mlir.lower_fun(from_python, multiple_results=True)(ctx, *operands)
     return _lower_to_ptx(ctx, operands, plan(problem, choice.for_xla(device)), task, names, wanted)
 
 
 mlir.register_lowering(kernel_p, _lower_for_cuda, platform="cuda")
 
 
-def problem_of(task: Task, arrays: dict[str, jax.core.ShapedArray], wanted: Names) -> Problem:
-    """Of arrays or their avals, which are dense: XLA places them at multiples of 16 bytes at least."""
-    x = arrays["x"]
+def problem_of(task: Task, avals: Mapping[str, jax.core.ShapedArray], wanted: Names) -> Problem:
+    """Of the avals of arguments and results, which are dense: XLA places them at multiples of 16 bytes at least."""
+    x = avals["x"]
     cols = math.prod(x.shape[x.ndim - task.ndim :])
-    forward = "y" in wanted
-    weight, bias = (arrays[name].dtype.name if name in arrays else None for name in ("weight", "bias"))
-    return Problem(
-        op=task.op,
-        direction="forward" if forward else "backward",
-        rows=math.prod(x.shape) // cols,
-        cols=cols,
-        x=x.dtype.name,
-        y=task.dtype if forward else arrays["dy"].dtype.name,
-        weight=weight,
-        bias=bias,
-        zero_centered_gamma=task.zero_centered_gamma,
-        x_stride=cols,
-        y_stride=cols,
-        sm_margin=task.sm_margin,
-        aligned=True,
-        output_mask=tuple(name in wanted for name in ("dx", "dweight", "dbias")),
-    )
+    rows = math.prod(x.shape) // cols
+    dtypes = {name: aval.dtype.name for name, aval in avals.items()}
+    if "y" in wanted:
+        return forward_problem(task.operation, rows, cols, dtypes, sm_margin=task.sm_margin)
+    sources = [name.removeprefix("d") for name in wanted]
+    return backward_problem(task.operation, rows, cols, dtypes, sources, sm_margin=task.sm_margin)
 
 
 class Launch(NamedTuple):
@@ -103,52 +91,45 @@ class Launch(NamedTuple):
     baked: source.Baked
 
 
-def launches(plan: Plan, eps: float, names: Names, wanted: Names) -> list[Launch]:
-    """Every launch of a plan. Partial rows of dweight and dbias are in a buffer `workspace`."""
-    problem = plan.problem
-    rows = {"rows": str(problem.rows), "x_stride": str(problem.x_stride)}
-    parameter_gradients = tuple(name for name in ("dweight", "dbias") if name in wanted)
-    found = []
-    for step in plan.steps:
-        kind = step.spec.kernel
-        reads = tuple(name for name in ("x", "dy", "weight", "bias", "mean", "rstd") if name in names)
-        if kind in ("forward", "forward_streamed"):
-            writes = wanted
-            values = rows | {"y_stride": str(problem.y_stride), "eps": _literal(eps, problem.statistics)}
-        elif kind == "sum_partials":
-            reads, writes = ("workspace",), parameter_gradients
-            values = {"groups": str(plan.groups), "cols": str(problem.cols)}
-        elif step.spec.final:
-            writes = wanted if kind == "backward" else parameter_gradients
-            values = rows | {"dy_stride": str(problem.y_stride)}
-        else:
-            dx = ("dx",) if "dx" in wanted and kind != "weight_gradient_partials" else ()
-            partials = ("workspace",) if parameter_gradients and kind != "backward_streamed" else ()
-            writes = dx + partials
-            values = rows | {"dy_stride": str(problem.y_stride)}
-            if partials and len(parameter_gradients) == 2:
-                half = plan.workspace // 2 // ITEMSIZE[problem.statistics]
-                values["dbias"] = f"dweight + {half}"
-        parameters = {"workspace": parameter_gradients[0]} if parameter_gradients else {}
-        if kind == "sum_partials":
-            parameters = {"workspace": "partials"} | dict(zip(writes, ("first", "second"), strict=False))
-        pointers = tuple(parameters.get(name, name) for name in reads + writes)
-        found.append(Launch(step, reads, writes, source.Baked(pointers, tuple(values.items()))))
-    return found
+def launches(plan: Plan, numbers: Mapping[str, float], wanted: Names) -> list[Launch]:
+    """Every launch of a plan, `numbers` its scalars by name. XLA gives what a call writes a buffer of its own, so a
+    launch has no more than it declares; of results that are not `wanted` pointers are null.
+    """
+    return [_launch(step, numbers, (*wanted, WORKSPACE)) for step in plan.steps]
 
 
-def _literal(eps: float, dtype: str) -> str:
-    """eps in C++, to the bit."""
-    return float(eps).hex() if dtype == "float64" else f"{float(numpy.float32(eps)).hex()}f"
+WORKSPACE = "workspace"  # the buffer of partial sums, as Step.pointers calls it
+
+
+def _launch(step: Step, numbers: Mapping[str, float], results: Names) -> Launch:
+    types = source.parameters(step.spec)
+    literals = (*(_literal(numbers[name], types[name]) for name in step.scalars), *map(str, step.integers))
+    values = dict(zip(list(types)[len(step.pointers) :], literals, strict=True))
+    reads: dict[str, str] = {}  # by the name of each buffer the entry's parameter
+    writes: dict[str, str] = {}
+    for (name, kind), (buffer, offset) in zip(types.items(), step.pointers, strict=False):
+        read = kind.startswith("const ")
+        if not read and buffer not in results:
+            continue
+        if buffer == WORKSPACE:
+            values[name] = f"reinterpret_cast<{kind}>({WORKSPACE} + {offset})"
+            name = WORKSPACE
+        (reads if read else writes)[buffer] = name
+    pointers = (*reads.values(), *writes.values())
+    return Launch(step, tuple(reads), tuple(writes), source.Baked(pointers, tuple(values.items())))
+
+
+def _literal(number: float, kind: str) -> str:
+    """A number in C++, to the bit."""
+    return float(number).hex() if kind == "double" else f"{float(numpy.float32(number)).hex()}f"
 
 
 def _lower_to_ptx(ctx, operands, plan: Plan, task: Task, names: Names, wanted: Names):
     buffers = dict(zip(names, operands, strict=True))
-    avals = dict(zip(names, ctx.avals_in, strict=True)) | dict(zip(wanted, ctx.avals_out, strict=True))
-    itemsize = ITEMSIZE[plan.problem.statistics]
-    avals["workspace"] = jax.core.ShapedArray((plan.workspace // itemsize,), numpy.dtype(plan.problem.statistics))
+    avals = dict(zip((*names, *wanted), (*ctx.avals_in, *ctx.avals_out), strict=True))
+    avals[WORKSPACE] = jax.core.ShapedArray((plan.workspace,), numpy.dtype("uint8"))
     call = jax.ffi.ffi_lowering(choice.TARGET)
-    for step, reads, writes, baked in launches(plan, task.eps, names, wanted):
+    for step, reads, writes, baked in launches(plan, _numbers(task), wanted):
         x, y, z = step.grid
         results = call(
             ctx.replace(avals_in=[avals[name] for name in reads], avals_out=[avals[name] for name in writes]),
@@ -170,18 +151,15 @@ def _lower_to_ptx(ctx, operands, plan: Plan, task: Task, names: Names, wanted: N
 
 def _by_callback(plan: Plan, task: Task, names: Names, wanted: Names, avals, *arrays: jax.Array):
     """The launches from Python, once for each run of the program, or for each capture of it in a CUDA graph."""
-    forward = plan.problem.direction == "forward"
-    pointers = ("x", "y", "weight", "bias", "mean", "rstd") if forward else BACKWARD_POINTERS
+    problem, numbers = plan.problem, _numbers(task)
+    scalars = [numbers[name] for name in problem.scalars]
 
     def run(context, results, *arguments) -> None:
-        given = zip((*names, *wanted, "workspace"), (*arguments, *results), strict=False)
+        given = zip((*names, *wanted, WORKSPACE), (*arguments, *results), strict=False)
         found = {name: buffer.__cuda_array_interface__["data"][0] for name, buffer in given}
-        found = {name: found.get(name, 0) for name in pointers}
+        pointers = [found.get(name, 0) for name in problem.pointers]
         with of_memory(found["x"]) as device_id:
-            if forward:
-                launch.run_forward(plan, device_id, context.stream, eps=task.eps, **found)
-            else:
-                launch.run_backward(plan, device_id, context.stream, **found)
+            launch.run(plan, device_id, context.stream, pointers, scalars, found.get(WORKSPACE, 0))
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, _as_bits(aval.dtype)) for aval in avals]
     if plan.workspace:
@@ -191,7 +169,9 @@ def _by_callback(plan: Plan, task: Task, names: Names, wanted: Names, avals, *ar
     return [jax.lax.bitcast_convert_type(result, aval.dtype) for result, aval in zip(results, avals, strict=False)]
 
 
-BACKWARD_POINTERS = ("x", "dy", "weight", "mean", "rstd", "dx", "dweight", "dbias", "workspace")
+def _numbers(task: Task) -> dict[str, float]:
+    """The scalars of a plan, by name."""
+    return {"eps": task.eps}
 
 
 def _as_bits(dtype: numpy.dtype) -> numpy.dtype:
