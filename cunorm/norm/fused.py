@@ -105,7 +105,7 @@ def same_gradients(
 ) -> dict[str, str]:
     """For each name that is wanted the first one that has the same gradient: of x + residual, x has that of residual.
 
-    Only what has the shape of x counts; a vector's gradient is small.
+    Only what has the shape of x counts, for which `dtypes` are needed; a vector's gradient is small.
     """
     wanted = tuple(wanted)
     found = derivative(operation, wanted, present)
@@ -113,7 +113,7 @@ def same_gradients(
     first: dict[tuple, str] = {}
     same = {}
     for name in wanted:
-        full = name == "x" or kinds.get(name) == "full"
-        key = (early.get(name), late.get(name), dtypes[name])
-        same[name] = first.setdefault(key, name) if full else name
+        same[name] = name
+        if name == "x" or kinds.get(name) == "full":
+            same[name] = first.setdefault((early.get(name), late.get(name), dtypes[name]), name)
     return same

@@ -79,7 +79,9 @@ def backward(
     row_dtype = s_dtype or of_x.dtype
     fused.check_backward(function, operation, given, row_dtype)
     compute = compute_dtype(row_dtype)
-    found = derivative(operation, wanted, operands)
+    dtypes = {name: of.dtype for name, of in given.items() if isinstance(of, checks.Layout)}
+    same = fused.same_gradients(operation, wanted, operands, kinds, dtypes)
+    found = derivative(operation, dict.fromkeys(same.values()), operands)
     values = {name: _wide(array) for name, array in arrays.items()}
     shape = of_x.shape
     values.setdefault("dy", numpy.zeros(shape))
@@ -99,7 +101,8 @@ def backward(
         for name, expression in (*found.early, *found.late):
             part = _full(expression, values, shape)
             gradients[name] = gradients[name] + part if name in gradients else part
-        return {name: _reduced(gradients[name], name, arrays, kinds, compute) for name in wanted}
+        gradients = {name: _reduced(one, name, arrays, kinds, compute) for name, one in gradients.items()}
+        return {name: gradients[of] for name, of in same.items()}
 
 
 def _reduced(
