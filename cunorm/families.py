@@ -159,21 +159,21 @@ def linear_of(function: str, x: Any) -> Linear:
     return found
 
 
-def fused_of(function: str, x: Any) -> Fused:
-    """The same for fused operations."""
+def fused_of(function: str, x: Any, name: str = "x") -> Fused:
+    """The same for fused operations; `name` is what a caller knows x by."""
     found = _fused.get(type(x))
     if found is None:
-        module = _modules(function, x)[2]
+        module = _modules(function, x, name)[2]
         if not module:
             raise NotImplementedError(
-                f"{function}: x must be a NumPy or CuPy array; got {type(x).__name__}. Fused operations on other "
+                f"{function}: {name} must be a NumPy or CuPy array; got {type(x).__name__}. Fused operations on other "
                 "arrays come in a later version: until then pass CuPy arrays (cupy.from_dlpack)."
             )
         found = _fused[type(x)] = cast(Fused, import_module(module))
     return found
 
 
-def _modules(function: str, x: Any) -> tuple[str, str, str]:
+def _modules(function: str, x: Any, name: str = "x") -> tuple[str, str, str]:
     """Kinds are told by the package of their class."""
     for base in type(x).__mro__:
         package = base.__module__.partition(".")[0]
@@ -182,6 +182,6 @@ def _modules(function: str, x: Any) -> tuple[str, str, str]:
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return ANY_PRODUCER
     raise TypeError(
-        f"{function}: x must be a NumPy, CuPy or JAX array, a torch tensor, or have __dlpack__ on a CUDA device; "
+        f"{function}: {name} must be a NumPy, CuPy or JAX array, a torch tensor, or have __dlpack__ on a CUDA device; "
         f"got {type(x).__name__}."
     )

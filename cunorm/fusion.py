@@ -19,10 +19,11 @@ EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 # Names that an operand cannot have: those of the call, and those that the text of a kernel has itself (source.py).
 OF_THE_CALL = ("x", "xhat", "y", "s", "dx", "dxhat", "dy", "ds", "mean", "rstd", "eps", "rows", "out")
 OF_THE_TEXT = """
-    beside bfloat16 centred columns cunorm early epilogue gradient half i inputs int64 late matrices no_sums of_norm
+    beside bfloat16 centred column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm
     operation p prologue results rounded source sums term value
 """
-RESERVED = re.compile(rf"{'|'.join((*OF_THE_CALL, *OF_THE_TEXT.split()))}|(sum|next|value)_.*|.*_stride|.*[A-Z].*")
+PATTERNS = r"(sum|next|value)_.*|.*_stride|cunorm.*|norm_(forward|backward).*|.*[A-Z].*"
+RESERVED = re.compile("|".join((*OF_THE_CALL, *OF_THE_TEXT.split(), PATTERNS)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -501,7 +502,7 @@ def _add_backward(function, dy, ds, s, mean, rstd, weight, zero_centered_gamma, 
     mask = checks.check_output_mask(function, output_mask, 3 if NORMS[operation.norm].subtracts_mean else 2)
     # x and bias are not read: s and weight have their shapes and dtypes.
     arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
-    gradients = fused_of(function, s).backward(
+    gradients = fused_of(function, s, "s").backward(
         function,
         operation,
         arrays,

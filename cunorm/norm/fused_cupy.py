@@ -111,7 +111,8 @@ def backward(
     """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
     is none.
     """
-    arrays = {name: array for name, array in arrays.items() if array is not None or name == "x"}
+    needed = ("x", *NORMS[operation.norm].statistics)
+    arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
     options = (operation, demanded, tuple(wanted), s_dtype)
     recipe = _recipes.of((function, options, _key(arrays)), _backward_recipe, function, arrays, *options)
     with cupy.cuda.Device(recipe.device_id):

@@ -71,7 +71,8 @@ def backward(
     """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
     is none.
     """
-    arrays = {name: array for name, array in arrays.items() if array is not None or name == "x"}
+    needed = ("x", *NORMS[operation.norm].statistics)
+    arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
     given = {name: _given(function, name, array) for name, array in arrays.items()}
     of_x = layout(function, "x", arrays["x"])
     operands = {name: given[name] for name in operation.operands if name in given}
