@@ -2,12 +2,28 @@
 
 from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
 from .compile import CompileError
+from .fusion import (
+    add_layer_norm,
+    add_layer_norm_backward,
+    add_layer_norm_forward,
+    add_rms_norm,
+    add_rms_norm_backward,
+    add_rms_norm_forward,
+    fuse,
+)
 from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CompileError",
+    "add_layer_norm",
+    "add_layer_norm_backward",
+    "add_layer_norm_forward",
+    "add_rms_norm",
+    "add_rms_norm_backward",
+    "add_rms_norm_forward",
+    "fuse",
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",

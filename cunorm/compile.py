@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .device import NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-from .norm.spec import KernelSpec, dynamic_shared
+from .norm.spec import KernelSpec, SumSpec, dynamic_shared
 from .source import Baked, entry_name, source
 
 OPTIONS = ("--std=c++17", "-fmad=false")  # platform.cuh says why
@@ -62,7 +62,9 @@ def _compile(spec: KernelSpec) -> Any:
     try:
         compiled = cupy.RawModule(code=source(spec), options=OPTIONS).get_function(entry_name(spec))
     except cupy.cuda.compiler.CompileException as error:
-        raise CompileError(f"cunorm: NVRTC could not compile {entry_name(spec)} for {spec}:\n{error}") from error
+        raise CompileError(
+            f"cunorm: NVRTC could not compile {entry_name(spec)}{_expressions(spec)} for {spec}:\n{error}"
+        ) from error
     dynamic = dynamic_shared(spec)
     if dynamic:
         compiled.max_dynamic_shared_size_bytes = dynamic
@@ -70,6 +72,15 @@ def _compile(spec: KernelSpec) -> Any:
         cupy.cuda.driver.funcSetAttribute(compiled.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
     compiled.preferred_shared_memory_carveout = _carveout(spec.threads, compiled.shared_size_bytes + dynamic)
     return compiled.kernel
+
+
+def _expressions(spec: KernelSpec) -> str:
+    """What the kernel computes before and after the norm, for the message of an error."""
+    if isinstance(spec, SumSpec):
+        return ""
+    prologue, epilogue = spec.operation.prologue, spec.operation.epilogue
+    before = f"s = {prologue.text}, " if prologue else ""
+    return f" of {before}y = {epilogue.text}"
 
 
 def _carveout(threads: int, shared: int) -> int:

@@ -1,14 +1,16 @@
 """Which implementation handles an array, and what an implementation has to offer.
 
-A family is one kind of array. Its functions for the norms and those for the norm with a product are two modules, which
-are imported when the first array of the kind comes: `import cunorm` imports none of them.
+A family is one kind of array. Its functions for the norms, for the norm with a product and for fused operations are
+modules of their own, which are imported when the first array of the kind comes: `import cunorm` imports none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol, cast
+
+from .operation import Operation
 
 
 class Norm(Protocol):
@@ -89,18 +91,56 @@ class Linear(Protocol):
         ...
 
 
-# Package of an array's class: its modules for the norms, and for the norm with a product.
+class Fused(Protocol):
+    """What a family offers for an operation with anything before and after the norm, over the last axis.
+
+    Arrays come unchecked, but their names and the dtypes are right; `demanded` has the kinds of operands that must be
+    of one.
+    """
+
+    def forward(
+        self,
+        function: str,
+        operation: Operation,
+        x: Any,
+        operands: Mapping[str, Any],
+        eps: float,
+        *,
+        demanded: tuple[tuple[str, str], ...],
+        dtype: str | None,
+        s_dtype: str | None,
+        statistics: bool,
+    ) -> tuple[dict[str, Any], Any, Any]:
+        """Return (what the operation returns, by name, mean, rstd), statistics None unless asked for."""
+        ...
+
+    def backward(
+        self,
+        function: str,
+        operation: Operation,
+        arrays: Mapping[str, Any],
+        wanted: Sequence[str],
+        *,
+        demanded: tuple[tuple[str, str], ...],
+        s_dtype: str | None,
+    ) -> dict[str, Any]:
+        """Return the gradients by name. Of `arrays` all are there but dy or ds, and s if it was not returned."""
+        ...
+
+
+# Package of an array's class: its modules for the norms, for the norm with a product, and for fused operations.
 FAMILIES = {
-    "numpy": ("cunorm.numpy_arrays", "cunorm.linear.numpy_arrays"),
-    "cupy": ("cunorm.cupy_arrays", "cunorm.linear.cupy_arrays"),
-    "torch": ("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays"),
-    "jax": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays"),
-    "jaxlib": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays"),
+    "numpy": ("cunorm.numpy_arrays", "cunorm.linear.numpy_arrays", "cunorm.norm.fused_numpy"),
+    "cupy": ("cunorm.cupy_arrays", "cunorm.linear.cupy_arrays", "cunorm.norm.fused_cupy"),
+    "torch": ("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays", ""),
+    "jax": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", ""),
+    "jaxlib": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", ""),
 }
-ANY_PRODUCER = ("cunorm.dlpack", "cunorm.linear.dlpack")
+ANY_PRODUCER = ("cunorm.dlpack", "cunorm.linear.dlpack", "")
 
 _norms: dict[type, Norm] = {}  # type of x -> the module that handles it
 _linears: dict[type, Linear] = {}
+_fused: dict[type, Fused] = {}
 
 
 def norm_of(function: str, x: Any) -> Norm:
@@ -119,7 +159,21 @@ def linear_of(function: str, x: Any) -> Linear:
     return found
 
 
-def _modules(function: str, x: Any) -> tuple[str, str]:
+def fused_of(function: str, x: Any, name: str = "x") -> Fused:
+    """The same for fused operations; `name` is what a caller knows x by."""
+    found = _fused.get(type(x))
+    if found is None:
+        module = _modules(function, x, name)[2]
+        if not module:
+            raise NotImplementedError(
+                f"{function}: {name} must be a NumPy or CuPy array; got {type(x).__name__}. Fused operations on other "
+                "arrays come in a later version: until then pass CuPy arrays (cupy.from_dlpack)."
+            )
+        found = _fused[type(x)] = cast(Fused, import_module(module))
+    return found
+
+
+def _modules(function: str, x: Any, name: str = "x") -> tuple[str, str, str]:
     """Kinds are told by the package of their class."""
     for base in type(x).__mro__:
         package = base.__module__.partition(".")[0]
@@ -128,6 +182,6 @@ def _modules(function: str, x: Any) -> tuple[str, str]:
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return ANY_PRODUCER
     raise TypeError(
-        f"{function}: x must be a NumPy, CuPy or JAX array, a torch tensor, or have __dlpack__ on a CUDA device; "
+        f"{function}: {name} must be a NumPy, CuPy or JAX array, a torch tensor, or have __dlpack__ on a CUDA device; "
         f"got {type(x).__name__}."
     )

@@ -84,6 +84,16 @@ def affine(norm: str, zero_centered_gamma: bool = False) -> Operation:
     return Operation(norm, epilogue, defaults=(("weight", one), ("bias", 0.0)))
 
 
+@cache
+def added(norm: str, zero_centered_gamma: bool = False) -> Operation:
+    """add_layer_norm and add_rms_norm: the same of s = x + residual, which is returned too."""
+    return replace(
+        affine(norm, zero_centered_gamma),
+        prologue=trace(lambda x, residual: x + residual, role="prologue"),
+        returns=("y", "s"),
+    )
+
+
 class Derivative(NamedTuple):
     """The gradients that are wanted of an operation, as expressions.
 

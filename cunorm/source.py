@@ -161,10 +161,9 @@ def _bake(types: Mapping[str, str], baked: Baked) -> tuple[dict[str, str], str, 
 def _forward(spec: NormSpec) -> tuple[str, str]:
     operation = spec.operation
     by_name = {one.name: one for one in spec.operands}
-    inputs = ("x", *(name for name in operation.before if name in by_name))
-    after = [by_name[name] for name in operation.epilogue.uses if name != "xhat"]
-    beside = [one.name for one in after if one.kind == "full"]
-    columns = [one.name for one in after if one.kind == "column"]
+    inputs = [one.name for one in spec.inputs]
+    beside = [one.name for one in spec.beside]
+    columns = [one.name for one in spec.columns if one.name in operation.epilogue.uses]
     scalars = [one.name for one in spec.operands if one.kind == "scalar" and one.name != "eps"]
     places = {name: f"inputs[{i}][i]" for i, name in enumerate(inputs)}
     functions = []

@@ -35,7 +35,7 @@ def check_forward(
     zero_centered_gamma: bool,
 ) -> tuple[tuple[int, ...], str]:
     """Check the arguments of a forward function; return (normalized_shape, dtype of y)."""
-    _check_dtype(function, "x", x)
+    check_dtype(function, "x", x)
     if normalized_shape is None:
         shape = weight.shape if weight is not None else x.shape[-1:]
     else:
@@ -58,7 +58,7 @@ def check_forward(
     if y_dtype not in ITEMSIZE:
         raise TypeError(f"{function}: dtype must be one of {_names()}; got {y_dtype}.")
     if out is not None:
-        _check_same_device(function, "out", out, x)
+        check_same_device(function, "out", out, x)
         if out.shape != x.shape:
             raise ValueError(f"{function}: out must have the shape of x, {x.shape}; got {out.shape}.")
         if out.dtype != y_dtype:
@@ -77,9 +77,9 @@ def check_backward(
     zero_centered_gamma: bool,
 ) -> tuple[int, ...]:
     """Check the arguments of a backward function; return normalized_shape."""
-    _check_dtype(function, "x", x)
-    _check_dtype(function, "dy", dy)
-    _check_same_device(function, "dy", dy, x)
+    check_dtype(function, "x", x)
+    check_dtype(function, "dy", dy)
+    check_same_device(function, "dy", dy, x)
     if dy.shape != x.shape:
         raise ValueError(f"{function}: dy must have the shape of x, {x.shape}; got {dy.shape}.")
     statistics = "float64" if x.dtype == "float64" else "float32"
@@ -87,7 +87,7 @@ def check_backward(
     for name, array in (("mean", mean), ("rstd", rstd)):
         if array is None:
             continue
-        _check_same_device(function, name, array, x)
+        check_same_device(function, name, array, x)
         if array.shape != x.shape[:rank] or rank >= len(x.shape):
             raise ValueError(
                 f"{function}: {name} must have the shape of x without its normalised axes; got {array.shape} for x of "
@@ -219,12 +219,12 @@ def _names() -> str:
     return ", ".join(ITEMSIZE)
 
 
-def _check_dtype(function: str, name: str, array: Layout) -> None:
+def check_dtype(function: str, name: str, array: Layout) -> None:
     if array.dtype not in ITEMSIZE:
         raise TypeError(f"{function}: {name} must have dtype {_names()}; got {array.dtype}. Convert it first.")
 
 
-def _check_same_device(function: str, name: str, array: Layout, x: Layout) -> None:
+def check_same_device(function: str, name: str, array: Layout, x: Layout) -> None:
     if array.device != x.device:
         raise ValueError(
             f"{function}: {name} must be on the device of x, {x.device}; got device {array.device}. Move one of them."
@@ -234,8 +234,8 @@ def _check_same_device(function: str, name: str, array: Layout, x: Layout) -> No
 def _check_parameter(function: str, name: str, array: Layout | None, shape: tuple[int, ...], x: Layout) -> None:
     if array is None:
         return
-    _check_dtype(function, name, array)
-    _check_same_device(function, name, array, x)
+    check_dtype(function, name, array)
+    check_same_device(function, name, array, x)
     if array.shape != shape:
         axes = "the last axis" if len(shape) == 1 else f"the last {len(shape)} axes"
         raise ValueError(f"{function}: {name} must have shape {shape} to match {axes} of x; got {array.shape}.")

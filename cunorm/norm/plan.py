@@ -186,8 +186,9 @@ def _part(problem: Problem, wanted: tuple[str, ...]) -> Problem:
         problem.cols,
         {"x": problem.row_dtype, "s": problem.row_dtype} | {name: one.dtype for name, one in given.items()},
         _sources(wanted),
-        kinds={name: one.kind for name, one in given.items()}
-        | {name[1:]: one.kind for name, one in given.items() if one.written},
+        # The gradient of a number is written as a column; what the number itself is, the operand says.
+        kinds={name[1:]: one.kind for name, one in given.items() if one.written}
+        | {name: one.kind for name, one in given.items()},
         strides={name: one.row_stride for name, one in given.items() if one.kind == "full"},
     )
     return replace(problem, operands=found.operands)

@@ -79,6 +79,17 @@ class NormSpec:
         return tuple(one for one in self.read if one.kind == "full")
 
     @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """Of a forward pass: the arrays that s is made of. A column is read again with every row."""
+        before = ("x", *self.operation.before)
+        return tuple(one for one in self.read if one.name in before and one.kind != "scalar")
+
+    @property
+    def beside(self) -> tuple[Operand, ...]:
+        """Of a forward pass: what the epilogue takes by rows."""
+        return tuple(one for one in self.matrices if one.name in self.operation.epilogue.uses)
+
+    @property
     def columns(self) -> tuple[Operand, ...]:
         """What is read once for all rows."""
         return tuple(one for one in self.read if one.kind == "column")
@@ -148,9 +159,9 @@ def dynamic_shared(spec: KernelSpec) -> int:
         return 0
     shape, rows = spec.shape, spec.rows_per_cta
     columns = rows * shape.capacity // shape.cluster
-    places = columns * spec.stages * sum(ITEMSIZE[one.dtype] for one in spec.matrices)
     if spec.kernel == "forward":
-        return places
+        return columns * spec.stages * sum(ITEMSIZE[one.dtype] for one in (*spec.inputs, *spec.beside))
+    places = columns * spec.stages * sum(ITEMSIZE[one.dtype] for one in spec.matrices)
     width = sum(ITEMSIZE[one.dtype] for one in spec.columns)
     if shape.packs > COLUMN_PACKS or shape.packs * shape.pack * width > COLUMN_BYTES:
         places += columns * width

@@ -104,8 +104,9 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     shape = next((one for one in shapes if one.capacity == packs * pack * tier.cluster), shapes[-1])
     columns = _column_bytes(problem, shape)
     spec = kernel_spec(problem, problem.direction, shape)
-    # float64 takes twice the registers.
-    wide = "float64" in _full_dtypes(problem) and not tier.stages
+    # float64 takes twice the registers, and so do two matrices that are read together: they spilled up to 250 bytes.
+    # As many bytes are under way with half the threads.
+    wide = ("float64" in _full_dtypes(problem) or len(spec.matrices) > 1) and not tier.stages
     resident = tier.resident // 2 if wide else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not spec.aligned and not tier.stages:
@@ -115,7 +116,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
-        prefetch=tier.prefetch and _next_row_fits(problem, shape, device),
+        prefetch=tier.prefetch and _next_row_fits(problem, spec, device),
         ask_early=sixteen_bits and problem.operation.norm in tier.ask_early,
         streamed_x=problem.operation.norm in tier.streamed_x,
         streamed_y=tier.streamed_y,
@@ -209,10 +210,14 @@ def _columns_stay(problem: Problem, tier: Tier, spec: NormSpec, columns: int, de
     return plain and (device.arch < 100 or (full and not problem.norm.subtracts_mean))
 
 
-def _next_row_fits(problem: Problem, shape: RowShape, device: Device) -> bool:
-    """Whether a thread has registers for the next row too. Where it says no, ptxas spilled 4 to 90 bytes with it."""
-    if shape.packs <= 4:
+def _next_row_fits(problem: Problem, spec: NormSpec, device: Device) -> bool:
+    """Whether a thread has registers for the next row too. Where it says no, ptxas spilled 4 to 90 bytes with it; of
+    several matrices 260 to 800.
+    """
+    if spec.shape.packs <= 4:
         return True
+    if len(spec.matrices) > 1:
+        return False
     row_dtype = problem.row_dtype
     fitting = {row_dtype} if row_dtype == "float16" else {row_dtype, "float32"}
     if _full_dtypes(problem) != {row_dtype} or not fitting.issuperset(_column_dtypes(problem)):

@@ -1,0 +1,517 @@
+"""`fuse`: a norm with what stands before and after it as one operation, and the named operations of this kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .expression import substitute, trace
+from .expression_grammar import parse
+from .expression_value import Expression
+from .families import fused_of
+from .norm import checks
+from .operation import NORMS, Operation, added
+
+EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
+
+# Names that an operand cannot have: those of the call, and those that the text of a kernel has itself (source.py).
+OF_THE_CALL = ("x", "xhat", "y", "s", "dx", "dxhat", "dy", "ds", "mean", "rstd", "eps", "rows", "out")
+OF_THE_TEXT = """
+    beside bfloat16 centred column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm
+    operation p prologue results rounded source sums term value
+"""
+PATTERNS = r"(sum|next|value)_.*|.*_stride|cunorm.*|norm_(forward|backward).*|.*[A-Z].*"
+RESERVED = re.compile("|".join((*OF_THE_CALL, *OF_THE_TEXT.split(), PATTERNS)))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Saved:
+    """What `forward` of a fused operation saved for its `backward`; of use to nobody else."""
+
+    operation: Operation
+    dtypes: tuple[str | None, str | None]
+    x: Any
+    operands: dict[str, Any]
+    s: Any
+    mean: Any
+    rstd: Any
+
+
+@dataclass(frozen=True)
+class Fused:
+    """An operation made by `fuse`, which says how it is called."""
+
+    operation: Operation
+    dtype: str | None = None
+    s_dtype: str | None = None
+    function: str = field(init=False)  # what errors call it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "function", f"fused {self.operation.norm}")
+
+    def __repr__(self) -> str:
+        operation = self.operation
+        prologue = f", prologue={operation.prologue.text!r}" if operation.prologue else ""
+        return (
+            f"<cunorm.fuse({operation.norm!r}{prologue}, epilogue={operation.epilogue.text!r}) -> {operation.returns}>"
+        )
+
+    def __call__(self, /, x: Any, *, eps: float | None = None, **operands: Any) -> Any:
+        """The results, in the order of `returns`; one alone comes without a tuple."""
+        results, _, _ = self._run(x, eps, operands, statistics=False)
+        return self._in_order(results)
+
+    def forward(self, /, x: Any, *, eps: float | None = None, **operands: Any) -> tuple[Any, Saved]:
+        """(results as of a call, what `backward` needs). The arrays themselves are saved, not copies of them."""
+        results, mean, rstd = self._run(x, eps, operands, statistics=True)
+        saved = Saved(self.operation, (self.dtype, self.s_dtype), x, operands, results.get("s"), mean, rstd)
+        return self._in_order(results), saved
+
+    def backward(self, /, saved: Saved, *gradients: Any, wanted: Sequence[str] = ()) -> dict[str, Any]:
+        """The gradients of x and of operands, by name.
+
+        Parameters
+        ----------
+        saved
+            What `forward` returned.
+        *gradients : array, shape of x
+            Of each result, in the order of `returns`; None for one on which nothing depends.
+        wanted : sequence of str
+            Names of operands, or "x"; all by default. The others are not computed.
+
+        Returns
+        -------
+        dict of str to array
+            A gradient has the shape and dtype of the operand, that of a number shape () and the dtype of the
+            arithmetic. Where two are the same by their formulas, as those of x and of residual in x + residual, it is
+            one array for both: copy one before you write to the other.
+        """
+        operation = self.operation
+        if not isinstance(saved, Saved):
+            raise TypeError(f"{self.function}: saved must be what forward returned; got {type(saved).__name__}.")
+        if (saved.operation, saved.dtypes) != (operation, (self.dtype, self.s_dtype)):
+            raise ValueError(
+                f"{self.function}: saved must be what forward of this operation returned; got that of "
+                f"{saved.operation.epilogue.text!r} for {operation.epilogue.text!r}."
+            )
+        if len(gradients) != len(operation.returns):
+            raise ValueError(
+                f"{self.function}: backward takes a gradient of each of {', '.join(operation.returns)}; got "
+                f"{len(gradients)}. Pass None for a result on which nothing depends."
+            )
+        given = {f"d{name}": one for name, one in zip(operation.returns, gradients, strict=True)}
+        if all(one is None for one in gradients):
+            raise ValueError(f"{self.function}: one gradient at least must be an array; got None for each.")
+        known = ("x", *operation.operands)
+        if isinstance(wanted, str) or not isinstance(wanted, Sequence):
+            raise TypeError(f"{self.function}: wanted must be a tuple of names; got {wanted!r}.")
+        _check_names(self.function, "wanted", wanted, known)
+        arrays = {"x": saved.x, **saved.operands, **given, "s": saved.s, "mean": saved.mean, "rstd": saved.rstd}
+        return fused_of(self.function, saved.x).backward(
+            self.function, operation, arrays, tuple(wanted) or known, demanded=(), s_dtype=self.s_dtype
+        )
+
+    def _run(self, x: Any, eps: float | None, operands: dict[str, Any], *, statistics: bool) -> tuple[dict, Any, Any]:
+        operation = self.operation
+        if operands.keys() != set(operation.operands):
+            unknown = [name for name in operands if name not in operation.operands]
+            missing = [name for name in operation.operands if name not in operands]
+            got = f"got {unknown[0]!r} too" if unknown else f"{missing[0]!r} is missing"
+            names = ", ".join(operation.operands) or "none"
+            raise TypeError(f"{self.function}: the operands must be {names}, each by its name; {got}.")
+        return fused_of(self.function, x).forward(
+            self.function,
+            operation,
+            x,
+            {name: operands[name] for name in operation.operands},
+            EPS[operation.norm] if eps is None else eps,
+            demanded=(),
+            dtype=self.dtype,
+            s_dtype=self.s_dtype,
+            statistics=statistics,
+        )
+
+    def _in_order(self, results: dict[str, Any]) -> Any:
+        found = tuple(results[name] for name in self.operation.returns)
+        return found if len(found) > 1 else found[0]
+
+
+def fuse(
+    norm: str,
+    *,
+    prologue: Callable[..., Any] | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    returns: Sequence[str] = ("y",),
+    dtype: Any = None,
+    s_dtype: Any = None,
+) -> Fused:
+    """s = prologue(x, ...), xhat = norm(s) over the last axis, y = epilogue(xhat, ...): one kernel, and its derivative.
+
+    Parameters
+    ----------
+    norm : "layer_norm" or "rms_norm"
+        xhat = (s - mean(s)) / sqrt(var(s) + eps), or s / sqrt(mean(s²) + eps), over the last axis.
+    prologue : callable, optional
+        Of x and of operands, element by element; s is rounded to its dtype before its statistics are taken, as if it
+        had been computed apart. Default: x.
+    epilogue : callable, optional
+        Of xhat and of operands, element by element. Default: xhat.
+    returns : sequence of str
+        What a call returns, in order: "y", and "s" if there is a prologue. What is not returned is not stored; for the
+        backward pass s is then made again.
+    dtype, s_dtype : dtype or str, optional
+        Of y and of s: float16, bfloat16, float32 or float64. Default: those of x.
+
+    Returns
+    -------
+    op : callable
+        - ``op(x, *, eps, **operands)`` returns the results, in the order of `returns`. eps: 1e-5, of an RMSNorm 1e-6.
+        - ``op.forward(x, *, eps, **operands)`` returns (results, saved).
+        - ``op.backward(saved, *gradients, wanted=())`` returns the gradients of x and of the operands, by name, from
+          those of the results.
+
+        x is a NumPy or CuPy array. An operand is an array of the shape of x; or a vector for all rows, of shape
+        (columns,), with ones before it if you like; or a number, which may differ from call to call. Any of the four
+        dtypes, each independently of x.
+
+    Raises
+    ------
+    TypeError
+        A function that cannot be traced, such as one with ``if``; an operand that is missing or unknown, or of the
+        wrong kind or dtype.
+    ValueError
+        A name, shape, value or device that does not fit.
+
+    Notes
+    -----
+    The functions are called once, here, with stand-ins for numbers: arithmetic, ``numpy.exp`` and its like, and the
+    functions of `cunorm.expression` are traced; a number that they capture is a constant of the kernel.
+
+    Arithmetic in float32 (float64 where s is float64), with one rounding of y and one of s.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> modulated = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift)
+    >>> x = numpy.array([[1.0, 2.0, 3.0]])
+    >>> modulated(x, scale=numpy.array([0.0, 1.0, 2.0]), shift=0.5).round(3)
+    array([[-0.725,  0.5  ,  4.174]])
+    >>> y, saved = modulated.forward(x, scale=numpy.array([0.0, 1.0, 2.0]), shift=0.5)
+    >>> modulated.backward(saved, numpy.ones_like(x), wanted=["scale"])["scale"].round(3)
+    array([-1.225,  0.   ,  1.225])
+    """
+    if norm not in tuple(NORMS):
+        raise ValueError(f"fuse: norm must be one of {', '.join(NORMS)}; got {norm!r}.")
+    before = None if prologue is None else _traced("prologue", prologue, "x")
+    after = parse("xhat", ("xhat",)) if epilogue is None else _traced("epilogue", epilogue, "xhat")
+    names = dict.fromkeys((*(before.names[1:] if before else ()), *after.names[1:]))
+    for name in names:
+        if RESERVED.fullmatch(name):
+            raise ValueError(
+                f"fuse: an operand's name must be of small letters, and not {', '.join(OF_THE_CALL)} nor a name that "
+                f"kernels use themselves; got {name!r}: rename it."
+            )
+        if f"d{name}" in names:
+            raise ValueError(f"fuse: 'd{name}' is the gradient of {name!r}: rename one of these operands.")
+    if isinstance(returns, str) or not isinstance(returns, Sequence):
+        raise TypeError(f"fuse: returns must be a tuple of names, such as ('y',); got {returns!r}.")
+    _check_names("fuse", "returns", returns, ("y", "s"))
+    if "y" not in returns:
+        raise ValueError(f"fuse: returns must have 'y'; got {tuple(returns)}.")
+    if before is None and ("s" in returns or s_dtype is not None):
+        raise ValueError("fuse: 's' among returns, and s_dtype, need a prologue: without one s is x.")
+    y_dtype, s_dtype = (None if one is None else checks.dtype_name("fuse", one) for one in (dtype, s_dtype))
+    return Fused(Operation(norm, after, before, tuple(returns)), y_dtype, s_dtype)
+
+
+def _traced(role: str, function: Callable[..., Any], first: str) -> Expression:
+    """The expression of a prologue or epilogue, whose first parameter is called `first` from here on."""
+    expression = trace(function, role=role)
+    if not expression.names:
+        raise ValueError(f"fuse: the {role}'s first parameter is {first}; got a function without parameters.")
+    if first in expression.names[1:]:
+        raise ValueError(f"fuse: {first} must be the {role}'s first parameter; got {', '.join(expression.names)}.")
+    return substitute(expression, {expression.names[0]: parse(first, (first,))})
+
+
+def _check_names(function: str, argument: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Names that are known, each at most once."""
+    names = tuple(names)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{function}: {argument} must be names out of {', '.join(known)}; got {name!r}.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{function}: {argument} must have each name once; got {', '.join(names)}.")
+
+
+# Named operations. Their operands are of these kinds, whatever the shape of x.
+KINDS = (("residual", "full"), ("weight", "column"), ("bias", "column"))
+
+
+def add_layer_norm(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+) -> tuple[Any, Any]:
+    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axis.
+
+    Parameters
+    ----------
+    x : array, shape (..., columns)
+        float16, bfloat16, float32 or float64: a NumPy or CuPy array. Rows may be strided.
+    residual : array, shape of x
+        Any of the four dtypes, as of weight and bias.
+    weight, bias : array, shape (columns,), optional
+    eps : float
+        Added to the variance, inside the root.
+    zero_centered_gamma : bool
+        Multiply by 1 + weight instead of weight.
+    dtype, s_dtype : dtype or str, optional
+        Of y and of s. Default: those of x.
+
+    Returns
+    -------
+    y, s : array, shape of x
+        The same bits as of the sum and `layer_norm` of it, one after the other.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `layer_norm`.
+
+    Notes
+    -----
+    s is rounded before its statistics are taken, and read by nobody else in between: two arrays are read and two
+    written. The backward pass takes s: `add_layer_norm_backward`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s = cunorm.add_layer_norm(numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]]))
+    >>> y.round(3), s
+    (array([[-1.225,  0.   ,  1.225]]), array([[1., 2., 3.]]))
+    """
+    operands = {"residual": residual, "weight": weight, "bias": bias}
+    y, s, _, _ = _add_forward("add_layer_norm", x, operands, eps, zero_centered_gamma, dtype, s_dtype, statistics=False)
+    return y, s
+
+
+def add_rms_norm(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+) -> tuple[Any, Any]:
+    """s = x + residual, y = s / sqrt(mean(s²) + eps) * weight, over the last axis.
+
+    Parameters, results and errors as in `add_layer_norm`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s = cunorm.add_rms_norm(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
+    >>> y.round(3), s
+    (array([[0.849, 1.131]]), array([[3., 4.]]))
+    """
+    operands = {"residual": residual, "weight": weight}
+    y, s, _, _ = _add_forward("add_rms_norm", x, operands, eps, zero_centered_gamma, dtype, s_dtype, statistics=False)
+    return y, s
+
+
+def add_layer_norm_forward(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """`add_layer_norm` with what its backward pass needs: (y, s, mean, rstd), those of s.
+
+    Parameters and errors as in `add_layer_norm`.
+
+    Returns
+    -------
+    y, s : array, shape of x
+    mean, rstd : array, shape of x without its last axis
+        float32 (float64 for float64 s).
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x = numpy.array([[1.0, 2.0, 4.0]])
+    >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, numpy.array([[0.0, 0.0, -1.0]]), eps=0.0)
+    >>> mean, rstd.round(3)
+    (array([2.]), array([1.225]))
+    """
+    operands = {"residual": residual, "weight": weight, "bias": bias}
+    return _add_forward(
+        "add_layer_norm_forward", x, operands, eps, zero_centered_gamma, dtype, s_dtype, statistics=True
+    )
+
+
+def add_rms_norm_forward(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+) -> tuple[Any, Any, Any]:
+    """`add_rms_norm` with what its backward pass needs: (y, s, rstd).
+
+    Parameters and errors as in `add_layer_norm`; rstd as in `add_layer_norm_forward`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
+    >>> rstd.round(3)
+    array([0.283])
+    """
+    operands = {"residual": residual, "weight": weight}
+    y, s, _, rstd = _add_forward(
+        "add_rms_norm_forward", x, operands, eps, zero_centered_gamma, dtype, s_dtype, statistics=True
+    )
+    return y, s, rstd
+
+
+def add_layer_norm_backward(
+    dy: Any,
+    ds: Any,
+    s: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any = None,
+    *,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Any, Any, Any]:
+    """dx = ds + rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
+
+    dx is the gradient of x and that of residual: they are equal. g = dy * weight, xhat = (s - mean) * rstd.
+
+    Parameters
+    ----------
+    dy : array, shape of s, or None
+        The gradient of y, in any of the four dtypes; None if nothing depends on y.
+    ds : array, shape of s, or None
+        The gradient of s, likewise: what comes along the residual stream.
+    s, mean, rstd : array
+        What `add_layer_norm_forward` returned.
+    weight : array, shape (columns,), optional
+    zero_centered_gamma : bool
+        As in the forward pass.
+    output_mask : tuple of three bool
+        Which of (dx, dweight, dbias) are wanted; the others are not computed and come as None.
+
+    Returns
+    -------
+    dx : array, shape and dtype of s
+    dweight, dbias : array, shape (columns,), dtype of weight (of s without a weight)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `layer_norm`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x, residual = numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]])
+    >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual)
+    >>> dx, dweight, dbias = cunorm.add_layer_norm_backward(numpy.array([[1.0, 0.0, 0.0]]), s * 0, s, mean, rstd)
+    >>> dx.round(3), dbias
+    (array([[ 0.204, -0.408,  0.204]]), array([1., 0., 0.]))
+    """
+    return _add_backward("add_layer_norm_backward", dy, ds, s, mean, rstd, weight, zero_centered_gamma, output_mask)
+
+
+def add_rms_norm_backward(
+    dy: Any,
+    ds: Any,
+    s: Any,
+    rstd: Any,
+    weight: Any = None,
+    *,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool] = (True, True),
+) -> tuple[Any, Any]:
+    """dx = ds + rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = s * rstd.
+
+    Parameters, results and errors as in `add_layer_norm_backward`; `output_mask` is for (dx, dweight).
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
+    >>> dx, dweight = cunorm.add_rms_norm_backward(numpy.array([[1.0, 0.0]]), numpy.ones((1, 2)), s, rstd)
+    >>> dx.round(3), dweight.round(3)
+    (array([[1.181, 0.864]]), array([0.849, 0.   ]))
+    """
+    dx, dweight, _ = _add_backward(
+        "add_rms_norm_backward", dy, ds, s, None, rstd, weight, zero_centered_gamma, output_mask
+    )
+    return dx, dweight
+
+
+def _add_forward(function, x, operands, eps, zero_centered_gamma, dtype, s_dtype, *, statistics):
+    """(y, s, mean, rstd), statistics None unless asked for."""
+    dtype, s_dtype = (None if one is None else checks.dtype_name(function, one) for one in (dtype, s_dtype))
+    if zero_centered_gamma and operands["weight"] is None:
+        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
+    results, mean, rstd = fused_of(function, x).forward(
+        function,
+        _added(function, zero_centered_gamma),
+        x,
+        {name: one for name, one in operands.items() if one is not None or name == "residual"},
+        eps,
+        demanded=KINDS,
+        dtype=dtype,
+        s_dtype=s_dtype,
+        statistics=statistics,
+    )
+    return results["y"], results["s"], mean, rstd
+
+
+def _add_backward(function, dy, ds, s, mean, rstd, weight, zero_centered_gamma, output_mask):
+    """(dx, dweight, dbias), None where output_mask says so."""
+    operation = _added(function, zero_centered_gamma)
+    if zero_centered_gamma and weight is None:
+        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
+    if dy is None and ds is None:
+        raise ValueError(f"{function}: dy or ds must be an array; got None for both.")
+    names = ("x", "weight", "bias")
+    mask = checks.check_output_mask(function, output_mask, 3 if NORMS[operation.norm].subtracts_mean else 2)
+    # x and bias are not read: s and weight have their shapes and dtypes.
+    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
+    gradients = fused_of(function, s, "s").backward(
+        function,
+        operation,
+        arrays,
+        tuple(name for name, wanted in zip(names, mask, strict=True) if wanted),
+        demanded=KINDS,
+        s_dtype=None,
+    )
+    return tuple(gradients.get(name) for name in names)
+
+
+def _added(function: str, zero_centered_gamma: bool) -> Operation:
+    return added("layer_norm" if function.startswith("add_layer_norm") else "rms_norm", bool(zero_centered_gamma))

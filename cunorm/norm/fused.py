@@ -1,0 +1,119 @@
+"""What the families of arrays share in a call of a fused operation: which kind each operand is, what must hold of every
+array, and which gradients are one.
+
+An operand is a `Layout`, or a float where a number was passed. `demanded` has the kinds of operands that a named
+function knows beforehand; any other operand's follows from its shape.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Collection, Iterable, Mapping
+
+from ..operation import NORMS, Operation, derivative
+from .checks import Layout, check_dtype, check_same_device
+from .problem import compute_dtype
+
+Given = Layout | float
+Kinds = tuple[tuple[str, str], ...]
+
+
+def number(function: str, name: str, value: numbers.Real) -> float:
+    """An operand that is a number, as a Python float."""
+    if isinstance(value, bool):
+        raise TypeError(f"{function}: {name} must be an array or a number; got bool. Pass float({name}).")
+    return float(value)
+
+
+def check_operands(function: str, x: Layout, operands: Mapping[str, Given], *, demanded: Kinds) -> dict[str, str]:
+    """Check x and the operands of a forward pass; return the operands' kinds."""
+    check_dtype(function, "x", x)
+    if not x.shape or x.shape[-1] == 0:
+        raise ValueError(f"{function}: x must have a last axis to normalise, and not an empty one; got {x.shape}.")
+    expected = dict(demanded)
+    return {name: _kind(function, name, one, x, expected.get(name)) for name, one in operands.items()}
+
+
+def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | None) -> str:
+    if isinstance(operand, float):
+        if expected:
+            raise TypeError(f"{function}: {name} must be an array; got a number. Leave it out, or pass an array.")
+        return "scalar"
+    check_dtype(function, name, operand)
+    check_same_device(function, name, operand, x)
+    shape, columns = operand.shape, x.shape[-1:]
+    if expected:
+        shapes = {"full": x.shape, "column": columns}
+        if shape != shapes[expected]:
+            of_x = "the shape of x" if expected == "full" else "the shape of the last axis of x"
+            raise ValueError(f"{function}: {name} must have {of_x}, {shapes[expected]}; got {shape}.")
+        return expected
+    if shape == x.shape:
+        return "full"
+    if shape == (1,) * (len(shape) - 1) + columns and 0 < len(shape) <= len(x.shape):
+        return "column"
+    raise ValueError(
+        f"{function}: {name} must have the shape of x, {x.shape}, or of its last axis, {columns}, or be a number; got "
+        f"an array of shape {shape}. {_instead(name, shape, x)}"
+    )
+
+
+def _instead(name: str, shape: tuple[int, ...], x: Layout) -> str:
+    """What to pass instead of an operand of another shape."""
+    if not shape:
+        return f"Pass float({name})."
+    padded = (1,) * (len(x.shape) - len(shape)) + shape
+    if len(padded) == len(x.shape) and all(a in (1, b) for a, b in zip(padded, x.shape, strict=True)):
+        return f"Vectors for groups of rows come in a later version: until then pass broadcast_to({name}, x.shape)."
+    return "It does not broadcast against x."
+
+
+def check_backward(function: str, operation: Operation, arrays: Mapping[str, Given], row_dtype: str) -> None:
+    """Check what a backward pass takes besides x and the operands: gradients, s, mean and rstd, those that are given.
+
+    `row_dtype` is that of the rows that were normalised.
+    """
+    x = arrays["x"]
+    assert isinstance(x, Layout)
+    compute = compute_dtype(row_dtype)
+    expected: dict[str, tuple[tuple[int, ...], str | None]] = {
+        **dict.fromkeys(("dy", "ds"), (x.shape, None)),
+        "s": (x.shape, row_dtype),
+        **dict.fromkeys(NORMS[operation.norm].statistics, (x.shape[:-1], compute)),
+    }
+    for name, (shape, dtype) in expected.items():
+        array = arrays.get(name)
+        if not isinstance(array, Layout):
+            continue
+        check_dtype(function, name, array)
+        check_same_device(function, name, array, x)
+        if array.shape != shape:
+            of_x = "the shape of x" if shape == x.shape else "the shape of x without its last axis"
+            raise ValueError(f"{function}: {name} must have {of_x}, {shape}; got {array.shape}.")
+        if dtype and array.dtype != dtype:
+            raise TypeError(
+                f"{function}: {name} must have dtype {dtype}; got {array.dtype}. Pass what forward returned."
+            )
+
+
+def same_gradients(
+    operation: Operation,
+    wanted: Iterable[str],
+    present: Collection[str],
+    kinds: Mapping[str, str],
+    dtypes: Mapping[str, str],
+) -> dict[str, str]:
+    """For each name that is wanted the first one that has the same gradient: of x + residual, x has that of residual.
+
+    Only what has the shape of x counts, for which `dtypes` are needed; a vector's gradient is small.
+    """
+    wanted = tuple(wanted)
+    found = derivative(operation, wanted, present)
+    early, late = dict(found.early), dict(found.late)
+    first: dict[tuple, str] = {}
+    same = {}
+    for name in wanted:
+        same[name] = name
+        if name == "x" or kinds.get(name) == "full":
+            same[name] = first.setdefault((early.get(name), late.get(name), dtypes[name]), name)
+    return same
