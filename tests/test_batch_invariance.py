@@ -20,8 +20,8 @@ from problems import problem
 
 from cunorm.commands import matrix
 from cunorm.device import KNOWN, Device
-from cunorm.problem import ITEMSIZE
-from cunorm.tiers import TABLES, choose
+from cunorm.norm.problem import ITEMSIZE
+from cunorm.norm.tiers import TABLES, choose
 
 ROWS = 3
 BATCHES = (
@@ -39,17 +39,16 @@ MANY = 9  # rows on the stand-in: threads take several one after the other
 def test_who_owns_which_column_depends_on_the_row_alone(direction, arch):
     """Not on how many rows there are, where they lie, what is asked for, or how many multiprocessors are left free."""
     device = KNOWN[arch]
-    masks = [(True, False, False), (True, True, True)] if direction == "backward" else [(False, False, False)]
+    asked: list[dict[str, Any]] = [{}]
+    if direction == "backward":
+        asked = [{"wanted": ("x",)}, {"wanted": ("x", "weight")}]
     for op, dtype, weight in product(OPS, DTYPES, ("float16", "float64", None)):
         for cols in {cols for found in matrix.lengths_of_tiers(direction, dtype, device).values() for cols in found}:
-            row = problem(direction, 1, cols, dtype, op=op, weight=weight)
-            chosen = {
-                choice and (choice[0], choice[1].shape)
-                for (rows, aligned, margin), mask in product(BATCHES, masks)
-                for choice in [
-                    choose(replace(row, rows=rows, aligned=aligned, sm_margin=margin, output_mask=mask), device)
-                ]
-            }
+            chosen = set()
+            for (rows, aligned, margin), wanted in product(BATCHES, asked):
+                row = problem(direction, 1, cols, dtype, op=op, weight=weight, **wanted)
+                choice = choose(replace(row, rows=rows, aligned=aligned, sm_margin=margin), device)
+                chosen.add(choice and (choice[0], choice[1].shape))
             assert len(chosen) == 1, (op, dtype, weight, cols, chosen)
 
 
