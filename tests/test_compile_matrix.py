@@ -9,7 +9,7 @@ import pytest
 from nvrtc import needs_nvrtc
 
 from cunorm.commands import matrix
-from cunorm.commands.compilation import compile_all, fault, offline
+from cunorm.commands.compilation import compile_all, compiler, fault
 from cunorm.compile import Resources
 from cunorm.device import KNOWN, Device
 from cunorm.norm.plan import plan
@@ -25,7 +25,7 @@ SLICES = 8  # for pytest-xdist
 def test_no_kernel_spills(arch, part):
     specs = matrix.kernels_of(matrix.covering(KNOWN[arch]), KNOWN[arch])[part::SLICES]
     assert specs
-    with offline() as compile_one:
+    with compiler(keep=False) as compile_one:
         faults = [
             f"{one.spec} {one.fault}" for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.fault
         ]

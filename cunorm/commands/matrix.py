@@ -63,8 +63,7 @@ def covering(device: Device) -> list[Problem]:
         lengths = {dtype: lengths_of_tiers(direction, dtype, device) for dtype in DTYPES}
         for tier in dict.fromkeys(tier for found in lengths.values() for tier in found):
             for op, x in product(OPS, (x for x in DTYPES if tier in lengths[x])):
-                longest = whole(op, direction, lengths[x][tier][-1], x)
-                problems += [longest, *(replace(longest, rows=rows) for rows in FEW_ROWS)]
+                problems += every_number_of_rows(whole(op, direction, lengths[x][tier][-1], x))
             for levels in orthogonal_array():
                 factors = FACTORS[direction].items()
                 picked = {
@@ -74,6 +73,11 @@ def covering(device: Device) -> list[Problem]:
                 if found:
                     problems.append(_mixed(direction, found[picked.pop("cols") % len(found)], **picked))
     return problems
+
+
+def every_number_of_rows(problem: Problem) -> list[Problem]:
+    """The problem with as many rows as there are kernels that depend on it."""
+    return [replace(problem, rows=rows) for rows in (ROWS, *FEW_ROWS)]
 
 
 def whole(op: str, direction: str, cols: int, dtype: str, weight: str | None = None) -> Problem:
