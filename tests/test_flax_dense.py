@@ -180,6 +180,7 @@ def test_initializers(framework):
     }
 
 
+@pytest.mark.slow
 def test_partitioning():
     """Flax's annotations of an initializer reach its parameter."""
     linen = flax.linen.with_partitioning(flax.linen.initializers.lecun_normal(), (None, "model"))

@@ -58,6 +58,7 @@ def run(solution: Plan, eps: float, given: dict[str, numpy.ndarray], wanted: dic
         result[...] = buffers[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.reason)
 def test_forward(op, shape):

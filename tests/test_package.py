@@ -109,6 +109,7 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 # core.
 
 LAYERS = (
+    {"logs"},
     {"device", "norm.problem", "linear.problem", "linear.gemm"},
     {"norm.tiers", "norm.plan"},
     {"source"},
@@ -119,9 +120,9 @@ LAYERS = (
     {"families"},
     {"api", "linear.api"},
 )
-PURE = LAYERS[0] | LAYERS[1] | LAYERS[2] - {"linear.gemm"}
+PURE = LAYERS[0] | LAYERS[1] | LAYERS[2] | LAYERS[3] - {"linear.gemm"}
 AT_ONCE = {"cupy_arrays", "linear.cupy_arrays", "linear.gemm"}  # those that import CuPy when they are imported
-FOR_ADAPTERS = {"device", "launch", "norm.problem", "norm.plan", "linear.problem", "source", "compile"}
+FOR_ADAPTERS = {"logs", "device", "launch", "norm.problem", "norm.plan", "linear.problem", "source", "compile"}
 
 
 def module_name(path: Path) -> str:
@@ -207,8 +208,6 @@ def test_planning_imports_no_gpu_library_at_all(name):
 
 
 def test_launch_alone_fetches_a_kernel():
-    """And `compile --all`, which launches none of those that it fetches."""
-
     def fetches(tree: ast.Module) -> bool:
         for node in ast.walk(tree):
             if (
@@ -221,4 +220,4 @@ def test_launch_alone_fetches_a_kernel():
                 return True
         return False
 
-    assert sorted(path.name for path in SOURCES if fetches(parsed(path))) == ["compilation.py", "launch.py"]
+    assert sorted(path.name for path in SOURCES if fetches(parsed(path))) == ["launch.py"]

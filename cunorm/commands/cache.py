@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ..compile import cache_directory
 
-# cunorm_....cubin are cunorm's kernels, RESULTS_FILE is what `compile --all` found. The others are CuPy's: a SHA-1 of the
-# source and options; with CUPY_CACHE_SAVE_CUDA_SOURCE the source is beside it.
+# cunorm_....cubin are cunorm's kernels, RESULTS_FILE is what `compile --all` found. The others are CuPy's: a SHA-1 of
+# the source and options; with CUPY_CACHE_SAVE_CUDA_SOURCE the source is beside it.
 RESULTS_FILE = "cunorm_compiled.json"
 OWN_KERNEL = re.compile(r"cunorm_[0-9a-f]{40}\.cubin")
 KERNEL_FILE = re.compile(rf"{OWN_KERNEL.pattern}|[0-9a-f]{{40}}\.(cubin|ltoir)(\.cu)?|{re.escape(RESULTS_FILE)}")
@@ -21,8 +21,8 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "cache",
         help="show, count or empty the directory of compiled kernels",
-        description="The directory in which cunorm keeps its compiled kernels, and CuPy any others. A removed kernel is "
-        "compiled again when it is next needed.",
+        description="The directory in which cunorm keeps its compiled kernels, and CuPy any others. A removed kernel "
+        "is compiled again when it is next needed.",
     )
     parser.add_argument("action", choices=("path", "count", "clear"))
     parser.set_defaults(run=run)

@@ -54,6 +54,18 @@ def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
     return list(dict.fromkeys(step.spec for problem in problems for step in plan(problem, device).steps))
 
 
+def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
+    """Of their kernels one for each kernel family, tier and size of x: 16 bits, float32, float64."""
+    kernels = {}
+    for problem in problems:
+        choice = choose(problem, device)
+        for step in plan(problem, device).steps:
+            kernels.setdefault(
+                (step.spec.kernel, problem.direction, choice and choice[0], ITEMSIZE[problem.x]), step.spec
+            )
+    return list(dict.fromkeys(kernels.values()))
+
+
 def covering(device: Device) -> list[Problem]:
     """For every tier: whole problems of each dtype at its longest row, many and few, and every pair of values of two
     factors.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy
 
 import jax
+from jax.core import ShapedArray
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -69,7 +70,7 @@ def _lower_for_cuda(ctx, *operands, formula: ClosedJaxpr, task: Task, names: Nam
 mlir.register_lowering(kernel_p, _lower_for_cuda, platform="cuda")
 
 
-def problem_of(task: Task, arrays: dict[str, jax.core.ShapedArray], wanted: Names) -> Problem:
+def problem_of(task: Task, arrays: dict[str, ShapedArray], wanted: Names) -> Problem:
     """Of arrays or their avals, which are dense: XLA places them at multiples of 16 bytes at least."""
     x = arrays["x"]
     cols = math.prod(x.shape[x.ndim - task.ndim :])
@@ -89,7 +90,7 @@ def problem_of(task: Task, arrays: dict[str, jax.core.ShapedArray], wanted: Name
         y_stride=cols,
         sm_margin=task.sm_margin,
         aligned=True,
-        output_mask=tuple(name in wanted for name in ("dx", "dweight", "dbias")),
+        output_mask=("dx" in wanted, "dweight" in wanted, "dbias" in wanted),
     )
 
 
@@ -145,7 +146,7 @@ def _lower_to_ptx(ctx, operands, plan: Plan, task: Task, names: Names, wanted: N
     buffers = dict(zip(names, operands, strict=True))
     avals = dict(zip(names, ctx.avals_in, strict=True)) | dict(zip(wanted, ctx.avals_out, strict=True))
     itemsize = ITEMSIZE[plan.problem.statistics]
-    avals["workspace"] = jax.core.ShapedArray((plan.workspace // itemsize,), numpy.dtype(plan.problem.statistics))
+    avals["workspace"] = ShapedArray((plan.workspace // itemsize,), numpy.dtype(plan.problem.statistics))
     call = jax.ffi.ffi_lowering(choice.TARGET)
     for step, reads, writes, baked in launches(plan, task.eps, names, wanted):
         x, y, z = step.grid

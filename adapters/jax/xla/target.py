@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 @cache
-def gpu() -> jax.Device | None:
+def gpu() -> Any:
     """The first GPU that JAX uses; None where programs for CUDA can only be lowered."""
     try:
         return jax.local_devices(backend="cuda")[0]
