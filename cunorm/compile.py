@@ -1,8 +1,8 @@
 """From a kernel's text to the kernel: NVRTC, for this GPU or for any, and the kernels that are kept on disk.
 
-What a call needs on a GPU and what `python -m cunorm compile --all` makes without one is the same function, `machine_code`:
-a container that was filled on a machine without a GPU compiles nothing when it runs. CuPy's own cache would not do: its
-key holds the paths of CuPy's headers, and asks the GPU for its architecture.
+What a call needs on a GPU and what `python -m cunorm compile --all` makes without one is named by one function,
+`kept_file`: a container that was filled on a machine without a GPU compiles nothing when it runs. CuPy's own cache
+would not do: private functions that ask for a GPU make its key.
 """
 
 from __future__ import annotations

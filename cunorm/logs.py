@@ -1,7 +1,7 @@
 """What cunorm says of itself: the lines of `logging.getLogger("cunorm")`, all of them at INFO.
 
-Each is of something that happens once (a kernel is compiled, a way that is not the fast one is taken, a layout that must
-be copied is met), never of a call, so none stands on the path of a microsecond.
+Each is of something that happens once (a kernel is compiled, a way that is not the fast one is taken, a layout that
+must be copied is met), never of a call, so none stands on the path of a microsecond.
 """
 
 from __future__ import annotations

@@ -67,14 +67,14 @@ def shape_cases() -> list[Any]:
     return cases
 
 
-# Row lengths for every tier (a part of a warp, a warp, a CTA, a cluster, streamed), odd and even in each. On the host those
-# up to HOST_COLUMNS: conftest.py leaves the others out.
+# Row lengths for every tier (a part of a warp, a warp, a CTA, a cluster, streamed), odd and even in each. On the host
+# those up to HOST_COLUMNS: conftest.py leaves the others out.
 TIER_COLUMNS = (7, 129, 1000, 8191, 12288, 20001, 65537, 262144, 600001)
 
 
 def adapter_cases() -> list[Any]:
-    """(xp, rows, cols, dtype) on the GPU, of shape_cases what an adapter could get wrong by itself: which plan it runs and
-    what it passes. A row length of each tier, few rows and many.
+    """(xp, rows, cols, dtype) on the GPU, for what an adapter could get wrong by itself: which plan it runs and what it
+    passes. A row length of each tier, few rows and many; that kernels are right for every shape the core's tests show.
     """
     return [
         pytest.param("gpu", rows, cols, dtype, id=f"gpu-{rows}x{cols}-{dtype}", marks=pytest.mark.gpu)

@@ -1,5 +1,5 @@
-"""Which tests run: those marked `gpu` need a GPU that CuPy can use and are skipped, in sight, without one; `quick` is the
-first case of each test but for those marked `slow`.
+"""Which tests run: those marked `gpu` need a GPU that CuPy can use and are skipped, in sight, without one; `quick` is
+the first case of each test but for those marked `slow`.
 """
 
 import functools

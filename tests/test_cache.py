@@ -240,6 +240,6 @@ def test_a_container_that_was_filled_without_a_gpu_compiles_nothing(tmp_path, fi
         options = ("--cols", "1003", "--dtype", "float32", "--arch", cupy.cuda.Device().compute_capability)
         output_of(command(tmp_path, "compile", "--all", *options, environment={"CUPY_CACHE_DIR": str(tmp_path)}))
     process = start(str(tmp_path), "refuse")
-    output, errors = process.communicate("go\n", timeout=120)
+    _, errors = process.communicate("go\n", timeout=120)
     assert (process.returncode == 0) == filled, errors
     assert ("NVRTC was called" in errors) != filled

@@ -19,8 +19,8 @@ from cunorm.norm.tiers import KernelSpec, RowShape, Tier, choose, dynamic_shared
 WHOLE = 90  # the architecture of which every kind of kernel is compiled
 SLICES = 24  # of them, for pytest-xdist
 
-# What a kernel's options do to its registers one architecture shows; ptxas is another compiler for each architecture, and
-# what it makes of a tier shows in one kernel of the tier. `python -m cunorm compile --all` compiles the rest.
+# What a kernel's options do to its registers one architecture shows; ptxas is another compiler for each architecture,
+# and what it makes of a tier shows in one kernel of the tier. `python -m cunorm compile --all` compiles the rest.
 COMPILED = [
     *(pytest.param(WHOLE, part, id=f"sm_{WHOLE}-{part}") for part in range(SLICES)),
     *(pytest.param(arch, None, id=f"sm_{arch}") for arch in KNOWN if arch != WHOLE),
