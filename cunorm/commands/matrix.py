@@ -19,7 +19,7 @@ from ..norm.tiers import TABLES, KernelSpec, Tier, choose
 
 OPS = ("layer_norm", "rms_norm")
 ROWS = 16384  # of more rows kernels do not depend on how many
-FEW_ROWS = (2000, 100, 1)  # may have kernels of their own
+FEW_ROWS = (2000, 100, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
 LEVELS = 7  # a prime, and no factor has more values
 
 DTYPES = tuple(ITEMSIZE)
