@@ -48,6 +48,7 @@ def compiled(monkeypatch, capsys, cache):
 
 
 @needs_nvrtc
+@pytest.mark.slow
 def test_all_architectures_without_a_gpu(compiled, monkeypatch):
     monkeypatch.setattr(compile, "why_no_gpu", lambda: "hidden by a test")
     count, architectures, registers, _ = compiled("--cols", "100", "--dtype", "bfloat16")
@@ -57,6 +58,7 @@ def test_all_architectures_without_a_gpu(compiled, monkeypatch):
 
 
 @needs_nvrtc
+@pytest.mark.slow
 def test_several_lengths_dtypes_and_architectures(compiled, cache, tmp_path):
     options = ("--cols", "100", "300", "--dtype", "float16", "float32", "--weight-dtype", "float32")
     count, architectures, *_ = compiled(*options, "--arch", "80", "90")

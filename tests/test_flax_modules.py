@@ -375,6 +375,7 @@ NNX = {
 
 @on_devices
 @pytest.mark.parametrize("transformation", NNX)
+@pytest.mark.slow
 def test_nnx_transformations(device, transformation):
     kind, results = Kind("nnx", "RMSNorm"), []
     with jax.default_device(jax.devices(device)[0]):

@@ -260,6 +260,7 @@ def test_one_array_in_several_places(device):
 
 
 @on_devices
+@pytest.mark.slow
 def test_slices_and_transposes(device):
     """Of what XLA hands over the kernels see dense rows, wherever they come from."""
     x = random(7, 6, 2 * COLS + 1, device=device)
