@@ -52,6 +52,7 @@ def run(solution: Plan, op: str, given: dict[str, numpy.ndarray], wanted: dict[s
         result[...] = buffers[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.reason)
 def test_forward(op, shape):
