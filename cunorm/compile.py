@@ -95,22 +95,24 @@ def _carveout(threads: int, shared: int) -> int:
 
 def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None) -> Resources:
     """Compile for any architecture, with no GPU and no driver: what the kernel uses."""
-    log, _ = _compile_offline(source(spec, baked), entry_name(spec), f"sm_{arch}", "--ptxas-options=-v")
+    text, options = source(spec, baked), ("--ptxas-options=-v",)
+    log, _ = _compile_offline(text, entry_name(spec), f"sm_{arch}", *options, computes=_expressions(spec))
     return _parse_resources(log)
 
 
 @lru_cache(maxsize=512)
 def ptx(spec: KernelSpec, baked: Baked, arch: int) -> str:
     """The PTX of an entry with pointers alone, for XLA to launch; with no GPU and no driver."""
-    return compile_ptx(source(spec, baked), entry_name(spec), arch)
+    return compile_ptx(source(spec, baked), entry_name(spec), arch, _expressions(spec))
 
 
-def compile_ptx(text: str, name: str, arch: int) -> str:
+def compile_ptx(text: str, name: str, arch: int, computes: str = "") -> str:
     """The PTX of any CUDA text, without the globals that NVRTC makes of the templates' constants and nothing reads.
 
     With them the driver takes twice as long to load a kernel that it has compiled before, 0.13 ms instead of 0.06.
+    What the text `computes` stands in the message of an error.
     """
-    _, text = _compile_offline(text, name, f"compute_{arch}")
+    _, text = _compile_offline(text, name, f"compute_{arch}", computes=computes)
     unread = re.compile(r"\.global [^=;]*?([\w$]+)(\[\d+\])?( = .*)?;\n", re.MULTILINE)
     return unread.sub(lambda found: found[0] if text.count(found[1]) > 1 else "", text)
 
@@ -129,7 +131,7 @@ def why_ptx_is_too_new() -> str:
     )
 
 
-def _compile_offline(text: str, name: str, target: str, *options: str) -> tuple[str, str]:
+def _compile_offline(text: str, name: str, target: str, *options: str, computes: str = "") -> tuple[str, str]:
     """(log, PTX), the latter empty for a target that is machine code."""
     from cupy_backends.cuda.libs import nvrtc
 
@@ -140,7 +142,7 @@ def _compile_offline(text: str, name: str, target: str, *options: str) -> tuple[
         return nvrtc.getProgramLog(program), code.decode()
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        raise CompileError(f"cunorm: NVRTC could not compile {name} for {target}:\n{log}") from error
+        raise CompileError(f"cunorm: NVRTC could not compile {name}{computes} for {target}:\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
 
