@@ -110,24 +110,25 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 
 LAYERS = (
     {"logs"},
-    {"device", "expression_value", "linear.gemm"},
+    {"device", "expression_value", "linear.gemm", "recipes"},
     {"expression_grammar"},
     {"expression", "expression_texts"},
     {"operation"},
     {"norm.problem"},
     {"norm.checks", "norm.spec"},
-    {"norm.tiers", "linear.problem"},
+    {"norm.tiers", "norm.fused", "linear.problem"},
     {"norm.plan"},
     {"source"},
     {"compile"},
     {"launch"},
     {"numpy_arrays", "cupy_arrays"},
-    {"dlpack", "linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack"},
+    {"dlpack", "norm.fused_numpy", "norm.fused_cupy", "linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack"},
     {"families"},
-    {"api", "linear.api"},
+    {"api", "fusion", "linear.api"},
 )
 PURE = set().union(*LAYERS[:10]) - {"linear.gemm"}
-AT_ONCE = {"cupy_arrays", "linear.cupy_arrays", "linear.gemm"}  # those that import CuPy when they are imported
+# Those that import CuPy when they are imported.
+AT_ONCE = {"cupy_arrays", "norm.fused_cupy", "linear.cupy_arrays", "linear.gemm"}
 FOR_ADAPTERS = {
     "logs",
     "device",
