@@ -13,7 +13,7 @@ from problems import problem
 from cunorm import compile, logs
 from cunorm.device import KNOWN
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import Layout
+from cunorm.norm.checks import Layout
 
 
 @pytest.fixture
