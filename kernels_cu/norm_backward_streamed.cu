@@ -41,9 +41,8 @@ DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, St
 
     CompensatedSum<Compute> sums[Norm::kGradientSums];
     for_each_pack([&](int64, int, const Compute(&xhat)[kPack], const Compute(&g)[kPack]) {
-      Compute of_pack[Norm::kGradientSums] = {};
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) Norm::add_gradient(of_pack, g[i], xhat[i]);
+      Compute of_pack[Norm::kGradientSums];
+      Norm::gradient_of_pack(of_pack, g, xhat);
 #pragma unroll
       for (int k = 0; k < Norm::kGradientSums; ++k) sums[k].add(of_pack[k]);
     });
@@ -54,7 +53,8 @@ DEVICE void norm_backward_streamed(LoadX load_x, LoadDy load_dy, Scale scale, St
     const auto& slots = exchange.collect(turn);
 #pragma unroll
     for (int k = 0; k < Norm::kGradientSums; ++k) {
-      means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; }) * one_part_in<Compute, kCols>();
+      // Divided for the reason that statistics.cuh gives.
+      means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; }) / static_cast<Compute>(kCols);
     }
 
     const auto store = [&](int64 column, int valid, const Compute(&xhat)[kPack], Compute(&g)[kPack]) {
