@@ -704,7 +704,7 @@ def test_kernels_compile_and_those_of_named_operations_spill_nothing(name, arch)
             for step in plan(problem, KNOWN[arch]).steps:
                 used = compile_for(step.spec, arch)
                 assert used.shared == shared_memory(step.spec)
-                # On sm_100 backward of add_layer_norm spills 20 bytes at 8192 columns: dy, s and ds wait at once.
+                # The backward pass of add_layer_norm on sm_100 spills 20 bytes at 8192 columns.
                 assert arch == 100 or not name.startswith("add") or not fault(step.spec, used)
 
 

@@ -12,8 +12,8 @@ from problems import problem
 
 from cunorm import compile, logs
 from cunorm.device import KNOWN
-from cunorm.norm.plan import plan
 from cunorm.norm.checks import Layout
+from cunorm.norm.plan import plan
 
 
 @pytest.fixture
