@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 logger = logging.getLogger("cunorm")
@@ -16,7 +15,7 @@ logger = logging.getLogger("cunorm")
 
 def compiled(name: str, target: str, seconds: float, spec: Any = None) -> None:
     """NVRTC made `name` for `target` (sm_90, or compute_90 where it is PTX)."""
-    logger.info("compiled %s for %s in %.3f s%s", name, target, seconds, _in_short(spec))
+    logger.info("compiled %s for %s in %.3f s%s", name, target, seconds, f": {spec}" if spec else "")
 
 
 def fell_back(function: str, taken: str, reason: str) -> None:
@@ -33,16 +32,3 @@ def copied(function: str, names: Iterable[str], arrays: Iterable[Any], copies: I
         if copy:
             shape, strides = tuple(array.shape), array.stride() if hasattr(array, "stride") else array.strides
             logger.info("%s: %s of shape %s and strides %s is copied in each call", function, name, shape, strides)
-
-
-def _in_short(spec: Any) -> str:
-    """The fields of a KernelSpec that differ from their defaults, without the kernel's name."""
-    if not is_dataclass(spec):
-        return ""
-    values = ((field, getattr(spec, field.name)) for field in fields(spec) if field.name != "kernel")
-    return ": " + ", ".join(f"{field.name}={_shown(value)}" for field, value in values if value != field.default)
-
-
-def _shown(value: Any) -> str:
-    """A shape inside a spec as its numbers alone."""
-    return "/".join(str(getattr(value, field.name)) for field in fields(value)) if is_dataclass(value) else str(value)

@@ -14,6 +14,7 @@ from nvrtc import needs_nvrtc
 from cunorm.__main__ import main
 from cunorm.commands import compilation, compile, matrix
 from cunorm.device import KNOWN
+from cunorm.norm.problem import whole
 
 ONE_ROW = ("--cols", "100", "--dtype", "bfloat16")
 SUMMARY = r"(\d+) kernels compiled for (.+): 0 failures, at most (\d+) registers, ([\d.]+) s\n"
@@ -92,7 +93,9 @@ def test_a_kernel_that_is_gone_is_compiled_again(compiled, tmp_path):
 
 @needs_nvrtc
 def test_without_lengths_nothing_is_kept_but_what_was_found(compiled, monkeypatch, tmp_path):
-    monkeypatch.setattr(matrix, "covering", lambda target: [matrix.whole("layer_norm", "forward", 100, "float16")])
+    monkeypatch.setattr(
+        matrix, "covering", lambda target: [whole("layer_norm", "forward", matrix.ROWS, 100, "float16")]
+    )
     compiled("--arch", "90")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["cunorm_compiled.json"]
 
@@ -113,8 +116,8 @@ def test_a_failure_is_in_the_table_and_in_the_exit_status(monkeypatch, capsys, c
     assert main(["compile", "--all", *ONE_ROW, "--arch", "80"]) == 1
     head, fault, spec, summary = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["arch", "kernel", "cols"]
-    assert re.fullmatch(r"sm_80 +sum_partials +0 +\d+  uses 1024 bytes of shared memory of 1000", fault)
-    assert "SumSpec(" in spec
+    assert re.fullmatch(r"sm_80 +sum_partials +- +\d+  uses 1024 bytes of shared memory of 1000", fault)
+    assert "sum_partials of 2 gradients of float16" in spec
     assert summary.startswith("5 kernels compiled for sm_80: 1 failures, ")
 
 
