@@ -100,7 +100,8 @@ def _plain(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, beta: int) -> No
     if 0 in out.shape:
         return
     if a.shape[1] == 0:
-        out *= beta
+        if beta == 0:  # what was there may be NaN, of which 0 times is NaN
+            out.fill(0)
         return
     cublas = _cublas()
     a, a_operand = _operand(a)

@@ -59,7 +59,7 @@ class NormSpec:
         arrays = ", ".join(f"{one.name} {one.dtype}" for one in self.operands if one.kind != "scalar")
         return (
             f"{self.kernel} {operation.norm}, {self.cols} cols, {arrays}; y = {operation.epilogue.text}; "
-            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} cols a row, "
+            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} a row, "
             f"cluster {shape.cluster}, {'16-byte' if self.aligned else 'element'} access"
         )
 
