@@ -28,7 +28,7 @@ def test_all_architectures_without_a_gpu_and_nothing_of_progress(tmp_path, cache
     output = output_of(command(tmp_path, *ONE_ROW, environment=cache))
     count, architectures, registers, _ = re.fullmatch(SUMMARY, output).groups()
     assert architectures == ", ".join(f"sm_{arch}" for arch in KNOWN)
-    assert int(count) == 5 * len(KNOWN)  # two forward, two backward, one that sums
+    assert int(count) == 6 * len(KNOWN)  # for either norm: forward, backward, and one that sums
     assert 0 < int(registers) <= 255
 
 
@@ -49,7 +49,7 @@ def test_several_lengths_dtypes_and_architectures(tmp_path, cache):
     )
     output = output_of(command(tmp_path, "compile", "--all", *options, environment=cache))
     count, architectures, *_ = re.fullmatch(SUMMARY, output).groups()
-    assert (int(count), architectures) == ((2 * 2 * 4 + 2) * 2, "sm_80, sm_90")  # one that sums for each dtype
+    assert (int(count), architectures) == ((2 * 2 * 4 + 4) * 2, "sm_80, sm_90")  # those that sum are of any length
 
 
 @needs_nvrtc
@@ -69,7 +69,7 @@ def test_results_that_cannot_be_read_are_made_again(tmp_path, cache, content):
     directory.mkdir()
     (directory / "cunorm_compiled.json").write_text(content)
     assert re.fullmatch(SUMMARY, output_of(command(tmp_path, *ONE_ROW, "--arch", "90", environment=cache)))
-    assert len(json.loads((directory / "cunorm_compiled.json").read_text())) == 5
+    assert len(json.loads((directory / "cunorm_compiled.json").read_text())) == 6
 
 
 @needs_nvrtc
@@ -79,11 +79,12 @@ def test_a_failure_is_in_the_table_and_in_the_exit_status(monkeypatch, capsys, t
     from cunorm.__main__ import main
 
     assert main([*ONE_ROW, "--arch", "80"]) == 1
-    head, fault, spec, summary = capsys.readouterr().out.splitlines()
+    head, *failures, summary = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["arch", "kernel", "cols"]
-    assert re.fullmatch(r"sm_80 +sum_partials +0 +\d+  uses 1024 bytes of shared memory of 1000", fault)
-    assert "SumSpec(" in spec
-    assert summary.startswith("5 kernels compiled for sm_80: 1 failures, ")
+    for fault, spec in zip(failures[::2], failures[1::2], strict=True):
+        assert re.fullmatch(r"sm_80 +sum_partials +0 +\d+  uses 1024 bytes of shared memory of 1000", fault)
+        assert "SumSpec(" in spec
+    assert summary.startswith("6 kernels compiled for sm_80: 2 failures, ")
 
 
 def test_without_lengths_it_is_the_covering_set():
@@ -123,7 +124,7 @@ def test_kernels_of_this_machine_are_in_its_disk_cache(tmp_path, cache):
     environment = cache | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
     output = output_of(command(tmp_path, *ONE_ROW, environment=environment))
     count, architectures, *_ = re.fullmatch(SUMMARY, output).groups()
-    assert int(count) == 5
+    assert int(count) == 6
     assert architectures.count("sm_") == 1
     cubins = [entry.name for entry in os.scandir(cache["CUPY_CACHE_DIR"]) if entry.name.endswith(".cubin")]
-    assert len(cubins) >= 5
+    assert len(cubins) >= 6
