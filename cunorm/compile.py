@@ -1,19 +1,31 @@
-"""From a kernel's text to the kernel: NVRTC, for this GPU or for any, and the cache of compiled kernels."""
+"""From a kernel's text to the kernel: NVRTC, for this GPU or for any, and the kernels that are kept on disk.
+
+What a call needs on a GPU and what `python -m cunorm compile --all` makes without one is named by one function,
+`kept_file`: a container that was filled on a machine without a GPU compiles nothing when it runs. CuPy's own cache
+would not do: private functions that ask for a GPU make its key.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import threading
 from concurrent.futures import Future
-from functools import lru_cache
+from contextlib import suppress
+from functools import cache, lru_cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from time import perf_counter
 from typing import Any, NamedTuple
 
-from .device import NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+from . import device, logs
 from .norm.spec import KernelSpec, SumSpec, dynamic_shared
 from .source import Baked, entry_name, source
 
 OPTIONS = ("--std=c++17", "-fmad=false")  # platform.cuh says why
 AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
+DIGEST = hashlib.sha256().digest_size
 
 
 class CompileError(RuntimeError):
@@ -49,29 +61,29 @@ def kernel(spec: KernelSpec, device_id: int) -> Any:
                 found = _kernels[key] = Future()
         if mine:
             try:
-                found.set_result(_compile(spec))
+                found.set_result(_load(spec, device_id))
             except BaseException as error:
                 del _kernels[key]
                 found.set_exception(error)
     return found.result()
 
 
-def _compile(spec: KernelSpec) -> Any:
+def _load(spec: KernelSpec, device_id: int) -> Any:
     import cupy
 
-    try:
-        compiled = cupy.RawModule(code=source(spec), options=OPTIONS).get_function(entry_name(spec))
-    except cupy.cuda.compiler.CompileException as error:
-        raise CompileError(
-            f"cunorm: NVRTC could not compile {entry_name(spec)}{_expressions(spec)} for {spec}:\n{error}"
-        ) from error
+    driver = cupy.cuda.driver
+    module = cupy.cuda.Module()
+    module.load(machine_code(spec, device.current(device_id).arch))
+    function = module.get_function(entry_name(spec))
     dynamic = dynamic_shared(spec)
     if dynamic:
-        compiled.max_dynamic_shared_size_bytes = dynamic
+        driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic)
     if spec.cluster > 8:
-        cupy.cuda.driver.funcSetAttribute(compiled.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-    compiled.preferred_shared_memory_carveout = _carveout(spec.threads, compiled.shared_size_bytes + dynamic)
-    return compiled.kernel
+        driver.funcSetAttribute(function.ptr, device.NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    shared = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr) + dynamic
+    carveout = _carveout(spec.threads, shared)
+    driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout)
+    return function
 
 
 def _expressions(spec: KernelSpec) -> str:
@@ -93,24 +105,65 @@ def _carveout(threads: int, shared: int) -> int:
     return min(100, -(-100 * ctas * (shared + 1024) // (228 << 10)))
 
 
-def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None) -> Resources:
-    """Compile for any architecture, with no GPU and no driver: what the kernel uses."""
-    log, _ = _compile_offline(source(spec, baked), entry_name(spec), f"sm_{arch}", "--ptxas-options=-v")
+def machine_code(spec: KernelSpec, arch: int) -> bytes:
+    """The kernel for an architecture, with no GPU and no driver: read where it is kept, else compiled, and then kept.
+
+    PTX where NVRTC does not know the architecture; the driver reads either.
+    """
+    with suppress(OSError):
+        content = kept_file(spec, arch).read_bytes()
+        if hashlib.sha256(content[DIGEST:]).digest() == content[:DIGEST]:
+            return content[DIGEST:]
+    _, code = _compile(source(spec), entry_name(spec), _target(arch), spec)
+    _keep(spec, arch, code)
+    return code
+
+
+def kept_file(spec: KernelSpec, arch: int) -> Path:
+    """Where a kernel is kept: named by all that its machine code depends on."""
+    inputs = repr((_nvrtc_version(), OPTIONS, AS_CUPY, arch, source(spec)))
+    return cache_directory() / f"cunorm_{hashlib.sha256(inputs.encode()).hexdigest()[:40]}.cubin"
+
+
+def _keep(spec: KernelSpec, arch: int, code: bytes) -> None:
+    """With its digest before it: what a copy or a crash cut short is compiled again."""
+    write(kept_file(spec, arch), hashlib.sha256(code).digest() + code)
+
+
+def cache_directory() -> Path:
+    """CuPy's, so that one folder holds all that a process would compile; CuPy is not imported for it."""
+    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file of the cache at once, whoever reads it meanwhile. One that cannot be written costs time, no more."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+
+
+def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None, keep: bool = False) -> Resources:
+    """Compile for any architecture, with no GPU and no driver: what the kernel uses. `keep`: as machine_code does."""
+    log, code = _compile(source(spec, baked), entry_name(spec), f"sm_{arch}", spec)
+    if keep:
+        _keep(spec, arch, code)
     return _parse_resources(log)
 
 
 @lru_cache(maxsize=512)
 def ptx(spec: KernelSpec, baked: Baked, arch: int) -> str:
     """The PTX of an entry with pointers alone, for XLA to launch; with no GPU and no driver."""
-    return compile_ptx(source(spec, baked), entry_name(spec), arch)
+    return compile_ptx(source(spec, baked), entry_name(spec), arch, spec)
 
 
-def compile_ptx(text: str, name: str, arch: int) -> str:
+def compile_ptx(text: str, name: str, arch: int, spec: KernelSpec | None = None) -> str:
     """The PTX of any CUDA text, without the globals that NVRTC makes of the templates' constants and nothing reads.
 
     With them the driver takes twice as long to load a kernel that it has compiled before, 0.13 ms instead of 0.06.
     """
-    _, text = _compile_offline(text, name, f"compute_{arch}")
+    text = _compile(text, name, f"compute_{arch}", spec)[1].decode()
     unread = re.compile(r"\.global [^=;]*?([\w$]+)(\[\d+\])?( = .*)?;\n", re.MULTILINE)
     return unread.sub(lambda found: found[0] if text.count(found[1]) > 1 else "", text)
 
@@ -129,20 +182,41 @@ def why_ptx_is_too_new() -> str:
     )
 
 
-def _compile_offline(text: str, name: str, target: str, *options: str) -> tuple[str, str]:
-    """(log, PTX), the latter empty for a target that is machine code."""
+@cache
+def _nvrtc_version() -> tuple[int, int]:
     from cupy_backends.cuda.libs import nvrtc
 
+    return nvrtc.getVersion()
+
+
+def _target(arch: int) -> str:
+    """Machine code for the architecture; PTX for the newest one before it where NVRTC is too old to know it."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    known = nvrtc.getSupportedArchs()
+    return f"sm_{arch}" if arch in known else f"compute_{max(one for one in known if one < arch)}"
+
+
+def _compile(text: str, name: str, target: str, spec: KernelSpec | None) -> tuple[str, bytes]:
+    """(what ptxas says, the code): the only place that calls NVRTC's compiler."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    start = perf_counter()
+    is_ptx = target.startswith("compute")
+    options = (*OPTIONS, *AS_CUPY, f"-arch={target}", *(() if is_ptx else ("--ptxas-options=-v",)))
     program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, *AS_CUPY, f"-arch={target}", *options))
-        code = nvrtc.getPTX(program) if target.startswith("compute") else b""
-        return nvrtc.getProgramLog(program), code.decode()
+        nvrtc.compileProgram(program, options)
+        code = nvrtc.getPTX(program) if is_ptx else nvrtc.getCUBIN(program)
+        log = nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        raise CompileError(f"cunorm: NVRTC could not compile {name} for {target}:\n{log}") from error
+        of = _expressions(spec) if spec else ""
+        raise CompileError(f"cunorm: NVRTC could not compile {name}{of} for {target}:\n{log}\n{spec or ''}") from error
     finally:
         nvrtc.destroyProgram(program)
+    logs.compiled(name, target, perf_counter() - start, spec)
+    return log, code
 
 
 def _parse_resources(log: str) -> Resources:

@@ -15,7 +15,7 @@ from typing import Any
 import cupy
 import numpy
 
-from . import device, launch
+from . import device, launch, logs
 from .norm import checks
 from .norm.checks import Layout
 from .norm.plan import Plan, plan
@@ -120,6 +120,7 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
     x_stride, y_stride = (None if array is None else checks.row_stride(array, len(shape)) for array in (x, out))
     copies = (x_stride is None, *(array is not None and not _contiguous(array) for array in (weight, bias)), False)
     temporary = out is not None and y_stride is None
+    logs.copied(function, names, (x, weight, bias, out), (*copies[:3], temporary))
     task = plain(
         "layer_norm" if function.startswith("layer_norm") else "rms_norm",
         "forward",
@@ -226,9 +227,10 @@ def backward(
 def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_margin) -> Recipe:
     layer_norm = function.startswith("layer_norm")
     optional = ("weight",) if layer_norm else ("weight", "mean")
+    names = ("dy", "x", "mean", "rstd", "weight")
     dy, x, mean, rstd, weight = (
         layout(function, name, array) if array is not None or name not in optional else None
-        for name, array in zip(("dy", "x", "mean", "rstd", "weight"), arrays, strict=True)
+        for name, array in zip(names, arrays, strict=True)
     )
     assert dy is not None
     assert x is not None
@@ -240,6 +242,7 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
     dy_stride, x_stride = (checks.row_stride(array, len(shape)) for array in (dy, x))
     small = (array is not None and not _contiguous(array) for array in (mean, rstd, weight))
     copies = (dy_stride is None, x_stride is None, *small)
+    logs.copied(function, names, (dy, x, mean, rstd, weight), copies)
     task = plain(
         "layer_norm" if layer_norm else "rms_norm",
         "backward",

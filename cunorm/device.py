@@ -12,6 +12,9 @@ CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_...
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., for clusters of 16
 
+# PTX that the driver reads itself: where all kernels come from the cache NVRTC is not called for a question either.
+EMPTY_KERNEL = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry cunorm_probe() { ret; }\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -96,14 +99,16 @@ def _resident_clusters(size: int, shared: int) -> int:
             ("attribute_count", ctypes.c_uint),
         )
 
-    kernel = cupy.RawKernel('extern "C" __global__ void cunorm_probe() {}', "cunorm_probe")
-    kernel.max_dynamic_shared_size_bytes = shared
-    cupy.cuda.driver.funcSetAttribute(kernel.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    driver, module = cupy.cuda.driver, cupy.cuda.Module()
+    module.load(EMPTY_KERNEL)
+    kernel = module.get_function("cunorm_probe")
+    driver.funcSetAttribute(kernel.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+    driver.funcSetAttribute(kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
     attribute = Attribute(CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(size, 1, 1))
     config = Config((ctypes.c_uint * 6)(size, 1, 1, 32, 1, 1), shared, None, ctypes.pointer(attribute), 1)
     count = ctypes.c_int()
     query = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
-    error = query(ctypes.byref(count), ctypes.c_void_p(kernel.kernel.ptr), ctypes.byref(config))
+    error = query(ctypes.byref(count), ctypes.c_void_p(kernel.ptr), ctypes.byref(config))
     if error == INVALID_CLUSTER_SIZE:
         return 0
     if error:

@@ -21,8 +21,6 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-import numpy
-
 from .expression_grammar import check_names, parse
 from .expression_value import COMPARISONS, Expression, Graph
 
@@ -80,7 +78,7 @@ class Tracer:
             if value.graph is not self.graph:
                 raise TypeError("a parameter of another traced function was captured")
             return value.place
-        if isinstance(value, numpy.ndarray) and value.ndim == 0:
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
             value = value[()]  # NumPy makes an array of its number on the left of a comparison
         if isinstance(value, numbers.Real):
             return self.graph.constant(value)
@@ -122,7 +120,7 @@ class Tracer:
     def __rpow__(self, base: Any) -> NoReturn:
         raise ValueError(f"a power must be a number; got {base} ** a traced value: use exp and log")
 
-    def __array_ufunc__(self, ufunc: numpy.ufunc, method: str, *inputs: Any, **keywords: Any) -> Tracer:
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Tracer:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         if name not in _UFUNCS or keywords:
             with_keywords = f" with {', '.join(keywords)}" if keywords else ""
@@ -132,7 +130,7 @@ class Tracer:
         return self.apply(_UFUNCS[name], *inputs)
 
     def __array_function__(self, function: Callable, types: Any, arguments: tuple, keywords: dict) -> Tracer:
-        if function is numpy.where and len(arguments) == 3 and not keywords:
+        if function.__name__ == "where" and len(arguments) == 3 and not keywords:
             return self.apply("where", *arguments)
         raise TypeError(f"numpy.{function.__name__} cannot be traced: an expression is of single elements")
 
@@ -225,24 +223,33 @@ def _call(function: str, *operands: Any) -> Any:
     for operand in operands:
         if isinstance(operand, Tracer):
             return operand.apply(function, *operands)
-    return (_OF_ARRAYS.get(function) or getattr(numpy, function))(*operands)
+    return (_OF_ARRAYS.get(function) or getattr(_numpy(), function))(*operands)
+
+
+def _numpy() -> Any:
+    """Imported when arrays come: `import cunorm` takes a third of the time without it."""
+    import numpy
+
+    return numpy
 
 
 def _sigmoid_of_array(x: Any) -> Any:
+    numpy = _numpy()
     exponential = numpy.exp(-numpy.abs(x))  # which cannot overflow
     return numpy.where(numpy.greater_equal(x, 0), 1, exponential) / (1 + exponential)
 
 
 def _erf_of_array(x: Any) -> Any:
+    numpy = _numpy()
     dtype = numpy.result_type(numpy.asarray(x), numpy.float16)
     return numpy.vectorize(math.erf, otypes=[float])(x).astype(dtype)[()]
 
 
 _OF_ARRAYS = {
     "erf": _erf_of_array,
-    "rsqrt": lambda x: 1 / numpy.sqrt(x),
+    "rsqrt": lambda x: 1 / _numpy().sqrt(x),
     "sigmoid": _sigmoid_of_array,
-    "where": lambda condition, x, y: numpy.where(condition, x, y)[()],  # of numbers a number
+    "where": lambda condition, x, y: _numpy().where(condition, x, y)[()],  # of numbers a number
 }
 
 

@@ -135,7 +135,7 @@ class Fused:
 
     def _in_order(self, results: dict[str, Any]) -> Any:
         found = tuple(results[name] for name in self.operation.returns)
-        return found if len(found) > 1 else found[0]
+        return found if len(found) > 1 else results["y"]
 
 
 def fuse(
@@ -510,7 +510,7 @@ def _add_backward(function, dy, ds, s, mean, rstd, weight, zero_centered_gamma, 
         demanded=KINDS,
         s_dtype=None,
     )
-    return tuple(gradients.get(name) for name in names)
+    return gradients.get("x"), gradients.get("weight"), gradients.get("bias")
 
 
 def _added(function: str, zero_centered_gamma: bool) -> Operation:

@@ -45,12 +45,13 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
     if constexpr (Operation::kOfS) {
       CompensatedSum<Compute> sums[Norm::kGradientSums];
       for_each_pack([&](int64, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
-        Compute of_pack[Norm::kGradientSums] = {};
+        Compute of_pack[Norm::kGradientSums], g[kPack];
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
-          if (Operation::kMasks && i >= valid) continue;
-          Norm::add_gradient(of_pack, operation.gradient(xhat[i], matrix_values, column_values, i), xhat[i]);
+          const bool counts = !Operation::kMasks || i < valid;
+          g[i] = counts ? operation.gradient(xhat[i], matrix_values, column_values, i) : 0;
         }
+        Norm::gradient_of_pack(of_pack, g, xhat);
 #pragma unroll
         for (int k = 0; k < Norm::kGradientSums; ++k) sums[k].add(of_pack[k]);
       });
@@ -60,7 +61,8 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
       const auto& slots = exchange.collect(turn);
 #pragma unroll
       for (int k = 0; k < Norm::kGradientSums; ++k) {
-        means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; }) * one_part_in<Compute, kCols>();
+        // Divided for the reason that statistics.cuh gives.
+        means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; }) / static_cast<Compute>(kCols);
       }
     }
 

@@ -46,7 +46,9 @@ SHAPES = (
     Columns(600001, (1, 3), "odd, longer than any row held in registers"),
 )
 
-HOST_ELEMENTS = 2**18  # NumPy has one path for all shapes: the small ones will do
+# NumPy has one path for all shapes: on the host few rows of the lengths up to this one will do.
+HOST_ROWS = 8
+HOST_COLUMNS = 1000
 GPU_ELEMENTS = 2**26
 FLOAT64_ELEMENTS = 2**22  # their reference is NumPy's longdouble
 
@@ -58,15 +60,28 @@ def shape_cases() -> list[Any]:
         for rows, dtype in itertools.product(row_counts, DTYPES):
             elements = rows * cols
             name = f"{rows}x{cols}-{dtype}"
-            if elements <= HOST_ELEMENTS or (rows == 1 and dtype != "float64"):
+            if rows <= HOST_ROWS and cols <= HOST_COLUMNS:
                 cases.append(pytest.param("host", rows, cols, dtype, id=f"host-{name}"))
             if elements <= (FLOAT64_ELEMENTS if dtype == "float64" else GPU_ELEMENTS):
                 cases.append(pytest.param("gpu", rows, cols, dtype, id=f"gpu-{name}", marks=pytest.mark.gpu))
     return cases
 
 
-# Row lengths for every tier (a part of a warp, a warp, a CTA, a cluster, streamed), odd and even in each.
+# Row lengths for every tier (a part of a warp, a warp, a CTA, a cluster, streamed), odd and even in each. On the host
+# those up to HOST_COLUMNS: conftest.py leaves the others out.
 TIER_COLUMNS = (7, 129, 1000, 8191, 12288, 20001, 65537, 262144, 600001)
+
+
+def adapter_cases() -> list[Any]:
+    """(xp, rows, cols, dtype) on the GPU, for what an adapter could get wrong by itself: which plan it runs and what it
+    passes. A row length of each tier, few rows and many; that kernels are right for every shape the core's tests show.
+    """
+    return [
+        pytest.param("gpu", rows, cols, dtype, id=f"gpu-{rows}x{cols}-{dtype}", marks=pytest.mark.gpu)
+        for cols, dtype in itertools.product(TIER_COLUMNS, DTYPES)
+        for rows in (8, min(4096, FLOAT64_ELEMENTS // cols))
+    ]
+
 
 # |mean| / std.
 OFFSETS = (1e2, 1e4)

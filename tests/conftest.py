@@ -1,9 +1,12 @@
-"""Which tests can run here: those marked `gpu` need a GPU that CuPy can use and are skipped, in sight, without one."""
+"""Which tests run: those marked `gpu` need a GPU that CuPy can use and are skipped, in sight, without one; `quick` is
+the first case of each test but for those marked `slow`.
+"""
 
 import functools
 
 import numpy
 import pytest
+from cases import HOST_COLUMNS
 
 POOL_LIMIT = 4 * 2**30  # bytes that a worker may keep between tests: eight of them share a GPU
 
@@ -25,21 +28,38 @@ def gpu() -> tuple[str, str]:
     return (name if count == 1 else f"{count} x {name}"), ""
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a GPU that CuPy can use")
-
-
 def pytest_report_header(config):
     name, missing = gpu()
     return f"GPU: {name or f'none, tests marked gpu are skipped: {missing}'}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(config, items):
+    long = [item for item in items if is_long_on_the_host(item)]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if not is_long_on_the_host(item)]
     _, missing = gpu()
     if missing:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {missing}"))
+    mark_quick(items)
+
+
+def is_long_on_the_host(item) -> bool:
+    """NumPy has one path for all row lengths: of tables of them the host takes the short ones."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return parameters.get("xp") == "host" and parameters.get("cols", 0) > HOST_COLUMNS
+
+
+def mark_quick(items) -> None:
+    """The first case of each test that can run here: a slice of every subject, also of one that is added tomorrow."""
+    seen = set()
+    for item in items:
+        test = (item.path, item.originalname)
+        if test not in seen and not item.get_closest_marker("slow") and not item.get_closest_marker("skip"):
+            seen.add(test)
+            item.add_marker(pytest.mark.quick)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -129,6 +129,7 @@ def test_ties_and_losses_of_small_problems():
         assert by_name["1, 32 and 512 rows: times the best peer"].holds is holds
 
 
+@pytest.mark.slow
 def test_readme_and_pictures_are_what_results_give(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the pictures need matplotlib: pip install -e '.[test]'")
     readme, plots = tmp_path / "README.md", tmp_path / "plots"
@@ -169,6 +170,7 @@ def test_readme_without_markers_is_left_alone():
         report.spliced("no markers", "section")
 
 
+@pytest.mark.slow
 def test_committed_report_is_up_to_date():
     matplotlib = pytest.importorskip("matplotlib", reason="the pictures need matplotlib: pip install -e '.[test]'")
     pictures = list(report.PLOTS.glob("*.svg"))

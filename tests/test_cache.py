@@ -10,6 +10,8 @@ import time
 
 import pytest
 from arrays import inputs, same_bits
+from command_line import command, output_of
+from nvrtc import needs_nvrtc
 from problems import problem
 
 import cunorm
@@ -28,12 +30,12 @@ def counted_compiles(monkeypatch):
     """Stands in for the compiler, slowly; the list of what it was asked for."""
     compiled: list[KernelSpec] = []
 
-    def compile_slowly(spec):
+    def compile_slowly(spec, device_id):
         compiled.append(spec)
         time.sleep(0.2)
         return object()
 
-    monkeypatch.setattr(compile, "_compile", compile_slowly)
+    monkeypatch.setattr(compile, "_load", compile_slowly)
     monkeypatch.setattr(compile, "_kernels", {})
     return compiled
 
@@ -78,14 +80,14 @@ def test_different_kernels_compile_side_by_side(counted_compiles):
 def test_a_failed_compilation_reaches_every_thread_and_can_be_repeated(monkeypatch):
     spec = spec_of(1000)
 
-    def fail(spec):
+    def fail(spec, device_id):
         time.sleep(0.2)
         raise compile.CompileError("no")
 
     monkeypatch.setattr(compile, "_kernels", {})
-    monkeypatch.setattr(compile, "_compile", fail)
+    monkeypatch.setattr(compile, "_load", fail)
     assert [type(result) for result in call_at_once(lambda: compile.kernel(spec, 0), 4)] == [compile.CompileError] * 4
-    monkeypatch.setattr(compile, "_compile", lambda spec: "compiled")
+    monkeypatch.setattr(compile, "_load", lambda spec, device_id: "compiled")
     assert compile.kernel(spec, 0) == "compiled"
 
 
@@ -94,8 +96,8 @@ def test_threads_that_call_at_once_compile_once(monkeypatch):
     import cupy
 
     compiled = []
-    compile_one = compile._compile
-    monkeypatch.setattr(compile, "_compile", lambda spec: compiled.append(spec) or compile_one(spec))
+    load = compile._load
+    monkeypatch.setattr(compile, "_load", lambda spec, device_id: compiled.append(spec) or load(spec, device_id))
     monkeypatch.setattr(compile, "_kernels", {})
     x, _, weight, bias = inputs(cupy, 40, 1013, "float16")
 
@@ -112,26 +114,93 @@ def test_threads_that_call_at_once_compile_once(monkeypatch):
         assert same_bits(result, results[0])
 
 
+@pytest.fixture
+def nvrtc_calls(monkeypatch, tmp_path):
+    """The list of what NVRTC was told to compile for, with an empty kernel cache."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    calls = []
+    compile_program = nvrtc.compileProgram
+
+    def counted(program, options):
+        calls.append(next(option for option in options if option.startswith("-arch=")))
+        compile_program(program, options)
+
+    monkeypatch.setattr(nvrtc, "compileProgram", counted)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    return calls
+
+
+@needs_nvrtc
+def test_machine_code_is_kept_for_each_architecture(nvrtc_calls, tmp_path):
+    first = compile.machine_code(spec_of(100), 90)
+    assert first.startswith(b"\x7fELF")
+    assert compile.machine_code(spec_of(100), 90) == first
+    assert compile.machine_code(spec_of(100), 80) != first
+    assert nvrtc_calls == ["-arch=sm_90", "-arch=sm_80"]
+    assert {path.name[:7] for path in (tmp_path / "cache").iterdir()} == {"cunorm_"}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-1], lambda content: b"?" + content])
+def test_a_damaged_file_is_compiled_again(nvrtc_calls, damage):
+    code = compile.machine_code(spec_of(100), 90)
+    file = compile.kept_file(spec_of(100), 90)
+    file.write_bytes(damage(file.read_bytes()))
+    assert compile.machine_code(spec_of(100), 90) == code
+    assert compile.machine_code(spec_of(100), 90) == code
+    assert len(nvrtc_calls) == 2
+
+
+@needs_nvrtc
+def test_another_text_options_or_nvrtc_are_another_file(monkeypatch):
+    files = {compile.kept_file(spec_of(cols), arch) for cols in (100, 101) for arch in (80, 90)}
+    for name, value in (("OPTIONS", ("--std=c++20",)), ("AS_CUPY", ()), ("_nvrtc_version", lambda: (99, 0))):
+        with monkeypatch.context() as patch:
+            patch.setattr(compile, name, value)
+            files.add(compile.kept_file(spec_of(100), 90))
+    assert len(files) == 7
+
+
+@needs_nvrtc
+def test_a_cache_that_cannot_be_written_costs_time_alone(nvrtc_calls, monkeypatch):
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/dev/null/cache")
+    assert compile.machine_code(spec_of(100), 90) == compile.machine_code(spec_of(100), 90)
+    assert len(nvrtc_calls) == 2
+
+
+@needs_nvrtc
+def test_an_architecture_that_nvrtc_does_not_know_gets_ptx(nvrtc_calls, monkeypatch):
+    from cupy_backends.cuda.libs import nvrtc
+
+    monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: [75, 80, 90])
+    assert b".target sm_90" in compile.machine_code(spec_of(100), 100)
+    assert nvrtc_calls == ["-arch=compute_90"]
+
+
 PROGRAM = """
 import sys, time
 import cupy, numpy, cunorm
+from cupy_backends.cuda.libs import nvrtc
+def refuse(*_): raise AssertionError("NVRTC was called")
+if "refuse" in sys.argv: nvrtc.createProgram = nvrtc.compileProgram = refuse
 print("ready", flush=True)
 sys.stdin.readline()
 x = cupy.asarray(numpy.random.default_rng(0).standard_normal((64, 1003)).astype("float32"))
+weight = cupy.asarray(numpy.ones(1003, "float32"))
 start = time.perf_counter()
-y, mean, rstd = cunorm.layer_norm_forward(x)
-dx, dweight, dbias = cunorm.layer_norm_backward(x, x, mean, rstd)
+y, mean, rstd = cunorm.layer_norm_forward(x, None, weight, weight)
+dx, dweight, dbias = cunorm.layer_norm_backward(x, x, mean, rstd, weight)
 cupy.cuda.runtime.deviceSynchronize()
 print(time.perf_counter() - start, hash(y.tobytes() + dx.tobytes() + dweight.tobytes()))
 """
 
 
-def start(cache: str) -> subprocess.Popen:
+def start(cache: str, *arguments: str) -> subprocess.Popen:
     environment = os.environ | {"CUPY_CACHE_DIR": cache, "PYTHONHASHSEED": "0"}
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], env=environment, cwd=cache, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    )
+    program = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.Popen(program, env=environment, cwd=cache, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.gpu
@@ -159,3 +228,18 @@ def test_a_second_process_reads_the_cache(tmp_path):
         assert output, errors
         counts.append(sum(path.is_file() for path in tmp_path.rglob("*")))
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filled", [True, False], ids=["filled without a GPU", "empty"])
+def test_a_container_that_was_filled_without_a_gpu_compiles_nothing(tmp_path, filled):
+    """`command` hides the GPUs. The program refuses to call NVRTC, so it fails where the cache is empty."""
+    import cupy
+
+    if filled:
+        options = ("--cols", "1003", "--dtype", "float32", "--arch", cupy.cuda.Device().compute_capability)
+        output_of(command(tmp_path, "compile", "--all", *options, environment={"CUPY_CACHE_DIR": str(tmp_path)}))
+    process = start(str(tmp_path), "refuse")
+    _, errors = process.communicate("go\n", timeout=120)
+    assert (process.returncode == 0) == filled, errors
+    assert ("NVRTC was called" in errors) != filled

@@ -180,6 +180,7 @@ def test_initializers(framework):
     }
 
 
+@pytest.mark.slow
 def test_partitioning():
     """Flax's annotations of an initializer reach its parameter."""
     linen = flax.linen.with_partitioning(flax.linen.initializers.lecun_normal(), (None, "model"))
@@ -196,6 +197,7 @@ def test_partitioning():
     assert spec == jax.sharding.PartitionSpec(None, "model")
 
 
+@pytest.mark.slow
 def test_an_nnx_module_under_its_transformations():
     module = cunorm.flax.nnx.LayerNormDense(IN, OUT, rngs=flax.nnx.Rngs(0))
     _, x = given()

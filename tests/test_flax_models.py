@@ -21,6 +21,7 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "framework", "dtype", "room"),
     [("LayerNorm", "linen", "float32", 1e-5), ("RMSNorm", "nnx", "bfloat16", 1e-2)],

@@ -231,6 +231,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @norms
 def test_linen_variables_go_both_ways(norm, name):
@@ -320,6 +321,7 @@ LINEN = {
 }
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("transformation", LINEN)
 def test_linen_transformations(device, transformation):
@@ -373,6 +375,7 @@ NNX = {
 
 @on_devices
 @pytest.mark.parametrize("transformation", NNX)
+@pytest.mark.slow
 def test_nnx_transformations(device, transformation):
     kind, results = Kind("nnx", "RMSNorm"), []
     with jax.default_device(jax.devices(device)[0]):

@@ -7,7 +7,7 @@ import itertools
 import numpy
 import pytest
 from arrays import inputs, same_bits
-from cases import DTYPES, OFFSETS, TIER_COLUMNS, shape_cases
+from cases import DTYPES, OFFSETS, TIER_COLUMNS, adapter_cases
 from functions import OPS, backward, bias_of, forward
 from reference import EPS, check_backward, check_forward
 
@@ -31,7 +31,6 @@ CPU_CASES = [
         *itertools.product(CPU_SHAPES[1:], ("bfloat16", "float32")),
     ]
 ]
-GPU_CASES = [case for case in shape_cases() if case.values[0] == "gpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +73,7 @@ def y_and_gradients(op, x, dy, weight, bias, **options):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("xp", "rows", "cols", "dtype"), [*CPU_CASES, *GPU_CASES], indirect=["xp"])
+@pytest.mark.parametrize(("xp", "rows", "cols", "dtype"), [*CPU_CASES, *adapter_cases()], indirect=["xp"])
 def test_every_shape(xp, op, rows, cols, dtype):
     """The case table of the core, forward and backward; a call without gradient gives the same bits."""
     x, dy, weight, bias = inputs(xp, rows, cols, dtype)
@@ -261,6 +260,7 @@ def test_one_array_in_several_places(device):
 
 
 @on_devices
+@pytest.mark.slow
 def test_slices_and_transposes(device):
     """Of what XLA hands over the kernels see dense rows, wherever they come from."""
     x = random(7, 6, 2 * COLS + 1, device=device)

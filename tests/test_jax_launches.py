@@ -18,7 +18,9 @@ pytest.importorskip("jax")
 
 from cunorm.jax.xla import call as xla_call
 from cunorm.norm.plan import Plan, plan
+from cunorm.norm.problem import backward_problem
 from cunorm.numpy_arrays import numpy_dtype
+from cunorm.operation import affine
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -52,6 +54,7 @@ def run(solution: Plan, op: str, given: dict[str, numpy.ndarray], wanted: dict[s
         result[...] = buffers[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.reason)
 def test_forward(op, shape):
@@ -81,3 +84,27 @@ def test_backward(shape, wanted):
     results = {f"d{name}": numpy.empty_like(x if name == "x" else weight) for name in wanted}
     run(solution, "layer_norm", given, results)
     check_backward("layer_norm", tuple(results.get(name) for name in GRADIENTS), dy, x, weight)
+
+
+def test_a_launch_has_the_buffers_that_it_declares():
+    """Here one writes dx, one partial rows and one adds them up: what XLA gives for the results of each is its own."""
+    solution = plan(problem("backward", 33, 8201, "float64"), MANY_WITHOUT_CLUSTERS)
+    found = xla_call.launches(solution, {}, solution.problem.wanted)
+    assert [(set(one.reads), set(one.writes)) for one in found] == [
+        ({"dy", "x", "mean", "rstd", "weight"}, {"dx"}),
+        ({"dy", "x", "mean", "rstd"}, {"workspace"}),
+        ({"workspace"}, {"dweight", "dbias"}),
+    ]
+
+
+def test_gradients_of_two_dtypes():
+    """A launch for each adds partial rows up; those of the second begin inside the workspace."""
+    rows, cols = 40, 768
+    x, dy, weight, _ = inputs(numpy, rows, cols, "float32")
+    dtypes = dict.fromkeys(("x", "dy", "weight"), "float32") | {"dbias": "float64"}
+    task = backward_problem(affine("rms_norm"), rows, cols, dtypes, ("weight", "bias"))
+    rstd = (1 / numpy.sqrt(numpy.square(x, dtype="float64").mean(1) + EPS["rms_norm"])).astype("float32")
+    results = {"dweight": numpy.empty_like(weight), "dbias": numpy.empty(cols)}
+    run(plan(task, MANY_SMS), "rms_norm", {"dy": dy, "x": x, "rstd": rstd, "weight": weight}, results)
+    check_backward("rms_norm", (None, results["dweight"], None), dy, x, weight)
+    numpy.testing.assert_allclose(results["dbias"], dy.sum(0, dtype="float64"), atol=1e-5)

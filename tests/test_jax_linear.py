@@ -380,6 +380,7 @@ def run_sharded(platform: str) -> str:
     return finished.stdout
 
 
+@pytest.mark.slow
 def test_four_devices_of_the_cpu():
     assert "over 4 devices" in run_sharded("cpu")
 

@@ -21,6 +21,7 @@ def run(platform: str) -> str:
     return finished.stdout
 
 
+@pytest.mark.slow
 def test_four_devices_of_the_cpu():
     assert "over 4 devices" in run("cpu")
 

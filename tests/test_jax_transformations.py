@@ -68,6 +68,7 @@ def test_forward_mode(device, op):
         *itertools.product(["rms_norm"], ["jacrev", "jacfwd"], ["jacrev"]),
     ],
 )
+@pytest.mark.slow
 def test_jacobians_and_second_derivatives(device, op, outer, inner):
     arrays = [array[..., :6] for array in arguments(op, device, 2)]
     argnums = tuple(range(len(arrays)))
@@ -123,6 +124,7 @@ def test_under_vmap_one_launch_takes_all_rows(device):
 
 @on_devices
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.slow
 def test_scan_and_checkpoint(device, op):
     arrays = arguments(op, device, 3, 5)
 
@@ -162,6 +164,7 @@ def test_shard_map_on_one_device(device, op, check_vma):
 
 
 @on_devices
+@pytest.mark.slow
 def test_custom_rules_and_control_flow_around(device):
     """cond and while_loop around the function, and a stopped gradient within."""
     x, weight, bias = arguments("layer_norm", device, 4, 5)

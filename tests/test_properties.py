@@ -212,6 +212,7 @@ TRANSPOSED = Call(
 )
 
 
+@pytest.mark.slow
 @several
 @given(call=calls())
 @example(call=TRANSPOSED)
@@ -219,6 +220,7 @@ def test_any_call_is_right(xp, call):
     run(xp, call)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @settings(several, max_examples=CPU_EXAMPLES)
 @given(call=calls().filter(lambda call: math.prod(call.normalised) <= CPU_COLUMNS))

@@ -67,6 +67,7 @@ def test_rows_become_dynamic_by_themselves(op):
 
 @on_devices
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.slow
 def test_the_operator_between_others_under_inductor(device, op):
     """The kernels are one call in the middle of what inductor fuses; gradients through it."""
     x = random(50, COLS, device=device, dtype=torch.float32).requires_grad_()

@@ -16,6 +16,7 @@ PROGRAM = Path(__file__).parent / "torch_distributed.py"
 
 
 @on_devices
+@pytest.mark.slow
 def test_sharded_rows_and_fully_shard(device, tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("this torch is without torch.distributed")

@@ -7,7 +7,7 @@ import itertools
 import numpy
 import pytest
 from arrays import inputs, misplaced, same_bits
-from cases import shape_cases
+from cases import adapter_cases
 from functions import OPS, bias_of
 from reference import EPS, check_backward, check_forward
 
@@ -43,13 +43,10 @@ def close(a, b, dtype):
     return torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
 
 
-gpu_shapes = [case for case in shape_cases() if case.values[0] == "gpu"]
-
-
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("xp", "rows", "cols", "dtype"), gpu_shapes, indirect=["xp"])
+@pytest.mark.parametrize(("xp", "rows", "cols", "dtype"), adapter_cases(), indirect=["xp"])
 def test_every_shape(xp, op, rows, cols, dtype):
-    """The case table of the core, through autograd; a call without gradient gives the same bits."""
+    """The tiers of the core, through autograd; a call without gradient gives the same bits."""
     x, dy, weight, bias = inputs(xp, rows, cols, dtype)
     tensors = [tensor(a) for a in (x, weight, bias)]
     without = call(op, *tensors)

@@ -159,6 +159,7 @@ def test_autocast(name):
 
 @on_devices
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.slow
 def test_compiled_whole(device, name):
     _dynamo.reset()
     model, inputs = build(name, device=device)

@@ -1,4 +1,4 @@
-"""`cache path | clear`: where CuPy keeps compiled kernels, and how to be rid of them."""
+"""`cache path | count | clear`: where compiled kernels are kept, and how to be rid of them."""
 
 from __future__ import annotations
 
@@ -8,47 +8,49 @@ import re
 import sys
 from pathlib import Path
 
-# As CuPy names them: a SHA-1 of the source and options; with CUPY_CACHE_SAVE_CUDA_SOURCE the source is beside it.
-# RESULTS_FILE is cunorm's own: what `compile --all` found.
+from ..compile import cache_directory
+
+# cunorm_....cubin are cunorm's kernels, RESULTS_FILE is what `compile --all` found. The others are CuPy's: a SHA-1 of
+# the source and options; with CUPY_CACHE_SAVE_CUDA_SOURCE the source is beside it.
 RESULTS_FILE = "cunorm_compiled.json"
-KERNEL_FILE = re.compile(rf"[0-9a-f]{{40}}\.(cubin|ltoir)(\.cu)?|{re.escape(RESULTS_FILE)}")
+OWN_KERNEL = re.compile(r"cunorm_[0-9a-f]{40}\.cubin")
+KERNEL_FILE = re.compile(rf"{OWN_KERNEL.pattern}|[0-9a-f]{{40}}\.(cubin|ltoir)(\.cu)?|{re.escape(RESULTS_FILE)}")
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
         "cache",
-        help="show or empty the directory of compiled kernels",
-        description="The directory in which CuPy keeps the kernels that it compiled, those of cunorm and any others. "
-        "A removed kernel is compiled again when it is next needed.",
+        help="show, count or empty the directory of compiled kernels",
+        description="The directory in which cunorm keeps its compiled kernels, and CuPy any others. A removed kernel "
+        "is compiled again when it is next needed.",
     )
-    parser.add_argument("action", choices=("path", "clear"))
+    parser.add_argument("action", choices=("path", "count", "clear"))
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "path":
-        print(directory())
+        print(cache_directory())
         return 0
     try:
         found = kernel_files()
+        if arguments.action == "count":
+            own = [size for path, size in found if OWN_KERNEL.fullmatch(path.name)]
+            print(f"{len(own)} kernels of cunorm, {sum(own):,} bytes; {len(found) - len(own)} other files")
+            return 0
         for path, _ in found:
             path.unlink(missing_ok=True)
     except OSError as error:
-        print(f"cache: {directory()} could not be cleared: {error}", file=sys.stderr)
+        print(f"cache: {cache_directory()} could not be read or cleared: {error}", file=sys.stderr)
         return 1
-    print(f"removed {len(found)} files, {sum(size for _, size in found):,} bytes, from {directory()}")
+    print(f"removed {len(found)} files, {sum(size for _, size in found):,} bytes, from {cache_directory()}")
     return 0
-
-
-def directory() -> Path:
-    """What CuPy uses; it is not imported, so that this works where CuPy does not."""
-    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
 
 
 def kernel_files() -> list[tuple[Path, int]]:
     """The compiled kernels and their sizes in bytes; none if there is no directory."""
     try:
-        with os.scandir(directory()) as entries:
+        with os.scandir(cache_directory()) as entries:
             return [
                 (Path(entry.path), entry.stat(follow_symlinks=False).st_size)
                 for entry in entries

@@ -1,4 +1,4 @@
-"""Many kernels compiled at once, and what is wrong with any of them. Without a GPU, results are kept on disk."""
+"""Many kernels compiled at once, and what is wrong with any of them. It needs no GPU; results are kept on disk."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import compile, source
 from ..compile import Resources
 from ..norm.spec import KernelSpec, shared_memory
-from . import cache
+from .cache import RESULTS_FILE
 
 SHARED_LIMIT = 48 << 10  # bytes that a CTA can declare, on every architecture
 
@@ -61,40 +60,30 @@ def fault(spec: KernelSpec, used: Resources) -> str:
 
 
 @contextmanager
-def offline() -> Iterator[CompileOne]:
-    """Compile without a GPU. What ptxas says is kept in a file beside CuPy's kernels, which `cache clear` removes.
+def compiler(keep: bool) -> Iterator[CompileOne]:
+    """What compiles one kernel. `keep`: into the kernel cache, where a call finds it; else its resources alone.
 
-    A directory that cannot be written costs time, nothing else.
+    What ptxas says of a kernel is kept in any case, in a file beside the kernels, which `cache clear` removes.
     """
     from cupy_backends.cuda.libs import nvrtc
 
     # All that the result depends on besides the source and the architecture.
     salt = repr((nvrtc.getVersion(), compile.OPTIONS, compile.AS_CUPY, Resources._fields))
-    path = cache.directory() / cache.RESULTS_FILE
+    path = compile.cache_directory() / RESULTS_FILE
     known, new = _read(path), {}
 
     def compile_one(spec: KernelSpec, arch: int) -> Resources:
         text = f"{salt}\nsm_{arch}\n{source.source(spec)}"
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
-        if key not in known:
-            known[key] = new[key] = list(compile.compile_for(spec, arch))
+        if key not in known or (keep and not compile.kept_file(spec, arch).exists()):
+            known[key] = new[key] = list(compile.compile_for(spec, arch, keep=keep))
         return Resources(*known[key])
 
     try:
         yield compile_one
     finally:  # what was compiled before an interruption is kept too
-        _add(path, new)
-
-
-def _add(path: Path, new: dict[str, list[int]]) -> None:
-    """Add to the file, to which another process may have added since it was read."""
-    if not new:
-        return
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(_read(path) | new, file)
-        os.replace(file.name, path)
+        if new:  # another process may have added to the file since it was read
+            compile.write(path, json.dumps(_read(path) | new).encode())
 
 
 def _read(path: Path) -> dict[str, list[int]]:
@@ -102,24 +91,3 @@ def _read(path: Path) -> dict[str, list[int]]:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-
-
-@contextmanager
-def on_gpu(device_id: int) -> Iterator[CompileOne]:
-    """Compile as a call on that GPU does, which leaves the kernel in CuPy's disk cache."""
-    import cupy
-
-    driver: Any = cupy.cuda.driver
-
-    def compile_one(spec: KernelSpec, arch: int) -> Resources:
-        with cupy.cuda.Device(device_id):
-            kernel = compile.kernel(spec, device_id)
-            return Resources(
-                registers=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, kernel.ptr),
-                stack=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, kernel.ptr),
-                spill_stores=0,  # the driver counts spilled bytes as local memory
-                spill_loads=0,
-                shared=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel.ptr),
-            )
-
-    yield compile_one

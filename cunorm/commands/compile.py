@@ -12,7 +12,7 @@ from .. import compile, device, source
 from ..norm.plan import Plan, plan
 from ..norm.problem import ITEMSIZE, Problem, whole
 from . import matrix
-from .compilation import Compiled, compile_all, offline, on_gpu
+from .compilation import Compiled, compile_all, compiler
 from .info import why_no_gpu
 
 DIRECTIONS = ("forward", "backward")
@@ -23,9 +23,9 @@ def add_parser(commands) -> None:
         "compile",
         help="show the plan, source or registers of the kernels for a problem, or compile all kernels",
         description="With --show: what would run for a problem, on an architecture that need not be that of this "
-        "machine. With --all: compile both norms in both directions, for rows of --cols or, without it, for every kind "
-        "of kernel that there is; for --arch, or this machine's GPU and its kernel cache, or every architecture. "
-        "A kernel that does not keep its rows in registers is a failure.",
+        "machine. With --all: compile both norms in both directions, for --arch, or this machine's GPU, or every "
+        "architecture: for rows of --cols into the kernel cache, where calls find them, or without --cols every kind "
+        "of kernel that there is, as a check alone. A kernel that does not keep its rows in registers is a failure.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--show", choices=("plan", "source", "ptxas"))
@@ -92,16 +92,15 @@ def _resources(solution: Plan) -> str:
 def _compile_all(arguments: argparse.Namespace) -> int:
     start = perf_counter()
     if arguments.arch or why_no_gpu():
-        targets, compiler = [device.KNOWN[arch] for arch in arguments.arch or device.KNOWN], offline()
+        targets = [device.KNOWN[arch] for arch in arguments.arch or device.KNOWN]
     else:
         import cupy
 
-        number = cupy.cuda.Device().id
-        targets, compiler = [device.current(number)], on_gpu(number)
+        targets = [device.current(cupy.cuda.Device().id)]
     work = [
         (spec, target.arch) for target in targets for spec in matrix.kernels_of(_problems(arguments, target), target)
     ]
-    with compiler as compile_one:
+    with compiler(keep=bool(arguments.cols)) as compile_one:
         found = list(_with_progress(compile_all(work, compile_one), len(work)))
     failures = [one for one in found if one.fault]
     if failures:
@@ -118,9 +117,12 @@ def _problems(arguments: argparse.Namespace, target: device.Device) -> list[Prob
     if not arguments.cols:
         return matrix.covering(target)
     return [
-        whole(op, direction, matrix.ROWS, cols, dtype, arguments.weight_dtype)
+        problem
         for op, direction in product(matrix.OPS, DIRECTIONS)
         for cols, dtype in product(arguments.cols, arguments.dtype or ITEMSIZE)
+        for problem in matrix.every_number_of_rows(
+            whole(op, direction, matrix.ROWS, cols, dtype, arguments.weight_dtype)
+        )
     ]
 
 

@@ -11,7 +11,8 @@ from importlib import import_module, metadata
 from typing import Any
 
 from .. import __version__
-from . import cache
+from ..compile import cache_directory
+from .cache import kernel_files
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 OTHER_DISTRIBUTIONS = ("numpy", "ml_dtypes", "nvmath-python", "torch", "jax", "flax")
@@ -140,8 +141,8 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _kernel_cache() -> dict[str, Any]:
-    files = cache.kernel_files()
-    return {"directory": str(cache.directory()), "files": len(files), "bytes": sum(size for _, size in files)}
+    files = kernel_files()
+    return {"directory": str(cache_directory()), "files": len(files), "bytes": sum(size for _, size in files)}
 
 
 def _xla_call() -> str:

@@ -20,7 +20,7 @@ from ..norm.tiers import TABLES, Tier, choose
 
 OPS = ("layer_norm", "rms_norm")
 ROWS = 16384  # of more rows kernels do not depend on how many
-FEW_ROWS = (2000, 100, 1)  # may have kernels of their own
+FEW_ROWS = (2000, 100, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
 LEVELS = 7  # a prime, and no factor has more values
 
 DTYPES = tuple(ITEMSIZE)
@@ -57,6 +57,18 @@ def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
     return list(dict.fromkeys(step.spec for problem in problems for step in plan(problem, device).steps))
 
 
+def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
+    """Of their kernels one for each kernel family, tier and size of x: 16 bits, float32, float64."""
+    kernels = {}
+    for problem in problems:
+        choice = choose(problem, device)
+        for step in plan(problem, device).steps:
+            kernels.setdefault(
+                (step.spec.kernel, problem.direction, choice and choice[0], ITEMSIZE[problem.x]), step.spec
+            )
+    return list(dict.fromkeys(kernels.values()))
+
+
 def covering(device: Device) -> list[Problem]:
     """For every tier: whole problems of each dtype at its longest row, many and few, and every pair of values of two
     factors.
@@ -66,8 +78,7 @@ def covering(device: Device) -> list[Problem]:
         lengths = {dtype: lengths_of_tiers(direction, dtype, device) for dtype in DTYPES}
         for tier in dict.fromkeys(tier for found in lengths.values() for tier in found):
             for op, x in product(OPS, (x for x in DTYPES if tier in lengths[x])):
-                longest = whole(op, direction, ROWS, lengths[x][tier][-1], x)
-                problems += [longest, *(replace(longest, rows=rows) for rows in FEW_ROWS)]
+                problems += every_number_of_rows(whole(op, direction, ROWS, lengths[x][tier][-1], x))
             for levels in orthogonal_array():
                 factors = FACTORS[direction].items()
                 picked = {
@@ -77,6 +88,11 @@ def covering(device: Device) -> list[Problem]:
                 if found:
                     problems.append(_mixed(direction, found[picked.pop("cols") % len(found)], **picked))
     return problems
+
+
+def every_number_of_rows(problem: Problem) -> list[Problem]:
+    """The problem with as many rows as there are kernels that depend on it."""
+    return [replace(problem, rows=rows) for rows in (ROWS, *FEW_ROWS)]
 
 
 def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | None, list[int]]:

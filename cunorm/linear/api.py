@@ -177,7 +177,15 @@ def layer_norm_linear_backward(
     )
 
 
-def _forward(function, x, parameters, eps, normalization, zero_centered_gamma, statistics):
+def _forward(
+    function: str,
+    x: Any,
+    parameters: tuple[Any, Any, Any, Any],
+    eps: float,
+    normalization: str,
+    zero_centered_gamma: bool,
+    statistics: bool,
+):
     op = linear_problem.op(function, normalization, parameters[-1])
     eps = checks.check_eps(function, eps)
     options = {"zero_centered_gamma": zero_centered_gamma, "statistics": statistics}

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import cupy
 import numpy
 
+from .. import logs
+
 WORKSPACE = 32 << 20  # bytes that an algorithm may take: what NVIDIA recommends for sm_90
 KINDS = 4096  # kept at most
 CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
@@ -63,7 +65,8 @@ def bindings() -> Any:
     """nvmath-python's module of cuBLASLt, None where it is not installed."""
     try:
         return import_module("nvmath.bindings.cublasLt")
-    except ImportError:
+    except ImportError as error:
+        logs.fell_back("layer_norm_linear", "products are CuPy's gemmEx, and the bias is added beside them", str(error))
         return None
 
 

@@ -35,7 +35,7 @@ def check_operands(function: str, x: Layout, operands: Mapping[str, Given], *, d
 
 
 def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | None) -> str:
-    if isinstance(operand, float):
+    if not isinstance(operand, Layout):
         if expected:
             raise TypeError(f"{function}: {name} must be an array; got a number. Leave it out, or pass an array.")
         return "scalar"

@@ -71,6 +71,7 @@ def forward(
 def _forward_recipe(function, arrays, operation, demanded, eps, dtype, s_dtype) -> Recipe:
     given = {name: _given(function, name, array) for name, array in arrays.items()}
     x = given["x"]
+    assert isinstance(x, Layout)
     operands = {name: one for name, one in given.items() if name != "x"}
     kinds = fused.check_operands(function, x, operands, demanded=demanded)
     eps = checks.check_eps(function, eps)
@@ -130,6 +131,7 @@ def backward(
 def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> Recipe:
     given = {name: _given(function, name, array) for name, array in arrays.items()}
     x = given["x"]
+    assert isinstance(x, Layout)
     operands = {name: given[name] for name in operation.operands if name in given}
     kinds = fused.check_operands(function, x, operands, demanded=demanded)
     row_dtype = s_dtype or x.dtype
@@ -158,9 +160,10 @@ def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> 
     columns = x.shape[-1:]
     written = []
     for name in computed:
-        kind = "full" if name == "x" else kinds.get(name, "column")
-        shape = columns if kind == "scalar" or name not in given else given[name].shape
-        written.append((f"d{name}", shape, numpy_dtype(function, compute if kind == "scalar" else of[name])))
+        one = given.get(name)
+        number = isinstance(one, float)
+        shape = one.shape if isinstance(one, Layout) else columns  # of a number the sums of columns; or one left out
+        written.append((f"d{name}", shape, numpy_dtype(function, compute if number else of[name])))
     return Recipe(
         plan=plan(task, device.current(int(x.device))) if task.rows and computed else None,
         device_id=int(x.device),
@@ -172,7 +175,7 @@ def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> 
     )
 
 
-def _launch(recipe: Recipe, solution: Plan, arrays: Mapping[str, Any], written: Mapping[str, cupy.ndarray]) -> None:
+def _launch(recipe: Recipe, solution: Plan, arrays: dict[str, Any], written: dict[str, cupy.ndarray]) -> None:
     problem: Problem = solution.problem
     if recipe.copies:
         arrays = arrays | {name: cupy.ascontiguousarray(arrays[name]) for name in recipe.copies}

@@ -53,6 +53,16 @@ class NormSpec:
     once: bool = False  # forward: the grid has a CTA for every row
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
 
+    def __str__(self) -> str:
+        """The kernel in short, for logs and messages."""
+        shape, operation = self.shape, self.operation
+        arrays = ", ".join(f"{one.name} {one.dtype}" for one in self.operands if one.kind != "scalar")
+        return (
+            f"{self.kernel} {operation.norm}, {self.cols} cols, {arrays}; y = {operation.epilogue.text}; "
+            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} cols a row, "
+            f"cluster {shape.cluster}, {'16-byte' if self.aligned else 'element'} access"
+        )
+
     @property
     def threads(self) -> int:
         return self.shape.threads * self.rows_per_cta
@@ -126,7 +136,9 @@ class SumSpec:
     threads: int = 256
     kernel: str = "sum_partials"
     cluster: int = 1
-    final: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.kernel} of {self.count} gradients of {self.dtype}, {self.lanes} threads a row"
 
     @property
     def rows_per_cta(self) -> int:

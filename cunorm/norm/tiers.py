@@ -129,7 +129,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
             rows_per_cta=_whole_warps(shape),
             ctas_per_sm=1,
             prefetch=False,
-            columns_stay=columns <= 128,
+            # By elements, 128 bytes of them spilled 16.
+            columns_stay=columns <= (128 if spec.aligned else 112),
         )
     return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
 

@@ -126,7 +126,7 @@ def checked(
         None if dtype is None else checks.dtype_name(function, dtype),
         zero_centered_gamma=zero_centered_gamma,
     )
-    if y_dtype == "float64" and not jax.config.jax_enable_x64:
+    if y_dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise TypeError(f"{function}: dtype float64 needs jax_enable_x64; got dtype={dtype!r} without it.")
     task = Task(
         operation=affine(function.removesuffix("_forward"), bool(zero_centered_gamma)),

@@ -7,13 +7,13 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
 import jax
 
-from ... import compile
+from ... import compile, logs
 from ... import device as devices
 from ...device import Device
 
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 @cache
-def gpu() -> jax.Device | None:
+def gpu() -> Any:
     """The first GPU that JAX uses; None where programs for CUDA can only be lowered."""
     try:
         return jax.local_devices(backend="cuda")[0]
@@ -83,19 +83,25 @@ def call(function: str) -> Call:
 
 @cache
 def _probed() -> Call:
-    """Whether XLA runs a tiny kernel of PTX."""
+    reason = _why_no_ptx()
+    if reason:
+        logs.fell_back("cunorm.jax", "CuPy launches the kernels from a callback in each step", reason)
+        return Call("callback", reason)
+    return Call("ptx", "a tiny kernel ran")
+
+
+def _why_no_ptx() -> str:
+    """Why XLA does not run a tiny kernel of PTX; empty if it does."""
     too_new = compile.why_ptx_is_too_new()
     if too_new:
-        return Call("callback", too_new)
+        return too_new
     values = numpy.arange(32, dtype=numpy.float32)
     try:
         with jax.ensure_compile_time_eval(), jax.default_device(gpu()):
             result = numpy.asarray(jax.jit(_double)(values))
     except Exception as error:  # whatever XLA raises: it promises nothing about this call
-        return Call("callback", f"XLA's call of PTX failed: {str(error).splitlines()[0]}")
-    if not numpy.array_equal(result, 2 * values):
-        return Call("callback", "XLA's call of PTX gave wrong numbers")
-    return Call("ptx", "a tiny kernel ran")
+        return f"XLA's call of PTX failed: {str(error).splitlines()[0]}"
+    return "" if numpy.array_equal(result, 2 * values) else "XLA's call of PTX gave wrong numbers"
 
 
 PROBE = """

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import device, launch
+from ... import device, launch, logs
 from ...norm.checks import Layout, check_sm_margin, row_stride
 from ...norm.plan import Plan, plan
 from ...norm.problem import BACKWARD, FORWARD, plain, pointer_order
@@ -139,6 +139,7 @@ def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, 
         aligned=aligned,
     )
     copies = (stride is None, *(array is not None and not array.is_contiguous() for array in (weight, bias)))
+    logs.copied(op, ("input", "weight", "bias"), (x, weight, bias), copies)
     layer_norm = op == "layer_norm"
     return Recipe(
         plan=plan(problem, properties) if problem.rows else None,
@@ -255,6 +256,7 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> 
         aligned=aligned,
     )
     copies = (dy_stride is None, x_stride is None, weight is not None and not weight.is_contiguous())
+    logs.copied(f"backward of {op}", ("grad_output", "input", "weight"), (dy, x, weight), copies)
     return Recipe(
         plan=plan(problem, properties) if problem.rows and any(output_mask) else None,
         copies=copies,

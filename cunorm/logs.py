@@ -1,0 +1,34 @@
+"""What cunorm says of itself: the lines of `logging.getLogger("cunorm")`, all of them at INFO.
+
+Each is of something that happens once (a kernel is compiled, a way that is not the fast one is taken, a layout that
+must be copied is met), never of a call, so none stands on the path of a microsecond.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+logger = logging.getLogger("cunorm")
+
+
+def compiled(name: str, target: str, seconds: float, spec: Any = None) -> None:
+    """NVRTC made `name` for `target` (sm_90, or compute_90 where it is PTX)."""
+    logger.info("compiled %s for %s in %.3f s%s", name, target, seconds, f": {spec}" if spec else "")
+
+
+def fell_back(function: str, taken: str, reason: str) -> None:
+    """`function` does what was asked by `taken`, which is not the way that is fast."""
+    logger.info("%s: %s (%s)", function, taken, reason)
+
+
+def copied(function: str, names: Iterable[str], arrays: Iterable[Any], copies: Iterable[bool]) -> None:
+    """Every call of `function` copies those of `arrays` that `copies` marks: kernels cannot walk their strides.
+
+    An array is whatever has a shape and strides in elements: a Layout, or a tensor, whose strides are a method.
+    """
+    for name, array, copy in zip(names, arrays, copies, strict=True):
+        if copy:
+            shape, strides = tuple(array.shape), array.stride() if hasattr(array, "stride") else array.strides
+            logger.info("%s: %s of shape %s and strides %s is copied in each call", function, name, shape, strides)
