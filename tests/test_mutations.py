@@ -7,15 +7,19 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+import cpu_cupy
 import numpy
 import pytest
+import test_fusion
 from arrays import inputs, misplaced
 from cpu_device import ORDERS, Machine, missing
-from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, check
+from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, WITHOUT_CLUSTERS, check
+
+import cunorm
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
-# What is run: (rows, cols, dtype, options of cpu_functions.check and of inputs)
+# A layer_norm: (rows, cols, dtype, options of cpu_functions.check and of inputs)
 CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "lanes": (3, 33, "float32", {}),
     "lanes, partial rows": (150, 33, "float32", {}),
@@ -41,6 +45,52 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "partial rows for threads alone": (17, 131081, "float16", {"device": MANY_WITHOUT_CLUSTERS}),
     "streamed": (17, 8201, "float64", {"device": MANY_WITHOUT_CLUSTERS}),
     "misplaced": (3, 136, "float16", {"misplaced": True}),
+}
+
+SUM_IN_MORE_BITS = test_fusion.Case(
+    cunorm.fuse(
+        "layer_norm",
+        prologue=lambda x, residual: x + residual,
+        epilogue=lambda xhat, weight: xhat * weight,
+        dtype="float32",
+    ),
+    ("residual",),
+    ("weight",),
+)
+ONE_MORE = test_fusion.Case(cunorm.fuse("rms_norm", prologue=lambda x: x + 1))
+
+
+class FusedRun(NamedTuple):
+    """A fused operation as test_fusion.py runs it."""
+
+    operation: test_fusion.Case
+    shape: tuple[int, int]
+    dtype: str
+    device: Any = SMALL
+    dtypes: dict[str, str] | None = None
+    wanted: tuple[str, ...] = ()
+
+
+FUSED = {
+    "fused lanes": FusedRun(test_fusion.CASES["add_layer_norm"], (13, 33), "float16"),
+    "fused, streamed": FusedRun(test_fusion.CASES["add_rms_norm"], (2, 17000), "float32", WITHOUT_CLUSTERS),
+    "gate": FusedRun(test_fusion.CASES["gate"], (13, 33), "float16"),
+    "gate, CTA": FusedRun(test_fusion.CASES["gate"], (9, 1000), "float32"),
+    "gate, cluster": FusedRun(test_fusion.CASES["gate"], (4, 17000), "float32"),
+    "both, partial rows": FusedRun(test_fusion.CASES["both"], (9, 1000), "float32", MANY_SMS),
+    "poles": FusedRun(test_fusion.CASES["poles"], (13, 33), "float32"),
+    "poles, CTA": FusedRun(test_fusion.CASES["poles"], (3, 1001), "float16"),
+    "poles, streamed": FusedRun(
+        test_fusion.CASES["poles"],
+        (2, 17001),
+        "float32",
+        WITHOUT_CLUSTERS,
+        wanted=("x", "residual", "z", "weight"),
+    ),
+    "s in fewer bits": FusedRun(
+        SUM_IN_MORE_BITS, (3, 136), "bfloat16", dtypes={"residual": "float32", "weight": "float32", "dy": "float32"}
+    ),
+    "one more": FusedRun(ONE_MORE, (3, 33), "float32"),
 }
 
 
@@ -105,7 +155,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a weight that nobody waits for",
-        "if constexpr (!kWeightStays) copies_wait<0>();",
+        "if constexpr (!kColumnsStay) copies_wait<0>();",
         "",
         "wide weight, row groups without rows",
         (("races", "a thread ends while a copy of its own is under way"),),
@@ -224,8 +274,8 @@ MUTATIONS = (
     ),
     Mutation(
         "no commit in turns with nothing to ask for",
-        "RowsX::kAhead - 1);\n      RowsX::sent();",
-        "RowsX::kAhead - 1);\n      if (row + RowsX::kAhead * row_step < rows) RowsX::sent();",
+        "RowsIn::kAhead - 1);\n      RowsIn::sent();",
+        "RowsIn::kAhead - 1);\n      if (row + RowsIn::kAhead * row_step < rows) RowsIn::sent();",
         "CTA",
         (
             ("results", "elements are wrong"),
@@ -234,8 +284,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks into the place of the present row",
-        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);",
-        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead);",
+        "rows_in.ask(row + RowsIn::kAhead * row_step, RowsIn::kAhead - 1);",
+        "rows_in.ask(row + RowsIn::kAhead * row_step, RowsIn::kAhead);",
         "CTA",
         (
             ("results", "elements are wrong"),
@@ -244,8 +294,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks into the place of the present row, forward",
-        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);",
-        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead);",
+        "rows_s.ask(row + RowsS::kAhead * row_step, RowsS::kAhead - 1);",
+        "rows_s.ask(row + RowsS::kAhead * row_step, RowsS::kAhead);",
         "cluster",
         (
             ("results", "y: .* elements are wrong"),
@@ -254,8 +304,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks for the same row again",
-        "rows_x.ask(row + RowsX::kAhead * row_step, RowsX::kAhead - 1);",
-        "rows_x.ask(row + (RowsX::kAhead - 1) * row_step, RowsX::kAhead - 1);",
+        "rows_in.ask(row + RowsIn::kAhead * row_step, RowsIn::kAhead - 1);",
+        "rows_in.ask(row + (RowsIn::kAhead - 1) * row_step, RowsIn::kAhead - 1);",
         "places",
         (("results", "elements are wrong"),),
     ),
@@ -288,15 +338,15 @@ MUTATIONS = (
     ),
     Mutation(
         "asks for a row too few at first",
-        "for (int ahead = 0; ahead < RowsX::kAhead; ++ahead) {",
-        "for (int ahead = 0; ahead < RowsX::kAhead - 1; ++ahead) {",
+        "for (int ahead = 0; ahead < RowsIn::kAhead; ++ahead) {",
+        "for (int ahead = 0; ahead < RowsIn::kAhead - 1; ++ahead) {",
         "CTA",
         (("results", "elements are wrong"),),
     ),
     Mutation(
         "a place too few",
-        "static constexpr int kBytes = kStages * kRows * kRowBytes;",
-        "static constexpr int kBytes = (kStages - 1) * kRows * kRowBytes;",
+        "static constexpr int kPlaces = kStages * kRows;",
+        "static constexpr int kPlaces = (kStages - 1) * kRows;",
         "CTA",
         (
             ("results", "elements are wrong"),
@@ -305,8 +355,8 @@ MUTATIONS = (
     ),
     Mutation(
         "rows of a CTA share places",
-        "offset(offset + static_cast<int>(threadIdx.x) / Shape::kThreads * kRowBytes)",
-        "offset(offset)",
+        "return stage * kRows + row_group;",
+        "return stage * kRows;",
         "groups of warps",
         (
             ("results", "elements are wrong"),
@@ -315,29 +365,29 @@ MUTATIONS = (
     ),
     Mutation(
         "packs beyond the row are not cleared",
-        "load.template clear<Shape::kCapacity>(place(number), Shape::slice_column(p));",
+        "load.template clear<Shape::kCapacity, kPlaces>(places(), place(stage), Shape::slice_column(p));",
         ";",
         "idle threads",
         (("results", "dx: .* elements are wrong"),),
     ),
     Mutation(
         "packs beyond the row are cleared in the first place alone",
-        "for (int number = 0; number < kStages; ++number)",
-        "for (int number = 0; number < 1; ++number)",
+        "for (int stage = 0; stage < kStages; ++stage)",
+        "for (int stage = 0; stage < 1; ++stage)",
         "places",
         (("results", "dx: .* elements are wrong"),),
     ),
     Mutation(
         "places as long as the whole row",
-        "kNeighbours>(to, Shape::slice_column(p), row,",
-        "kNeighbours>(to, Shape::column(rank, p), row,",
+        "kNeighbours>(places(), to, Shape::slice_column(p), row,",
+        "kNeighbours>(places(), to, Shape::column(rank, p), row,",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
         "the weight lies where dy does",
-        "RowsX::kBytes + RowsDy::kBytes + row_group",
-        "RowsX::kBytes + row_group",
+        "dynamic_shared() + RowsIn::kBytes;",
+        "dynamic_shared();",
         "cluster",
         (
             ("results", "dx: .* elements are wrong"),
@@ -346,22 +396,22 @@ MUTATIONS = (
     ),
     Mutation(
         "the weight beyond the row is not cleared",
-        "if (valid <= 0) Packs::clear(place, slot);",
-        "",
+        "columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::slice_column(p));",
+        ";",
         "cluster",
         (("results", "dx: .* elements are wrong"),),
     ),
     Mutation(
         "rows of a CTA share the place of the weight",
-        "row_group * (Shape::kCapacity * Scale::kColumnBytes)",
-        "0",
+        "(column_places, row_group,",
+        "(column_places, 0,",
         "wide weight",
         (("races", "race:"),),
     ),
     Mutation(
         "the weight lies beyond its place",
-        "copy<Shape::kCapacity>(dynamic_shared() + weight_offset, Shape::slice_column(p),",
-        "copy<Shape::kCapacity>(dynamic_shared() + weight_offset, Shape::column(rank, p),",
+        "(column_places, row_group, Shape::slice_column(p), 0,",
+        "(column_places, row_group, Shape::column(rank, p), 0,",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -466,15 +516,15 @@ MUTATIONS = (
     ),
     Mutation(
         "y of a row that is not there",
-        "active ? Shape::valid(rank, p) : 0, values",
-        "Shape::valid(rank, p), values",
+        "store_y.store(row, Shape::column(rank, p), valid, values);",
+        "store_y.store(row, Shape::column(rank, p), Shape::valid(rank, p), values);",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
         "dx of a row that is not there",
-        "active ? Shape::valid(rank, p) : 0, g);",
-        "Shape::valid(rank, p), g);",
+        "results.store(row, Shape::column(rank, p), valid, values);",
+        "results.store(row, Shape::column(rank, p), Shape::valid(rank, p), values);",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -487,8 +537,8 @@ MUTATIONS = (
     ),
     Mutation(
         "x of a row that is not there",
-        "load.fetch(to[p], row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0);",
-        "load.fetch(to[p], row, Shape::column(rank, p), Shape::valid(rank, p));",
+        "return active ? Shape::valid(rank, p) : 0;",
+        "return Shape::valid(rank, p);",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -501,7 +551,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rstd of a row that is not there",
-        "return of < rows ? SavedRow::of(mean, rstd, of) : SavedRow{};",
+        "return Operation::kOfXhat && of < rows ? SavedRow::of(mean, rstd, of) : SavedRow{};",
         "return SavedRow::of(mean, rstd, of);",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
@@ -579,8 +629,8 @@ MUTATIONS = (
     ),
     Mutation(
         "variance divided by N - 1",
-        "part[2] * one_part_in<Compute, kCols>()",
-        "part[2] * one_part_in<Compute, kCols - 1>()",
+        "multiply_add(part[2], one_part_in<Compute, kCols>(),",
+        "multiply_add(part[2], one_part_in<Compute, kCols - 1>(),",
         "CTA",
         (("results", "y: .* elements are wrong"),),
     ),
@@ -614,22 +664,22 @@ MUTATIONS = (
     ),
     Mutation(
         "bias ignored",
-        "multiply_add(xhat[i], gamma[i], beta[i]);",
-        "multiply_add(xhat[i], gamma[i], 0 * beta[i]);",
+        "multiply_add(xhat, weight, bias)",
+        "multiply_add(xhat, weight, 0 * bias)",
         "warp",
         (("results", "y: .* elements are wrong"),),
     ),
     Mutation(
         "a weight taken as it is where it is zero-centred",
-        "gamma[i] += 1;",
-        "gamma[i] += 0;",
+        "static_cast<Compute>(0x1p+0) + weight;",
+        "weight;",
         "zero-centred",
         (("results", "y: .* elements are wrong"),),
     ),
     Mutation(
         "dx without its mean term",
-        "for_each_pack(store, -means[1]);",
-        "for_each_pack(store, 0 * means[1]);",
+        "matrices, columns, i, means[1])",
+        "matrices, columns, i, 0 * means[1])",
         "warp",
         (("results", "dx: .* elements are wrong"),),
     ),
@@ -642,22 +692,22 @@ MUTATIONS = (
     ),
     Mutation(
         "dx without its mean term, streamed",
-        "for_each_pack(store, -means[1]);",
-        "for_each_pack(store, 0 * means[1]);",
+        "matrices, columns, i, means[1])",
+        "matrices, columns, i, 0 * means[1])",
         "streamed",
         (("results", "dx: .* elements are wrong"),),
     ),
     Mutation(
         "dweight without a row",
-        "if constexpr (Needs::kDweight) dweight_sums[p][i] =",
-        "if (Needs::kDweight && row != 1) dweight_sums[p][i] =",
+        "i, p, sums);\n        if constexpr",
+        "i, p, sums);\n        if (row == 1) sums[0][p][i] -= matrix_values[0][i] * xhat[i];\n        if constexpr",
         "groups of warps",
         (("results", "dweight: .* elements are wrong"),),
     ),
     Mutation(
         "dbias without a row",
-        "if constexpr (Needs::kDbias) dbias_sums[p][i] +=",
-        "if (Needs::kDbias && row != 1) dbias_sums[p][i] +=",
+        "i, p, sums);\n        if constexpr",
+        "i, p, sums);\n        if (row == 1) sums[1][p][i] -= matrix_values[0][i];\n        if constexpr",
         "CTA",
         (("results", "dbias: .* elements are wrong"),),
     ),
@@ -790,6 +840,225 @@ MUTATIONS = (
             ("races", "race:"),
         ),
     ),
+    # Lists of arrays
+    Mutation(
+        "places of the second matrix overlap those of the first",
+        "return places + kPlaces * (kColumns * First::kColumnBytes);",
+        "return places + (kPlaces - 1) * (kColumns * First::kColumnBytes);",
+        "gate, cluster",
+        (
+            ("results", "y: .* of what is allowed"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "places of a column as many as of a row",
+        "columns.template read<Shape::kCapacity, kRows>(",
+        "columns.template read<Shape::kCapacity, RowsIn::kPlaces>(",
+        "gate, cluster",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "what stands beside xhat lies where s does",
+        "rows_beside(beside, rank, rows, RowsS::kBytes);",
+        "rows_beside(beside, rank, rows, 0);",
+        "gate, cluster",
+        (
+            ("results", "y: .* of what is allowed"),
+            ("races", "race: .* while a copy to it is under way"),
+        ),
+    ),
+    Mutation(
+        "what stands beside xhat is not taken",
+        "rows_beside.take(row);",
+        "",
+        "gate, cluster",
+        (("results", "y: .* of what is allowed"),),
+    ),
+    Mutation(
+        "what stands beside xhat is not asked for again",
+        "rows_beside.ask(row + RowsS::kAhead * row_step, RowsS::kAhead - 1);",
+        "",
+        "gate, cluster",
+        (("results", "y: .* of what is allowed"),),
+    ),
+    Mutation(
+        "the second matrix read as the first",
+        "others.unpack(packed.others, values + 1);",
+        "others.unpack(packed.others, values);",
+        "fused lanes",
+        (("results", "(y|s): .* of what is allowed"),),
+    ),
+    Mutation(
+        "a vector read as a matrix",
+        "{shift, 0}",
+        "{shift, residual_stride}",
+        "gate",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "numbers in each other's place",
+        "operation{factor, sharp};",
+        "operation{sharp, factor};",
+        "gate",
+        (("results", "y: .* of what is allowed"),),
+    ),
+    # The prologue and s
+    Mutation(
+        "s is not rounded before its statistics",
+        "LoadSource<bfloat16,",
+        "LoadSource<float,",
+        "s in fewer bits",
+        (("results", "y: .* of what is allowed"),),
+    ),
+    Mutation(
+        "s made again is not rounded",
+        "return rounded<bfloat16>(value);",
+        "return value;",
+        "s in fewer bits",
+        (("results", "d(x|residual): .* of what is allowed"),),
+    ),
+    Mutation(
+        "what the prologue makes of nothing counts",
+        "i < valid ? operation.prologue(values, i) : 0",
+        "operation.prologue(values, i)",
+        "one more",
+        (("results", "y: .* of what is allowed"),),
+    ),
+    Mutation(
+        "s of a row that is not there",
+        "store_s.store_packed(row, Shape::column(rank, p), valid, s);",
+        "store_s.store_packed(row, Shape::column(rank, p), Shape::valid(rank, p), s);",
+        "fused lanes",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "s is not written",
+        "store_s.store_packed(row, Shape::column(rank, p), valid, s);",
+        "",
+        "fused lanes",
+        (("results", "s: nan of what is allowed"),),
+    ),
+    Mutation(
+        "s is not written, streamed",
+        "store_s.store_packed(row, column, valid, s);",
+        "",
+        "fused, streamed",
+        (("results", "s: nan of what is allowed"),),
+    ),
+    Mutation(
+        "s written beyond the row, streamed",
+        "store_s.store_packed(row, column, valid, s);",
+        "store_s.store_packed(row + 1, column, valid, s);",
+        "fused, streamed",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    # Gradients of fused operations
+    Mutation(
+        "a gradient written twice, and another not",
+        "others.store(row, column, valid, values + 1);",
+        "first.store(row, column, valid, values[kCount - 1]);",
+        "gate",
+        (("results", "dx: .* of what is allowed"),),
+    ),
+    Mutation(
+        "a gradient that is not written",
+        "others.store(row, column, valid, values + 1);",
+        "",
+        "gate",
+        (("results", "dresidual: nan of what is allowed"),),
+    ),
+    Mutation(
+        "a gradient with the values of another",
+        "others.store(row, column, valid, values + 1);",
+        "others.store(row, column, valid, values);",
+        "gate",
+        (("results", "dresidual: .* of what is allowed"),),
+    ),
+    Mutation(
+        "the gradient of s is not added",
+        "of_norm + matrices[1][i];",
+        "of_norm;",
+        "fused lanes",
+        (("results", "dx: .* of what is allowed"),),
+    ),
+    Mutation(
+        "the gradient of s instead of what comes through the norm",
+        "of_norm + matrices[1][i];",
+        "matrices[1][i];",
+        "fused lanes",
+        (("results", "dx: .* of what is allowed"),),
+    ),
+    Mutation(
+        "an operand before and after the norm has one gradient alone",
+        "cunorm::multiply_add(-dy, xhat, ds);",
+        "ds;",
+        "both, partial rows",
+        (("results", "dresidual: .* of what is allowed"),),
+    ),
+    Mutation(
+        "the sum of a column of the prologue is not kept",
+        "sums[0][p][i] = next_dshift;",
+        "",
+        "gate, CTA",
+        (("results", "dshift: .* of what is allowed"),),
+    ),
+    Mutation(
+        "the sum of a column of the prologue of dy, not of ds",
+        "multiply_add(ds, x, sum_dshift)",
+        "multiply_add(dy, x, sum_dshift)",
+        "gate, cluster",
+        (("results", "dshift: .* of what is allowed"),),
+    ),
+    Mutation(
+        "sums in each other's place",
+        "store_all_sums<Shape, kRows>(sums + 1, rank, group, stores.others);",
+        "store_all_sums<Shape, kRows>(sums, rank, group, stores.others);",
+        "gate",
+        (("results", "dfactor: .* of what is allowed"),),
+    ),
+    Mutation(
+        "sums in each other's place, streamed",
+        "store_column_sums<kPack>(column, valid, sums + 1, stores.others);",
+        "store_column_sums<kPack>(column, valid, sums, stores.others);",
+        "streamed",
+        (("results", "dbias: .* elements are wrong"),),
+    ),
+    Mutation(
+        "every gradient of the same partial rows",
+        "blockIdx.y == 0 ? partials0 : partials1",
+        "partials0",
+        "partial rows",
+        (("results", "dbias: .* elements are wrong"),),
+    ),
+    Mutation(
+        "NaN of nothing reaches the sums of a row",
+        "if (Operation::kMasks && i >= valid) continue;",
+        "",
+        "poles",
+        (("results", "dx: nan of what is allowed"),),
+    ),
+    Mutation(
+        "NaN of nothing reaches the sums of a row, streamed",
+        "if (Operation::kMasks && i >= valid) continue;",
+        "",
+        "poles, streamed",
+        (("results", "dx: nan of what is allowed"),),
+    ),
+    Mutation(
+        "NaN of a row that is not there reaches the sums over rows",
+        "if (Operation::kMasks && i >= valid) {",
+        "if (false) {",
+        "poles",
+        (("results", "ddivisor: nan of what is allowed"),),
+    ),
+    Mutation(
+        "an operation with poles said to have none",
+        "kMasks = true;",
+        "kMasks = false;",
+        "poles, CTA",
+        (("results", "dx: nan of what is allowed"),),
+    ),
 )
 
 
@@ -807,6 +1076,9 @@ class Edit:
 
 
 def run(case: str, machine: Machine) -> None:
+    if case in FUSED:
+        run_fused(FUSED[case], machine)
+        return
     rows, cols, dtype, options = CASES[case]
     options = {"device": SMALL, **options}
     x, dy, weight, bias = inputs(
@@ -815,6 +1087,13 @@ def run(case: str, machine: Machine) -> None:
     if options.pop("misplaced", False):
         x, dy, weight, bias = (misplaced(array, 1) for array in (x, dy, weight, bias))
     check(machine, "layer_norm", x, dy, weight, bias, **options)
+
+
+def run_fused(case: FusedRun, machine: Machine) -> None:
+    made = test_fusion.make(case.operation, case.shape, case.dtype, case.dtypes)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cpu_cupy.play(monkeypatch, case.device, machine)
+        test_fusion.check(case.operation, made, cpu_cupy.asarray, case.wanted)
 
 
 def finding(case: str, machine: Machine) -> str:
