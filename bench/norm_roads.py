@@ -14,9 +14,9 @@ from torch.nn import functional as F  # noqa: N812
 
 import cunorm.torch
 from cunorm import device, launch
-from cunorm.plan import Plan, plan
-from cunorm.problem import whole
-from cunorm.torch import functional, launching, operators
+from cunorm.norm.plan import Plan, plan
+from cunorm.norm.problem import whole
+from cunorm.torch.norm import functional, launching, operators
 
 Road = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 

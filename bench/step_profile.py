@@ -36,7 +36,8 @@ from bench.norm_roads import ROADS, Road
 from bench.results import lines_to
 from bench.torch_models import DTYPES, alternate, build
 from cunorm import launch
-from cunorm.torch import functional, fuse_norm_linear, launching, modules, operators, replace_norms
+from cunorm.torch import fuse_norm_linear, replace_norms
+from cunorm.torch.norm import functional, launching, modules, operators
 
 MODEL, DTYPE = "gpt2", DTYPES["bfloat16"]
 EPS = 1e-5
