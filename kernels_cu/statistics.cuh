@@ -36,7 +36,7 @@ struct CompensatedSum {
     lost += (sum - (next - rounded)) + (value - rounded);
     sum = next;
   }
-  DEVICE Compute total() const { return sum + lost; }
+  DEVICE Compute total() const { return lost == lost ? sum + lost : sum; }  // what an infinite sum lost is NaN
 };
 
 // LayerNorm: mean and variance, by Welford's method in its parallel form (Chan, Golub, LeVeque 1983): parts that know
@@ -131,7 +131,10 @@ struct LayerNorm {
     // Divided: the call that this is keeps ptxas from moving all loads of a wide weight and bias in front of it. With a
     // product it spilled 8 to 140 bytes, 12296 columns of float16 to float32 beside a float32 weight and bias.
     const Compute residual = part[1] / static_cast<Compute>(kCols);
-    const Compute variance = multiply_add(part[2], one_part_in<Compute, kCols>(), -(residual * residual));
+    // Less than all squares, unless both overflow: then the variance is infinite and rstd is 0, as with torch.
+    const Compute of_residual = residual * residual;
+    const Compute variance =
+        multiply_add(part[2], one_part_in<Compute, kCols>(), of_residual < part[2] ? -of_residual : 0);
     // Written so that NaN stays NaN; rounding can leave a constant row slightly below zero.
     return {part[0], residual, reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)};
   }
