@@ -36,7 +36,9 @@ struct CompensatedSum {
     lost += (sum - (next - rounded)) + (value - rounded);
     sum = next;
   }
-  DEVICE Compute total() const { return lost == lost ? sum + lost : sum; }  // what an infinite sum lost is NaN
+  DEVICE Compute total() const { return sum + lost; }
+  // Of what may overflow: what an infinite sum lost is NaN.
+  DEVICE Compute total_or_infinite() const { return lost == lost ? sum + lost : sum; }
 };
 
 // LayerNorm: mean and variance, by Welford's method in its parallel form (Chan, Golub, LeVeque 1983): parts that know
@@ -176,7 +178,7 @@ struct LayerNorm {
       const Compute share = count / (total > 0 ? total : 1);
       const Compute pivot = base + group_sum<32>(share * (mean.sum - base));
       const Compute sum = count * mean.lost;
-      const Moments<Compute> lane{mean.sum, sum, multiply_add(sum, mean.lost, squares.total())};
+      const Moments<Compute> lane{mean.sum, sum, multiply_add(sum, mean.lost, squares.total_or_infinite())};
       const auto moved = lane.about(pivot, count);
       part[0] = pivot;
       part[1] = group_sum<32>(moved.sum);
@@ -282,7 +284,7 @@ struct RmsNorm {
     DEVICE void add(const Compute (&values)[kPack], int) {
       squares.add(dot(values, values));
     }
-    DEVICE void publish(Compute (&part)[kRunningValues]) const { part[0] = group_sum<32>(squares.total()); }
+    DEVICE void publish(Compute (&part)[kRunningValues]) const { part[0] = group_sum<32>(squares.total_or_infinite()); }
     template <class Exchange, int64 kCols>
     DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots) {
       part[0] = Exchange::sum([&](int slot) { return slots[0][slot]; });
