@@ -37,6 +37,8 @@ struct CompensatedSum {
     sum = next;
   }
   DEVICE Compute total() const { return sum + lost; }
+  // Of what may overflow: what an infinite sum lost is NaN.
+  DEVICE Compute total_or_infinite() const { return lost == lost ? sum + lost : sum; }
 };
 
 // LayerNorm: mean and variance, by Welford's method in its parallel form (Chan, Golub, LeVeque 1983): parts that know
@@ -131,7 +133,10 @@ struct LayerNorm {
     // Divided: the call that this is keeps ptxas from moving all loads of a wide weight and bias in front of it. With a
     // product it spilled 8 to 140 bytes, 12296 columns of float16 to float32 beside a float32 weight and bias.
     const Compute residual = part[1] / static_cast<Compute>(kCols);
-    const Compute variance = multiply_add(part[2], one_part_in<Compute, kCols>(), -(residual * residual));
+    // Less than all squares, unless both overflow: then the variance is infinite and rstd is 0, as with torch.
+    const Compute of_residual = residual * residual;
+    const Compute variance =
+        multiply_add(part[2], one_part_in<Compute, kCols>(), of_residual < part[2] ? -of_residual : 0);
     // Written so that NaN stays NaN; rounding can leave a constant row slightly below zero.
     return {part[0], residual, reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)};
   }
@@ -173,7 +178,7 @@ struct LayerNorm {
       const Compute share = count / (total > 0 ? total : 1);
       const Compute pivot = base + group_sum<32>(share * (mean.sum - base));
       const Compute sum = count * mean.lost;
-      const Moments<Compute> lane{mean.sum, sum, multiply_add(sum, mean.lost, squares.total())};
+      const Moments<Compute> lane{mean.sum, sum, multiply_add(sum, mean.lost, squares.total_or_infinite())};
       const auto moved = lane.about(pivot, count);
       part[0] = pivot;
       part[1] = group_sum<32>(moved.sum);
@@ -279,7 +284,7 @@ struct RmsNorm {
     DEVICE void add(const Compute (&values)[kPack], int) {
       squares.add(dot(values, values));
     }
-    DEVICE void publish(Compute (&part)[kRunningValues]) const { part[0] = group_sum<32>(squares.total()); }
+    DEVICE void publish(Compute (&part)[kRunningValues]) const { part[0] = group_sum<32>(squares.total_or_infinite()); }
     template <class Exchange, int64 kCols>
     DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots) {
       part[0] = Exchange::sum([&](int slot) { return slots[0][slot]; });

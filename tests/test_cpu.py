@@ -244,6 +244,17 @@ def test_equal_values_up_to_the_largest(cols, dtype, device, value):
     numpy.testing.assert_array_equal(y.astype("float32"), numpy.broadcast_to(bias.astype("float32"), y.shape))
 
 
+@pytest.mark.parametrize(
+    ("cols", "device"), [(33, SMALL), (129, SMALL), (4100, SMALL), (33333, SMALL), (16393, WITHOUT_CLUSTERS)]
+)
+def test_where_squares_overflow_rstd_is_zero(cols, device):
+    """As with torch. The square of the mean's distance from the pivot overflows too: infinite less infinite is NaN."""
+    x, _, weight, bias = inputs(numpy, 3, cols, "float32")
+    y, _, rstd = forward(Machine(), "layer_norm", x * numpy.float32(1e25), weight, bias, device=device)
+    numpy.testing.assert_array_equal(rstd, numpy.zeros(3))
+    numpy.testing.assert_array_equal(y, numpy.broadcast_to(bias, y.shape))
+
+
 @pytest.mark.parametrize("cols", [129, 1001, 4100, 33333])
 def test_means_beyond_the_sum_that_float_holds(cols):
     """Deviations of a few steps of float32, whose squares it holds."""

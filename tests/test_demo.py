@@ -20,7 +20,7 @@ def test_demo_says_that_the_host_path_ran_and_why(tmp_path):
     assert "host path (NumPy): no GPU (" in output
     assert "float16 of shape (1797, 64)" in output
     for direction in ("forward", "backward"):
-        assert f"layer_norm {direction}: 1797 rows x 64 cols, float16 -> float16, on H200" in output
+        assert f"layer_norm {direction}: 1797 rows x 64 cols, on H200 (sm_90, 132 SMs)" in output
         assert re.search(rf"^{direction} +[\d.]+ us +[\d.]+$", output, re.MULTILINE)
 
 

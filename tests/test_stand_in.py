@@ -64,7 +64,7 @@ def assert_same(actual, expected):
 
 def test_arguments_of_another_size_are_refused(monkeypatch):
     """eps as eight bytes where the kernel reads four."""
-    monkeypatch.setitem(launch.FORWARD, "float32", launch.FORWARD["float64"])
+    monkeypatch.setitem(launch.NUMBERS, "float32", launch.NUMBERS["float64"])
     launch.prepared.cache_clear()  # another test may have run this plan
     x, dy, weight, bias = inputs(numpy, 3, 33, "float32")
     with pytest.raises(SanitizerError, match="the arguments of the launch are not those of the kernel"):

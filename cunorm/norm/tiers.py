@@ -158,6 +158,10 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
                 ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
                 most_ctas = max(1, resident // fitting.threads) if tier.cluster == 1 else 1
                 return replace(fitting, ctas_per_sm=min(most_ctas, ctas))
+    # A forward pass of several matrices keeps the shape of the plain norm's rows, and so its bits: they wait in
+    # registers where shared memory is too small.
+    if spec.kernel == "forward" and len(spec.matrices) > 1:
+        return replace(spec, rows_per_cta=whole_warps, ctas_per_sm=1)
     return None
 
 
