@@ -139,6 +139,18 @@ def test_the_kernels_called_by_hand_are_differentiated_all_the_same(device, op):
     torch.testing.assert_close(*twice)
 
 
+@on_devices
+@pytest.mark.parametrize("op", OPS)
+def test_torch_compile_differentiates_the_kernels_called_by_hand(device, op):
+    torch._dynamo.reset()
+    tensors = example(op, device, 3)
+    results = []
+    for call in (operators.norm, operators.norm_forward):
+        compiled = torch.compile(apply(op, call=call), backend="aot_eager", fullgraph=True)
+        results.append(torch.autograd.grad(compiled(*tensors).pow(3).sum(), tensors))
+    torch.testing.assert_close(*results)
+
+
 def test_compiled_code_holds_the_kernels_alone():
     """Whatever else stood on their autograd key would run there too: 16 us a norm, 46 with cold caches."""
     for operator in (operators.norm_forward, operators.norm_backward):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ..norm import formulas
-from ..norm.operators import _absent, _library, kernel
+from ..norm.operators import _absent, _library, register_kernels
 from .passes import Options, gradients, normalise
 
 _OPTIONS = "str operation, float eps, ScalarType dtype, bool keep_normalized"
@@ -91,6 +91,6 @@ class NormLinear(torch.autograd.Function):
 
 
 _library.impl("norm_linear", NormLinear.apply, "CompositeImplicitAutograd")
+register_kernels(norm_linear_forward, NormLinear, CPU=forward_in_steps, CUDA=forward_in_steps)
 for _device in ("CPU", "CUDA"):
-    _library.impl("norm_linear_forward", kernel(forward_in_steps, NormLinear), _device)
-    _library.impl("norm_linear_backward", backward_in_steps, _device)  # its steps are differentiable
+    _library.impl("norm_linear_backward", backward_in_steps, _device)  # made of differentiable steps

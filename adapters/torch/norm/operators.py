@@ -183,26 +183,32 @@ def under_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def kernel(run: Callable[..., Any], function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What computes an operator without a derivative of its own: called by hand it has that of `function` all the same.
+def register_kernels(operator: Any, function: type[torch.autograd.Function], **kernels: Callable[..., Any]) -> None:
+    """What computes an operator that has no derivative of its own, by device; called by hand it has `function`'s.
 
-    In a kernel of Python autograd is on, unless the call comes from compiled code or a Function. torch cannot know, and
-    warns in the backward pass. In a trace of AOTAutograd it warns too, and there is no gradient: that is `norm`'s job.
+    Nothing stands on its autograd key, so compiled code pays for nothing there. In eager mode autograd is still on in a
+    kernel written in Python, unless the call comes from compiled code or a Function; torch cannot know that it is made
+    use of, and warns in the backward pass. While torch.compile traces, py_impl stands on the autograd key.
     """
 
-    def compute(*arguments):
-        if wants_gradient(*arguments):
-            return function.apply(*arguments)
-        return run(*arguments)
+    def differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*arguments):
+            return function.apply(*arguments) if wants_gradient(*arguments) else run(*arguments)
 
-    return compute
+        return compute
+
+    def below_autograd(*arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    for device, run in kernels.items():
+        _library.impl(operator.name(), differentiable(run), device)
+        operator.py_impl(getattr(torch._C.DispatchKey, f"Autograd{device}"))(differentiable(below_autograd))
 
 
 _library.impl("norm", Norm.apply, "CompositeImplicitAutograd")
-_library.impl("norm_forward", kernel(_forward_cuda, Norm), "CUDA")
-_library.impl("norm_forward", kernel(forward_by_formulas, Norm), "CPU")
-_library.impl("norm_backward", kernel(_backward_cuda, NormBackward), "CUDA")
-_library.impl("norm_backward", kernel(backward_by_formulas, NormBackward), "CPU")
+register_kernels(norm_forward, Norm, CPU=forward_by_formulas, CUDA=_forward_cuda)
+register_kernels(norm_backward, NormBackward, CPU=backward_by_formulas, CUDA=_backward_cuda)
 
 
 # vmap: the batch is one more leading axis, as long as weight and bias are common to it.
