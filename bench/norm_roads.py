@@ -101,52 +101,27 @@ class TorchKernels(torch.autograd.Function):
         return *backward(dy, x, weight.shape, mean, rstd, weight, bias, mask), None
 
 
-# Operators without an autograd of their own: the Function around them is what torch.compile differentiates.
+# What torch.compile differentiates is operators.Norm, a Function around two operators without an autograd of their own.
 
 _library = torch.library.Library("cunorm_roads", "DEF")
-
-
-def _define(name: str, cuda: Callable, fake: Callable) -> Callable:
-    schema = str(getattr(torch.ops.cunorm, name).default._schema).partition("::")[2]
-    _library.define(schema)
-    _library.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"cunorm_roads::{name}", fake, lib=_library)
-    return getattr(torch.ops.cunorm_roads, name).default
-
-
-bare_forward = _define("norm_forward", operators._forward_cuda, operators._forward_fake)
-bare_backward = _define("norm_backward", operators._backward_cuda, operators._backward_fake)
-
-
-class BareOperators(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        y, statistics = bare_forward(x, weight, bias, "layer_norm", 1, eps, False, x.dtype, True, 0, 0)
-        ctx.save_for_backward(x, statistics, weight)
-        ctx.eps = eps
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, statistics, weight = ctx.saved_tensors
-        wanted = [True, True, True]
-        return *bare_backward(dy, x, statistics, weight, "layer_norm", ctx.eps, False, wanted, 0), None
-
-
 _library.define("norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")
 
 
 @torch.library.impl(_library, "norm", "AutogradCUDA")
 def _norm_autograd(x, weight, bias, eps):
-    return functional._apply(x, weight, bias, ("layer_norm", 1, eps, False, x.dtype, 0, 0))
+    return functional._apply(x, weight, bias, ("layer_norm", weight.shape, eps, x.dtype, 0, 0))
 
 
 def through_operator(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return operators.norm_forward(x, weight, bias, "layer_norm", 1, eps, False, x.dtype, True, 0, 0)[0]
+    return operators.norm(x, weight, bias, "layer_norm", 1, eps, x.dtype, True, 0, 0)[0]
+
+
+def in_a_function(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return operators.Norm.apply(x, weight, bias, "layer_norm", 1, eps, x.dtype, True, 0, 0)[0]
 
 
 def _quick(function: type[torch.autograd.Function]) -> Road:
-    return super(torch.autograd.Function, function).apply  # as in adapters/torch/functional.py
+    return super(torch.autograd.Function, function).apply  # as in adapters/torch/norm/functional.py
 
 
 ROADS: dict[str, Road] = {
@@ -158,8 +133,8 @@ ROADS: dict[str, Road] = {
     "Function, gradients, saved, launched": _quick(Launched),
     "cunorm": lambda x, weight, bias, eps: cunorm.torch.layer_norm(x, weight.shape, weight, bias, eps),
     "torch's kernels in a Function": _quick(TorchKernels),
-    "operator with autograd": through_operator,
-    "operators in a Function": BareOperators.apply,
+    "operator": through_operator,
+    "operators in a Function": in_a_function,
     "operator at the autograd key": lambda x, weight, bias, eps: torch.ops.cunorm_roads.norm.default(
         x, weight, bias, eps
     ),

@@ -392,18 +392,18 @@ def alone(call: Callable[[], Any], repeats: int = 40) -> float:
 
 def single_calls(x, weight, bias, dy) -> dict[str, Callable[[], Any]]:
     """Calls without autograd, each nearer to the driver than the one before it."""
-    options = (EPS, False, x.dtype)
-    y, both, family = launching.forward("layer_norm", x, 1, weight, bias, *options, 0, True)
-    forward = (x, weight, bias, "layer_norm", 1, *options, True, 0, 0)
-    backward = (dy, x, both, weight, "layer_norm", EPS, False, [True, True, True], 0)
+    launched = ("layer_norm", x, weight.shape, weight, bias, EPS, x.dtype, 0, True)
+    y, both, family = launching.forward(*launched)
+    forward = (x, weight, bias, "layer_norm", 1, EPS, x.dtype, True, 0, 0)
+    backward = (dy, x, both, weight, "layer_norm", EPS, [True, True, True], 0, True)
     mask, shape = (True, True, True), weight.shape
     gradients = norm_roads.like(x), norm_roads.like_row(x), norm_roads.like_row(x)
     _, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, EPS)
     index = x.get_device()
     plan = norm_roads.plan_of("forward", x)
-    (write, start), *_ = launch.prepared(plan, index).launches
+    (write, start, _), *_ = launch.prepared(plan, index).launches
     stream = launching._stream(index)
-    words = (*(t.data_ptr() for t in (x, y, weight, bias, both, both)), plan.problem.rows, x.shape[1], x.shape[1], EPS)
+    words = (*(t.data_ptr() for t in (x, weight, bias, y, both, both)), EPS)
 
     def below_autograd(operator: Callable, arguments: tuple) -> Callable[[], Any]:
         def call():
@@ -417,9 +417,8 @@ def single_calls(x, weight, bias, dy) -> dict[str, Callable[[], Any]]:
         "forward: torch.native_layer_norm": lambda: torch.native_layer_norm(x, shape, weight, bias, EPS),
         "forward: operator": lambda: operators.norm_forward(*forward),
         "forward: operator, below autograd": below_autograd(operators.norm_forward, forward),
-        "forward: operator without autograd": lambda: norm_roads.bare_forward(*forward),
         "forward: its function": lambda: operators._forward_cuda(*forward),
-        "forward: launching.forward": lambda: launching.forward("layer_norm", x, 1, weight, bias, *options, 0, True),
+        "forward: launching.forward": lambda: launching.forward(*launched),
         "forward: planned": lambda: norm_roads.run_forward(x, weight, bias, EPS, y, both),
         "forward: arguments written, cuLaunchKernel": lambda: (write(*words), start(stream)),
         "forward: cuLaunchKernel": lambda: start(stream),
@@ -428,7 +427,6 @@ def single_calls(x, weight, bias, dy) -> dict[str, Callable[[], Any]]:
         "backward: torch's operator": lambda: torch_backward(dy, x, shape, mean, rstd, weight, bias, list(mask)),
         "backward: operator": lambda: operators.norm_backward(*backward),
         "backward: operator, below autograd": below_autograd(operators.norm_backward, backward),
-        "backward: operator without autograd": lambda: norm_roads.bare_backward(*backward),
         "backward: its function": lambda: operators._backward_cuda(*backward),
         "backward: launching.backward": lambda: launching.backward(family, dy, x, both, weight, mask, 0),
         "backward: planned": lambda: norm_roads.run_backward(dy, x, both, weight, *gradients),

@@ -94,6 +94,20 @@ def added(norm: str, zero_centered_gamma: bool = False) -> Operation:
     )
 
 
+# What the public functions compute, by the name that stands for it below them, where a framework wants one as well.
+NAMED = {
+    "layer_norm": affine("layer_norm"),
+    "rms_norm": affine("rms_norm"),
+    "zero_centered_layer_norm": affine("layer_norm", True),
+    "zero_centered_rms_norm": affine("rms_norm", True),
+}
+
+
+def name_of(norm: str, zero_centered_gamma: bool) -> str:
+    """The entry of NAMED that a function and its option mean."""
+    return f"zero_centered_{norm}" if zero_centered_gamma else norm
+
+
 class Derivative(NamedTuple):
     """The gradients that are wanted of an operation, as expressions.
 

@@ -74,8 +74,8 @@ def test_the_operator_between_others_under_inductor(device, op):
     weight = random(COLS, device=device, dtype=torch.float32).requires_grad_()
 
     def function(x):
-        options = (op, 1, 1e-5, False, x.dtype, True, 0, 0)
-        return torch.tanh(operators.norm_forward(torch.sin(x), weight, None, *options)[0]) * 2
+        options = (op, 1, 1e-5, x.dtype, True, 0, 0)
+        return torch.tanh(operators.norm(torch.sin(x), weight, None, *options)[0]) * 2
 
     compiled = torch.compile(function, fullgraph=True)
     torch.testing.assert_close(gradients(compiled, x, [weight]), gradients(function, x, [weight]), rtol=1e-4, atol=1e-4)
@@ -96,8 +96,8 @@ def test_a_graph_holds_the_operator(op, grad):
     with torch.set_grad_enabled(grad):
         torch.compile(module, fullgraph=True, backend=backend)(torch.ones(4, COLS, device="cuda"))
     (node,) = (node for node in graphs[0].graph.nodes if "norm" in str(node.target))
-    assert node.target is operators.norm_forward
-    assert node.args[8] is grad
+    assert node.target is operators.norm
+    assert node.args[7] is grad
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -108,17 +108,17 @@ def test_fake_tensors_need_no_gpu(op, dtype):
     with FakeTensorMode():
         # No autograd: its engine asks a torch without CUDA for a stream.
         x, weight = fake(3, 5, COLS), fake(COLS, dtype=torch.float32)
-        y = norm(op, x, (COLS,), weight, None, 1e-5, False, dtype, 0)
+        y = norm(op, x, (COLS,), weight, None, 1e-5, dtype, 0)
         assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype or x.dtype, "cuda")
-        y, statistics = operators.norm_forward(x, weight, None, op, 1, 1e-5, False, x.dtype, True, 0, 0)
+        y, statistics = operators.norm_forward(x, weight, None, op, 1, 1e-5, x.dtype, True, 0, 0)
         assert statistics.shape == (2 if op == "layer_norm" else 1, 3, 5)
         mask = [True, True, False]
-        dx, dweight, _ = operators.norm_backward(y, x, statistics, weight, op, 1e-5, False, mask, 0)
+        dx, dweight, _ = operators.norm_backward(y, x, statistics, weight, op, 1e-5, mask, 0)
         assert (dx.shape, dx.dtype, dweight.shape, dweight.dtype) == (x.shape, x.dtype, weight.shape, weight.dtype)
         with pytest.raises(RuntimeError, match=r"weight must have shape \(64,\)"):
-            norm(op, x, (COLS,), fake(COLS - 1), None, 1e-5, False, dtype, 0)
+            norm(op, x, (COLS,), fake(COLS - 1), None, 1e-5, dtype, 0)
         with pytest.raises(NotImplementedError, match="x must have dtype"):
-            norm(op, fake(3, COLS, dtype=torch.int32), (COLS,), None, None, 1e-5, False, torch.float32, 0)
+            norm(op, fake(3, COLS, dtype=torch.int32), (COLS,), None, None, 1e-5, torch.float32, 0)
 
 
 @on_devices
@@ -135,7 +135,7 @@ def test_export(device, op, strict):
             x = random(count, COLS, device=device, dtype=torch.float32)
             torch.testing.assert_close(exported(x), module(x))
     targets = {str(node.target) for node in program.graph.nodes}
-    assert any("cunorm.norm_forward" in target for target in targets) == (device == "cuda")
+    assert any("cunorm.norm.default" in target for target in targets) == (device == "cuda")
 
 
 @on_devices
@@ -146,8 +146,8 @@ def test_make_fx_sees_both_passes(device):
 
     def function(x):
         x = x.detach().requires_grad_()
-        options = ("layer_norm", 1, 1e-5, False, x.dtype, True, 0, 0)
-        call = operators.norm_forward(x, None, None, *options)[0] if device == "cpu" else layer_norm(x, (COLS,))
+        options = ("layer_norm", 1, 1e-5, x.dtype, True, 0, 0)
+        call = operators.norm(x, None, None, *options)[0] if device == "cpu" else layer_norm(x, (COLS,))
         return torch.autograd.grad(call.square().sum(), x)[0]
 
     graph = make_fx(function)(x)
@@ -162,9 +162,9 @@ def test_the_operator_without_statistics_can_be_differentiated():
     """As in a graph that was exported for inference and is trained after all."""
     x = random(3, 8).requires_grad_()
     for op in OPS:
-        y = operators.norm_forward(x, None, None, op, 1, 0.1, False, x.dtype, False, 0, 0)[0]
+        y = operators.norm(x, None, None, op, 1, 0.1, x.dtype, False, 0, 0)[0]
         statistics = formulas.statistics_of(op, x, 1, 0.1)
-        expected = formulas.forward(op, x, statistics, None, None, False)
+        expected = formulas.forward(op, x, statistics, None, None)
         torch.testing.assert_close(
             torch.autograd.grad(y.pow(3).sum(), x), torch.autograd.grad(expected.pow(3).sum(), x)
         )

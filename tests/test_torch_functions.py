@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
+from cunorm.operation import name_of  # noqa: E402
 from cunorm.torch import layer_norm, rms_norm  # noqa: E402
 from cunorm.torch.norm import operators  # noqa: E402
 from cunorm.torch.norm.functional import AUTOCAST_TO_FLOAT32, norm  # noqa: E402
@@ -29,7 +30,7 @@ COLS = 96
 def call(op, x, weight=None, bias=None, eps=None, zero_centered_gamma=False, dtype=None, sm_margin=0):
     shape = x.shape[-1:] if weight is None else weight.shape
     eps = EPS[op] if eps is None else eps
-    return norm(op, x, shape, weight, bias_of(op, bias), eps, zero_centered_gamma, dtype, sm_margin)
+    return norm(name_of(op, zero_centered_gamma), x, shape, weight, bias_of(op, bias), eps, dtype, sm_margin)
 
 
 def torch_call(op, x, weight=None, bias=None):
@@ -210,7 +211,7 @@ def test_empty(device, op, shape):
 @pytest.mark.parametrize("op", OPS)
 def test_several_normalised_axes(device, op):
     x, weight = random(5, 3, 4, 8, device=device), random(4, 8, device=device)
-    y = norm(op, x, [4, 8], weight, None, 1e-5, False, None, 0)
+    y = norm(op, x, [4, 8], weight, None, 1e-5, None, 0)
     flat = torch_call(op, x.flatten(2), weight.flatten()) if op == "layer_norm" else None
     if flat is None:
         flat = F.rms_norm(x.flatten(2), (32,), weight.flatten(), 1e-5)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
+from cunorm.operation import name_of  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear import operators as linear_operators  # noqa: E402
 from cunorm.torch.linear import passes  # noqa: E402
@@ -114,7 +115,7 @@ def test_the_gradient_of_z_joins_before_the_norm(device, keep, op):
     inputs, dy, dz = tensors(call, device), tensor(call.dy).to(device), tensor(call.dz).to(device)
 
     def both():
-        return norm_linear("test", *inputs, call.eps, op, False, keep)
+        return norm_linear("test", *inputs, call.eps, op, keep)
 
     there = [t for t in inputs if t is not None]
     gradients = iter(torch.autograd.grad(both(), there, (dy, dz)))
@@ -234,7 +235,7 @@ def test_first_and_second_derivatives(device, keep, op):
 
     def function(*inputs):
         inputs = (*inputs, None)[:5]
-        return norm_linear("test", *inputs, 0.3, op, True, keep)
+        return norm_linear("test", *inputs, 0.3, name_of(op, True), keep)
 
     assert torch.autograd.gradcheck(function, inputs, nondet_tol=1e-12)
     assert torch.autograd.gradgradcheck(function, inputs, nondet_tol=1e-12, fast_mode=True)
@@ -340,7 +341,7 @@ def test_a_graph_holds_one_operator(device):
 
     torch.compile(layer_norm_linear, fullgraph=True, backend=backend)(*five(device, torch.float32))
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert targets.count("cunorm.norm_linear_forward.default") == 1
+    assert targets.count("cunorm.norm_linear.default") == 1
     assert not any("linear" in target and "cunorm" not in target for target in targets)
 
 
@@ -359,7 +360,7 @@ def test_a_compiled_graph_keeps_x_and_not_z(device):
     inputs = five(device, torch.float32)
 
     def function(*inputs):
-        return linear_operators.norm_linear_forward(*inputs, "layer_norm", 0.3, False, torch.float32, False)[0]
+        return linear_operators.norm_linear(*inputs, "layer_norm", 0.3, torch.float32, False)[0]
 
     aot_function(function, fw_compiler=keep, bw_compiler=keep)(*inputs).sum().backward()
     forward, backward = graphs
@@ -374,8 +375,10 @@ def test_a_compiled_graph_keeps_x_and_not_z(device):
 @on_devices
 def test_opcheck(device):
     x, weight, bias, ln_weight, ln_bias = five(device, torch.float32)
-    options = ("layer_norm", 0.3, False, torch.float32, False)
-    torch.library.opcheck(linear_operators.norm_linear_forward, (x, weight, bias, ln_weight, ln_bias, *options))
+    options = ("layer_norm", 0.3, torch.float32, False)
+    torch.library.opcheck(linear_operators.norm_linear, (x, weight, bias, ln_weight, ln_bias, *options))
+    given = [t.detach() for t in (x, weight, bias, ln_weight, ln_bias)]
+    torch.library.opcheck(linear_operators.norm_linear_forward, (*given, *options))
     transposed = weight.detach().t().contiguous().t()
     with torch.no_grad():
         y, z, statistics = linear_operators.norm_linear_forward(x, transposed, bias, None, ln_bias, *options)
@@ -454,8 +457,8 @@ def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
     x, dz, weight = (
         random(*s, device="cuda", dtype=torch.bfloat16, seed=i) for i, s in enumerate([(rows, cols)] * 2 + [(cols,)])
     )
-    _, statistics = operators.norm_forward(x, weight, None, op, 1, 1e-5, False, x.dtype, True, 0, 0)
-    family = launching.family(op, 1, False, x)
+    _, statistics = operators.norm_forward(x, weight, None, op, 1, 1e-5, x.dtype, True, 0, 0)
+    family = launching.family(op, 1, x)
     mask = (True, True, op == "layer_norm")
     expected = launching.backward(family, dz, x, statistics, weight, mask, 0)
     copy = dz.clone()
@@ -469,10 +472,10 @@ def test_streamed_rows_leave_dz_alone():
     from cunorm.torch.norm import launching, operators
 
     x, dz = (random(3, 600_000, device="cuda", dtype=torch.bfloat16, seed=i) for i in (0, 1))
-    _, statistics = operators.norm_forward(x, None, None, "layer_norm", 1, 1e-5, False, x.dtype, True, 0, 0)
+    _, statistics = operators.norm_forward(x, None, None, "layer_norm", 1, 1e-5, x.dtype, True, 0, 0)
     before = dz.clone()
     launching.backward(
-        launching.family("layer_norm", 1, False, x), dz, x, statistics, None, (True, True, True), 0, in_place=True
+        launching.family("layer_norm", 1, x), dz, x, statistics, None, (True, True, True), 0, in_place=True
     )
     assert same(dz, before)
 
@@ -582,8 +585,8 @@ def test_cunorms_own_forward_function_normalises_once(device, op, wants_gradient
         y, mean, rstd = cunorm.layer_norm_linear_forward(*inputs, 0.3, normalization=NORMALIZATION[op])
     assert len(counted.calls) == 1, counted.calls
     x, weight, bias, ln_weight, ln_bias = inputs
-    options = (op, 1, 0.3, False, x.dtype, True, 0, 0)
-    z, statistics = operators.norm_forward(x, ln_weight, ln_bias, *options)
+    options = (op, 1, 0.3, x.dtype, True, 0, 0)
+    z, statistics = operators.norm(x, ln_weight, ln_bias, *options)
     expected = F.linear(z, weight, bias)
     torch.testing.assert_close(y, expected)
     assert not rstd.requires_grad

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing import assert_close
 
 from cunorm.torch import LayerNorm, RMSNorm
-from cunorm.torch.norm import functional, operators
+from cunorm.torch.norm import functional
 
 OPS = ("layer_norm", "rms_norm")
 ROWS, SEQUENCE, COLS = 6, 4, 32
@@ -27,9 +27,8 @@ def tensors(device):
 
 
 def operator(op, x, weight, bias):
-    options = (op, 1, 1e-5, False, x.dtype, True, 0, 0)
-    functional._register_shardings()
-    return operators.norm_forward(x, weight, bias if op == "layer_norm" else None, *options)[0]
+    options = (op, 1, 1e-5, x.dtype, True, 0, 0)
+    return functional._by_operator(x, weight, bias if op == "layer_norm" else None, *options)[0]
 
 
 def rows_sharded(mesh, device):

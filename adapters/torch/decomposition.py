@@ -20,7 +20,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     Returns
     -------
     dict of operator to callable
-        torch.ops.cunorm.norm_forward, norm_backward, norm_linear_forward and norm_linear_backward (their `.default`).
+        torch.ops.cunorm.norm and norm_linear, and the `_forward` and `_backward` of both (their `.default`).
         A new one with every call, to be joined with others.
 
     Notes
@@ -39,8 +39,10 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     False
     """
     return {
+        operators.norm: operators.forward_by_formulas,
         operators.norm_forward: operators.forward_by_formulas,
         operators.norm_backward: operators.backward_by_formulas,
+        linear_operators.norm_linear: linear_operators.forward_in_steps,
         linear_operators.norm_linear_forward: linear_operators.forward_in_steps,
         linear_operators.norm_linear_backward: linear_operators.backward_in_steps,
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
-from ..operation import NORMS, Norm, Operation, affine, derivative
+from ..operation import NAMED, NORMS, Norm, Operation, derivative, name_of
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -182,11 +182,11 @@ def plain(
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:
-    """A pass of layer_norm or rms_norm, by dtypes; `y` is that of y or of dy, by default that of x.
+    """A pass of one of NAMED, by dtypes; `y` is that of y or of dy, by default that of x.
 
     dweight and dbias have the dtype of weight, without one that of x.
     """
-    operation = affine(norm, zero_centered_gamma)
+    operation = NAMED[name_of(norm, zero_centered_gamma)]
     dtypes = {"x": dtype, "y" if direction == "forward" else "dy": y or dtype}
     dtypes |= {name: one for name, one in (("weight", weight), ("bias", bias)) if one}
     if direction == "forward":

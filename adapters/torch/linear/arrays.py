@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...linear import problem
+from ...operation import name_of
 from ..norm.arrays import checked_once, layouts_of, mean_and_rstd
 from ..norm.functional import autocast_dtype
 from . import functional
@@ -29,7 +30,7 @@ def forward(
     tensors = (x, weight, bias, ln_weight, ln_bias)
     cast = autocast_dtype(x)
     checked_once(_check_forward, function, tensors, (zero_centered_gamma, cast is not None))
-    options = Options(op, eps, zero_centered_gamma, cast or x.dtype, False)
+    options = Options(name_of(op, zero_centered_gamma), eps, cast or x.dtype, False)
     y, _, both = functional.run(*tensors, options, cast, wants_statistics=statistics)
     return (y, *mean_and_rstd(both)) if statistics else (y, None, None)
 
@@ -54,7 +55,7 @@ def backward(
     tensors = (dy, x, mean if op == "layer_norm" else None, rstd, weight, ln_weight, ln_bias)
     mask = checked_once(_check_backward, function, tensors, (op, zero_centered_gamma, output_mask))
     statistics = torch.stack((mean, rstd) if op == "layer_norm" else (rstd,))
-    options = Options(op, eps, zero_centered_gamma, x.dtype, False)
+    options = Options(name_of(op, zero_centered_gamma), eps, x.dtype, False)
     with without_autocast(x.device.type):
         return gradients(dy, None, x, weight, ln_weight, ln_bias, statistics, None, options, mask)
 

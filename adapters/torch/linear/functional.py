@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...linear import problem as linear_problem
+from ...operation import NAMED, name_of
 from ..norm import checks, operators
 from ..norm.functional import FLOATING, PLAIN, autocast_dtype, norm, norm_with_statistics
-from .operators import norm_linear_forward
+from . import operators as linear_operators
 from .passes import Options, Sink, gradients, normalise, without_autocast
 
 
@@ -87,9 +88,8 @@ def layer_norm_linear(
     tensor([[-1.4495]])
     """
     name = "layer_norm_linear"
-    op = linear_problem.op(name, normalization, ln_bias)
-    parameters = (weight, bias, ln_weight, ln_bias)
-    return norm_linear(name, input, *parameters, eps, op, zero_centered_gamma, keep_normalized)[0]
+    operation = name_of(linear_problem.op(name, normalization, ln_bias), zero_centered_gamma)
+    return norm_linear(name, input, weight, bias, ln_weight, ln_bias, eps, operation, keep_normalized)[0]
 
 
 def norm_linear(
@@ -100,20 +100,19 @@ def norm_linear(
     ln_weight: Tensor | None,
     ln_bias: Tensor | None,
     eps: float,
-    op: str,
-    zero_centered_gamma: bool,
+    operation: str,
     keep_normalized: bool,
     sink: Sink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y, z), z the normalised tensor: as `layer_norm_linear`, with errors in the name of `function`."""
     tensors = (x, weight, bias, ln_weight, ln_bias)
-    check(function, *tensors, zero_centered_gamma)
+    check(function, *tensors, operation)
     cast = autocast_dtype(x)
     if cast is None:
         _check_dtypes(function, x, weight=weight, bias=bias)
     if type(eps) is not float:
         eps = checks.eps(function, eps, x)
-    options = Options(op, eps, zero_centered_gamma, cast or x.dtype, keep_normalized)
+    options = Options(operation, eps, cast or x.dtype, keep_normalized)
     return run(*tensors, options, cast, sink)[:2]
 
 
@@ -139,13 +138,13 @@ def run(
     compiling = torch.compiler.is_compiling()
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if (compiling or differentiated) and in_one_step(*tensors):
-        return norm_linear_forward(*tensors, *options) if compiling else _apply(*tensors, options, sink)
-    op, eps, zero_centered_gamma, dtype, _ = options
+        return linear_operators.norm_linear(*tensors, *options) if compiling else _apply(*tensors, options, sink)
+    operation, eps, dtype, _ = options
     statistics = None
     if wants_statistics:
-        z, statistics = norm_with_statistics(op, x, 1, ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
+        z, statistics = norm_with_statistics(operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, 0)
     else:
-        z = norm(op, x, x.shape[-1:], ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0)
+        z = norm(operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, 0)
     return F.linear(z, weight, bias), z, statistics
 
 
@@ -158,7 +157,7 @@ def in_one_step(*tensors: Tensor | None) -> bool:
     return not operators.under_functorch() and forward_ad._current_level < 0
 
 
-def check(function: str, x, weight, bias, ln_weight, ln_bias, zero_centered_gamma: bool) -> None:
+def check(function: str, x, weight, bias, ln_weight, ln_bias, operation: str) -> None:
     """Kinds, shapes and devices, which traced tensors have too."""
     named = {"input": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
     for name, tensor in named.items():
@@ -182,7 +181,7 @@ def check(function: str, x, weight, bias, ln_weight, ln_bias, zero_centered_gamm
             raise RuntimeError(
                 f"{function}: {name} must be on the device of input, {x.device}; got {tensor.device}. Move one of them."
             )
-    if zero_centered_gamma and ln_weight is None:
+    if ln_weight is None and operation != NAMED[operation].norm:
         raise ValueError(f"{function}: zero_centered_gamma=True needs ln_weight; got ln_weight=None.")
     if x.dtype not in FLOATING:
         raise NotImplementedError(
@@ -199,7 +198,7 @@ def _check_dtypes(function: str, x: Tensor, **parameters: Tensor | None) -> None
             )
 
 
-class NormLinear(torch.autograd.Function):
+class _NormLinear(torch.autograd.Function):
     """(y, z, statistics) in eager mode. Differentiable twice: its backward pass is made of differentiable operators."""
 
     @staticmethod
@@ -221,4 +220,4 @@ class NormLinear(torch.autograd.Function):
             return *gradients(dy, dz, x, *others, options, ctx.needs_input_grad[:5], sink), None, None
 
 
-_apply = super(torch.autograd.Function, NormLinear).apply  # as in functional.py
+_apply = super(torch.autograd.Function, _NormLinear).apply  # as in functional.py

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...linear import problem as linear_problem
 from ...norm import checks as core
+from ...operation import name_of
 from ..norm.functional import autocasts
 from .checks import check_parallel, check_sizes, refuse
 from .functional import norm_linear
@@ -250,8 +251,7 @@ class LayerNormLinear(nn.Module):
             self.layer_norm_weight,
             self.layer_norm_bias,
             self.eps,
-            self.op,
-            self.zero_centered_gamma,
+            name_of(self.op, self.zero_centered_gamma),
             self.keep_normalized,
             self._sink(is_first_microbatch),
         )

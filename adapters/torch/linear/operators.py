@@ -1,6 +1,7 @@
-"""The norm with its product as two operators, one a pass: what torch.compile and export see of `layer_norm_linear`.
+"""The norm with its product as operators, one a pass: what torch.compile and export see of `layer_norm_linear`.
 
-    torch.ops.cunorm.norm_linear_forward -> (y, z, statistics)
+    torch.ops.cunorm.norm_linear -> (y, z, statistics)              differentiable, as `norm` in norm/operators.py
+    torch.ops.cunorm.norm_linear_forward -> (y, z, statistics)      what is left of it in compiled code
     torch.ops.cunorm.norm_linear_backward -> (dx, dweight, dbias, dln_weight, dln_bias)
 
 z is the normalised tensor; names and options as in passes.py. Gradients that are not wanted are empty.
@@ -12,19 +13,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ..norm import formulas
-from ..norm.operators import _absent, _library
+from ..norm.operators import _absent, _library, register_kernels
 from .passes import Options, gradients, normalise
 
-_OPTIONS = "str op, float eps, bool zero_centered_gamma, ScalarType dtype, bool keep_normalized"
-_library.define(
-    "norm_linear_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? ln_weight, Tensor? ln_bias, "
-    f"{_OPTIONS}) -> (Tensor y, Tensor z, Tensor statistics)"
+_OPTIONS = "str operation, float eps, ScalarType dtype, bool keep_normalized"
+_FORWARD = (
+    f"(Tensor x, Tensor weight, Tensor? bias, Tensor? ln_weight, Tensor? ln_bias, {_OPTIONS}) "
+    "-> (Tensor y, Tensor z, Tensor statistics)"
 )
+_library.define(f"norm_linear{_FORWARD}")
+_library.define(f"norm_linear_forward{_FORWARD}")
 _library.define(
     "norm_linear_backward(Tensor? dy, Tensor? dz, Tensor x, Tensor weight, Tensor? ln_weight, Tensor? ln_bias, "
     f"Tensor statistics, Tensor? z, {_OPTIONS}, bool[5] output_mask) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dln_weight, Tensor dln_bias)"
 )
+norm_linear = torch.ops.cunorm.norm_linear.default
 norm_linear_forward = torch.ops.cunorm.norm_linear_forward.default
 norm_linear_backward = torch.ops.cunorm.norm_linear_backward.default
 
@@ -40,15 +44,10 @@ def backward_in_steps(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *opt
     return tuple(_absent(x) if result is None else result for result in results)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("norm_linear_forward", forward_in_steps, _device)
-    _library.impl("norm_linear_backward", backward_in_steps, _device)
-
-
 @torch.library.register_fake("cunorm::norm_linear_forward", lib=_library)
-def _forward_fake(x, weight, bias, ln_weight, ln_bias, op, eps, zero_centered_gamma, dtype, keep_normalized):
+def _forward_fake(x, weight, bias, ln_weight, ln_bias, operation, eps, dtype, keep_normalized):
     y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-    statistics = x.new_empty((2 if op == "layer_norm" else 1, *x.shape[:-1]), dtype=formulas.compute_dtype(x))
+    statistics = x.new_empty((1 + formulas.subtracts_mean(operation), *x.shape[:-1]), dtype=formulas.compute_dtype(x))
     return y, x.new_empty(x.shape, dtype=dtype), statistics
 
 
@@ -64,20 +63,34 @@ def _backward_fake(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *option
     return tuple(result if wanted else _absent(x) for result, wanted in zip(results, mask, strict=True))
 
 
-def _setup(ctx, inputs, output):
-    x, weight, _, ln_weight, ln_bias, *options = inputs
-    _, z, statistics = output
-    ctx.mark_non_differentiable(statistics)
-    ctx.set_materialize_grads(False)
-    ctx.options = Options(*options)
-    ctx.save_for_backward(x, weight, ln_weight, ln_bias, statistics, z if ctx.options.keep_normalized else None)
+class NormLinear(torch.autograd.Function):
+    """norm_linear_forward and its derivative; a backward pass that is to be differentiated goes in single steps."""
+
+    @staticmethod
+    def forward(*arguments):
+        return norm_linear_forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, _, ln_weight, ln_bias, *options = inputs
+        _, z, statistics = output
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        ctx.options = Options(*options)
+        ctx.save_for_backward(x, weight, ln_weight, ln_bias, statistics, z if ctx.options.keep_normalized else None)
+
+    @staticmethod
+    def backward(ctx, dy, dz, _):
+        mask = ctx.needs_input_grad[:5]
+        if torch.is_grad_enabled():
+            results = gradients(dy, dz, *ctx.saved_tensors, ctx.options, mask)
+        else:
+            results = norm_linear_backward(dy, dz, *ctx.saved_tensors, *ctx.options, list(mask))
+        wanted = [result if wants else None for result, wants in zip(results, mask, strict=True)]
+        return *wanted, *[None] * len(ctx.options)
 
 
-def _autograd(ctx, dy, dz, _):
-    mask = ctx.needs_input_grad[:5]
-    results = norm_linear_backward(dy, dz, *ctx.saved_tensors, *ctx.options, list(mask))
-    wanted = [result if wants else None for result, wants in zip(results, mask, strict=True)]
-    return *wanted, *[None] * len(ctx.options)
-
-
-torch.library.register_autograd("cunorm::norm_linear_forward", _autograd, setup_context=_setup, lib=_library)
+_library.impl("norm_linear", NormLinear.apply, "CompositeImplicitAutograd")
+register_kernels(norm_linear_forward, NormLinear, CPU=forward_in_steps, CUDA=forward_in_steps)
+for _device in ("CPU", "CUDA"):
+    _library.impl("norm_linear_backward", backward_in_steps, _device)  # made of differentiable steps

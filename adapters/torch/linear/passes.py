@@ -19,9 +19,8 @@ Sink = Callable[[Tensor, Callable[[], Tensor]], tuple[Tensor | None, Tensor | No
 
 
 class Options(NamedTuple):
-    op: str
+    operation: str  # a name of cunorm.operation.NAMED
     eps: float
-    zero_centered_gamma: bool
     dtype: torch.dtype  # of the normalised tensor, weight, bias and y
     keep_normalized: bool
 
@@ -29,11 +28,10 @@ class Options(NamedTuple):
 def normalise(x, ln_weight, ln_bias, options: Options, wants_statistics: bool) -> tuple[Tensor, Tensor | None]:
     """(z, statistics), None for statistics unless wanted; z has the same bits every time."""
     if not torch.is_grad_enabled() and _at_once(x, ln_weight, ln_bias):
-        op, eps, zero_centered_gamma, dtype, _ = options
-        call = (op, x, 1, ln_weight, ln_bias, eps, zero_centered_gamma, dtype, 0, wants_statistics)
+        operation, eps, dtype, _ = options
+        call = (operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, 0, wants_statistics)
         return launching.forward(*call)[:2]
-    arguments = (options.op, 1, options.eps, options.zero_centered_gamma, options.dtype, wants_statistics, 0, 0)
-    return operators.norm_forward(x, ln_weight, ln_bias, *arguments)
+    return operators.Norm.apply(x, ln_weight, ln_bias, options.operation, 1, *options[1:3], wants_statistics, 0, 0)
 
 
 def gradients(
@@ -111,11 +109,11 @@ def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
 
 def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
     """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
-    op, eps, zero_centered_gamma, _, _ = options
+    operation, eps, _, _ = options
     if own and launchable(dz):
-        family = launching.family(op, 1, zero_centered_gamma, x)
+        family = launching.family(operation, 1, x)
         return launching.backward(family, dz, x, statistics, ln_weight, mask, 0, in_place=True)
-    return operators.backward(dz, x, statistics, ln_weight, op, eps, zero_centered_gamma, mask, 0)
+    return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, 0)
 
 
 def _matrix(tensor: Tensor, rows: int) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from ...operation import name_of
 from ..linear.functional import in_one_step, norm_linear
 from ..linear.parameters import joined, lay_side_by_side
 from ..norm.functional import FLOATING, autocast_dtype
@@ -182,25 +183,24 @@ def _obstacle(block: nn.Module, norm: nn.Module, readers: list[nn.Module]) -> st
 class Link(NamedTuple):
     """What a norm knows of its product."""
 
-    op: str
-    zero_centered_gamma: bool
+    operation: str  # a name of cunorm.operation.NAMED
     eps_name: str
     readers: list[nn.Module]  # in a list: they are no submodules of the norm
 
 
-def _kind_of(norm: nn.Module) -> tuple[str, bool, str] | None:
-    """(op, zero_centered_gamma, name of its eps)"""
+def _kind_of(norm: nn.Module) -> tuple[str, str] | None:
+    """(operation, name of its eps)"""
     original = type(norm)
     if original in (nn.LayerNorm, LayerNorm):
-        return "layer_norm", getattr(norm, "zero_centered_gamma", False), "eps"
+        return name_of("layer_norm", getattr(norm, "zero_centered_gamma", False)), "eps"
     if original in (nn.RMSNorm, RMSNorm):
-        return "rms_norm", getattr(norm, "zero_centered_gamma", False), "eps"
+        return name_of("rms_norm", getattr(norm, "zero_centered_gamma", False)), "eps"
     if isinstance(norm, _OfTransformers):
-        return "rms_norm", norm._form.zero_centered_gamma, norm._eps_name
+        return norm._form.operation, norm._eps_name
     if _may_be_rms_norm(norm):
         form = _form(original, _eps_name(norm))
         if form is not None:
-            return "rms_norm", form.zero_centered_gamma, _eps_name(norm)
+            return form.operation, _eps_name(norm)
     return None
 
 
@@ -210,7 +210,7 @@ class _Norm:
     _link: Link
 
     def forward(self, x: Tensor) -> Tensor:
-        op, zero_centered_gamma, eps_name, readers = self._link
+        operation, eps_name, readers = self._link
         weights, biases = zip(*map(_parameters, readers), strict=True)
         dtype = autocast_dtype(x) or x.dtype
         if x.dtype not in FLOATING or (dtype is x.dtype and weights[0].dtype is not dtype):
@@ -226,8 +226,7 @@ class _Norm:
             self.weight,
             getattr(self, "bias", None),
             torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps,
-            op,
-            zero_centered_gamma,
+            operation,
             False,
         )
         weak = weakref.ref(z, functools.partial(_forget, readers))

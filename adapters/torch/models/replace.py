@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...operation import name_of
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm
 
@@ -114,7 +115,7 @@ def replace_norms(model: nn.Module) -> Replacement:
 class Form(NamedTuple):
     """What such a class computes."""
 
-    zero_centered_gamma: bool
+    operation: str  # a name of cunorm.operation.NAMED
     dtypes: dict[tuple[torch.dtype, torch.dtype], torch.dtype]  # of y, by those of x and weight
 
 
@@ -128,7 +129,7 @@ class _OfTransformers:
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight, eps, form = self.weight, getattr(self, self._eps_name), self._form
         dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
-        return norm("rms_norm", hidden_states, weight.shape, weight, None, eps, form.zero_centered_gamma, dtype, 0)
+        return norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype, 0)
 
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is swapped when it is loaded."""
@@ -188,5 +189,5 @@ def _form(original: type, eps_name: str) -> Form | None:
     xhat = x / (x.square().mean() + PROBE_EPS).sqrt()
     for zero_centered_gamma in (False, True):
         if torch.allclose(y, xhat * (weight + zero_centered_gamma), rtol=1e-4, atol=1e-5):
-            return Form(zero_centered_gamma, dtypes)
+            return Form(name_of("rms_norm", zero_centered_gamma), dtypes)
     return None

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...norm import checks as core
 from ...norm.checks import Layout
-from . import checks, functional, launching, operators
+from ...operation import name_of
+from . import checks, formulas, functional, launching, operators
 
 
 def forward(
@@ -37,14 +38,14 @@ def forward(
     shape, y_dtype, eps, layouts = checked_once(_check_forward, function, tensors, options)
     if out is not None:
         _check_out(function, tensors, layouts, len(shape))
-    op = function.removesuffix("_forward")
-    arguments = (weight, bias, eps, zero_centered_gamma, y_dtype, sm_margin)
+    operation = name_of(function.removesuffix("_forward"), zero_centered_gamma)
+    arguments = (weight, bias, eps, y_dtype, sm_margin)
     mean = rstd = None
     if statistics:
-        y, both = functional.norm_with_statistics(op, x, len(shape), *arguments)
+        y, both = functional.norm_with_statistics(operation, x, shape, *arguments)
         mean, rstd = mean_and_rstd(both)
     else:
-        y = functional.norm(op, x, shape, *arguments)
+        y = functional.norm(operation, x, shape, *arguments)
     return (y if out is None else out.copy_(y)), mean, rstd
 
 
@@ -62,11 +63,11 @@ def backward(
     sm_margin: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
-    op = function.removesuffix("_backward")
+    operation = name_of(function.removesuffix("_backward"), zero_centered_gamma)
     options = (zero_centered_gamma, output_mask, sm_margin)
     mask = checked_once(_check_backward, function, (dy, x, mean, rstd, weight), options)
-    statistics = torch.stack((mean, rstd) if op == "layer_norm" else (rstd,))
-    return operators.backward(dy, x, statistics, weight, op, 0.0, zero_centered_gamma, mask, sm_margin)
+    statistics = torch.stack((mean, rstd) if formulas.subtracts_mean(operation) else (rstd,))
+    return operators.backward(dy, x, statistics, weight, operation, 0.0, mask, sm_margin)
 
 
 def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin):

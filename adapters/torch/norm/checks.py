@@ -12,6 +12,7 @@ from torch import Tensor
 from ...norm import checks as core
 from ...norm.checks import Layout
 from ...norm.problem import ITEMSIZE
+from ...operation import NAMED, name_of
 
 SM_MARGINS = ("forward", "backward", "inference")
 
@@ -65,18 +66,18 @@ def trailing_axes(function: str, x: Tensor, shape: Sequence[int]) -> int:
     return ndim
 
 
+def zero_centered(function: str, weight: Tensor | None) -> str:
+    """The name in cunorm.operation.NAMED of a function with zero_centered_gamma=True."""
+    if weight is None:
+        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
+    return name_of(function, True)
+
+
 def forward(
-    function: str,
-    x: Tensor,
-    ndim: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    zero_centered_gamma: bool,
-    dtype: torch.dtype,
+    operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> None:
     """RuntimeError for shapes and devices, NotImplementedError for what no kernel reads, as torch's own norms do."""
-    if zero_centered_gamma and weight is None:
-        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
+    function = function_of(operation)
     layouts = [
         None if tensor is None else layout(function, name, tensor)
         for name, tensor in (("x", x), ("weight", weight), ("bias", bias))
@@ -106,7 +107,15 @@ def floating(function: str, **tensors: Tensor | None) -> None:
             )
 
 
-def backward(function: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None) -> None:
+def function_of(operation: str) -> str:
+    """The function that computes an operation."""
+    if operation not in NAMED:  # the argument of an operator
+        raise ValueError(f"cunorm: operation must be one of {', '.join(NAMED)}; got {operation!r}.")
+    return NAMED[operation].norm
+
+
+def backward(operation: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None) -> None:
+    function = function_of(operation)
     named = {"dy": dy, "x": x, "statistics": statistics, "weight": weight}
     layouts = {name: None if tensor is None else layout(function, name, tensor) for name, tensor in named.items()}
     rows = layouts["statistics"]._replace(shape=tuple(statistics.shape[1:]))

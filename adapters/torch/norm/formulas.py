@@ -9,6 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...operation import NAMED, NORMS
+
+# `operation` is a name of cunorm.operation.NAMED.
+#
 # x (..., *normalized_shape): the normalised axes are the last `ndim` ones, `leading` the others. mean and rstd have the
 # shape of `leading`; `statistics` holds both as (2, *leading), for rms_norm rstd alone as (1, *leading).
 
@@ -18,33 +22,30 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-def statistics_of(op: str, x: Tensor, ndim: int, eps: float) -> Tensor:
+def statistics_of(operation: str, x: Tensor, ndim: int, eps: float) -> Tensor:
     """(mean, rstd), rstd = 1 / sqrt(mean((x - mean)²) + eps); for rms_norm rstd alone, with mean = 0."""
     x = x.to(compute_dtype(x))
     axes = _axes(ndim)
-    if op == "rms_norm":
+    if not subtracts_mean(operation):
         return (x.square().mean(axes) + eps).rsqrt()[None]
     mean = x.mean(axes, keepdim=True)
     rstd = ((x - mean).square().mean(axes) + eps).rsqrt()
     return torch.stack((mean.reshape(rstd.shape), rstd))
 
 
-def forward(
-    op: str, x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None, zero_centered_gamma: bool
-) -> Tensor:
+def forward(operation: str, x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """y = (x - mean) * rstd * weight + bias, in compute_dtype(x)."""
     xhat, _ = _normalised(x, statistics)
-    y = xhat if weight is None else xhat * gamma(weight, zero_centered_gamma, x)
+    y = xhat if weight is None else xhat * gamma(operation, weight, x)
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def backward(
-    op: str,
+    operation: str,
     dy: Tensor,
     x: Tensor,
     statistics: Tensor,
     weight: Tensor | None,
-    zero_centered_gamma: bool,
     output_mask: tuple[bool, bool, bool],
     batch_ndim: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -55,17 +56,17 @@ def backward(
     ndim = x.dim() - statistics.dim() + 1
     xhat, rstd = _normalised(x, statistics)
     dy = dy.to(xhat.dtype)
-    g = dy if weight is None else dy * gamma(weight, zero_centered_gamma, x)
+    g = dy if weight is None else dy * gamma(operation, weight, x)
     rows = tuple(range(batch_ndim, x.dim() - ndim))
     return (
-        rstd * _project(op, g, xhat, ndim) if output_mask[0] else None,
+        rstd * _project(operation, g, xhat, ndim) if output_mask[0] else None,
         _sum(dy * xhat, rows) if output_mask[1] else None,
         _sum(dy, rows) if output_mask[2] else None,
     )
 
 
 def second_backward(
-    op: str,
+    operation: str,
     ddx: Tensor | None,
     ddweight: Tensor | None,
     ddbias: Tensor | None,
@@ -74,7 +75,6 @@ def second_backward(
     ndim: int,
     weight: Tensor | None,
     eps: float,
-    zero_centered_gamma: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of L = Σ ddx * dx + Σ ddweight * dweight + Σ ddbias * dbias with respect to (dy, x, weight).
 
@@ -87,11 +87,11 @@ def second_backward(
         L_x = rstd * P(L_q) - rstd² * q * L_rstd / N.
     mean and rstd are computed from x once more: the result can be differentiated again.
     """
-    statistics = statistics_of(op, x, ndim, eps)
+    statistics = statistics_of(operation, x, ndim, eps)
     xhat, rstd = _normalised(x, statistics)
     axes = _axes(ndim)
     dy = dy.to(xhat.dtype)
-    scale = None if weight is None else gamma(weight, zero_centered_gamma, x)
+    scale = None if weight is None else gamma(operation, weight, x)
     g = dy if scale is None else dy * scale
 
     def mean(values: Tensor) -> Tensor:
@@ -102,30 +102,38 @@ def second_backward(
     grad_weight = grad_rstd = None
     if ddx is not None:
         u = ddx.to(xhat.dtype)
-        projected = rstd * _project(op, u, xhat, ndim)
+        projected = rstd * _project(operation, u, xhat, ndim)
         grad_dy = grad_dy + (projected if scale is None else projected * scale)
         if weight is not None:
             grad_weight = _sum(dy * projected, tuple(range(x.dim() - ndim)))
         gq, uq = mean(g * xhat), mean(u * xhat)
         grad_xhat = grad_xhat - rstd * (u * gq + g * uq)
         grad_rstd = mean(u * g) - uq * gq
-        if op == "layer_norm":
+        if subtracts_mean(operation):
             grad_rstd = grad_rstd - mean(u) * mean(g)
     if ddweight is not None:
         grad_dy = grad_dy + ddweight.to(dy.dtype) * xhat
         grad_xhat = grad_xhat + ddweight.to(dy.dtype) * dy
     if ddbias is not None:
         grad_dy = grad_dy + ddbias.to(dy.dtype)
-    grad_x = rstd * _project(op, grad_xhat, xhat, ndim)
+    grad_x = rstd * _project(operation, grad_xhat, xhat, ndim)
     if grad_rstd is not None:
         grad_x = grad_x - rstd.square() * xhat * grad_rstd
     return grad_dy, grad_x, grad_weight
 
 
-def gamma(weight: Tensor, zero_centered_gamma: bool, x: Tensor) -> Tensor:
+def subtracts_mean(operation: str) -> bool:
+    return NORMS[NAMED[operation].norm].subtracts_mean
+
+
+# What is added to weight, by operation: a weight that is left out stands for the number that makes gamma 1.
+_ADDED = {name: 1 - dict(operation.defaults)["weight"] for name, operation in NAMED.items()}
+
+
+def gamma(operation: str, weight: Tensor, x: Tensor) -> Tensor:
     """What xhat is multiplied by."""
     weight = weight.to(compute_dtype(x))
-    return weight + 1 if zero_centered_gamma else weight
+    return weight + _ADDED[operation] if _ADDED[operation] else weight
 
 
 def _axes(ndim: int) -> tuple[int, ...]:
@@ -141,11 +149,11 @@ def _normalised(x: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
     return (x * rstd if len(statistics) == 1 else (x - statistics[0]) * rstd), rstd
 
 
-def _project(op: str, v: Tensor, xhat: Tensor, ndim: int) -> Tensor:
+def _project(operation: str, v: Tensor, xhat: Tensor, ndim: int) -> Tensor:
     """P(v) = v - mean(v) - xhat * mean(v * xhat), the means over a row; for rms_norm without mean(v)."""
     axes = _axes(ndim)
     projected = v - xhat * (v * xhat).mean(axes, keepdim=True)
-    return projected if op == "rms_norm" else projected - v.mean(axes, keepdim=True)
+    return projected - v.mean(axes, keepdim=True) if subtracts_mean(operation) else projected
 
 
 def _sum(values: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -18,6 +18,7 @@ import torch.nn.functional
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ...operation import NAMED
 from . import checks, formulas, launching, operators
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -85,7 +86,8 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 2.0, 3.0]]), (3,))
     tensor([[-1.2247,  0.0000,  1.2247]])
     """
-    return norm("layer_norm", input, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin)
+    operation = checks.zero_centered("layer_norm", weight) if zero_centered_gamma else "layer_norm"
+    return norm(operation, input, normalized_shape, weight, bias, eps, dtype, sm_margin)
 
 
 def rms_norm(
@@ -111,34 +113,34 @@ def rms_norm(
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0)
     tensor([[0.8485, 1.1314]])
     """
-    return norm("rms_norm", input, normalized_shape, weight, None, eps, zero_centered_gamma, dtype, sm_margin)
+    operation = checks.zero_centered("rms_norm", weight) if zero_centered_gamma else "rms_norm"
+    return norm(operation, input, normalized_shape, weight, None, eps, dtype, sm_margin)
 
 
-def norm(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin) -> Tensor:
-    """Both functions; `op` is the name of one."""
+def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -> Tensor:
+    """Both functions; `operation` is a name of cunorm.operation.NAMED."""
     if torch.compiler.is_compiling():
-        return _through_torch(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin)
+        return _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
     if not _at_once(x, weight, bias):
-        checks.tensors(op, x, weight, bias)
-        return _through_torch(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin)
-    shape = normalized_shape if type(normalized_shape) is torch.Size else checks.shape(op, normalized_shape)
-    if x.shape[-len(shape) :] != shape:
-        checks.trailing_axes(op, x, shape)
+        checks.tensors(NAMED[operation].norm, x, weight, bias)
+        return _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
+    shape = normalized_shape
+    # That of a module is a tuple, most often of one number: not to make a Size of it saves 0.5 us.
+    if type(shape) is not torch.Size and not (type(shape) is tuple and len(shape) == 1 and type(shape[0]) is int):
+        shape = checks.shape(NAMED[operation].norm, shape)
     if type(eps) is not float:
-        eps = checks.eps(op, eps, x)
+        eps = checks.eps(NAMED[operation].norm, eps, x)
     if type(sm_margin) is int:
         margin = backward_margin = inference_margin = sm_margin
     else:
-        margin, backward_margin, inference_margin = checks.sm_margins(op, sm_margin)
+        margin, backward_margin, inference_margin = checks.sm_margins(NAMED[operation].norm, sm_margin)
     if dtype is None:
-        dtype = _default_dtype(op, x)
-    ndim = len(shape)
+        dtype = _default_dtype(operation, x)
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
-        return _apply(x, weight, bias, (op, ndim, eps, zero_centered_gamma, dtype, margin, backward_margin))
-    options = (eps, zero_centered_gamma, dtype, inference_margin, False)
-    return launching.forward(op, x, ndim, weight, bias, *options)[0]
+        return _apply(x, weight, bias, (operation, shape, eps, dtype, margin, backward_margin))
+    return launching.forward(operation, x, shape, weight, bias, eps, dtype, inference_margin, False)[0]
 
 
 def _at_once(x, weight, bias) -> bool:
@@ -151,7 +153,7 @@ def _at_once(x, weight, bias) -> bool:
         and _nothing_listens()
         and not x.is_neg()
         and x.layout is torch.strided
-        and x.dtype in FLOATING
+        and x.is_floating_point()  # what dtypes of these there are kernels for is checked later
     )
 
 
@@ -166,12 +168,19 @@ def launchable(gradient: Tensor) -> bool:
     )
 
 
+# Looked up once: 0.1 us a call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+
+
 def _nothing_listens() -> bool:
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
+        _dispatch_modes() == 0
+        and _function_modes() == 0
+        and _transforms() is None
+        and _tracing() is None
         and forward_ad._current_level < 0
     )
 
@@ -181,9 +190,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, options):
-        op, ndim, eps, zero_centered_gamma, dtype, sm_margin, _ = options
-        results = launching.forward(op, x, ndim, weight, bias, eps, zero_centered_gamma, dtype, sm_margin, True)
-        y, statistics, family = results
+        operation, shape, eps, dtype, sm_margin, _ = options
+        y, statistics, family = launching.forward(operation, x, shape, weight, bias, eps, dtype, sm_margin, True)
         ctx.save_for_backward(x, statistics, weight)
         ctx.call = options, family, None if bias is None else bias.dtype
         return y
@@ -192,77 +200,95 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, dy):
         x, statistics, weight = ctx.saved_tensors
         options, family, bias_dtype = ctx.call
-        op, _, eps, zero_centered_gamma, _, _, sm_margin = options
+        operation, _, eps, _, _, sm_margin = options
         mask = ctx.needs_input_grad[:3]
         if launchable(dy):
             dx, dweight, dbias = launching.backward(family, dy, x, statistics, weight, mask, sm_margin)
         else:
-            dx, dweight, dbias = operators.backward(
-                dy, x, statistics, weight, op, eps, zero_centered_gamma, mask, sm_margin
-            )
+            dx, dweight, dbias = operators.backward(dy, x, statistics, weight, operation, eps, mask, sm_margin)
         if dbias is not None and dbias.dtype is not bias_dtype:
             dbias = dbias.to(bias_dtype)
         return dx, dweight, dbias, None
 
 
+class _NormWithStatistics(_Norm):
+    """The same, with (y, statistics) for its results."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, options):
+        y = _Norm.forward(ctx, x, weight, bias, options)
+        _, statistics, _ = ctx.to_save
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        return y, statistics
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        return _Norm.backward(ctx, dy)
+
+
 # autograd.Function.apply without what it does for functorch, which `_at_once` has excluded: 3 us.
 _apply = super(torch.autograd.Function, _Norm).apply
+_apply_with_statistics = super(torch.autograd.Function, _NormWithStatistics).apply
 
 
-def _through_torch(op, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin) -> Tensor:
+def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -> Tensor:
     """By the operators, or for what they do not serve by torch's own; traceable."""
-    shape = checks.shape(op, normalized_shape)
-    margin, backward_margin, inference_margin = checks.sm_margins(op, sm_margin)
+    function = NAMED[operation].norm
+    shape = checks.shape(function, normalized_shape)
+    margin, backward_margin, inference_margin = checks.sm_margins(function, sm_margin)
     if dtype is not None:
-        checks.output_dtype(op, dtype)
+        checks.output_dtype(function, dtype)
     elsewhere = not x.is_cuda or x.is_nested or x.is_complex() or forward_ad._current_level >= 0
     if elsewhere or torch.onnx.is_in_onnx_export():
-        return _own(op, x, shape, weight, bias, eps, zero_centered_gamma, dtype)
-    ndim = checks.trailing_axes(op, x, shape)
-    eps = checks.eps(op, eps, x)
+        return _own(operation, x, shape, weight, bias, eps, dtype)
+    ndim = checks.trailing_axes(function, x, shape)
+    eps = checks.eps(function, eps, x)
     if dtype is None:
-        dtype = _default_dtype(op, x)
+        dtype = _default_dtype(operation, x)
     transformed = False
     if not torch.compiler.is_compiling():
-        checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
+        checks.forward(operation, x, ndim, weight, bias, dtype)
         transformed = operators.under_functorch()
     wanting = (tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     wants_statistics = transformed or (torch.is_grad_enabled() and any(wanting))
     margin = margin if wants_statistics else inference_margin
-    options = (op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, margin, backward_margin)
-    return _by_operator(x, weight, bias, options)[0]
+    return _by_operator(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, margin, backward_margin)[0]
 
 
 def norm_with_statistics(
-    op: str,
+    operation: str,
     x: Tensor,
-    ndim: int,
+    shape: torch.Size,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    zero_centered_gamma: bool,
     dtype: torch.dtype,
     sm_margin: int,
 ) -> tuple[Tensor, Tensor]:
     """(y, statistics) for arguments that are checked; y is differentiable, statistics are as formulas.py has them."""
+    ndim = len(shape)
+    if not torch.compiler.is_compiling() and _at_once(x, weight, bias):
+        if operators.wants_gradient(x, weight, bias):
+            return _apply_with_statistics(x, weight, bias, (operation, shape, eps, dtype, sm_margin, sm_margin))
+        return launching.forward(operation, x, shape, weight, bias, eps, dtype, sm_margin, True)[:2]
     if forward_ad._current_level >= 0:
-        statistics = formulas.statistics_of(op, x, ndim, eps)
-        return formulas.forward(op, x, statistics, weight, bias, zero_centered_gamma).to(dtype), statistics.detach()
-    options = (op, ndim, eps, zero_centered_gamma, dtype, True, sm_margin, sm_margin)
-    return _by_operator(x, weight, bias, options)
+        statistics = formulas.statistics_of(operation, x, ndim, eps)
+        return formulas.forward(operation, x, statistics, weight, bias).to(dtype), statistics.detach()
+    return _by_operator(x, weight, bias, operation, ndim, eps, dtype, True, sm_margin, sm_margin)
 
 
-def _by_operator(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple) -> tuple[Tensor, Tensor]:
+def _by_operator(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
-        return operators.norm_forward(x, weight, bias, *options)
-    _register_shardings()
-    forward = operators.TransformedForward.apply if operators.under_functorch() else operators.norm_forward
-    return forward(x, weight, bias, *options)
+        return operators.norm(x, weight, bias, *options)
+    if "torch.distributed.tensor" in sys.modules:  # somebody may hand us a DTensor
+        from . import sharding  # noqa: F401
+    return operators.Norm.apply(x, weight, bias, *options)
 
 
-def _default_dtype(op: str, x: Tensor) -> torch.dtype:
+def _default_dtype(operation: str, x: Tensor) -> torch.dtype:
     """Of y: that of x, under autocast what torch's own norm returns. 16-bit tensors need not be converted for that."""
-    if x.dtype in HALF and torch.is_autocast_enabled("cuda") and AUTOCAST_TO_FLOAT32[op]:
+    if torch.is_autocast_enabled("cuda") and x.dtype in HALF and AUTOCAST_TO_FLOAT32[operation]:
         return torch.float32
     return x.dtype
 
@@ -280,36 +306,29 @@ def autocasts(kind: str) -> bool:
 
 # layer_norm is on autocast's list of operators in float32; rms_norm is in some versions of torch.
 AUTOCAST_TO_FLOAT32 = {
-    op: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
-    for op in ("layer_norm", "rms_norm")
+    name: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation.norm}", "AutocastCUDA")
+    for name, operation in NAMED.items()
 }
 
 
-def _own(op, x, shape, weight, bias, eps, zero_centered_gamma, dtype) -> Tensor:
+def _own(operation, x, shape, weight, bias, eps, dtype) -> Tensor:
     """torch's own operators, in wider arithmetic where they would refuse the mixture or round twice."""
-    if zero_centered_gamma and weight is None:
-        raise ValueError(f"{op}: zero_centered_gamma=True needs a weight; got weight=None.")
+    function = NAMED[operation].norm
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    ours = zero_centered_gamma or dtype not in (None, x.dtype)
+    ours = operation != function or dtype not in (None, x.dtype)
     if ours:
-        checks.floating(op, x=x, weight=weight, bias=bias)
+        checks.floating(function, x=x, weight=weight, bias=bias)
     elif len(dtypes) == 1 or not dtypes <= {*FLOATING}:  # what else there is torch computes, or refuses
-        y = _torch_norm(op, x, shape, weight, bias, eps)
+        y = _torch_norm(function, x, shape, weight, bias, eps)
         return y if dtype is None else y.to(dtype)
     compute = formulas.compute_dtype(x)
-    eps = checks.eps(op, eps, x)
-    weight = None if weight is None else formulas.gamma(weight, zero_centered_gamma, x)
+    eps = checks.eps(function, eps, x)
+    weight = None if weight is None else formulas.gamma(operation, weight, x)
     bias = None if bias is None else bias.to(compute)
-    return _torch_norm(op, x.to(compute), shape, weight, bias, eps).to(x.dtype if dtype is None else dtype)
+    return _torch_norm(function, x.to(compute), shape, weight, bias, eps).to(x.dtype if dtype is None else dtype)
 
 
-def _torch_norm(op, x, shape, weight, bias, eps) -> Tensor:
-    if op == "layer_norm":
+def _torch_norm(function, x, shape, weight, bias, eps) -> Tensor:
+    if function == "layer_norm":
         return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
     return torch.nn.functional.rms_norm(x, shape, weight, eps)
-
-
-def _register_shardings() -> None:
-    """DTensor is told how the operators are sharded once somebody has imported it."""
-    if "torch.distributed.tensor" in sys.modules:
-        from . import sharding  # noqa: F401

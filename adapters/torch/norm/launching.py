@@ -40,20 +40,19 @@ class Recipe(NamedTuple):
     copied: bool  # any of them
     first: tuple  # (shape, strides, dtype) of y, or of dx
     second: tuple  # of statistics, or of dweight and dbias
-    rstd_offset: int  # bytes from mean to rstd, 0 for rms_norm
+    rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
     order: Callable[..., Any]  # picks, of all pointers of a call, those that the plan takes
     family: Family  # of the backward passes of a forward one
 
 
 class Family(NamedTuple):
-    """The backward passes of one op over tensors of one shape, each with its recipe.
+    """The backward passes of one operation over tensors of one shape, each with its recipe.
 
     Autograd hands from the forward pass to the backward one which family is meant: little is left to tell apart.
     """
 
-    op: str
+    operation: str
     ndim: int
-    zero_centered_gamma: bool
     recipes: dict[Hashable, Recipe]
 
 
@@ -67,23 +66,24 @@ _families: dict[Hashable, Family] = {}
 
 
 def forward(
-    op: str,
+    operation: str,
     x: Tensor,
-    ndim: int,
+    shape: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    zero_centered_gamma: bool,
     dtype: torch.dtype,
     sm_margin: int,
     wants_statistics: bool,
 ) -> tuple[Tensor, Tensor | None, Family]:
-    """(y, statistics, what `backward` wants), statistics as formulas.py has them, None unless wanted."""
+    """(y, statistics, what `backward` wants), statistics as formulas.py has them, None unless wanted.
+
+    `shape` is that of the normalised axes. A call that fits no recipe is checked before one is made.
+    """
     index = x.get_device()
     if index != _current_device():
         with torch.cuda.device(index):
-            options = (eps, zero_centered_gamma, dtype, sm_margin, wants_statistics)
-            return forward(op, x, ndim, weight, bias, *options)
+            return forward(operation, x, shape, weight, bias, eps, dtype, sm_margin, wants_statistics)
     x_pointer = x.data_ptr()
     weight_pointer = bias_pointer = 0
     weight_key = bias_key = None
@@ -94,7 +94,7 @@ def forward(
         bias_pointer = bias.data_ptr()
         bias_key = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
     aligned = (x_pointer | weight_pointer | bias_pointer) & 15 == 0
-    options = (op, ndim, zero_centered_gamma, dtype, sm_margin)
+    options = (operation, shape, dtype, sm_margin)
     key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
@@ -117,15 +117,17 @@ def forward(
     return y, statistics, family
 
 
-def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, bias, aligned) -> Recipe:
-    checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
-    properties = properties_of(op, x)
-    check_sm_margin(op, sm_margin, properties.sms)
+def _forward_recipe(operation, shape, dtype, sm_margin, x, weight, bias, aligned) -> Recipe:
+    function = checks.function_of(operation)
+    ndim = checks.trailing_axes(function, x, shape)
+    checks.forward(operation, x, ndim, weight, bias, dtype)
+    properties = properties_of(function, x)
+    check_sm_margin(function, sm_margin, properties.sms)
     cols = math.prod(x.shape[-ndim:])
     stride = _row_stride(x, ndim)
     leading = x.shape[:-ndim]
     problem = plain(
-        op,
+        operation,
         "forward",
         math.prod(leading),
         cols,
@@ -133,31 +135,28 @@ def _forward_recipe(op, ndim, zero_centered_gamma, dtype, sm_margin, x, weight, 
         None if weight is None else checks.dtype_name(weight.dtype),
         None if bias is None else checks.dtype_name(bias.dtype),
         y=checks.dtype_name(dtype),
-        zero_centered_gamma=zero_centered_gamma,
         strides={} if stride is None else {"x": stride},
         sm_margin=sm_margin,
         aligned=aligned,
     )
     copies = (stride is None, *(array is not None and not array.is_contiguous() for array in (weight, bias)))
-    logs.copied(op, ("input", "weight", "bias"), (x, weight, bias), copies)
-    layer_norm = op == "layer_norm"
+    logs.copied(operation, ("input", "weight", "bias"), (x, weight, bias), copies)
     return Recipe(
         plan=plan(problem, properties) if problem.rows else None,
         copies=copies,
         copied=any(copies),
         first=_contiguously(x.shape, dtype),
-        second=_contiguously((1 + layer_norm, *leading), compute_dtype(x)),
-        rstd_offset=problem.rows * compute_dtype(x).itemsize if layer_norm else 0,
+        second=_contiguously((1 + problem.norm.subtracts_mean, *leading), compute_dtype(x)),
+        rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
         order=pointer_order(problem, FORWARD),
-        family=family(op, ndim, zero_centered_gamma, x),
+        family=family(operation, ndim, x),
     )
 
 
-def family(op: str, ndim: int, zero_centered_gamma: bool, x: Tensor) -> Family:
+def family(operation: str, ndim: int, x: Tensor) -> Family:
     """What `backward` wants to know of the forward pass."""
-    options = (op, ndim, zero_centered_gamma)
-    key = (options, x.shape, x.get_device())
-    return _families.get(key) or keep(_families, key, Family(*options, {}))
+    key = (operation, ndim, x.shape, x.get_device())
+    return _families.get(key) or keep(_families, key, Family(operation, ndim, {}))
 
 
 def backward(
@@ -224,7 +223,7 @@ def column_sums(dy: Tensor) -> Tensor:
 
     On an H200 8192 x 12288 49.5 us, torch's sum(0) 57.0; 8192 x 3072 16.6 and 26.8; 16 x 12288 2.2 and 2.5.
     """
-    (_, _, sums) = backward(family("layer_norm", 1, False, dy), dy, dy, dy, None, (False, False, True), 0)
+    (_, _, sums) = backward(family("layer_norm", 1, dy), dy, dy, dy, None, (False, False, True), 0)
     return sums
 
 
@@ -234,22 +233,22 @@ def _takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
 
 
 def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> Recipe:
-    op, ndim, zero_centered_gamma, _ = family
-    properties = properties_of(op, x)
-    check_sm_margin(op, sm_margin, properties.sms)
+    operation, ndim, _ = family
+    function = checks.function_of(operation)
+    properties = properties_of(function, x)
+    check_sm_margin(function, sm_margin, properties.sms)
     shape = x.shape[-ndim:]
     cols = math.prod(shape)
     dy_stride, x_stride = _row_stride(dy, ndim), _row_stride(x, ndim)
     strides = {name: stride for name, stride in (("x", x_stride), ("dy", dy_stride)) if stride is not None}
     problem = plain(
-        op,
+        operation,
         "backward",
         math.prod(x.shape[:-ndim]),
         cols,
         checks.dtype_name(x.dtype),
         None if weight is None else checks.dtype_name(weight.dtype),
         y=checks.dtype_name(dy.dtype),
-        zero_centered_gamma=zero_centered_gamma,
         wanted=[name for name, wanted in zip(("x", "weight", "bias"), output_mask, strict=True) if wanted],
         strides=strides,
         sm_margin=sm_margin,
@@ -263,7 +262,7 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> 
         copied=any(copies),
         first=_contiguously(x.shape, x.dtype),
         second=_contiguously(shape, x.dtype if weight is None else weight.dtype),
-        rstd_offset=problem.rows * compute_dtype(x).itemsize if op == "layer_norm" else 0,
+        rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
         order=pointer_order(problem, BACKWARD),
         family=family,
     )

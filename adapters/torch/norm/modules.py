@@ -36,8 +36,8 @@ class _Options:
 
     def _norm(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
         dtype = autocast_dtype(x) if self.autocast_output else None
-        options = (self.zero_centered_gamma, dtype, self.sm_margin)
-        return norm(op, x, self.normalized_shape, self.weight, bias, self.eps, *options)
+        operation = checks.zero_centered(op, self.weight) if self.zero_centered_gamma else op
+        return norm(operation, x, self.normalized_shape, self.weight, bias, self.eps, dtype, self.sm_margin)
 
     def reset_parameters(self) -> None:
         """weight = 1, or 0 if it is centred there; bias = 0. On the device where they are, also if that is "meta"."""

@@ -1,14 +1,23 @@
 """The norms as operators of torch: what torch.compile, export, functorch, dispatch modes and tensor subclasses see.
 
-    torch.ops.cunorm.norm_forward -> (y, statistics)       torch.ops.cunorm.norm_backward -> (dx, dweight, dbias)
+    torch.ops.cunorm.norm -> (y, statistics)        differentiable: what exported programs and dynamo's graphs hold
+    torch.ops.cunorm.norm_forward -> (y, statistics)            the kernels: what is left of `norm` and its derivative
+    torch.ops.cunorm.norm_backward -> (dx, dweight, dbias)      in compiled code, and what modes and subclasses see
 
-`op` is "layer_norm" or "rms_norm", `ndim` the number of normalised axes, `statistics` as formulas.py has it: empty if
-not wanted. Gradients that are not wanted are empty too.
+`operation` is a name of cunorm.operation.NAMED, `ndim` the number of normalised axes, `statistics` as formulas.py has
+it: empty if not wanted. Gradients that are not wanted are empty too.
+
+`norm` has no kernel: wherever it is differentiated or compiled it is `Norm`, an autograd.Function around the other two,
+which therefore need no derivative of their own. One that is registered by torch.library.register_autograd runs in
+compiled code as well, where nothing is differentiated: 16 us a norm in a row, 46 with nothing in the core's caches
+(bench/NOTES.md). Nor does dynamo see the Function: it would hide the operator of an exported program in a subgraph and
+leave the program without a derivative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,52 +25,49 @@ from torch import Tensor
 from . import checks, formulas, launching
 
 _library = torch.library.Library("cunorm", "DEF")
-_library.define(
-    "norm_forward(Tensor x, Tensor? weight, Tensor? bias, str op, int ndim, float eps, bool zero_centered_gamma, "
-    "ScalarType dtype, bool wants_statistics, int sm_margin, int backward_sm_margin) -> (Tensor y, Tensor statistics)"
+_FORWARD = (
+    "(Tensor x, Tensor? weight, Tensor? bias, str operation, int ndim, float eps, ScalarType dtype, "
+    "bool wants_statistics, int sm_margin, int backward_sm_margin) -> (Tensor y, Tensor statistics)"
 )
+_library.define(f"norm{_FORWARD}")
+_library.define(f"norm_forward{_FORWARD}")
+# `checked`: what autograd gives back to a backward pass fits the forward pass that ran.
 _library.define(
-    "norm_backward(Tensor dy, Tensor x, Tensor statistics, Tensor? weight, str op, float eps, "
-    "bool zero_centered_gamma, bool[3] output_mask, int sm_margin) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    "norm_backward(Tensor dy, Tensor x, Tensor statistics, Tensor? weight, str operation, float eps, "
+    "bool[3] output_mask, int sm_margin, bool checked=False) -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
+norm = torch.ops.cunorm.norm.default
 norm_forward = torch.ops.cunorm.norm_forward.default
 norm_backward = torch.ops.cunorm.norm_backward.default
 
 
 # The kernels, and torch's own operators for the CPU, which decomposition.py shows to others as well.
 
-_checked: set[Hashable] = set()  # calls of norm_backward that fit
 
-
-def _forward_cuda(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, sm_margin, _):
-    options = (zero_centered_gamma, dtype, sm_margin, wants_statistics)
-    y, statistics, _ = launching.forward(op, x, ndim, weight, bias, eps, *options)
+def _forward_cuda(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, sm_margin, _):
+    call = (operation, x, x.shape[-ndim:], weight, bias, eps, dtype, sm_margin, wants_statistics)
+    y, statistics, _ = launching.forward(*call)
     return y, _absent(x) if statistics is None else statistics
 
 
-def forward_by_formulas(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, sm_margin, _):
-    checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
-    statistics = formulas.statistics_of(op, x, ndim, eps)
-    y = formulas.forward(op, x, statistics, weight, bias, zero_centered_gamma)
+def forward_by_formulas(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, sm_margin, _):
+    checks.forward(operation, x, ndim, weight, bias, dtype)
+    statistics = formulas.statistics_of(operation, x, ndim, eps)
+    y = formulas.forward(operation, x, statistics, weight, bias)
     return _result(y, dtype), statistics.contiguous() if wants_statistics else _absent(x)
 
 
-def _backward_cuda(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
-    named = (dy, x, statistics, weight)
-    key = (op, *[None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in named])
-    if key not in _checked:
-        checks.backward(op, *named)
-        if len(_checked) >= launching.RECIPES:
-            _checked.clear()
-        _checked.add(key)
-    family = launching.family(op, x.dim() - statistics.dim() + 1, zero_centered_gamma, x)
+def _backward_cuda(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
+    if not checked:
+        checks.backward(operation, dy, x, statistics, weight)
+    family = launching.family(operation, x.dim() - statistics.dim() + 1, x)
     gradients = launching.backward(family, dy, x, statistics, weight, tuple(output_mask), sm_margin)
-    return tuple(_absent(x) if gradient is None else gradient for gradient in gradients)
+    return tuple([_absent(x) if gradient is None else gradient for gradient in gradients])
 
 
-def backward_by_formulas(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
-    checks.backward(op, dy, x, statistics, weight)
-    gradients = formulas.backward(op, dy, x, statistics, weight, zero_centered_gamma, tuple(output_mask))
+def backward_by_formulas(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
+    checks.backward(operation, dy, x, statistics, weight)
+    gradients = formulas.backward(operation, dy, x, statistics, weight, tuple(output_mask))
     parameter = x.dtype if weight is None else weight.dtype
     return tuple(
         _absent(x) if gradient is None else _result(gradient, dtype)
@@ -74,27 +80,22 @@ def _result(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).contiguous()
 
 
-_library.impl("norm_forward", _forward_cuda, "CUDA")
-_library.impl("norm_forward", forward_by_formulas, "CPU")
-_library.impl("norm_backward", _backward_cuda, "CUDA")
-_library.impl("norm_backward", backward_by_formulas, "CPU")
-
-
-# Shapes and dtypes alone.
+# Shapes and dtypes alone, checked: a trace holds only calls that fit.
 
 
 @torch.library.register_fake("cunorm::norm_forward", lib=_library)
-def _forward_fake(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, sm_margin, _):
-    checks.forward(op, x, ndim, weight, bias, zero_centered_gamma, dtype)
+def _forward_fake(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, sm_margin, _):
+    checks.forward(operation, x, ndim, weight, bias, dtype)
     y = x.new_empty(x.shape, dtype=dtype)
     if not wants_statistics:
         return y, _absent(x)
-    shape = (2 if op == "layer_norm" else 1, *x.shape[:-ndim])
+    shape = (1 + formulas.subtracts_mean(operation), *x.shape[:-ndim])
     return y, x.new_empty(shape, dtype=formulas.compute_dtype(x))
 
 
 @torch.library.register_fake("cunorm::norm_backward", lib=_library)
-def _backward_fake(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
+def _backward_fake(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
+    checks.backward(operation, dy, x, statistics, weight)
     shape = x.shape[statistics.dim() - 1 :]
     dtype = x.dtype if weight is None else weight.dtype
     results = ((x.shape, x.dtype), (shape, dtype), (shape, dtype))
@@ -111,84 +112,103 @@ def _absent(x: Tensor) -> Tensor:
 # Derivatives.
 
 
-def _setup_forward(ctx, inputs, output):
-    x, weight, bias, op, ndim, eps, zero_centered_gamma, _, wants_statistics, _, sm_margin = inputs
-    _, statistics = output
-    ctx.mark_non_differentiable(statistics)
-    ctx.save_for_backward(x, weight, statistics if wants_statistics else None)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.options = op, ndim, eps, zero_centered_gamma, sm_margin
-
-
-def _forward_backward(ctx, dy, _):
-    x, weight, statistics = ctx.saved_tensors
-    op, ndim, eps, zero_centered_gamma, sm_margin = ctx.options
-    if statistics is None:
-        statistics = formulas.statistics_of(op, x.detach(), ndim, eps)
-    mask = ctx.needs_input_grad[:3]
-    dx, dweight, dbias = backward(dy, x, statistics, weight, op, eps, zero_centered_gamma, mask, sm_margin)
-    if dbias is not None:
-        dbias = dbias.to(ctx.bias_dtype)
-    return dx, dweight, dbias, None, None, None, None, None, None, None, None
-
-
-def _setup_backward(ctx, inputs, output):
-    dy, x, statistics, weight, op, eps, zero_centered_gamma, ctx.output_mask, _ = inputs
-    ctx.save_for_backward(dy, x, weight)
-    ctx.options = op, x.dim() - statistics.dim() + 1, eps, zero_centered_gamma
-
-
-def _backward_backward(ctx, *gradients):
-    dy, x, weight = ctx.saved_tensors
-    op, ndim, eps, zero_centered_gamma = ctx.options
-    gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, ctx.output_mask, strict=True)]
-    grad_dy, grad_x, grad_weight = formulas.second_backward(
-        op, *gradients, dy, x, ndim, weight, eps, zero_centered_gamma
-    )
-    if grad_weight is not None:
-        grad_weight = grad_weight.to(weight.dtype)
-    return grad_dy.to(dy.dtype), grad_x.to(x.dtype), None, grad_weight, None, None, None, None, None
-
-
-torch.library.register_autograd("cunorm::norm_forward", _forward_backward, setup_context=_setup_forward, lib=_library)
-torch.library.register_autograd(
-    "cunorm::norm_backward", _backward_backward, setup_context=_setup_backward, lib=_library
-)
-
-
-class TransformedForward(torch.autograd.Function):
-    """norm_forward under functorch: what is registered with an operator is lost where its transforms are nested."""
+class Norm(torch.autograd.Function):
+    """norm_forward and its derivative, also under the transforms of functorch."""
 
     generate_vmap_rule = True
-    setup_context = staticmethod(_setup_forward)
-    backward = staticmethod(_forward_backward)
 
     @staticmethod
     def forward(*arguments):
         return norm_forward(*arguments)
 
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, bias, operation, ndim, eps, _, wants_statistics, _, sm_margin = inputs
+        _, statistics = output
+        ctx.mark_non_differentiable(statistics)
+        ctx.save_for_backward(x, weight, statistics if wants_statistics else None)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.options = operation, ndim, eps, sm_margin
 
-class TransformedBackward(torch.autograd.Function):
-    """norm_backward under functorch."""
+    @staticmethod
+    def backward(ctx, dy, _):
+        x, weight, statistics = ctx.saved_tensors
+        operation, ndim, eps, sm_margin = ctx.options
+        if statistics is None:
+            statistics = formulas.statistics_of(operation, x.detach(), ndim, eps)
+        mask = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = backward(dy, x, statistics, weight, operation, eps, mask, sm_margin)
+        if dbias is not None:
+            dbias = dbias.to(ctx.bias_dtype)
+        return dx, dweight, dbias, *[None] * 7
+
+
+class NormBackward(torch.autograd.Function):
+    """norm_backward and its derivative, which is made of torch's own operators and can be differentiated again."""
 
     generate_vmap_rule = True
-    setup_context = staticmethod(_setup_backward)
-    backward = staticmethod(_backward_backward)
 
     @staticmethod
     def forward(*arguments):
         return norm_backward(*arguments)
 
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        dy, x, statistics, weight, operation, eps, ctx.output_mask, *_ = inputs
+        ctx.save_for_backward(dy, x, weight)
+        ctx.options = operation, x.dim() - statistics.dim() + 1, eps
 
-def backward(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
-    """norm_backward, differentiable wherever it is called; None for what is not wanted."""
-    run = TransformedBackward.apply if under_functorch() else norm_backward
-    gradients = run(dy, x, statistics, weight, op, eps, zero_centered_gamma, list(output_mask), sm_margin)
+    @staticmethod
+    def backward(ctx, *gradients):
+        dy, x, weight = ctx.saved_tensors
+        operation, ndim, eps = ctx.options
+        gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, ctx.output_mask, strict=True)]
+        grad_dy, grad_x, grad_weight = formulas.second_backward(operation, *gradients, dy, x, ndim, weight, eps)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_dy.to(dy.dtype), grad_x.to(x.dtype), None, grad_weight, *[None] * 5
+
+
+def backward(dy, x, statistics, weight, operation, eps, output_mask, sm_margin):
+    """norm_backward, differentiable wherever it is called; None for what is not wanted. Shapes and devices fit."""
+    gradients = NormBackward.apply(dy, x, statistics, weight, operation, eps, list(output_mask), sm_margin, True)
     return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True))
+
+
+def wants_gradient(*arguments: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
 
 
 def under_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def register_kernels(operator: Any, function: type[torch.autograd.Function], **kernels: Callable[..., Any]) -> None:
+    """What computes an operator that has no derivative of its own, by device; called by hand it has `function`'s.
+
+    Nothing stands on its autograd key, so compiled code pays for nothing there. In eager mode autograd is still on in a
+    kernel written in Python, unless the call comes from compiled code or a Function; torch cannot know that it is made
+    use of, and warns in the backward pass. While torch.compile traces, py_impl stands on the autograd key.
+    """
+
+    def differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*arguments):
+            return function.apply(*arguments) if wants_gradient(*arguments) else run(*arguments)
+
+        return compute
+
+    def below_autograd(*arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    for device, run in kernels.items():
+        _library.impl(operator.name(), differentiable(run), device)
+        operator.py_impl(getattr(torch._C.DispatchKey, f"Autograd{device}"))(differentiable(below_autograd))
+
+
+_library.impl("norm", Norm.apply, "CompositeImplicitAutograd")
+register_kernels(norm_forward, Norm, CPU=forward_by_formulas, CUDA=_forward_cuda)
+register_kernels(norm_backward, NormBackward, CPU=backward_by_formulas, CUDA=_backward_cuda)
 
 
 # vmap: the batch is one more leading axis, as long as weight and bias are common to it.
@@ -196,15 +216,15 @@ def under_functorch() -> bool:
 
 @torch.library.register_vmap("cunorm::norm_forward", lib=_library)
 def _forward_vmap(info, in_dims, x, weight, bias, *options):
-    op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, sm_margin, backward_sm_margin = options
+    operation, ndim, eps, dtype, wants_statistics, *margins = options
     x = _batch_first(x, in_dims[0], info.batch_size)
     if in_dims[1] is None and in_dims[2] is None:
         y, statistics = norm_forward(x, weight, bias, *options)
     else:
-        plain = (op, ndim, eps, False, formulas.compute_dtype(x), wants_statistics, sm_margin, backward_sm_margin)
+        plain = (operation, ndim, eps, formulas.compute_dtype(x), wants_statistics, *margins)
         y, statistics = norm_forward(x, None, None, *plain)
         if weight is not None:
-            y = y * formulas.gamma(_beside(x, weight, in_dims[1], ndim), zero_centered_gamma, x)
+            y = y * formulas.gamma(operation, _beside(x, weight, in_dims[1], ndim), x)
         if bias is not None:
             y = y + _beside(x, bias, in_dims[2], ndim).to(y.dtype)
         y = y.to(dtype)
@@ -212,7 +232,7 @@ def _forward_vmap(info, in_dims, x, weight, bias, *options):
 
 
 @torch.library.register_vmap("cunorm::norm_backward", lib=_library)
-def _backward_vmap(info, in_dims, dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
+def _backward_vmap(info, in_dims, dy, x, statistics, weight, operation, eps, output_mask, *others):
     dy = _batch_first(dy, in_dims[0], info.batch_size)
     x = _batch_first(x, in_dims[1], info.batch_size)
     statistics = _batch_first(statistics, in_dims[2], info.batch_size).movedim(0, 1)
@@ -220,13 +240,12 @@ def _backward_vmap(info, in_dims, dy, x, statistics, weight, op, eps, zero_cente
     wants_dx, *wants_parameters = output_mask
     dx = dweight = dbias = _absent(x)
     if wants_dx and in_dims[3] is None:
-        options = (op, eps, zero_centered_gamma, [True, False, False], sm_margin)
-        dx, _, _ = norm_backward(dy, x, statistics, weight, *options)
+        dx, _, _ = norm_backward(dy, x, statistics, weight, operation, eps, [True, False, False], *others)
     # Every sample has its own sums.
     mask = (wants_dx and in_dims[3] is not None, *wants_parameters)
     if any(mask):
         beside = None if weight is None else _beside(x, weight, in_dims[3], ndim)
-        gradients = formulas.backward(op, dy, x, statistics, beside, zero_centered_gamma, mask, batch_ndim=1)
+        gradients = formulas.backward(operation, dy, x, statistics, beside, mask, batch_ndim=1)
         dtypes = (x.dtype, *((x if weight is None else weight).dtype,) * 2)
         computed = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
         dx, dweight, dbias = (

@@ -9,11 +9,11 @@ from . import operators
 
 
 @register_sharding(operators.norm_forward)
-def _forward(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wants_statistics, *margins):
+def _forward(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, *margins):
     # Which of the tensors there are; options have no placement.
     def inputs(placement):
         parameters = [None if tensor is None else Replicate() for tensor in (weight, bias)]
-        return [placement, *parameters, *[None] * (6 + len(margins))]
+        return [placement, *parameters, *[None] * (5 + len(margins))]
 
     strategies = [([Replicate(), Replicate()], inputs(Replicate()))]
     for axis in range(x.ndim - ndim):
@@ -23,9 +23,15 @@ def _forward(x, weight, bias, op, ndim, eps, zero_centered_gamma, dtype, wants_s
 
 
 @register_sharding(operators.norm_backward)
-def _backward(dy, x, statistics, weight, op, eps, zero_centered_gamma, output_mask, sm_margin):
+def _backward(dy, x, statistics, weight, operation, eps, output_mask, *others):
     def inputs(placement, of_statistics):
-        return [placement, placement, of_statistics, None if weight is None else Replicate(), *[None] * 5]
+        return [
+            placement,
+            placement,
+            of_statistics,
+            None if weight is None else Replicate(),
+            *[None] * (3 + len(others)),
+        ]
 
     strategies = [([Replicate()] * 3, inputs(Replicate(), Replicate()))]
     for axis in range(statistics.ndim - 1):
