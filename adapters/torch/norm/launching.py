@@ -255,7 +255,7 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> 
         aligned=aligned,
     )
     copies = (dy_stride is None, x_stride is None, weight is not None and not weight.is_contiguous())
-    logs.copied(f"backward of {op}", ("grad_output", "input", "weight"), (dy, x, weight), copies)
+    logs.copied(f"backward of {family.operation}", ("grad_output", "input", "weight"), (dy, x, weight), copies)
     return Recipe(
         plan=plan(problem, properties) if problem.rows and any(output_mask) else None,
         copies=copies,
