@@ -99,7 +99,10 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
     if choice is None:
         shape = RowShape(16 // ITEMSIZE[problem.row_dtype], STREAMED_THREADS, 1)
         spec = kernel_spec(problem, "forward_streamed", shape)
-        spec = replace(spec, streamed_y=True)
+        # Two CTAs an SM: left to itself ptxas takes 71 registers for bfloat16 and has room for one.
+        arrays = {one.dtype for one in problem.operands if one.kind in ("full", "column")}
+        two = arrays == {problem.row_dtype} != {"float64"} and len(spec.matrices) == 1 and spec.aligned
+        spec = replace(spec, streamed_y=True, ctas_per_sm=2 if two else 1)
         visits, idle = 1, 0
     else:
         tier, spec = choice
