@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm forward, rows held in registers or shared memory: x is read once, y written once.
 //   LayerNorm   y = (x - mean(x)) * rstd * weight + bias,  rstd = 1 / sqrt(var(x) + eps)
 //   RMSNorm     y = x * rstd * weight,                     rstd = 1 / sqrt(mean(x²) + eps)
-// These are operations, and there are others: s = prologue(x, ...), y = epilogue(xhat, ...) for xhat = (s - mean) * rstd.
-// The tiers (part of a warp, warp, CTA, cluster) are the same code for different RowShapes.
+// These are operations, and there are others: s = prologue(x, ...), y = epilogue(xhat, ...) for xhat = (s - mean) *
+// rstd. The tiers (part of a warp, warp, CTA, cluster) are the same code for different RowShapes.
 #pragma once
 #include "load_store.cuh"
 #include "rows.cuh"
