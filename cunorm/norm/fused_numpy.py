@@ -29,8 +29,8 @@ def forward(
     statistics: bool,
 ) -> tuple[dict[str, numpy.ndarray], numpy.ndarray | None, numpy.ndarray | None]:
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for."""
-    given = {name: _given(function, name, array) for name, array in {"x": x, **operands}.items()}
     of_x = layout(function, "x", x)
+    given = {name: _given(function, name, array) for name, array in {"x": x, **operands}.items()}
     fused.check_operands(function, of_x, {name: given[name] for name in operands}, demanded=demanded)
     eps = checks.check_eps(function, eps)
     operation = operation.given(operands)
