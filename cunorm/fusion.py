@@ -16,7 +16,7 @@ from .operation import NORMS, Operation, added
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
-# Names that an operand cannot have: those of the call, and those that the text of a kernel has itself (source.py).
+# Names that an operand cannot have: those of the call, and those that the text of a kernel has itself.
 OF_THE_CALL = ("x", "xhat", "y", "s", "dx", "dxhat", "dy", "ds", "mean", "rstd", "eps", "rows", "out")
 OF_THE_TEXT = """
     beside bfloat16 centred column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm

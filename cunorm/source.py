@@ -14,10 +14,6 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-from .expression import substitute
-from .expression_grammar import parse
-from .expression_texts import cuda
-from .expression_value import Expression
 from .norm.spec import (
     COLUMN_BYTES,
     COLUMN_PACKS,
@@ -28,9 +24,8 @@ from .norm.spec import (
     NormSpec,
     SumSpec,
 )
-from .operation import NORMS, derivative
-
-CPP_TYPE = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+from .operation import NORMS
+from .operation_text import CPP_TYPE, backward_struct, cpp, forward_struct
 
 FILES = {
     "forward": "norm_forward.cu",
@@ -165,13 +160,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
     beside = [one.name for one in spec.beside]
     columns = [one.name for one in spec.columns if one.name in operation.epilogue.uses]
     scalars = [one.name for one in spec.operands if one.kind == "scalar" and one.name != "eps"]
-    places = {name: f"inputs[{i}][i]" for i, name in enumerate(inputs)}
-    functions = []
-    if operation.prologue:
-        functions.append(_function("prologue", ("inputs",), operation.prologue, places, spec))
-    places = _places(beside=beside, columns=columns) | {"xhat": "xhat"}
-    functions.append(_function("epilogue", ("Compute xhat", "beside", "columns"), operation.epilogue, places, spec))
-    before = _struct(spec, scalars, {"kPrologue": operation.prologue is not None}, functions)
+    before = forward_struct(spec, inputs, beside, columns, scalars)
     cache_x, cache_y = (_cache(flag) for flag in (spec.streamed_x, spec.streamed_y))
     load = f"{{{_matrices(spec, inputs, cache_x)}, operation}}"
     s = by_name.get("s")
@@ -191,8 +180,8 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
         template = f"norm_forward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call})")
     template = (
-        f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {_cpp(spec.columns_stay)}, "
-        f"{_cpp(spec.once)}, Operation::Compute>"
+        f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
+        f"{cpp(spec.once)}, Operation::Compute>"
     )
     return before + _rows(spec), _call(scalars, f"{template}({call})")
 
@@ -202,7 +191,7 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
     matrices = [one.name for one in spec.matrices]
     columns = [one.name for one in spec.columns]
     scalars = [one.name for one in spec.operands if one.kind == "scalar"]
-    before, sums, results = _derivative(spec, matrices, columns, scalars)
+    before, sums, results = backward_struct(spec, matrices, columns, scalars)
     statistics = [
         name if name in by_name else "static_cast<const Operation::Compute*>(nullptr)" for name in ("mean", "rstd")
     ]
@@ -228,143 +217,6 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
     return before, _call(scalars, f"{template}({call})")
 
 
-def _derivative(spec, matrices, columns, scalars) -> tuple[str, list[str], list[str]]:
-    """(the struct Operation of a backward pass, the gradients that it sums over rows, those that it writes by rows)"""
-    operation = spec.operation
-    written = [one.name for one in spec.written]
-    sums = [one.name for one in spec.sums]
-    results = [name for name in written if name not in sums]
-    present = {one.name for one in spec.read}
-    found = derivative(operation, [name.removeprefix("d") for name in written], present)
-    early, late = ({f"d{name}": one for name, one in pairs} for pairs in (found.early, found.late))
-    places = _places(matrices=matrices, columns=columns) | {"xhat": "xhat"}
-    of_s = places | {"ds": "ds"}
-    expressions = [*early.values(), *late.values()] + ([found.g] if found.g else [])
-    of_xhat = "mean" in {one.name for one in spec.operands} or "rstd" in {one.name for one in spec.operands}
-    if "s" in matrices or not operation.prologue:
-        source = parse("s" if "s" in matrices else "x", ("s", "x"))
-    else:
-        source = operation.prologue
-        expressions.append(source)
-    given = ("matrices", "columns")
-    functions = []
-    if not of_xhat:
-        source = parse("0", ())  # nobody asks
-    functions.append(_function("source", given, source, places, spec, rounds=source is operation.prologue))
-    if found.g:
-        functions.append(_function("gradient", ("Compute xhat", *given), found.g, places, spec))
-        centred = _sum(found.g, "term", minus=True)
-        functions.append(_function("centred", ("Compute xhat", *given), centred, places, spec, more=", Compute term"))
-    functions.append(
-        _accumulation("early", "Compute xhat", {name: one for name, one in early.items() if name in sums}, sums, places)
-    )
-    functions.append(_late(spec, early, late, sums, results, of_s))
-    functions_of_zero = any(step.function not in _SAFE for one in expressions for step in one.steps)
-    facts = {
-        "kOfS": found.g is not None,
-        "kOfXhat": of_xhat,
-        "kLate": bool(results) or bool(set(late) & set(sums)),
-        "kMasks": functions_of_zero,
-    }
-    return _struct(spec, scalars, facts, functions), sums, results
-
-
-_SAFE = {"name", "constant", "+", "-", "*", "negative"}  # of zeros they make numbers
-
-
-def _sum(expression: Expression, name: str, *, minus: bool = False) -> Expression:
-    """expression + name, or - name."""
-    return substitute(parse(f"of {'-' if minus else '+'} {name}", ("of", name)), {"of": expression})
-
-
-def _accumulation(
-    function: str, first: str, added: Mapping[str, Expression], sums: list[str], places: Mapping[str, str]
-) -> str:
-    """A function that adds to sums[k][p][i]."""
-    lines = _definitions(added.values(), places)
-    totals = {name: f"sum_{name}" for name in added}
-    lines += "".join(f"    const Compute {totals[name]} = sums[{sums.index(name)}][p][i];\n" for name in added)
-    results = {f"next_{name}": _sum(expression, totals[name]) for name, expression in added.items()}
-    if results:
-        lines += f"{cuda(results, indent='    ')}\n"
-    lines += "".join(f"    sums[{sums.index(name)}][p][i] = next_{name};\n" for name in added)
-    return (
-        "  template <class Matrices, class Columns, class Sums>\n"
-        f"  DEVICE void {function}({first}, const Matrices& matrices, const Columns& columns, int i, int p, "
-        f"Sums& sums) const {{\n{lines}  }}\n"
-    )
-
-
-def _late(spec, early, late, sums, results, places) -> str:
-    """What is known with ds: gradients that are written, and sums over rows of what the prologue takes."""
-    added = {name: one for name, one in late.items() if name in sums}
-    written = {}
-    for name in results:
-        parts = [of[name] for of in (early, late) if name in of]
-        both = parse("a + b", ("a", "b"))
-        written[name] = parts[0] if len(parts) == 1 else substitute(both, dict(zip(("a", "b"), parts, strict=True)))
-    given = places.pop("ds")
-    lines = _definitions((*added.values(), *written.values()), places)
-    if "ds" in {one.name for one in spec.matrices}:
-        index = [one.name for one in spec.matrices].index("ds")
-        lines += f"    const Compute ds = of_norm + matrices[{index}][i];\n"
-    else:
-        lines += f"    const Compute {given} = of_norm;\n"
-    lines += "".join(f"    const Compute sum_{name} = sums[{sums.index(name)}][p][i];\n" for name in added)
-    values = {f"value_{name}": one for name, one in written.items()}
-    values |= {f"next_{name}": _sum(one, f"sum_{name}") for name, one in added.items()}
-    if values:
-        lines += f"{cuda(values, indent='    ')}\n"
-    lines += "".join(f"    sums[{sums.index(name)}][p][i] = next_{name};\n" for name in added)
-    lines += "".join(f"    results[{k}][i] = value_{name};\n" for k, name in enumerate(results))
-    return (
-        "  template <class Matrices, class Columns, class Sums, class Results>\n"
-        "  DEVICE void late(Compute xhat, Compute of_norm, const Matrices& matrices, const Columns& columns, int i, "
-        f"int p, Sums& sums, Results& results) const {{\n{lines}  }}\n"
-    )
-
-
-def _function(
-    name: str,
-    arguments: tuple[str, ...],
-    expression: Expression,
-    places: Mapping[str, str],
-    spec: NormSpec,
-    *,
-    rounds: bool = False,
-    more: str = "",
-) -> str:
-    """A member function of the struct Operation that returns the value of an expression."""
-    lists = [one for one in arguments if " " not in one]
-    templates = ", ".join(f"class {one.capitalize()}" for one in lists)
-    taken = ", ".join(one if " " in one else f"const {one.capitalize()}& {one}" for one in arguments)
-    value = f"rounded<{CPP_TYPE[spec.row_dtype]}>(value)" if rounds else "value"
-    return (
-        f"  template <{templates}>\n  DEVICE Compute {name}({taken}, int i{more}) const {{\n"
-        f"{_definitions([expression], places)}{cuda({'value': expression}, indent='    ')}\n    return {value};\n  }}\n"
-    )
-
-
-def _definitions(expressions: Iterable[Expression], places: Mapping[str, str]) -> str:
-    """Variables for the names that occur and are not variables yet."""
-    names = dict.fromkeys(name for expression in expressions for name in expression.uses)
-    return "".join(
-        f"    const Compute {name} = {places[name]};\n" for name in names if name in places and places[name] != name
-    )
-
-
-def _places(**lists: Iterable[str]) -> dict[str, str]:
-    """Where the value of each name is: in a list of arrays, at column i of the pack."""
-    return {name: f"{of}[{k}][i]" for of, names in lists.items() for k, name in enumerate(names)}
-
-
-def _struct(spec: NormSpec, scalars: Iterable[str], facts: Mapping[str, bool], functions: Iterable[str]) -> str:
-    members = "".join(f"  Compute {name};\n" for name in scalars)
-    constants = "".join(f"  static constexpr bool {name} = {_cpp(value)};\n" for name, value in facts.items())
-    compute = CPP_TYPE[spec.compute]
-    return f"struct Operation {{\n  using Compute = {compute};\n{constants}{members}{''.join(functions)}}};\n"
-
-
 def _call(scalars: Iterable[str], call: str) -> str:
     return f"  const Operation operation{{{', '.join(scalars)}}};\n  {call};\n"
 
@@ -383,7 +235,7 @@ def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
 
 
 def _load_type(spec: NormSpec, dtype: str, cache: str) -> str:
-    return f"LoadRows<{CPP_TYPE[dtype]}, {spec.shape.pack}, {_cpp(spec.aligned)}, {cache}>"
+    return f"LoadRows<{CPP_TYPE[dtype]}, {spec.shape.pack}, {cpp(spec.aligned)}, {cache}>"
 
 
 def _matrices(spec: NormSpec, names: Iterable[str], cache: str) -> str:
@@ -406,13 +258,13 @@ def _list(template: str, stores: Iterable[str]) -> str:
 
 
 def _store(spec: NormSpec, name: str, dtype: str, cache: str) -> str:
-    return f"StoreRows<{CPP_TYPE[dtype]}, {spec.shape.pack}, {_cpp(spec.aligned)}, {cache}>{{{name}, {name}_stride}}"
+    return f"StoreRows<{CPP_TYPE[dtype]}, {spec.shape.pack}, {cpp(spec.aligned)}, {cache}>{{{name}, {name}_stride}}"
 
 
 def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
     """Where the sum of a gradient goes: to dweight itself, or to a partial row."""
     if spec.final:
-        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {_cpp(spec.aligned)}>{{{name}}}"
+        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {cpp(spec.aligned)}>{{{name}}}"
     return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.pack}, {spec.cols}>{{{name}}}"
 
 
@@ -430,9 +282,9 @@ def _rows(spec: NormSpec) -> str:
     """Where rows wait (rows.cuh)."""
     shape = f"{_row_shape(spec)}, {spec.rows_per_cta}"
     kind = (
-        f"SharedRows<{shape}, {spec.stages}, {_cpp(spec.ask_early)}, Load>"
+        f"SharedRows<{shape}, {spec.stages}, {cpp(spec.ask_early)}, Load>"
         if spec.stages
-        else f"RegisterRows<{shape}, {_cpp(spec.prefetch)}, Load>"
+        else f"RegisterRows<{shape}, {cpp(spec.prefetch)}, Load>"
     )
     return f"template <class Load>\nusing Rows = {kind};\n"
 
@@ -454,7 +306,3 @@ _KERNELS = {
     "backward_streamed": _backward,
     "column_gradients": _backward,
 }
-
-
-def _cpp(flag: bool) -> str:
-    return "true" if flag else "false"

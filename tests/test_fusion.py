@@ -232,8 +232,8 @@ def test_every_tier_on_a_gpu(name, shape, dtype):
     import cupy
 
     case = CASES[name]
-    # A prologue of functions, which are right to an ulp or two, rounds a few values of many to the neighbour of the right
-    # one: of 16 bits y shows it.
+    # A prologue of functions, which are right to an ulp or two, rounds a few of many values to the neighbour of the
+    # right one; of 16 bits y shows it.
     dtype = "float32" if name in ("both", "poles") else dtype
     check(case, make(case, shape, dtype), cupy.asarray)
 

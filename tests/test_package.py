@@ -118,6 +118,7 @@ LAYERS = (
     {"norm.checks", "norm.spec"},
     {"norm.tiers", "norm.fused", "linear.problem"},
     {"norm.plan"},
+    {"operation_text"},
     {"source"},
     {"compile"},
     {"launch"},
@@ -126,7 +127,7 @@ LAYERS = (
     {"families"},
     {"api", "fusion", "linear.api"},
 )
-PURE = set().union(*LAYERS[:10]) - {"linear.gemm"}
+PURE = set().union(*LAYERS[:11]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {"cupy_arrays", "norm.fused_cupy", "linear.cupy_arrays", "linear.gemm"}
 FOR_ADAPTERS = {
