@@ -1039,9 +1039,16 @@ MUTATIONS = (
         (("results", "dx: nan of what is allowed"),),
     ),
     Mutation(
+        "NaN of nothing in xhat reaches the sums of a row, streamed",
+        "Operation::kOfXhat && (!Operation::kMasks || i < valid);",
+        "Operation::kOfXhat;",
+        "poles, streamed",
+        (("results", "dx: nan of what is allowed"),),
+    ),
+    Mutation(
         "NaN of nothing reaches the sums of a row, streamed",
-        "if (Operation::kMasks && i >= valid) continue;",
-        "",
+        "const bool counts = !Operation::kMasks || i < valid;",
+        "const bool counts = true;",
         "poles, streamed",
         (("results", "dx: nan of what is allowed"),),
     ),
