@@ -35,7 +35,8 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
         columns.unpack(column_pack, column_values);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
-          xhat[i] = Operation::kOfXhat ? saved.xhat(operation.source(matrix_values, column_values, i)) : 0;
+          const bool counts = Operation::kOfXhat && (!Operation::kMasks || i < valid);
+          xhat[i] = counts ? saved.xhat(operation.source(matrix_values, column_values, i)) : 0;
         }
         use(column, valid, xhat, matrix_values, column_values);
       }

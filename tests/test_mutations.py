@@ -57,6 +57,7 @@ SUM_IN_MORE_BITS = test_fusion.Case(
     ("residual",),
     ("weight",),
 )
+BESIDE = test_fusion.Case(cunorm.fuse("layer_norm", epilogue=lambda xhat, z: xhat * z), ("z",))
 ONE_MORE = test_fusion.Case(cunorm.fuse("rms_norm", prologue=lambda x: x + 1))
 
 
@@ -77,6 +78,7 @@ FUSED = {
     "gate": FusedRun(test_fusion.CASES["gate"], (13, 33), "float16"),
     "gate, CTA": FusedRun(test_fusion.CASES["gate"], (9, 1000), "float32"),
     "gate, cluster": FusedRun(test_fusion.CASES["gate"], (4, 17000), "float32"),
+    "beside, cluster": FusedRun(BESIDE, (4, 17000), "float32"),
     "both, partial rows": FusedRun(test_fusion.CASES["both"], (9, 1000), "float32", MANY_SMS),
     "poles": FusedRun(test_fusion.CASES["poles"], (13, 33), "float32"),
     "poles, CTA": FusedRun(test_fusion.CASES["poles"], (3, 1001), "float16"),
@@ -847,7 +849,7 @@ MUTATIONS = (
         "return places + (kPlaces - 1) * (kColumns * First::kColumnBytes);",
         "gate, cluster",
         (
-            ("results", "y: .* of what is allowed"),
+            ("results", "dx: .* of what is allowed"),
             ("races", "race: .* while a copy to it is under way"),
         ),
     ),
@@ -862,7 +864,7 @@ MUTATIONS = (
         "what stands beside xhat lies where s does",
         "rows_beside(beside, rank, rows, RowsS::kBytes);",
         "rows_beside(beside, rank, rows, 0);",
-        "gate, cluster",
+        "beside, cluster",
         (
             ("results", "y: .* of what is allowed"),
             ("races", "race: .* while a copy to it is under way"),
@@ -872,14 +874,14 @@ MUTATIONS = (
         "what stands beside xhat is not taken",
         "rows_beside.take(row);",
         "",
-        "gate, cluster",
+        "beside, cluster",
         (("results", "y: .* of what is allowed"),),
     ),
     Mutation(
         "what stands beside xhat is not asked for again",
         "rows_beside.ask(row + RowsS::kAhead * row_step, RowsS::kAhead - 1);",
         "",
-        "gate, cluster",
+        "beside, cluster",
         (("results", "y: .* of what is allowed"),),
     ),
     Mutation(
@@ -1039,9 +1041,16 @@ MUTATIONS = (
         (("results", "dx: nan of what is allowed"),),
     ),
     Mutation(
+        "NaN of nothing in xhat reaches the sums of a row, streamed",
+        "Operation::kOfXhat && (!Operation::kMasks || i < valid);",
+        "Operation::kOfXhat;",
+        "poles, streamed",
+        (("results", "dx: nan of what is allowed"),),
+    ),
+    Mutation(
         "NaN of nothing reaches the sums of a row, streamed",
-        "if (Operation::kMasks && i >= valid) continue;",
-        "",
+        "const bool counts = !Operation::kMasks || i < valid;",
+        "const bool counts = true;",
         "poles, streamed",
         (("results", "dx: nan of what is allowed"),),
     ),
