@@ -38,7 +38,7 @@ class Recipe:
     dtype: numpy.dtype  # of y, or of dweight and dbias
     statistics: numpy.dtype  # of mean and rstd
     layer_norm: bool
-    order: Callable[..., Any] | None  # picks, of all pointers of a call, those that the plan takes
+    order: Callable[..., Any]  # picks, of all pointers of a call, those that the plan takes
     # Forward.
     layouts: tuple[Layout | None, ...] = ()  # of x, weight, bias, out
     eps: float = 0.0  # rounded as the kernel's parameter is

@@ -64,7 +64,7 @@ def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
         choice = choose(problem, device)
         for step in plan(problem, device).steps:
             kernels.setdefault(
-                (step.spec.kernel, problem.direction, choice and choice[0], ITEMSIZE[problem.x]), step.spec
+                (step.spec.kernel, problem.direction, choice and choice[0], ITEMSIZE[problem.row_dtype]), step.spec
             )
     return list(dict.fromkeys(kernels.values()))
 

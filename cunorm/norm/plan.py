@@ -133,22 +133,21 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     most_groups = 2 * device.sms * 8 // (compute * max(2, len(sums)))
     # For sums of dy alone neither x nor the whole of a row is needed.
     choice = choose(problem, device) if len(sums) < len(written) or "rstd" in problem.pointers else None
-    steps: list[Step] = []
-    groups = 0
     if choice is not None:
         tier, spec = choice
         groups = min(_resident_groups(problem, spec, device, tier.idle), most_groups)
         if groups == 1 and sums:
             spec = replace(spec, final=True)  # what a group adds up are the gradients: nothing is left to be done
-        steps.append(_step(problem, spec, (groups * spec.shape.cluster, 1, 1), groups))
+        steps, final = [_step(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)], spec.final
     else:
         steps, groups = _streamed_backward(problem, device, sums, most_groups)
-    if sums and not steps[-1].spec.final:
+        spec, final = None, groups == 1
+    if sums and not final:
         steps += _sum_partials(problem, sums, groups)
     else:
         groups = 0
     workspace = groups * _partial_row(problem) * compute * len(sums)
-    return Plan(problem, device, _tier(steps[0].spec), tuple(steps), groups, workspace)
+    return Plan(problem, device, _tier(spec) if spec else "streamed", tuple(steps), groups, workspace)
 
 
 def _streamed_backward(

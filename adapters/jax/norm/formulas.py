@@ -88,7 +88,9 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
 def gradient_of_xhat(task: Task, arrays: Arrays) -> jax.Array:
     """What `backward` calls g, in the dtype of the arithmetic."""
     xhat, _ = _normalised(task, arrays)
-    return evaluate(derivative(task.operation, ("x",), arrays).g, _values(task, arrays, xhat), jnp)
+    g = derivative(task.operation, ("x",), arrays).g
+    assert g is not None  # that of x needs it
+    return evaluate(g, _values(task, arrays, xhat), jnp)
 
 
 def tangent(task: Task, arrays: Arrays) -> jax.Array:

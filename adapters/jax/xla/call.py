@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy
 
 import jax
+from jax.core import ShapedArray
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -70,7 +71,7 @@ def _lower_for_cuda(ctx, *operands, formula: ClosedJaxpr, task: Task, names: Nam
 mlir.register_lowering(kernel_p, _lower_for_cuda, platform="cuda")
 
 
-def problem_of(task: Task, avals: Mapping[str, jax.core.ShapedArray], wanted: Names) -> Problem:
+def problem_of(task: Task, avals: Mapping[str, ShapedArray], wanted: Names) -> Problem:
     """Of the avals of arguments and results, which are dense: XLA places them at multiples of 16 bytes at least."""
     x = avals["x"]
     cols = math.prod(x.shape[x.ndim - task.ndim :])
@@ -127,7 +128,7 @@ def _literal(number: float, kind: str) -> str:
 def _lower_to_ptx(ctx, operands, plan: Plan, task: Task, names: Names, wanted: Names):
     buffers = dict(zip(names, operands, strict=True))
     avals = dict(zip((*names, *wanted), (*ctx.avals_in, *ctx.avals_out), strict=True))
-    avals[WORKSPACE] = jax.core.ShapedArray((plan.workspace,), numpy.dtype("uint8"))
+    avals[WORKSPACE] = ShapedArray((plan.workspace,), numpy.dtype("uint8"))
     call = jax.ffi.ffi_lowering(choice.TARGET)
     for step, reads, writes, baked in launches(plan, _numbers(task), wanted):
         x, y, z = step.grid
