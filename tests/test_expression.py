@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvrtc import needs_nvrtc
 
-from cunorm import expression, kernels
+from cunorm import compile, expression
 from cunorm.expression import Expression, gradients, parse, substitute, trace
 from cunorm.expression_texts import cuda, evaluate
+from cunorm.source import SHARED_FACTS
 
 ROOT = Path(__file__).parent.parent
 
@@ -356,7 +357,7 @@ def test_functions_are_those_of_mathematics(name, module):
     numpy.testing.assert_allclose(numpy.asarray(found), expected, rtol=2e-15, atol=2e-15)
 
 
-@pytest.mark.parametrize("name", PRIMITIVES.keys() - {"where", "minimum", "maximum"})
+@pytest.mark.parametrize("name", sorted(PRIMITIVES.keys() - {"where", "minimum", "maximum"}))
 def test_functions_take_arrays_and_numbers(name):
     function, of_numbers = PRIMITIVES[name]
     numpy.testing.assert_allclose(function(POINTS), list(map(of_numbers, POINTS)), rtol=2e-15, atol=2e-15)
@@ -567,16 +568,6 @@ def without_directives(text: str) -> str:
     return "".join(line for line in text.splitlines(True) if not line.startswith(("#include", "#pragma once")))
 
 
-def multiply_add(platform: Path, specifiers: str) -> str:
-    """Definitions, as long as platform.cuh has none."""
-    if "multiply_add(" in platform.read_text():
-        return ""
-    return "namespace cunorm {\n" + "".join(
-        f"{specifiers} {kind} multiply_add({kind} a, {kind} b, {kind} c) {{ return {function}(a, b, c); }}\n"
-        for kind, function in (("float", "fmaf"), ("double", "fma"))
-    ) + "}\n"  # fmt: skip
-
-
 def functions_text() -> str:
     return without_directives((ROOT / "kernels_cu" / "functions.cuh").read_text())
 
@@ -604,7 +595,7 @@ def compiled(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
     stand_in = ROOT / "tests" / "cpu"
-    parts = ['#include "platform.cuh"\n', multiply_add(stand_in / "platform.cuh", "inline"), functions_text()]
+    parts = [SHARED_FACTS, '#include "platform.cuh"\n', functions_text()]
     for number, function in enumerate(IN_CPP):
         results = with_gradients(function)
         names = [*results["result"].names, "seed"]
@@ -662,7 +653,7 @@ def test_nan_goes_through_minimum_and_maximum_in_cpp(compiled):
 @pytest.mark.parametrize("compute", ["float", "double"])
 def test_nvrtc_compiles_the_statements(compute):
     platform = ROOT / "kernels_cu" / "platform.cuh"
-    text = without_directives(platform.read_text()) + multiply_add(platform, "DEVICE") + functions_text()
+    text = SHARED_FACTS + without_directives(platform.read_text()) + functions_text()
     for number, function in enumerate(IN_CPP):
         results = with_gradients(function)
         names = [*results["result"].names, "seed"]
@@ -672,8 +663,7 @@ def test_nvrtc_compiles_the_statements(compute):
             f'extern "C" __global__ void compute_{number}(const {compute}* values, {compute}* results) {{\n'
             f"  using Compute = {compute};\n{loads}{cuda(results)}\n{stores}}}\n"
         )
-    log, ptx = kernels._compile_offline(text, "expressions", "compute_90", "-fmad=false")
-    assert "warning" not in log.replace("never referenced", "")
+    ptx = compile.compile_ptx(text, "expressions", 90)
     assert ptx.count(".entry") == len(IN_CPP)
 
 
