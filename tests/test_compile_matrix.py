@@ -91,7 +91,7 @@ def test_once_each_reaches_every_kernel_of_every_tier(arch):
     assert len(few) < len(all_of_them) / 10
 
     def kinds(specs):
-        return {(spec.kernel, spec.shape.cluster, ITEMSIZE[spec.x]) for spec in specs}
+        return {(spec.kernel, spec.cluster, ITEMSIZE[getattr(spec, "row_dtype", spec.compute)]) for spec in specs}
 
     assert kinds(few) == kinds(all_of_them)
 
