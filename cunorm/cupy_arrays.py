@@ -21,8 +21,7 @@ from .norm.checks import Layout
 from .norm.plan import Plan, plan
 from .norm.problem import BACKWARD, FORWARD, plain, pointer_order
 from .numpy_arrays import numpy_dtype
-
-RECIPES = 4096  # kept at most
+from .recipes import LIMIT, Recipes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +46,7 @@ class Recipe:
     mask: tuple[bool, bool, bool] = (False, False, False)
 
 
-_recipes: dict[Hashable, Recipe] = {}
+_recipes: Recipes[Recipe] = Recipes()
 _current_device = cupy.cuda.runtime.getDevice
 _current_stream = cupy.cuda.get_current_stream
 
@@ -93,7 +92,7 @@ def forward(
     except (AttributeError, TypeError, ValueError):  # as numpy's .data of dates
         _forward_recipe(function, arrays, *options)  # says which is no array
         raise
-    recipe = _recipe(key, _forward_recipe, function, arrays, options)
+    recipe = _recipes.of(key, _forward_recipe, function, arrays, *options)
     if out is not None:
         _check_out_memory(function, recipe, pointers)
     if _current_device() == recipe.device_id:
@@ -217,7 +216,7 @@ def backward(
     except (AttributeError, TypeError, ValueError):
         _backward_recipe(function, arrays, *options)  # says which is no array
         raise
-    recipe = _recipe(key, _backward_recipe, function, arrays, options)
+    recipe = _recipes.of(key, _backward_recipe, function, arrays, *options)
     if _current_device() == recipe.device_id:
         return _run_backward(recipe, arrays, pointers)
     with cupy.cuda.Device(recipe.device_id):
@@ -290,21 +289,6 @@ def _run_backward(recipe: Recipe, arrays, pointers):
     return dx, dweight, dbias
 
 
-def _recipe(
-    key: Hashable, make: Callable[..., Recipe], function: str, arrays: Sequence[Any], options: Sequence[Any]
-) -> Recipe:
-    """The recipe of a call. What cannot be a key, such as a list among the options, is left to `make`."""
-    try:
-        recipe = _recipes.get(key)
-    except (TypeError, ValueError):
-        return make(function, arrays, *options)
-    if recipe is None:
-        if len(_recipes) >= RECIPES:
-            _recipes.clear()
-        recipe = _recipes[key] = make(function, arrays, *options)
-    return recipe
-
-
 def _strides(**strides: int | None) -> dict[str, int]:
     """Those of the arrays that are not copied."""
     return {name: stride for name, stride in strides.items() if stride is not None}
@@ -315,7 +299,7 @@ def _kind(option: Any) -> Hashable:
     return tuple(map(type, option)) if type(option) is tuple else type(option)
 
 
-@lru_cache(maxsize=RECIPES)
+@lru_cache(maxsize=LIMIT)
 def _check_out_memory(function: str, recipe: Recipe, pointers: tuple[int, ...]) -> None:
     """Kept, as the same memory comes again and again: without that 9 us of a call with `out`."""
     named = zip(("x", "weight", "bias", "out"), recipe.layouts, pointers, strict=True)
