@@ -232,8 +232,8 @@ def test_every_tier_on_a_gpu(name, shape, dtype):
     import cupy
 
     case = CASES[name]
-    # The reference rounds s of float64, a kernel s of float32: of functions a few of many values then go to the neighbour,
-    # 12 of 3 x 65537 in float16, and y shows it. The other cases are exact there and keep their 16 bits.
+    # The reference rounds s of float64, a kernel s of float32: of functions a few of many values then go to the
+    # neighbour, 12 of 3 x 65537 in float16, and y shows it. The other cases are exact there and keep their 16 bits.
     dtype = "float32" if name in ("both", "poles") else dtype
     check(case, make(case, shape, dtype), cupy.asarray)
 
