@@ -19,11 +19,14 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from cunorm.norm.problem import ITEMSIZE
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("none", "memcheck", "racecheck", "initcheck", "synccheck")
@@ -31,11 +34,12 @@ SECONDS = 1500  # that a tool may take
 TAIL = 40  # lines of a log that are kept
 FOUND = 99  # the exit status of compute-sanitizer when it has findings
 ROWS = 5
+SIDE_BY_SIDE = 12  # processes: they wait for the compiler more than for the GPU
 
 
 def main() -> int:
     if sys.argv[1:2] == ["run"]:
-        return run(clusters=sys.argv[2] != "synccheck")
+        return run(sys.argv[3], clusters=sys.argv[2] != "synccheck")
     if shutil.which("compute-sanitizer") is None:
         print("sanitize: compute-sanitizer must be on the PATH; it comes with the CUDA toolkit.", file=sys.stderr)
         return 1
@@ -45,23 +49,25 @@ def main() -> int:
         shutil.copytree(ROOT / "cunorm", package / "cunorm")
         shutil.copytree(ROOT / "kernels_cu", package / "cunorm" / "kernels_cu", dirs_exist_ok=True)
         shutil.copy(__file__, package)
-        results = [check(tool, package) for tool in sys.argv[1:] or TOOLS]
-    print(f"{'tool':<12}{'calls':>7}{'findings':>10}  status", file=sys.stderr)
+        wanted = list(product(sys.argv[1:] or TOOLS, ITEMSIZE))
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            results = list(pool.map(lambda one: check(*one, package), wanted))
+    print(f"{'tool':<12}{'dtype':<10}{'calls':>7}{'findings':>10}  status", file=sys.stderr)
     for result in results:
-        print("{tool:<12}{calls!s:>7}{findings!s:>10}  {status}".format(**result), file=sys.stderr)
+        print("{tool:<12}{dtype:<10}{calls!s:>7}{findings!s:>10}  {status}".format(**result), file=sys.stderr)
         if result["status"] != "ok":
             print("\n".join(f"    {line}" for line in result["log"]), file=sys.stderr)
     print(json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "gpu": gpu(), "results": results}, indent=1))
     return 0 if all(result["status"] == "ok" for result in results) else 1
 
 
-def check(tool: str, package: Path) -> dict:
-    """What one tool says; its failure is told apart from its findings and does not stop the others."""
+def check(tool: str, dtype: str, package: Path) -> dict:
+    """What one tool says of one dtype; its failure is told apart from its findings and does not stop the others."""
     sanitizer = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=cunorm", "--error-exitcode", str(FOUND)]
     command = [] if tool == "none" else sanitizer
     try:
         done = subprocess.run(
-            [*command, sys.executable, str(package / Path(__file__).name), "run", tool],
+            [*command, sys.executable, str(package / Path(__file__).name), "run", tool, dtype],
             cwd=package,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -72,7 +78,7 @@ def check(tool: str, package: Path) -> dict:
     except subprocess.TimeoutExpired as error:
         log, code = (error.stdout or b"").decode(errors="replace"), None
     found = verdict(tool, log, code)
-    return {"tool": tool, **found, "log": [] if found["status"] == "ok" else log.splitlines()[-TAIL:]}
+    return {"tool": tool, "dtype": dtype, **found, "log": [] if found["status"] == "ok" else log.splitlines()[-TAIL:]}
 
 
 def verdict(tool: str, log: str, code: int | None) -> dict:
@@ -96,9 +102,10 @@ def gpu() -> str:
     return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
 
 
-def run(*, clusters: bool) -> int:
-    """Every tier, both norms and directions, alone, with a sum before them and in an operation of a user, four dtypes,
-    aligned and not, shortest and longest rows.
+def run(dtype: str, *, clusters: bool) -> int:
+    """Rows of one dtype through every tier, both norms and directions, alone, with a sum before them and in an
+    operation of a user: shortest and longest rows, aligned and not, in bfloat16; of the other dtypes the longest, in
+    turns aligned and not, since only the width of a pack is another.
     """
     import cupy
     import numpy
@@ -107,7 +114,6 @@ def run(*, clusters: bool) -> int:
     from cunorm import device
     from cunorm.commands.matrix import TABLES, lengths_of_tiers
     from cunorm.expression import silu
-    from cunorm.norm.problem import ITEMSIZE
     from cunorm.numpy_arrays import numpy_dtype
 
     target = device.current(cupy.cuda.Device().id)
@@ -120,31 +126,45 @@ def run(*, clusters: bool) -> int:
         epilogue=lambda xhat, z, weight, sharp: xhat * weight * silu(sharp * z),
     )
     random = numpy.random.default_rng(0)
+
+    def arrays(cols: int, start: int):
+        values = random.standard_normal((2, ROWS * cols + start)).astype(numpy_dtype("sanitize", dtype))
+        x, dy = (cupy.asarray(row)[start:].reshape(ROWS, cols) for row in values)
+        return x, dy, cupy.asarray(values[0, :cols])
+
+    def plain(cols: int, start: int) -> int:
+        x, dy, weight = arrays(cols, start)
+        _, mean, rstd = cunorm.layer_norm_forward(x, None, weight, weight)
+        cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
+        _, rstd = cunorm.rms_norm_forward(x, None, weight)
+        cunorm.rms_norm_backward(dy, x, rstd, weight)
+        return 4
+
+    def fused(cols: int, start: int) -> int:
+        x, dy, weight = arrays(cols, start)
+        _, s, mean, rstd = cunorm.add_layer_norm_forward(x, dy, weight, weight)
+        cunorm.add_layer_norm_backward(dy, x, s, mean, rstd, weight)
+        _, saved = gated.forward(x, shift=weight, residual=dy, factor=0.5, z=x, weight=weight, sharp=2.0)
+        try:
+            gated.backward(saved, dy)
+        except NotImplementedError:  # of streamed rows, for what the prologue takes for all of them
+            gated.backward(saved, dy, wanted=("x", "residual", "z", "weight", "sharp"))
+        return 4
+
+    shortest, longest = set(), set()
+    for direction in TABLES:
+        for tier, found in lengths_of_tiers(direction, dtype, target).items():
+            shortest.add(found[0])
+            longest.add(found[-1] if tier else found[0])
     calls = 0
-    for dtype in ITEMSIZE:
-        lengths = set()
-        for direction in TABLES:
-            for tier, found in lengths_of_tiers(direction, dtype, target).items():
-                lengths |= {found[0], found[-1]} if tier else {found[0]}
-        for cols, start in product(sorted(lengths), (0, 1)):
-            values = random.standard_normal((2, ROWS * cols + start)).astype(numpy_dtype("sanitize", dtype))
-            x, dy = (cupy.asarray(row)[start:].reshape(ROWS, cols) for row in values)
-            weight = cupy.asarray(values[0, :cols])
-            _, mean, rstd = cunorm.layer_norm_forward(x, None, weight, weight)
-            cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
-            _, rstd = cunorm.rms_norm_forward(x, None, weight)
-            cunorm.rms_norm_backward(dy, x, rstd, weight)
-            _, s, mean, rstd = cunorm.add_layer_norm_forward(x, dy, weight, weight)
-            cunorm.add_layer_norm_backward(dy, x, s, mean, rstd, weight)
-            _, s, rstd = cunorm.add_rms_norm_forward(x, dy, weight)
-            cunorm.add_rms_norm_backward(dy, x, s, rstd, weight)
-            _, saved = gated.forward(x, shift=weight, residual=dy, factor=0.5, z=x, weight=weight, sharp=2.0)
-            try:
-                gated.backward(saved, dy)
-            except NotImplementedError:  # of streamed rows, for what the prologue takes for all of them
-                gated.backward(saved, dy, wanted=("x", "residual", "z", "weight", "sharp"))
-            cupy.cuda.Device().synchronize()
-            calls += 10
+    for index, cols in enumerate(sorted(longest)):
+        if dtype == "bfloat16":
+            calls += plain(cols, (index + 1) % 2)
+        calls += plain(cols, index % 2) + fused(cols, index % 2)
+        cupy.cuda.Device().synchronize()
+    for cols, start in product(sorted(shortest - longest) if dtype == "bfloat16" else (), (0, 1)):
+        calls += plain(cols, start)
+        cupy.cuda.Device().synchronize()
     print(f"calls: {calls}", flush=True)
     return 0
 
