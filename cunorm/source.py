@@ -29,6 +29,7 @@ from .operation_text import CPP_TYPE, backward_struct, cpp, forward_struct
 
 FILES = {
     "forward": "norm_forward.cu",
+    "forward_spread": "norm_forward_spread.cu",
     "forward_streamed": "norm_forward_streamed.cu",
     "backward": "norm_backward.cu",
     "backward_streamed": "norm_backward_streamed.cu",
@@ -117,7 +118,7 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
         cluster, bounds = 1, f"{spec.threads}, 1"
     else:
         before, call = _KERNELS[spec.kernel](spec)
-        cluster, bounds = spec.shape.cluster, f"{spec.threads}, {spec.ctas_per_sm}"
+        cluster, bounds = spec.cluster, f"{spec.threads}, {spec.ctas_per_sm}"
     types = parameters(spec)
     constants = offsets = ""
     if baked is not None:
@@ -172,18 +173,21 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
             f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns, KEPT)},",
             f"{_store(spec, 's', s.dtype, cache_y) if s and s.written else 'NoStore{}'},",
             f"{_store(spec, 'y', by_name['y'].dtype, cache_y)},",
-            f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd, rows, eps",
+            f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
         )
     )
     norm = NORMS[operation.norm].policy
     if spec.kernel == "forward_streamed":
         template = f"norm_forward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
-        return before, _call(scalars, f"{template}({call})")
+        return before, _call(scalars, f"{template}({call}, rows, eps)")
+    if spec.kernel == "forward_spread":
+        template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, Operation::Compute>"
+        return before, _call(scalars, f"{template}({call}, eps)")
     template = (
         f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
-        f"{cpp(spec.once)}, Operation::Compute>"
+        f"{cpp(spec.columns_shared)}, {cpp(spec.once)}, Operation::Compute>"
     )
-    return before + _rows(spec), _call(scalars, f"{template}({call})")
+    return before + _rows(spec), _call(scalars, f"{template}({call}, rows, eps)")
 
 
 def _backward(spec: NormSpec) -> tuple[str, str]:
@@ -208,7 +212,9 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
     call = ",\n      ".join((*arguments, *statistics, "rows"))
     norm = NORMS[spec.operation.norm].policy
     if spec.kernel == "backward":
-        template = f"norm_backward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, Operation::Compute>"
+        template = (
+            f"norm_backward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, {spec.merge}, Rows, Operation::Compute>"
+        )
         return before + _rows(spec), _call(scalars, f"{template}({call})")
     if spec.kernel == "backward_streamed":
         template = f"norm_backward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
@@ -301,6 +307,7 @@ def _sum_partials(spec: SumSpec) -> str:
 
 _KERNELS = {
     "forward": _forward,
+    "forward_spread": _forward,
     "forward_streamed": _forward,
     "backward": _backward,
     "backward_streamed": _backward,

@@ -243,6 +243,20 @@ DEVICE void warp_barrier() { __syncwarp(); }
 // __syncthreads.
 DEVICE void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// A kernel that was launched to begin before the one in front of it ends (launch.py says which) waits here until that
+// one has ended and its results can be seen; otherwise there is nothing to wait for. The kernel in front says, in every
+// CTA, from where on the next may begin.
+DEVICE void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void next_kernel_may_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Clusters: CTAs that run side by side on sm_90 and later and reach each other's shared memory.
 DEVICE int cluster_rank() {
 #if __CUDA_ARCH__ >= 900
@@ -254,13 +268,33 @@ DEVICE int cluster_rank() {
 #endif
 }
 
-// Until every CTA of the cluster runs, its shared memory must not be written from outside. Also makes initialised
-// mailboxes known to the cluster.
-DEVICE void cluster_start() {
+// Until every CTA of the cluster runs, its shared memory must not be written from outside, and until all have read of
+// their peers none may end. What was written before it, initialised mailboxes too, is then known to the cluster.
+DEVICE void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
+}
+
+// What the CTA `rank` of the cluster has where this CTA has `place` in shared memory.
+DEVICE float read_of_peer(const float* place, int rank) {
+  float value = 0;
+#if __CUDA_ARCH__ >= 900
+  uint32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
+#endif
+  return value;
+}
+DEVICE double read_of_peer(const double* place, int rank) {
+  double value = 0;
+#if __CUDA_ARCH__ >= 900
+  uint32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+  asm volatile("ld.shared::cluster.f64 %0, [%1];" : "=d"(value) : "r"(there));
+#endif
+  return value;
 }
 
 // A mailbox counts the bytes that arrive in this CTA's shared memory from the cluster (an mbarrier): one thread says

@@ -52,6 +52,7 @@ DEVICE void column_gradients(Operation operation, Matrices matrices, Columns col
       }
     }
   }
+  next_kernel_may_begin();
   store_column_sums<kPack>(column, valid, sums, sums_to);
 }
 
@@ -72,6 +73,7 @@ DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 grou
   // Packs of two may leave half of the last four unwritten.
   const int written = kPack < kOwn && row.packs() * kPack - own < kOwn ? kPack : kOwn;
   Compute sum[kOwn] = {};
+  wait_for_kernel_before();  // before partial rows are read, and a gradient written that somebody may still read
   if (own < row.stride()) {
 #pragma unroll 8
     for (int64 group = threadIdx.x / kLanes; group < groups; group += kRows) {

@@ -36,6 +36,7 @@ class Step:
     pointers: tuple[Pointer, ...]
     scalars: tuple[str, ...]
     integers: tuple[int, ...]
+    begins_early: bool = False  # before the launch in front of it ends: the kernel waits for that itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +144,7 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
         steps, groups = _streamed_backward(problem, device, sums, most_groups)
         spec, final = None, groups == 1
     if sums and not final:
-        steps += _sum_partials(problem, sums, groups)
+        steps += _sum_partials(problem, device, sums, groups)
     else:
         groups = 0
     workspace = groups * _partial_row(problem) * compute * len(sums)
@@ -222,7 +223,7 @@ def _partial_row(problem: Problem) -> int:
     return ceil_div(ceil_div(problem.cols, pack) * pack, SUM_COLUMNS) * SUM_COLUMNS
 
 
-def _sum_partials(problem: Problem, sums: tuple[str, ...], groups: int) -> list[Step]:
+def _sum_partials(problem: Problem, device: Device, sums: tuple[str, ...], groups: int) -> list[Step]:
     """A launch for each dtype."""
     threads = _partial_row(problem) // SUM_COLUMNS
     row = _partial_row(problem) * ITEMSIZE[problem.compute]
@@ -237,5 +238,6 @@ def _sum_partials(problem: Problem, sums: tuple[str, ...], groups: int) -> list[
         pointers = tuple(one for pair in zip(partials, map(Pointer, names), strict=True) for one in pair)
         # blockIdx.y: which of them.
         grid = (ceil_div(threads, lanes), len(names), 1)
-        steps.append(Step(spec, grid, 0, pointers, (), (groups, problem.cols)))
+        # Only the first has the kernel that wrote the partial rows in front of it.
+        steps.append(Step(spec, grid, 0, pointers, (), (groups, problem.cols), device.arch >= 90 and not steps))
     return steps

@@ -162,8 +162,19 @@ inline void barrier(int id, int threads) {
   cpu::barrier(id, threads);
 }
 
+// The machine runs one launch after the other.
+inline void wait_for_kernel_before() {}
+inline void next_kernel_may_begin() {}
+
 inline int cluster_rank() { return cpu::cluster_rank(); }
-inline void cluster_start() { cpu::cluster_start(); }
+inline void cluster_barrier() { cpu::cluster_barrier(); }
+
+template <class T>
+T read_of_peer(const T* place, int rank) {
+  T value;
+  cpu::read_of_peer(&value, place, rank, sizeof(T));
+  return value;
+}
 
 struct Mailbox {
   unsigned long long state;

@@ -48,7 +48,8 @@ struct Erased<entry> {
 void barrier(int id, int threads);
 void shuffle_xor(void* value, int bytes, int lane_mask);
 int cluster_rank();
-void cluster_start();
+void cluster_barrier();
+void read_of_peer(void* value, const void* place, int rank, int bytes);  // of dynamic shared memory
 
 // Asynchronous copies: started with what they bring, ended for all but the last `pending` groups.
 char* dynamic_shared();
