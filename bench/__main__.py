@@ -42,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--sample", type=int, metavar="N", help="N shapes drawn by --seed, with both norms and directions")
     run.add_argument("--seed", type=int, default=0, help="of the order in which cases are measured, too")
     run.add_argument("--seconds", type=float, metavar="S", help="stop after so many; as many cases as they allow")
-    run.add_argument("--peer-seconds", type=float, metavar="S", help="that one peer may take to compile and tune in all")
+    run.add_argument(
+        "--peer-seconds", type=float, metavar="S", help="that one peer may take to compile and tune in all"
+    )
     run.add_argument(
         "--triton-tutorial", metavar="FILE", help="your copy of Triton's python/tutorials/05-layer-norm.py"
     )
@@ -53,8 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report",
         help="rebuild README's tables and pictures",
-        description="Rebuild the Speed section of README.md and bench/plots from bench/results, print the bars and name "
-        "every case behind a peer.",
+        description="Rebuild the Speed section of README.md and bench/plots from bench/results, and print the bars.",
     )
     report.add_argument("files", nargs="*", type=Path, help="print bars and losses of these files, and change nothing")
     report.add_argument("--commit", help="of whose results; needed where bench/results has several commits'")
@@ -117,7 +118,7 @@ def _measured(options, cases, found, missing, console) -> int:
     """Runs the cases; after a fault that takes the GPU with it, in a new process and without whoever made it."""
     from bench.environment import environment, this_commit
     from bench.roofs import Roofs
-    from bench.runner import BrokenDevice, Runner
+    from bench.runner import DeviceLostError, Runner
     from bench.tables import summary
 
     begun = time.perf_counter()
@@ -143,7 +144,7 @@ def _measured(options, cases, found, missing, console) -> int:
             runner.roofs = Roofs(options.out.parent / "roofs.json" if options.out else None)
             console.print(f"roofs ready after {time.perf_counter() - begun:.1f} s")
         runner.run(cases)
-    except BrokenDevice as broken:
+    except DeviceLostError as broken:
         console.print(str(broken), markup=False)
         if options.out is None:
             return 1
@@ -157,7 +158,7 @@ def _measured(options, cases, found, missing, console) -> int:
 
 
 def _go_on(options: argparse.Namespace, broken: str, seconds: float) -> None:
-    """Does not return. A case that ours breaks has its line and is not tried again; others are left out from here on."""
+    """Does not return. A case that ours breaks has its line and is not tried again; who else breaks one is left out."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--resume"] + ["--resume"]
     without = [*options.without, *([broken] if broken != OURS else [])]
     if without:

@@ -25,8 +25,8 @@ def head(case: Case) -> dict[str, Any]:
 
 
 def case_of(line: dict[str, Any]) -> Case:
-    named = (line[k] for k in ("op", "direction", "rows", "cols", "dtype"))
-    return Case(*named, line.get("offset"), line.get("weight", ""), line.get("heads", 0))
+    op, direction, rows, cols, dtype = (line[k] for k in ("op", "direction", "rows", "cols", "dtype"))
+    return Case(op, direction, rows, cols, dtype, line.get("offset"), line.get("weight", ""), line.get("heads", 0))
 
 
 @dataclass(frozen=True)

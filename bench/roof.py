@@ -238,7 +238,7 @@ class Kernels:
         self._loaded: dict[Variant, Any] = {}
 
     def call(self, variant: Variant, a: Any, b: Any, out: Any) -> Callable[[], None]:
-        """A call that reads a (and b) and writes out, CuPy arrays of equal size; what fills no 16 bytes stays behind."""
+        """A call that reads a (and b) and writes out, CuPy arrays of equal size; a tail of under 16 bytes is left."""
         function, n = self._function(variant), out.nbytes // PACK
         grid, shared = (variant.grid(n, self.sms),), variant.dynamic_shared
         arguments = (a.data.ptr, (a if b is None else b).data.ptr, out.data.ptr, n)

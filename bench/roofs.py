@@ -125,10 +125,11 @@ def wrong(kernels: Kernels, variant: Variant, a: Any, b: Any, out: Any) -> int:
     """How many 8-byte words of `out` a variant leaves wrong; what fills no 16 bytes is left out."""
     import cupy
 
-    words = out.nbytes // 16 * 2
-    flat = [None if array is None else array.reshape(-1).view(cupy.uint8)[: 8 * words] for array in (a, b, out)]
-    first, second, result = (None if array is None else array.view(cupy.uint64) for array in flat)
-    expected = first if second is None or variant.stages else first ^ second
+    def words(array: Any) -> Any:
+        return array.reshape(-1).view(cupy.uint8)[: out.nbytes // 16 * 16].view(cupy.uint64)
+
+    result = words(out)
+    expected = words(a) if b is None or variant.stages else words(a) ^ words(b)
     result[...] = ~expected
     kernels.call(variant, a, b, out)()
     return int((result != expected).sum())

@@ -24,7 +24,7 @@ Line = dict[str, Any]
 HOST_ELEMENTS = 1 << 16  # up to which host times are taken: a call's does not depend on the shape
 
 
-class BrokenDevice(RuntimeError):
+class DeviceLostError(RuntimeError):
     """After a provider's fault no kernel runs any more in this process."""
 
     def __init__(self, provider: str, reason: str):
@@ -73,7 +73,7 @@ class Runner:
             start = time.perf_counter()
             try:
                 measured = list(self._measure(case))
-            except BrokenDevice as broken:
+            except DeviceLostError as broken:
                 line = {"provider": broken.provider, "status": "error", "reason": str(broken)}
                 self.note(head(case) | line)
                 raise
@@ -108,7 +108,9 @@ class Runner:
                 _check_device(one.name, times)
             else:
                 one.line |= _figures(case, times)
-        best = min((one for one in roofs if "microseconds" in one.line), key=lambda o: o.line["microseconds"], default=None)
+        best = min(
+            (one for one in roofs if "microseconds" in one.line), key=lambda o: o.line["microseconds"], default=None
+        )
         if best is not None:
             yield head(case) | {"provider": ROOF} | best.line | {"kernel": best.variant.describe()}
         for one in contenders:
@@ -201,7 +203,7 @@ def _check_device(name: str, error: Exception) -> None:
     try:
         cupy.cuda.Device().synchronize()
     except Exception:
-        raise BrokenDevice(name, _reason(error)) from error
+        raise DeviceLostError(name, _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -24,7 +24,7 @@ class Workload:
         mean = USUAL_MEAN if case.offset is None else case.offset
         # Of a packed QKV x is the first third of the heads.
         memory = (*case.leading[:-1], 3 * case.heads, case.cols) if case.heads else (case.rows, case.cols)
-        first = {
+        first: dict[str, Any] = {
             "memory": _random(memory, case.dtype, mean),
             "weight": _random(case.cols, case.weight_dtype, 1.0),
             "bias": _random(case.cols, case.weight_dtype) if case.op == "layer_norm" else None,
