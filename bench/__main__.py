@@ -119,7 +119,6 @@ def _measured(options, cases, found, missing, console) -> int:
     from bench.environment import environment, this_commit
     from bench.roofs import Roofs
     from bench.runner import DeviceLostError, Runner
-    from bench.tables import summary
 
     begun = time.perf_counter()
     deadline = begun + options.seconds if options.seconds is not None else float("inf")
@@ -141,7 +140,10 @@ def _measured(options, cases, found, missing, console) -> int:
         console.print(f"{ours.precompile(likely, deadline)} kernels ready after {time.perf_counter() - begun:.1f} s")
     try:
         if ROOF not in options.without:
-            runner.roofs = Roofs(options.out.parent / "roofs.json" if options.out else None)
+            try:
+                runner.roofs = Roofs(options.out.parent / "roofs.json" if options.out else None)
+            except Exception as error:
+                console.print(f"no roofs: {error}", markup=False)
             console.print(f"roofs ready after {time.perf_counter() - begun:.1f} s")
         runner.run(cases)
     except DeviceLostError as broken:
@@ -153,8 +155,22 @@ def _measured(options, cases, found, missing, console) -> int:
         _go_on(options, broken.provider, deadline - time.perf_counter())
     if out is not None:
         out.close()
-    console.print(summary(runner.lines))
+    _say(options, runner.lines, console)
     return 0
+
+
+def _say(options: argparse.Namespace, lines: list, console) -> None:
+    """What the run found: the bars of a suite, of all that its file holds; else a table of the cases."""
+    from bench.bars import bars
+    from bench.report import bars_text
+    from bench.results import Results, group
+    from bench.tables import summary
+
+    if options.suite:
+        measured = group(read(options.out) if options.out else lines, options.suite)
+        console.print(bars_text([bar for bar in bars(Results({}, measured)) if bar.cases]), markup=False)
+    else:
+        console.print(summary(lines))
 
 
 def _go_on(options: argparse.Namespace, broken: str, seconds: float) -> None:

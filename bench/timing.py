@@ -24,7 +24,7 @@ LAUNCHES = (10, 128)  # of a graph, at least and about at most
 LOOP_BYTES = 1.6e9  # that a turn of XLA's loop moves, about 0.4 ms, beside the 3 us that a turn costs
 LOOP_CALLS = 128  # of a turn, at most: XLA compiles each
 LOOP_SECONDS = 0.02  # of a loop
-SECONDS = 0.1  # for the turns of all that is compared
+SECONDS = 0.06  # for the turns of all that is compared
 TURNS = (5, 30)  # at least, at most
 METHODS = {
     "cupy": "CUDA graph, CUDA events",
@@ -64,8 +64,9 @@ def timer(library: str, calls: Sequence[Call], bytes_a_call: int) -> Timer:
     return {"cupy": cupy_timer, "torch": _torch}[library](calls, rounds)
 
 
-def in_turns(timers: Sequence[Timer], seconds: float = SECONDS) -> list[Times | Exception]:
+def in_turns(timers: Sequence[Timer], seconds: float | None = None) -> list[Times | Exception]:
     """The times of each, or what it raised: one that fails leaves the others alone."""
+    seconds = SECONDS if seconds is None else seconds
     times: list[list[float]] = [[] for _ in timers]
     failed: dict[int, Exception] = {}
     least, most = TURNS
