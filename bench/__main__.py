@@ -11,8 +11,6 @@ from pathlib import Path
 from bench.results import OURS, ROOF, case_of, read
 from bench.suites import DIRECTIONS, DTYPES, OPS, SUITES, Case, drawn, grid, parse_sizes, suite
 
-SECONDS_A_CASE = 0.15  # of ours and the roof, compiling aside
-
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
@@ -135,7 +133,7 @@ def _measured(options, cases, found, missing, console) -> int:
     if (ours := found[0][0]).name == OURS:
         likely = cases
         if options.seconds is not None:  # as many as there may be time for
-            each = SECONDS_A_CASE + sum(provider.seconds for provider, _ in found[1:])
+            each = sum(provider.seconds for provider, _ in found)
             likely = cases[: int(options.seconds / each) + 4]
         console.print(f"{ours.precompile(likely, deadline)} kernels ready after {time.perf_counter() - begun:.1f} s")
     try:

@@ -169,6 +169,7 @@ WIDE, LONG_ROW = Case("layer_norm", "forward", LARGE // 4096, 4096, BF16), 12288
         ("few", Case("rms_norm", "forward", 8, 512, BF16), 1.0, 2.0, 2.09, True),  # 0.1 us is more than 2%
         ("few", Case("rms_norm", "forward", 8, 512, BF16), 1.0, 2.0, 2.11, False),
         ("few", Case("rms_norm", "forward", 2048, 16384, BF16), 1.0, 100.0, 101.9, True),
+        ("map", Case("rms_norm", "forward", 2048, 16384, BF16), 1.0, 100.0, 102.1, False),
         ("few", Case("rms_norm", "forward", 2048, 16384, BF16), 1.0, 100.0, 102.1, False),
         ("heads", Case("rms_norm", "backward", 131072, 64, BF16, heads=16), 85.0, None, 100.1, False),
         ("odd", Case("rms_norm", "forward", 67000, 1001, BF16), 80.0, None, 99.9, True),
@@ -194,6 +195,12 @@ def test_one_slow_case_fails_a_bar_and_the_worst_five_are_named():
     ratio, where = bar.worst[0]
     assert "65536 x 1024" in where
     assert ratio == pytest.approx(104 / 100.8)
+
+
+def test_a_bar_counts_a_case_once_by_its_worst_measurement():
+    runs = [group(_lines(WIDE, **{ROOF: 96.0, OURS: ours}), "widths") for ours in (100.0, 102.0, 99.0)]
+    bar = bars(Results({}, [entry for run in runs for entry in run]))[0]
+    assert (bar.cases, bar.held, bar.worst[0][0]) == (1, 0, pytest.approx(102 / 100.8))
 
 
 @pytest.mark.parametrize(("behind", "of", "holds"), [(2, 100, True), (3, 100, False), (0, 1, True)])
@@ -404,6 +411,21 @@ def test_a_peer_has_no_more_than_its_seconds(fake_run):
     lines = fake_run([Fake(OURS, 5.0), Fake("torch", 6.0)], [WIDE, BACKWARD], peer_seconds=0.0)
     assert [line["status"] for line in lines] == ["ok", "ok", "ok", "unsupported"]
     assert "seconds of preparing are spent" in lines[-1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "added"), [("QuACK", ["--without", "Liger", "QuACK"]), (OURS, ["--without", "Liger"])]
+)
+def test_after_a_fault_of_the_gpu_a_new_process_goes_on_without_the_culprit(monkeypatch, broken, added):
+    from bench import __main__ as command
+
+    started = []
+    monkeypatch.setattr(sys, "argv", ["bench", "run", "--suite", "few", "--resume", "--out", "few.jsonl"])
+    monkeypatch.setattr(command.os, "execv", lambda program, arguments: started.append(arguments))
+    command._go_on(SimpleNamespace(without=["Liger"], seconds=100.0), broken, 40.0)
+    ((_, *arguments),) = started
+    expected = ["run", "--suite", "few", "--out", "few.jsonl", "--resume", *added, "--seconds", "40.0"]
+    assert arguments == ["-m", "bench", *expected]
 
 
 def test_a_run_goes_on_where_its_file_ends(tmp_path):

@@ -17,7 +17,7 @@ class Cunorm(Provider):
     name = "cunorm"
     library = "cupy"
     views = True
-    seconds = 0.15
+    seconds = 0.15  # and the roof's; compiling aside
 
     def load(self) -> str:
         import cupy
