@@ -148,7 +148,8 @@ def about(results: Results) -> str:
     if any("kernel" not in line for line in roofs):
         text += (
             " The roof of these results is one streaming kernel, not the best of a search: 4 to 5% too low where as "
-            "much is read as written, so that fractions above 1 and bars that hold by little say nothing."
+            "much is read as written, so that fractions above 1 and bars that hold by little say nothing. "
+            "Providers were timed one after the other then, not in turns."
         )
     return text
 
