@@ -212,14 +212,15 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
     call = ",\n      ".join((*arguments, *statistics, "rows"))
     norm = NORMS[spec.operation.norm].policy
     if spec.kernel == "backward":
-        template = (
-            f"norm_backward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, {spec.merge}, Rows, Operation::Compute>"
-        )
+        template = f"norm_backward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, Operation::Compute>"
         return before + _rows(spec), _call(scalars, f"{template}({call})")
     if spec.kernel == "backward_streamed":
         template = f"norm_backward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
     else:
-        template = f"column_gradients<{norm}, {spec.cols}, {spec.shape.pack}, Operation::Compute>"
+        template = (
+            f"column_gradients<{norm}, {spec.cols}, {spec.shape.threads}, {spec.rows_per_cta}, {spec.shape.pack}, "
+            "Operation::Compute>"
+        )
     return before, _call(scalars, f"{template}({call})")
 
 

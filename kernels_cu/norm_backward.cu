@@ -14,10 +14,9 @@
 
 namespace cunorm {
 
-// What the kRows row groups of a CTA, and the kMerge CTAs of a cluster, hold for the same columns, of all gradients
-// that are sums over rows, on its way out: they add up through shared memory, in a fixed order, where everything is put
-// before anything is read. Several row groups share a CTA, or CTAs a cluster, only where a CTA has the whole row.
-template <class Shape, int kRows, int kMerge, class Compute>
+// What the kRows row groups of a CTA hold for the same columns, of all gradients that are sums over rows, on its way
+// out: several groups add up through shared memory, where everything is put before anything is read.
+template <class Shape, int kRows, class Compute>
 struct RowGroups {
   static constexpr int kPacks = Shape::kPacks;
   static constexpr int kPack = Shape::kPack;
@@ -25,29 +24,19 @@ struct RowGroups {
   // Threads that hold a set of columns once: a row group, or a warp once its row groups are added up by shuffles.
   static constexpr int kHolders = kThreads / (Shape::kThreads < 32 && kRows > 1 ? 32 : Shape::kThreads);
   static constexpr int kTotals = kHolders * Shape::kCapacity;  // of one gradient
-  static constexpr bool kShared = kHolders > 1 || kMerge > 1;
   using Own = Compute[kPacks][kPack];
-
-  DEVICE static Compute* totals() { return reinterpret_cast<Compute*>(dynamic_shared()); }
 
   template <class... Stores>
   DEVICE static void store(Own (&sums)[kArrays<Sums<Stores...>>], int rank, int group, Sums<Stores...> stores) {
-    constexpr int kCount = sizeof...(Stores);
-    if constexpr (kShared) __syncthreads();  // the rows have been read
-    put<kCount>(sums);
-    if constexpr (kShared) __syncthreads();
-    if constexpr (kMerge > 1) {
-      for (int column = threadIdx.x; kHolders > 1 && column < Shape::kCapacity; column += kThreads) {
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) totals()[k * kTotals + column] = of_cta(k, column);
-      }
-      cluster_barrier();
-    }
+    if constexpr (kHolders > 1) __syncthreads();  // the rows have been read
+    put<sizeof...(Stores)>(sums);
+    if constexpr (kHolders > 1) __syncthreads();
     store_each(sums, 0, rank, group, stores);
-    if constexpr (kMerge > 1) cluster_barrier();
   }
 
  private:
+  DEVICE static Compute* totals() { return reinterpret_cast<Compute*>(dynamic_shared()); }
+
   // [gradient][holder][column]
   template <int kCount>
   DEVICE static void put(Own (&sums)[kCount]) {
@@ -62,7 +51,7 @@ struct RowGroups {
 #pragma unroll
             for (int mask = Shape::kThreads; mask < 32; mask *= 2) sums[k][p][i] += shuffle_xor(sums[k][p][i], mask);
           }
-          if (kShared && (Shape::kThreads >= 32 || threadIdx.x % 32 < Shape::kThreads)) {
+          if (kHolders > 1 && (Shape::kThreads >= 32 || threadIdx.x % 32 < Shape::kThreads)) {
             totals()[k * kTotals + holder * Shape::kCapacity + Shape::place_column(p) + i] = sums[k][p][i];
           }
         }
@@ -70,44 +59,30 @@ struct RowGroups {
     }
   }
 
-  DEVICE static Compute of_cta(int k, int column) {
-    const Compute* const of_column = totals() + k * kTotals + column;
-    Compute total = of_column[0];
-#pragma unroll
-    for (int other = 1; other < kHolders; ++other) total += of_column[other * Shape::kCapacity];
-    return total;
-  }
-  DEVICE static Compute of_cluster(int k, int column) {
-    const Compute* const of_column = totals() + k * kTotals + column;
-    Compute total = read_of_peer(of_column, 0);
-#pragma unroll
-    for (int other = 1; other < kMerge; ++other) total += read_of_peer(of_column, other);
-    return total;
-  }
-
   DEVICE static void store_each(const Own*, int, int, int, Sums<>) {}
   template <class First, class... Others>
   DEVICE static void store_each(const Own* sums, int k, int rank, int group, Sums<First, Others...> stores) {
     const auto store = stores.first.of_group(group);
-    if constexpr (!kShared) {
+    if constexpr (kHolders == 1) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) store.pack(Shape::column(rank, p), sums[k][p], Shape::valid(rank, p));
     } else {
-      // Every CTA of a cluster takes a part of the columns.
-      const int first = kMerge > 1 ? cluster_rank() * kThreads : 0;
-      for (int place = first + threadIdx.x; place < First::kPlaces; place += kMerge * kThreads) {
-        const int column = First::column(place);
-        store.value(place, kMerge > 1 ? of_cluster(k, column) : of_cta(k, column));
+      // Several row groups share a CTA only where it has the whole row.
+      for (int place = threadIdx.x; place < First::kPlaces; place += kThreads) {
+        const Compute* const of_column = totals() + k * kTotals + First::column(place);
+        Compute total = of_column[0];
+#pragma unroll
+        for (int other = 1; other < kHolders; ++other) total += of_column[other * Shape::kCapacity];
+        store.value(place, total);
       }
     }
     store_each(sums, k + 1, rank, group, stores.others);
   }
 };
 
-// Where a CTA has whole rows, kMerge of them form a cluster that adds up what it stores: fewer partial rows, or none.
 // Rows: where the rows of the matrices wait (rows.cuh). Columns: the vectors that the derivative takes besides them.
 // Results: gradients that are written row by row; Sums: those that are sums over rows (gradients.cuh).
-template <class Norm, class Shape, int kRows, int kMerge, template <class> class Rows, class Compute, class Operation,
+template <class Norm, class Shape, int kRows, template <class> class Rows, class Compute, class Operation,
           class Matrices, class Columns, class Results, class Sums>
 DEVICE void norm_backward(Operation operation, Matrices matrices, Columns columns, Results results, Sums sums_to,
                           const Compute* mean, const Compute* rstd, int64 rows) {
@@ -123,7 +98,6 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int group = blockIdx.x / Shape::kCluster;
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
-  static_assert(kMerge == 1 || Shape::kCluster == 1);
   Compute sums[kArrays<Sums>][kPacks][kPack] = {};
 
   // Columns stay in registers from row to row where a few hold them, else in shared memory.
@@ -221,6 +195,8 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     }
 #pragma unroll
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
+    // Launched beside column_gradients (plan.py) it writes, and so ends, after that has read: dx may lie where dy does.
+    if (Results::kCount > 0 && turn == 0) wait_for_kernel_before();
     for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
       Compute values[kArrays<Results>][kPack];
 #pragma unroll
@@ -240,7 +216,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   // A row group that had no row has waited for nothing, and its columns may still be under way.
   if constexpr (!kColumnsStay) copies_wait<0>();
   next_kernel_may_begin();
-  if constexpr (Sums::kCount > 0) RowGroups<Shape, kRows, kMerge, Compute>::store(sums, rank, group / kMerge, sums_to);
+  if constexpr (Sums::kCount > 0) RowGroups<Shape, kRows, Compute>::store(sums, rank, group, sums_to);
 }
 
 }  // namespace cunorm

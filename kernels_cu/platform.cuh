@@ -268,33 +268,13 @@ DEVICE int cluster_rank() {
 #endif
 }
 
-// Until every CTA of the cluster runs, its shared memory must not be written from outside, and until all have read of
-// their peers none may end. What was written before it, initialised mailboxes too, is then known to the cluster.
-DEVICE void cluster_barrier() {
+// Until every CTA of the cluster runs, its shared memory must not be written from outside. Also makes initialised
+// mailboxes known to the cluster.
+DEVICE void cluster_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-}
-
-// What the CTA `rank` of the cluster has where this CTA has `place` in shared memory.
-DEVICE float read_of_peer(const float* place, int rank) {
-  float value = 0;
-#if __CUDA_ARCH__ >= 900
-  uint32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
-#endif
-  return value;
-}
-DEVICE double read_of_peer(const double* place, int rank) {
-  double value = 0;
-#if __CUDA_ARCH__ >= 900
-  uint32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
-  asm volatile("ld.shared::cluster.f64 %0, [%1];" : "=d"(value) : "r"(there));
-#endif
-  return value;
 }
 
 // A mailbox counts the bytes that arrive in this CTA's shared memory from the cluster (an mbarrier): one thread says

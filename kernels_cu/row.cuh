@@ -132,8 +132,8 @@ struct RowExchange {
       if (threadIdx.x == 0) {
         for (int set = 0; set < 2; ++set) mailboxes[set].init();
       }
-      warp_barrier();  // cluster_barrier is for warps whose threads are together
-      cluster_barrier();
+      warp_barrier();  // cluster_start is for warps whose threads are together
+      cluster_start();
     }
   }
 

@@ -54,7 +54,6 @@ class NormSpec:
     columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
     columns_shared: bool = False  # forward: it keeps them in shared memory
     once: bool = False  # forward: the grid has a CTA for every row
-    merge: int = 1  # backward: CTAs, of different rows, that form a cluster to add up what they sum over rows
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
 
     def __str__(self) -> str:
@@ -75,7 +74,7 @@ class NormSpec:
 
     @property
     def cluster(self) -> int:
-        return self.shape.cluster * self.merge
+        return self.shape.cluster
 
     @property
     def compute(self) -> str:
@@ -161,7 +160,8 @@ def shared_memory(spec: KernelSpec) -> int:
         sums = spec.threads // max(WARP, spec.lanes)
         return compute * sums * spec.lanes * SUM_COLUMNS if sums > 1 else 0
     if spec.kernel == "column_gradients":
-        return 0
+        holders = spec.threads // max(WARP, spec.shape.threads)
+        return len(spec.sums) * holders * spec.shape.capacity * compute if spec.rows_per_cta > 1 else 0
     norm = NORMS[spec.operation.norm]
     slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
     lane_sums = 0
@@ -193,6 +193,5 @@ def dynamic_shared(spec: KernelSpec) -> int:
         places += columns * width
     # A warp holds a row group, or several whose sums it adds up by shuffles.
     holders = rows * shape.threads // max(WARP, shape.threads)
-    through_shared = holders > 1 or spec.merge > 1
-    sums = len(spec.sums) * holders * shape.capacity // shape.cluster * ITEMSIZE[spec.compute] * through_shared
+    sums = len(spec.sums) * holders * shape.capacity // shape.cluster * ITEMSIZE[spec.compute] if holders > 1 else 0
     return max(places, sums)

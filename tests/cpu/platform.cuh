@@ -167,14 +167,7 @@ inline void wait_for_kernel_before() {}
 inline void next_kernel_may_begin() {}
 
 inline int cluster_rank() { return cpu::cluster_rank(); }
-inline void cluster_barrier() { cpu::cluster_barrier(); }
-
-template <class T>
-T read_of_peer(const T* place, int rank) {
-  T value;
-  cpu::read_of_peer(&value, place, rank, sizeof(T));
-  return value;
-}
+inline void cluster_start() { cpu::cluster_start(); }
 
 struct Mailbox {
   unsigned long long state;

@@ -48,8 +48,7 @@ struct Erased<entry> {
 void barrier(int id, int threads);
 void shuffle_xor(void* value, int bytes, int lane_mask);
 int cluster_rank();
-void cluster_barrier();
-void read_of_peer(void* value, const void* place, int rank, int bytes);  // of dynamic shared memory
+void cluster_start();
 
 // Asynchronous copies: started with what they bring, ended for all but the last `pending` groups.
 char* dynamic_shared();

@@ -112,16 +112,7 @@ void copies_wait(int pending) {
 }
 
 int cluster_rank() { return cta->rank; }
-void cluster_barrier() { meet(cluster_meeting, static_cast<int>(launch.cluster * launch.threads), "its cluster"); }
-
-void read_of_peer(void* value, const void* place, int rank, int bytes) {
-  if (rank < 0 || rank >= static_cast<int>(launch.cluster)) fail("the cluster has no CTA of that rank");
-  Cta& from = ctas[static_cast<std::size_t>(rank)];
-  if (!from.started || from.done) fail("shared memory of a CTA is read that does not run");
-  char* there = from.dynamic_shared.get() + (static_cast<const char*>(place) - cta->dynamic_shared.get());
-  note_access(from, there, static_cast<std::size_t>(bytes), false);
-  std::memcpy(value, there, static_cast<std::size_t>(bytes));
-}
+void cluster_start() { meet(cluster_meeting, static_cast<int>(launch.cluster * launch.threads), "its cluster"); }
 
 void mailbox_init(void* place) {
   auto* mailbox = static_cast<Mailbox*>(place);
