@@ -239,7 +239,8 @@ def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> No
         operation=problem.operation,
         cols=problem.cols,
         row_dtype=problem.row_dtype,
-        operands=tuple(replace(one, row_stride=0) for one in problem.operands),
+        # Of strides the text has no more than how many there are.
+        operands=tuple(replace(one, row_stride=0, outer_stride=0, inner=min(1, one.inner)) for one in problem.operands),
         aligned=_vectors_fit(problem, shape.pack),
         shape=shape,
     )
@@ -251,9 +252,10 @@ def _vectors_fit(problem: Problem, pack: int) -> bool:
     return problem.aligned and (
         problem.rows == 1
         or all(
-            one.row_stride * ITEMSIZE[one.dtype] % min(16, pack * ITEMSIZE[one.dtype]) == 0
+            stride * ITEMSIZE[one.dtype] % min(16, pack * ITEMSIZE[one.dtype]) == 0
             for one in problem.operands
             if one.kind == "full"
+            for stride in (one.row_stride, one.outer_stride)
         )
     )
 
