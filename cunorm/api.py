@@ -26,8 +26,8 @@ def layer_norm(
     ----------
     x : array, shape (..., *normalized_shape)
         float16, bfloat16, float32 or float64: a NumPy array, a CuPy array, or any array with `__dlpack__` on a CUDA
-        device. Rows must be contiguous, and one or two strides lead from row to row, as in the heads of a packed QKV,
-        qkv.reshape(tokens, 3 * heads, cols)[:, :heads]; what lies otherwise is copied.
+        device. It is read where it lies if its rows are contiguous and one or two strides lead from row to row, as in
+        the heads of a packed QKV, qkv.reshape(tokens, 3 * heads, cols)[:, :heads]. Else it is copied.
     normalized_shape : int or sequence of int, optional
         The last axes of x, over which mean and (biased) variance are taken. Default: the shape of `weight`, or the last
         axis.
@@ -239,8 +239,8 @@ def layer_norm_backward(
     output_mask : tuple of three bool
         Which of (dx, dweight, dbias) are wanted; the others are not computed and come as None.
     dx_out : array, shape and dtype of x, optional
-        Where dx is written; may be dy or x itself, otherwise shares no memory with the inputs. Laid out as x may be. Not
-        for JAX arrays.
+        Where dx is written; may be dy or x itself, otherwise shares no memory with the inputs. Laid out as x may be;
+        not for JAX arrays.
     sm_margin : int
         As in `layer_norm`.
 

@@ -297,7 +297,7 @@ def _run_backward(recipe: Recipe, arrays, pointers):
         stream = _current_stream(recipe.device_id).ptr
         pointers = recipe.order((*pointers[:5], *results))
         launch.run(recipe.plan, recipe.device_id, stream, pointers, (), workspace.ptr)
-    if recipe.temporary:
+    if dx_out is not None and recipe.temporary:
         dx_out[...] = dx
         dx = dx_out
     return dx, dweight, dbias

@@ -25,8 +25,8 @@ def backward(function: str, *arrays: Any, dx_out: Any, **options: Any):
     """As cupy_arrays.backward."""
     module = on_gpu(MODULE, function, arrays[1])
     names = ("dy", "x", "mean", "rstd", "weight", "dx_out")
-    *arrays, dx_out = views(function, names, (*arrays, dx_out))
-    return module.backward(function, *arrays, dx_out=dx_out, **options)
+    *inputs, dx_out = views(function, names, (*arrays, dx_out))
+    return module.backward(function, *inputs, dx_out=dx_out, **options)
 
 
 def views(function: str, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:

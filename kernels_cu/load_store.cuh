@@ -22,8 +22,8 @@ struct RowStarts {
   DEVICE int64 of(int64 row) const { return row * stride; }
 };
 
-// or with a gap after every so many, as the heads of a packed QKV lie. How many gaps there are before a row is a product:
-// to divide by a number that only the launch knows would take longer than to load the row.
+// or with a gap after every so many, as the heads of a packed QKV lie. How many gaps there are before a row is a
+// product: to divide by a number that only the launch knows would take longer than to load the row.
 template <>
 struct RowStarts<true> {
   int64 stride;

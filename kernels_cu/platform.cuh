@@ -77,8 +77,7 @@ DEVICE void double_to_words(double value, uint32& low, uint32& high) {
 
 // The upper half of the product of two numbers below 2^64.
 DEVICE int64 high_product(int64 a, int64 b) {
-  return static_cast<int64>(
-      __umul64hi(static_cast<unsigned long long>(a), static_cast<unsigned long long>(b)));
+  return static_cast<int64>(__umul64hi(static_cast<unsigned long long>(a), static_cast<unsigned long long>(b)));
 }
 
 // a * b + c, rounded once. Kernels are compiled with -fmad=false: left to itself ptxas fuses a product and a sum in one

@@ -1,5 +1,5 @@
-"""CuPy's part played by NumPy arrays, and the GPU's by a Machine of cpu_device.py: the family of CuPy arrays runs on the
-CPU as it is, checks, recipes, copies and all."""
+"""CuPy's part played by NumPy arrays, and the GPU's by a Machine of cpu_device.py: the family of CuPy arrays runs on
+the CPU as it is, checks, recipes, copies and all."""
 
 from __future__ import annotations
 

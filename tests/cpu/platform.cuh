@@ -80,9 +80,8 @@ struct bfloat16 {
 };
 
 inline int64 high_product(int64 a, int64 b) {
-  return static_cast<int64>(static_cast<unsigned __int128>(static_cast<std::uint64_t>(a)) *
-                                static_cast<std::uint64_t>(b) >>
-                            64);
+  return static_cast<int64>(
+      static_cast<unsigned __int128>(static_cast<std::uint64_t>(a)) * static_cast<std::uint64_t>(b) >> 64);
 }
 
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
