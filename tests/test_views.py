@@ -180,10 +180,14 @@ def family(request, monkeypatch):
         return SimpleNamespace(asarray=cupy.asarray, broadcast_to=cupy.broadcast_to, play=lambda device: None)
     if missing():
         pytest.skip(missing())
+    return stand_in(monkeypatch, Machine())
+
+
+def stand_in(monkeypatch: Any, machine: Machine) -> Any:
     return SimpleNamespace(
         asarray=cpu_cupy.asarray,
         broadcast_to=lambda array, shape: numpy.broadcast_to(array, shape, subok=True),
-        play=lambda device: cpu_cupy.play(monkeypatch, device),
+        play=lambda device: cpu_cupy.play(monkeypatch, device, machine),
     )
 
 
@@ -254,11 +258,11 @@ def check(family: Any, op: str, name: str, dtype: str, width: int, lines: Callab
     check_backward(op, (gradients[0].reshape(-1, cols), *gradients[1:]), flat_dy.reshape(-1, cols), *rows[:2])
     lines()
     result = forward(op, x, weight, bias)
-    assert all_same(result, expected)
+    assert all_same(result, expected), "other bits forward of a view"
     assert result[0].flags.c_contiguous
     for given in ((dy, x), (flat_dy, x), (dy, flat_x)):
         result = backward(op, *given, mean, rstd, weight)
-        assert all_same(result, gradients)
+        assert all_same(result, gradients), "other bits backward of a view"
         assert result[0].flags.c_contiguous
     if name in BROADCAST:
         with pytest.raises(ValueError, match="every element of out must have its own memory"):
@@ -268,14 +272,14 @@ def check(family: Any, op: str, name: str, dtype: str, width: int, lines: Callab
             out, alone = written_alone(family, name, dtype, shape)
             result = forward(op, of, weight, bias, out=out)
             assert result[0] is out
-            assert all_same(result, expected)
-            assert alone()
+            assert all_same(result, expected), "other bits forward into a view"
+            assert alone(), "y is written beside its rows"
         for given in ((dy, x), (flat_dy, flat_x)):
             dx_out, alone = written_alone(family, name, dtype, shape)
             result = backward(op, *given, mean, rstd, weight, dx_out=dx_out)
             assert result[0] is dx_out
-            assert all_same(result, gradients)
-            assert alone()
+            assert all_same(result, gradients), "other bits backward into a view"
+            assert alone(), "dx is written beside its rows"
         assert all_same(backward(op, dy, x, mean, rstd, weight, dx_out=dy), gradients)
         assert same_bits(dy, gradients[0])
         assert all_same(backward(op, flat_dy, x, mean, rstd, weight, dx_out=x), gradients)
@@ -306,13 +310,12 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["heads of a packed QKV", "an odd gap"])
-def test_every_kernel_takes_views(family, name, kernel, op, lines):
+def test_every_kernel_takes_views(family, name, kernel, lines):
     width, dtype, device = KERNELS[kernel]
     family.play(device)
-    check(family, op, name, dtype, width, lines)
+    check(family, "layer_norm", name, dtype, width, lines)
 
 
 @needs_machine
