@@ -14,9 +14,12 @@ from arrays import inputs, on_host, same_bits
 from cpu_device import Machine, missing
 from cpu_functions import MANY_WITHOUT_CLUSTERS, SMALL, WITHOUT_CLUSTERS
 from functions import OPS, backward, bias_of, forward
+from nvrtc import needs_nvrtc
 from reference import check_backward, check_forward, narrow
 
 import cunorm
+from cunorm.commands.compilation import fault
+from cunorm.compile import compile_for
 from cunorm.device import KNOWN
 from cunorm.norm.checks import Layout, check_out_memory, row_strides
 from cunorm.norm.plan import plan
@@ -300,6 +303,24 @@ def test_views(family, name, op, lines):
     check(family, op, name, "float16", 72, lines)
 
 
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_on_the_host(name, op, lines):
+    family = SimpleNamespace(asarray=lambda array: numpy.array(array, order="C"), broadcast_to=numpy.broadcast_to)
+    check(family, op, name, "float16", 72, lines)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("cols", [64, 128, 1000, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 600_000])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_views_cost_no_kernel_its_registers(direction, cols):
+    """As test_compile_matrix.py has it of contiguous arrays; all architectures were tried once, and spilled nothing."""
+    views = dict.fromkeys(("x", "y", "dy", "dx"), RowStrides(cols, 9 * cols, 3))
+    task = plain("layer_norm", direction, 30_000, cols, "bfloat16", "bfloat16", strides=views)
+    for step in plan(task, KNOWN[90]).steps:
+        assert fault(step.spec, compile_for(step.spec, 90)) == ""
+
+
 # (width, dtype, GPU of the stand-in): a row is held by part of a warp, by warps, by a cluster, by nobody.
 KERNELS = {
     "part of a warp": (40, "float32", SMALL),
@@ -514,3 +535,61 @@ def test_an_out_that_no_kernel_writes_is_told(torch_on_the_stand_in, lines):
         assert (out == dx).all()
     layout = "of shape (12, 96) and strides (1, 12) is copied in each call"
     assert lines() == [f"layer_norm: out {layout}", f"backward of layer_norm: dx_out {layout}"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("cols", [64, 128, 4096])
+def test_torch_takes_no_more_memory_for_views(op, cols):
+    """Nor gives other bits: module, autograd and all."""
+    import torch
+
+    from cunorm import torch as adapter
+
+    tokens = 2**24 // (9 * cols)
+    qkv, dqkv = (torch.randn(tokens, 3 * HEADS, cols, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x, dy = qkv[:, :HEADS], dqkv[:, HEADS : 2 * HEADS]
+    module = {"layer_norm": adapter.LayerNorm, "rms_norm": adapter.RMSNorm}[op](cols, device="cuda")
+
+    def taken(call: Callable[[], Any]) -> tuple[Any, int]:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = call()
+        return result, torch.cuda.max_memory_allocated() - before
+
+    results, memory = [], []
+    for x_, dy_ in ((x.clone(memory_format=torch.contiguous_format), dy.contiguous()), (x, dy)):
+        leaf = x_.detach().requires_grad_()
+        parameters = (leaf, *module.parameters())
+        torch.autograd.grad(module(leaf), parameters, dy_)  # what is allocated once
+        y, forward_bytes = taken(lambda leaf=leaf: module(leaf))
+        gradients, backward_bytes = taken(
+            lambda y=y, parameters=parameters, dy_=dy_: torch.autograd.grad(y, parameters, dy_)
+        )
+        assert y.is_contiguous()
+        assert gradients[0].is_contiguous()
+        results.append((y, *gradients))
+        memory.append((forward_bytes, backward_bytes))
+    assert memory[0] == memory[1]
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_torch_writes_views(op):
+    """As test_out_and_dx_out_of_torch, on a GPU."""
+    import torch
+
+    qkv, dqkv = (torch.randn(64, 3 * HEADS, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x, out, dy = qkv[:, :HEADS], qkv[:, HEADS : 2 * HEADS], dqkv[:, :HEADS]
+    rest = qkv[:, 2 * HEADS :].clone()
+    y, mean, rstd = forward(op, x.contiguous())
+    gradients = backward(op, dy.contiguous(), x.contiguous(), mean, rstd)
+    assert forward(op, x, out=out)[0] is out
+    assert torch.equal(out, y)
+    result = backward(op, dy, x, mean, rstd, dx_out=out)
+    assert result[0] is out
+    assert all(torch.equal(a, b) for a, b in zip(result, gradients, strict=True) if a is not None)
+    assert backward(op, dy, x, mean, rstd, dx_out=dy)[0] is dy
+    assert torch.equal(dy, gradients[0])
+    assert torch.equal(qkv[:, 2 * HEADS :], rest)
