@@ -314,7 +314,7 @@ def test_views_on_the_host(name, op, lines):
 @pytest.mark.parametrize("cols", [64, 128, 1000, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 600_000])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_views_cost_no_kernel_its_registers(direction, cols):
-    """As test_compile_matrix.py has it of contiguous arrays; all architectures were tried once, and spilled nothing."""
+    """As test_compile_matrix.py has it of contiguous arrays. On sm_75, 80, 100 and 120 they were compiled once."""
     views = dict.fromkeys(("x", "y", "dy", "dx"), RowStrides(cols, 9 * cols, 3))
     task = plain("layer_norm", direction, 30_000, cols, "bfloat16", "bfloat16", strides=views)
     for step in plan(task, KNOWN[90]).steps:
