@@ -29,7 +29,14 @@ struct RowStarts<true> {
   int64 stride;
   int64 gap;
   int64 reciprocal;  // of the number of rows between two gaps, times 2^63 and rounded up
-  DEVICE int64 of(int64 row) const { return row * stride + high_product(2 * row, reciprocal) * gap; }
+  DEVICE int64 of(int64 row) const { return row * stride + gaps_before(row) * gap; }
+  // row * reciprocal / 2^63, of rows below 2^32.
+  DEVICE int64 gaps_before(int64 row) const {
+    const auto number = static_cast<unsigned long long>(static_cast<uint32>(row));
+    const auto low = number * static_cast<uint32>(reciprocal);
+    const auto high = number * static_cast<uint32>(reciprocal >> 32);
+    return static_cast<int64>((high + (low >> 32)) >> 31);
+  }
 };
 
 // Rows of a matrix whose columns are contiguous. A vector for all rows is a matrix whose rows are 0 apart.

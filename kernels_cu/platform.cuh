@@ -75,11 +75,6 @@ DEVICE void double_to_words(double value, uint32& low, uint32& high) {
   high = static_cast<uint32>(__double2hiint(value));
 }
 
-// The upper half of the product of two numbers below 2^64.
-DEVICE int64 high_product(int64 a, int64 b) {
-  return static_cast<int64>(__umul64hi(static_cast<unsigned long long>(a), static_cast<unsigned long long>(b)));
-}
-
 // a * b + c, rounded once. Kernels are compiled with -fmad=false: left to itself ptxas fuses a product and a sum in one
 // variant of a kernel and not in another, and the same row gets other bits.
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }

@@ -51,7 +51,7 @@ MERGED = {
     "columns apart": ((4, 3, 8), (72, 16, 2), 1, None),
     "one column": ((4, 3, 1), (72, 16, 5), 1, RowStrides(16, 72, 3)),
     "no rows": ((4, 0, 8), (7, 9, 1), 1, RowStrides(8)),
-    "more rows than a kernel can count": ((2**31, 2**17, 1), (0, 1, 1), 1, None),
+    "more rows than a kernel can count": ((2**16, 2**16, 1), (0, 1, 1), 1, None),
 }
 
 
@@ -61,17 +61,19 @@ def test_two_strides_at_most_lead_from_row_to_row(name):
     assert row_strides(Layout(shape, strides, "float32", 0), normalized) == expected
 
 
-@pytest.mark.parametrize("inner", [2, 3, 7, 12, 40, 64, 127, 10**6 + 3, 2**31 - 1, 2**31 + 1, 2**61])
+@pytest.mark.parametrize("inner", [2, 3, 7, 12, 40, 64, 127, 10**6 + 3, 2**31 - 1])
 def test_a_product_stands_for_the_division(inner):
     """Up to the last row of which row_strides says that kernels count so far."""
-    last = (2**63 - 1) // inner - 1
+    last = 2**32 - 1
     random = numpy.random.default_rng(inner)
     rows = {0, 1, inner - 1, inner, 2 * inner - 1, 2 * inner, last - last % inner - 1, last - last % inner, last}
     rows |= {int(last * one) for one in random.random(200)}
     numbers = Operand("x", "full", "float32", False, 5, 5 * inner + 11, inner).row_numbers
     for row in rows:
         if 0 <= row <= last:
-            assert numbers["reciprocal"] * 2 * row >> 64 == row // inner
+            high, low = divmod(numbers["reciprocal"], 2**32)
+            assert row * high < 2**63
+            assert row * high + (row * low >> 32) >> 31 == row // inner
             expected = row // inner * (5 * inner + 11) + row % inner * 5
             assert row * numbers["stride"] + row // inner * numbers["gap"] == expected
     assert all(-(2**63) <= number < 2**63 for number in numbers.values())

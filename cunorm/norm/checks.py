@@ -162,8 +162,8 @@ def row_strides(layout: Layout, normalized_ndim: int) -> RowStrides | None:
     if len(rows.axes) < 2:
         return RowStrides(rows.axes[0].stride if rows.axes else rows.cols)
     outer, inner = rows.axes
-    # Or the numbers of a kernel would not do (Operand.row_numbers); no memory holds so many rows.
-    return None if outer.size * inner.size**2 >= 2**63 else RowStrides(inner.stride, outer.stride, inner.size)
+    # Kernels count rows of two strides in 32 bits (Operand.row_numbers).
+    return None if outer.size * inner.size >= 2**32 else RowStrides(inner.stride, outer.stride, inner.size)
 
 
 class _Axis(NamedTuple):

@@ -49,7 +49,7 @@ class Operand:
         """What a kernel is told of the rows of a full one, by the last word of each parameter's name.
 
         With two strides there is a gap after every `inner` rows, and row r begins at r * row_stride + r // inner * gap.
-        r // inner is r * reciprocal // 2^63, where r * inner < 2^63: no kernel divides, and none is of one `inner`.
+        r // inner is r * reciprocal // 2^63 for rows below 2^32: no kernel divides, and none is of one `inner`.
         """
         numbers = {"stride": self.row_stride}
         if self.inner:

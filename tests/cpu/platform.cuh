@@ -79,11 +79,6 @@ struct bfloat16 {
   static uint32 encode_word(float low, float high) { return encode(low) | static_cast<uint32>(encode(high)) << 16; }
 };
 
-inline int64 high_product(int64 a, int64 b) {
-  return static_cast<int64>(
-      static_cast<unsigned __int128>(static_cast<std::uint64_t>(a)) * static_cast<std::uint64_t>(b) >> 64);
-}
-
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
 
