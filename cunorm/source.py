@@ -14,6 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
+from .norm.problem import Operand
 from .norm.spec import (
     COLUMN_BYTES,
     COLUMN_PACKS,
@@ -108,7 +109,12 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     }
     found |= {one.name: CPP_TYPE[one.dtype] for one in spec.operands if one.kind == "scalar"}
     found["rows"] = "int64"
-    return found | {f"{one.name}_stride": "int64" for one in spec.operands if one.kind == "full"}
+    return found | dict.fromkeys((name for one in spec.operands for name in _row_numbers(one)), "int64")
+
+
+def _row_numbers(operand: Operand) -> tuple[str, ...]:
+    """The parameters that say where the rows of a full operand begin."""
+    return tuple(f"{operand.name}_{number}" for number in operand.row_numbers) if operand.kind == "full" else ()
 
 
 def _entry(spec: KernelSpec, baked: Baked | None) -> str:
@@ -171,8 +177,8 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
             f"{_matrices_type(spec, inputs, cache_x)}>{load},",
             f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside, cache_x)},",
             f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns, KEPT)},",
-            f"{_store(spec, 's', s.dtype, cache_y) if s and s.written else 'NoStore{}'},",
-            f"{_store(spec, 'y', by_name['y'].dtype, cache_y)},",
+            f"{_store(spec, s, cache_y) if s and s.written else 'NoStore{}'},",
+            f"{_store(spec, by_name['y'], cache_y)},",
             f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
         )
     )
@@ -206,7 +212,7 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
         f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns, KEPT)}",
     ]
     if spec.kernel != "column_gradients":
-        arguments.append(_list("Results", (_store(spec, name, by_name[name].dtype, KEPT) for name in results)))
+        arguments.append(_list("Results", (_store(spec, by_name[name], KEPT) for name in results)))
     if spec.kernel != "backward_streamed":
         arguments.append(_list("Sums", (_store_sum(spec, name, by_name[name].dtype) for name in sums)))
     call = ",\n      ".join((*arguments, *statistics, "rows"))
@@ -237,12 +243,14 @@ def _cache(streamed: bool) -> str:
 
 def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
     by_name = {one.name: one for one in spec.operands}
-    loads = (_load_type(spec, by_name[name].dtype, cache if by_name[name].kind == "full" else KEPT) for name in names)
+    loads = (_rows_type("Load", spec, by_name[name], cache if by_name[name].kind == "full" else KEPT) for name in names)
     return f"Matrices<{', '.join(loads)}>"
 
 
-def _load_type(spec: NormSpec, dtype: str, cache: str) -> str:
-    return f"LoadRows<{CPP_TYPE[dtype]}, {spec.shape.pack}, {cpp(spec.aligned)}, {cache}>"
+def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str) -> str:
+    """LoadRows or StoreRows."""
+    two_strides = ", true" if operand.inner else ""
+    return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {spec.shape.pack}, {cpp(spec.aligned)}, {cache}{two_strides}>"
 
 
 def _matrices(spec: NormSpec, names: Iterable[str], cache: str) -> str:
@@ -250,8 +258,8 @@ def _matrices(spec: NormSpec, names: Iterable[str], cache: str) -> str:
     by_name = {one.name: one for one in spec.operands}
     text = "{}"
     for name in reversed(list(names)):
-        stride = f"{name}_stride" if by_name[name].kind == "full" else "0"
-        text = f"{{{{{name}, {stride}}}, {text}}}"
+        strides = _row_numbers(by_name[name]) or ("0",)
+        text = f"{{{{{', '.join((name, *strides))}}}, {text}}}"
     return text
 
 
@@ -264,8 +272,8 @@ def _list(template: str, stores: Iterable[str]) -> str:
     return f"{template}<{', '.join(store.partition('{')[0] for store in stores)}>{text}"
 
 
-def _store(spec: NormSpec, name: str, dtype: str, cache: str) -> str:
-    return f"StoreRows<{CPP_TYPE[dtype]}, {spec.shape.pack}, {cpp(spec.aligned)}, {cache}>{{{name}, {name}_stride}}"
+def _store(spec: NormSpec, operand: Operand, cache: str) -> str:
+    return f"{_rows_type('Store', spec, operand, cache)}{{{', '.join((operand.name, *_row_numbers(operand)))}}}"
 
 
 def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:

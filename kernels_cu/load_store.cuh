@@ -15,18 +15,42 @@
 
 namespace cunorm {
 
+// Where the rows of a matrix begin, in elements: `stride` apart,
+template <bool kTwoStrides>
+struct RowStarts {
+  int64 stride;
+  DEVICE int64 of(int64 row) const { return row * stride; }
+};
+
+// or with a gap after every so many, as the heads of a packed QKV lie. How many gaps there are before a row is a
+// product: to divide by a number that only the launch knows would take longer than to load the row.
+template <>
+struct RowStarts<true> {
+  int64 stride;
+  int64 gap;
+  int64 reciprocal;  // of the number of rows between two gaps, times 2^63 and rounded up
+  DEVICE int64 of(int64 row) const { return row * stride + gaps_before(row) * gap; }
+  // row * reciprocal / 2^63, of rows below 2^32.
+  DEVICE int64 gaps_before(int64 row) const {
+    const auto number = static_cast<unsigned long long>(static_cast<uint32>(row));
+    const auto low = number * static_cast<uint32>(reciprocal);
+    const auto high = number * static_cast<uint32>(reciprocal >> 32);
+    return static_cast<int64>((high + (low >> 32)) >> 31);
+  }
+};
+
 // Rows of a matrix whose columns are contiguous. A vector for all rows is a matrix whose rows are 0 apart.
-template <class T, int kPack_, bool kAligned, Cache kCache>
+template <class T, int kPack_, bool kAligned, Cache kCache, bool kTwoStrides = false>
 struct LoadRows {
   static constexpr int kPack = kPack_;
   static constexpr int kColumnBytes = sizeof(T);
   static constexpr bool kVectors = kAligned;
   using Packed = Pack<T, kPack>;
   const T* data;
-  int64 row_stride;  // elements
+  RowStarts<kTwoStrides> starts;
 
   DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
-    load_pack<kAligned, kCache>(pack, data + row * row_stride + column, valid);
+    load_pack<kAligned, kCache>(pack, data + starts.of(row) + column, valid);
   }
   template <class Compute>
   DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
@@ -35,7 +59,7 @@ struct LoadRows {
   DEVICE void stay_packed(Packed& pack) const { cunorm::stay_packed(pack); }
   template <int kColumns, bool kNeighbours>
   DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
-    SharedPacks<T, kPack, kColumns>::template copy<kAligned, kNeighbours>(place, slot, data + row * row_stride + column,
+    SharedPacks<T, kPack, kColumns>::template copy<kAligned, kNeighbours>(place, slot, data + starts.of(row) + column,
                                                                           valid);
   }
   template <int kColumns>
@@ -177,18 +201,18 @@ struct LoadSource {
   }
 };
 
-template <class T, int kPack_, bool kAligned, Cache kCache>
+template <class T, int kPack_, bool kAligned, Cache kCache, bool kTwoStrides = false>
 struct StoreRows {
   static constexpr int kPack = kPack_;
   T* data;
-  int64 row_stride;  // elements
+  RowStarts<kTwoStrides> starts;
 
   template <class Compute>
   DEVICE void store(int64 row, int64 column, int valid, const Compute (&values)[kPack]) const {
     store_packed(row, column, valid, pack_values<T>(values));
   }
   DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
-    store_pack<kAligned, kCache>(data + row * row_stride + column, pack, valid);
+    store_pack<kAligned, kCache>(data + starts.of(row) + column, pack, valid);
   }
 };
 

@@ -210,13 +210,6 @@ def _streamed_backward(
         )
     pack, steps, groups = 16 // ITEMSIZE[problem.row_dtype], [], 0
     rows = tuple(one.name for one in problem.operands if one.written and one.name not in sums)
-    if rows:
-        part = _part(problem, rows)
-        spec = kernel_spec(part, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
-        # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
-        plain = {one.dtype for one in part.operands if one.kind != "per_row"} == {part.row_dtype} and spec.aligned
-        spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)
-        steps.append(_step(part, spec, (_resident_groups(part, spec, device), 1, 1), 0))
     if sums:
         part = _part(problem, sums)
         spec = kernel_spec(part, "column_gradients", RowShape(pack, COLUMN_THREADS, 1))
@@ -224,6 +217,14 @@ def _streamed_backward(
         sms = device.sms - problem.sm_margin
         groups = min(ceil_div(problem.rows, LEAST_ROWS), most_groups, max(1, PARTIAL_CTAS * sms // tiles))
         steps.append(_step(part, replace(spec, final=groups == 1), (tiles, groups, 1), groups))
+    # Last, as dx may take the memory of x or dy.
+    if rows:
+        part = _part(problem, rows)
+        spec = kernel_spec(part, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
+        # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
+        plain = {one.dtype for one in part.operands if one.kind != "per_row"} == {part.row_dtype} and spec.aligned
+        spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)
+        steps.append(_step(part, spec, (_resident_groups(part, spec, device), 1, 1), 0))
     return steps, groups
 
 
@@ -239,7 +240,7 @@ def _part(problem: Problem, wanted: tuple[str, ...]) -> Problem:
         # The gradient of a number is written as a column; what the number itself is, the operand says.
         kinds={name[1:]: one.kind for name, one in given.items() if one.written}
         | {name: one.kind for name, one in given.items()},
-        strides={name: one.row_stride for name, one in given.items() if one.kind == "full"},
+        strides={name: one.strides for name, one in given.items() if one.kind == "full"},
     )
     return replace(problem, operands=found.operands)
 
@@ -260,7 +261,7 @@ def _step(problem: Problem, spec: NormSpec, grid: tuple[int, int, int], groups: 
         dynamic_shared(spec),
         tuple(places.get(name, Pointer(name)) for name in problem.pointers),
         problem.scalars,
-        (problem.rows, *(one.row_stride for one in problem.operands if one.kind == "full")),
+        (problem.rows, *(n for one in problem.operands if one.kind == "full" for n in one.row_numbers.values())),
     )
 
 
