@@ -71,8 +71,7 @@ template <class Norm, int64 kCols, int kLanes, int kRows, int kPack, class Compu
 DEVICE void column_gradients(Operation operation, Matrices matrices, Columns columns, Sums sums_to, const Compute* mean,
                              const Compute* rstd, int64 rows) {
   constexpr int kBytes = kPack * Matrices::kColumnBytes;
-  constexpr int kUnderWay = kLanes < 32 ? 256 : 128;  // bytes of a thread
-  constexpr int kBatch = kBytes <= 64 ? kUnderWay / kBytes : 2;
+  constexpr int kBatch = kBytes <= 64 ? 128 / kBytes : 2;
   const int64 column = (static_cast<int64>(blockIdx.x) * kLanes + threadIdx.x % kLanes) * kPack;
   const int64 left = kCols - column;
   const int valid = left < 0 ? 0 : left < kPack ? static_cast<int>(left) : kPack;

@@ -46,12 +46,8 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, arch):
             if spec.kernel in ("forward", "backward"):
                 assert spec.shape.capacity >= cols
                 assert spec.shape.capacity < 2 * cols + 2 * 32 * spec.shape.pack * spec.shape.cluster
-                # A warp less in each CTA would not do.
-                shape = spec.shape
-                assert (
-                    shape.threads <= 32
-                    or replace(shape, threads=shape.threads - 32).capacity < cols + shape.pack * shape.cluster
-                )
+                fewer = replace(spec.shape, packs=spec.shape.packs - 1)
+                assert fewer.capacity < cols + fewer.pack * fewer.cluster
 
 
 @pytest.mark.parametrize("arch", KNOWN)
@@ -80,7 +76,11 @@ def test_who_holds_which_columns_depends_on_neither_rows_nor_addresses(direction
 
     def shapes(rows, cols, **changes):
         solution = plan(problem(direction, rows, cols, dtype, op=op, **changes), KNOWN[arch])
-        return [(step.spec.kernel, step.spec.shape) for step in solution.steps if step.spec.kernel != "sum_partials"]
+        return [
+            (step.spec.kernel.replace("_spread", ""), step.spec.shape.order)
+            for step in solution.steps
+            if step.spec.kernel not in ("sum_partials", "column_gradients")
+        ]
 
     for cols in ALL_COLUMNS:
         one = shapes(1, cols)
@@ -111,7 +111,7 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, arch):
     for cols in ALL_COLUMNS:
         specs = [
             [step.spec for step in plan(problem(direction, rows, cols, dtype), KNOWN[arch]).steps]
-            for rows in (10**4, 10**5, 10**7)
+            for rows in (5 * 10**7, 10**8, 10**9)
         ]
         assert specs[0] == specs[1] == specs[2]
 
@@ -165,8 +165,8 @@ def test_vectors_are_used_where_every_row_is_aligned(cols, x_stride, y_stride, a
 
 def test_dx_is_contiguous_whatever_the_strides_of_x():
     changes = {"strides": {"x": 1024, "dy": 1024}}
-    step = plan(problem("backward", 10, 1023, "float16", **changes), KNOWN[90]).steps[0]
-    assert not step.spec.aligned
+    steps = plan(problem("backward", 10, 1023, "float16", **changes), KNOWN[90]).steps
+    assert not any(step.spec.aligned for step in steps if any(one.name == "dx" for one in step.spec.operands))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -19,8 +19,8 @@ from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
 
 OPS = ("layer_norm", "rms_norm")
-ROWS = 16384  # of more rows kernels do not depend on how many
-FEW_ROWS = (2000, 100, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
+ROWS = 2**24  # of more rows kernels do not depend on how many
+FEW_ROWS = (16384, 2000, 100, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
 LEVELS = 7  # a prime, and no factor has more values
 
 DTYPES = tuple(ITEMSIZE)
@@ -86,7 +86,8 @@ def covering(device: Device) -> list[Problem]:
                 }
                 found = lengths[picked["x"]].get(tier)
                 if found:
-                    problems.append(_mixed(direction, found[picked.pop("cols") % len(found)], **picked))
+                    rows = (ROWS, *FEW_ROWS)[sum(levels) % LEVELS]
+                    problems.append(_mixed(direction, rows, found[picked.pop("cols") % len(found)], **picked))
     return problems
 
 
@@ -127,7 +128,15 @@ def _spread(lengths: list[int]) -> list[int]:
 
 
 def _mixed(
-    direction: str, cols: int, *, op: str, x: str, weight: str | None, zero_centered_gamma: bool, **factors: Any
+    direction: str,
+    rows: int,
+    cols: int,
+    *,
+    op: str,
+    x: str,
+    weight: str | None,
+    zero_centered_gamma: bool,
+    **factors: Any,
 ) -> Problem:
     """A problem of such factors without what it cannot have: a bias in rms_norm, zero-centring without a weight."""
     if op == "rms_norm" and direction == "forward":
@@ -135,4 +144,4 @@ def _mixed(
     elif op == "rms_norm":
         factors["wanted"] = tuple(name for name in factors["wanted"] if name != "bias") or ("x",)
     zero_centered_gamma = zero_centered_gamma and weight is not None
-    return plain(op, direction, ROWS, cols, x, weight, zero_centered_gamma=zero_centered_gamma, **factors)
+    return plain(op, direction, rows, cols, x, weight, zero_centered_gamma=zero_centered_gamma, **factors)

@@ -79,8 +79,10 @@ SUM_THREADS = 256
 PARTIAL_CTAS = 2  # of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4
 LEAST_ROWS = 16  # of one of its partial rows
 COLUMN_THREADS = 256  # of a CTA of column_gradients
-# Of a matrix of so many bytes at most whole columns are added up, beside what is written by rows.
-WHOLE_COLUMNS = 4 << 20
+# Of a matrix of so many bytes at most, and so many packs to a CTA, whole columns are added up beside what is written by
+# rows: 128 x 8192 5.9 us, by partial rows 8.4; 1024 x 1024 6.3 and 6.6; 512 x 4096 11.0 and 9.3.
+WHOLE_COLUMNS = 5 << 20
+WHOLE_COLUMN_PACKS = 3300
 GRID_LIMIT = 2**31 - 1
 
 
@@ -110,7 +112,7 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         visits, idle = 1, 0
     else:
         tier, spec = choice
-        if tier is SHORT:
+        if tier in SHORT:
             return _plan_short_forward(problem, spec, device)
         visits, idle = 1 if few_rows(problem, device) and not tier.stages else tier.visits, tier.idle
         # Without the state of a loop over rows the kernel has registers to spare.
@@ -125,11 +127,13 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
 
 
 def _plan_short_forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
-    groups = min(ceil_div(problem.rows, spec.rows_per_cta), GRID_LIMIT)
+    groups = min(ceil_div(problem.rows, spec.rows_per_cta), GRID_LIMIT // spec.cluster)
     once = spec.kernel == "forward" and not spec.stages and not problem.sm_margin and problem.rows <= GRID_LIMIT
     if not once and spec.kernel == "forward":
         groups = min(groups, device.resident_clusters(1, spec.ctas_per_sm, problem.sm_margin))
-    return Plan(problem, device, _tier(spec), (_step(problem, replace(spec, once=once), (groups, 1, 1), 0),))
+    return Plan(
+        problem, device, _tier(spec), (_step(problem, replace(spec, once=once), (groups * spec.cluster, 1, 1), 0),)
+    )
 
 
 def _resident_groups(problem: Problem, spec: NormSpec, device: Device, idle: int = 0) -> int:
@@ -178,8 +182,9 @@ def _whole_column_lanes(problem: Problem, sums: tuple[str, ...]) -> int:
     if derivative(problem.operation, _sources(sums), problem.by_name).late:
         return 0
     packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
-    lanes = next((lanes for lanes in (8, 4) if packs >= 256 * lanes), 2)
-    return lanes if problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] <= WHOLE_COLUMNS else 0
+    lanes = next((lanes for lanes in (8, 4) if packs >= 64 * lanes), 2)
+    small = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] <= WHOLE_COLUMNS
+    return lanes if small and problem.rows * lanes <= WHOLE_COLUMN_PACKS else 0
 
 
 def _few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...], lanes: int) -> list[Step]:

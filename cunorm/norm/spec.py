@@ -30,6 +30,11 @@ class RowShape:
     def capacity(self) -> int:
         return self.pack * self.threads * self.packs * self.cluster
 
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What decides in which order a row is added up: not how its threads are spread over CTAs."""
+        return self.pack, self.threads * self.cluster, self.packs
+
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:

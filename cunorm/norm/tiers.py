@@ -35,18 +35,15 @@ class Tier(NamedTuple):
 
 
 BOTH = ("layer_norm", "rms_norm")
-# Forward rows that a power of two of threads holds, by _short_forward and _threads_of.
-SHORT = Tier(1024, (), 1, 128, 1024, 1, streamed_y=True)
+# Forward rows that one CTA may hold are run by _short_forward. A line for each row length at which a thread's packs or
+# a row's threads change a good deal, for those who want an example of each.
+SHORT = tuple(
+    Tier(most, (), 1, 128, 1024, 1, streamed_y=True)
+    for most in (2, 32, 64, 128, 256, 320, 512, 640, 1024, 1280, 2048, 3072, 4096)
+)
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
 FORWARD = (
-    SHORT,
-    Tier(1536, (4, 5), 1, 128, 1024, 1, streamed_y=True),
-    Tier(1920, (5,), 1, 128, 1024, 1, streamed_y=True),
-    Tier(2048, (4,), 1, 128, 1024, 1, streamed_y=True),
-    Tier(2560, (5,), 1, 512, 512, 1, prefetch=True),  # 20480 cols 0.97, with eight packs 0.77
-    Tier(3072, (6,), 1, 512, 512, 1, prefetch=True),  # 24576 cols 0.96, with eight packs 0.83
-    Tier(3584, (7,), 1, 512, 512, 1, prefetch=True),  # 28672 cols 0.96, with eight packs 0.85
-    Tier(4096, (8,), 1, 512, 512, 2, prefetch=True),  # 32768 cols 0.99; x past L1 0.97, y too 0.97
+    *SHORT,
     Tier(8192, (8,), 2, 512, 512, stages=2, columns=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
     Tier(16384, (8,), 4, 512, 512, stages=2, columns=256),  # 131072 cols 0.98
     Tier(32768, (8,), 8, 512, 512, stages=2, columns=256),  # 262144 cols 0.97
@@ -59,7 +56,7 @@ FORWARD = (
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
-    Tier(640, (), 1, 256, 512, stages=3),
+    Tier(640, (), 1, 512, 512, stages=3, ask_early=("rms_norm",)),
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
@@ -91,7 +88,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     """The kernel of a tier; None if its rows do not fit."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
-    if tier is SHORT:
+    if tier in SHORT:
         return _short_forward(problem, packs, device)
     shapes = (
         [_power_of_two_shape(pack, packs, problem.direction)]
@@ -110,8 +107,11 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     resident = tier.resident // 2 if wide else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not tier.packs:
-        rows_per_cta = min(rows_per_cta, _rows_under_way(problem, tier, shape))
-        resident = min(resident, 2 * rows_per_cta * shape.threads)
+        # Rows that several warps hold wait for each other: in one CTA where they are many (4096 cols 0.94 of the roof,
+        # in two 0.86 to 0.95), in two where they are few (8 M elements of 2048 cols 0.77 and 0.74).
+        ctas = 1 if shape.threads > 64 and _bytes_per_sm(problem, device) > RING_BYTES else 2
+        rows_per_cta = min(rows_per_cta, _rows_under_way(problem, tier, shape, ctas))
+        resident = min(resident, ctas * rows_per_cta * shape.threads)
     if not spec.aligned and not tier.stages:
         resident = tier.resident // 2
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *_column_dtypes(problem))) == 2
@@ -120,7 +120,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
         prefetch=tier.prefetch and _next_row_fits(problem, spec, device),
-        ask_early=sixteen_bits and problem.operation.norm in tier.ask_early,
+        # 1152 and 5120 cols, of five packs: LayerNorm 0.94 asking early, 0.92 and less asking late.
+        ask_early=sixteen_bits and (problem.operation.norm in tier.ask_early or (not tier.packs and shape.packs == 5)),
         streamed_x=problem.operation.norm in tier.streamed_x and len(spec.matrices) == 1,
         streamed_y=tier.streamed_y,
         columns_stay=_columns_stay(problem, tier, spec, columns, device),
@@ -152,15 +153,17 @@ def _power_of_two_shape(pack: int, packs: int, direction: str) -> RowShape:
 
     def allowed(shape: RowShape) -> bool:
         # In the backward pass a thread also holds the sums of its columns, twice 8 registers a pack.
-        most = 8 if direction == "forward" else 5 if shape.threads >= WARP else 4
+        most = 5 if shape.threads >= WARP else 4
+        if direction == "forward":
+            most = 5 if shape.threads == 256 else 8  # 12288 cols by 512 threads 0.95, by 256 less than 0.94
         return shape.packs <= most and (shape.packs > 1 or shape.threads == 1)
 
-    shapes = (RowShape(pack, threads, ceil_div(packs, threads)) for threads in (1, 2, 4, 8, 16, 32, 64, 128, 256))
+    shapes = (RowShape(pack, 2**power, ceil_div(packs, 2**power)) for power in range(10))
     return min(filter(allowed, shapes), key=badness)
 
 
 def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
-    """Rows of up to 1024 packs. How they wait follows from how many bytes they are to each SM.
+    """Rows of up to 4096 packs. How they wait follows from how many there are.
 
     Whoever holds what of a row is the same for all, and so are the bits.
     """
@@ -170,55 +173,77 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
     spec = kernel_spec(
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
     )
+    sms = device.sms - problem.sm_margin
+    alone = replace(spec, rows_per_cta=1, columns_stay=True)
+    if shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
+        return replace(alone, kernel="forward_spread")  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
+    if packs > 1024 and device.runs_clusters(8):
+        if 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
+            return replace(alone, kernel="forward_spread", shape=_in_clusters(shape, 8))
+        if 4 * problem.rows <= sms:  # 32 x 16384 3.5 us, in one CTA 3.8
+            return replace(alone, shape=_in_clusters(shape, 4))
+
+    working = 44 if problem.row_dtype != "float64" else 72
     row_words = shape.packs * 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
     column_words = _column_bytes(problem, shape) // 4
-    working = 44 if problem.row_dtype != "float64" else 72
     if not spec.aligned:
         working += row_words
     ctas = _ctas_of(spec, working + row_words + column_words)
-    sms = device.sms - problem.sm_margin
     if ctas and problem.rows <= sms * ctas * rows_per_cta:
         # All rows at once: weight and bias are asked for with x.
-        if shape.threads == WARP and shape.packs > 2 and problem.rows <= 2 * sms:
-            return replace(spec, kernel="forward_spread", rows_per_cta=1, ctas_per_sm=1, columns_stay=True)
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
-    per_sm = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] / device.sms
-    many = per_sm > RING_BYTES
+    many = _bytes_per_sm(problem, device) > RING_BYTES
     if shape.packs > 2 and spec.aligned and len(spec.matrices) == 1 and not (many and shape.packs <= 5):
         found = _short_ring(spec, column_words, working, (32 if many else 48) << 10, device)
         if found is not None:
             return found
-    return replace(spec, ctas_per_sm=_ctas_of(spec, working + row_words, 1024))
+    # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
+    narrow = len(spec.matrices) == 1 and all(ITEMSIZE[one.dtype] <= ITEMSIZE[problem.row_dtype] for one in spec.columns)
+    most, words = (1536, 28) if shape.packs <= 3 and narrow else (1024, working)
+    return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + row_words, most)))
 
 
-RING_BYTES = 512 << 10  # of rows to each SM: of more, rows in registers are faster
+# Of rows to each SM. Of more, rows in registers are faster than a ring: 64 M elements 0.95 and 0.91; 8 M 0.83 and 0.92.
+RING_BYTES = 512 << 10
+
+
+def _bytes_per_sm(problem: Problem, device: Device) -> float:
+    return problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] / device.sms
+
+
+def _in_clusters(shape: RowShape, size: int) -> RowShape:
+    """The same threads, in as many CTAs."""
+    return replace(shape, threads=shape.threads // size, cluster=size)
 
 
 def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int, device: Device) -> NormSpec | None:
-    """Two places for each row group, so many CTAs that `under_way` bytes of rows are asked for on an SM."""
+    """Two places for each row group, so many CTAs that `under_way` bytes of rows are asked for on an SM.
+
+    Weight and bias stay in registers, else in shared memory, else they come late from L1.
+    """
     words = working + 12 + 2 * spec.shape.packs
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
-    registers = column_words <= 64 and 4 * _ctas_of(spec, words + column_words) >= 3 * wanted
-    spec = replace(spec, stages=2, ask_early=True, columns_stay=registers, columns_shared=not registers)
-    needed = shared_memory(spec) + dynamic_shared(spec)
-    ctas = min(
-        wanted,
-        _ctas_of(spec, words + (column_words if registers else 0)),
-        (device.shared + 1024) // (needed + 1024),
-    )
-    return replace(spec, ctas_per_sm=ctas) if ctas else None
+    spec = replace(spec, stages=2, ask_early=True)
+    for registers, shared in ((True, False), (False, True), (False, False)):
+        found = replace(spec, columns_stay=registers, columns_shared=shared)
+        needed = shared_memory(found) + dynamic_shared(found)
+        fitting = _ctas_of(found, words + column_words * registers) if column_words <= 64 or not registers else 0
+        ctas = min(wanted, fitting, (device.shared + 1024) // (needed + 1024))
+        if ctas:
+            return replace(found, ctas_per_sm=ctas)
+    return None
 
 
 def _ctas_of(spec: NormSpec, registers: int, most: int = 1536) -> int:
-    """CTAs whose threads have so many registers each, on an SM with 64 K of them."""
-    return min(most, 65536 // registers // WARP * WARP) // spec.threads if registers <= 200 else 0
+    """CTAs whose threads have so many registers each, on an SM with 64 K of them in four equal parts."""
+    return min(most, 65536 // registers // (4 * WARP) * 4 * WARP) // spec.threads if registers <= 200 else 0
 
 
-def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape) -> int:
-    """Rows of a CTA, whole warps of them, so that two CTAs have about 64 KB under way: 1152 cols 0.94 of the roof."""
+def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, ctas: int) -> int:
+    """Rows of a CTA, whole warps of them, so that the CTAs of an SM have about 64 KB under way."""
     read = (one for one in problem.operands if one.kind == "full" and not one.written)
     row_bytes = problem.cols * sum(ITEMSIZE[one.dtype] for one in read)
-    warps = shape.threads * max(1, round((64 << 10) / (2 * (tier.stages - 1) * row_bytes))) // WARP
+    warps = shape.threads * max(1, round((64 << 10) / (ctas * (tier.stages - 1) * row_bytes))) // WARP
     return max(_whole_warps(shape), max(1, warps) * WARP // shape.threads)
 
 
