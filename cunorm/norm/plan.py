@@ -79,9 +79,9 @@ SUM_THREADS = 256
 PARTIAL_CTAS = 2  # of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4
 LEAST_ROWS = 16  # of one of its partial rows
 COLUMN_THREADS = 256  # of a CTA of column_gradients
-# Of a matrix of so many bytes at most, and so many packs to a CTA, whole columns are added up beside what is written by
-# rows: 128 x 8192 5.9 us, by partial rows 8.4; 1024 x 1024 6.3 and 6.6; 512 x 4096 11.0 and 9.3.
-WHOLE_COLUMNS = 5 << 20
+# Of a matrix of so many bytes to each SM at most, and so many packs to a CTA, whole columns are added up beside what is
+# written by rows: 128 x 8192 5.9 us, by partial rows 8.4; 1024 x 1024 6.3 and 6.6; 512 x 4096 11.0 and 9.3.
+WHOLE_COLUMNS = 40 << 10
 WHOLE_COLUMN_PACKS = 3300
 GRID_LIMIT = 2**31 - 1
 
@@ -154,7 +154,7 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     if choice is not None:
         tier, spec = choice
         groups = min(_resident_groups(problem, spec, device, tier.idle), most_groups)
-        lanes = _whole_column_lanes(problem, sums)
+        lanes = _whole_column_lanes(problem, device, sums)
         if groups > 1 and lanes:
             steps, final = _few_rows_backward(problem, device, sums, lanes), True
         else:
@@ -172,7 +172,7 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     return Plan(problem, device, _tier(spec) if spec else "streamed", tuple(steps), groups, workspace)
 
 
-def _whole_column_lanes(problem: Problem, sums: tuple[str, ...]) -> int:
+def _whole_column_lanes(problem: Problem, device: Device, sums: tuple[str, ...]) -> int:
     """Of few rows: how many threads beside each other add up whole columns, in CTAs enough; 0 where rows are many.
 
     Then x and dy are read twice, the second time from L2, and nothing waits for partial rows.
@@ -183,7 +183,7 @@ def _whole_column_lanes(problem: Problem, sums: tuple[str, ...]) -> int:
         return 0
     packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
     lanes = next((lanes for lanes in (8, 4) if packs >= 64 * lanes), 2)
-    small = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] <= WHOLE_COLUMNS
+    small = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] <= WHOLE_COLUMNS * device.sms
     return lanes if small and problem.rows * lanes <= WHOLE_COLUMN_PACKS else 0
 
 

@@ -187,7 +187,7 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
     row_words = shape.packs * 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
     column_words = _column_bytes(problem, shape) // 4
     if not spec.aligned:
-        working += row_words
+        working += 2 * row_words
     ctas = _ctas_of(spec, working + row_words + column_words)
     if ctas and problem.rows <= sms * ctas * rows_per_cta:
         # All rows at once: weight and bias are asked for with x.
@@ -198,7 +198,8 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
         if found is not None:
             return found
     # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
-    narrow = len(spec.matrices) == 1 and all(ITEMSIZE[one.dtype] <= ITEMSIZE[problem.row_dtype] for one in spec.columns)
+    width = max((ITEMSIZE[one.dtype] for one in spec.columns), default=0)
+    narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype]
     most, words = (1536, 28) if shape.packs <= 3 and narrow else (1024, working)
     return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + row_words, most)))
 
@@ -221,7 +222,7 @@ def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int,
 
     Weight and bias stay in registers, else in shared memory, else they come late from L1.
     """
-    words = working + 12 + 2 * spec.shape.packs
+    words = working + 14 + 3 * spec.shape.packs
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
     spec = replace(spec, stages=2, ask_early=True)
     for registers, shared in ((True, False), (False, True), (False, False)):
