@@ -46,7 +46,7 @@ def random(*shape: int, device: str = "cpu", dtype: Any = "float32", seed: int =
 
 
 def close(actual: Any, expected: Any, rtol: float = 2e-4, atol: float = 2e-5) -> None:
-    """Two trees of arrays, in their shapes, dtypes and values; `atol` is of an array whose largest value is ten or less.
+    """Two trees of arrays, in their shapes, dtypes and values; `atol` is of an array of values up to ten.
 
     Through four steps of a scan gradients grow to hundreds, and one that cancels to 0.2 is as exact as they are.
     """

@@ -57,7 +57,6 @@ class NormSpec:
     streamed_x: bool = False  # x is read past L1
     streamed_y: bool = False  # y, or dy, is written, or read, past L1
     columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
-    columns_shared: bool = False  # forward: it keeps them in shared memory
     once: bool = False  # forward: the grid has a CTA for every row
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
 
@@ -189,9 +188,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
     shape, rows = spec.shape, spec.rows_per_cta
     columns = rows * shape.capacity // shape.cluster
     if spec.kernel == "forward":
-        places = columns * spec.stages * sum(ITEMSIZE[one.dtype] for one in (*spec.inputs, *spec.beside))
-        beside = [one for one in spec.columns if one.name in spec.operation.epilogue.uses]
-        return places + columns * sum(ITEMSIZE[one.dtype] for one in beside) * spec.columns_shared
+        return columns * spec.stages * sum(ITEMSIZE[one.dtype] for one in (*spec.inputs, *spec.beside))
     places = columns * spec.stages * sum(ITEMSIZE[one.dtype] for one in spec.matrices)
     width = sum(ITEMSIZE[one.dtype] for one in spec.columns)
     if shape.packs > COLUMN_PACKS or shape.packs * shape.pack * width > COLUMN_BYTES:

@@ -8,6 +8,7 @@ imported.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import NamedTuple
 
 from ..device import Device
@@ -56,7 +57,7 @@ FORWARD = (
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
-    Tier(640, (), 1, 512, 512, stages=3, ask_early=("rms_norm",)),
+    Tier(512, (), 1, 512, 512, stages=3, ask_early=("rms_norm",)),
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
@@ -153,7 +154,7 @@ def _power_of_two_shape(pack: int, packs: int, direction: str) -> RowShape:
 
     def allowed(shape: RowShape) -> bool:
         # In the backward pass a thread also holds the sums of its columns, twice 8 registers a pack.
-        most = 5 if shape.threads >= WARP else 4
+        most = {WARP: 5, 64: 4}.get(shape.threads, 3)
         if direction == "forward":
             most = 5 if shape.threads == 256 else 8  # 12288 cols by 512 threads 0.95, by 256 less than 0.94
         return shape.packs <= most and (shape.packs > 1 or shape.threads == 1)
@@ -220,19 +221,16 @@ def _in_clusters(shape: RowShape, size: int) -> RowShape:
 def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int, device: Device) -> NormSpec | None:
     """Two places for each row group, so many CTAs that `under_way` bytes of rows are asked for on an SM.
 
-    Weight and bias stay in registers, else in shared memory, else they come late from L1.
+    Weight and bias stay in registers, else they come late from L1: every CTA that fetched them into shared memory took
+    40 us to begin.
     """
     words = working + 14 + 3 * spec.shape.packs
+    stay = column_words <= 64 and _ctas_of(spec, words + column_words) > 0
+    spec = replace(spec, stages=2, ask_early=True, columns_stay=stay)
+    needed = shared_memory(spec) + dynamic_shared(spec)
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
-    spec = replace(spec, stages=2, ask_early=True)
-    for registers, shared in ((True, False), (False, True), (False, False)):
-        found = replace(spec, columns_stay=registers, columns_shared=shared)
-        needed = shared_memory(found) + dynamic_shared(found)
-        fitting = _ctas_of(found, words + column_words * registers) if column_words <= 64 or not registers else 0
-        ctas = min(wanted, fitting, (device.shared + 1024) // (needed + 1024))
-        if ctas:
-            return replace(found, ctas_per_sm=ctas)
-    return None
+    ctas = min(wanted, _ctas_of(spec, words + column_words * stay), (device.shared + 1024) // (needed + 1024))
+    return replace(spec, ctas_per_sm=ctas) if ctas else None
 
 
 def _ctas_of(spec: NormSpec, registers: int, most: int = 1536) -> int:
@@ -244,8 +242,10 @@ def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, ctas: int) ->
     """Rows of a CTA, whole warps of them, so that the CTAs of an SM have about 64 KB under way."""
     read = (one for one in problem.operands if one.kind == "full" and not one.written)
     row_bytes = problem.cols * sum(ITEMSIZE[one.dtype] for one in read)
-    warps = shape.threads * max(1, round((64 << 10) / (ctas * (tier.stages - 1) * row_bytes))) // WARP
-    return max(_whole_warps(shape), max(1, warps) * WARP // shape.threads)
+    rows = (64 << 10) / (ctas * (tier.stages - 1) * row_bytes)
+    if shape.threads <= WARP:  # three warps of 1280 cols, of five packs each, 0.69 of the roof, four of 1152 0.94
+        return max(1, ceil(rows * shape.threads / WARP)) * WARP // shape.threads
+    return max(1, round(rows))
 
 
 def few_rows(problem: Problem, device: Device) -> bool:
