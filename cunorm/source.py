@@ -14,10 +14,12 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
+from .norm.problem import Operand
 from .norm.spec import (
     COLUMN_BYTES,
     COLUMN_PACKS,
     MAILBOX,
+    RUN_GAP,
     SHARED_ALIGNMENT,
     SUM_COLUMNS,
     KernelSpec,
@@ -46,6 +48,7 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
             "kSumColumns": SUM_COLUMNS,
             "kMailboxBytes": MAILBOX,
             "kSharedAlignment": SHARED_ALIGNMENT,
+            "kRunGap": RUN_GAP,
         }.items()
     )
 )
@@ -230,12 +233,13 @@ def _cache(streamed: bool) -> str:
 
 def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
     by_name = {one.name: one for one in spec.operands}
-    loads = (_load_type(spec, by_name[name].dtype, cache if by_name[name].kind == "full" else KEPT) for name in names)
+    loads = (_load_type(spec, by_name[name], cache if by_name[name].kind == "full" else KEPT) for name in names)
     return f"Matrices<{', '.join(loads)}>"
 
 
-def _load_type(spec: NormSpec, dtype: str, cache: str) -> str:
-    return f"LoadRows<{CPP_TYPE[dtype]}, {spec.shape.pack}, {cpp(spec.aligned)}, {cache}>"
+def _load_type(spec: NormSpec, one: Operand, cache: str) -> str:
+    aligned = cpp(spec.has_vectors(one))
+    return f"LoadRows<{CPP_TYPE[one.dtype]}, {spec.shape.pack}, {spec.shape.lanes}, {aligned}, {cache}>"
 
 
 def _matrices(spec: NormSpec, names: Iterable[str], cache: str) -> str:
@@ -258,13 +262,16 @@ def _list(template: str, stores: Iterable[str]) -> str:
 
 
 def _store(spec: NormSpec, name: str, dtype: str, cache: str) -> str:
-    return f"StoreRows<{CPP_TYPE[dtype]}, {spec.shape.pack}, {cpp(spec.aligned)}, {cache}>{{{name}, {name}_stride}}"
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.aligned)}"
+    return f"StoreRows<{CPP_TYPE[dtype]}, {layout}, {cache}>{{{name}, {name}_stride}}"
 
 
 def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
     """Where the sum of a gradient goes: to dweight itself, or to a partial row."""
     if spec.final:
-        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {cpp(spec.aligned)}>{{{name}}}"
+        return (
+            f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {cpp(spec.columns_aligned)}>{{{name}}}"
+        )
     return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.pack}, {spec.cols}>{{{name}}}"
 
 

@@ -97,6 +97,10 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     const int valid = Shape::valid(rank, p);
     if constexpr (kColumnsStay) {
       columns.fetch(column_packs[p], 0, Shape::column(rank, p), valid);
+    } else if constexpr (!Columns::kVectors) {
+      typename Columns::Packed pack;
+      columns.fetch(pack, 0, Shape::column(rank, p), valid);
+      columns.template put<Shape::kCapacity, kRows>(column_places, row_group, Shape::slice_column(p), pack);
     } else {
       if (valid <= 0) {
         columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::slice_column(p));

@@ -96,65 +96,118 @@ DEVICE void store_value(T* address, Compute value) {
   }
 }
 
-// Reads the first `valid` columns of a pack; the others become zero. Columns are owned by the same thread whether the
-// address allows a vector load (kAligned) or not: a row's result does not depend on where the row lies.
-template <bool kAligned, Cache kCache, class T, int kPack>
-DEVICE void load_pack(Pack<T, kPack>& pack, const T* address, int valid) {
-  if constexpr (kAligned) {
-    load_words<kCache>(address, pack.words, valid >= kPack);
-    if (valid <= 0 || valid >= kPack) return;
+// A vector access of an array of packs moves so many bytes.
+template <class T, int kPack>
+constexpr int kUnit = kPack * sizeof(T) < 16 ? kPack * sizeof(T) : 16;
+
+// words[i] becomes the word that begins `offset` bytes after it: so many as elements of T take, less than kBytes. By
+// halves: a thread's registers have no index at run time.
+template <class T, int kBytes, int kWords>
+DEVICE void shift_down(uint32 (&words)[kWords], uint32 offset) {
+#pragma unroll
+  for (int step = kBytes / 8; step > 0 && 4 * step >= static_cast<int>(sizeof(T)); step /= 2) {
+#pragma unroll
+    for (int i = 0; i + step < kWords; ++i) words[i] = offset & 4 * step ? words[i + step] : words[i];
   }
+  if constexpr (sizeof(T) == 2) {
 #pragma unroll
-  for (int i = 0; i < Pack<T, kPack>::kWords; ++i) pack.words[i] = 0;
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-    if (i >= valid) continue;
-    if constexpr (sizeof(T) == 8) {
-      double_to_words(address[i], pack.words[2 * i], pack.words[2 * i + 1]);
-    } else if constexpr (sizeof(T) == 4) {
-      pack.words[i] = float_to_word(address[i]);
-    } else {
-      pack.words[i / 2] |= static_cast<uint32>(address[i].bits) << (i % 2 * 16);
-    }
+    for (int i = 0; i + 1 < kWords; ++i) words[i] = funnel_shift(words[i], words[i + 1], 8 * offset);
   }
 }
 
-// How kColumns columns of packs lie in shared memory: a pack of more than 16 bytes in pieces, the first pieces of all
-// packs side by side, then the second, so that neighbouring threads meet no bank conflicts.
-template <class T, int kPack, int kColumns>
-struct SharedPacks {
-  static constexpr int kPiece = kPack * sizeof(T) < 16 ? kPack * sizeof(T) : 16;
-  static constexpr int kPieces = kPack * sizeof(T) / kPiece;
-  static constexpr int kStride = kColumns / kPack * kPiece;
-  static constexpr int kWords = kPiece / 4;
+// The first of the words as a pack of which the first `valid` columns count; the others become zero.
+template <class T, int kPack, int kWords>
+DEVICE void keep_valid(Pack<T, kPack>& pack, const uint32 (&words)[kWords], int valid) {
+#pragma unroll
+  for (int i = 0; i < Pack<T, kPack>::kWords; ++i) {
+    constexpr int kSize = sizeof(T);
+    pack.words[i] = 4 * i < valid * kSize ? words[i] : 0;
+    if (kSize == 2 && 2 * i + 1 == valid) pack.words[i] &= 0xffff;
+  }
+}
 
-  DEVICE static char* piece(char* place, int column, int i) { return place + column / kPack * kPiece + i * kStride; }
+// Reads the first `valid` columns of a pack; the others become zero. Columns are owned by the same thread wherever the
+// row lies, so that its result does not depend on it: where packs do not begin at a multiple of their size (not
+// kAligned) two lanes read the aligned words that their packs share.
+template <bool kAligned, Cache kCache, class T, int kPack>
+DEVICE void load_pack(Pack<T, kPack>& pack, const T* address, int valid) {
+  constexpr int kWords = Pack<T, kPack>::kWords;
+  if constexpr (kAligned) {
+    uint32 words[kWords];
+    load_covering_words<kCache, kUnit<T, kPack>, true>(address, valid * static_cast<int>(sizeof(T)), words);
+    keep_valid(pack, words, valid > 0 ? valid : kPack);
+  } else {
+    // Through L1, which has the word that the next lane read first.
+    uint32 words[kWords + kUnit<T, kPack> / 4];
+    load_covering_words<Cache::kKept, kUnit<T, kPack>, false>(address, valid * static_cast<int>(sizeof(T)), words);
+    shift_down<T, kUnit<T, kPack>>(words, past_multiple_of<kUnit<T, kPack>>(address));
+    keep_valid(pack, words, valid > 0 ? valid : kPack);
+  }
+}
+
+// How packs lie in shared memory: the packs that kLanes neighbouring threads read at once are a run. A pack of more
+// than 16 bytes lies there in pieces, the first pieces of all packs of the run side by side, then the second, so that
+// neighbouring threads meet no bank conflicts.
+//
+// A run whose packs do not begin at a multiple of their size (not kAligned) is copied as the aligned words that hold
+// it, to places that lie in the same way to a multiple of kRunGap bytes, and takes so much more; once it is there,
+// settle() puts the packs where they belong.
+template <class T, int kPack, int kLanes, bool kAligned>
+struct SharedPacks {
+  static constexpr int kBytes = kPack * sizeof(T);
+  static constexpr int kPiece = kUnit<T, kPack>;
+  static constexpr int kPieces = kBytes / kPiece;
+  static constexpr int kWords = kPiece / 4;
+  static constexpr int kRun = kLanes * kBytes + (kAligned ? 0 : kRunGap);
+  static constexpr int bytes(int columns) { return columns / (kPack * kLanes) * kRun; }
+
+  DEVICE static char* piece(char* place, int column, int i) {
+    const int pack = column / kPack;
+    return place + pack * kPiece + pack / kLanes * (kRun - kLanes * kPiece) + i * kLanes * kPiece;
+  }
 
   // Copies the first `valid` columns, asynchronously where the pack is whole; the others become zero.
-  template <bool kAligned, bool kNeighbours>
+  template <bool kNeighbours>
   DEVICE static void copy(char* place, int column, const T* from, int valid) {
-    if (kAligned && valid >= kPack) {
+    if constexpr (!kAligned) {
+      copy_covering<kNeighbours>(place, column, from, valid);
+    } else if (valid >= kPack) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i)
         copy_async<kPiece, kNeighbours>(piece(place, column, i), reinterpret_cast<const char*>(from) + i * kPiece);
     } else if (valid > 0) {
       Pack<T, kPack> pack;
-      load_pack<false, Cache::kStreamed>(pack, from, valid);
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        uint32 words[kWords];
-#pragma unroll
-        for (int word = 0; word < kWords; ++word) words[word] = pack.words[i * kWords + word];
-        store_shared_words(piece(place, column, i), words);
-      }
+      load_pack<true, Cache::kStreamed>(pack, from, valid);
+      put(place, column, pack);
     }
   }
 
-  // What a pack that is never copied reads as.
-  DEVICE static void clear(char* place, int column) {
-    const uint32 zeros[kWords] = {};
+  // All lanes of the warp come here together, once what they copied has come for all of them.
+  DEVICE static void settle(char* place, int column, const T* from, int valid) {
+    uint32 words[kWords * (kPieces + 1)];
+    const char* const covering = covering_place(place, column, from);
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) store_shared_words(piece(place, column, i), zeros);
+    for (int i = 0; i <= kPieces; ++i) {
+      uint32 unit[kWords];
+      load_shared_words(covering + i * kPiece, unit);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
+    }
+    warp_barrier();  // the places belong to other lanes' packs
+    shift_down<T, kPiece>(words, past_multiple_of<kPiece>(from));
+    Pack<T, kPack> pack;
+    keep_valid(pack, words, valid);
+    put(place, column, pack);
+  }
+
+  DEVICE static void put(char* place, int column, const Pack<T, kPack>& pack) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      uint32 words[kWords];
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) words[word] = pack.words[i * kWords + word];
+      store_shared_words(piece(place, column, i), words);
+    }
   }
 
   DEVICE static void read(Pack<T, kPack>& pack, char* place, int column) {
@@ -166,7 +219,42 @@ struct SharedPacks {
       for (int word = 0; word < kWords; ++word) pack.words[i * kWords + word] = words[word];
     }
   }
+
+ private:
+  DEVICE static int lane(int column) { return column / kPack % kLanes; }
+
+  // Where the aligned word belongs in which the pack begins.
+  DEVICE static char* covering_place(char* place, int column, const T* from) {
+    const char* const run = reinterpret_cast<const char*>(from) - lane(column) * kBytes;
+    return piece(place, column, 0) + lane(column) * (kBytes - kPiece) +
+           past_multiple_of<kRunGap>(run) / kPiece * kPiece;
+  }
+
+  // A lane copies the words that hold its pack, but for the one in which the pack before ends: that lane copies it.
+  template <bool kNeighbours>
+  DEVICE static void copy_covering(char* place, int column, const T* from, int valid) {
+    const uint32 offset = past_multiple_of<kPiece>(from);
+    const char* const first = reinterpret_cast<const char*>(from) - offset;
+    char* const to = covering_place(place, column, from);
+    if (valid > 0 && (offset == 0 || lane(column) == 0)) copy_covering_async<kPiece, kNeighbours>(to, first);
+#pragma unroll
+    for (int i = 1; i <= kPieces; ++i) {
+      if (i * kPiece < static_cast<int>(offset) + valid * static_cast<int>(sizeof(T)))
+        copy_covering_async<kPiece, kNeighbours>(to + i * kPiece, first + i * kPiece);
+    }
+  }
 };
+
+template <class T, int kPack>
+DEVICE void store_element(T* address, const Pack<T, kPack>& pack, int i) {
+  if constexpr (sizeof(T) == 8) {
+    address[i] = words_to_double(pack.words[2 * i], pack.words[2 * i + 1]);
+  } else if constexpr (sizeof(T) == 4) {
+    address[i] = word_to_float(pack.words[i]);
+  } else {
+    address[i] = T{static_cast<uint16>(pack.words[i / 2] >> (i % 2 * 16))};
+  }
+}
 
 template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
@@ -176,14 +264,39 @@ DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
   }
 #pragma unroll
   for (int i = 0; i < kPack; ++i) {
-    if (i >= valid) continue;
-    if constexpr (sizeof(T) == 8) {
-      address[i] = words_to_double(pack.words[2 * i], pack.words[2 * i + 1]);
-    } else if constexpr (sizeof(T) == 4) {
-      address[i] = word_to_float(pack.words[i]);
-    } else {
-      address[i] = T{static_cast<uint16>(pack.words[i / 2] >> (i % 2 * 16))};
-    }
+    if (i < valid) store_element(address, pack, i);
+  }
+}
+
+// The same where packs do not begin at a multiple of their size; those of kLanes neighbouring threads follow each other
+// in memory. A lane writes the aligned words that begin in its pack, of which the last ends in the next lane's, and the
+// columns at the ends of the lanes' run that no such word holds one by one. All lanes of the warp come here together.
+template <int kLanes, Cache kCache, class T, int kPack>
+DEVICE void store_run(T* address, const Pack<T, kPack>& pack, int valid) {
+  constexpr int kBytes = kUnit<T, kPack>, kWords = Pack<T, kPack>::kWords;
+  uint32 words[kWords + kBytes / 4], shifted[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) words[i] = pack.words[i];
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) words[kWords + i] = shuffle_down(pack.words[i]);
+  const int next_valid = shuffle_down(valid);
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+
+  const uint32 head = (kBytes - past_multiple_of<kBytes>(address)) % kBytes;  // bytes before the first aligned word
+  shift_down<T, kBytes>(words, head);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) shifted[i] = words[i];
+  const bool whole = valid >= kPack;
+  const bool in_words = whole && (head == 0 || (lane < kLanes - 1 && next_valid >= kPack));
+  if (in_words) store_words<kCache>(reinterpret_cast<char*>(address) + head, shifted);
+
+  // A bit for each column that no word holds. Where this pack is whole, the lane before wrote its head.
+  const uint32 all = (1u << (valid > 0 ? valid : 0)) - 1, in_head = (1u << head / sizeof(T)) - 1;
+  const uint32 left = all & ((lane > 0 && whole ? 0 : in_head) | (in_words ? 0 : ~in_head));
+  if (left == 0) return;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    if (left & 1u << i) store_element(address, pack, i);
   }
 }
 

@@ -62,13 +62,13 @@ struct RegisterRows {
 
 // A ring of kStages places for each of the kRows rows of a CTA, filled by asynchronous copies: rows are under way
 // whatever the threads do, and take no registers. A thread reads only what it copied itself, so nobody waits for
-// anybody.
+// anybody; of packs at odd addresses, what it and the lane before it copied (SharedPacks).
 template <class Shape, int kRows, int kStages, bool kAskEarly_, class Load>
 struct SharedRows {
   // Rows of neighbouring threads lie side by side: with the places of a row side by side 32 columns fell from 0.86 to
   // 0.77 of the roof, by bank conflicts.
   static constexpr int kPlaces = kStages * kRows;
-  static constexpr int kBytes = kPlaces * Shape::kCapacity * Load::kColumnBytes;
+  static constexpr int kBytes = kPlaces * Load::place_bytes(Shape::kCapacity);
   static constexpr int kAhead = kStages - 1;
   static constexpr bool kAskEarly = kAskEarly_;
   // Where rows lie close together, a CTA reads their neighbours too.
@@ -97,7 +97,7 @@ struct SharedRows {
     const int turn = taken + 1 + ahead;
     const int to = place(turn < kStages ? turn : turn - kStages);
     if (row < rows) {
-#pragma unroll(Load::kVectors ? Shape::kPacks : 1)
+#pragma unroll
       for (int p = 0; p < Shape::kPacks; ++p) {
         load.template copy<Shape::kCapacity, kPlaces, kNeighbours>(places(), to, Shape::slice_column(p), row,
                                                                    Shape::column(rank, p), Shape::valid(rank, p));
@@ -109,6 +109,14 @@ struct SharedRows {
   DEVICE void take(int64 row) {
     taken = taken == kStages - 1 ? 0 : taken + 1;
     active = Shape::kThreads >= 32 || row < rows;
+    if constexpr (!Load::kVectors) {
+      warp_barrier();  // a lane finds there what others copied
+#pragma unroll 1
+      for (int p = 0; p < Shape::kPacks; ++p) {
+        load.template settle<Shape::kCapacity, kPlaces>(places(), place(taken), Shape::slice_column(p), row,
+                                                        Shape::column(rank, p), Shape::valid(rank, p));
+      }
+    }
   }
   DEVICE void read(typename Load::Packed& pack, int p) const {
     typename Load::Raw raw;

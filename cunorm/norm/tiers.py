@@ -241,6 +241,7 @@ def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> No
         row_dtype=problem.row_dtype,
         operands=tuple(replace(one, row_stride=0) for one in problem.operands),
         aligned=_vectors_fit(problem, shape.pack),
+        columns_aligned=problem.aligned,
         shape=shape,
     )
     return replace(spec, **changes)
