@@ -150,6 +150,10 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
     whole_warps = _whole_warps(spec.shape)
     threads, resident = _small_ctas(rows, device, spec.threads, spec.threads * spec.ctas_per_sm)
     most = min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
+    # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
+    least = replace(spec, rows_per_cta=whole_warps, stages=2, aligned=False, columns_aligned=False)
+    if shared_memory(least) + dynamic_shared(least) > device.shared:
+        most = 0
     for rows_per_cta in range(most, 0, -whole_warps):
         for stages in range(tier.stages, 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
