@@ -6,7 +6,7 @@
 //          unpack(packed, values)                    its values in Compute
 //          stay_packed(packed)                       between two uses: drop the values, keep the pack
 //          copy(places, number, slot, row, column, valid)   starts the copy of a pack to shared memory
-//          settle(places, number, slot, row, column, valid) makes a pack of what has come, unless kVectors
+//          settle(places, number, slot, row, valid)         makes a pack of what has come, unless kVectors
 //          clear(places, number, slot)                      zeros instead, for a pack that is never copied
 //          put(places, number, slot, packed)                a pack that is there already instead
 //          read(raw, places, number, slot)                  a pack that was copied, cleared or put
@@ -31,7 +31,7 @@ struct LoadRows {
   int64 row_stride;  // elements
 
   DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
-    load_pack<kAligned, kCache>(pack, data + row * row_stride + column, valid);
+    load_pack<kAligned, kCache>(pack, data + row * row_stride, column, valid);
   }
   template <class Compute>
   DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
@@ -41,10 +41,10 @@ struct LoadRows {
   static constexpr int place_bytes(int columns) { return Shared::bytes(columns); }
   template <bool kNeighbours>
   DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
-    Shared::template copy<kNeighbours>(place, slot, data + row * row_stride + column, valid);
+    Shared::template copy<kNeighbours>(place, slot, data + row * row_stride, column, valid);
   }
-  DEVICE void settle(char* place, int slot, int64 row, int64 column, int valid) const {
-    if constexpr (!kAligned) Shared::settle(place, slot, data + row * row_stride + column, valid);
+  DEVICE void settle(char* place, int slot, int64 row, int valid) const {
+    if constexpr (!kAligned) Shared::settle(place, slot, data + row * row_stride, valid);
   }
   DEVICE void clear(char* place, int slot) const {
     if constexpr (kAligned) Shared::put(place, slot, {});
@@ -75,7 +75,7 @@ struct Matrices<> {
   template <int kColumns, int kPlaces, bool kNeighbours>
   DEVICE void copy(char*, int, int, int64, int64, int) const {}
   template <int kColumns, int kPlaces>
-  DEVICE void settle(char*, int, int, int64, int64, int) const {}
+  DEVICE void settle(char*, int, int, int64, int) const {}
   template <int kColumns, int kPlaces>
   DEVICE void clear(char*, int, int) const {}
   template <int kColumns, int kPlaces>
@@ -123,10 +123,9 @@ struct Matrices<First, Others...> {
                                                          column, valid);
   }
   template <int kColumns, int kPlaces>
-  DEVICE void settle(char* places, int number, int slot, int64 row, int64 column, int valid) const {
-    first.settle(place<kColumns>(places, number), slot, row, column, valid);
-    others.template settle<kColumns, kPlaces>(places_of_others<kColumns, kPlaces>(places), number, slot, row, column,
-                                              valid);
+  DEVICE void settle(char* places, int number, int slot, int64 row, int valid) const {
+    first.settle(place<kColumns>(places, number), slot, row, valid);
+    others.template settle<kColumns, kPlaces>(places_of_others<kColumns, kPlaces>(places), number, slot, row, valid);
   }
   template <int kColumns, int kPlaces>
   DEVICE void clear(char* places, int number, int slot) const {
@@ -192,8 +191,8 @@ struct LoadSource {
   }
   static constexpr int place_bytes(int columns) { return Inputs::place_bytes(columns); }
   template <int kColumns, int kPlaces>
-  DEVICE void settle(char* places, int number, int slot, int64 row, int64 column, int valid) const {
-    inputs.template settle<kColumns, kPlaces>(places, number, slot, row, column, valid);
+  DEVICE void settle(char* places, int number, int slot, int64 row, int valid) const {
+    inputs.template settle<kColumns, kPlaces>(places, number, slot, row, valid);
   }
   template <int kColumns, int kPlaces>
   DEVICE void clear(char* places, int number, int slot) const {
@@ -218,11 +217,11 @@ struct StoreRows {
     store_packed(row, column, valid, pack_values<T>(values));
   }
   DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
-    T* const to = data + row * row_stride + column;
+    T* const to = data + row * row_stride;
     if constexpr (kAligned) {
-      store_pack<true, kCache>(to, pack, valid);
+      store_pack<true, kCache>(to + column, pack, valid);
     } else {
-      store_run<kLanes, kCache>(to, pack, valid);
+      store_run<kLanes, kCache>(to, column, pack, valid);
     }
   }
 };

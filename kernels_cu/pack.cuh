@@ -107,7 +107,10 @@ DEVICE void shift_down(uint32 (&words)[kWords], uint32 offset) {
 #pragma unroll
   for (int step = kBytes / 8; step > 0 && 4 * step >= static_cast<int>(sizeof(T)); step /= 2) {
 #pragma unroll
-    for (int i = 0; i + step < kWords; ++i) words[i] = offset & 4 * step ? words[i + step] : words[i];
+    for (int i = 0; i + step < kWords; ++i) {
+      const uint32 here = words[i], there = words[i + step];  // a choice of places would need an index
+      words[i] = offset & 4 * step ? there : here;
+    }
   }
   if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -126,23 +129,17 @@ DEVICE void keep_valid(Pack<T, kPack>& pack, const uint32 (&words)[kWords], int 
   }
 }
 
-// Reads the first `valid` columns of a pack; the others become zero. Columns are owned by the same thread wherever the
-// row lies, so that its result does not depend on it: where packs do not begin at a multiple of their size (not
-// kAligned) two lanes read the aligned words that their packs share.
+// Reads the pack at `column` of a row, its first `valid` columns; the others become zero. Columns are owned by the same
+// thread wherever the row lies, so that its result does not depend on it: where it does not begin at a multiple of a
+// pack's size (not kAligned) neighbouring lanes read the aligned words that their packs share, and shift them alike.
 template <bool kAligned, Cache kCache, class T, int kPack>
-DEVICE void load_pack(Pack<T, kPack>& pack, const T* address, int valid) {
-  constexpr int kWords = Pack<T, kPack>::kWords;
-  if constexpr (kAligned) {
-    uint32 words[kWords];
-    load_covering_words<kCache, kUnit<T, kPack>, true>(address, valid * static_cast<int>(sizeof(T)), words);
-    keep_valid(pack, words, valid > 0 ? valid : kPack);
-  } else {
-    // Through L1, which has the word that the next lane read first.
-    uint32 words[kWords + kUnit<T, kPack> / 4];
-    load_covering_words<Cache::kKept, kUnit<T, kPack>, false>(address, valid * static_cast<int>(sizeof(T)), words);
-    shift_down<T, kUnit<T, kPack>>(words, past_multiple_of<kUnit<T, kPack>>(address));
-    keep_valid(pack, words, valid > 0 ? valid : kPack);
-  }
+DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int valid) {
+  constexpr int kBytes = kUnit<T, kPack>, kSize = sizeof(T);
+  uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kBytes / 4)];
+  // Shared words through L1, which has them when the second lane asks.
+  load_covering_words<kAligned ? kCache : Cache::kKept, kBytes, kAligned>(row, column * kSize, valid * kSize, words);
+  if constexpr (!kAligned) shift_down<T, kBytes>(words, past_multiple_of<kBytes>(row));
+  keep_valid(pack, words, valid > 0 ? valid : kPack);
 }
 
 // How packs lie in shared memory: the packs that kLanes neighbouring threads read at once are a run. A pack of more
@@ -161,31 +158,32 @@ struct SharedPacks {
   static constexpr int kRun = kLanes * kBytes + (kAligned ? 0 : kRunGap);
   static constexpr int bytes(int columns) { return columns / (kPack * kLanes) * kRun; }
 
-  DEVICE static char* piece(char* place, int column, int i) {
-    const int pack = column / kPack;
+  DEVICE static char* piece(char* place, int slot, int i) {
+    const int pack = slot / kPack;
     return place + pack * kPiece + pack / kLanes * (kRun - kLanes * kPiece) + i * kLanes * kPiece;
   }
 
   // Copies the first `valid` columns, asynchronously where the pack is whole; the others become zero.
   template <bool kNeighbours>
-  DEVICE static void copy(char* place, int column, const T* from, int valid) {
+  DEVICE static void copy(char* place, int slot, const T* row, int64 column, int valid) {
     if constexpr (!kAligned) {
-      copy_covering<kNeighbours>(place, column, from, valid);
+      copy_covering<kNeighbours>(place, slot, row, column, valid);
     } else if (valid >= kPack) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i)
-        copy_async<kPiece, kNeighbours>(piece(place, column, i), reinterpret_cast<const char*>(from) + i * kPiece);
+        copy_async<kPiece, kNeighbours>(piece(place, slot, i),
+                                        reinterpret_cast<const char*>(row + column) + i * kPiece);
     } else if (valid > 0) {
       Pack<T, kPack> pack;
-      load_pack<true, Cache::kStreamed>(pack, from, valid);
-      put(place, column, pack);
+      load_pack<true, Cache::kStreamed>(pack, row, column, valid);
+      put(place, slot, pack);
     }
   }
 
   // All lanes of the warp come here together, once what they copied has come for all of them.
-  DEVICE static void settle(char* place, int column, const T* from, int valid) {
+  DEVICE static void settle(char* place, int slot, const T* row, int valid) {
     uint32 words[kWords * (kPieces + 1)];
-    const char* const covering = covering_place(place, column, from);
+    const char* const covering = covering_place(place, slot, row);
 #pragma unroll
     for (int i = 0; i <= kPieces; ++i) {
       uint32 unit[kWords];
@@ -194,53 +192,51 @@ struct SharedPacks {
       for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
     }
     warp_barrier();  // the places belong to other lanes' packs
-    shift_down<T, kPiece>(words, past_multiple_of<kPiece>(from));
+    shift_down<T, kPiece>(words, past_multiple_of<kPiece>(row));
     Pack<T, kPack> pack;
     keep_valid(pack, words, valid);
-    put(place, column, pack);
+    put(place, slot, pack);
   }
 
-  DEVICE static void put(char* place, int column, const Pack<T, kPack>& pack) {
+  DEVICE static void put(char* place, int slot, const Pack<T, kPack>& pack) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       uint32 words[kWords];
 #pragma unroll
       for (int word = 0; word < kWords; ++word) words[word] = pack.words[i * kWords + word];
-      store_shared_words(piece(place, column, i), words);
+      store_shared_words(piece(place, slot, i), words);
     }
   }
 
-  DEVICE static void read(Pack<T, kPack>& pack, char* place, int column) {
+  DEVICE static void read(Pack<T, kPack>& pack, char* place, int slot) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       uint32 words[kWords];
-      load_shared_words(piece(place, column, i), words);
+      load_shared_words(piece(place, slot, i), words);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) pack.words[i * kWords + word] = words[word];
     }
   }
 
  private:
-  DEVICE static int lane(int column) { return column / kPack % kLanes; }
+  DEVICE static int lane(int slot) { return slot / kPack % kLanes; }
 
-  // Where the aligned word belongs in which the pack begins.
-  DEVICE static char* covering_place(char* place, int column, const T* from) {
-    const char* const run = reinterpret_cast<const char*>(from) - lane(column) * kBytes;
-    return piece(place, column, 0) + lane(column) * (kBytes - kPiece) +
-           past_multiple_of<kRunGap>(run) / kPiece * kPiece;
+  // Where the aligned word belongs in which the pack begins. (A run begins as far behind a multiple of kRunGap as its
+  // row does, but for runs of less.)
+  DEVICE static char* covering_place(char* place, int slot, const T* row) {
+    return piece(place, slot, 0) + lane(slot) * (kBytes - kPiece) + past_multiple_of<kRunGap>(row) / kPiece * kPiece;
   }
 
   // A lane copies the words that hold its pack, but for the one in which the pack before ends: that lane copies it.
   template <bool kNeighbours>
-  DEVICE static void copy_covering(char* place, int column, const T* from, int valid) {
-    const uint32 offset = past_multiple_of<kPiece>(from);
-    const char* const first = reinterpret_cast<const char*>(from) - offset;
-    char* const to = covering_place(place, column, from);
-    if (valid > 0 && (offset == 0 || lane(column) == 0)) copy_covering_async<kPiece, kNeighbours>(to, first);
+  DEVICE static void copy_covering(char* place, int slot, const T* row, int64 column, int valid) {
+    const int offset = static_cast<int>(past_multiple_of<kPiece>(row)), size = sizeof(T);
+    const char* const first = reinterpret_cast<const char*>(row) - offset + column * size;
+    char* const to = covering_place(place, slot, row);
+    if (valid > 0 && (offset == 0 || lane(slot) == 0)) copy_covering_async<kPiece, kNeighbours>(to, first);
 #pragma unroll
-    for (int i = 1; i <= kPieces; ++i) {
-      if (i * kPiece < static_cast<int>(offset) + valid * static_cast<int>(sizeof(T)))
-        copy_covering_async<kPiece, kNeighbours>(to + i * kPiece, first + i * kPiece);
+    for (int i = kPiece; i <= kBytes; i += kPiece) {
+      if (i < offset + valid * size) copy_covering_async<kPiece, kNeighbours>(to + i, first + i);
     }
   }
 };
@@ -272,7 +268,7 @@ DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
 // in memory. A lane writes the aligned words that begin in its pack, of which the last ends in the next lane's, and the
 // columns at the ends of the lanes' run that no such word holds one by one. All lanes of the warp come here together.
 template <int kLanes, Cache kCache, class T, int kPack>
-DEVICE void store_run(T* address, const Pack<T, kPack>& pack, int valid) {
+DEVICE void store_run(T* row, int64 column, const Pack<T, kPack>& pack, int valid) {
   constexpr int kBytes = kUnit<T, kPack>, kWords = Pack<T, kPack>::kWords;
   uint32 words[kWords + kBytes / 4], shifted[kWords];
 #pragma unroll
@@ -282,13 +278,13 @@ DEVICE void store_run(T* address, const Pack<T, kPack>& pack, int valid) {
   const int next_valid = shuffle_down(valid);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
 
-  const uint32 head = (kBytes - past_multiple_of<kBytes>(address)) % kBytes;  // bytes before the first aligned word
+  const uint32 head = (kBytes - past_multiple_of<kBytes>(row)) % kBytes;  // bytes before the first aligned word
   shift_down<T, kBytes>(words, head);
 #pragma unroll
   for (int i = 0; i < kWords; ++i) shifted[i] = words[i];
   const bool whole = valid >= kPack;
   const bool in_words = whole && (head == 0 || (lane < kLanes - 1 && next_valid >= kPack));
-  if (in_words) store_words<kCache>(reinterpret_cast<char*>(address) + head, shifted);
+  if (in_words) store_words<kCache>(reinterpret_cast<char*>(row) + head + column * sizeof(T), shifted);
 
   // A bit for each column that no word holds. Where this pack is whole, the lane before wrote its head.
   const uint32 all = (1u << (valid > 0 ? valid : 0)) - 1, in_head = (1u << head / sizeof(T)) - 1;
@@ -296,7 +292,7 @@ DEVICE void store_run(T* address, const Pack<T, kPack>& pack, int valid) {
   if (left == 0) return;
 #pragma unroll
   for (int i = 0; i < kPack; ++i) {
-    if (left & 1u << i) store_element(address, pack, i);
+    if (left & 1u << i) store_element(row + column, pack, i);
   }
 }
 

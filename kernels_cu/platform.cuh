@@ -141,26 +141,25 @@ DEVICE void load_words(const void* address, uint32 (&words)[kWords], bool there 
   }
 }
 
-// Of the aligned words of kUnit bytes that hold the first `bytes` bytes from an address all there are, and with them
-// what lies beside these bytes in the first and the last word. A word that holds none of them is not read: nothing
-// beyond the array is, but for what shares 16 bytes with it, and these no page, allocation or other kernel's work
-// divides.
+// The aligned words of kUnit bytes that hold `bytes` bytes `position` bytes behind `start`, of which position is a
+// multiple. What lies beside these bytes in the first and the last word comes with them; a word that holds none of them
+// is not read. So nothing is touched beyond an array but what shares 16 bytes with it: no page ends between them.
 template <Cache kCache, int kUnit, bool kAligned, int kWords>
-DEVICE void load_covering_words(const void* address, int bytes, uint32 (&words)[kWords]) {
-  const uint32 offset = kAligned ? 0 : past_multiple_of<kUnit>(address);
-  const char* const from = static_cast<const char*>(address) - offset;
+DEVICE void load_covering_words(const void* start, int64 position, int bytes, uint32 (&words)[kWords]) {
+  const uint32 offset = kAligned ? 0 : past_multiple_of<kUnit>(start);
+  const char* const first = static_cast<const char*>(start) - offset;
   const uint32 last = (offset + bytes - 1) / kUnit * kUnit;
 #pragma unroll
-  for (uint32 i = 0; i < 4 * kWords / kUnit; ++i) {
+  for (uint32 i = 0; i < 4 * kWords; i += kUnit) {
     uint32 unit[kUnit / 4];
     if constexpr (kAligned) {
-      load_words<kCache>(from + i * kUnit, unit, static_cast<int>(i * kUnit) < bytes);
+      load_words<kCache>(first + position + i, unit, static_cast<int>(i) < bytes);
     } else {
-      // The last word once more takes no predicate and no zeros for what is not read.
-      load_words<kCache>(from + (i * kUnit < last ? i * kUnit : last), unit, bytes > 0);
+      // The last word once more takes no predicate, and no zeros for what is not read.
+      load_words<kCache>(first + (i < last ? i : last) + position, unit, bytes > 0);
     }
 #pragma unroll
-    for (int word = 0; word < kUnit / 4; ++word) words[i * (kUnit / 4) + word] = unit[word];
+    for (int word = 0; word < kUnit / 4; ++word) words[i / 4 + word] = unit[word];
   }
 }
 

@@ -114,7 +114,7 @@ struct SharedRows {
 #pragma unroll 1
       for (int p = 0; p < Shape::kPacks; ++p) {
         load.template settle<Shape::kCapacity, kPlaces>(places(), place(taken), Shape::slice_column(p), row,
-                                                        Shape::column(rank, p), Shape::valid(rank, p));
+                                                        Shape::valid(rank, p));
       }
     }
   }

@@ -109,8 +109,6 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     wide = ("float64" in _full_dtypes(problem) or len(spec.matrices) > 1) and not tier.stages
     resident = tier.resident // 2 if wide else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
-    if not spec.aligned and not tier.stages:
-        resident = tier.resident // 2
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *_column_dtypes(problem))) == 2
     spec = replace(
         spec,
@@ -129,8 +127,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
             rows_per_cta=_whole_warps(shape),
             ctas_per_sm=1,
             prefetch=False,
-            # By elements, 128 bytes of them spilled 16.
-            columns_stay=columns <= (128 if spec.aligned else 112),
+            columns_stay=columns <= 128,
         )
     return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
 

@@ -128,13 +128,13 @@ void store_words(void* address, const uint32 (&words)[kWords]) {
 
 // What lies beside the bytes is NaN here, whatever it is on a GPU.
 template <Cache, int kUnit, bool kAligned, int kWords>
-void load_covering_words(const void* address, int bytes, uint32 (&words)[kWords]) {
+void load_covering_words(const void* start, int64 position, int bytes, uint32 (&words)[kWords]) {
   static_assert(kUnit == 4 || kUnit == 8 || kUnit == 16, "a vector access moves 4, 8 or 16 bytes");
   for (uint32& word : words) word = bytes > 0 ? ~0u : 0;
   if (bytes <= 0) return;
-  const uint32 offset = past_multiple_of<kUnit>(address);
-  if (kAligned && offset != 0) cpu::fail("misaligned vector access");
-  const auto* const from = static_cast<const unsigned char*>(address);
+  const uint32 offset = past_multiple_of<kUnit>(start);
+  if (position % kUnit != 0 || (kAligned && offset != 0)) cpu::fail("misaligned vector access");
+  const auto* const from = static_cast<const unsigned char*>(start) + position;
   for (int i = 0; i < bytes; ++i) reinterpret_cast<unsigned char*>(words)[offset + static_cast<uint32>(i)] = from[i];
 }
 
