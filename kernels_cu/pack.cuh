@@ -100,19 +100,18 @@ DEVICE void store_value(T* address, Compute value) {
 template <class T, int kPack>
 constexpr int kUnit = kPack * sizeof(T) < 16 ? kPack * sizeof(T) : 16;
 
-// words[i] becomes the word that begins `offset` bytes after it: so many as elements of T take, less than kBytes. By
-// halves: a thread's registers have no index at run time.
-template <class T, int kBytes, int kWords>
+// words[i] becomes the word that begins `offset` bytes after it: so many as elements of T take, fewer than 8 * kStep. By
+// halves, since registers have no index at run time.
+template <class T, int kStep, int kWords>
 DEVICE void shift_down(uint32 (&words)[kWords], uint32 offset) {
+  if constexpr (kStep > 0 && 4 * kStep >= sizeof(T)) {
 #pragma unroll
-  for (int step = kBytes / 8; step > 0 && 4 * step >= static_cast<int>(sizeof(T)); step /= 2) {
-#pragma unroll
-    for (int i = 0; i + step < kWords; ++i) {
-      const uint32 here = words[i], there = words[i + step];  // a choice of places would need an index
-      words[i] = offset & 4 * step ? there : here;
+    for (int i = 0; i + kStep < kWords; ++i) {
+      const uint32 near = words[i], far = words[i + kStep];  // a choice between places would be such an index
+      words[i] = offset & 4 * kStep ? far : near;
     }
-  }
-  if constexpr (sizeof(T) == 2) {
+    shift_down<T, kStep / 2>(words, offset);
+  } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
     for (int i = 0; i + 1 < kWords; ++i) words[i] = funnel_shift(words[i], words[i + 1], 8 * offset);
   }
@@ -138,7 +137,7 @@ DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int vali
   uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kBytes / 4)];
   // Shared words through L1, which has them when the second lane asks.
   load_covering_words<kAligned ? kCache : Cache::kKept, kBytes, kAligned>(row, column * kSize, valid * kSize, words);
-  if constexpr (!kAligned) shift_down<T, kBytes>(words, past_multiple_of<kBytes>(row));
+  if constexpr (!kAligned) shift_down<T, kBytes / 8>(words, past_multiple_of<kBytes>(row));
   keep_valid(pack, words, valid > 0 ? valid : kPack);
 }
 
@@ -192,7 +191,7 @@ struct SharedPacks {
       for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
     }
     warp_barrier();  // the places belong to other lanes' packs
-    shift_down<T, kPiece>(words, past_multiple_of<kPiece>(row));
+    shift_down<T, kPiece / 8>(words, past_multiple_of<kPiece>(row));
     Pack<T, kPack> pack;
     keep_valid(pack, words, valid);
     put(place, slot, pack);
@@ -279,7 +278,7 @@ DEVICE void store_run(T* row, int64 column, const Pack<T, kPack>& pack, int vali
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
 
   const uint32 head = (kBytes - past_multiple_of<kBytes>(row)) % kBytes;  // bytes before the first aligned word
-  shift_down<T, kBytes>(words, head);
+  shift_down<T, kBytes / 8>(words, head);
 #pragma unroll
   for (int i = 0; i < kWords; ++i) shifted[i] = words[i];
   const bool whole = valid >= kPack;
