@@ -97,7 +97,7 @@ struct SharedRows {
     const int turn = taken + 1 + ahead;
     const int to = place(turn < kStages ? turn : turn - kStages);
     if (row < rows) {
-#pragma unroll
+#pragma unroll(Load::kVectors ? Shape::kPacks : 1)
       for (int p = 0; p < Shape::kPacks; ++p) {
         load.template copy<Shape::kCapacity, kPlaces, kNeighbours>(places(), to, Shape::slice_column(p), row,
                                                                    Shape::column(rank, p), Shape::valid(rank, p));

@@ -109,6 +109,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     wide = ("float64" in _full_dtypes(problem) or len(spec.matrices) > 1) and not tier.stages
     resident = tier.resident // 2 if wide else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
+    if not spec.aligned and not tier.stages:
+        resident = resident * 3 // 4  # two words for each that an aligned pack takes
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *_column_dtypes(problem))) == 2
     spec = replace(
         spec,
