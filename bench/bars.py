@@ -1,104 +1,147 @@
-"""The bars this project sets itself, held against results: which hold, which do not, by how much."""
+"""The bars this project sets itself, held against results: which hold, which do not, and by how much."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy
+from bench.results import BEHIND_FRACTION, BEHIND_SECONDS, OURS, ROOF, Measured, Results
+from bench.suites import DIRECTIONS, FEW_ROWS, LONG, WIDTHS, Case
 
-from bench.results import OURS, ROOF, Measured, Results
+FRACTION, ADDED = {"forward": 0.96, "backward": 0.95}, {"forward": 0.8e-6, "backward": 2.5e-6}
+LONG_FRACTION = {"forward": 0.94, "backward": 0.90}
+LAST_LONG_BACKWARD = 0.85  # of the longest rows
+HEADS_FRACTION = {"forward": 0.93, "backward": 0.85}
+ODD_FRACTION = {"forward": 0.80, "backward": 0.75}
+BEHIND_SHARE = 0.02
+HOST_RATIO = 1.5
+
+Judged = list[tuple[Measured, float]]  # our time over what the bar allows
 
 
 class Bar(NamedTuple):
     what: str
-    at_least: float
     cases: int  # how many were measured
     held: int
-    worst: float | None
-    where: str  # the worst case
+    worst: tuple[tuple[float, str], ...]  # our time over what is allowed, and the case; worst first
+    share: float = 1.0  # of the cases that must hold
 
     @property
     def holds(self) -> bool | None:
         """None where nothing was measured."""
-        return self.held == self.cases if self.cases else None
+        return self.held >= self.share * self.cases if self.cases else None
+
+
+def at_width(case: Case, roof: float) -> float:
+    """Seconds that a case of any width may take, by the time of the roof."""
+    return roof / FRACTION[case.direction] + ADDED[case.direction]
+
+
+def at_length(case: Case, roof: float) -> float:
+    """The same for long rows."""
+    last = case.cols >= LONG[1] and case.direction == "backward"
+    return roof / (LAST_LONG_BACKWARD if last else LONG_FRACTION[case.direction])
+
+
+def at_any(case: Case, roof: float) -> float | None:
+    """The same by the columns; None where no bar is set."""
+    if WIDTHS[0] <= case.cols <= WIDTHS[-1]:
+        return at_width(case, roof)
+    return at_length(case, roof) if case.cols >= LONG[0] else None
+
+
+def beside_peers(best: float) -> float:
+    """Seconds that we may take and not be behind."""
+    return best + max(BEHIND_FRACTION * best, BEHIND_SECONDS)
 
 
 def bars(results: Results) -> list[Bar]:
     """Every bar, in the order of the issue that set them."""
-
-    def large(direction: str, low: int, high: int) -> Iterator[Measured]:
-        for entry in results.select(direction=direction):
-            if entry.large and low <= entry.case.cols <= high and entry.case.offset is None:
-                yield entry
-
-    def of_roof(entries: Iterable[Measured]) -> list[tuple[Measured, float]]:
-        return _with(entries, lambda entry: entry.of_roof)
-
-    def speedup(entries: Iterable[Measured]) -> list[tuple[Measured, float]]:
-        return _with(entries, lambda entry: entry.speedup)
-
-    layer_norm = (entry for entry in large("backward", 512, 65536) if entry.case.op == "layer_norm")
-    return [
-        _bar(
-            "forward, >= 64 M elements, 256 to 131072 columns: of the roof",
-            0.97,
-            of_roof(large("forward", 256, 131072)),
-        ),
-        _bar(
-            "forward, >= 64 M elements, 32 to 128 and 262144 columns: of the roof",
-            0.93,
-            of_roof([*large("forward", 32, 128), *large("forward", 262144, 262144)]),
-        ),
-        _bar(
-            "backward, >= 64 M elements, 512 to 65536 columns: of the roof",
-            0.90,
-            of_roof(large("backward", 512, 65536)),
-        ),
-        _bar("LayerNorm backward, the same: times the best peer", 1.3, speedup(layer_norm)),
-        _bar(
-            "backward, >= 64 M elements, 128 to 256 and 131072 to 262144 columns: of the roof",
-            0.85,
-            of_roof([*large("backward", 128, 256), *large("backward", 131072, 262144)]),
-        ),
-        _bar(
-            "backward, 4096 rows, 1024 to 15872 columns, fp16 (the Triton tutorial's table): times the best peer",
-            1.0,
-            speedup(results.select(suite="triton", direction="backward")),
-        ),
-        _bar("1, 32 and 512 rows: times the best peer", 1.0, speedup(results.select(suite="small"))),
-        _bar("the peers' first shapes: times the best peer", 0.98, speedup(results.select(suite="anchors"))),
-        _bar(
-            "host time of a bare RawKernel launch / that of `cunorm.layer_norm` (both CuPy; the bar is 1.5 times)",
-            1 / 1.5,
-            _with(results.select(op="layer_norm", direction="forward", suite="small"), _host),
-        ),
-    ]
-
-
-def _host(entry: Measured) -> float | None:
-    ours, bare = (entry.lines.get(name, {}).get("host_microseconds") for name in (OURS, ROOF))
-    return bare / ours if ours and bare else None
-
-
-def _with(entries: Iterable[Measured], value: Callable[[Measured], float | None]) -> list[tuple[Measured, float]]:
-    """The entries that have the value: a case without peers says nothing of peers, and one of ours that failed is 0."""
     found = []
-    for entry in entries:
-        if entry.lines.get(OURS, {}).get("status") in ("wrong", "error"):
-            found.append((entry, 0.0))
-        elif (measured := value(entry)) is not None:
-            found.append((entry, measured))
+
+    def add(what: str, judged: Judged, share: float = 1.0, figure: str = "microseconds") -> None:
+        once: dict[Case, tuple[Measured, float]] = {}  # in whatever files a case is: its worst measurement
+        for entry, ratio in sorted(judged, key=lambda pair: -pair[1]):
+            once.setdefault(entry.case, (entry, ratio))
+        held = sum(ratio <= 1 for _, ratio in once.values())
+        named = tuple((ratio, _where(entry, figure)) for entry, ratio in list(once.values())[:5])
+        found.append(Bar(what, len(once), held, named, share))
+
+    def roof_bar(suite: str, allowed: Callable[[Case, float], float | None], direction: str, **wanted) -> Judged:
+        return _of_roof(results.select(suite=suite, direction=direction, **wanted), allowed)
+
+    for direction in DIRECTIONS:
+        limit = f"{FRACTION[direction]:g} of the roof and {ADDED[direction] * 1e6:g} us more"
+        add(f"{direction}, 256 to 8192 columns by 64: {limit}", roof_bar("widths", at_width, direction))
+    for direction in DIRECTIONS:
+        last = f", {LAST_LONG_BACKWARD:g} at {LONG[1]}" if direction == "backward" else ""
+        limit = f"{LONG_FRACTION[direction]:g} of the roof{last}"
+        add(f"{direction}, {LONG[0]} to {LONG[1]} columns: {limit}", roof_bar("long", at_length, direction))
+    few = [entry for entry in results.measured if entry.suite in ("few", "map") and entry.case.rows <= FEW_ROWS[-1]]
+    add(f"1 to {FEW_ROWS[-1]} rows: never behind the best peer", _of_peers(few, beside_peers))
+    everything = _of_peers(results.measured, beside_peers)
+    add(f"every case with peers, once: behind in at most {BEHIND_SHARE:.0%}", everything, 1 - BEHIND_SHARE)
+    for direction in DIRECTIONS:
+        fraction = HEADS_FRACTION[direction]
+        add(
+            f"{direction}, heads of a packed QKV: {fraction:g} of the roof",
+            roof_bar("heads", lambda case, roof, fraction=fraction: roof / fraction, direction),
+        )
+    add("heads of a packed QKV: no slower than the best peer", _of_peers(results.select(suite="heads"), lambda t: t))
+    for direction in DIRECTIONS:
+        fraction = ODD_FRACTION[direction]
+        add(
+            f"{direction}, odd widths: {fraction:g} of the roof",
+            roof_bar("odd", lambda case, roof, fraction=fraction: roof / fraction, direction),
+        )
+    for direction in DIRECTIONS:
+        judged = [pair for dtype in ("float16", "float32") for pair in roof_bar("roof", at_any, direction, dtype=dtype)]
+        add(f"{direction}, float16 and float32, 64 M elements: as bfloat16", judged)
+    host = results.select(op="layer_norm", direction="forward", suite="small")
+    add(
+        f"host time of `cunorm.layer_norm` (CuPy): {HOST_RATIO:g} times that of a bare launch",
+        _of_host(host),
+        1.0,
+        "host_microseconds",
+    )
     return found
 
 
-def _bar(what: str, at_least: float, values: list[tuple[Measured, float]]) -> Bar:
-    if not values:
-        return Bar(what, at_least, 0, 0, None, "")
-    held = int(numpy.sum([value >= at_least for _, value in values]))
-    entry, worst = min(values, key=lambda pair: pair[1])
-    case = entry.case
-    where = f"{case.op} {case.direction} {case.dtype} {case.rows} x {case.cols}"
-    if entry.peers and "peer" in what:
-        where += f" ({entry.peers[0]})"
-    return Bar(what, at_least, len(values), held, worst, where)
+def _of_roof(entries: Iterable[Measured], allowed: Callable[[Case, float], float | None]) -> Judged:
+    found = []
+    for entry in entries:
+        ours, roof = entry.seconds(OURS), entry.seconds(ROOF)
+        if entry.refused:
+            found.append((entry, float("inf")))
+        elif ours and roof and (limit := allowed(entry.case, roof)):
+            found.append((entry, ours / limit))
+    return found
+
+
+def _of_peers(entries: Iterable[Measured], allowed: Callable[[float], float]) -> Judged:
+    """A case without peers says nothing of peers."""
+    found = []
+    for entry in entries:
+        ours, best = entry.seconds(OURS), entry.best_peer
+        if best is not None and (entry.refused or ours):
+            found.append((entry, float("inf") if entry.refused or not ours else ours / allowed(best)))
+    return found
+
+
+def _of_host(entries: Iterable[Measured]) -> Judged:
+    found = []
+    for entry in entries:
+        ours, bare = (entry.lines.get(name, {}).get("host_microseconds") for name in (OURS, ROOF))
+        if ours and bare:
+            found.append((entry, ours / (HOST_RATIO * bare)))
+    return found
+
+
+def _where(entry: Measured, figure: str) -> str:
+    """The case with our time, the roof's and the fastest peer's."""
+    figures = [
+        f"{name} {line[figure]:.2f} us" if figure in line else f"{name} {line['status']}"
+        for name in (OURS, ROOF, *entry.peers[:1])
+        if (line := entry.lines.get(name))
+    ]
+    return f"{entry.case}: {', '.join(figures)}"

@@ -23,12 +23,12 @@ from typing import Any
 import cupy
 
 import cunorm
+from bench import timing
 from bench.providers.cunorm import Cunorm
 from bench.suites import OPS, Case, grid, suite
 from bench.workload import Workload
 
 NAME = "cunorm_before"
-LAUNCHES = 24  # at least, in a graph
 SECONDS = 0.12  # for the replays of a case
 HOST_CALLS = 400
 
@@ -44,42 +44,15 @@ def load(checkout: Path) -> ModuleType:
     return importlib.import_module(NAME)
 
 
-def graph_of(calls: Sequence[Callable[[], Any]], stream: cupy.cuda.Stream) -> tuple[Any, int]:
-    """A graph of the calls, as often as makes LAUNCHES, and how many calls it holds."""
-    rounds = max(1, LAUNCHES // len(calls))
-    with stream:
-        results = [call() for _ in range(2) for call in calls]
-        stream.synchronize()
-        del results
-        stream.begin_capture()
-        kept: list[Any] = [None] * len(calls)
-        for _ in range(rounds):
-            for index, call in enumerate(calls):
-                kept[index] = call()
-        return stream.end_capture(), rounds * len(calls)
-
-
-def in_turns(before: Sequence[Callable], after: Sequence[Callable]) -> tuple[float, float]:
+def in_turns(case: Case, before: Sequence[Callable], after: Sequence[Callable]) -> tuple[float, float]:
     """Median seconds of a call of each."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    graphs = [graph_of(calls, stream) for calls in (before, after)]
-    times: list[list[float]] = [[], []]
-    turn, end = 0, 0.0
-    while turn < 8 or (time.perf_counter() < end and turn < 200):
-        order = (0, 1) if turn % 2 else (1, 0)
-        for which in order:
-            graph, count = graphs[which]
-            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record(stream)
-            graph.launch(stream)
-            stop.record(stream)
-            stop.synchronize()
-            times[which].append(cupy.cuda.get_elapsed_time(start, stop) * 1e-3 / count)
-        if turn == 1:  # the first two are a warm-up
-            times = [[], []]
-            end = time.perf_counter() + SECONDS
-        turn += 1
-    return statistics.median(times[0]), statistics.median(times[1])
+    timers = [timing.timer("cupy", calls, case.bytes_moved) for calls in (before, after)]
+    times = []
+    for found in timing.in_turns(timers, SECONDS):
+        if isinstance(found, Exception):
+            raise found
+        times.append(found.median)
+    return times[0], times[1]
 
 
 def provider(module: ModuleType) -> Cunorm:
@@ -104,10 +77,10 @@ def host(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[float, fl
 
 
 def cases(names: Sequence[str]) -> list[Case]:
-    """Those of suites; `widths` are real models' widths and 8192 rows, and `dtypes` a few of the other dtypes."""
+    """Those of suites; `models` are real models' widths and 8192 rows, and `dtypes` a few of the other dtypes."""
     found: list[Case] = []
     for name in names:
-        if name == "widths":
+        if name == "models":
             found += grid(
                 OPS, ("forward", "backward"), ["bfloat16"], (768, 1152, 1600, 2880, 5120, 7168, 33333), [8192]
             )
@@ -121,7 +94,7 @@ def cases(names: Sequence[str]) -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, required=True)
-    parser.add_argument("--suite", nargs="*", default=["small", "anchors", "widths", "dtypes"])
+    parser.add_argument("--suite", nargs="*", default=["small", "anchors", "models", "dtypes"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this many")
     arguments = parser.parse_args()
@@ -132,9 +105,9 @@ def main() -> None:
             lines.append({"stopped": f"after {arguments.seconds} s"})
             break
         sets = Workload(case).lend("cupy")
-        before, after = in_turns(*([one.prepare(case, b) for b in sets] for one in providers))
+        before, after = in_turns(case, *([one.prepare(case, b) for b in sets] for one in providers))
         line = {
-            "case": f"{case.op} {case.direction} {case.rows} x {case.cols} {case.dtype}",
+            "case": str(case),
             "before_us": round(before * 1e6, 3),
             "after_us": round(after * 1e6, 3),
             "ratio": round(after / before, 4),

@@ -24,6 +24,7 @@ LIMITS = {
 
 def statistics(case: Case, x: cupy.ndarray) -> tuple[cupy.ndarray, cupy.ndarray]:
     """(mean, rstd) of each row, float32; the mean of RMSNorm is 0."""
+    x = x.reshape(case.rows, case.cols)
     mean, rstd = cupy.empty(case.rows, numpy.float32), cupy.empty(case.rows, numpy.float32)
     for rows in _chunks(case):
         m, r, _ = _normalise(case, x[rows])
@@ -47,17 +48,18 @@ def errors(case: Case, buffers: Any, results: tuple[Any, ...]) -> dict[str, floa
             raise ValueError(f"{name} must have shape {expected}; got {array.shape}")
     worst = dict.fromkeys(matrix, 0.0)
     weight = _wide(buffers.weight)
+    x, all_dy = (None if a is None else a.reshape(case.rows, case.cols) for a in (buffers.x, vars(buffers).get("dy")))
     sums = {"dweight": 0.0, "dbias": 0.0}
     largest = {"dweight": 0.0, "dbias": 0.0}
     for rows in _chunks(case):
-        _, rstd, xhat = _normalise(case, buffers.x[rows])
+        _, rstd, xhat = _normalise(case, x[rows])
         if case.direction == "forward":
             expected = xhat * weight
             if buffers.bias is not None:
                 expected += _wide(buffers.bias)
             scale = abs(expected).max(axis=1, keepdims=True)
         else:
-            dy = _wide(buffers.dy[rows])
+            dy = _wide(all_dy[rows])
             g = dy * weight
             c1 = (g * xhat).mean(axis=1, keepdims=True)
             c2 = g.mean(axis=1, keepdims=True) if case.op == "layer_norm" else 0 * c1

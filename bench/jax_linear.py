@@ -25,9 +25,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bench.jax_norms import environment, loop
+from bench.jax_norms import environment
 from bench.results import lines_to
-from bench.timing import buffers_needed
+from bench.timing import buffers_needed, loop
 from cunorm.jax import layer_norm_linear
 
 SHAPES = (  # rows, in, out

@@ -160,47 +160,16 @@ def _on_cupy(case, sets) -> float:
 
     forward = case.direction == "forward"
     function = (lambda x, w, b: cunorm.layer_norm(x, None, w, b, case.eps)) if forward else _backward
-    return timing.kernel_time("cupy", [partial(function, *arguments) for arguments in sets]).median
+    calls = [partial(function, *arguments) for arguments in sets]
+    return timing.kernel_time("cupy", calls, case.bytes_moved).median
 
 
 def loop_time(function: Callable, sets: Sequence[tuple], estimate: float) -> float:
     """Seconds of one call, the median of several loops; `estimate` is about as many."""
+    from bench.timing import loop
+
     measure = loop(function, sets, estimate, SECONDS)
     return statistics.median(measure() for _ in range(REPEATS))
-
-
-def loop(function: Callable, sets: Sequence[tuple], estimate: float, seconds: float) -> Callable[[], float]:
-    """Each call of what it returns runs function over the sets in a loop within one jit, for about as many seconds as
-    asked for, and returns the seconds of one call of function.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    turns = max(4, int(seconds / (len(sets) * estimate)))
-
-    def run(sets, results):
-        def turn(_, results):
-            results = list(results)
-            for i, arguments in enumerate(sets):
-                # Without the barrier XLA would be free to take a call out of the loop, as its arguments do not change.
-                arguments, _ = jax.lax.optimization_barrier((arguments, results[i - 1]))
-                results[i] = function(*arguments)
-            return results
-
-        return jax.lax.fori_loop(0, turns, turn, results)
-
-    shapes = [jax.eval_shape(function, *arguments) for arguments in sets]
-    results = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), shapes)
-    compiled = jax.jit(run, donate_argnums=1).lower(sets, results).compile()
-
-    def measure() -> float:
-        nonlocal results
-        start = time.perf_counter()
-        results = jax.block_until_ready(compiled(sets, results))
-        return (time.perf_counter() - start) / (turns * len(sets))
-
-    measure()
-    return measure
 
 
 # Time to compile.

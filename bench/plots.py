@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 
@@ -13,8 +15,8 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from bench.results import OURS, ROOF, Measured, Results
-from bench.suites import DIRECTIONS, DTYPES, OPS
+from bench.results import OURS, ROOF, Measured, Results, distinct
+from bench.suites import DIRECTIONS, DTYPES, LARGE, MEGA, OPS
 
 NAMES = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 # A fixed colour each, so that a peer looks the same in every picture.
@@ -23,15 +25,19 @@ COLOURS = {
     OURS: "#d62728",
     "torch": "#1f77b4",
     "torch.compile": "#17becf",
+    "torch.compile max-autotune": "#006d77",
     "Triton tutorial": "#9467bd",
     "Liger": "#2ca02c",
     "QuACK": "#ff7f0e",
+    "QuACK tuned": "#b35900",
     "apex fast": "#8c564b",
     "apex": "#c49c94",
     "TransformerEngine": "#e377c2",
     "cuDNN": "#bcbd22",
     "XLA": "#7f7f7f",
+    "Flax": "#c7c7c7",
 }
+SIZED = ("widths", "long", "odd", "roof")  # suites whose rows follow from the columns
 SETTINGS = {"svg.hashsalt": "cunorm", "svg.fonttype": "none", "font.size": 9, "path.simplify": False}
 
 
@@ -46,7 +52,7 @@ def draw(results: Results) -> dict[str, Figure]:
                     figures[f"speed-{direction}-{short}.svg"] = figure
         figures |= {
             name: figure
-            for name, figure in (("peers.svg", _heat_map(results)), ("error.svg", _error(results)))
+            for name, figure in (("map.svg", _map(results)), ("error.svg", _error(results)))
             if figure is not None
         }
     return figures
@@ -62,66 +68,103 @@ def write(figures: dict[str, Figure], folder: Path) -> None:
 
 
 def _speed(results: Results, direction: str, dtype: str) -> Figure | None:
-    """GB/s against columns for large problems, a panel for each norm."""
-    panels = [_sorted(results.select(suite="roof", op=op, direction=direction, dtype=dtype)) for op in OPS]
-    if not any(panels):
+    """The fraction of the roof over every width: a row of panels for each norm, a panel for each size."""
+    sizes = {"1 M": MEGA, "8 M": 8 * MEGA, "64 M": LARGE}
+    panels = {
+        (op, size): [
+            entry
+            for suite in SIZED
+            for entry in results.select(suite=suite, op=op, direction=direction, dtype=dtype)
+            if _of_size(entry, elements)
+        ]
+        for op in OPS
+        for size, elements in sizes.items()
+    }
+    kept = [size for size in sizes if any(entry.of_roof for op in OPS for entry in panels[op, size])]
+    if not kept:
         return None
-    figure, axes = plt.subplots(1, len(OPS), figsize=(10, 4), sharey=True, layout="constrained")
-    for axis, op, entries in zip(axes, OPS, panels, strict=True):
-        for name, colour in COLOURS.items():
-            points = [
-                (entry.case.cols, entry.lines[name]["gigabytes_per_second"])
-                for entry in entries
-                if entry.seconds(name) is not None
-            ]
-            if points:
-                style = {"linestyle": "--"} if name == ROOF else {"marker": "o", "markersize": 3}
-                axis.plot(
-                    *zip(*points, strict=True), color=colour, label=name, linewidth=2 if name == OURS else 1, **style
-                )
-        axis.set(title=f"{NAMES[op]} {direction}, {dtype}", xlabel="columns (64 M elements)", ylim=(0, None))
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("GB/s of useful bytes")
-    if axes[0].lines:
-        axes[0].legend(fontsize=7)
+    figure, axes = plt.subplots(
+        len(OPS), len(kept), figsize=(6 * len(kept) + 2, 7), sharey=True, squeeze=False, layout="constrained"
+    )
+    for op, row in zip(OPS, axes, strict=True):
+        for size, axis in zip(kept, row, strict=True):
+            for name, points in of_roof(panels[op, size]).items():
+                line = {"linewidth": 1.2} if name == OURS else {"linestyle": "", "marker": "o", "markersize": 3}
+                axis.plot(*zip(*points, strict=True), color=COLOURS[name], label=name, **line)
+            axis.axhline(1, color=COLOURS[ROOF], linestyle="--", linewidth=1, label=ROOF)
+            axis.set(title=f"{NAMES[op]} {direction}, {dtype}, {size} elements", xlabel="columns", ylim=(0, 1.1))
+            axis.set_xscale("log", base=2)
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel("roof time / time")
+        row[0].legend(fontsize=7)
     return figure
 
 
-def _heat_map(results: Results) -> Figure | None:
-    """Our speed / the best peer's for every shape in bfloat16: red where we lose, blue where we win."""
+def _of_size(entry: Measured, elements: int) -> bool:
+    """Rows are whole, so that sizes are about equal."""
+    return abs(entry.case.elements / elements - 1) < 0.1
+
+
+def of_roof(entries: Iterable[Measured]) -> dict[str, list[tuple[int, float]]]:
+    """(columns, roof time / time) of everybody, by columns; the median where a width was measured more than once."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for entry in entries:
+        roof = entry.seconds(ROOF)
+        for name in (OURS, *entry.peers):
+            seconds = entry.seconds(name)
+            if roof and seconds:
+                found.setdefault(name, {}).setdefault(entry.case.cols, []).append(roof / seconds)
+    return {name: [(cols, median(points[cols])) for cols in sorted(points)] for name, points in found.items()}
+
+
+def whole_grid(cells: Collection[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Rows and columns of which every combination is among the cells: what has the most holes is left out first."""
+    rows, cols = sorted({row for row, _ in cells}), sorted({col for _, col in cells})
+    while rows and cols:
+        holes = [(sum((row, col) not in cells for col in cols) / len(cols), 0, row) for row in rows]
+        holes += [(sum((row, col) not in cells for row in rows) / len(rows), 1, col) for col in cols]
+        share, axis, value = max(holes)
+        if not share:
+            break
+        (cols if axis else rows).remove(value)
+    return rows, cols
+
+
+def _map(results: Results) -> Figure | None:
+    """Our speed / the best peer's over rows and columns in bfloat16: red where we lose, blue where we win."""
     panels = [(op, direction) for op in OPS for direction in DIRECTIONS]
     cells: dict[tuple[str, str], dict[tuple[int, int], float]] = {panel: {} for panel in panels}
-    for entry in results.measured:
-        case = entry.case
-        if case.dtype == "bfloat16" and entry.speedup is not None:
-            panel = cells[case.op, case.direction]
-            key = (case.rows, case.cols)
-            panel[key] = min(entry.speedup, panel.get(key, entry.speedup))  # measured twice: the worse
-    shapes = {shape for panel in cells.values() for shape in panel}
-    if not shapes:
+    for entry in distinct(results.measured):
+        case, speedup = entry.case, entry.speedup or 0.0
+        if case.dtype == "bfloat16" and not case.heads:
+            panel, key = cells[case.op, case.direction], (case.rows, case.cols)
+            panel[key] = min(speedup, panel.get(key, speedup))  # of both dtypes of weight the worse
+    rows, cols = whole_grid(set.intersection(*(set(panel) for panel in cells.values())))
+    if len(rows) < 2 or len(cols) < 2:
         return None
-    rows, cols = (sorted({shape[axis] for shape in shapes}) for axis in (0, 1))
-    figure, axes = plt.subplots(2, 2, figsize=(15, 11), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
     norm = TwoSlopeNorm(1.0, 0.5, 2.0)
     for axis, panel in zip(axes.flat, panels, strict=True):
-        grid = [[cells[panel].get((row, col), float("nan")) for col in cols] for row in rows]
-        image = axis.imshow(grid, cmap="RdBu", norm=norm, aspect="auto")
-        for (row, col), value in cells[panel].items():
-            axis.text(
-                cols.index(col),
-                rows.index(row),
-                f"{value:.2f}",
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="white" if not 0.7 < value < 1.6 else "black",
-            )
+        grid = [[cells[panel][row, col] for col in cols] for row in rows]
+        image = axis.pcolormesh(_edges(cols), _edges(rows), grid, cmap="RdBu", norm=norm)
+        for row, col in itertools.product(rows, cols):
+            value = cells[panel][row, col]
+            colour = "black" if 0.7 < value < 1.6 else "white"
+            axis.text(col, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
         axis.set(title=f"{NAMES[panel[0]]} {panel[1]}, bfloat16", xlabel="columns", ylabel="rows")
-        axis.set_xticks(range(len(cols)), cols, rotation=60)
-        axis.set_yticks(range(len(rows)), rows)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xticks(cols, [str(col) for col in cols], minor=False)
+        axis.set_yticks(rows, [str(row) for row in rows], minor=False)
+        axis.minorticks_off()
     figure.colorbar(image, ax=axes, extend="both", shrink=0.6, label="time of the best peer / time of cunorm; 1: equal")
     return figure
+
+
+def _edges(centres: list[int]) -> list[float]:
+    """Of cells around the centres, on an axis of logarithms."""
+    between = [(a * b) ** 0.5 for a, b in itertools.pairwise(centres)]
+    return [centres[0] ** 2 / between[0], *between, centres[-1] ** 2 / between[-1]]
 
 
 def _error(results: Results) -> Figure | None:
@@ -143,9 +186,3 @@ def _error(results: Results) -> Figure | None:
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7)
     return figure
-
-
-def _sorted(entries: Iterable[Measured]) -> list[Measured]:
-    """By columns, each once."""
-    by_cols = {entry.case.cols: entry for entry in entries}
-    return [by_cols[cols] for cols in sorted(by_cols)]

@@ -1,116 +1,167 @@
-"""Measures cases: each provider's result is checked, then timed. What goes wrong is in its line and stops nothing."""
+"""Measures cases: each provider's result is checked, then all are timed in turns. What goes wrong is in its line and
+stops nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import gc
 import json
-import shlex
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench import timing
 from bench.providers import Provider
+from bench.results import ROOF, head
 from bench.suites import Case
 
 Line = dict[str, Any]
-ROOF = "roof"
+HOST_ELEMENTS = 1 << 16  # up to which host times are taken: a call's does not depend on the shape
 
 
-def environment(found: list[tuple[Provider, str]], missing: dict[str, str]) -> Line:
-    """The first line of a file of results."""
-    import cupy
+class DeviceLostError(RuntimeError):
+    """After a provider's fault no kernel runs any more in this process."""
 
-    return {
-        "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
-        "driver": cupy.cuda.runtime.driverGetVersion(),
-        "runtime": cupy.cuda.runtime.runtimeGetVersion(),
-        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
-        "date": datetime.date.today().isoformat(),
-        "command": "python -m bench " + shlex.join(sys.argv[1:]),
-        "providers": {provider.name: version for provider, version in found},
-        "missing": missing,
-    }
+    def __init__(self, provider: str, reason: str):
+        super().__init__(f"{provider} left the GPU unusable: {reason}")
+        self.provider, self.reason = provider, reason
 
 
-def run(
-    cases: list[Case],
-    found: list[tuple[Provider, str]],
-    missing: dict[str, str],
-    out: TextIO | None,
-    console: Console,
-) -> list[Line]:
-    """Measure every case with every provider; write each line as soon as it is known."""
-    lines = []
+@dataclass
+class Contender:
+    """Somebody in a case: what is known of it, and what measures it once more."""
 
-    def note(line: Line) -> None:
-        lines.append(line)
-        if out is not None:
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-
-    gc.freeze()  # what the libraries made on import: collecting it after every case costs a third of the run
-    note(environment(found, missing))
-    for name, reason in missing.items():
-        console.print(f"not measured: {name}: {reason}", markup=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=len(cases))
-        for case in cases:
-            title = f"{case.op} {case.direction} {case.dtype} {case.rows} x {case.cols}"
-            progress.update(task, description=title)
-            measured = []
-            for line in _measure(case, [provider for provider, _ in found]):
-                note(line)
-                measured.append(line)
-            progress.console.print(title + ": " + "  ".join(map(_brief, measured)), markup=False, highlight=False)
-            progress.advance(task)
-    return lines
+    name: str
+    line: Line
+    timer: timing.Timer | None = None
+    variant: Any = None  # of the roof
 
 
-def _measure(case: Case, providers: list[Provider]) -> Iterator[Line]:
-    """A line for the roof and one for each provider."""
-    import cupy
+@dataclass
+class Runner:
+    """One run. `deadline` is by time.perf_counter."""
 
-    from bench.workload import Workload
+    found: list[tuple[Provider, str]]
+    out: TextIO | None
+    console: Console
+    roofs: Any = None  # bench.roofs.Roofs; None: no roof
+    deadline: float = float("inf")
+    peer_seconds: float = float("inf")  # that preparing one provider may take in the whole run, ours aside
+    lines: list[Line] = field(default_factory=list)
+    spent: dict[str, float] = field(default_factory=dict)
 
-    head = {"op": case.op, "direction": case.direction, "dtype": case.dtype, "rows": case.rows, "cols": case.cols}
-    if case.offset is not None:
-        head["offset"] = case.offset
-    try:
-        workload = Workload(case)
-        if case.offset is None:
-            yield head | {"provider": ROOF, "status": "ok"} | _timed(case, "cupy", workload.roof())
-    except cupy.cuda.memory.OutOfMemoryError as error:
-        yield head | {"provider": ROOF, "status": "error", "reason": str(error)}
-        return
-    for provider in providers:
+    def note(self, line: Line) -> None:
+        """A line of the file, as soon as it is known."""
+        self.lines.append(line)
+        if self.out is not None:
+            self.out.write(json.dumps(line) + "\n")
+            self.out.flush()
+
+    def run(self, cases: list[Case]) -> None:
+        gc.freeze()  # what the libraries made on import: collecting it after every case costs a third of the run
+        begun = time.perf_counter()
+        for done, case in enumerate(cases):
+            if time.perf_counter() > self.deadline:
+                self.note({"left_out": len(cases) - done, "because": "the run's time was over"})
+                self.console.print(f"time is over; {len(cases) - done} cases left out", markup=False)
+                break
+            start = time.perf_counter()
+            try:
+                measured = list(self._measure(case))
+            except DeviceLostError as broken:
+                line = {"provider": broken.provider, "status": "error", "reason": str(broken)}
+                self.note(head(case) | line)
+                raise
+            for line in measured:
+                self.note(line)
+            self.console.print(
+                f"[{done + 1}/{len(cases)}, {start - begun:.0f} s] {case}: " + "  ".join(map(_brief, measured)),
+                markup=False,
+                highlight=False,
+            )
+
+    def _measure(self, case: Case) -> Iterator[Line]:
+        """A line for the roof and one for each provider."""
+        import cupy
+
+        from bench.workload import Workload
+
+        try:
+            workload = Workload(case)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            yield head(case) | {"provider": ROOF, "status": "error", "reason": str(error)}
+            _free()
+            return
+        contenders = [self._prepared(case, provider, workload) for provider, _ in self.found]
+        timed = [one for one in contenders if one.timer is not None]
+        roofs = self._roofs(case, workload) if timed else []
+        running = [*timed[:1], *roofs, *timed[1:]]
+        taken = timing.in_turns([one.timer for one in running if one.timer is not None])
+        for one, times in zip(running, taken, strict=True):
+            if isinstance(times, Exception):
+                one.line = {"status": "error", "reason": _reason(times)}
+                _check_device(one.name, times)
+            else:
+                one.line |= _figures(case, times)
+        best = min(
+            (one for one in roofs if "microseconds" in one.line), key=lambda o: o.line["microseconds"], default=None
+        )
+        if best is not None:
+            yield head(case) | {"provider": ROOF} | best.line | {"kernel": best.variant.describe()}
+        for one in contenders:
+            yield head(case) | {"provider": one.name} | one.line
+        for provider, _ in self.found:
+            with contextlib.suppress(Exception):
+                provider.reset()
+        del contenders, timed, roofs, running, best, one, workload
+        _free()
+
+    def _roofs(self, case: Case, workload: Any) -> list[Contender]:
+        if self.roofs is None or case.offset is not None:
+            return []
+        try:
+            calls = self.roofs.calls(workload.streamed())
+            line = {"status": "ok", "method": timing.METHODS["cupy"]}
+            contenders = [
+                Contender(ROOF, dict(line), timing.timer("cupy", over, case.bytes_moved), variant)
+                for variant, over in calls
+            ]
+        except Exception as error:
+            self.console.print(f"no roof for {case}: {_reason(error)}", markup=False)
+            _check_device(ROOF, error)
+            return []
+        if case.elements <= HOST_ELEMENTS and contenders:
+            host = timing.host_time("cupy", calls[0][1])
+            for one in contenders:
+                one.line["host_microseconds"] = round(host * 1e6, 2)
+        return contenders
+
+    def _prepared(self, case: Case, provider: Provider, workload: Any) -> Contender:
+        """Checked, and ready to be timed if it is right."""
         reason = provider.unsupported(case)
         if reason:
-            yield head | {"provider": provider.name, "status": "unsupported", "reason": reason}
-            continue
+            return Contender(provider.name, {"status": "unsupported", "reason": reason})
+        first = provider is self.found[0][0]
+        if not first and self.spent.get(provider.name, 0.0) > self.peer_seconds:
+            reason = f"its {self.peer_seconds:g} seconds of preparing are spent"
+            return Contender(provider.name, {"status": "unsupported", "reason": reason})
         start = time.perf_counter()
         try:
-            line = _measure_provider(case, provider, workload)
+            line, timer = _prepare(case, provider, workload)
         except Exception as error:
-            line = {"status": "error", "reason": f"{type(error).__name__}: {error}"[:400]}
-        with contextlib.suppress(Exception):
-            provider.reset()
-        _free()
-        yield head | {"provider": provider.name} | line | {"took": round(time.perf_counter() - start, 2)}
-    del workload
-    _free()
+            line, timer = {"status": "error", "reason": _reason(error)}, None
+            _check_device(provider.name, error)
+        took = time.perf_counter() - start
+        self.spent[provider.name] = self.spent.get(provider.name, 0.0) + took
+        return Contender(provider.name, line | {"took": round(took, 2)}, timer)
 
 
-def _measure_provider(case: Case, provider: Provider, workload: Any) -> Line:
+def _prepare(case: Case, provider: Provider, workload: Any) -> tuple[Line, timing.Timer | None]:
     from bench import check
     from bench.workload import to_cupy
 
@@ -125,25 +176,38 @@ def _measure_provider(case: Case, provider: Provider, workload: Any) -> Line:
         del results
         line: Line = {"errors": {name: float(f"{error:.3g}") for name, error in errors.items()}}
         if case.offset is not None:
-            return {"status": "ok"} | line
+            return {"status": "ok"} | line, None
         mistake = check.wrong(case, errors)
         if mistake:
-            return {"status": "wrong", "reason": mistake} | line
+            return {"status": "wrong", "reason": mistake} | line, None
         calls += [provider.prepare(case, buffers) for buffers in lent[1:]]
-        return {"status": "ok"} | line | _timed(case, provider.library, calls)
+        line |= {"status": "ok", "method": timing.METHODS[provider.library]}
+        if case.elements <= HOST_ELEMENTS:
+            line["host_microseconds"] = round(timing.host_time(provider.library, calls) * 1e6, 2)
+        return line, timing.timer(provider.library, calls, case.bytes_moved)
 
 
-def _timed(case: Case, library: str, calls: list[timing.Call]) -> Line:
-    times = timing.kernel_time(library, calls)
+def _figures(case: Case, times: timing.Times) -> Line:
     return {
-        "method": timing.METHODS[library],
         "cold": timing.is_cold(case.bytes_moved),
         "microseconds": round(times.median * 1e6, 3),
         "p20": round(times.p20 * 1e6, 3),
         "p80": round(times.p80 * 1e6, 3),
         "gigabytes_per_second": round(case.bytes_moved / times.median * 1e-9, 1),
-        "host_microseconds": round(timing.host_time(library, calls, times.median) * 1e6, 2),
     }
+
+
+def _check_device(name: str, error: Exception) -> None:
+    import cupy
+
+    try:
+        cupy.cuda.Device().synchronize()
+    except Exception:
+        raise DeviceLostError(name, _reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
 
 
 def _stream(library: str) -> contextlib.AbstractContextManager[Any]:
@@ -156,6 +220,7 @@ def _stream(library: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _free() -> None:
+    """Only between cases: a graph writes to memory that its calls gave back to the pool."""
     import cupy
 
     gc.collect()
@@ -173,4 +238,4 @@ def _brief(line: Line) -> str:
         return f"{line['provider']} {line['status']}"
     if "microseconds" not in line:
         return f"{line['provider']} {max(line['errors'].values()):.3g} eps"
-    return f"{line['provider']} {line['gigabytes_per_second']:.0f}"
+    return f"{line['provider']} {line['microseconds']:.2f} us"

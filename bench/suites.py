@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from cunorm.norm.problem import whole
 
@@ -12,12 +13,13 @@ OPS = ("layer_norm", "rms_norm")
 DIRECTIONS = ("forward", "backward")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
-LARGE = 1 << 26  # elements from which a problem counts as large
+MEGA = 1 << 20
+LARGE = 64 * MEGA  # elements from which a problem counts as large
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operation on one shape, weight (and bias) in the dtype of x.
+    """One operation on one shape.
 
     `offset` is |mean| / std of each row; None is the usual one, 0.25. A case with an offset is checked, not timed.
     """
@@ -28,15 +30,40 @@ class Case:
     cols: int
     dtype: str
     offset: float | None = None
+    weight: str = ""  # the dtype of weight and bias; that of x if empty
+    heads: int = 0  # x is the first heads of a packed QKV, an array (rows / heads, 3 * heads, cols); 0: a matrix
+
+    @property
+    def weight_dtype(self) -> str:
+        return self.weight or self.dtype
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The shape of x but for the columns."""
+        return (self.rows // self.heads, self.heads) if self.heads else (self.rows,)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What sampling draws: both norms and directions of a shape come together."""
+        return self.rows, self.cols, self.heads
 
     @property
     def bytes_moved(self) -> int:
         """Bytes that must go through memory: each input read once, each output written once; not mean and rstd."""
-        return whole(self.op, self.direction, self.rows, self.cols, self.dtype, self.dtype).bytes_moved
+        return whole(self.op, self.direction, self.rows, self.cols, self.dtype, self.weight_dtype).bytes_moved
 
     @property
     def eps(self) -> float:
         return EPS[self.op]
+
+    def __str__(self) -> str:
+        weight = f" ({self.weight} weight)" if self.weight else ""
+        heads = f", {self.heads} heads of a packed QKV" if self.heads else ""
+        return f"{self.op} {self.direction} {self.dtype}{weight} {self.rows} x {self.cols}{heads}"
 
 
 def parse_sizes(texts: Iterable[str]) -> list[int]:
@@ -59,15 +86,32 @@ def parse_sizes(texts: Iterable[str]) -> list[int]:
 
 
 def grid(
-    ops: Iterable[str], directions: Iterable[str], dtypes: Iterable[str], cols: Iterable[int], rows: Iterable[int] = ()
+    ops: Iterable[str],
+    directions: Iterable[str],
+    dtypes: Iterable[str],
+    cols: Iterable[int],
+    rows: Iterable[int] = (),
+    elements: int = LARGE,
 ) -> list[Case]:
-    """Every combination; without rows as many as make a large problem."""
+    """Every combination; without rows as many as make a problem of so many elements."""
     rows = list(rows)
     return [
         Case(op, direction, row, col, dtype)
         for op, dtype, direction, col in itertools.product(ops, dtypes, directions, cols)
-        for row in rows or [-(-LARGE // col)]
+        for row in rows or [-(-elements // col)]
     ]
+
+
+def _bf16(cols: Iterable[int], rows: Iterable[int] = (), elements: int = LARGE) -> list[Case]:
+    """Both norms and directions in bfloat16, a third of the cases with a float32 weight."""
+    cases = grid(OPS, DIRECTIONS, ["bfloat16"], cols, rows, elements)
+    # A stride of 3 through the list would meet the same widths wherever their number is a multiple of 3.
+    places = {shape: i for i, shape in enumerate(dict.fromkeys(case.shape for case in cases))}
+
+    def turn(case: Case) -> int:
+        return places[case.shape] + OPS.index(case.op) + DIRECTIONS.index(case.direction)
+
+    return [replace(case, weight="float32") if turn(case) % 3 == 0 else case for case in cases]
 
 
 # The shapes whose peers were measured before this bench was there.
@@ -95,7 +139,33 @@ def _error() -> list[Case]:
     return [Case("layer_norm", "forward", 256, 4096, "float32", 10.0**power) for power in range(-1, 6)]
 
 
-SUITES = {
+WIDTHS = range(256, 8193, 64)
+LONG = (12288, 262144)  # the first and the last
+ODD = (*range(1001, 1100, 2), 4097, 8191, 50257)
+FEW_ROWS, FEW_COLS = (1, 8, 64, 512, 2048), (512, 1024, 2048, 4096, 8192, 16384)
+HEADS, HEAD_COLS, HEAD_ROWS = 16, (64, 96, 128, 256), 131072
+
+
+def _long(step: int = LONG[0]) -> list[Case]:
+    return _bf16([*range(LONG[0], LONG[1], step), LONG[1]])
+
+
+SUITES: dict[str, tuple[Callable[..., list[Case]], str]] = {
+    "widths": (
+        lambda: [case for elements in (MEGA, 8 * MEGA, LARGE) for case in _bf16(WIDTHS, elements=elements)],
+        "every multiple of 64 from 256 to 8192 columns, at 1, 8 and 64 M elements",
+    ),
+    "long": (_long, "12288 to 262144 columns by --step, 64 M elements"),
+    "few": (lambda: _bf16(FEW_COLS, FEW_ROWS), "1 to 2048 rows of 512 to 16384 columns"),
+    "map": (
+        lambda: _bf16(FEW_COLS, (*FEW_ROWS, 8192, 32768)),
+        "few and more rows of the same columns: the picture of rows and columns",
+    ),
+    "heads": (
+        lambda: [replace(case, heads=HEADS) for case in _bf16(HEAD_COLS, [HEAD_ROWS])],
+        "the q heads of a packed QKV, a view",
+    ),
+    "odd": (lambda: _bf16(ODD), "odd numbers of columns, 64 M elements"),
     "anchors": (_anchors, "the shapes of the peers' first measurements, forward and backward"),
     "roof": (
         lambda: grid(OPS, DIRECTIONS, DTYPES.values(), parse_sizes(["32:262144"])),
@@ -113,5 +183,17 @@ SUITES = {
 }
 
 
-def suite(name: str) -> list[Case]:
-    return SUITES[name][0]()
+def suite(name: str, step: int | None = None) -> list[Case]:
+    return _long(step) if name == "long" and step else SUITES[name][0]()
+
+
+def drawn(cases: Iterable[Case], count: int | None, seed: int) -> list[Case]:
+    """The cases of `count` shapes, of all without a count, in an order drawn by the seed: whatever a run's time leaves
+    of them is a fair sample.
+    """
+    by_shape: dict[tuple, list[Case]] = {}
+    for case in cases:
+        by_shape.setdefault(case.shape, []).append(case)
+    shapes = list(by_shape)
+    random.Random(seed).shuffle(shapes)
+    return [case for shape in shapes[:count] for case in by_shape[shape]]

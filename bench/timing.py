@@ -2,8 +2,11 @@
 
 Kernel time: replays of a CUDA graph whose calls pass through rotating sets of buffers, so that the host is out of it
 and L2 holds nothing useful. A call's results are kept until its buffers' next turn: were they freed at once, the next
-call would write into memory that is still in L2. XLA runs on streams of its own, so there it is one jit of all sets,
-timed by the clock over calls that are not waited for.
+call would write into memory that is still in L2. XLA runs on streams of its own, so there it is a loop over the sets
+within one jit, by the clock.
+
+Whatever is compared is timed in turns, whose order is turned round every time: the chip's clock and heat are then the
+same for all of them, and who comes first is also last.
 """
 
 from __future__ import annotations
@@ -16,16 +19,21 @@ import numpy
 
 L2_BYTES = 64 << 20
 BURST = 16  # calls of which the host waits for none
-LAUNCHES = 20  # at least, in a graph
-REPLAYS = 15  # at most, of a graph
-SECONDS = 0.5  # for the replays of one graph, or for the host times of one provider
+GRAPH_BYTES = 3e9  # that a graph moves, about 0.8 ms; more makes no better figures, and costs the run its time
+LAUNCHES = (10, 128)  # of a graph, at least and about at most
+LOOP_BYTES = 1.6e9  # that a turn of XLA's loop moves, about 0.4 ms, beside the 3 us that a turn costs
+LOOP_CALLS = 128  # of a turn, at most: XLA compiles each
+LOOP_SECONDS = 0.02  # of a loop
+SECONDS = 0.06  # for the turns of all that is compared
+TURNS = (5, 30)  # at least, at most
 METHODS = {
     "cupy": "CUDA graph, CUDA events",
     "torch": "CUDA graph, CUDA events",
-    "jax": "one jit of all buffer sets, wall clock over asynchronous calls",
+    "jax": "loop in one jit over all buffer sets, wall clock",
 }
 
 Call = Callable[[], Any]
+Timer = Callable[[], float]  # measures once more, and returns the seconds of one call
 
 
 class Times(NamedTuple):
@@ -46,13 +54,48 @@ def is_cold(bytes_a_call: int) -> bool:
     return buffers_needed(bytes_a_call) * bytes_a_call >= 2 * L2_BYTES
 
 
-def kernel_time(library: str, calls: Sequence[Call]) -> Times:
-    """Time of one call; each of `calls` works on its own set of buffers. `library` is whose arrays they take."""
-    return {"cupy": _cupy, "torch": _torch, "jax": _jax}[library](calls)
+def timer(library: str, calls: Sequence[Call], bytes_a_call: int) -> Timer:
+    """Each of `calls` works on its own set of buffers. `library` is whose arrays they take."""
+    if library == "jax":
+        return _jax(calls, bytes_a_call)
+    least, most = LAUNCHES
+    launches = max(least, min(most, int(GRAPH_BYTES / bytes_a_call)))
+    rounds = -(-launches // len(calls))
+    return {"cupy": cupy_timer, "torch": _torch}[library](calls, rounds)
 
 
-def host_time(library: str, calls: Sequence[Call], kernel: float) -> float:
-    """Median seconds that a call takes to return, the queue of kernels, each of `kernel` seconds, being short."""
+def in_turns(timers: Sequence[Timer], seconds: float | None = None) -> list[Times | Exception]:
+    """The times of each, or what it raised: one that fails leaves the others alone."""
+    seconds = SECONDS if seconds is None else seconds
+    times: list[list[float]] = [[] for _ in timers]
+    failed: dict[int, Exception] = {}
+    least, most = TURNS
+    end = 0.0
+    for turn in range(most + 1):
+        if turn == 1:  # the first was a warm-up
+            times = [[] for _ in timers]
+            end = time.perf_counter() + seconds
+        elif turn > least and time.perf_counter() > end:
+            break
+        for which in range(len(timers)) if turn % 2 else reversed(range(len(timers))):
+            if which not in failed:
+                try:
+                    times[which].append(timers[which]())
+                except Exception as error:
+                    failed[which] = error
+    return [failed[i] if i in failed else _times(taken) for i, taken in enumerate(times)]
+
+
+def kernel_time(library: str, calls: Sequence[Call], bytes_a_call: int) -> Times:
+    """Of one call, measured alone."""
+    (found,) = in_turns([timer(library, calls, bytes_a_call)])
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def host_time(library: str, calls: Sequence[Call]) -> float:
+    """Median seconds that a call takes to return, the queue of kernels, which are short, never being full."""
     calls = (list(calls) * BURST)[:BURST]
     if library == "jax":
         import jax
@@ -60,7 +103,7 @@ def host_time(library: str, calls: Sequence[Call], kernel: float) -> float:
         jitted = jax.jit(calls[0].func)
         calls = [lambda call=call: jitted(*call.args) for call in calls]
     times = []
-    for _ in range(_repeats(kernel * BURST)):
+    for _ in range(TURNS[0]):
         synchronize(library)
         for call in calls:
             start = time.perf_counter()
@@ -84,23 +127,16 @@ def _times(seconds: Sequence[float]) -> Times:
     return Times(*(float(numpy.percentile(seconds, p)) for p in (50, 20, 80)))
 
 
-def _repeats(seconds: float) -> int:
-    """How often what takes so long is repeated: slow ones less often."""
-    return max(3, min(REPLAYS, int(SECONDS / seconds)))
-
-
-def _rounds(calls: Sequence[Call]) -> int:
-    return max(1, LAUNCHES // len(calls))
-
-
-def _run(calls: Sequence[Call]) -> None:
+def _rounds(calls: Sequence[Call], rounds: int) -> list[Any]:
     kept: list[Any] = [None] * len(calls)
-    for _ in range(_rounds(calls)):
+    for _ in range(rounds):
         for index, call in enumerate(calls):
             kept[index] = call()
+    return kept
 
 
-def _cupy(calls: Sequence[Call]) -> Times:
+def cupy_timer(calls: Sequence[Call], rounds: int) -> Timer:
+    """A graph of so many rounds of the calls."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -110,69 +146,79 @@ def _cupy(calls: Sequence[Call]) -> Times:
         stream.synchronize()
         del results
         stream.begin_capture()
-        _run(calls)
+        kept = _rounds(calls, rounds)
         graph = stream.end_capture()
-        start = time.perf_counter()
+
+    def measure(_kept: Any = kept) -> float:  # with the graph live the arrays that it writes
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record(stream)
         graph.launch(stream)
-        stream.synchronize()
-        times = []
-        for _ in range(_repeats(time.perf_counter() - start)):
-            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record(stream)
-            graph.launch(stream)
-            stop.record(stream)
-            stop.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(start, stop) * 1e-3 / (_rounds(calls) * len(calls)))
-    return _times(times)
+        stop.record(stream)
+        stop.synchronize()
+        return cupy.cuda.get_elapsed_time(start, stop) * 1e-3 / (rounds * len(calls))
+
+    return measure
 
 
-def _torch(calls: Sequence[Call]) -> Times:
+def _torch(calls: Sequence[Call], rounds: int) -> Timer:
     import torch
 
     stream = torch.cuda.current_stream()  # where the caller prepared the calls: autograd runs backward there
     for _ in range(2):
-        _run(calls)
+        _rounds(calls, 1)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        _run(calls)
-    start = time.perf_counter()
-    graph.replay()
-    stream.synchronize()
-    times = []
-    for _ in range(_repeats(time.perf_counter() - start)):
+        _rounds(calls, rounds)
+
+    def measure() -> float:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(stream)
-        graph.replay()
-        stop.record(stream)
+        with torch.cuda.stream(stream):
+            start.record(stream)
+            graph.replay()
+            stop.record(stream)
         stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e-3 / (_rounds(calls) * len(calls)))
-    return _times(times)
+        return start.elapsed_time(stop) * 1e-3 / (rounds * len(calls))
+
+    return measure
 
 
-def _jax(calls: Sequence[Call]) -> Times:
+def _jax(calls: Sequence[Call], bytes_a_call: int) -> Timer:
     """`calls` are functools.partial of a function that JAX can trace."""
+    sets = [call.args for call in calls[:LOOP_CALLS]]
+    copies = min(LOOP_CALLS // len(sets), round(LOOP_BYTES / (bytes_a_call * len(sets))))
+    return loop(calls[0].func, sets * max(1, copies), bytes_a_call / 2.5e12, LOOP_SECONDS)
+
+
+def loop(function: Callable, sets: Sequence[tuple], estimate: float, seconds: float) -> Timer:
+    """Each measurement runs function over the sets in a loop within one jit, for about as many seconds as asked for;
+    `estimate` is about the seconds of one call.
+    """
     import jax
+    import jax.numpy as jnp
 
-    function = calls[0].func
+    turns = max(4, int(seconds / (len(sets) * estimate)))
 
-    @jax.jit
-    def run_all(sets):
-        results = []
-        for arguments in sets:
-            if results:  # one after the other: XLA would else be free to merge them
-                arguments, _ = jax.lax.optimization_barrier((arguments, results[-1]))
-            results.append(function(*arguments))
-        return results
+    def run(sets, results):
+        def turn(_, results):
+            results = list(results)
+            for i, arguments in enumerate(sets):
+                # Without the barrier XLA would be free to take a call out of the loop, as its arguments do not change.
+                arguments, _ = jax.lax.optimization_barrier((arguments, results[i - 1]))
+                results[i] = function(*arguments)
+            return results
 
-    sets = [call.args for call in calls]
-    jax.block_until_ready(run_all(sets))
-    times = []
-    repeats = max(2, LAUNCHES // len(calls))
-    for _ in range(REPLAYS):
+        return jax.lax.fori_loop(0, turns, turn, results)
+
+    shapes = [jax.eval_shape(function, *arguments) for arguments in sets]
+    results = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), shapes)
+    compiled = jax.jit(run, donate_argnums=1).lower(sets, results).compile()
+
+    def measure() -> float:
+        nonlocal results
         start = time.perf_counter()
-        for _ in range(repeats):
-            results = run_all(sets)
-        jax.block_until_ready(results)
-        times.append((time.perf_counter() - start) / (repeats * len(calls)))
-    return _times(times)
+        results = jax.block_until_ready(compiled(sets, results))
+        return (time.perf_counter() - start) / (turns * len(sets))
+
+    measure()
+    return measure

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import cupy
 import numpy
 
-from bench import check, roof
+from bench import check
 from bench.suites import Case
 from bench.timing import buffers_needed
 from cunorm.numpy_arrays import numpy_dtype
@@ -23,28 +22,43 @@ class Workload:
     def __init__(self, case: Case):
         self.case = case
         mean = USUAL_MEAN if case.offset is None else case.offset
-        first = {"x": _random((case.rows, case.cols), case.dtype, mean), "weight": _random(case.cols, case.dtype, 1.0)}
-        first["bias"] = _random(case.cols, case.dtype) if case.op == "layer_norm" else None
+        # Of a packed QKV x is the first third of the heads.
+        memory = (*case.leading[:-1], 3 * case.heads, case.cols) if case.heads else (case.rows, case.cols)
+        first: dict[str, Any] = {
+            "memory": _random(memory, case.dtype, mean),
+            "weight": _random(case.cols, case.weight_dtype, 1.0),
+            "bias": _random(case.cols, case.weight_dtype) if case.op == "layer_norm" else None,
+        }
         if case.direction == "backward":
-            first["dy"] = _random((case.rows, case.cols), case.dtype)
-            first["mean"], first["rstd"] = check.statistics(case, first["x"])
+            first["dy"] = _random((*case.leading, case.cols), case.dtype)
+            for name, array in zip(("mean", "rstd"), check.statistics(case, self._x(first["memory"])), strict=True):
+                first[name] = array.reshape(case.leading)
         count = buffers_needed(case.bytes_moved) if case.offset is None else 1
         copies = [{n: None if a is None else a.copy() for n, a in first.items()} for _ in range(count - 1)]
-        self.sets = [SimpleNamespace(**buffers) for buffers in (first, *copies)]
+        self.memory = [buffers.pop("memory") for buffers in (first, *copies)]
+        self.sets = [
+            SimpleNamespace(x=self._x(memory), **buffers)
+            for memory, buffers in zip(self.memory, (first, *copies), strict=True)
+        ]
         # The roof comes next, on a stream of its own, and writes to memory that the pool takes back from what is still
         # under way here: mean and rstd of 49152 x 512 came out as NaN.
         cupy.cuda.Device().synchronize()
+
+    def _x(self, memory: cupy.ndarray) -> cupy.ndarray:
+        return memory[:, : self.case.heads] if self.case.heads else memory
 
     def lend(self, library: str) -> list[SimpleNamespace]:
         """The sets as arrays of a library, the same memory."""
         to = {"cupy": lambda array: array, "torch": _to_torch, "jax": _to_jax}[library]
         return [SimpleNamespace(**{n: None if a is None else to(a) for n, a in vars(s).items()}) for s in self.sets]
 
-    def roof(self) -> list[Callable[[], None]]:
-        """The streaming kernel over the same matrices."""
-        outs = [cupy.empty_like(buffers.x) for buffers in self.sets]
-        forward = self.case.direction == "forward"
-        return [roof.stream(s.x, None if forward else s.dy, out) for s, out in zip(self.sets, outs, strict=True)]
+    def streamed(self) -> list[tuple[cupy.ndarray, cupy.ndarray | None, cupy.ndarray]]:
+        """What the roof reads and writes: the same matrices, of a packed QKV as many bytes in one piece."""
+        rows, cols, forward = self.case.rows, self.case.cols, self.case.direction == "forward"
+        xs = [memory.reshape(-1)[: rows * cols] for memory in self.memory]
+        return [
+            (x, None if forward else buffers.dy, cupy.empty_like(x)) for x, buffers in zip(xs, self.sets, strict=True)
+        ]
 
 
 def to_cupy(array: Any) -> cupy.ndarray | None:

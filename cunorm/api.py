@@ -26,7 +26,8 @@ def layer_norm(
     ----------
     x : array, shape (..., *normalized_shape)
         float16, bfloat16, float32 or float64: a NumPy array, a CuPy array, or any array with `__dlpack__` on a CUDA
-        device. Rows may be strided; arrays whose rows are not contiguous are copied.
+        device. It is read where it lies if its rows are contiguous and one or two strides lead from row to row, as in
+        the heads of a packed QKV, qkv.reshape(tokens, 3 * heads, cols)[:, :heads]. Else it is copied.
     normalized_shape : int or sequence of int, optional
         The last axes of x, over which mean and (biased) variance are taken. Default: the shape of `weight`, or the last
         axis.
@@ -37,7 +38,7 @@ def layer_norm(
     zero_centered_gamma : bool
         Multiply by 1 + weight instead of weight.
     out : array, shape of x, optional
-        Where y is written; may be x itself, otherwise shares no memory with the inputs.
+        Where y is written; may be x itself, otherwise shares no memory with the inputs. Laid out as x may be.
     dtype : dtype or str, optional
         Of y. Default: that of `out`, or of x.
     sm_margin : int
@@ -54,7 +55,7 @@ def layer_norm(
     TypeError
         An argument of the wrong kind or dtype.
     ValueError
-        A shape, value or device that does not fit, or an `out` that overlaps an input.
+        A shape, value or device that does not fit, or an `out` (`dx_out`) that overlaps an input.
 
     Notes
     -----
@@ -216,6 +217,7 @@ def layer_norm_backward(
     *,
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
+    dx_out: Any = None,
     sm_margin: int = 0,
 ) -> tuple[Any, Any, Any]:
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy, with g = dy * weight.
@@ -236,12 +238,16 @@ def layer_norm_backward(
         As in the forward pass.
     output_mask : tuple of three bool
         Which of (dx, dweight, dbias) are wanted; the others are not computed and come as None.
+    dx_out : array, shape and dtype of x, optional
+        Where dx is written; may be dy or x itself, otherwise shares no memory with the inputs. Laid out as x may be;
+        not for JAX arrays.
     sm_margin : int
         As in `layer_norm`.
 
     Returns
     -------
     dx : array, shape and dtype of x
+        Contiguous, unless it is `dx_out`.
     dweight, dbias : array, shape of the normalised axes, dtype of weight (of x without a weight)
 
     Raises
@@ -272,6 +278,7 @@ def layer_norm_backward(
         weight,
         zero_centered_gamma=zero_centered_gamma,
         output_mask=output_mask,
+        dx_out=dx_out,
         sm_margin=sm_margin,
     )
 
@@ -284,6 +291,7 @@ def rms_norm_backward(
     *,
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool] = (True, True),
+    dx_out: Any = None,
     sm_margin: int = 0,
 ) -> tuple[Any, Any]:
     """dx = rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = x * rstd.
@@ -309,6 +317,7 @@ def rms_norm_backward(
         weight,
         zero_centered_gamma=zero_centered_gamma,
         output_mask=output_mask,
+        dx_out=dx_out,
         sm_margin=sm_margin,
     )
     return dx, dweight

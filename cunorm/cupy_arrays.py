@@ -19,7 +19,7 @@ from . import device, launch, logs
 from .norm import checks
 from .norm.checks import Layout
 from .norm.plan import Plan, plan
-from .norm.problem import BACKWARD, FORWARD, plain, pointer_order
+from .norm.problem import BACKWARD, FORWARD, RowStrides, plain, pointer_order
 from .numpy_arrays import numpy_dtype
 from .recipes import LIMIT, Recipes
 
@@ -38,14 +38,16 @@ class Recipe:
     statistics: numpy.dtype  # of mean and rstd
     layer_norm: bool
     order: Callable[..., Any]  # picks, of all pointers of a call, those that the plan takes
+    layouts: tuple[Layout | None, ...]  # of the call's arrays
+    temporary: bool  # out, or dx_out, cannot be written by a kernel
     # Forward.
-    layouts: tuple[Layout | None, ...] = ()  # of x, weight, bias, out
     eps: float = 0.0  # rounded as the kernel's parameter is
-    temporary: bool = False  # out cannot be written by a kernel
     # Backward: which gradients are wanted.
     mask: tuple[bool, bool, bool] = (False, False, False)
 
 
+_FORWARD = ("x", "weight", "bias", "out")
+_BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dx_out")
 _recipes: Recipes[Recipe] = Recipes()
 _current_device = cupy.cuda.runtime.getDevice
 _current_stream = cupy.cuda.get_current_stream
@@ -94,7 +96,7 @@ def forward(
         raise
     recipe = _recipes.of(key, _forward_recipe, function, arrays, *options)
     if out is not None:
-        _check_out_memory(function, recipe, pointers)
+        _check_out_memory(function, _FORWARD, recipe, pointers)
     if _current_device() == recipe.device_id:
         return _run_forward(recipe, arrays, pointers, statistics)
     with cupy.cuda.Device(recipe.device_id):
@@ -102,10 +104,9 @@ def forward(
 
 
 def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin) -> Recipe:
-    names = ("x", "weight", "bias", "out")
-    x, weight, bias, out = (
+    x, weight, bias, out = layouts = tuple(
         layout(function, name, array) if array is not None or name == "x" else None
-        for name, array in zip(names, arrays, strict=True)
+        for name, array in zip(_FORWARD, arrays, strict=True)
     )
     assert x is not None
     if dtype is not None:
@@ -116,10 +117,10 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
     eps = checks.check_eps(function, eps)
     properties = device.current(int(x.device))
     cols = math.prod(shape)
-    x_stride, y_stride = (None if array is None else checks.row_stride(array, len(shape)) for array in (x, out))
-    copies = (x_stride is None, *(array is not None and not _contiguous(array) for array in (weight, bias)), False)
-    temporary = out is not None and y_stride is None
-    logs.copied(function, names, (x, weight, bias, out), (*copies[:3], temporary))
+    x_rows, y_rows = (None if array is None else checks.row_strides(array, len(shape)) for array in (x, out))
+    copies = (x_rows is None, *(array is not None and not _contiguous(array) for array in (weight, bias)), False)
+    temporary = out is not None and y_rows is None
+    logs.copied(function, _FORWARD, layouts, (*copies[:3], temporary))
     task = plain(
         "layer_norm" if function.startswith("layer_norm") else "rms_norm",
         "forward",
@@ -130,7 +131,7 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
         bias and bias.dtype,
         y=y_dtype,
         zero_centered_gamma=bool(zero_centered_gamma),
-        strides=_strides(x=x_stride, y=y_stride),
+        strides=_strides(x=x_rows, y=y_rows),
         sm_margin=checks.check_sm_margin(function, sm_margin, properties.sms),
         aligned=_aligned(arrays),
     )
@@ -148,9 +149,9 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
         statistics=statistics,
         layer_norm=task.norm.subtracts_mean,
         order=pointer_order(task, FORWARD),
-        layouts=(x, weight, bias, out),
-        eps=eps,
+        layouts=layouts,
         temporary=temporary,
+        eps=eps,
     )
 
 
@@ -190,10 +191,11 @@ def backward(
     *,
     zero_centered_gamma: bool,
     output_mask: tuple[bool, ...],
+    dx_out: cupy.ndarray | None,
     sm_margin: int,
 ) -> tuple[cupy.ndarray | None, cupy.ndarray | None, cupy.ndarray | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
-    arrays, options = (dy, x, mean, rstd, weight), (zero_centered_gamma, output_mask, sm_margin)
+    arrays, options = (dy, x, mean, rstd, weight, dx_out), (zero_centered_gamma, output_mask, sm_margin)
     try:
         pointers = (
             dy.data.ptr,
@@ -201,22 +203,26 @@ def backward(
             0 if mean is None else mean.data.ptr,
             rstd.data.ptr,
             0 if weight is None else weight.data.ptr,
+            0 if dx_out is None else dx_out.data.ptr,
         )
         key = (
             function,
             options,
             type(sm_margin),
-            (pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4]) % 16 == 0,
+            (pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4] | pointers[5]) % 16 == 0,
             (dy.shape, dy.strides, dy.dtype, dy.data.device_id),
             (x.shape, x.strides, x.dtype, x.data.device_id),
             None if mean is None else (mean.shape, mean.strides, mean.dtype, mean.data.device_id),
             (rstd.shape, rstd.strides, rstd.dtype, rstd.data.device_id),
             None if weight is None else (weight.shape, weight.strides, weight.dtype, weight.data.device_id),
+            None if dx_out is None else (dx_out.shape, dx_out.strides, dx_out.dtype, dx_out.data.device_id),
         )
     except (AttributeError, TypeError, ValueError):
         _backward_recipe(function, arrays, *options)  # says which is no array
         raise
     recipe = _recipes.of(key, _backward_recipe, function, arrays, *options)
+    if dx_out is not None:
+        _check_out_memory(function, _BACKWARD, recipe, pointers)
     if _current_device() == recipe.device_id:
         return _run_backward(recipe, arrays, pointers)
     with cupy.cuda.Device(recipe.device_id):
@@ -225,23 +231,24 @@ def backward(
 
 def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_margin) -> Recipe:
     layer_norm = function.startswith("layer_norm")
-    optional = ("weight",) if layer_norm else ("weight", "mean")
-    names = ("dy", "x", "mean", "rstd", "weight")
-    dy, x, mean, rstd, weight = (
+    optional = ("weight", "dx_out") if layer_norm else ("weight", "dx_out", "mean")
+    dy, x, mean, rstd, weight, dx_out = layouts = tuple(
         layout(function, name, array) if array is not None or name not in optional else None
-        for name, array in zip(names, arrays, strict=True)
+        for name, array in zip(_BACKWARD, arrays, strict=True)
     )
     assert dy is not None
     assert x is not None
     assert rstd is not None
-    shape = checks.check_backward(function, dy, x, mean, rstd, weight, zero_centered_gamma=zero_centered_gamma)
+    shape = checks.check_backward(function, dy, x, mean, rstd, weight, dx_out, zero_centered_gamma=zero_centered_gamma)
     properties = device.current(int(x.device))
-    mask = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2)
+    mask = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2, dx_out)
     cols = math.prod(shape)
-    dy_stride, x_stride = (checks.row_stride(array, len(shape)) for array in (dy, x))
+    dy_rows, x_rows = (checks.row_strides(array, len(shape)) for array in (dy, x))
+    dx_rows = None if dx_out is None else checks.row_strides(dx_out, len(shape))
     small = (array is not None and not _contiguous(array) for array in (mean, rstd, weight))
-    copies = (dy_stride is None, x_stride is None, *small)
-    logs.copied(function, names, (dy, x, mean, rstd, weight), copies)
+    copies = (dy_rows is None, x_rows is None, *small, False)
+    temporary = dx_out is not None and dx_rows is None
+    logs.copied(function, _BACKWARD, layouts, (*copies[:5], temporary))
     task = plain(
         "layer_norm" if layer_norm else "rms_norm",
         "backward",
@@ -252,7 +259,7 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
         y=dy.dtype,
         zero_centered_gamma=bool(zero_centered_gamma),
         wanted=[name for name, wanted in zip(("x", "weight", "bias"), mask, strict=True) if wanted],
-        strides=_strides(x=x_stride, dy=dy_stride),
+        strides=_strides(x=x_rows, dy=dy_rows, dx=dx_rows),
         sm_margin=checks.check_sm_margin(function, sm_margin, properties.sms),
         aligned=_aligned(arrays),
     )
@@ -267,6 +274,8 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
         statistics=numpy.dtype(task.compute),
         layer_norm=layer_norm,
         order=pointer_order(task, BACKWARD),
+        layouts=layouts,
+        temporary=temporary,
         mask=mask,
     )
 
@@ -275,7 +284,9 @@ def _run_backward(recipe: Recipe, arrays, pointers):
     wants_dx, wants_dweight, wants_dbias = recipe.mask
     # Sums over no rows are zero.
     empty = cupy.ndarray if recipe.plan is not None else cupy.zeros
-    dx = empty(recipe.x_shape, arrays[1].dtype) if wants_dx else None
+    dx = dx_out = arrays[5]
+    if wants_dx and (dx_out is None or recipe.temporary):
+        dx = empty(recipe.x_shape, arrays[1].dtype)
     dweight = empty(recipe.shape, recipe.dtype) if wants_dweight else None
     dbias = empty(recipe.shape, recipe.dtype) if wants_dbias else None
     if recipe.plan is not None:
@@ -284,14 +295,17 @@ def _run_backward(recipe: Recipe, arrays, pointers):
         workspace = cupy.cuda.alloc(recipe.plan.workspace)
         results = (0 if result is None else result.data.ptr for result in (dx, dweight, dbias))
         stream = _current_stream(recipe.device_id).ptr
-        pointers = recipe.order((*pointers, *results))
+        pointers = recipe.order((*pointers[:5], *results))
         launch.run(recipe.plan, recipe.device_id, stream, pointers, (), workspace.ptr)
+    if dx_out is not None and recipe.temporary:
+        dx_out[...] = dx
+        dx = dx_out
     return dx, dweight, dbias
 
 
-def _strides(**strides: int | None) -> dict[str, int]:
+def _strides(**rows: RowStrides | None) -> dict[str, RowStrides]:
     """Those of the arrays that are not copied."""
-    return {name: stride for name, stride in strides.items() if stride is not None}
+    return {name: strides for name, strides in rows.items() if strides is not None}
 
 
 def _kind(option: Any) -> Hashable:
@@ -300,11 +314,11 @@ def _kind(option: Any) -> Hashable:
 
 
 @lru_cache(maxsize=LIMIT)
-def _check_out_memory(function: str, recipe: Recipe, pointers: tuple[int, ...]) -> None:
-    """Kept, as the same memory comes again and again: without that 9 us of a call with `out`."""
-    named = zip(("x", "weight", "bias", "out"), recipe.layouts, pointers, strict=True)
-    *inputs, (_, out, out_pointer) = [(name, layout, pointer) for name, layout, pointer in named if layout is not None]
-    checks.check_out_memory(function, out, out_pointer, inputs, len(recipe.shape))
+def _check_out_memory(function: str, names: tuple[str, ...], recipe: Recipe, pointers: tuple[int, ...]) -> None:
+    """Of the last array. Kept, as the same memory comes again and again: without that 9 us of a call with `out`."""
+    named = zip(names, recipe.layouts, pointers, strict=True)
+    *inputs, out = [(name, layout, pointer) for name, layout, pointer in named if layout is not None]
+    checks.check_out_memory(function, *out, inputs, len(recipe.shape))
 
 
 def _copied(arrays: Sequence[Any], copies: Sequence[bool]) -> tuple[list[Any], list[int]]:
@@ -314,7 +328,7 @@ def _copied(arrays: Sequence[Any], copies: Sequence[bool]) -> tuple[list[Any], l
 
 
 def _contiguous(array: Layout) -> bool:
-    return checks.row_stride(array, len(array.shape)) is not None
+    return checks.row_strides(array, len(array.shape)) is not None
 
 
 def _aligned(arrays: Sequence[Any]) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
-CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_...
+from . import driver
+
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., for clusters of 16
 
 # PTX that the driver reads itself: where all kernels come from the cache NVRTC is not called for a question either.
@@ -82,35 +81,14 @@ def current(device_id: int) -> Device:
 def _resident_clusters(size: int, shared: int) -> int:
     """What the driver says for a kernel of whose CTAs an SM holds one; `shared` bytes each.
 
-    CuPy has no binding of cuOccupancyMaxActiveClusters. Too many clusters in a persistent grid cost a second wave:
-    backward of 4096 x 65536 at 0.45 of the roof instead of 0.76 on an H200.
+    Too many clusters in a persistent grid cost a second wave: backward of 4096 x 65536 at 0.45 of the roof instead of
+    0.76 on an H200.
     """
     import cupy
 
-    class Attribute(ctypes.Structure):
-        _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
-
-    class Config(ctypes.Structure):
-        _fields_ = (
-            ("grid_and_block", ctypes.c_uint * 6),
-            ("shared_bytes", ctypes.c_uint),
-            ("stream", ctypes.c_void_p),
-            ("attributes", ctypes.POINTER(Attribute)),
-            ("attribute_count", ctypes.c_uint),
-        )
-
-    driver, module = cupy.cuda.driver, cupy.cuda.Module()
+    attributes, module = cupy.cuda.driver, cupy.cuda.Module()
     module.load(EMPTY_KERNEL)
     kernel = module.get_function("cunorm_probe")
-    driver.funcSetAttribute(kernel.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-    driver.funcSetAttribute(kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-    attribute = Attribute(CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(size, 1, 1))
-    config = Config((ctypes.c_uint * 6)(size, 1, 1, 32, 1, 1), shared, None, ctypes.pointer(attribute), 1)
-    count = ctypes.c_int()
-    query = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
-    error = query(ctypes.byref(count), ctypes.c_void_p(kernel.ptr), ctypes.byref(config))
-    if error == INVALID_CLUSTER_SIZE:
-        return 0
-    if error:
-        raise RuntimeError(f"cunorm: cuOccupancyMaxActiveClusters({size} CTAs) failed with CUDA error {error}.")
-    return count.value
+    attributes.funcSetAttribute(kernel.ptr, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+    attributes.funcSetAttribute(kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    return driver.resident_clusters(kernel.ptr, size, 32, shared)

@@ -21,10 +21,12 @@ def forward(
     return module.forward(function, x, normalized_shape, weight, bias, eps, out=out, **options)
 
 
-def backward(function: str, *arrays: Any, **options: Any):
+def backward(function: str, *arrays: Any, dx_out: Any, **options: Any):
     """As cupy_arrays.backward."""
     module = on_gpu(MODULE, function, arrays[1])
-    return module.backward(function, *views(function, ("dy", "x", "mean", "rstd", "weight"), arrays), **options)
+    names = ("dy", "x", "mean", "rstd", "weight", "dx_out")
+    *inputs, dx_out = views(function, names, (*arrays, dx_out))
+    return module.backward(function, *inputs, dx_out=dx_out, **options)
 
 
 def views(function: str, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:

@@ -45,6 +45,7 @@ class Norm(Protocol):
         *,
         zero_centered_gamma: bool,
         output_mask: tuple[bool, ...],
+        dx_out: Any,
         sm_margin: int,
     ) -> tuple[Any, Any, Any]:
         """Return (dx, dweight, dbias), None where output_mask says so."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
+from . import driver
 from .compile import kernel
 from .norm.plan import Plan, Step
 
@@ -72,9 +73,12 @@ def prepare(step: Step, device_id: int) -> tuple[Write, Launch]:
     words[:count] = [address + 8 * (count + i) for i in range(count)]
     words[2 * count - len(step.integers) :] = [number % 2**64 for number in step.integers]
     launch_kernel, threads, shared = cupy.cuda.driver.launchKernel, step.spec.threads, step.dynamic_shared
+    write = partial(changing.pack_into, words, 8 * count)  # keeps `words` alive
+    if step.begins_early:
+        return write, driver.early_launch(function.ptr, step.grid, threads, shared, address)
     x, y, z = step.grid
 
     def launch(stream: int) -> None:
         launch_kernel(function.ptr, x, y, z, threads, 1, 1, shared, stream, address, 0)
 
-    return partial(changing.pack_into, words, 8 * count), launch  # the first keeps `words` alive
+    return write, launch

@@ -43,9 +43,7 @@ def forward(
     checks.check_sm_margin(function, sm_margin, None)
     if out is not None:
         inputs = [(name, layouts[name], pointer(named[name])) for name in ("x", "weight", "bias") if name in layouts]
-        checks.check_out_memory(function, layouts["out"], pointer(out), inputs, len(shape))
-        if not out.flags.writeable:
-            raise ValueError(f"{function}: out must be writeable; got a read-only array.")
+        _check_out(function, "out", out, inputs, len(shape))
     y = numpy.empty(x.shape, numpy_dtype(function, y_dtype)) if out is None else out
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     leading = x.shape[: x.ndim - len(shape)]
@@ -81,12 +79,13 @@ def backward(
     *,
     zero_centered_gamma: bool,
     output_mask: tuple[bool, ...],
+    dx_out: numpy.ndarray | None,
     sm_margin: int,
 ) -> tuple[numpy.ndarray | None, numpy.ndarray | None, numpy.ndarray | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
-    named = {"dy": dy, "x": x, "mean": mean, "rstd": rstd, "weight": weight}
+    named = {"dy": dy, "x": x, "mean": mean, "rstd": rstd, "weight": weight, "dx_out": dx_out}
     layer_norm = function.startswith("layer_norm")
-    optional = ("weight",) if layer_norm else ("weight", "mean")
+    optional = ("weight", "dx_out") if layer_norm else ("weight", "dx_out", "mean")
     layouts = {
         name: layout(function, name, array)
         for name, array in named.items()
@@ -99,10 +98,15 @@ def backward(
         layouts.get("mean"),
         layouts["rstd"],
         layouts.get("weight"),
+        layouts.get("dx_out"),
         zero_centered_gamma=zero_centered_gamma,
     )
     checks.check_sm_margin(function, sm_margin, None)
-    wants_dx, wants_dweight, wants_dbias = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2)
+    mask = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2, dx_out)
+    wants_dx, wants_dweight, wants_dbias = mask
+    if dx_out is not None:
+        inputs = [(name, layouts[name], pointer(named[name])) for name in layouts if name != "dx_out"]
+        _check_out(function, "dx_out", dx_out, inputs, len(shape))
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     columns = (*rstd.shape, *(1,) * len(shape))
     with numpy.errstate(all="ignore"):
@@ -111,12 +115,13 @@ def backward(
         if mean is not None:
             xhat = xhat - mean.astype(numpy.float64).reshape(columns)
         xhat = xhat * rstd.astype(numpy.float64).reshape(columns)
-        dx = None
+        dx = dx_out
         if wants_dx:
             g = grad if weight is None else grad * _gamma(weight, zero_centered_gamma)
             c1 = (g * xhat).mean(axes, keepdims=True)
             c2 = g.mean(axes, keepdims=True) if layer_norm else 0.0
-            dx = rounded((g - c2 - xhat * c1) * rstd.astype(numpy.float64).reshape(columns), x.dtype)
+            dx = numpy.empty(x.shape, x.dtype) if dx_out is None else dx_out
+            dx[...] = rounded((g - c2 - xhat * c1) * rstd.astype(numpy.float64).reshape(columns), x.dtype)
         parameter = x.dtype if weight is None else weight.dtype
         dweight = rounded(sum_of_rows(grad * xhat, rstd.ndim), parameter) if wants_dweight else None
         dbias = rounded(sum_of_rows(grad, rstd.ndim), parameter) if wants_dbias else None
@@ -131,6 +136,13 @@ def layout(function: str, name: str, array: Any) -> Layout:
         )
     itemsize = array.dtype.itemsize or 1
     return Layout(array.shape, tuple(stride // itemsize for stride in array.strides), array.dtype.name, "cpu")
+
+
+def _check_out(function: str, name: str, out: numpy.ndarray, inputs: Sequence[tuple[str, Layout, int]], ndim: int):
+    """What must hold of an array that is written."""
+    checks.check_out_memory(function, name, layout(function, name, out), pointer(out), inputs, ndim)
+    if not out.flags.writeable:
+        raise ValueError(f"{function}: {name} must be writeable; got a read-only array.")
 
 
 def pointer(array: numpy.ndarray) -> int:

@@ -24,6 +24,7 @@ class Norm(NamedTuple):
 
     policy: str  # its struct there
     subtracts_mean: bool
+    lane_sums: int  # that a thread of the forward pass adds its columns to
     forward_values: int  # that warps tell each other in the forward pass
     streamed_values: int  # where rows are streamed
     backward_values: int
@@ -35,8 +36,8 @@ class Norm(NamedTuple):
 
 
 NORMS = {
-    "layer_norm": Norm("LayerNorm", True, 3, 4, 2),
-    "rms_norm": Norm("RmsNorm", False, 1, 1, 1),
+    "layer_norm": Norm("LayerNorm", True, 2, 3, 4, 2),
+    "rms_norm": Norm("RmsNorm", False, 1, 1, 1, 1),
 }
 
 

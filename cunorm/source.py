@@ -31,6 +31,7 @@ from .operation_text import CPP_TYPE, backward_struct, cpp, forward_struct
 
 FILES = {
     "forward": "norm_forward.cu",
+    "forward_spread": "norm_forward_spread.cu",
     "forward_streamed": "norm_forward_streamed.cu",
     "backward": "norm_backward.cu",
     "backward_streamed": "norm_backward_streamed.cu",
@@ -110,7 +111,12 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     }
     found |= {one.name: CPP_TYPE[one.dtype] for one in spec.operands if one.kind == "scalar"}
     found["rows"] = "int64"
-    return found | {f"{one.name}_stride": "int64" for one in spec.operands if one.kind == "full"}
+    return found | dict.fromkeys((name for one in spec.operands for name in _row_numbers(one)), "int64")
+
+
+def _row_numbers(operand: Operand) -> tuple[str, ...]:
+    """The parameters that say where the rows of a full operand begin."""
+    return tuple(f"{operand.name}_{number}" for number in operand.row_numbers) if operand.kind == "full" else ()
 
 
 def _entry(spec: KernelSpec, baked: Baked | None) -> str:
@@ -120,7 +126,7 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
         cluster, bounds = 1, f"{spec.threads}, 1"
     else:
         before, call = _KERNELS[spec.kernel](spec)
-        cluster, bounds = spec.shape.cluster, f"{spec.threads}, {spec.ctas_per_sm}"
+        cluster, bounds = spec.cluster, f"{spec.threads}, {spec.ctas_per_sm}"
     types = parameters(spec)
     constants = offsets = ""
     if baked is not None:
@@ -173,20 +179,23 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
             f"{_matrices_type(spec, inputs, cache_x)}>{load},",
             f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside, cache_x)},",
             f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns, KEPT)},",
-            f"{_store(spec, 's', s.dtype, cache_y) if s and s.written else 'NoStore{}'},",
-            f"{_store(spec, 'y', by_name['y'].dtype, cache_y)},",
-            f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd, rows, eps",
+            f"{_store(spec, s, cache_y) if s and s.written else 'NoStore{}'},",
+            f"{_store(spec, by_name['y'], cache_y)},",
+            f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
         )
     )
     norm = NORMS[operation.norm].policy
     if spec.kernel == "forward_streamed":
         template = f"norm_forward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
-        return before, _call(scalars, f"{template}({call})")
+        return before, _call(scalars, f"{template}({call}, rows, eps)")
+    if spec.kernel == "forward_spread":
+        template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, Operation::Compute>"
+        return before, _call(scalars, f"{template}({call}, eps)")
     template = (
         f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
-        f"{cpp(spec.once)}, Operation::Compute>"
+        f"{cpp(spec.columns_shared)}, {cpp(spec.once)}, Operation::Compute>"
     )
-    return before + _rows(spec), _call(scalars, f"{template}({call})")
+    return before + _rows(spec), _call(scalars, f"{template}({call}, rows, eps)")
 
 
 def _backward(spec: NormSpec) -> tuple[str, str]:
@@ -205,7 +214,7 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
         f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns, KEPT)}",
     ]
     if spec.kernel != "column_gradients":
-        arguments.append(_list("Results", (_store(spec, name, by_name[name].dtype, KEPT) for name in results)))
+        arguments.append(_list("Results", (_store(spec, by_name[name], KEPT) for name in results)))
     if spec.kernel != "backward_streamed":
         arguments.append(_list("Sums", (_store_sum(spec, name, by_name[name].dtype) for name in sums)))
     call = ",\n      ".join((*arguments, *statistics, "rows"))
@@ -216,7 +225,10 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
     if spec.kernel == "backward_streamed":
         template = f"norm_backward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
     else:
-        template = f"column_gradients<{norm}, {spec.cols}, {spec.shape.pack}, Operation::Compute>"
+        template = (
+            f"column_gradients<{norm}, {spec.cols}, {spec.shape.threads}, {spec.rows_per_cta}, {spec.shape.pack}, "
+            "Operation::Compute>"
+        )
     return before, _call(scalars, f"{template}({call})")
 
 
@@ -233,13 +245,15 @@ def _cache(streamed: bool) -> str:
 
 def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
     by_name = {one.name: one for one in spec.operands}
-    loads = (_load_type(spec, by_name[name], cache if by_name[name].kind == "full" else KEPT) for name in names)
+    loads = (_rows_type("Load", spec, by_name[name], cache if by_name[name].kind == "full" else KEPT) for name in names)
     return f"Matrices<{', '.join(loads)}>"
 
 
-def _load_type(spec: NormSpec, one: Operand, cache: str) -> str:
-    aligned = cpp(spec.has_vectors(one))
-    return f"LoadRows<{CPP_TYPE[one.dtype]}, {spec.shape.pack}, {spec.shape.lanes}, {aligned}, {cache}>"
+def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str) -> str:
+    """LoadRows or StoreRows."""
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.has_vectors(operand))}"
+    two_strides = ", true" if operand.inner else ""
+    return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {layout}, {cache}{two_strides}>"
 
 
 def _matrices(spec: NormSpec, names: Iterable[str], cache: str) -> str:
@@ -247,8 +261,8 @@ def _matrices(spec: NormSpec, names: Iterable[str], cache: str) -> str:
     by_name = {one.name: one for one in spec.operands}
     text = "{}"
     for name in reversed(list(names)):
-        stride = f"{name}_stride" if by_name[name].kind == "full" else "0"
-        text = f"{{{{{name}, {stride}}}, {text}}}"
+        strides = _row_numbers(by_name[name]) or ("0",)
+        text = f"{{{{{', '.join((name, *strides))}}}, {text}}}"
     return text
 
 
@@ -261,9 +275,8 @@ def _list(template: str, stores: Iterable[str]) -> str:
     return f"{template}<{', '.join(store.partition('{')[0] for store in stores)}>{text}"
 
 
-def _store(spec: NormSpec, name: str, dtype: str, cache: str) -> str:
-    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.aligned)}"
-    return f"StoreRows<{CPP_TYPE[dtype]}, {layout}, {cache}>{{{name}, {name}_stride}}"
+def _store(spec: NormSpec, operand: Operand, cache: str) -> str:
+    return f"{_rows_type('Store', spec, operand, cache)}{{{', '.join((operand.name, *_row_numbers(operand)))}}}"
 
 
 def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
@@ -308,6 +321,7 @@ def _sum_partials(spec: SumSpec) -> str:
 
 _KERNELS = {
     "forward": _forward,
+    "forward_spread": _forward,
     "forward_streamed": _forward,
     "backward": _backward,
     "backward_streamed": _backward,

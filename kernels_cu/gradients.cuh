@@ -38,9 +38,10 @@ struct PartialRow {
 };
 
 // Where the sums of a group (a CTA or a cluster) go: to a partial row,
-template <class Compute, int kPack, int64 kCols>
+template <class Compute, int kPack, int64 kCols_>
 struct StorePartial {
   using Row = PartialRow<kPack>;
+  static constexpr int64 kCols = kCols_;
   Compute* data;
 
   static constexpr int kPlaces = static_cast<int>(Row{kCols}.packs() * kPack);
@@ -58,12 +59,14 @@ struct StorePartial {
   }
   // Places are in the order of memory.
   DEVICE static int column(int place) { return static_cast<int>(Row{kCols}.column(place)); }
-  DEVICE void value(int place, Compute sum) const { data[place] = sum; }
+  DEVICE static int64 place(int64 column) { return Row{kCols}.position(column); }
+  DEVICE void value(int64 place, Compute sum) const { data[place] = sum; }
 };
 
 // or to dweight or dbias itself, where there is one group.
-template <class T, int kPack, int64 kCols, bool kAligned>
+template <class T, int kPack, int64 kCols_, bool kAligned>
 struct StoreGradient {
+  static constexpr int64 kCols = kCols_;
   static constexpr int kPlaces = kCols;
   T* data;
 
@@ -73,8 +76,9 @@ struct StoreGradient {
     store_pack<kAligned, Cache::kKept>(data + column, pack_values<T>(sums), valid);
   }
   DEVICE static int column(int place) { return place; }
+  DEVICE static int64 place(int64 column) { return column; }
   template <class Compute>
-  DEVICE void value(int place, Compute sum) const {
+  DEVICE void value(int64 place, Compute sum) const {
     store_value(data + place, sum);
   }
 };

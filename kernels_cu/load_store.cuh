@@ -18,9 +18,33 @@
 
 namespace cunorm {
 
+// Where the rows of a matrix begin, in elements: `stride` apart,
+template <bool kTwoStrides>
+struct RowStarts {
+  int64 stride;
+  DEVICE int64 of(int64 row) const { return row * stride; }
+};
+
+// or with a gap after every so many, as the heads of a packed QKV lie. How many gaps there are before a row is a
+// product: to divide by a number that only the launch knows would take longer than to load the row.
+template <>
+struct RowStarts<true> {
+  int64 stride;
+  int64 gap;
+  int64 reciprocal;  // of the number of rows between two gaps, times 2^63 and rounded up
+  DEVICE int64 of(int64 row) const { return row * stride + gaps_before(row) * gap; }
+  // row * reciprocal / 2^63, of rows below 2^32.
+  DEVICE int64 gaps_before(int64 row) const {
+    const auto number = static_cast<unsigned long long>(static_cast<uint32>(row));
+    const auto low = number * static_cast<uint32>(reciprocal);
+    const auto high = number * static_cast<uint32>(reciprocal >> 32);
+    return static_cast<int64>((high + (low >> 32)) >> 31);
+  }
+};
+
 // Rows of a matrix whose columns are contiguous. A vector for all rows is a matrix whose rows are 0 apart.
 // kLanes neighbouring threads of a warp hold neighbouring packs of a row.
-template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache>
+template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false>
 struct LoadRows {
   static constexpr int kPack = kPack_;
   using Shared = SharedPacks<T, kPack, kLanes, kAligned>;
@@ -28,10 +52,10 @@ struct LoadRows {
   static constexpr bool kVectors = kAligned;
   using Packed = Pack<T, kPack>;
   const T* data;
-  int64 row_stride;  // elements
+  RowStarts<kTwoStrides> starts;
 
   DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
-    load_pack<kAligned, kCache>(pack, data + row * row_stride, column, valid);
+    load_pack<kAligned, kCache>(pack, data + starts.of(row), column, valid);
   }
   template <class Compute>
   DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
@@ -41,10 +65,10 @@ struct LoadRows {
   static constexpr int place_bytes(int columns) { return Shared::bytes(columns); }
   template <bool kNeighbours>
   DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
-    Shared::template copy<kNeighbours>(place, slot, data + row * row_stride, column, valid);
+    Shared::template copy<kNeighbours>(place, slot, data + starts.of(row), column, valid);
   }
   DEVICE void settle(char* place, int slot, int64 row, int valid) const {
-    if constexpr (!kAligned) Shared::settle(place, slot, data + row * row_stride, valid);
+    if constexpr (!kAligned) Shared::settle(place, slot, data + starts.of(row), valid);
   }
   DEVICE void clear(char* place, int slot) const {
     if constexpr (kAligned) Shared::put(place, slot, {});
@@ -205,19 +229,19 @@ struct LoadSource {
 };
 
 // Where they are not kAligned all lanes of a warp store together.
-template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache>
+template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false>
 struct StoreRows {
   static constexpr int kPack = kPack_;
   static constexpr bool kTogether = !kAligned;
   T* data;
-  int64 row_stride;  // elements
+  RowStarts<kTwoStrides> starts;
 
   template <class Compute>
   DEVICE void store(int64 row, int64 column, int valid, const Compute (&values)[kPack]) const {
     store_packed(row, column, valid, pack_values<T>(values));
   }
   DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
-    T* const to = data + row * row_stride;
+    T* const to = data + starts.of(row);
     if constexpr (kAligned) {
       store_pack<true, kCache>(to + column, pack, valid);
     } else {

@@ -14,59 +14,71 @@
 
 namespace cunorm {
 
-// Adds up what the kRows row groups of a CTA hold for the same columns, and stores it.
-template <class Shape, int kRows, class Compute, class StoreSums>
-DEVICE void store_sums(Compute (&sums)[Shape::kPacks][Shape::kPack], int rank, StoreSums store) {
-  constexpr int kPack = Shape::kPack;
-  // Threads that hold a set of columns once: a row group, or a warp once its row groups are added up by shuffles.
-  constexpr int kHolders = kRows * Shape::kThreads / (Shape::kThreads < 32 && kRows > 1 ? 32 : Shape::kThreads);
-  if constexpr (Shape::kThreads < 32 && kRows > 1) {
-#pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) {
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-#pragma unroll
-        for (int mask = Shape::kThreads; mask < 32; mask *= 2) sums[p][i] += shuffle_xor(sums[p][i], mask);
-      }
-    }
-  }
-  if constexpr (kHolders == 1) {
-#pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) {
-      store.pack(Shape::column(rank, p), sums[p], Shape::valid(rank, p));
-    }
-  } else {
-    Compute* const totals = reinterpret_cast<Compute*>(dynamic_shared());  // [kHolders][kCapacity]
-    const int holder = threadIdx.x * kHolders / (kRows * Shape::kThreads);
-    __syncthreads();
-    if (Shape::kThreads >= 32 || threadIdx.x % 32 < Shape::kThreads) {
-#pragma unroll
-      for (int p = 0; p < Shape::kPacks; ++p) {
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) totals[holder * Shape::kCapacity + Shape::slice_column(p) + i] = sums[p][i];
-      }
-    }
-    __syncthreads();
-    // Several row groups share a CTA only where it has the whole row.
-    for (int place = threadIdx.x; place < StoreSums::kPlaces; place += kRows * Shape::kThreads) {
-      const int column = StoreSums::column(place);
-      Compute total = totals[column];
-#pragma unroll
-      for (int other = 1; other < kHolders; ++other) total += totals[other * Shape::kCapacity + column];
-      store.value(place, total);
-    }
-  }
-}
-
-// The same for each of the gradients that are sums over rows.
+// What the kRows row groups of a CTA hold for the same columns, of all gradients that are sums over rows, on its way
+// out: several groups add up through shared memory, where everything is put before anything is read.
 template <class Shape, int kRows, class Compute>
-DEVICE void store_all_sums(Compute (*)[Shape::kPacks][Shape::kPack], int, int, Sums<>) {}
-template <class Shape, int kRows, class Compute, class First, class... Others>
-DEVICE void store_all_sums(Compute (*sums)[Shape::kPacks][Shape::kPack], int rank, int group,
-                           Sums<First, Others...> stores) {
-  store_sums<Shape, kRows>(sums[0], rank, stores.first.of_group(group));
-  store_all_sums<Shape, kRows>(sums + 1, rank, group, stores.others);
-}
+struct RowGroups {
+  static constexpr int kPacks = Shape::kPacks;
+  static constexpr int kPack = Shape::kPack;
+  static constexpr int kThreads = kRows * Shape::kThreads;
+  // Threads that hold a set of columns once: a row group, or a warp once its row groups are added up by shuffles.
+  static constexpr int kHolders = kThreads / (Shape::kThreads < 32 && kRows > 1 ? 32 : Shape::kThreads);
+  static constexpr int kTotals = kHolders * Shape::kCapacity;  // of one gradient
+  using Own = Compute[kPacks][kPack];
+
+  template <class... Stores>
+  DEVICE static void store(Own (&sums)[kArrays<Sums<Stores...>>], int rank, int group, Sums<Stores...> stores) {
+    if constexpr (kHolders > 1) __syncthreads();  // the rows have been read
+    put<sizeof...(Stores)>(sums);
+    if constexpr (kHolders > 1) __syncthreads();
+    store_each(sums, 0, rank, group, stores);
+  }
+
+ private:
+  DEVICE static Compute* totals() { return reinterpret_cast<Compute*>(dynamic_shared()); }
+
+  // [gradient][holder][column]
+  template <int kCount>
+  DEVICE static void put(Own (&sums)[kCount]) {
+    const int holder = threadIdx.x * kHolders / kThreads;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          if constexpr (Shape::kThreads < 32 && kRows > 1) {
+#pragma unroll
+            for (int mask = Shape::kThreads; mask < 32; mask *= 2) sums[k][p][i] += shuffle_xor(sums[k][p][i], mask);
+          }
+          if (kHolders > 1 && (Shape::kThreads >= 32 || threadIdx.x % 32 < Shape::kThreads)) {
+            totals()[k * kTotals + holder * Shape::kCapacity + Shape::place_column(p) + i] = sums[k][p][i];
+          }
+        }
+      }
+    }
+  }
+
+  DEVICE static void store_each(const Own*, int, int, int, Sums<>) {}
+  template <class First, class... Others>
+  DEVICE static void store_each(const Own* sums, int k, int rank, int group, Sums<First, Others...> stores) {
+    const auto store = stores.first.of_group(group);
+    if constexpr (kHolders == 1) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) store.pack(Shape::column(rank, p), sums[k][p], Shape::valid(rank, p));
+    } else {
+      // Several row groups share a CTA only where it has the whole row.
+      for (int place = threadIdx.x; place < First::kPlaces; place += kThreads) {
+        const Compute* const of_column = totals() + k * kTotals + First::column(place);
+        Compute total = of_column[0];
+#pragma unroll
+        for (int other = 1; other < kHolders; ++other) total += of_column[other * Shape::kCapacity];
+        store.value(place, total);
+      }
+    }
+    store_each(sums, k + 1, rank, group, stores.others);
+  }
+};
 
 // Rows: where the rows of the matrices wait (rows.cuh). Columns: the vectors that the derivative takes besides them.
 // Results: gradients that are written row by row; Sums: those that are sums over rows (gradients.cuh).
@@ -100,12 +112,12 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     } else if constexpr (!Columns::kVectors) {
       typename Columns::Packed pack;
       columns.fetch(pack, 0, Shape::column(rank, p), valid);
-      columns.template put<Shape::kCapacity, kRows>(column_places, row_group, Shape::slice_column(p), pack);
+      columns.template put<Shape::kCapacity, kRows>(column_places, row_group, Shape::place_column(p), pack);
     } else {
       if (valid <= 0) {
-        columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::slice_column(p));
+        columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::place_column(p));
       }
-      columns.template copy<Shape::kCapacity, kRows, false>(column_places, row_group, Shape::slice_column(p), 0,
+      columns.template copy<Shape::kCapacity, kRows, false>(column_places, row_group, Shape::place_column(p), 0,
                                                             Shape::column(rank, p), valid);
     }
   }
@@ -136,7 +148,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
       if constexpr (kColumnsStay) {
         columns.unpack(column_packs[kColumnsStay ? p : 0], column_values);
       } else {
-        columns.template read<Shape::kCapacity, kRows>(column_pack, column_places, row_group, Shape::slice_column(p));
+        columns.template read<Shape::kCapacity, kRows>(column_pack, column_places, row_group, Shape::place_column(p));
         columns.unpack(column_pack, column_values);
       }
       const bool active = Shape::kThreads >= 32 || row < rows;
@@ -187,6 +199,8 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     }
 #pragma unroll
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
+    // Launched beside column_gradients (plan.py) it writes, and so ends, after that has read: dx may lie where dy does.
+    if (Results::kCount > 0 && turn == 0) wait_for_kernel_before();
     for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
       Compute values[kArrays<Results>][kPack];
 #pragma unroll
@@ -205,7 +219,8 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
 
   // A row group that had no row has waited for nothing, and its columns may still be under way.
   if constexpr (!kColumnsStay) copies_wait<0>();
-  store_all_sums<Shape, kRows>(sums, rank, group, sums_to);
+  next_kernel_may_begin();
+  if constexpr (Sums::kCount > 0) RowGroups<Shape, kRows, Compute>::store(sums, rank, group, sums_to);
 }
 
 }  // namespace cunorm

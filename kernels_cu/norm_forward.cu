@@ -11,10 +11,12 @@
 namespace cunorm {
 
 // Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. Load reads s
-// (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat; with kColumnsStay
-// the latter stay in registers from row to row. mean and rstd may be null: then nobody will read them.
-template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, class Compute,
-          class Operation, class Load, class Beside, class Columns, class StoreS, class StoreY>
+// (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: they stay in
+// registers from row to row (kColumnsStay), or in shared memory (kColumnsShared), or are read again for every row. mean
+// and rstd may be null: then nobody will read them.
+template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kColumnsShared,
+          bool kOnce, class Compute, class Operation, class Load, class Beside, class Columns, class StoreS,
+          class StoreY>
 DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns columns, StoreS store_s, StoreY store_y,
                          Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
@@ -36,6 +38,24 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
   int64 row = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows + threadIdx.x / Shape::kThreads;
   RowsS rows_s(load, rank, rows, 0);
   Rows<Beside> rows_beside(beside, rank, rows, RowsS::kBytes);
+  // One place for each row group: a thread reads only what it copied itself.
+  char* const column_places = dynamic_shared() + RowsS::kBytes + Rows<Beside>::kBytes;
+  const int row_group = row_group_of_thread<Shape, kRows>();
+  if constexpr (kColumnsShared) {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int valid = Shape::valid(rank, p), place_column = Shape::place_column(p);
+      if constexpr (!Columns::kVectors) {
+        fetch_columns(p);
+        columns.template put<Shape::kCapacity, kRows>(column_places, row_group, place_column, column_packs[p]);
+      } else {
+        if (valid <= 0) columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, place_column);
+        columns.template copy<Shape::kCapacity, kRows, false>(column_places, row_group, place_column, 0,
+                                                              Shape::column(rank, p), valid);
+      }
+    }
+    if constexpr (RowsS::kBytes == 0) copies_commit();
+  }
 #pragma unroll
   for (int ahead = 0; ahead < RowsS::kAhead; ++ahead) {
     rows_s.ask(row + ahead * row_step, ahead);
@@ -76,12 +96,15 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
     rows_beside.take(row);
 
     if constexpr (RowsS::kAskEarly) ask_next();
-    Compute part[Norm::kValues];
-    const auto read_first = [&](Compute(&values)[kPack]) {
-      read(0, values);
+    Compute sums[Norm::kLaneSums] = {}, part[Norm::kValues], pivot = 0;
+    if constexpr (Norm::kHasMean) {
+      Compute first[kPack];
+      read(0, first);
       rows_s.stay_packed(0);
-    };
-    Norm::template gather<Shape>(part, slot, read_first, for_each_pack);
+      pivot = Norm::template pivot<Shape>(slot, first);
+    }
+    for_each_pack([&](const Compute(&values)[kPack], int valid) { Norm::add(sums, values, valid, pivot); });
+    Norm::template gathered<Shape::kLanes>(part, sums, pivot);
     if constexpr (Shape::kSlots > 1) {
       exchange.publish(turn, rank, part);
       if constexpr (!RowsS::kAskEarly) ask_next();
@@ -97,9 +120,15 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       }
       if (rstd != nullptr) rstd[row] = statistics.rstd;
     }
+    if constexpr (kColumnsShared && RowsS::kBytes == 0) copies_wait<0>();
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if constexpr (!kColumnsStay) fetch_columns(p);
+      if constexpr (kColumnsShared) {
+        columns.template read<Shape::kCapacity, kRows>(column_packs[p], column_places, row_group,
+                                                       Shape::place_column(p));
+      } else if constexpr (!kColumnsStay) {
+        fetch_columns(p);
+      }
       const int valid = active ? Shape::valid(rank, p) : 0;
       typename Load::Packed s;
       typename Beside::Packed beside_pack;

@@ -46,7 +46,21 @@ DEVICE void stay_packed(Pack<T, kPack>& pack) {
   }
 }
 
-// Σ a * b over a pack, as a tree: in a chain of additions of like numbers every rounding may go the same way.
+// Σ over a pack, as a tree: in a chain of additions of like numbers every rounding may go the same way.
+template <class Compute, int kPack>
+DEVICE Compute sum(const Compute (&values)[kPack]) {
+  Compute sums[kPack];
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) sums[i] = values[i];
+#pragma unroll
+  for (int step = 1; step < kPack; step *= 2) {
+#pragma unroll
+    for (int i = 0; i + step < kPack; i += 2 * step) sums[i] += sums[i + step];
+  }
+  return sums[0];
+}
+
+// Σ a * b over a pack, likewise.
 template <class Compute, int kPack>
 DEVICE Compute dot(const Compute (&a)[kPack], const Compute (&b)[kPack]) {
   Compute sums[kPack / 2];

@@ -295,6 +295,20 @@ DEVICE void warp_barrier() { __syncwarp(); }
 // __syncthreads.
 DEVICE void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// A kernel that was launched to begin before the one in front of it ends (launch.py says which) waits here until that
+// one has ended and its results can be seen; otherwise there is nothing to wait for. The kernel in front says, in every
+// CTA, from where on the next may begin.
+DEVICE void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void next_kernel_may_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Clusters: CTAs that run side by side on sm_90 and later and reach each other's shared memory.
 DEVICE int cluster_rank() {
 #if __CUDA_ARCH__ >= 900

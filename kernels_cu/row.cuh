@@ -8,7 +8,9 @@ namespace cunorm {
 //   kThreads < 32    several rows share a warp         (power of two)
 //   kThreads == 32   a warp holds a row
 //   kThreads > 32    a CTA holds a row, or a part of it if kCluster > 1   (multiple of 32)
-// None of this depends on the number of rows nor on addresses: neither does the order in which a row is added up.
+// Neighbouring threads hold neighbouring packs, over the whole cluster: which columns meet in which warp, and the order
+// in which a row is added up, depend on kThreads * kCluster and kPacks alone. So the same threads may be one CTA or
+// several, as many rows or few ask for, and a row keeps its bits.
 template <int kCols_, int kPack_, int kThreads_, int kPacks_, int kCluster_>
 struct RowShape {
   static constexpr int kCols = kCols_;
@@ -25,33 +27,24 @@ struct RowShape {
   static_assert(kCluster == 1 || kThreads >= 32);
 
   static constexpr int kCapacity = kPack * kThreads * kPacks;  // columns that the threads of a CTA can hold
-  // Columns of a CTA: the packs of a row in equal parts, the last CTA has what is left. With parts as
-  // large as they can be held, a last one that is smaller, and every pack checked, backward of 14848 cols took 1.5
-  // times as long.
-  static constexpr int kSlice = ((kCols + kPack - 1) / kPack + kCluster - 1) / kCluster * kPack;
-  static constexpr int kLastSlice = kCols - (kCluster - 1) * kSlice;
-  static_assert(kSlice <= kCapacity && kLastSlice > 0);
+  static constexpr int kStep = kPack * kThreads * kCluster;    // from a pack of a thread to its next one
+  static_assert(kCols <= kCapacity * kCluster);
 
-  DEVICE static int slice_columns(int rank) {
-    if (kCluster == 1 || kLastSlice == kSlice) return kSlice < kCols ? kSlice : kCols;
-    const int left = kCols - rank * kSlice;
-    return left < 0 ? 0 : left < kSlice ? left : kSlice;
+  // This thread's pack number p begins at this column of what the CTA holds, and of the row.
+  DEVICE static int place_column(int p) { return (p * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack; }
+  DEVICE static int column(int rank, int p) {
+    return p * kStep + (rank * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack;
   }
-
-  // This thread's pack number p begins at this column of the slice, and of the row.
-  DEVICE static int slice_column(int p) { return (p * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack; }
-  DEVICE static int column(int rank, int p) { return rank * kSlice + slice_column(p); }
 
   // Where the compiler knows that a pack lies in the row, in every thread, it needs no check. Many packs of a cluster
   // are checked all the same: without it ptxas moves so many loads together that it spills 8 to 12 bytes.
   static constexpr bool kChecked = kCluster > 1 && kPacks > 4;
-  DEVICE static constexpr bool whole(int p) { return !kChecked && (p + 1) * kThreads * kPack <= kLastSlice; }
+  DEVICE static constexpr bool whole(int p) { return !kChecked && (p + 1) * kStep <= kCols; }
 
   // How many columns of this thread's pack number p lie in the row.
   DEVICE static int valid(int rank, int p) {
     if (whole(p)) return kPack;
-    const int end = kCluster == 1 || rank == kCluster - 1 ? kCols : (rank + 1) * kSlice;
-    const int left = end - column(rank, p);
+    const int left = kCols - column(rank, p);
     if constexpr (kWholePacks) return left > 0 ? kPack : 0;
     return left < 0 ? 0 : left < kPack ? left : kPack;
   }
@@ -60,7 +53,7 @@ struct RowShape {
   DEVICE static int slot_columns(int slot, int p) {
     constexpr int kMost = kLanes * kPack;
     if (whole(p)) return kMost;
-    const int left = slice_columns(slot / kWarps) - (p * kThreads + slot % kWarps * 32) * kPack;
+    const int left = kCols - (p * kStep + slot * kMost);
     return left < 0 ? 0 : left < kMost ? left : kMost;
   }
   DEVICE static int slot_columns(int slot) {
@@ -73,11 +66,11 @@ struct RowShape {
   // How many columns the pivot of this slot is the mean of, the first ones of the first packs of its lanes: a power of
   // two, so that the mean of equal values is exact. And whether the i-th column of this thread's first pack is one.
   DEVICE static int pivot_columns(int slot) {
-    if (kThreads * kPack <= kLastSlice) return kLanes * kPack;
+    if (kStep <= kCols) return kLanes * kPack;
     return power_of_two_up_to(slot_columns(slot, 0));
   }
   DEVICE static bool has_pivot(int columns, int i) {
-    if (kThreads * kPack <= kLastSlice) return true;
+    if (kStep <= kCols) return true;
     return static_cast<int>(threadIdx.x) % kLanes * kPack + (kWholePacks ? 0 : i) < columns;
   }
 };

@@ -89,7 +89,7 @@ struct SharedRows {
     for (int p = 0; p < Shape::kPacks; ++p) {
       if (Shape::valid(rank, p) > 0) continue;
       for (int stage = 0; stage < kStages; ++stage)
-        load.template clear<Shape::kCapacity, kPlaces>(places(), place(stage), Shape::slice_column(p));
+        load.template clear<Shape::kCapacity, kPlaces>(places(), place(stage), Shape::place_column(p));
     }
   }
 
@@ -99,7 +99,7 @@ struct SharedRows {
     if (row < rows) {
 #pragma unroll(Load::kVectors ? Shape::kPacks : 1)
       for (int p = 0; p < Shape::kPacks; ++p) {
-        load.template copy<Shape::kCapacity, kPlaces, kNeighbours>(places(), to, Shape::slice_column(p), row,
+        load.template copy<Shape::kCapacity, kPlaces, kNeighbours>(places(), to, Shape::place_column(p), row,
                                                                    Shape::column(rank, p), Shape::valid(rank, p));
       }
     }
@@ -113,14 +113,14 @@ struct SharedRows {
       warp_barrier();  // a lane finds there what others copied
 #pragma unroll 1
       for (int p = 0; p < Shape::kPacks; ++p) {
-        load.template settle<Shape::kCapacity, kPlaces>(places(), place(taken), Shape::slice_column(p), row,
+        load.template settle<Shape::kCapacity, kPlaces>(places(), place(taken), Shape::place_column(p), row,
                                                         Shape::valid(rank, p));
       }
     }
   }
   DEVICE void read(typename Load::Packed& pack, int p) const {
     typename Load::Raw raw;
-    load.template read<Shape::kCapacity, kPlaces>(raw, places(), place(taken), Shape::slice_column(p));
+    load.template read<Shape::kCapacity, kPlaces>(raw, places(), place(taken), Shape::place_column(p));
     pack = load.keep(raw, Shape::valid(rank, p));
     if (Shape::kThreads < 32 && !active) pack = {};
   }

@@ -1,8 +1,11 @@
 // The statistics of a row. One struct for each norm holds everything that kernels do not know of the norm they compute:
 //
 //   kHasMean           rows have a mean, which the forward pass stores and the backward pass reads
+//   kLaneSums          sums that a thread adds its packs to, one after the other:
+//   pivot<Shape>(slot, first)                 of the first pack of every lane of a warp, what deviations are from
+//   add(sums, values, valid, pivot)           a pack
 //   kValues            numbers that say what a warp gathered of a row
-//   gather<Shape>(part, slot, read_first, for_each_pack)   those of the columns that this warp holds, in every lane
+//   gathered<kLanes>(part, sums, pivot)                    those of the columns that this warp holds, in every lane
 //   merge<Exchange, kCols>(part, slots, columns)           those of the row, of what its warps published
 //   finish<kCols>(part, eps)                               a Row
 //   Row                rstd, mean() if there is one; normalise(values)
@@ -51,6 +54,7 @@ struct CompensatedSum {
 // mean, to the bit. One step of float32 beside it squared is infinite from 2e26 on.
 struct LayerNorm {
   static constexpr bool kHasMean = true;
+  static constexpr int kLaneSums = 2;       // of Moments, without the pivot
   static constexpr int kValues = 3;         // of Moments
   static constexpr int kRunningValues = 4;  // and how many columns they are of
   static constexpr int kGradientSums = 2;   // Σ g * xhat, Σ g
@@ -101,16 +105,29 @@ struct LayerNorm {
 
   // The pivot is the mean of the first columns of the warp. It need not be nearer: being a mean over at least one part
   // in 2 * kPacks of the warp's values, it costs the variance at most such a factor in rounding.
-  template <class Shape, class Compute, class ReadFirst, class ForEachPack>
-  DEVICE static void gather(Compute (&part)[kValues], int slot, ReadFirst read_first, ForEachPack for_each_pack) {
-    constexpr int kPack = Shape::kPack;
-    Compute first[kPack], weights[kPack];
-    read_first(first);
+  template <class Shape, class Compute, int kPack>
+  DEVICE static Compute pivot(int slot, const Compute (&first)[kPack]) {
+    Compute weights[kPack];
     const int columns = Shape::pivot_columns(slot);
     const Compute weight = static_cast<Compute>(1) / static_cast<Compute>(columns > 0 ? columns : 1);
 #pragma unroll
     for (int i = 0; i < kPack; ++i) weights[i] = Shape::has_pivot(columns, i) ? weight : 0;
-    moments_about<Shape::kLanes, kPack>(part, group_sum<Shape::kLanes>(dot(first, weights)), for_each_pack);
+    return group_sum<Shape::kLanes>(dot(first, weights));
+  }
+  // Σ(x - pivot), Σ(x - pivot)²; values past `valid` do not count.
+  template <class Compute, int kPack>
+  DEVICE static void add(Compute (&sums)[kLaneSums], const Compute (&values)[kPack], int valid, Compute pivot) {
+    Compute deviation[kPack];
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) deviation[i] = i < valid ? values[i] - pivot : 0;
+    sums[0] += sum(deviation);
+    sums[1] += dot(deviation, deviation);
+  }
+  template <int kLanes, class Compute>
+  DEVICE static void gathered(Compute (&part)[kValues], const Compute (&sums)[kLaneSums], Compute pivot) {
+    part[0] = pivot;
+    part[1] = group_sum<kLanes>(sums[0]);
+    part[2] = group_sum<kLanes>(sums[1]);
   }
 
   template <class Exchange, int64 kCols, class Compute, class Columns>
@@ -154,17 +171,18 @@ struct LayerNorm {
       Compute beyond = 0;
 #pragma unroll
       for (int i = 1; i < kPack; ++i) beyond += i < valid ? values[i] - values[0] : 0;
-      Compute part[kValues];
-      moments_about<1, kPack>(part, values[0] + beyond / columns, [&](auto use) { use(values, valid); });
-      const Compute residual = part[1] / columns;
-      const Compute deviations = multiply_add(-part[1], residual, part[2]);
+      const Compute pivot = values[0] + beyond / columns;
+      Compute sums[kLaneSums] = {};
+      LayerNorm::add(sums, values, valid, pivot);
+      const Compute residual = sums[0] / columns;
+      const Compute deviations = multiply_add(-sums[0], residual, sums[1]);
       if (count == 0) {
-        *this = {columns, {part[0], residual}, {deviations, 0}};
+        *this = {columns, {pivot, residual}, {deviations, 0}};
         return;
       }
       const Compute total = count + columns;
       const Compute share = columns / total;
-      const Compute delta = (part[0] - mean.sum) + (residual - mean.lost);
+      const Compute delta = (pivot - mean.sum) + (residual - mean.lost);
       squares.add(multiply_add(delta * delta, count * share, deviations));
       mean.add(delta * share);
       count = total;
@@ -205,33 +223,13 @@ struct LayerNorm {
 #pragma unroll
     for (int i = 1; i < kPack; ++i) sums[1] += g[i];
   }
-
- private:
-  // Moments about `pivot` of the values that kLanes lanes hold. for_each_pack(use) calls use(values, valid) for every
-  // pack of this thread; values past `valid` do not count.
-  template <int kLanes, int kPack, class Compute, class ForEachPack>
-  DEVICE static void moments_about(Compute (&part)[kValues], Compute pivot, ForEachPack for_each_pack) {
-    Compute deviations = 0;
-    Compute squares = 0;
-    for_each_pack([&](const Compute(&values)[kPack], int valid) {
-      Compute deviation[kPack];
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        deviation[i] = i < valid ? values[i] - pivot : 0;
-        deviations += deviation[i];
-      }
-      squares += dot(deviation, deviation);
-    });
-    part[0] = pivot;
-    part[1] = group_sum<kLanes>(deviations);
-    part[2] = group_sum<kLanes>(squares);
-  }
 };
 
 // RMSNorm: the mean of squares. They overflow float beyond |x| = 1.8e19, where rstd is 0, as with torch.
 struct RmsNorm {
   static constexpr bool kHasMean = false;
-  static constexpr int kValues = 1;  // Σ x²
+  static constexpr int kLaneSums = 1;  // Σ x²
+  static constexpr int kValues = 1;    // the same
   static constexpr int kRunningValues = 1;
   static constexpr int kGradientSums = 1;  // Σ g * xhat
   static constexpr bool kCentresGradient = false;
@@ -258,11 +256,13 @@ struct RmsNorm {
     }
   };
 
-  template <class Shape, class Compute, class ReadFirst, class ForEachPack>
-  DEVICE static void gather(Compute (&part)[kValues], int, ReadFirst, ForEachPack for_each_pack) {
-    Compute squares = 0;
-    for_each_pack([&](const Compute(&values)[Shape::kPack], int) { squares += dot(values, values); });
-    part[0] = group_sum<Shape::kLanes>(squares);
+  template <class Compute, int kPack>
+  DEVICE static void add(Compute (&sums)[kLaneSums], const Compute (&values)[kPack], int, Compute) {
+    sums[0] += dot(values, values);
+  }
+  template <int kLanes, class Compute>
+  DEVICE static void gathered(Compute (&part)[kValues], const Compute (&sums)[kLaneSums], Compute) {
+    part[0] = group_sum<kLanes>(sums[0]);
   }
 
   template <class Exchange, int64 kCols, class Compute, class Columns>

@@ -3,6 +3,7 @@ the first case of each test but for those marked `slow`.
 """
 
 import functools
+import logging
 
 import numpy
 import pytest
@@ -81,3 +82,18 @@ def xp(request):
     pool = cupy.get_default_memory_pool()
     if pool.total_bytes() > POOL_LIMIT:
         pool.free_all_blocks()
+
+
+@pytest.fixture
+def lines(caplog):
+    """What the logger says from now on, a call at a time; nothing of it above INFO."""
+    caplog.set_level(logging.DEBUG, "cunorm")
+
+    def said() -> list[str]:
+        assert {record.levelno for record in caplog.records} <= {logging.INFO}
+        assert {record.name for record in caplog.records} <= {"cunorm"}
+        messages = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return messages
+
+    return said

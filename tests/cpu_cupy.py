@@ -1,5 +1,5 @@
-"""CuPy's part in a fused operation played by NumPy arrays, and the GPU's by a Machine of cpu_device.py: the family of
-CuPy arrays runs on the CPU as it is, checks, recipes, copies and all."""
+"""CuPy's part played by NumPy arrays, and the GPU's by a Machine of cpu_device.py: the family of CuPy arrays runs on
+the CPU as it is, checks, recipes, copies and all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from cunorm.recipes import Recipes
 class Array(numpy.ndarray):
     """A NumPy array that says of its memory what one of CuPy says. A new one is full of NaN."""
 
+    allocated = 0  # how many new ones there were
+
     def __new__(cls, shape: tuple[int, ...], dtype: Any) -> Array:
+        Array.allocated += 1
         return unwritten(shape, numpy.dtype(dtype)).view(cls)
 
     @property
@@ -53,7 +56,7 @@ class Runs:
         self.machine = machine
         self.plans: list[Plan] = []
 
-    def run(self, plan: Plan, device_id: int, stream: int, pointers, scalars, workspace: int) -> None:
+    def run(self, plan: Plan, device_id: int, stream: int, pointers, scalars, workspace: int = 0) -> None:
         problem = plan.problem
         self.plans.append(plan)
         arrays = {
@@ -65,13 +68,17 @@ class Runs:
 
 def _array_at(pointer: int, operand: Operand, rows: int, cols: int) -> numpy.ndarray:
     dtype = numpy_dtype("test", operand.dtype)
-    count, strides = operand.size(rows, cols), (dtype.itemsize,)
-    shape: tuple[int, ...] = (count,)
+    shape: tuple[int, ...] = (operand.size(rows, cols),)
+    strides: tuple[int, ...] = (1,)
     if operand.kind == "full":
-        shape, strides = (rows, cols), (operand.row_stride * dtype.itemsize, dtype.itemsize)
-        count = (rows - 1) * operand.row_stride + cols
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
-    return numpy.ndarray(shape, dtype, memory, 0, strides)
+        inner = operand.inner or rows
+        shape, strides = (rows // inner, inner, cols), (operand.outer_stride, operand.row_stride, 1)
+    reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    before, count = -sum(min(0, one) for one in reach), 1 + sum(map(abs, reach))
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer - before * dtype.itemsize)
+    return numpy.ndarray(
+        shape, dtype, memory, before * dtype.itemsize, tuple(stride * dtype.itemsize for stride in strides)
+    )
 
 
 def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = None) -> Runs:
@@ -89,8 +96,12 @@ def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = Non
     )
     monkeypatch.setattr(fused_cupy, "cupy", cupy)
     monkeypatch.setattr(cupy_arrays, "cupy", cupy)
-    monkeypatch.setattr(fused_cupy, "launch", runs)
-    monkeypatch.setattr(fused_cupy, "device", SimpleNamespace(current=lambda _: device))
-    monkeypatch.setattr(fused_cupy, "_recipes", Recipes())
+    for family in (fused_cupy, cupy_arrays):
+        monkeypatch.setattr(family, "launch", runs)
+        monkeypatch.setattr(family, "device", SimpleNamespace(current=lambda _: device))
+        monkeypatch.setattr(family, "_recipes", Recipes())
+    monkeypatch.setattr(cupy_arrays, "_current_device", lambda: 0)
+    monkeypatch.setattr(cupy_arrays, "_current_stream", cupy.cuda.get_current_stream)
     monkeypatch.setitem(families._fused, Array, fused_cupy)
+    monkeypatch.setitem(families._norms, Array, cupy_arrays)
     return runs

@@ -132,7 +132,11 @@ _spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that 
 def memory(arrays: dict[str, numpy.ndarray | None]):
     """The pointers of arrays, 0 for None, while launch.py prepares kernels that run on the CPU."""
     present = [array for array in arrays.values() if array is not None]
-    spans = [numpy.lib.array_utils.byte_bounds(array) for array in present]
+    spans: list[tuple[int, int]] = []
+    for low, high in sorted(map(numpy.lib.array_utils.byte_bounds, present)):
+        if spans and low < spans[-1][1]:  # in one buffer, or one array twice
+            low, high = spans[-1][0], max(high, spans.pop()[1])
+        spans.append((low, high))
     _spans[:] = [(low, high - low) for low, high in spans if high > low]
     with mock.patch.object(launch, "prepare", lambda step, machine: machine.prepare(step)):
         yield {name: 0 if a is None else a.__array_interface__["data"][0] for name, a in arrays.items()}

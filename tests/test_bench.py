@@ -8,12 +8,16 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy
 import pytest
+from nvrtc import needs_nvrtc
 
 from bench import providers, report, suites, timing
-from bench.__main__ import main
+from bench.__main__ import cases_of, main
 from bench.bars import bars
-from bench.results import OURS, ROOF, Results, group
-from bench.suites import LARGE, Case, parse_sizes
+from bench.results import OURS, ROOF, Results, case_of, class_of, distinct, group, head, load
+from bench.roof import Variant, compiled, variants
+from bench.roof import distinct as distinct_roofs
+from bench.roofs import candidates, fastest, key_of
+from bench.suites import LARGE, MEGA, Case, drawn, parse_sizes
 
 
 def test_sizes_are_lists_and_doublings():
@@ -40,7 +44,7 @@ def test_bytes_of_an_operation():
 def test_suites_hold_what_the_bars_ask_for():
     roof = suites.suite("roof")
     assert len(roof) == len(set(roof)) == 2 * 2 * 3 * 14
-    assert all(case.rows * case.cols >= LARGE for case in roof)
+    assert all(case.elements >= LARGE for case in roof)
     triton = {case.cols for case in suites.suite("triton") if case.direction == "backward"}
     assert (min(triton), max(triton), len(triton)) == (1024, 15872, 30)
     assert {(case.rows, case.cols) for case in suites.suite("small")} == {
@@ -50,6 +54,56 @@ def test_suites_hold_what_the_bars_ask_for():
     assert ("layer_norm", "backward", 4096, 12288, "float16") in anchors
     assert ("layer_norm", "forward", 64, 262144, "bfloat16") in anchors
     assert ("rms_norm", "backward", 16384, 65536, "bfloat16") in anchors
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "first", "last", "sizes"),
+    [
+        ("widths", 125, 256, 8192, (MEGA, 8 * MEGA, LARGE)),
+        ("long", 22, 12288, 262144, (LARGE,)),
+        ("odd", 53, 1001, 50257, (LARGE,)),
+        ("heads", 4, 64, 256, ()),
+        ("few", 6, 512, 16384, ()),
+    ],
+)
+def test_suites_of_both_norms_and_directions(name, columns, first, last, sizes):
+    cases = suites.suite(name)
+    assert len(cases) == len(set(cases))
+    found = sorted({case.cols for case in cases})
+    assert (len(found), found[0], found[-1]) == (columns, first, last)
+    assert {(case.op, case.direction) for case in cases} == {(o, d) for o in suites.OPS for d in suites.DIRECTIONS}
+    for case in cases:
+        assert not sizes or any(abs(case.elements - size) < case.cols for size in sizes)
+    # A third has a float32 weight, in each panel of a picture too.
+    for op in suites.OPS:
+        of_op = [bool(case.weight) for case in cases if case.op == op and case.direction == "backward"]
+        assert 0.2 < sum(of_op) / len(of_op) < 0.51
+
+
+def test_a_step_makes_the_long_rows_finer():
+    assert {case.cols for case in suites.suite("long", 4096)} == {*range(12288, 262145, 4096)}
+
+
+def test_drawing_keeps_both_norms_and_directions_together_and_repeats_itself():
+    cases = suites.suite("few")
+    some = drawn(cases, 5, seed=1)
+    assert some == drawn(cases, 5, seed=1) != drawn(cases, 5, seed=2)
+    assert len(some) == 4 * len({case.shape for case in some}) == 20
+    assert some == drawn(cases, None, seed=1)[:20]  # more time measures more of the same order
+    assert sorted(map(str, drawn(cases, None, seed=3))) == sorted(map(str, cases))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("layer_norm", "forward", 3, 5, "float32"),
+        Case("layer_norm", "forward", 3, 5, "float32", 10.0),
+        Case("rms_norm", "backward", 32, 64, "bfloat16", weight="float32", heads=16),
+    ],
+    ids=str,
+)
+def test_a_line_names_its_case(case):
+    assert case_of(head(case)) == case
 
 
 def test_rotating_buffers_pass_through_more_than_the_cache():
@@ -76,10 +130,9 @@ def test_an_unknown_provider_is_refused(capsys):
 
 
 def _lines(case: Case, **microseconds: float | None) -> list[dict]:
-    head = {"op": case.op, "direction": case.direction, "dtype": case.dtype, "rows": case.rows, "cols": case.cols}
     lines = []
     for name, time in microseconds.items():
-        line = head | {"provider": name}
+        line = head(case) | {"provider": name}
         if time is None:
             lines.append(line | {"status": "wrong", "reason": "dx is off"})
         else:
@@ -90,43 +143,299 @@ def _lines(case: Case, **microseconds: float | None) -> list[dict]:
 
 
 def _results(lines: list[dict], suite: str = "roof") -> Results:
-    environment = {"gpu": "made up", "date": "2026-01-01", "providers": {OURS: "0"}, "missing": {"apex": "not there"}}
+    environment = {"gpu": "made up", "date": "2026-01-01", "commit": "abc", "providers": {OURS: "0"}, "missing": {}}
     return Results({suite: environment}, group(lines, suite))
 
 
 BACKWARD = Case("layer_norm", "backward", LARGE // 4096, 4096, "bfloat16")
 
 
+BF16 = "bfloat16"
+WIDE, LONG_ROW = Case("layer_norm", "forward", LARGE // 4096, 4096, BF16), 12288
+
+
 @pytest.mark.parametrize(
-    ("ours", "peer", "roof_bar", "peer_bar"),
-    [(100.0, 131.0, True, True), (100.0, 129.0, True, False), (112.0, 150.0, False, True), (None, 150.0, False, False)],
+    ("suite", "case", "roof", "peer", "ours", "holds"),
+    [
+        ("widths", WIDE, 96.0, None, 100.7, True),
+        ("widths", WIDE, 96.0, None, 100.9, False),  # 100 + 0.8
+        ("widths", BACKWARD, 95.0, None, 102.4, True),
+        ("widths", BACKWARD, 95.0, None, 102.6, False),  # 100 + 2.5
+        ("widths", BACKWARD, 95.0, None, None, False),  # refused
+        ("long", Case("rms_norm", "forward", 5462, LONG_ROW, BF16), 94.0, None, 100.1, False),
+        ("long", Case("rms_norm", "backward", 5462, LONG_ROW, BF16), 90.0, None, 99.9, True),
+        ("long", Case("rms_norm", "backward", 256, 262144, BF16), 85.0, None, 99.9, True),
+        ("long", Case("rms_norm", "backward", 256, 262144, BF16), 85.0, None, 100.1, False),
+        ("few", Case("rms_norm", "forward", 8, 512, BF16), 1.0, 2.0, 2.09, True),  # 0.1 us is more than 2%
+        ("few", Case("rms_norm", "forward", 8, 512, BF16), 1.0, 2.0, 2.11, False),
+        ("few", Case("rms_norm", "forward", 2048, 16384, BF16), 1.0, 100.0, 101.9, True),
+        ("map", Case("rms_norm", "forward", 2048, 16384, BF16), 1.0, 100.0, 102.1, False),
+        ("few", Case("rms_norm", "forward", 2048, 16384, BF16), 1.0, 100.0, 102.1, False),
+        ("heads", Case("rms_norm", "backward", 131072, 64, BF16, heads=16), 85.0, None, 100.1, False),
+        ("odd", Case("rms_norm", "forward", 67000, 1001, BF16), 80.0, None, 99.9, True),
+        ("roof", Case("rms_norm", "forward", 16384, 4096, "float16"), 96.0, None, 101.0, False),
+        ("roof", Case("rms_norm", "forward", 2097152, 32, "float16"), 96.0, None, 901.0, None),  # no bar so narrow
+    ],
 )
-def test_a_bar_holds_or_does_not(ours, peer, roof_bar, peer_bar):
-    lines = _lines(BACKWARD, **{ROOF: 100.0, OURS: ours, "torch": peer, "Liger": peer + 50})
-    by_name = {bar.what: bar for bar in bars(_results(lines))}
-    of_roof = by_name["backward, >= 64 M elements, 512 to 65536 columns: of the roof"]
-    peers = by_name["LayerNorm backward, the same: times the best peer"]
-    assert (of_roof.holds, peers.holds) == (roof_bar, peer_bar)
-    assert f"{LARGE // 4096} x 4096" in of_roof.where
-    assert "torch" in peers.where
-    assert by_name["1, 32 and 512 rows: times the best peer"].holds is None
+def test_a_bar_holds_or_does_not(suite, case, roof, peer, ours, holds):
+    peers = {} if peer is None else {"torch": peer, "Liger": peer + 50}
+    found = [bar for bar in bars(_results(_lines(case, **{ROOF: roof, OURS: ours, **peers}), suite)) if bar.cases]
+    if peer is not None:  # the bar of all cases with peers has it too
+        assert len(found) == 2
+        assert "torch" in found[0].worst[0][1]
+    assert [bar.holds for bar in found[:1]] == ([] if holds is None else [holds])
+    assert all(f"{case.rows} x {case.cols}" in bar.worst[0][1] for bar in found)
 
 
-def test_one_slow_case_fails_a_bar_and_is_named():
-    cases = [Case("rms_norm", "forward", LARGE // cols, cols, "float32") for cols in (256, 1024, 131072)]
-    lines = [line for case in cases for line in _lines(case, **{ROOF: 100.0, OURS: 101.0 + 4 * (case.cols == 1024)})]
-    bar = bars(_results(lines))[0]
-    assert (bar.holds, bar.cases, bar.held) == (False, 3, 2)
-    assert bar.where.endswith("65536 x 1024")
-    assert bar.worst == pytest.approx(100 / 105)
+def test_one_slow_case_fails_a_bar_and_the_worst_five_are_named():
+    cases = [Case("rms_norm", "forward", LARGE // cols, cols, BF16) for cols in (256, 512, 768, 1024, 1280, 4096)]
+    lines = [line for case in cases for line in _lines(case, **{ROOF: 96.0, OURS: 100.0 + 4 * (case.cols == 1024)})]
+    bar = bars(_results(lines, "widths"))[0]
+    assert (bar.holds, bar.cases, bar.held, len(bar.worst)) == (False, 6, 5, 5)
+    ratio, where = bar.worst[0]
+    assert "65536 x 1024" in where
+    assert ratio == pytest.approx(104 / 100.8)
 
 
-def test_ties_and_losses_of_small_problems():
-    case = Case("layer_norm", "forward", 32, 4096, "bfloat16")
-    for peer, holds in ((2.0, True), (1.99, False)):
-        results = _results(_lines(case, **{ROOF: 1.0, OURS: 2.0, "Liger": peer}), "small")
-        by_name = {bar.what: bar for bar in bars(results)}
-        assert by_name["1, 32 and 512 rows: times the best peer"].holds is holds
+def test_a_bar_counts_a_case_once_by_its_worst_measurement():
+    runs = [group(_lines(WIDE, **{ROOF: 96.0, OURS: ours}), "widths") for ours in (100.0, 102.0, 99.0)]
+    bar = bars(Results({}, [entry for run in runs for entry in run]))[0]
+    assert (bar.cases, bar.held, bar.worst[0][0]) == (1, 0, pytest.approx(102 / 100.8))
+
+
+@pytest.mark.parametrize(("behind", "of", "holds"), [(2, 100, True), (3, 100, False), (0, 1, True)])
+def test_behind_in_two_per_cent_of_cases_is_allowed(behind, of, holds):
+    cases = [Case("rms_norm", "forward", 8192, 8 * (i + 1), BF16) for i in range(of)]
+    lines = [
+        line for i, case in enumerate(cases) for line in _lines(case, cunorm=100.0, torch=90 if i < behind else 110)
+    ]
+    (bar,) = [bar for bar in bars(_results(lines, "anchors")) if bar.cases]
+    assert bar.holds is holds
+
+
+def test_a_case_counts_once_and_by_its_worst_measurement():
+    other = Case("layer_norm", "forward", 8, 4096, BF16)
+    small = group(_lines(other, cunorm=2.0, torch=1.5) + _lines(WIDE, cunorm=100.0, torch=99.0), "small")
+    anchors = group(_lines(other, cunorm=2.0, torch=2.5) + _lines(WIDE, cunorm=100.0), "anchors")
+    results = Results({}, [*small, *anchors])
+    assert {entry.case: entry.speedup for entry in distinct(results.measured)} == {other: 0.75, WIDE: 0.99}
+    text = report.losses(results)
+    assert "Of 2 distinct cases with a peer" in text
+    assert "in 1:" in text
+    assert "| few rows | 1 | 1 | 0.75, 0.75 |" in text
+    assert "| widths | 1 | 0 | 0.99, 0.99 |" in text
+    assert f"| {other} | few rows | 2.00 | 1.50 torch | 0.75 |" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "heads", "expected"),
+    [
+        (2048, 512, 0, "few rows"),
+        (8192, 768, 0, "widths"),
+        (5462, 12288, 0, "long rows"),
+        (256, 262144, 0, "long rows"),
+        (67000, 1001, 0, "odd widths"),
+        (131072, 128, 16, "heads"),
+    ],
+)
+def test_the_class_of_a_case(rows, cols, heads, expected):
+    assert class_of(Case("rms_norm", "forward", rows, cols, BF16, heads=heads)) == expected
+
+
+def _file(folder, name: str, commit: str | None, *lines: dict) -> None:
+    import json
+
+    environment = {"gpu": "made up", "date": "2026-01-01", "providers": {OURS: "0"}, "missing": {}}
+    first = environment | ({} if commit is None else {"commit": commit})
+    text = "".join(json.dumps(line) + "\n" for line in (first, *lines))
+    (folder / name).write_text(text + '{"op": "layer_norm", "dire')  # cut short by the end of a run's time
+
+
+@pytest.mark.parametrize(
+    ("commits", "refused"),
+    [
+        ({"small": "a", "few": "a"}, False),
+        ({"small": "a", "few": "b"}, True),
+        ({"small": "a", "few": None}, True),
+        ({"small": "a", "error": "b"}, False),  # a picture of its own
+    ],
+)
+def test_results_of_different_commits_are_refused(tmp_path, capsys, commits, refused):
+    for name, commit in commits.items():
+        _file(tmp_path, f"{name}.jsonl", commit, *_lines(WIDE, roof=95.0, cunorm=100.0, torch=120.0))
+    paths = sorted(tmp_path.iterdir())
+    assert report.show(paths) == (2 if refused else 0)
+    assert ("REFUSED" in capsys.readouterr().err) is refused
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.BEGIN}\nold\n{report.END}\n")
+    if refused:
+        assert report.report(check=False, results=load(paths), readme=readme, plots=tmp_path) == 2
+        assert "old" in readme.read_text()
+    assert list(load(paths, commit="a").by_commit()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "rows", "cols"),
+    [
+        ({(1, 8), (1, 16), (2, 8), (2, 16)}, [1, 2], [8, 16]),
+        ({(1, 8), (1, 16), (2, 8), (2, 16), (4, 8)}, [1, 2], [8, 16]),
+        ({(1, 8), (1, 16), (2, 8)}, [1, 2], [8]),
+        (set(), [], []),
+    ],
+)
+def test_the_map_has_no_holes(cells, rows, cols):
+    plots = pytest.importorskip("bench.plots", reason="the pictures need matplotlib: pip install -e '.[test]'")
+    found = plots.whole_grid(cells)
+    assert found == (rows, cols)
+    assert {(row, col) for row in found[0] for col in found[1]} <= cells
+
+
+@pytest.mark.parametrize(
+    ("size", "power"),
+    [(1 << 10, 8), (1 << 14, 12), (3 << 18, 20), (1 << 20, 20), (1 << 27, 27), (100 << 20, 27), (1, 0)],
+)
+def test_sizes_share_a_roof(size, power):
+    assert key_of(1, size) == (1, power)
+
+
+def test_a_case_tries_the_winners_of_its_size_and_the_first_of_its_neighbours():
+    a, b, c, d = (Variant(1, 128, ctas, 4) for ctas in (1, 2, 3, 4))
+    known = {(1, 25): [a, b], (1, 26): [b, c], (1, 27): [d, a], (2, 26): [c]}
+    assert candidates(known, (1, 26)) == [b, c, a, d]
+    assert candidates(known, (1, 28)) == [d]
+    assert fastest([(a, 3.0), (b, 1.0), (c, 2.0)], 2) == [b, c]
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_every_roof_fits_an_sm_and_is_tried_once(reads):
+    found = variants(reads)
+    assert len(found) == len(set(found)) > 100
+    for one in found:
+        assert one.under_way <= 128 << 10
+        assert one.threads * one.ctas <= 2048
+        # As many CTAs as it says, and no more where shared memory is what bounds them.
+        assert one.ctas * (one.dynamic_shared + 1024) <= 228 << 10
+        if one.dynamic_shared and not one.stages:
+            assert (one.ctas + 1) * (one.dynamic_shared + 1024) > 228 << 10
+    assert not [one for one in variants(reads, 80) if one.stages]
+    few = distinct_roofs(found, 64, 132)
+    assert len(few) < 40  # 1 KB: where all CTAs run at once neither their number nor persistence matters
+    assert {one.grid(64, 132) for one in few} <= {1}
+    assert len(distinct_roofs(found, 1 << 23, 132)) == len(found)
+
+
+@needs_nvrtc
+@pytest.mark.slow
+def test_every_roof_compiles():
+    texts = [one.text for reads in (1, 2) for one in variants(reads)]
+    assert "@" not in "".join(texts)
+    assert all(compiled(texts, 90).values())
+
+
+@pytest.mark.gpu
+def test_every_roof_copies_every_element():
+    cupy = pytest.importorskip("cupy")
+    from bench.roof import Kernels
+    from bench.roofs import wrong
+
+    kernels = Kernels()
+    for words in (2, 1000, 1 << 20, (1 << 22) + 6):
+        numbers = cupy.arange(1, words + 1, dtype=cupy.uint64)
+        a, b = (numbers * cupy.uint64(odd) for odd in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F))  # no two alike
+        for reads, second in ((1, None), (2, b)):
+            for one in kernels.variants[reads]:
+                assert wrong(kernels, one, a, second, cupy.empty_like(a)) == 0, (one, words)
+
+
+class Fake(providers.Provider):
+    """A provider of one time, or of one fault."""
+
+    def __init__(self, name: str, microseconds: float | None):
+        self.name, self.microseconds = name, microseconds
+
+
+@pytest.fixture
+def fake_run(monkeypatch):
+    """`fake_run(providers, cases, **options)`: the lines of a run without a GPU."""
+    runner = pytest.importorskip("bench.runner", reason="bench.runner needs rich: pip install -e '.[test]'")
+    pytest.importorskip("cupy", reason="bench.runner needs CuPy: pip install -e '.[cuda13]'")
+    from rich.console import Console
+
+    def prepare(case, provider, workload):
+        if provider.microseconds is None:
+            raise ZeroDivisionError("as asked")
+        return {"status": "ok", "errors": {"y": 0.5}}, lambda: provider.microseconds * 1e-6
+
+    def timer_that_fails():
+        raise ZeroDivisionError("in a replay")
+
+    monkeypatch.setattr(runner, "_prepare", prepare)
+    monkeypatch.setattr(runner, "_free", lambda: None)
+    monkeypatch.setattr(runner, "_check_device", lambda name, error: None)
+    monkeypatch.setitem(sys.modules, "bench.workload", SimpleNamespace(Workload=lambda case: None))
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
+
+    def run(found, cases, roofs=(), **options):
+        one = runner.Runner([(provider, "0") for provider in found], None, Console(quiet=True), **options)
+        monkeypatch.setattr(
+            one,
+            "_roofs",
+            lambda case, workload: [
+                runner.Contender(ROOF, {"status": "ok"}, timer_that_fails if t is None else lambda t=t: t * 1e-6, v)
+                for v, t in roofs
+            ],
+        )
+        one.run(cases)
+        return one.lines
+
+    return run
+
+
+def test_a_fault_stops_nothing_and_the_fastest_roof_counts(fake_run):
+    fast, slow = Variant(1, 128, 4, 4), Variant(1, 256, 4, 4)
+    roofs = [(slow, 3.0), (fast, 2.0), (slow, None)]
+    lines = fake_run([Fake(OURS, 5.0), Fake("torch", None), Fake("Liger", 6.0)], [WIDE, BACKWARD], roofs)
+    assert [line["provider"] for line in lines] == [ROOF, OURS, "torch", "Liger"] * 2
+    roof, ours, torch, liger = lines[:4]
+    assert (roof["microseconds"], roof["kernel"]["threads"]) == (2.0, 128)
+    assert (ours["microseconds"], liger["microseconds"]) == (5.0, 6.0)
+    assert (torch["status"], torch["reason"]) == ("error", "ZeroDivisionError: as asked")
+
+
+def test_what_the_time_does_not_allow_is_said_to_be_left_out(fake_run):
+    assert fake_run([Fake(OURS, 5.0)], [WIDE, BACKWARD], deadline=0.0) == [
+        {"left_out": 2, "because": "the run's time was over"}
+    ]
+
+
+def test_a_peer_has_no_more_than_its_seconds(fake_run):
+    lines = fake_run([Fake(OURS, 5.0), Fake("torch", 6.0)], [WIDE, BACKWARD], peer_seconds=0.0)
+    assert [line["status"] for line in lines] == ["ok", "ok", "ok", "unsupported"]
+    assert "seconds of preparing are spent" in lines[-1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "added"), [("QuACK", ["--without", "Liger", "QuACK"]), (OURS, ["--without", "Liger"])]
+)
+def test_after_a_fault_of_the_gpu_a_new_process_goes_on_without_the_culprit(monkeypatch, broken, added):
+    from bench import __main__ as command
+
+    started = []
+    monkeypatch.setattr(sys, "argv", ["bench", "run", "--suite", "few", "--resume", "--out", "few.jsonl"])
+    monkeypatch.setattr(command.os, "execv", lambda program, arguments: started.append(arguments))
+    command._go_on(SimpleNamespace(without=["Liger"], seconds=100.0), broken, 40.0)
+    ((_, *arguments),) = started
+    expected = ["run", "--suite", "few", "--out", "few.jsonl", "--resume", *added, "--seconds", "40.0"]
+    assert arguments == ["-m", "bench", *expected]
+
+
+def test_a_run_goes_on_where_its_file_ends(tmp_path):
+    options = SimpleNamespace(suite="few", step=None, op=suites.OPS, direction=suites.DIRECTIONS, dtype=None)
+    vars(options).update(sample=3, seconds=None, seed=0, resume=False, out=tmp_path / "few.jsonl")
+    every = cases_of(options)
+    _file(tmp_path, "few.jsonl", "a", *_lines(every[0], roof=1.0, cunorm=2.0), *_lines(every[1], roof=1.0, Liger=2.0))
+    options.resume = True
+    assert cases_of(options) == every[1:]
 
 
 @pytest.mark.slow
@@ -136,7 +445,7 @@ def test_readme_and_pictures_are_what_results_give(tmp_path, capsys):
     readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     forward = Case("rms_norm", "forward", LARGE // 4096, 4096, "bfloat16")
     times = {ROOF: 100.0, OURS: 120.0, "torch": 110.0, "XLA": None}
-    results = _results(_lines(BACKWARD, **times) + _lines(forward, **times))
+    results = _results(_lines(BACKWARD, **times) + _lines(forward, **times), "widths")
 
     def run(results: Results, check: bool) -> int:
         return report.report(check=check, results=results, readme=readme, plots=plots)
@@ -148,21 +457,22 @@ def test_readme_and_pictures_are_what_results_give(tmp_path, capsys):
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "**no**" in capsys.readouterr().out
     assert "torch | 0.92 |" in text  # a loss, in sight
-    assert sorted(path.name for path in plots.iterdir()) == [
-        "peers.svg",
-        "speed-backward-bf16.svg",
-        "speed-forward-bf16.svg",
-    ]
-    slower = _results(_lines(BACKWARD, **times | {OURS: 130.0}) + _lines(forward, **times))
+    assert "**no**" in text
+    assert "0 hold and 3 fail" in text
+    pictures = ["speed-backward-bf16.svg", "speed-forward-bf16.svg"]
+    assert sorted(path.name for path in plots.iterdir()) == pictures
+    assert all(f"(bench/plots/{name})" in text for name in pictures)
+    slower = _results(_lines(BACKWARD, **times | {OURS: 130.0}) + _lines(forward, **times), "widths")
     assert run(slower, check=True) == 1
     assert "speed-backward-bf16.svg" in capsys.readouterr().out
 
 
 def test_a_refused_result_of_ours_stands_in_readme():
     lines = _lines(BACKWARD, **{ROOF: 100.0, OURS: None, "torch": 110.0})
-    assert f"| {BACKWARD.rows} x 4096 |  |  |  | wrong | " in report.section(_results(lines, "anchors"))
+    text = report.section(_results(lines))
+    assert "| 4096 |  | wrong |  |  |" in text
+    assert f"| {BACKWARD} | widths | wrong | 110.00 torch | 0.00 |" in text
 
 
 def test_readme_without_markers_is_left_alone():

@@ -180,6 +180,63 @@ BACKWARD = [
     Bad("output_mask is None", lambda xp, a: {"output_mask": None}, TypeError, "output_mask must be a tuple"),
     Bad("output_mask is a string", lambda xp, a: {"output_mask": "yes"}, TypeError, "output_mask must be a tuple"),
     Bad("output_mask is too long", lambda xp, a: {"output_mask": (True,) * 4}, ValueError, "output_mask must have"),
+    Bad(
+        "dx_out is a list",
+        lambda xp, a: {"dx_out": [[0.0]]},
+        TypeError,
+        "dx_out must be a (NumPy array|CuPy array|torch.Tensor)",
+    ),
+    Bad(
+        "dx_out has another shape",
+        lambda xp, a: {"dx_out": a["buffer"]},
+        ValueError,
+        r"dx_out must have the shape of x, \(4, 8\); got \(6, 8\)",
+    ),
+    Bad(
+        "dx_out has another dtype",
+        lambda xp, a: {"dx_out": a["x"].astype("float64")},
+        TypeError,
+        "dx_out must have the dtype of x, float32; got float64",
+    ),
+    Bad(
+        "dx_out without dx",
+        lambda xp, a: {"dx_out": a["buffer"][:ROWS], "output_mask": (False, True, True)},
+        ValueError,
+        "dx_out must be None where output_mask leaves dx out",
+    ),
+    Bad(
+        "dx_out overlaps x by rows",
+        lambda xp, a: {"x": a["buffer"][:ROWS], "dx_out": a["buffer"][1 : ROWS + 1]},
+        ValueError,
+        "dx_out must be dy or x itself or share no memory with x",
+    ),
+    Bad(
+        "dx_out overlaps dy by an element",
+        lambda xp, a: {
+            "dy": a["buffer"][:ROWS],
+            "dx_out": a["buffer"].reshape(-1)[1 : ROWS * COLS + 1].reshape(ROWS, COLS),
+        },
+        ValueError,
+        "dx_out must be dy or x itself or share no memory with dy",
+    ),
+    Bad(
+        "dx_out overlaps weight",
+        lambda xp, a: {"weight": a["buffer"][0], "dx_out": a["buffer"][:ROWS]},
+        ValueError,
+        "share no memory with weight",
+    ),
+    Bad(
+        "dx_out overlaps rstd",
+        lambda xp, a: {"rstd": a["buffer"][1, :ROWS], "dx_out": a["buffer"][:ROWS]},
+        ValueError,
+        "share no memory with rstd",
+    ),
+    Bad(
+        "rows of dx_out overlap",
+        lambda xp, a: {"dx_out": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float32"), (ROWS, COLS), (16, 4))},
+        ValueError,
+        "every element of dx_out must have its own memory",
+    ),
     Bad("rows are empty", lambda xp, a: {"x": a["x"][:, :0], "dy": a["dy"][:, :0]}, ValueError, "must not be empty"),
     Bad(
         "zero_centered_gamma without weight",
@@ -221,10 +278,18 @@ def accepted(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: arguments[name] for name in names}
 
 
+def changed(xp: Any, function: str, good: dict[str, Any], bad: Bad) -> dict[str, Any]:
+    """The arguments of a bad call. rms_norm has no dbias."""
+    arguments = accepted(function, good) | bad.change(xp, good)
+    if function == "rms_norm_backward" and len(arguments.get("output_mask") or ()) == 3:
+        arguments["output_mask"] = arguments["output_mask"][:2]
+    return arguments
+
+
 @pytest.mark.parametrize(("function", "bad"), CASES, ids=lambda value: getattr(value, "what", value))
 def test_bad_arguments(xp, function, bad):
     good = good_arguments(xp)
-    arguments = accepted(function, good) | bad.change(xp, good)
+    arguments = changed(xp, function, good, bad)
     arrays = [array for array in (*good.values(), *arguments.values()) if isinstance(array, xp.ndarray)]
     before = [array.copy() for array in arrays]
     with pytest.raises(bad.error, match=f"^{function}: .*{bad.phrase}") as caught:
@@ -260,6 +325,8 @@ def test_a_read_only_out():
     out.flags.writeable = False
     with pytest.raises(ValueError, match="layer_norm: out must be writeable"):
         cunorm.layer_norm(x, out=out)
+    with pytest.raises(ValueError, match="rms_norm_backward: dx_out must be writeable"):
+        cunorm.rms_norm_backward(x, x, x[:, 0], dx_out=out)
 
 
 class Exporter:

@@ -82,6 +82,7 @@ def test_functions_of_cunorm(device):
     _, mean, rstd = cunorm.layer_norm_forward(x)
     cases = [
         (lambda: cunorm.layer_norm(x, out=x), TypeError, "out must be None, as JAX's arrays are not written to"),
+        (lambda: cunorm.rms_norm_backward(x, x, rstd, dx_out=x), TypeError, "dx_out must be None, as JAX's arrays"),
         (lambda: cunorm.layer_norm_backward(x, x, None, rstd), TypeError, "mean must be a JAX or NumPy array"),
         (lambda: cunorm.layer_norm_backward(x, x, mean, rstd[1:]), ValueError, "Pass what layer_norm_forward returned"),
         (lambda: cunorm.layer_norm_backward(x[1:], x, mean, rstd), ValueError, "dy must have the shape of x"),

@@ -87,12 +87,12 @@ def test_backward(shape, wanted):
 
 
 def test_a_launch_has_the_buffers_that_it_declares():
-    """Here one writes dx, one partial rows and one adds them up: what XLA gives for the results of each is its own."""
+    """Here one writes partial rows, one dx, one adds up: what XLA gives for the results of each is its own."""
     solution = plan(problem("backward", 33, 8201, "float64"), MANY_WITHOUT_CLUSTERS)
     found = xla_call.launches(solution, {}, solution.problem.wanted)
     assert [(set(one.reads), set(one.writes)) for one in found] == [
-        ({"dy", "x", "mean", "rstd", "weight"}, {"dx"}),
         ({"dy", "x", "mean", "rstd"}, {"workspace"}),
+        ({"dy", "x", "mean", "rstd", "weight"}, {"dx"}),
         ({"workspace"}, {"dweight", "dbias"}),
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import numpy
@@ -14,21 +13,6 @@ from cunorm import compile, logs
 from cunorm.device import KNOWN
 from cunorm.norm.checks import Layout
 from cunorm.norm.plan import plan
-
-
-@pytest.fixture
-def lines(caplog):
-    """What is said from now on, a call at a time; nothing of it above INFO."""
-    caplog.set_level(logging.DEBUG, "cunorm")
-
-    def said() -> list[str]:
-        assert {record.levelno for record in caplog.records} <= {logging.INFO}
-        assert {record.name for record in caplog.records} <= {"cunorm"}
-        messages = [record.getMessage() for record in caplog.records]
-        caplog.clear()
-        return messages
-
-    return said
 
 
 @needs_nvrtc

@@ -11,6 +11,7 @@ import cpu_cupy
 import numpy
 import pytest
 import test_fusion
+import test_views
 from arrays import inputs, misplaced
 from cpu_device import ORDERS, Machine, missing
 from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, WITHOUT_CLUSTERS, check
@@ -94,6 +95,14 @@ FUSED = {
         SUM_IN_MORE_BITS, (3, 136), "bfloat16", dtypes={"residual": "float32", "weight": "float32", "dy": "float32"}
     ),
     "one more": FusedRun(ONE_MORE, (3, 33), "float32"),
+}
+
+
+# (a view of test_views.py, dtype, width)
+VIEWED = {
+    "views": ("heads of a packed QKV", "float16", 72),
+    "views, odd": ("an odd gap", "float16", 72),
+    "views, CTA": ("heads of a packed QKV", "bfloat16", 1000),
 }
 
 
@@ -672,6 +681,56 @@ MUTATIONS = (
         "misplaced",
         (("results", "misaligned vector access"),),
     ),
+    # Views
+    Mutation(
+        "a view without its gaps",
+        "row * stride + gaps_before(row) * gap",
+        "row * stride",
+        "views",
+        (("results", "other bits forward of a view"),),
+    ),
+    Mutation(
+        "gaps alone",
+        "row * stride + gaps_before(row) * gap",
+        "gaps_before(row) * gap",
+        "views",
+        (("results", "other bits forward of a view"),),
+    ),
+    Mutation(
+        "a gap a row too early",
+        "gaps_before(row) * gap",
+        "gaps_before(row + 1) * gap",
+        "views",
+        (("results", "other bits forward of a view"), ("memory", "AddressSanitizer: heap-buffer-overflow")),
+    ),
+    Mutation(
+        "a gap too late, as by a reciprocal that is rounded down",
+        "return static_cast<int64>((high + (low >> 32)) >> 31);",
+        "return static_cast<int64>((high + (low >> 32) - (row > 0)) >> 31);",
+        "views",
+        (("results", "other bits forward of a view"),),
+    ),
+    Mutation(
+        "rows that wait in shared memory come without gaps",
+        "data + starts.of(row) + column,\n",
+        "data + row * starts.stride + column,\n",
+        "views, CTA",
+        (("results", "other bits backward of a view"),),
+    ),
+    Mutation(
+        "results without gaps",
+        "(data + starts.of(row) + column, pack, valid);",
+        "(data + row * starts.stride + column, pack, valid);",
+        "views",
+        (("results", "other bits forward into a view"),),
+    ),
+    Mutation(
+        "vectors where the outer stride does not allow them",
+        "LoadRows<half, 8, false, Cache::kKept, true>",
+        "LoadRows<half, 8, true, Cache::kKept, true>",
+        "views, odd",
+        (("results", "misaligned vector access"),),
+    ),
     # Arithmetic
     Mutation(
         "the variance counts columns that are not there",
@@ -1159,6 +1218,12 @@ class Edit:
 def run(case: str, machine: Machine) -> None:
     if case in FUSED:
         run_fused(FUSED[case], machine)
+        return
+    if case in VIEWED:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            family = test_views.stand_in(monkeypatch, machine)
+            family.play(SMALL)
+            test_views.check(family, "layer_norm", *VIEWED[case], list)
         return
     rows, cols, dtype, options = CASES[case]
     options = {"device": SMALL, **options}

@@ -109,7 +109,7 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 # core.
 
 LAYERS = (
-    {"logs"},
+    {"logs", "driver"},
     {"device", "expression_value", "linear.gemm", "recipes"},
     {"expression_grammar"},
     {"expression", "expression_texts"},

@@ -138,7 +138,7 @@ def test_a_margin_leaves_multiprocessors_free(direction, sm_margin):
     device = KNOWN[90]
     for cols in ALL_COLUMNS:
         solution = plan(problem(direction, 10**6, cols, "bfloat16", sm_margin=sm_margin), device)
-        step = solution.steps[0]
+        step = next(step for step in solution.steps if step.spec.kernel != "column_gradients")
         ctas = step.grid[0] * step.grid[1]
         fitting = (device.sms - sm_margin) * (2048 // step.spec.threads)
         assert sm_margin == 0 or ctas <= max(fitting, step.spec.cluster), (cols, solution.describe())

@@ -6,9 +6,10 @@ from bench.providers.apex import Apex, ApexFast
 from bench.providers.base import Provider
 from bench.providers.cudnn import Cudnn
 from bench.providers.cunorm import Cunorm
+from bench.providers.flax import Flax
 from bench.providers.liger import Liger
-from bench.providers.pytorch import Compiled, Eager
-from bench.providers.quack import Quack
+from bench.providers.pytorch import Autotuned, Compiled, Eager
+from bench.providers.quack import Quack, QuackTuned
 from bench.providers.transformer_engine import TransformerEngine
 from bench.providers.triton_tutorial import TritonTutorial
 from bench.providers.xla import Xla
@@ -20,14 +21,17 @@ def all_providers(triton_tutorial: str | None = None) -> list[Provider]:
         Cunorm(),
         Eager(),
         Compiled(),
+        Autotuned(),
         TritonTutorial(triton_tutorial),
         Liger(),
         Quack(),
+        QuackTuned(),
         ApexFast(),
         Apex(),
         TransformerEngine(),
         Cudnn(),
         Xla(),
+        Flax(),
     ]
 
 

@@ -55,7 +55,7 @@ class ApexFast(Provider):
         self.module = FastLayerNorm
         return "from source"
 
-    def unsupported(self, case) -> str:
+    def refuses(self, case) -> str:
         if case.op != "layer_norm":
             return "has no RMSNorm"
         return "" if case.cols in FAST_COLS else f"not built for {case.cols} columns"

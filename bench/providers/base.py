@@ -17,10 +17,16 @@ class Provider:
         As in tables and JSON.
     library : str
         Whose arrays it takes: "cupy", "torch" or "jax".
+    views : bool
+        Whether it takes x of (tokens, heads, cols), a view of a packed QKV.
+    seconds : float
+        About what a case costs, compiling and tuning included: a run of so many seconds draws its cases by it.
     """
 
     name: str
     library = "torch"
+    views = False
+    seconds = 0.3
 
     def load(self) -> str:
         """Import it and return its version; ImportError where it cannot be."""
@@ -28,6 +34,10 @@ class Provider:
 
     def unsupported(self, case: Case) -> str:
         """Why it cannot do the case; empty if it can."""
+        return "takes matrices alone" if case.heads and not self.views else self.refuses(case)
+
+    def refuses(self, case: Case) -> str:
+        """As `unsupported`, for one provider."""
         return ""
 
     def prepare(self, case: Case, buffers: Any) -> Callable[[], Any]:

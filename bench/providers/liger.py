@@ -12,6 +12,7 @@ MOST_COLS = 65536
 
 class Liger(Provider):
     name = "Liger"
+    seconds = 0.5
 
     def load(self) -> str:
         load_torch()
@@ -20,7 +21,7 @@ class Liger(Provider):
         self.layer_norm, self.rms_norm = layer_norm, rms_norm
         return version("liger-kernel")
 
-    def unsupported(self, case) -> str:
+    def refuses(self, case) -> str:
         return f"more than {MOST_COLS} columns" if case.cols > MOST_COLS else ""
 
     def prepare(self, case, b):
@@ -31,6 +32,8 @@ class Liger(Provider):
             return lambda: rms.rms_norm_forward(b.x, b.weight, case.eps, 0.0, "llama", None)[0]
         if case.op == "layer_norm":
             return lambda: ln.layer_norm_backward(b.dy, b.x, b.weight, b.bias, b.mean, b.rstd)
-        # In place would change dy, which the next call reads.
         _, _, rstd, block, warps, mode = rms.rms_norm_forward(b.x, b.weight, case.eps, 0.0, "llama", None)
-        return lambda: rms.rms_norm_backward(b.dy, b.x, b.weight, rstd, 0.0, mode, block, warps, False, None)
+        # As in a model, in place: dx is written over dy, here over one of its own, so that later calls read the dx of
+        # the call before.
+        dy = b.dy.clone()
+        return lambda: rms.rms_norm_backward(dy, b.x, b.weight, rstd, 0.0, mode, block, warps, True, None)

@@ -15,6 +15,7 @@ def load_torch() -> str:
 
 class Eager(Provider):
     name = "torch"
+    views = True
 
     def load(self) -> str:
         return load_torch()
@@ -29,11 +30,11 @@ class Eager(Provider):
             return lambda: torch.nn.functional.rms_norm(b.x, shape, b.weight, case.eps)
         aten = torch.ops.aten
         if case.op == "layer_norm":
-            mean, rstd = b.mean[:, None], b.rstd[:, None]
+            mean, rstd = b.mean[..., None], b.rstd[..., None]
             wanted = [True, True, True]
             return lambda: aten.native_layer_norm_backward(b.dy, b.x, shape, mean, rstd, b.weight, b.bias, wanted)
         if hasattr(aten, "_fused_rms_norm_backward"):
-            rstd = b.rstd[:, None]
+            rstd = b.rstd[..., None]
             return lambda: aten._fused_rms_norm_backward(b.dy, b.x, shape, rstd, b.weight, [True, True])
         return autograd(lambda x, w: torch.nn.functional.rms_norm(x, shape, w, case.eps), case, b)
 
@@ -42,24 +43,29 @@ class Compiled(Provider):
     """Backward is the graph that torch.compile made for autograd, from what its forward pass saved."""
 
     name = "torch.compile"
+    views = True
+    seconds = 2.0
+    mode: str | None = None
     function = None
 
     def load(self) -> str:
+        version = load_torch()
         import torch._functorch.config
 
         torch._functorch.config.donated_buffer = False  # the backward pass runs more than once
-        return load_torch()
+        return version
 
     def prepare(self, case, b):
         import torch
 
         if self.function is None:  # one for all sets of buffers
-            f, shape, eps = torch.nn.functional, (case.cols,), case.eps
+            f, shape, eps, dtype = torch.nn.functional, (case.cols,), case.eps, b.x.dtype
+            # A wider weight would widen y.
             if case.op == "layer_norm":
-                function = lambda x, w, bias: f.layer_norm(x, shape, w, bias, eps)  # noqa: E731
+                function = lambda x, w, bias: f.layer_norm(x, shape, w, bias, eps).to(dtype)  # noqa: E731
             else:
-                function = lambda x, w: f.rms_norm(x, shape, w, eps)  # noqa: E731
-            self.function = torch.compile(function, dynamic=False)
+                function = lambda x, w: f.rms_norm(x, shape, w, eps).to(dtype)  # noqa: E731
+            self.function = torch.compile(function, dynamic=False, mode=self.mode)
         function = self.function
         if case.direction == "backward":
             return autograd(function, case, b)
@@ -74,5 +80,14 @@ class Compiled(Provider):
     def reset(self) -> None:
         import torch
 
-        torch._dynamo.reset()
-        self.function = None
+        if self.function is not None:
+            torch._dynamo.reset()
+            self.function = None
+
+
+class Autotuned(Compiled):
+    """Every launch configuration that Inductor knows, tried at the first call. The bench makes the CUDA graphs."""
+
+    name = "torch.compile max-autotune"
+    seconds = 5.0
+    mode = "max-autotune-no-cudagraphs"

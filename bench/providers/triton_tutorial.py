@@ -34,7 +34,7 @@ class TritonTutorial(Provider):
         self.layer_norm = namespace["LayerNorm"].apply
         return triton.__version__
 
-    def unsupported(self, case) -> str:
+    def refuses(self, case) -> str:
         if case.op != "layer_norm":
             return "has no RMSNorm"
         size = 4 if case.dtype == "float32" else 2

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 from bench.providers.base import Provider
+
+
+def load_jax() -> str:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the others need memory too
+    import jax
+
+    if jax.default_backend() != "gpu":
+        raise ImportError("JAX sees no GPU")
+    return jax.__version__
 
 
 class Xla(Provider):
     name = "XLA"
     library = "jax"
 
-    def load(self) -> str:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the others need memory too
-        import jax
+    seconds = 1.5
 
-        if jax.default_backend() != "gpu":
-            raise ImportError("JAX sees no GPU")
-        self.functions: dict[tuple[str, str, float], object] = {}
-        return jax.__version__
+    def load(self) -> str:
+        version = load_jax()
+        self.functions: dict[tuple[str, str, float], Any] = {}
+        return version
 
     def prepare(self, case, b):
         key = (case.op, case.direction, case.eps)

@@ -81,6 +81,7 @@ def backward(
                 ln_weight,
                 zero_centered_gamma=zero_centered_gamma,
                 output_mask=mask,
+                dx_out=None,
                 sm_margin=0,
             )
     return dx, dweight, dbias, dln_weight, dln_bias
@@ -118,12 +119,12 @@ def _column_sums(dy: cupy.ndarray) -> cupy.ndarray:
     rows, cols = dy.shape
     if rows == 0:
         return cupy.zeros(cols, dy.dtype)
-    stride = checks.row_stride(gpu.layout("layer_norm_linear_backward", "dy", dy), 1)
-    if stride is None:
-        dy, stride = cupy.ascontiguousarray(dy), cols
+    strides = checks.row_strides(gpu.layout("layer_norm_linear_backward", "dy", dy), 1)
+    if strides is None:
+        dy, strides = cupy.ascontiguousarray(dy), cols
     device_id = dy.data.device_id
     aligned = dy.data.ptr % 16 == 0
-    given = {"wanted": ("bias",), "strides": {"dy": stride}, "aligned": aligned}
+    given = {"wanted": ("bias",), "strides": {"dy": strides}, "aligned": aligned}
     task = plain("layer_norm", "backward", rows, cols, dy.dtype.name, **given)
     solution = plan(task, device.current(device_id))
     sums, workspace = cupy.empty(cols, dy.dtype), cupy.cuda.alloc(solution.workspace)

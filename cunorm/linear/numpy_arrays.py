@@ -81,6 +81,7 @@ def backward(
         ln_weight,
         zero_centered_gamma=zero_centered_gamma,
         output_mask=(wants_dx, *wants_ln)[: 3 if layer_norm else 2],
+        dx_out=None,
         sm_margin=0,
     )
     return dx, dweight, dbias, dln_weight, dln_bias

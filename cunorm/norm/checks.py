@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .problem import ITEMSIZE
+from .problem import ITEMSIZE, RowStrides
 
 
 class Layout(NamedTuple):
@@ -73,6 +73,7 @@ def check_backward(
     mean: Layout | None,
     rstd: Layout,
     weight: Layout | None,
+    dx_out: Layout | None = None,
     *,
     zero_centered_gamma: bool,
 ) -> tuple[int, ...]:
@@ -101,6 +102,12 @@ def check_backward(
     _check_parameter(function, "weight", weight, shape, x)
     if zero_centered_gamma and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
+    if dx_out is not None:
+        check_same_device(function, "dx_out", dx_out, x)
+        if dx_out.shape != x.shape:
+            raise ValueError(f"{function}: dx_out must have the shape of x, {x.shape}; got {dx_out.shape}.")
+        if dx_out.dtype != x.dtype:
+            raise TypeError(f"{function}: dx_out must have the dtype of x, {x.dtype}; got {dx_out.dtype}.")
     return shape
 
 
@@ -132,62 +139,111 @@ def check_sm_margin(function: str, sm_margin: object, sms: int | None) -> int:
     return margin
 
 
-def check_output_mask(function: str, output_mask: object, length: int) -> tuple[bool, bool, bool]:
+def check_output_mask(
+    function: str, output_mask: object, length: int, dx_out: object = None
+) -> tuple[bool, bool, bool]:
     """Three flags; a missing third one (rms_norm has no bias) is False."""
     if not isinstance(output_mask, Sequence) or isinstance(output_mask, str):
         raise TypeError(f"{function}: output_mask must be a tuple of {length} bools; got {type(output_mask).__name__}.")
     if len(output_mask) != length:
         raise ValueError(f"{function}: output_mask must have {length} entries; got {len(output_mask)}.")
     flags = [bool(flag) for flag in output_mask]
+    if dx_out is not None and not flags[0]:
+        raise ValueError(f"{function}: dx_out must be None where output_mask leaves dx out; got {output_mask}.")
     return (flags[0], flags[1], flags[2] if length == 3 else False)
 
 
 @lru_cache(maxsize=4096)
-def row_stride(layout: Layout, normalized_ndim: int) -> int | None:
-    """Elements from one row to the next if `layout` is a matrix with contiguous rows, else None: it must be copied."""
-    expected = 1
-    first = len(layout.shape) - normalized_ndim
-    for size, stride in zip(reversed(layout.shape[first:]), reversed(layout.strides[first:]), strict=True):
-        if size != 1 and stride != expected:
-            return None
-        expected *= size
-    result: int | None = None
-    for size, stride in zip(reversed(layout.shape[:first]), reversed(layout.strides[:first]), strict=True):
-        if size == 1:
+def row_strides(layout: Layout, normalized_ndim: int) -> RowStrides | None:
+    """Where rows begin, if each is contiguous and two strides at most lead from row to row; None: it must be copied."""
+    rows = _rows_of(layout, normalized_ndim)
+    if rows is None or len(rows.axes) > 2:
+        return None
+    if len(rows.axes) < 2:
+        return RowStrides(rows.axes[0].stride if rows.axes else rows.cols)
+    outer, inner = rows.axes
+    # Kernels count rows of two strides in 32 bits (Operand.row_numbers).
+    return None if outer.size * inner.size >= 2**32 else RowStrides(inner.stride, outer.stride, inner.size)
+
+
+class _Axis(NamedTuple):
+    size: int
+    stride: int
+
+
+class _Rows(NamedTuple):
+    """Rows of `cols` contiguous elements each, and the fewest axes that lead from row to row, outermost first."""
+
+    axes: tuple[_Axis, ...]
+    cols: int
+
+
+def _rows_of(layout: Layout, normalized_ndim: int) -> _Rows | None:
+    """None if a row is not contiguous. Of an array without rows nothing is known nor asked."""
+    axes = [_Axis(*axis) for axis in zip(layout.shape, layout.strides, strict=True)]
+    first = len(axes) - normalized_ndim
+    cols = math.prod(layout.shape[first:])
+    if 0 in layout.shape:
+        return _Rows((), cols)
+    if _merged(axes[first:]) not in ((), (_Axis(cols, 1),)):
+        return None
+    return _Rows(_merged(axes[:first]), cols)
+
+
+def _merged(axes: Sequence[_Axis]) -> tuple[_Axis, ...]:
+    """The same elements in the same order by the fewest axes."""
+    found: list[_Axis] = []
+    for axis in axes:
+        if axis.size == 1:
             continue
-        if result is None:
-            result, expected = stride, stride * size
-        elif stride != expected:
-            return None
-        else:
-            expected *= size
-    return math.prod(layout.shape[first:]) if result is None else result
+        if found and found[-1].stride == axis.size * axis.stride:
+            axis = _Axis(found.pop().size * axis.size, axis.stride)
+        found.append(axis)
+    return tuple(found)
 
 
 def check_out_memory(
-    function: str, out: Layout, out_pointer: int, inputs: Sequence[tuple[str, Layout, int]], normalized_ndim: int
+    function: str,
+    name: str,
+    out: Layout,
+    out_pointer: int,
+    inputs: Sequence[tuple[str, Layout, int]],
+    normalized_ndim: int,
 ) -> None:
-    """`out` may be x itself; any other overlap with an input, or with itself, is an error."""
+    """`out`, known as `name`, may be x or dy itself; any other overlap with an input, or with itself, is an error."""
     if 0 in out.shape:
         return
-    stride = row_stride(out, normalized_ndim)
-    cols = math.prod(out.shape[len(out.shape) - normalized_ndim :])
-    rows = math.prod(out.shape) // cols
-    self_overlap = any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True))
-    if self_overlap or (stride is not None and rows > 1 and abs(stride) < cols):
-        raise ValueError(f"{function}: every element of out must have its own memory; got strides {out.strides}.")
-    for name, layout, pointer in inputs:
-        if name == "x" and pointer == out_pointer and (layout.strides, layout.dtype) == (out.strides, out.dtype):
+    if _overlaps_itself(out, normalized_ndim):
+        raise ValueError(f"{function}: every element of {name} must have its own memory; got strides {out.strides}.")
+    itself = [one for one, _, _ in inputs if one in ("x", "dy")]
+    for one, layout, pointer in inputs:
+        same = pointer == out_pointer and (layout.strides, layout.dtype) == (out.strides, out.dtype)
+        if one in itself and same:
             continue
         if _may_overlap(out, out_pointer, layout, pointer, normalized_ndim):
             raise ValueError(
-                f"{function}: out must be x itself or share no memory with {name}; got arrays that overlap. "
-                f"Pass a separate array."
+                f"{function}: {name} must be {' or '.join(itself)} itself or share no memory with {one}; got arrays "
+                "that overlap. Pass a separate array."
             )
 
 
+def _overlaps_itself(layout: Layout, normalized_ndim: int) -> bool:
+    """Whether steps along an axis are shorter than what the axes of shorter steps reach."""
+    rows = _rows_of(layout, normalized_ndim)
+    if rows is None:
+        return any(stride == 0 and size > 1 for size, stride in zip(layout.shape, layout.strides, strict=True))
+    reach = rows.cols
+    for size, stride in sorted(rows.axes, key=lambda axis: abs(axis.stride)):
+        if abs(stride) < reach:
+            return True
+        reach += (size - 1) * abs(stride)
+    return False
+
+
 def _may_overlap(a: Layout, a_pointer: int, b: Layout, b_pointer: int, normalized_ndim: int) -> bool:
-    """Exact for two matrices of equal row stride (slices of one buffer); otherwise compares the ranges of addresses."""
+    """Exact for rows, or blocks of rows such as the heads of a token, that lie in turns in one buffer; otherwise
+    compares the ranges of addresses.
+    """
     if 0 in a.shape or 0 in b.shape:
         return False
     a_low, a_high = _address_range(a, a_pointer)
@@ -196,16 +252,26 @@ def _may_overlap(a: Layout, a_pointer: int, b: Layout, b_pointer: int, normalize
         return False
     if len(a.shape) != len(b.shape):
         return True
-    a_stride, b_stride = row_stride(a, normalized_ndim), row_stride(b, normalized_ndim)
-    if a_stride is None or b_stride is None:
+    a_rows, b_rows = _rows_of(a, normalized_ndim), _rows_of(b, normalized_ndim)
+    if a_rows is None or b_rows is None:
         return True
-    pitch = a_stride * ITEMSIZE[a.dtype]
-    if pitch <= 0 or pitch != b_stride * ITEMSIZE[b.dtype]:
-        return True
-    cols = math.prod(a.shape[len(a.shape) - normalized_ndim :])
-    a_width, b_width = cols * ITEMSIZE[a.dtype], cols * ITEMSIZE[b.dtype]
-    offset = (b_pointer - a_pointer) % pitch
-    return offset < a_width or offset + b_width > pitch
+    for outer in range(1, 1 + max(len(a_rows.axes), len(b_rows.axes))):
+        a_steps, a_low, a_high = _blocks(a_rows, outer, a.dtype, a_pointer)
+        b_steps, b_low, b_high = _blocks(b_rows, outer, b.dtype, b_pointer)
+        # Every block of either lies some multiple of `pitch` after the first.
+        pitch = math.gcd(*a_steps, *b_steps)
+        offset = (b_low - a_low) % pitch if pitch else 0
+        if a_high - a_low <= offset and offset + b_high - b_low <= pitch:
+            return False
+    return True
+
+
+def _blocks(rows: _Rows, outer: int, dtype: str, pointer: int) -> tuple[list[int], int, int]:
+    """Of the blocks that the first `outer` axes lead to: the steps (bytes), and the first one's range of addresses."""
+    inner = (*rows.axes[outer:], _Axis(rows.cols, 1))
+    shape, strides = zip(*inner, strict=True)
+    steps = [axis.stride * ITEMSIZE[dtype] for axis in rows.axes[:outer]]
+    return steps, *_address_range(Layout(shape, strides, dtype, ""), pointer)
 
 
 def _address_range(layout: Layout, pointer: int) -> tuple[int, int]:

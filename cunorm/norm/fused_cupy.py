@@ -12,7 +12,7 @@ from typing import Any
 import cupy
 import numpy
 
-from .. import device, launch
+from .. import device, launch, logs
 from ..cupy_arrays import layout
 from ..numpy_arrays import numpy_dtype
 from ..operation import NORMS, Operation
@@ -20,7 +20,7 @@ from ..recipes import Recipes
 from . import checks, fused
 from .checks import Layout
 from .plan import Plan, plan
-from .problem import Problem, backward_problem, compute_dtype, forward_problem
+from .problem import Problem, RowStrides, backward_problem, compute_dtype, forward_problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ def _forward_recipe(function, arrays, operation, demanded, eps, dtype, s_dtype) 
     return Recipe(
         plan=plan(task, device.current(int(x.device))) if task.rows else None,
         device_id=int(x.device),
-        copies=_copies(given, kinds),
+        copies=_copies(function, given, kinds),
         written=tuple((name, x.shape, numpy_dtype(function, dtypes[name])) for name in operation.returns),
         statistics=tuple((name, *of_rows) for name in NORMS[operation.norm].statistics),
         eps=_rounded(eps, compute),
@@ -167,7 +167,7 @@ def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> 
     return Recipe(
         plan=plan(task, device.current(int(x.device))) if task.rows and computed else None,
         device_id=int(x.device),
-        copies=_copies(given, kinds),
+        copies=_copies(function, given, kinds),
         written=tuple(written),
         dy=zeros,
         gradients=tuple((name, f"d{same[name]}") for name in wanted),
@@ -217,25 +217,27 @@ def _full(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[st
     return {name: one for name, one in given.items() if name in by_rows and isinstance(one, Layout)}
 
 
-def _strides(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[str, int]:
+def _strides(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[str, RowStrides]:
     """From row to row, of the arrays that are read by rows and not copied."""
-    found = {name: _row_stride(one) for name, one in _full(given, kinds).items()}
-    return {name: stride for name, stride in found.items() if stride is not None}
+    found = {name: _row_strides(one) for name, one in _full(given, kinds).items()}
+    return {name: strides for name, strides in found.items() if strides is not None}
 
 
-def _copies(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> tuple[str, ...]:
+def _copies(function: str, given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> tuple[str, ...]:
     """The arrays whose rows, or that as vectors, do not lie as kernels read them."""
     full = _full(given, kinds)
-    return tuple(
-        name
+    copies = {
+        name: one
         for name, one in given.items()
         if isinstance(one, Layout)
-        and (_row_stride(one) if name in full else checks.row_stride(one, len(one.shape))) is None
-    )
+        and (_row_strides(one) if name in full else checks.row_strides(one, len(one.shape))) is None
+    }
+    logs.copied(function, copies, copies.values(), [True] * len(copies))
+    return tuple(copies)
 
 
-def _row_stride(layout: Layout) -> int | None:
-    return checks.row_stride(layout, 1) if layout.strides else layout.shape[-1]
+def _row_strides(layout: Layout) -> RowStrides | None:
+    return checks.row_strides(layout, 1) if layout.strides else RowStrides(layout.shape[-1])
 
 
 def _aligned(arrays: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from ..device import Device
 from ..operation import derivative
 from .problem import ITEMSIZE, Problem, backward_problem
 from .spec import SUM_COLUMNS, WARP, KernelSpec, NormSpec, RowShape, SumSpec, dynamic_shared, shared_memory
-from .tiers import ceil_div, choose, few_rows, kernel_spec
+from .tiers import SHORT, ceil_div, choose, few_rows, kernel_spec
 
 
 class Pointer(NamedTuple):
@@ -36,6 +36,7 @@ class Step:
     pointers: tuple[Pointer, ...]
     scalars: tuple[str, ...]
     integers: tuple[int, ...]
+    begins_early: bool = False  # before the launch in front of it ends: the kernel waits for that itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +78,9 @@ STREAMED_THREADS = 512
 SUM_THREADS = 256
 PARTIAL_CTAS = 2  # of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4
 LEAST_ROWS = 16  # of one of its partial rows
+COLUMN_THREADS = 256  # of a CTA of column_gradients
+# Of a matrix of so many bytes at most whole columns are added up, beside what is written by rows.
+WHOLE_COLUMNS = 4 << 20
 GRID_LIMIT = 2**31 - 1
 
 
@@ -87,7 +91,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def _tier(spec: NormSpec) -> str:
-    if spec.kernel not in ("forward", "backward"):
+    if spec.kernel not in ("forward", "forward_spread", "backward"):
         return "streamed"
     if spec.shape.cluster > 1:
         return "cluster"
@@ -106,6 +110,8 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         visits, idle = 1, 0
     else:
         tier, spec = choice
+        if tier is SHORT:
+            return _plan_short_forward(problem, spec, device)
         visits, idle = 1 if few_rows(problem, device) and not tier.stages else tier.visits, tier.idle
         # Without the state of a loop over rows the kernel has registers to spare.
         once = visits == 1 and not problem.sm_margin and problem.rows <= GRID_LIMIT
@@ -116,6 +122,14 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         groups = min(groups, device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, margin))
     step = _step(problem, spec, (groups * spec.shape.cluster, 1, 1), 0)
     return Plan(problem, device, _tier(spec), (step,))
+
+
+def _plan_short_forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
+    groups = min(ceil_div(problem.rows, spec.rows_per_cta), GRID_LIMIT)
+    once = spec.kernel == "forward" and not spec.stages and not problem.sm_margin and problem.rows <= GRID_LIMIT
+    if not once and spec.kernel == "forward":
+        groups = min(groups, device.resident_clusters(1, spec.ctas_per_sm, problem.sm_margin))
+    return Plan(problem, device, _tier(spec), (_step(problem, replace(spec, once=once), (groups, 1, 1), 0),))
 
 
 def _resident_groups(problem: Problem, spec: NormSpec, device: Device, idle: int = 0) -> int:
@@ -136,18 +150,52 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     if choice is not None:
         tier, spec = choice
         groups = min(_resident_groups(problem, spec, device, tier.idle), most_groups)
-        if groups == 1 and sums:
-            spec = replace(spec, final=True)  # what a group adds up are the gradients: nothing is left to be done
-        steps, final = [_step(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)], spec.final
+        lanes = _whole_column_lanes(problem, sums)
+        if groups > 1 and lanes:
+            steps, final = _few_rows_backward(problem, device, sums, lanes), True
+        else:
+            # What a single group adds up are the gradients: nothing is left to be done.
+            spec = replace(spec, final=groups == 1 and bool(sums))
+            steps, final = [_step(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)], spec.final
     else:
         steps, groups = _streamed_backward(problem, device, sums, most_groups)
         spec, final = None, groups == 1
     if sums and not final:
-        steps += _sum_partials(problem, sums, groups)
+        steps += _sum_partials(problem, device, sums, groups)
     else:
         groups = 0
     workspace = groups * _partial_row(problem) * compute * len(sums)
     return Plan(problem, device, _tier(spec) if spec else "streamed", tuple(steps), groups, workspace)
+
+
+def _whole_column_lanes(problem: Problem, sums: tuple[str, ...]) -> int:
+    """Of few rows: how many threads beside each other add up whole columns, in CTAs enough; 0 where rows are many.
+
+    Then x and dy are read twice, the second time from L2, and nothing waits for partial rows.
+    """
+    if not sums or all(one.name in sums for one in problem.operands if one.written):
+        return 0
+    if derivative(problem.operation, _sources(sums), problem.by_name).late:
+        return 0
+    packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
+    lanes = next((lanes for lanes in (8, 4) if packs >= 256 * lanes), 2)
+    return lanes if problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] <= WHOLE_COLUMNS else 0
+
+
+def _few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...], lanes: int) -> list[Step]:
+    """Sums over rows and what is written by rows, by two launches side by side."""
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    columns = _part(problem, sums)
+    spec = kernel_spec(columns, "column_gradients", RowShape(pack, lanes, 1), final=True)
+    spec = replace(spec, rows_per_cta=COLUMN_THREADS // lanes)
+    steps = [_step(columns, spec, (ceil_div(problem.cols, pack * lanes), 1, 1), 1)]
+    rows = _part(problem, tuple(one.name for one in problem.operands if one.written and one.name not in sums))
+    choice = choose(rows, device)
+    if choice is None:
+        raise AssertionError("which tier takes a row depends on what is read of it alone")
+    tier, spec = choice
+    grid = _resident_groups(rows, spec, device, tier.idle) * spec.shape.cluster
+    return [*steps, replace(_step(rows, spec, (grid, 1, 1), 0), begins_early=device.arch >= 90)]
 
 
 def _streamed_backward(
@@ -162,6 +210,14 @@ def _streamed_backward(
         )
     pack, steps, groups = 16 // ITEMSIZE[problem.row_dtype], [], 0
     rows = tuple(one.name for one in problem.operands if one.written and one.name not in sums)
+    if sums:
+        part = _part(problem, sums)
+        spec = kernel_spec(part, "column_gradients", RowShape(pack, COLUMN_THREADS, 1))
+        tiles = ceil_div(problem.cols, pack * COLUMN_THREADS)
+        sms = device.sms - problem.sm_margin
+        groups = min(ceil_div(problem.rows, LEAST_ROWS), most_groups, max(1, PARTIAL_CTAS * sms // tiles))
+        steps.append(_step(part, replace(spec, final=groups == 1), (tiles, groups, 1), groups))
+    # Last, as dx may take the memory of x or dy.
     if rows:
         part = _part(problem, rows)
         spec = kernel_spec(part, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
@@ -169,13 +225,6 @@ def _streamed_backward(
         plain = {one.dtype for one in part.operands if one.kind != "per_row"} == {part.row_dtype} and spec.aligned
         spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)
         steps.append(_step(part, spec, (_resident_groups(part, spec, device), 1, 1), 0))
-    if sums:
-        part = _part(problem, sums)
-        spec = kernel_spec(part, "column_gradients", RowShape(pack, 256, 1))
-        tiles = ceil_div(problem.cols, pack * 256)
-        sms = device.sms - problem.sm_margin
-        groups = min(ceil_div(problem.rows, LEAST_ROWS), most_groups, max(1, PARTIAL_CTAS * sms // tiles))
-        steps.append(_step(part, replace(spec, final=groups == 1), (tiles, groups, 1), groups))
     return steps, groups
 
 
@@ -191,7 +240,7 @@ def _part(problem: Problem, wanted: tuple[str, ...]) -> Problem:
         # The gradient of a number is written as a column; what the number itself is, the operand says.
         kinds={name[1:]: one.kind for name, one in given.items() if one.written}
         | {name: one.kind for name, one in given.items()},
-        strides={name: one.row_stride for name, one in given.items() if one.kind == "full"},
+        strides={name: one.strides for name, one in given.items() if one.kind == "full"},
     )
     return replace(problem, operands=found.operands)
 
@@ -212,7 +261,7 @@ def _step(problem: Problem, spec: NormSpec, grid: tuple[int, int, int], groups: 
         dynamic_shared(spec),
         tuple(places.get(name, Pointer(name)) for name in problem.pointers),
         problem.scalars,
-        (problem.rows, *(one.row_stride for one in problem.operands if one.kind == "full")),
+        (problem.rows, *(n for one in problem.operands if one.kind == "full" for n in one.row_numbers.values())),
     )
 
 
@@ -222,7 +271,7 @@ def _partial_row(problem: Problem) -> int:
     return ceil_div(ceil_div(problem.cols, pack) * pack, SUM_COLUMNS) * SUM_COLUMNS
 
 
-def _sum_partials(problem: Problem, sums: tuple[str, ...], groups: int) -> list[Step]:
+def _sum_partials(problem: Problem, device: Device, sums: tuple[str, ...], groups: int) -> list[Step]:
     """A launch for each dtype."""
     threads = _partial_row(problem) // SUM_COLUMNS
     row = _partial_row(problem) * ITEMSIZE[problem.compute]
@@ -237,5 +286,6 @@ def _sum_partials(problem: Problem, sums: tuple[str, ...], groups: int) -> list[
         pointers = tuple(one for pair in zip(partials, map(Pointer, names), strict=True) for one in pair)
         # blockIdx.y: which of them.
         grid = (ceil_div(threads, lanes), len(names), 1)
-        steps.append(Step(spec, grid, 0, pointers, (), (groups, problem.cols)))
+        # Only the first has the kernel that wrote the partial rows in front of it.
+        steps.append(Step(spec, grid, 0, pointers, (), (groups, problem.cols), device.arch >= 90 and not steps))
     return steps

@@ -10,10 +10,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
+from typing import NamedTuple
 
 from ..operation import NAMED, NORMS, Norm, Operation, derivative, name_of
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class RowStrides(NamedTuple):
+    """Where the rows of a matrix begin, in elements: row r at r * row; where there are two strides, as for the heads of
+    a packed QKV, at r // inner * outer + r % inner * row.
+    """
+
+    row: int
+    outer: int = 0
+    inner: int = 0  # rows to a step of `outer`; 0: there is one stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +35,27 @@ class Operand:
     kind: str  # "full": rows x cols; "column": one vector for all rows; "per_row": a number for each row; "scalar"
     dtype: str
     written: bool = False
-    row_stride: int = 0  # from row to row of a full one, in elements
+    # Of a full one, as in RowStrides.
+    row_stride: int = 0
+    outer_stride: int = 0
+    inner: int = 0
+
+    @property
+    def strides(self) -> RowStrides:
+        return RowStrides(self.row_stride, self.outer_stride, self.inner)
+
+    @property
+    def row_numbers(self) -> dict[str, int]:
+        """What a kernel is told of the rows of a full one, by the last word of each parameter's name.
+
+        With two strides there is a gap after every `inner` rows, and row r begins at r * row_stride + r // inner * gap.
+        r // inner is r * reciprocal // 2^63 for rows below 2^32: no kernel divides, and none is of one `inner`.
+        """
+        numbers = {"stride": self.row_stride}
+        if self.inner:
+            numbers["gap"] = self.outer_stride - self.inner * self.row_stride
+            numbers["reciprocal"] = -(-(2**63) // self.inner)
+        return numbers
 
     def size(self, rows: int, cols: int) -> int:
         """How many numbers it holds."""
@@ -94,13 +125,14 @@ def forward_problem(
     dtypes: Mapping[str, str],
     *,
     kinds: Mapping[str, str] | None = None,
-    strides: Mapping[str, int] | None = None,
+    strides: Mapping[str, int | RowStrides] | None = None,
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:
     """The forward pass. `dtypes` has x, y, s if there is a prologue, and the operands that are given.
 
-    Operands are columns unless `kinds` says otherwise; full arrays are contiguous unless `strides` has their rows'.
+    Operands are columns unless `kinds` says otherwise; full arrays are contiguous unless `strides` has their rows': a
+    number where there is one.
     """
     operation = operation.given(dtypes)
     row_dtype = dtypes.get("s", dtypes["x"])
@@ -120,7 +152,7 @@ def backward_problem(
     wanted: Iterable[str],
     *,
     kinds: Mapping[str, str] | None = None,
-    strides: Mapping[str, int] | None = None,
+    strides: Mapping[str, int | RowStrides] | None = None,
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:
@@ -150,7 +182,7 @@ def backward_problem(
     for name in wanted:
         dtype = dtypes.get(f"d{name}") or dtypes.get(name) or dtypes["x"]
         if name == "x" or kinds.get(name) == "full":
-            gradients.append(Operand(f"d{name}", "full", dtype, True, cols))
+            gradients.append(Operand(f"d{name}", "full", dtype, True, *_row_strides(f"d{name}", cols, strides or {})))
         else:  # of a scalar the sums of the columns, which are added up later
             gradients.append(Operand(f"d{name}", "column", compute if kinds.get(name) == "scalar" else dtype, True))
     return Problem(operation, "backward", rows, cols, row_dtype, (*read, *statistics, *gradients), sm_margin, aligned)
@@ -162,8 +194,14 @@ def _operands(
     found = []
     for name in names:
         kind = "full" if name == "x" else kinds.get(name, "column")
-        found.append(Operand(name, kind, dtypes[name], False, strides.get(name, cols) if kind == "full" else 0))
+        rows = _row_strides(name, cols, strides) if kind == "full" else ()
+        found.append(Operand(name, kind, dtypes[name], False, *rows))
     return tuple(found)
+
+
+def _row_strides(name: str, cols: int, strides: Mapping[str, int | RowStrides]) -> RowStrides:
+    given = strides.get(name, cols)
+    return RowStrides(given) if isinstance(given, int) else given
 
 
 def plain(
@@ -178,7 +216,7 @@ def plain(
     y: str | None = None,
     zero_centered_gamma: bool = False,
     wanted: Collection[str] = ("x", "weight", "bias"),
-    strides: Mapping[str, int] | None = None,
+    strides: Mapping[str, int | RowStrides] | None = None,
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:

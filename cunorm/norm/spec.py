@@ -42,7 +42,9 @@ class RowShape:
 class NormSpec:
     """A kernel that reads rows. `operands` are in the order of its parameters, without their strides."""
 
-    kernel: str  # "forward", "forward_streamed", "backward", "backward_streamed" or "column_gradients"
+    kernel: (
+        str  # "forward", "forward_spread", "forward_streamed", "backward", "backward_streamed" or "column_gradients"
+    )
     operation: Operation
     cols: int
     row_dtype: str
@@ -58,6 +60,7 @@ class NormSpec:
     streamed_x: bool = False  # x is read past L1
     streamed_y: bool = False  # y, or dy, is written, or read, past L1
     columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
+    columns_shared: bool = False  # forward: it keeps them in shared memory
     once: bool = False  # forward: the grid has a CTA for every row
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
 
@@ -76,6 +79,8 @@ class NormSpec:
 
     @property
     def threads(self) -> int:
+        if self.kernel == "forward_spread":
+            return -(-self.shape.threads * self.shape.packs // WARP) * WARP
         return self.shape.threads * self.rows_per_cta
 
     @property
@@ -166,13 +171,20 @@ def shared_memory(spec: KernelSpec) -> int:
         sums = spec.threads // max(WARP, spec.lanes)
         return compute * sums * spec.lanes * SUM_COLUMNS if sums > 1 else 0
     if spec.kernel == "column_gradients":
-        return 0
-    slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
-    if slots == 1 or (spec.kernel.startswith("backward") and not spec.of_s):
-        return 0
+        holders = spec.threads // max(WARP, spec.shape.threads)
+        return len(spec.sums) * holders * spec.shape.capacity * compute if spec.rows_per_cta > 1 else 0
     norm = NORMS[spec.operation.norm]
-    values = {"forward": norm.forward_values, "forward_streamed": norm.streamed_values}
-    total = spec.rows_per_cta * 2 * (values.get(spec.kernel, norm.backward_values) * slots * compute + MAILBOX)
+    slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
+    lane_sums = 0
+    if spec.kernel == "forward_spread" and spec.shape.packs > 1:
+        lane_sums = norm.lane_sums * spec.shape.packs * spec.shape.threads * compute
+    if slots == 1 or (spec.kernel.startswith("backward") and not spec.of_s):
+        return lane_sums
+    values = {"backward": norm.backward_values, "forward_streamed": norm.streamed_values}
+    values["backward_streamed"] = norm.backward_values
+    total = lane_sums + spec.rows_per_cta * 2 * (
+        values.get(spec.kernel, norm.forward_values) * slots * compute + MAILBOX
+    )
     return -(-total // SHARED_ALIGNMENT) * SHARED_ALIGNMENT if dynamic_shared(spec) else total
 
 
@@ -190,13 +202,13 @@ def dynamic_shared(spec: KernelSpec) -> int:
         return sum(packs * shape.pack * ITEMSIZE[one.dtype] + gaps * (not spec.has_vectors(one)) for one in operands)
 
     if spec.kernel == "forward":
-        return spec.stages * places((*spec.inputs, *spec.beside))
+        beside = (one for one in spec.columns if one.name in spec.operation.epilogue.uses)
+        return spec.stages * places((*spec.inputs, *spec.beside)) + spec.columns_shared * places(beside)
     total = spec.stages * places(spec.matrices)
     width = sum(ITEMSIZE[one.dtype] for one in spec.columns)
     if shape.packs > COLUMN_PACKS or shape.packs * shape.pack * width > COLUMN_BYTES:
         total += places(spec.columns)
     # A warp holds a row group, or several whose sums it adds up by shuffles.
     holders = threads // max(WARP, shape.threads)
-    compute = ITEMSIZE[spec.compute]
-    sums = holders * shape.capacity // shape.cluster * compute if holders > 1 and spec.sums else 0
+    sums = len(spec.sums) * holders * shape.capacity // shape.cluster * ITEMSIZE[spec.compute] if holders > 1 else 0
     return max(total, sums)

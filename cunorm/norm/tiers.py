@@ -35,16 +35,11 @@ class Tier(NamedTuple):
 
 
 BOTH = ("layer_norm", "rms_norm")
+# Forward rows that a power of two of threads holds, by _short_forward and _threads_of.
+SHORT = Tier(1024, (), 1, 128, 1024, 1, streamed_y=True)
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
 FORWARD = (
-    Tier(16, (2,), 1, 128, 1024, 1),  # 32 cols 0.97, 128 cols 0.97; x and y past L1 0.94, 0.90
-    Tier(64, (2,), 1, 128, 1024, 1, streamed_x=BOTH, streamed_y=True),  # 256 cols 0.98; x or y through L1 0.98, 0.95
-    # Weight and bias asked for with x: a row of 1024 alone 1.6 us, only when it is summed up 2.2; of 4096 1.9 and 2.5.
-    Tier(128, (4,), 1, 128, 768, 1, streamed_x=BOTH, streamed_y=True, columns=128),  # 1024 cols 1.02
-    Tier(256, (2,), 1, 128, 768, prefetch=True, streamed_y=True),  # 2048 cols 0.97; y through L1 0.95
-    # 4096 cols 0.99; RMSNorm 1.01, with x past L1 0.98.
-    Tier(512, (4,), 1, 128, 768, 1, streamed_x=("layer_norm",), streamed_y=True, columns=128),
-    # 8192 and 16384 cols 1.00, x past L1 0.97, 0.98; 8704 and 13312 cols 0.99 with five packs, 0.97 and 0.87 with four.
+    SHORT,
     Tier(1536, (4, 5), 1, 128, 1024, 1, streamed_y=True),
     Tier(1920, (5,), 1, 128, 1024, 1, streamed_y=True),
     Tier(2048, (4,), 1, 128, 1024, 1, streamed_y=True),
@@ -64,8 +59,7 @@ FORWARD = (
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
-    Tier(32, (2,), 1, 256, 512, stages=3, ask_early=BOTH),  # 128 cols 0.94, 256 cols 0.93
-    Tier(256, (2,), 1, 448, 448, stages=3, ask_early=("rms_norm",)),  # 512 cols 0.94, 1024 cols 0.95, 2048 cols 0.93
+    Tier(640, (), 1, 256, 512, stages=3),
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
@@ -97,7 +91,13 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     """The kernel of a tier; None if its rows do not fit."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
-    shapes = [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
+    if tier is SHORT:
+        return _short_forward(problem, packs, device)
+    shapes = (
+        [_power_of_two_shape(pack, packs, problem.direction)]
+        if not tier.packs
+        else [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
+    )
     shapes = [one for one in shapes if not tier.stages or _registers_suffice(problem, tier, one, device)]
     if not shapes:
         return None
@@ -109,6 +109,9 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     wide = ("float64" in _full_dtypes(problem) or len(spec.matrices) > 1) and not tier.stages
     resident = tier.resident // 2 if wide else tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
+    if not tier.packs:
+        rows_per_cta = min(rows_per_cta, _rows_under_way(problem, tier, shape))
+        resident = min(resident, 2 * rows_per_cta * shape.threads)
     if not spec.aligned and not tier.stages:
         resident = resident * 3 // 4  # two words for each that an aligned pack takes
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *_column_dtypes(problem))) == 2
@@ -132,6 +135,90 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
             columns_stay=columns <= 128,
         )
     return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
+
+
+# Packs of a thread, the best first, where several numbers waste as little.
+PREFERRED_PACKS = {"forward": (5, 4, 6, 3, 7, 8, 2, 1), "backward": (2, 3, 4, 5, 6, 7, 8, 1)}
+
+
+def _power_of_two_shape(pack: int, packs: int, direction: str) -> RowShape:
+    """Threads, a power of two, that leave the fewest places for packs empty."""
+
+    def badness(shape: RowShape) -> tuple:
+        within_warp = shape.threads < WARP
+        order = -shape.threads if within_warp else PREFERRED_PACKS[direction].index(shape.packs)
+        return shape.capacity, within_warp, order
+
+    def allowed(shape: RowShape) -> bool:
+        # In the backward pass a thread also holds the sums of its columns, twice 8 registers a pack.
+        most = 8 if direction == "forward" else 5 if shape.threads >= WARP else 4
+        return shape.packs <= most and (shape.packs > 1 or shape.threads == 1)
+
+    shapes = (RowShape(pack, threads, ceil_div(packs, threads)) for threads in (1, 2, 4, 8, 16, 32, 64, 128, 256))
+    return min(filter(allowed, shapes), key=badness)
+
+
+def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
+    """Rows of up to 1024 packs. How they wait follows from how many bytes they are to each SM.
+
+    Whoever holds what of a row is the same for all, and so are the bits.
+    """
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    shape = _power_of_two_shape(pack, packs, "forward")
+    rows_per_cta = 128 // shape.threads if shape.threads <= WARP else 1
+    spec = kernel_spec(
+        problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
+    )
+    row_words = shape.packs * 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
+    column_words = _column_bytes(problem, shape) // 4
+    working = 44 if problem.row_dtype != "float64" else 72
+    if not spec.aligned:
+        working += row_words
+    ctas = _ctas_of(spec, working + row_words + column_words)
+    sms = device.sms - problem.sm_margin
+    if ctas and problem.rows <= sms * ctas * rows_per_cta:
+        # All rows at once: weight and bias are asked for with x.
+        if shape.threads == WARP and shape.packs > 2 and problem.rows <= 2 * sms:
+            return replace(spec, kernel="forward_spread", rows_per_cta=1, ctas_per_sm=1, columns_stay=True)
+        return replace(spec, ctas_per_sm=ctas, columns_stay=True)
+    per_sm = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] / device.sms
+    many = per_sm > RING_BYTES
+    if shape.packs > 2 and spec.aligned and len(spec.matrices) == 1 and not (many and shape.packs <= 5):
+        found = _short_ring(spec, column_words, working, (32 if many else 48) << 10, device)
+        if found is not None:
+            return found
+    return replace(spec, ctas_per_sm=_ctas_of(spec, working + row_words, 1024))
+
+
+RING_BYTES = 512 << 10  # of rows to each SM: of more, rows in registers are faster
+
+
+def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int, device: Device) -> NormSpec | None:
+    """Two places for each row group, so many CTAs that `under_way` bytes of rows are asked for on an SM."""
+    words = working + 12 + 2 * spec.shape.packs
+    wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
+    registers = column_words <= 64 and 4 * _ctas_of(spec, words + column_words) >= 3 * wanted
+    spec = replace(spec, stages=2, ask_early=True, columns_stay=registers, columns_shared=not registers)
+    needed = shared_memory(spec) + dynamic_shared(spec)
+    ctas = min(
+        wanted,
+        _ctas_of(spec, words + (column_words if registers else 0)),
+        (device.shared + 1024) // (needed + 1024),
+    )
+    return replace(spec, ctas_per_sm=ctas) if ctas else None
+
+
+def _ctas_of(spec: NormSpec, registers: int, most: int = 1536) -> int:
+    """CTAs whose threads have so many registers each, on an SM with 64 K of them."""
+    return min(most, 65536 // registers // WARP * WARP) // spec.threads if registers <= 200 else 0
+
+
+def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape) -> int:
+    """Rows of a CTA, whole warps of them, so that two CTAs have about 64 KB under way: 1152 cols 0.94 of the roof."""
+    read = (one for one in problem.operands if one.kind == "full" and not one.written)
+    row_bytes = problem.cols * sum(ITEMSIZE[one.dtype] for one in read)
+    warps = shape.threads * max(1, round((64 << 10) / (2 * (tier.stages - 1) * row_bytes))) // WARP
+    return max(_whole_warps(shape), max(1, warps) * WARP // shape.threads)
 
 
 def few_rows(problem: Problem, device: Device) -> bool:
@@ -225,6 +312,9 @@ def _next_row_fits(problem: Problem, spec: NormSpec, device: Device) -> bool:
     """Whether a thread has registers for the next row too. Where it says no, ptxas spilled 4 to 90 bytes with it; of
     several matrices 260 to 800.
     """
+    # Where two strides lead from row to row, 4 to 20 on sm_100.
+    if device.arch >= 100 and any(one.inner for one in problem.operands):
+        return False
     if spec.shape.packs <= 4:
         return True
     if len(spec.matrices) > 1:
@@ -242,7 +332,8 @@ def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> No
         operation=problem.operation,
         cols=problem.cols,
         row_dtype=problem.row_dtype,
-        operands=tuple(replace(one, row_stride=0) for one in problem.operands),
+        # Of strides the text has no more than how many there are.
+        operands=tuple(replace(one, row_stride=0, outer_stride=0, inner=min(1, one.inner)) for one in problem.operands),
         aligned=_vectors_fit(problem, shape.pack),
         columns_aligned=problem.aligned,
         shape=shape,
@@ -255,9 +346,10 @@ def _vectors_fit(problem: Problem, pack: int) -> bool:
     return problem.aligned and (
         problem.rows == 1
         or all(
-            one.row_stride * ITEMSIZE[one.dtype] % min(16, pack * ITEMSIZE[one.dtype]) == 0
+            stride * ITEMSIZE[one.dtype] % min(16, pack * ITEMSIZE[one.dtype]) == 0
             for one in problem.operands
             if one.kind == "full"
+            for stride in (one.row_stride, one.outer_stride)
         )
     )
 

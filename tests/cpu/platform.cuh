@@ -207,6 +207,10 @@ inline void barrier(int id, int threads) {
   cpu::barrier(id, threads);
 }
 
+// The machine runs one launch after the other.
+inline void wait_for_kernel_before() {}
+inline void next_kernel_may_begin() {}
+
 inline int cluster_rank() { return cpu::cluster_rank(); }
 inline void cluster_start() { cpu::cluster_start(); }
 

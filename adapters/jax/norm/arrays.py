@@ -30,8 +30,7 @@ def forward(
     statistics: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return (y, mean, rstd), statistics None unless asked for. All are differentiable."""
-    if out is not None:
-        raise TypeError(f"{function}: out must be None, as JAX's arrays are not written to; got {type(out).__name__}.")
+    _refuse(function, "out", out)
     arrays, task = functional.checked(
         function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin
     )
@@ -49,9 +48,11 @@ def backward(
     *,
     zero_centered_gamma: bool,
     output_mask: tuple[bool, ...],
+    dx_out: None,
     sm_margin: int,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
+    _refuse(function, "dx_out", dx_out)
     layer_norm = function.startswith("layer_norm")
     optional = ("weight",) if layer_norm else ("weight", "mean")
     named = {"dy": dy, "x": x, "mean": mean, "rstd": rstd, "weight": weight}
@@ -76,6 +77,12 @@ def backward(
     wanted = tuple(name for name, flag in zip(names, mask, strict=True) if flag)
     results = _backward(task, wanted, sharding.prepared(arrays, task.ndim)) if wanted else {}
     return results.get("dx"), results.get("dweight"), results.get("dbias")
+
+
+def _refuse(function: str, name: str, out: Any) -> None:
+    if out is not None:
+        got = type(out).__name__
+        raise TypeError(f"{function}: {name} must be None, as JAX's arrays are not written to; got {got}.")
 
 
 @partial(jax.jit, static_argnums=(0, 1))

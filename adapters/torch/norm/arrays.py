@@ -7,7 +7,7 @@ cunorm.torch's own functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -37,10 +37,16 @@ def forward(
     options = (normalized_shape, eps, zero_centered_gamma, dtype, sm_margin)
     shape, y_dtype, eps, layouts = checked_once(_check_forward, function, tensors, options)
     if out is not None:
-        _check_out(function, tensors, layouts, len(shape))
+        _check_out(function, "out", tensors, layouts, len(shape))
     operation = name_of(function.removesuffix("_forward"), zero_centered_gamma)
     arguments = (weight, bias, eps, y_dtype, sm_margin)
     mean = rstd = None
+    if _launchable(out) and functional._at_once(x, weight, bias):
+        y, both, _ = launching.forward(operation, x, shape, *arguments, statistics, out)
+        _written(out)
+        if both is not None:
+            mean, rstd = mean_and_rstd(both)
+        return y, mean, rstd
     if statistics:
         y, both = functional.norm_with_statistics(operation, x, shape, *arguments)
         mean, rstd = mean_and_rstd(both)
@@ -60,14 +66,24 @@ def backward(
     *,
     zero_centered_gamma: bool,
     output_mask: tuple[bool, ...],
+    dx_out: Tensor | None,
     sm_margin: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
     operation = name_of(function.removesuffix("_backward"), zero_centered_gamma)
     options = (zero_centered_gamma, output_mask, sm_margin)
-    mask = checked_once(_check_backward, function, (dy, x, mean, rstd, weight), options)
+    tensors = (dy, x, mean, rstd, weight, dx_out)
+    mask, layouts = checked_once(_check_backward, function, tensors, options)
+    if dx_out is not None:
+        _check_out(function, "dx_out", tensors, layouts, x.dim() - rstd.dim())
     statistics = torch.stack((mean, rstd) if formulas.subtracts_mean(operation) else (rstd,))
-    return operators.backward(dy, x, statistics, weight, operation, 0.0, mask, sm_margin)
+    if _launchable(dx_out) and functional._at_once(x, weight, None) and functional.launchable(dy):
+        family = launching.family(operation, x.dim() - rstd.dim(), x)
+        gradients = launching.backward(family, dy, x, statistics, weight, mask, sm_margin, dx_out=dx_out)
+        _written(dx_out)
+        return gradients
+    dx, dweight, dbias = operators.backward(dy, x, statistics, weight, operation, 0.0, mask, sm_margin)
+    return (dx if dx_out is None else dx_out.copy_(dx)), dweight, dbias
 
 
 def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin):
@@ -84,14 +100,25 @@ def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma
     return torch.Size(shape), getattr(torch, y_dtype), eps, layouts
 
 
-def _check_backward(function, tensors, zero_centered_gamma, output_mask, sm_margin) -> tuple[bool, bool, bool]:
-    """Which gradients are wanted."""
+def _launchable(out: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a kernel can write its result there, if the other tensors go straight to a launch."""
+    return not torch.compiler.is_compiling() and type(out) in functional.PLAIN and not out.is_neg()
+
+
+def _written(out: Tensor) -> None:
+    """Tell autograd of what it did not see: who kept the tensor for a backward pass shall not use it any more."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
+def _check_backward(function, tensors, zero_centered_gamma, output_mask, sm_margin):
+    """(which gradients are wanted, layouts)"""
     layer_norm = function.startswith("layer_norm")
-    named = dict(zip(("dy", "x", "mean", "rstd", "weight"), tensors, strict=True))
+    named = dict(zip(("dy", "x", "mean", "rstd", "weight", "dx_out"), tensors, strict=True))
     layouts = layouts_of(function, named, required=("dy", "x", "rstd", *(("mean",) if layer_norm else ())))
     core.check_backward(function, *map(layouts.get, named), zero_centered_gamma=zero_centered_gamma)
     _check_sm_margin(function, sm_margin, named["x"])
-    return core.check_output_mask(function, output_mask, 3 if layer_norm else 2)
+    return core.check_output_mask(function, output_mask, 3 if layer_norm else 2, named["dx_out"]), layouts
 
 
 _checked: dict[Hashable, Any] = {}  # what calls that fit came to, by their layouts and options
@@ -150,15 +177,20 @@ def _check_sm_margin(function: str, sm_margin: Any, x: Tensor) -> None:
     core.check_sm_margin(function, sm_margin, launching.properties_of(function, x).sms if real else None)
 
 
-def _check_out(function: str, tensors: Sequence[Tensor | None], layouts: Mapping[str, Layout], ndim: int) -> None:
-    """`out` may be x itself, and otherwise shares no memory with an input; nobody wants a gradient through it."""
+def _check_out(
+    function: str, name: str, tensors: Sequence[Tensor | None], layouts: Mapping[str, Layout], ndim: int
+) -> None:
+    """What is written, the last of the tensors, may be x or dy itself, and otherwise shares no memory with an input;
+    nobody wants a gradient through it.
+    """
     there = dict(zip(layouts, (tensor for tensor in tensors if tensor is not None), strict=True))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in there.values()):
         raise ValueError(
-            f"{function}: out must be None where a gradient is wanted; got a tensor. Use torch.no_grad() or detach()."
+            f"{function}: {name} must be None where a gradient is wanted; got a tensor. Use torch.no_grad() or "
+            "detach()."
         )
     traced = torch.compiler.is_compiling() or operators.under_functorch()
     if traced or any(type(tensor) not in functional.PLAIN or tensor.is_meta for tensor in there.values()):
         return  # there is no memory to compare
     *inputs, (_, out, out_pointer) = [(name, layouts[name], tensor.data_ptr()) for name, tensor in there.items()]
-    core.check_out_memory(function, out, out_pointer, inputs, ndim)
+    core.check_out_memory(function, name, out, out_pointer, inputs, ndim)

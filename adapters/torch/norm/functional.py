@@ -42,7 +42,9 @@ def layer_norm(
     Parameters
     ----------
     input : Tensor, shape (..., *normalized_shape)
-        float16, bfloat16, float32 or float64. Rows may be strided; a tensor whose rows are not contiguous is copied.
+        float16, bfloat16, float32 or float64. It is read where it lies, and so is the gradient of y, if its rows are
+        contiguous and one or two strides lead from row to row, as in the heads of a packed QKV,
+        qkv.view(tokens, 3 * heads, cols)[:, :heads]. Else it is copied.
     normalized_shape : int or sequence of int
         The last axes of input, over which mean and (biased) variance are taken.
     weight, bias : Tensor, shape normalized_shape, optional

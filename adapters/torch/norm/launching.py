@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ... import device, launch, logs
-from ...norm.checks import Layout, check_sm_margin, row_stride
+from ...norm.checks import Layout, check_sm_margin, row_strides
 from ...norm.plan import Plan, plan
-from ...norm.problem import BACKWARD, FORWARD, plain, pointer_order
+from ...norm.problem import BACKWARD, FORWARD, RowStrides, plain, pointer_order
 from . import checks
 from .formulas import compute_dtype
 
@@ -43,6 +43,7 @@ class Recipe(NamedTuple):
     rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
     order: Callable[..., Any]  # picks, of all pointers of a call, those that the plan takes
     family: Family  # of the backward passes of a forward one
+    temporary: bool  # what y, or dx, is to be written to cannot be written by a kernel
 
 
 class Family(NamedTuple):
@@ -75,32 +76,36 @@ def forward(
     dtype: torch.dtype,
     sm_margin: int,
     wants_statistics: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Family]:
     """(y, statistics, what `backward` wants), statistics as formulas.py has them, None unless wanted.
 
-    `shape` is that of the normalised axes. A call that fits no recipe is checked before one is made.
+    `shape` is that of the normalised axes. A call that fits no recipe is checked before one is made, but for `out`.
     """
     index = x.get_device()
     if index != _current_device():
         with torch.cuda.device(index):
-            return forward(operation, x, shape, weight, bias, eps, dtype, sm_margin, wants_statistics)
+            return forward(operation, x, shape, weight, bias, eps, dtype, sm_margin, wants_statistics, out)
     x_pointer = x.data_ptr()
-    weight_pointer = bias_pointer = 0
-    weight_key = bias_key = None
+    weight_pointer = bias_pointer = out_pointer = 0
+    weight_key = bias_key = out_key = None
     if weight is not None:
         weight_pointer = weight.data_ptr()
         weight_key = (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous())
     if bias is not None:
         bias_pointer = bias.data_ptr()
         bias_key = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
-    aligned = (x_pointer | weight_pointer | bias_pointer) & 15 == 0
+    if out is not None:
+        out_pointer = out.data_ptr()
+        out_key = out.stride()
+    aligned = (x_pointer | weight_pointer | bias_pointer | out_pointer) & 15 == 0
     options = (operation, shape, dtype, sm_margin)
-    key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, aligned)
+    key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, out_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
-        recipe = keep(_recipes, key, _forward_recipe(*options, x, weight, bias, aligned))
-    plan, copies, copied, first, second, rstd_offset, order, family = recipe
-    y = _empty(*first)
+        recipe = keep(_recipes, key, _forward_recipe(*options, x, weight, bias, out, aligned))
+    plan, copies, copied, first, second, rstd_offset, order, family, temporary = recipe
+    y = _empty(*first) if out is None or temporary else out
     statistics = None
     mean_pointer = rstd_pointer = 0
     if wants_statistics:
@@ -108,23 +113,24 @@ def forward(
         mean_pointer = statistics.data_ptr()  # rms_norm's kernels write none
         rstd_pointer = mean_pointer + rstd_offset
     if plan is None:
-        return y, statistics, family
+        return y if out is None else out, statistics, family
     if copied:
         x, weight, bias = _contiguous((x, weight, bias), copies)
         x_pointer, weight_pointer, bias_pointer = _pointer(x), _pointer(weight), _pointer(bias)
     pointers = order((x_pointer, weight_pointer, bias_pointer, y.data_ptr(), mean_pointer, rstd_pointer))
     launch.run(plan, index, _stream(index), pointers, (eps,))
-    return y, statistics, family
+    return out.copy_(y) if temporary else y, statistics, family
 
 
-def _forward_recipe(operation, shape, dtype, sm_margin, x, weight, bias, aligned) -> Recipe:
+def _forward_recipe(operation, shape, dtype, sm_margin, x, weight, bias, out, aligned) -> Recipe:
     function = checks.function_of(operation)
     ndim = checks.trailing_axes(function, x, shape)
     checks.forward(operation, x, ndim, weight, bias, dtype)
     properties = properties_of(function, x)
     check_sm_margin(function, sm_margin, properties.sms)
     cols = math.prod(x.shape[-ndim:])
-    stride = _row_stride(x, ndim)
+    x_rows, y_rows = _row_strides(x, ndim), _row_strides(out, ndim)
+    temporary = out is not None and y_rows is None
     leading = x.shape[:-ndim]
     problem = plain(
         operation,
@@ -135,12 +141,12 @@ def _forward_recipe(operation, shape, dtype, sm_margin, x, weight, bias, aligned
         None if weight is None else checks.dtype_name(weight.dtype),
         None if bias is None else checks.dtype_name(bias.dtype),
         y=checks.dtype_name(dtype),
-        strides={} if stride is None else {"x": stride},
+        strides=_strides(x=x_rows, y=y_rows),
         sm_margin=sm_margin,
         aligned=aligned,
     )
-    copies = (stride is None, *(array is not None and not array.is_contiguous() for array in (weight, bias)))
-    logs.copied(operation, ("input", "weight", "bias"), (x, weight, bias), copies)
+    copies = (x_rows is None, *(array is not None and not array.is_contiguous() for array in (weight, bias)))
+    logs.copied(operation, ("input", "weight", "bias", "out"), (x, weight, bias, out), (*copies, temporary))
     return Recipe(
         plan=plan(problem, properties) if problem.rows else None,
         copies=copies,
@@ -150,6 +156,7 @@ def _forward_recipe(operation, shape, dtype, sm_margin, x, weight, bias, aligned
         rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
         order=pointer_order(problem, FORWARD),
         family=family(operation, ndim, x),
+        temporary=temporary,
     )
 
 
@@ -168,32 +175,40 @@ def backward(
     output_mask: tuple[bool, bool, bool],
     sm_margin: int,
     in_place: bool = False,
+    dx_out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias), None where output_mask says so. Shapes and devices fit: autograd sees to it.
 
-    `in_place`: nobody needs dy any more, and dx takes its memory if it can.
+    `in_place`: nobody needs dy any more, and dx takes its memory if it can. `dx_out`: where dx is written, checked.
     """
     index = x.get_device()
     if index != _current_device():
         with torch.cuda.device(index):
-            return backward(family, dy, x, statistics, weight, output_mask, sm_margin, in_place)
+            return backward(family, dy, x, statistics, weight, output_mask, sm_margin, in_place, dx_out)
     dy_pointer, x_pointer = dy.data_ptr(), x.data_ptr()
-    weight_pointer, weight_key = 0, None
+    weight_pointer = out_pointer = 0
+    weight_key = out_key = None
     if weight is not None:
         weight_pointer = weight.data_ptr()
         weight_key = (weight.dtype, weight.is_contiguous())
-    aligned = (dy_pointer | x_pointer | weight_pointer) & 15 == 0
-    key = (output_mask, sm_margin, dy.stride(), dy.dtype, x.stride(), x.dtype, weight_key, aligned)
+    if dx_out is not None:
+        out_pointer = dx_out.data_ptr()
+        out_key = dx_out.stride()
+    aligned = (dy_pointer | x_pointer | weight_pointer | out_pointer) & 15 == 0
+    key = (output_mask, sm_margin, dy.stride(), dy.dtype, x.stride(), x.dtype, weight_key, out_key, aligned)
     recipe = family.recipes.get(key)
     if recipe is None:
-        recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned)
+        recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned)
         keep(family.recipes, key, recipe)
-    plan, copies, copied, first, second, rstd_offset, order, _ = recipe
+    plan, copies, copied, first, second, rstd_offset, order, _, temporary = recipe
     wants_dx, wants_dweight, wants_dbias = output_mask
     dx = dweight = dbias = None
     dx_pointer = dweight_pointer = dbias_pointer = workspace_pointer = 0
     if wants_dx:
-        dx = dy if in_place and _takes_dx(dy, plan, first) else _empty(*first)
+        if dx_out is not None and not temporary:
+            dx = dx_out
+        else:
+            dx = dy if in_place and _takes_dx(dy, plan, first) else _empty(*first)
         dx_pointer = dx.data_ptr()
     if wants_dweight:
         dweight = _empty(*second)
@@ -202,6 +217,7 @@ def backward(
         dbias = _empty(*second)
         dbias_pointer = dbias.data_ptr()
     if plan is None:  # sums over no rows
+        dx = dx if dx_out is None else dx_out
         return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
     if copied:
         dy, x, weight = _contiguous((dy, x, weight), copies)
@@ -215,7 +231,7 @@ def backward(
     given = (dy_pointer, x_pointer, mean_pointer, mean_pointer + rstd_offset, weight_pointer)
     pointers = order((*given, dx_pointer, dweight_pointer, dbias_pointer))
     launch.run(plan, index, _stream(index), pointers, (), workspace_pointer)
-    return dx, dweight, dbias
+    return dx_out.copy_(dx) if temporary else dx, dweight, dbias
 
 
 def column_sums(dy: Tensor) -> Tensor:
@@ -232,15 +248,15 @@ def _takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
     return plan is not None and plan.tier != "streamed" and (dy.shape, dy.stride(), dy.dtype) == dx
 
 
-def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> Recipe:
+def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned) -> Recipe:
     operation, ndim, _ = family
     function = checks.function_of(operation)
     properties = properties_of(function, x)
     check_sm_margin(function, sm_margin, properties.sms)
     shape = x.shape[-ndim:]
     cols = math.prod(shape)
-    dy_stride, x_stride = _row_stride(dy, ndim), _row_stride(x, ndim)
-    strides = {name: stride for name, stride in (("x", x_stride), ("dy", dy_stride)) if stride is not None}
+    dy_rows, x_rows, dx_rows = (_row_strides(tensor, ndim) for tensor in (dy, x, dx_out))
+    temporary = dx_out is not None and dx_rows is None
     problem = plain(
         operation,
         "backward",
@@ -250,12 +266,13 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> 
         None if weight is None else checks.dtype_name(weight.dtype),
         y=checks.dtype_name(dy.dtype),
         wanted=[name for name, wanted in zip(("x", "weight", "bias"), output_mask, strict=True) if wanted],
-        strides=strides,
+        strides=_strides(x=x_rows, dy=dy_rows, dx=dx_rows),
         sm_margin=sm_margin,
         aligned=aligned,
     )
-    copies = (dy_stride is None, x_stride is None, weight is not None and not weight.is_contiguous())
-    logs.copied(f"backward of {family.operation}", ("grad_output", "input", "weight"), (dy, x, weight), copies)
+    copies = (dy_rows is None, x_rows is None, weight is not None and not weight.is_contiguous())
+    names = ("grad_output", "input", "weight", "dx_out")
+    logs.copied(f"backward of {family.operation}", names, (dy, x, weight, dx_out), (*copies, temporary))
     return Recipe(
         plan=plan(problem, properties) if problem.rows and any(output_mask) else None,
         copies=copies,
@@ -265,6 +282,7 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, aligned) -> 
         rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
         order=pointer_order(problem, BACKWARD),
         family=family,
+        temporary=temporary,
     )
 
 
@@ -291,8 +309,13 @@ def properties_of(function: str, x: Tensor) -> device.Device:
         ) from error
 
 
-def _row_stride(tensor: Tensor, ndim: int) -> int | None:
-    return row_stride(Layout(tuple(tensor.shape), tensor.stride(), "", ""), ndim)
+def _row_strides(tensor: Tensor | None, ndim: int) -> RowStrides | None:
+    return None if tensor is None else row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), ndim)
+
+
+def _strides(**rows: RowStrides | None) -> dict[str, RowStrides]:
+    """Those of the tensors that are not copied."""
+    return {name: strides for name, strides in rows.items() if strides is not None}
 
 
 def _contiguous(tensors: tuple[Tensor | None, ...], copies: tuple[bool, ...]) -> list[Tensor | None]:

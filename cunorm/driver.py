@@ -1,0 +1,72 @@
+"""The functions of the CUDA driver that CuPy has no binding of, by ctypes: launches and questions with attributes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_...
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_...
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid_and_block", ctypes.c_uint * 6),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+@cache
+def _library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _config(grid: tuple[int, int, int], threads: int, shared: int, attribute: int, *value: int) -> Config:
+    attributes = ctypes.pointer(Attribute(attribute, 0, (ctypes.c_uint * 16)(*value)))
+    return Config((ctypes.c_uint * 6)(*grid, threads, 1, 1), shared, None, attributes, 1)
+
+
+def early_launch(
+    kernel: int, grid: tuple[int, int, int], threads: int, shared: int, arguments: int
+) -> Callable[[int], None]:
+    """`launch(stream)` of a kernel that may begin before the one in front of it ends, and waits for it by itself.
+
+    `arguments` is the address of the arguments' addresses. Not for several threads at once.
+    """
+    config = _config(grid, threads, shared, PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    call, of_config = _library().cuLaunchKernelEx, ctypes.byref(config)
+    of_kernel, of_arguments = ctypes.c_void_p(kernel), ctypes.c_void_p(arguments)
+
+    def launch(stream: int) -> None:
+        config.stream = stream
+        error = call(of_config, of_kernel, of_arguments, None)
+        if error:
+            raise RuntimeError(f"cunorm: cuLaunchKernelEx failed with CUDA error {error}.")
+
+    return launch
+
+
+def resident_clusters(kernel: int, size: int, threads: int, shared: int) -> int:
+    """How many clusters of `size` CTAs of a kernel run at once."""
+    config = _config((size, 1, 1), threads, shared, CLUSTER_DIMENSION, size, 1, 1)
+    count = ctypes.c_int()
+    error = _library().cuOccupancyMaxActiveClusters(ctypes.byref(count), ctypes.c_void_p(kernel), ctypes.byref(config))
+    if error == INVALID_CLUSTER_SIZE:
+        return 0
+    if error:
+        raise RuntimeError(f"cunorm: cuOccupancyMaxActiveClusters({size} CTAs) failed with CUDA error {error}.")
+    return count.value
