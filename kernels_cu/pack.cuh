@@ -148,11 +148,22 @@ DEVICE void keep_valid(Pack<T, kPack>& pack, const uint32 (&words)[kWords], int 
 template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int valid) {
   constexpr int kBytes = kUnit<T, kPack>, kSize = sizeof(T);
-  uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kBytes / 4)];
-  // Shared words through L1, which has them when the second lane asks.
-  load_covering_words<kAligned ? kCache : Cache::kKept, kBytes, kAligned>(row, column * kSize, valid * kSize, words);
-  if constexpr (!kAligned) shift_down<T, kBytes / 8>(words, past_multiple_of<kBytes>(row));
-  keep_valid(pack, words, valid > 0 ? valid : kPack);
+  if constexpr (!kAligned && kSize == 8) {
+    // By elements, which are vectors of two words. Shifted, a weight of float64 spilled 8 to 36 bytes.
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      uint32 element[2];
+      load_words<Cache::kKept>(row + column + i, element, i < valid);
+      pack.words[2 * i] = element[0];
+      pack.words[2 * i + 1] = element[1];
+    }
+  } else {
+    uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kBytes / 4)];
+    // Shared words through L1, which has them when the second lane asks.
+    load_covering_words<kAligned ? kCache : Cache::kKept, kBytes, kAligned>(row, column * kSize, valid * kSize, words);
+    if constexpr (!kAligned) shift_down<T, kBytes / 8>(words, past_multiple_of<kBytes>(row));
+    keep_valid(pack, words, valid > 0 ? valid : kPack);
+  }
 }
 
 // How packs lie in shared memory: the packs that kLanes neighbouring threads read at once are a run. A pack of more

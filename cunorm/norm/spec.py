@@ -71,7 +71,7 @@ class NormSpec:
         return (
             f"{self.kernel} {operation.norm}, {self.cols} cols, {arrays}; y = {operation.epilogue.text}; "
             f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} a row, "
-            f"cluster {shape.cluster}, {'16-byte' if self.aligned else 'element'} access"
+            f"cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
         )
 
     def has_vectors(self, one: Operand) -> bool:

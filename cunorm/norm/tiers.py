@@ -113,7 +113,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         rows_per_cta = min(rows_per_cta, _rows_under_way(problem, tier, shape))
         resident = min(resident, 2 * rows_per_cta * shape.threads)
     if not spec.aligned and not tier.stages:
-        resident = resident * 3 // 4  # two words for each that an aligned pack takes
+        # Two words for each that an aligned pack takes; weight and bias too where they lie at odd addresses.
+        resident = resident * 3 // 4 if spec.columns_aligned else resident // 2
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *_column_dtypes(problem))) == 2
     spec = replace(
         spec,
@@ -134,6 +135,11 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
             prefetch=False,
             columns_stay=columns <= 128,
         )
+    elif tier.prefetch and not spec.aligned and not wide:
+        # A shift waits for the row that it is asked for: in shared memory the next one is under way all the same.
+        ring = replace(spec, stages=2, ask_early=True, prefetch=False)
+        if shared_memory(ring) + dynamic_shared(ring) <= device.shared:
+            return ring
     return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
 
 
@@ -173,8 +179,10 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
     column_words = _column_bytes(problem, shape) // 4
     working = 44 if problem.row_dtype != "float64" else 72
     if not spec.aligned:
-        working += row_words
-    ctas = _ctas_of(spec, working + row_words + column_words)
+        working += _words_to_shift(spec)
+    # At odd addresses a row on its way to registers takes two words for one.
+    waiting = row_words if spec.aligned else 2 * row_words
+    ctas = _ctas_of(spec, working + waiting + column_words)
     sms = device.sms - problem.sm_margin
     if ctas and problem.rows <= sms * ctas * rows_per_cta:
         # All rows at once: weight and bias are asked for with x.
@@ -183,11 +191,11 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     per_sm = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] / device.sms
     many = per_sm > RING_BYTES
-    if shape.packs > 2 and spec.aligned and len(spec.matrices) == 1 and not (many and shape.packs <= 5):
+    if shape.packs > 2 and len(spec.matrices) == 1 and not (many and shape.packs <= 5 and spec.aligned):
         found = _short_ring(spec, column_words, working, (32 if many else 48) << 10, device)
         if found is not None:
             return found
-    return replace(spec, ctas_per_sm=_ctas_of(spec, working + row_words, 1024))
+    return replace(spec, ctas_per_sm=_ctas_of(spec, working + waiting, 1024))
 
 
 RING_BYTES = 512 << 10  # of rows to each SM: of more, rows in registers are faster
@@ -206,6 +214,12 @@ def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int,
         (device.shared + 1024) // (needed + 1024),
     )
     return replace(spec, ctas_per_sm=ctas) if ctas else None
+
+
+def _words_to_shift(spec: NormSpec) -> int:
+    """Registers in which a thread shifts a pack at an odd address, beside the pack itself: of the widest array."""
+    width = max(ITEMSIZE[one.dtype] for one in spec.operands if one.kind in ("full", "column"))
+    return spec.shape.pack * width // 4
 
 
 def _ctas_of(spec: NormSpec, registers: int, most: int = 1536) -> int:
