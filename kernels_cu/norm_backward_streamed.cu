@@ -24,7 +24,7 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
     // Calls use(column, valid, xhat, matrices, columns) for every pack of this thread, and for none of its columns
     // where only the `before` columns of other lanes before them are in the row.
     const auto for_each_pack = [&](int64 before, auto use) {
-#pragma unroll 4
+#pragma unroll(Matrices::kVectors ? 4 : 2)
       for (int64 start = static_cast<int64>(threadIdx.x) * kPack - before; start < kCols; start += kStep) {
         const int64 column = start + before, left = kCols - column;
         const int valid = left >= kPack ? kPack : left > 0 ? static_cast<int>(left) : 0;
