@@ -92,7 +92,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   using Exchange = RowExchange<Shape, kRows, Norm::kGradientSums, Compute>;
   constexpr bool kExchanges = Operation::kOfS && Shape::kSlots > 1;
   __shared__ Exchange exchanges[kRows];
-  const int row_group = row_group_of_thread<Shape, kRows>();
+  const int row_group = row_group_of_thread<Shape, kRows, Matrices::kVectors>();
   Exchange& exchange = exchanges[row_group];
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;

@@ -40,7 +40,7 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
   Rows<Beside> rows_beside(beside, rank, rows, RowsS::kBytes);
   // One place for each row group: a thread reads only what it copied itself.
   char* const column_places = dynamic_shared() + RowsS::kBytes + Rows<Beside>::kBytes;
-  const int row_group = row_group_of_thread<Shape, kRows>();
+  const int row_group = row_group_of_thread<Shape, kRows, Load::kVectors>();
   if constexpr (kColumnsShared) {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {

@@ -82,7 +82,11 @@ struct SharedRows {
   bool active = true;
 
   DEVICE SharedRows(Load load, int rank, int64 rows, int offset)
-      : load(load), rank(rank), rows(rows), offset(offset), row_group(row_group_of_thread<Shape, kRows>()) {
+      : load(load),
+        rank(rank),
+        rows(rows),
+        offset(offset),
+        row_group(row_group_of_thread<Shape, kRows, Load::kVectors>()) {
     // Packs beyond the row: nothing will be copied there. With a check at every read backward of 131072 cols ran at
     // 0.80 of the roof, without at 0.95.
 #pragma unroll
