@@ -242,8 +242,9 @@ struct StoreRows {
   }
   DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
     T* const to = data + starts.of(row);
-    if constexpr (kAligned) {
-      store_pack<true, kCache>(to + column, pack, valid);
+    // float64 beside 16 bits goes by elements: shifted on its way out it spilled 4 bytes.
+    if constexpr (kAligned || kPack * sizeof(T) > 32) {
+      store_pack<kAligned, kCache>(to + column, pack, valid);
     } else {
       store_run<kLanes, kCache>(to, column, pack, valid);
     }
