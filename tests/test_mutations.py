@@ -630,7 +630,7 @@ MUTATIONS = (
         "if (row < rows) {\n#pragma",
         "{\n#pragma",
         "lanes",
-        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+        (("memory", "a copy of what is in no array"),),
     ),
     Mutation(
         "rstd of a row that is not there",
