@@ -19,6 +19,7 @@ from .norm.spec import (
     COLUMN_BYTES,
     COLUMN_PACKS,
     MAILBOX,
+    RUN_GAP,
     SHARED_ALIGNMENT,
     SUM_COLUMNS,
     KernelSpec,
@@ -48,6 +49,7 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
             "kSumColumns": SUM_COLUMNS,
             "kMailboxBytes": MAILBOX,
             "kSharedAlignment": SHARED_ALIGNMENT,
+            "kRunGap": RUN_GAP,
         }.items()
     )
 )
@@ -249,8 +251,9 @@ def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
 
 def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str) -> str:
     """LoadRows or StoreRows."""
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.has_vectors(operand))}"
     two_strides = ", true" if operand.inner else ""
-    return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {spec.shape.pack}, {cpp(spec.aligned)}, {cache}{two_strides}>"
+    return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {layout}, {cache}{two_strides}>"
 
 
 def _matrices(spec: NormSpec, names: Iterable[str], cache: str) -> str:
@@ -279,7 +282,9 @@ def _store(spec: NormSpec, operand: Operand, cache: str) -> str:
 def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
     """Where the sum of a gradient goes: to dweight itself, or to a partial row."""
     if spec.final:
-        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {cpp(spec.aligned)}>{{{name}}}"
+        return (
+            f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {cpp(spec.columns_aligned)}>{{{name}}}"
+        )
     return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.pack}, {spec.cols}>{{{name}}}"
 
 

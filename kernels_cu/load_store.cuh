@@ -6,8 +6,11 @@
 //          unpack(packed, values)                    its values in Compute
 //          stay_packed(packed)                       between two uses: drop the values, keep the pack
 //          copy(places, number, slot, row, column, valid)   starts the copy of a pack to shared memory
+//          settle(places, number, slot, row, valid)         makes a pack of what has come, unless kVectors
 //          clear(places, number, slot)                      zeros instead, for a pack that is never copied
-//          read(raw, places, number, slot)                  a pack that was copied, or cleared
+//          put(places, number, slot, packed)                a pack that is there already instead
+//          read(raw, places, number, slot)                  a pack that was copied, cleared or put
+//          place_bytes(columns)                             of shared memory for a row
 // Store:   store(row, column, valid, values)
 #pragma once
 #include "functions.cuh"
@@ -40,9 +43,11 @@ struct RowStarts<true> {
 };
 
 // Rows of a matrix whose columns are contiguous. A vector for all rows is a matrix whose rows are 0 apart.
-template <class T, int kPack_, bool kAligned, Cache kCache, bool kTwoStrides = false>
+// kLanes neighbouring threads of a warp hold neighbouring packs of a row.
+template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false>
 struct LoadRows {
   static constexpr int kPack = kPack_;
+  using Shared = SharedPacks<T, kPack, kLanes, kAligned>;
   static constexpr int kColumnBytes = sizeof(T);
   static constexpr bool kVectors = kAligned;
   using Packed = Pack<T, kPack>;
@@ -50,26 +55,26 @@ struct LoadRows {
   RowStarts<kTwoStrides> starts;
 
   DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
-    load_pack<kAligned, kCache>(pack, data + starts.of(row) + column, valid);
+    load_pack<kAligned, kCache>(pack, data + starts.of(row), column, valid);
   }
   template <class Compute>
   DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
     cunorm::unpack(pack, values);
   }
   DEVICE void stay_packed(Packed& pack) const { cunorm::stay_packed(pack); }
-  template <int kColumns, bool kNeighbours>
+  static constexpr int place_bytes(int columns) { return Shared::bytes(columns); }
+  template <bool kNeighbours>
   DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
-    SharedPacks<T, kPack, kColumns>::template copy<kAligned, kNeighbours>(place, slot, data + starts.of(row) + column,
-                                                                          valid);
+    Shared::template copy<kNeighbours>(place, slot, data + starts.of(row), column, valid);
   }
-  template <int kColumns>
+  DEVICE void settle(char* place, int slot, int64 row, int valid) const {
+    if constexpr (!kAligned) Shared::settle(place, slot, data + starts.of(row), valid);
+  }
   DEVICE void clear(char* place, int slot) const {
-    SharedPacks<T, kPack, kColumns>::clear(place, slot);
+    if constexpr (kAligned) Shared::put(place, slot, {});
   }
-  template <int kColumns>
-  DEVICE void read(Packed& pack, char* place, int slot) const {
-    SharedPacks<T, kPack, kColumns>::read(pack, place, slot);
-  }
+  DEVICE void put(char* place, int slot, const Packed& pack) const { Shared::put(place, slot, pack); }
+  DEVICE void read(Packed& pack, char* place, int slot) const { Shared::read(pack, place, slot); }
 };
 
 // Several matrices that are read together. In shared memory all places of the first come before those of the second:
@@ -90,10 +95,15 @@ struct Matrices<> {
   template <class Values>
   DEVICE void unpack(const Packed&, Values) const {}
   DEVICE void stay_packed(Packed&) const {}
+  static constexpr int place_bytes(int) { return 0; }
   template <int kColumns, int kPlaces, bool kNeighbours>
   DEVICE void copy(char*, int, int, int64, int64, int) const {}
   template <int kColumns, int kPlaces>
+  DEVICE void settle(char*, int, int, int64, int) const {}
+  template <int kColumns, int kPlaces>
   DEVICE void clear(char*, int, int) const {}
+  template <int kColumns, int kPlaces>
+  DEVICE void put(char*, int, int, const Packed&) const {}
   template <int kColumns, int kPlaces>
   DEVICE void read(Raw&, char*, int, int) const {}
 };
@@ -127,31 +137,44 @@ struct Matrices<First, Others...> {
     first.stay_packed(packed.first);
     others.stay_packed(packed.others);
   }
+  static constexpr int place_bytes(int columns) {
+    return First::place_bytes(columns) + Matrices<Others...>::place_bytes(columns);
+  }
   template <int kColumns, int kPlaces, bool kNeighbours>
   DEVICE void copy(char* places, int number, int slot, int64 row, int64 column, int valid) const {
-    first.template copy<kColumns, kNeighbours>(place<kColumns>(places, number), slot, row, column, valid);
+    first.template copy<kNeighbours>(place<kColumns>(places, number), slot, row, column, valid);
     others.template copy<kColumns, kPlaces, kNeighbours>(places_of_others<kColumns, kPlaces>(places), number, slot, row,
                                                          column, valid);
   }
   template <int kColumns, int kPlaces>
+  DEVICE void settle(char* places, int number, int slot, int64 row, int valid) const {
+    first.settle(place<kColumns>(places, number), slot, row, valid);
+    others.template settle<kColumns, kPlaces>(places_of_others<kColumns, kPlaces>(places), number, slot, row, valid);
+  }
+  template <int kColumns, int kPlaces>
   DEVICE void clear(char* places, int number, int slot) const {
-    first.template clear<kColumns>(place<kColumns>(places, number), slot);
+    first.clear(place<kColumns>(places, number), slot);
     others.template clear<kColumns, kPlaces>(places_of_others<kColumns, kPlaces>(places), number, slot);
   }
   template <int kColumns, int kPlaces>
+  DEVICE void put(char* places, int number, int slot, const Packed& packed) const {
+    first.put(place<kColumns>(places, number), slot, packed.first);
+    others.template put<kColumns, kPlaces>(places_of_others<kColumns, kPlaces>(places), number, slot, packed.others);
+  }
+  template <int kColumns, int kPlaces>
   DEVICE void read(Raw& raw, char* places, int number, int slot) const {
-    first.template read<kColumns>(raw.first, place<kColumns>(places, number), slot);
+    first.read(raw.first, place<kColumns>(places, number), slot);
     others.template read<kColumns, kPlaces>(raw.others, places_of_others<kColumns, kPlaces>(places), number, slot);
   }
 
  private:
   template <int kColumns>
   DEVICE static char* place(char* places, int number) {
-    return places + number * (kColumns * First::kColumnBytes);
+    return places + number * First::place_bytes(kColumns);
   }
   template <int kColumns, int kPlaces>
   DEVICE static char* places_of_others(char* places) {
-    return places + kPlaces * (kColumns * First::kColumnBytes);
+    return places + kPlaces * First::place_bytes(kColumns);
   }
 };
 
@@ -163,7 +186,6 @@ constexpr int kArrays = List::kCount > 0 ? List::kCount : 1;
 // s see the same. A thread keeps s alone.
 template <class S, int kPack, class Operation, class Inputs, bool kPrologue = Operation::kPrologue>
 struct LoadSource {
-  static constexpr int kColumnBytes = Inputs::kColumnBytes;
   static constexpr bool kVectors = Inputs::kVectors;
   using Raw = typename Inputs::Packed;
   using Packed = Pack<S, kPack>;
@@ -191,6 +213,11 @@ struct LoadSource {
   DEVICE void copy(char* places, int number, int slot, int64 row, int64 column, int valid) const {
     inputs.template copy<kColumns, kPlaces, kNeighbours>(places, number, slot, row, column, valid);
   }
+  static constexpr int place_bytes(int columns) { return Inputs::place_bytes(columns); }
+  template <int kColumns, int kPlaces>
+  DEVICE void settle(char* places, int number, int slot, int64 row, int valid) const {
+    inputs.template settle<kColumns, kPlaces>(places, number, slot, row, valid);
+  }
   template <int kColumns, int kPlaces>
   DEVICE void clear(char* places, int number, int slot) const {
     inputs.template clear<kColumns, kPlaces>(places, number, slot);
@@ -201,9 +228,11 @@ struct LoadSource {
   }
 };
 
-template <class T, int kPack_, bool kAligned, Cache kCache, bool kTwoStrides = false>
+// Where they are not kAligned all lanes of a warp store together.
+template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false>
 struct StoreRows {
   static constexpr int kPack = kPack_;
+  static constexpr bool kTogether = !kAligned;
   T* data;
   RowStarts<kTwoStrides> starts;
 
@@ -212,7 +241,13 @@ struct StoreRows {
     store_packed(row, column, valid, pack_values<T>(values));
   }
   DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
-    store_pack<kAligned, kCache>(data + starts.of(row) + column, pack, valid);
+    T* const to = data + starts.of(row);
+    // float64 beside 16 bits goes by elements: shifted on its way out it spilled 4 bytes.
+    if constexpr (kAligned || kPack * sizeof(T) > 32) {
+      store_pack<kAligned, kCache>(to + column, pack, valid);
+    } else {
+      store_run<kLanes, kCache>(to, column, pack, valid);
+    }
   }
 };
 
@@ -229,6 +264,7 @@ struct Results;
 template <>
 struct Results<> {
   static constexpr int kCount = 0;
+  static constexpr bool kTogether = false;
   template <class Values>
   DEVICE void store(int64, int64, int, Values) const {}
 };
@@ -236,6 +272,7 @@ struct Results<> {
 template <class First, class... Others>
 struct Results<First, Others...> {
   static constexpr int kCount = 1 + sizeof...(Others);
+  static constexpr bool kTogether = First::kTogether;
   First first;
   Results<Others...> others;
 

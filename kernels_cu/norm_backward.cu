@@ -92,7 +92,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   using Exchange = RowExchange<Shape, kRows, Norm::kGradientSums, Compute>;
   constexpr bool kExchanges = Operation::kOfS && Shape::kSlots > 1;
   __shared__ Exchange exchanges[kRows];
-  const int row_group = row_group_of_thread<Shape, kRows>();
+  const int row_group = row_group_of_thread<Shape, kRows, Matrices::kVectors>();
   Exchange& exchange = exchanges[row_group];
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
@@ -109,6 +109,10 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     const int valid = Shape::valid(rank, p);
     if constexpr (kColumnsStay) {
       columns.fetch(column_packs[p], 0, Shape::column(rank, p), valid);
+    } else if constexpr (!Columns::kVectors) {
+      typename Columns::Packed pack;
+      columns.fetch(pack, 0, Shape::column(rank, p), valid);
+      columns.template put<Shape::kCapacity, kRows>(column_places, row_group, Shape::place_column(p), pack);
     } else {
       if (valid <= 0) {
         columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::place_column(p));

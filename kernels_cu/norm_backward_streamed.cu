@@ -21,11 +21,13 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
   int turn = 0;
   for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
     const SavedRow saved = Operation::kOfXhat ? SavedRow::of(mean, rstd, row) : SavedRow{};
-    // Calls use(column, valid, xhat, matrices, columns) for every pack of this thread.
-    const auto for_each_pack = [&](auto use) {
-#pragma unroll 4
-      for (int64 column = static_cast<int64>(threadIdx.x) * kPack; column < kCols; column += kStep) {
-        const int valid = kCols - column < kPack ? static_cast<int>(kCols - column) : kPack;
+    // Calls use(column, valid, xhat, matrices, columns) for every pack of this thread, and for none of its columns
+    // where only the `before` columns of other lanes before them are in the row.
+    const auto for_each_pack = [&](int64 before, auto use) {
+#pragma unroll(Matrices::kVectors ? 4 : 2)
+      for (int64 start = static_cast<int64>(threadIdx.x) * kPack - before; start < kCols; start += kStep) {
+        const int64 column = start + before, left = kCols - column;
+        const int valid = left >= kPack ? kPack : left > 0 ? static_cast<int>(left) : 0;
         typename Matrices::Packed matrix_pack;
         typename Columns::Packed column_pack;
         Compute matrix_values[kArrays<Matrices>][kPack], column_values[kArrays<Columns>][kPack], xhat[kPack];
@@ -45,7 +47,7 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
     Compute means[Norm::kGradientSums] = {};
     if constexpr (Operation::kOfS) {
       CompensatedSum<Compute> sums[Norm::kGradientSums];
-      for_each_pack([&](int64, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
+      for_each_pack(0, [&](int64, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
         Compute of_pack[Norm::kGradientSums], g[kPack];
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
@@ -67,15 +69,18 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
       }
     }
 
-    for_each_pack([&](int64 column, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
-      Compute values[kArrays<Results>][kPack], no_sums[1][1][kPack];
+    // A warp that stores together goes on until its first lane is beyond the row.
+    const int64 before = Results::kTogether ? threadIdx.x % 32 * kPack : 0;
+    for_each_pack(
+        before, [&](int64 column, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
+          Compute values[kArrays<Results>][kPack], no_sums[1][1][kPack];
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        const Compute ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
-        operation.late(xhat[i], ds, matrix_values, column_values, i, 0, no_sums, values);
-      }
-      results.store(row, column, valid, values);
-    });
+          for (int i = 0; i < kPack; ++i) {
+            const Compute ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
+            operation.late(xhat[i], ds, matrix_values, column_values, i, 0, no_sums, values);
+          }
+          results.store(row, column, valid, values);
+        });
   }
 }
 

@@ -17,8 +17,12 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
   __shared__ Exchange exchange;
 
   const int64 first_column = static_cast<int64>(threadIdx.x) * kPack;
+  // A warp that stores together goes on until its first lane is beyond the row.
+  const int64 first_stored = StoreY::kTogether ? first_column / (32 * kPack) * (32 * kPack) : first_column;
   const auto valid_at = [](int64 column) {
-    return kCols % kPack == 0 || kCols - column >= kPack ? kPack : static_cast<int>(kCols - column);
+    const int64 left = kCols - column;
+    if (!StoreY::kTogether && kCols % kPack == 0) return kPack;
+    return left >= kPack ? kPack : left > 0 ? static_cast<int>(left) : 0;
   };
   int turn = 0;
   for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
@@ -45,7 +49,8 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       if (rstd != nullptr) rstd[row] = statistics.rstd;
     }
 #pragma unroll 4
-    for (int64 column = first_column; column < kCols; column += kStep) {
+    for (int64 start = first_stored; start < kCols; start += kStep) {
+      const int64 column = start + (first_column - first_stored);
       const int valid = valid_at(column);
       typename Load::Raw raw;
       typename Beside::Packed beside_pack;

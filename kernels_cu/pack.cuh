@@ -110,77 +110,171 @@ DEVICE void store_value(T* address, Compute value) {
   }
 }
 
-// Reads the first `valid` columns of a pack; the others become zero. Columns are owned by the same thread whether the
-// address allows a vector load (kAligned) or not: a row's result does not depend on where the row lies.
-template <bool kAligned, Cache kCache, class T, int kPack>
-DEVICE void load_pack(Pack<T, kPack>& pack, const T* address, int valid) {
-  if constexpr (kAligned) {
-    load_words<kCache>(address, pack.words, valid >= kPack);
-    if (valid <= 0 || valid >= kPack) return;
-  }
+// A vector access of an array of packs moves so many bytes.
+template <class T, int kPack>
+constexpr int kUnit = kPack * sizeof(T) < 16 ? kPack * sizeof(T) : 16;
+
+// words[i] becomes the word that begins `offset` bytes after it: so many as elements of T take, fewer than 8 * kStep.
+// By halves, since registers have no index at run time.
+template <class T, int kStep, int kWords>
+DEVICE void shift_down(uint32 (&words)[kWords], uint32 offset) {
+  if constexpr (kStep > 0 && 4 * kStep >= sizeof(T)) {
 #pragma unroll
-  for (int i = 0; i < Pack<T, kPack>::kWords; ++i) pack.words[i] = 0;
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-    if (i >= valid) continue;
-    if constexpr (sizeof(T) == 8) {
-      double_to_words(address[i], pack.words[2 * i], pack.words[2 * i + 1]);
-    } else if constexpr (sizeof(T) == 4) {
-      pack.words[i] = float_to_word(address[i]);
-    } else {
-      pack.words[i / 2] |= static_cast<uint32>(address[i].bits) << (i % 2 * 16);
+    for (int i = 0; i + kStep < kWords; ++i) {
+      const uint32 near = words[i], far = words[i + kStep];  // a choice between places would be such an index
+      words[i] = offset & 4 * kStep ? far : near;
     }
+    shift_down<T, kStep / 2>(words, offset);
+  } else if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i + 1 < kWords; ++i) words[i] = funnel_shift(words[i], words[i + 1], 8 * offset);
   }
 }
 
-// How kColumns columns of packs lie in shared memory: a pack of more than 16 bytes in pieces, the first pieces of all
-// packs side by side, then the second, so that neighbouring threads meet no bank conflicts.
-template <class T, int kPack, int kColumns>
-struct SharedPacks {
-  static constexpr int kPiece = kPack * sizeof(T) < 16 ? kPack * sizeof(T) : 16;
-  static constexpr int kPieces = kPack * sizeof(T) / kPiece;
-  static constexpr int kStride = kColumns / kPack * kPiece;
-  static constexpr int kWords = kPiece / 4;
+// The first of the words as a pack of which the first `valid` columns count; the others become zero.
+template <class T, int kPack, int kWords>
+DEVICE void keep_valid(Pack<T, kPack>& pack, const uint32 (&words)[kWords], int valid) {
+#pragma unroll
+  for (int i = 0; i < Pack<T, kPack>::kWords; ++i) {
+    constexpr int kSize = sizeof(T);
+    pack.words[i] = 4 * i < valid * kSize ? words[i] : 0;
+    if (kSize == 2 && 2 * i + 1 == valid) pack.words[i] &= 0xffff;
+  }
+}
 
-  DEVICE static char* piece(char* place, int column, int i) { return place + column / kPack * kPiece + i * kStride; }
+// Reads the pack at `column` of a row, its first `valid` columns; the others become zero. Columns are owned by the same
+// thread wherever the row lies, so that its result does not depend on it: where it does not begin at a multiple of a
+// pack's size (not kAligned) neighbouring lanes read the aligned words that their packs share, and shift them alike.
+template <bool kAligned, Cache kCache, class T, int kPack>
+DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int valid) {
+  constexpr int kBytes = kUnit<T, kPack>, kSize = sizeof(T);
+  if constexpr (!kAligned && kSize == 8) {
+    // By elements, which are vectors of two words. Shifted, a weight of float64 spilled 8 to 36 bytes.
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      uint32 element[2];
+      load_words<Cache::kKept>(row + column + i, element, i < valid);
+      pack.words[2 * i] = element[0];
+      pack.words[2 * i + 1] = element[1];
+    }
+  } else {
+    uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kBytes / 4)];
+    // Shared words through L1, which has them when the second lane asks.
+    load_covering_words<kAligned ? kCache : Cache::kKept, kBytes, kAligned>(row, column * kSize, valid * kSize, words);
+    if constexpr (!kAligned) shift_down<T, kBytes / 8>(words, past_multiple_of<kBytes>(row));
+    keep_valid(pack, words, valid > 0 ? valid : kPack);
+  }
+}
+
+// How packs lie in shared memory: the packs that kLanes neighbouring threads read at once are a run. A pack of more
+// than 16 bytes lies there in pieces, the first pieces of all packs of the run side by side, then the second, so that
+// neighbouring threads meet no bank conflicts.
+//
+// A run whose packs do not begin at a multiple of their size (not kAligned) is copied as the aligned words that hold
+// it, to places that lie in the same way to a multiple of kRunGap bytes, and takes so much more; once it is there,
+// settle() puts the packs where they belong.
+template <class T, int kPack, int kLanes, bool kAligned>
+struct SharedPacks {
+  static constexpr int kBytes = kPack * sizeof(T);
+  static constexpr int kPiece = kUnit<T, kPack>;
+  static constexpr int kPieces = kBytes / kPiece;
+  static constexpr int kWords = kPiece / 4;
+  static constexpr int kRun = kLanes * kBytes + (kAligned ? 0 : kRunGap);
+  static constexpr int bytes(int columns) { return columns / (kPack * kLanes) * kRun; }
+
+  DEVICE static char* piece(char* place, int slot, int i) {
+    const int pack = slot / kPack;
+    return place + pack * kPiece + pack / kLanes * (kRun - kLanes * kPiece) + i * kLanes * kPiece;
+  }
 
   // Copies the first `valid` columns, asynchronously where the pack is whole; the others become zero.
-  template <bool kAligned, bool kNeighbours>
-  DEVICE static void copy(char* place, int column, const T* from, int valid) {
-    if (kAligned && valid >= kPack) {
+  template <bool kNeighbours>
+  DEVICE static void copy(char* place, int slot, const T* row, int64 column, int valid) {
+    if constexpr (!kAligned) {
+      copy_covering<kNeighbours>(place, slot, row, column, valid);
+    } else if (valid >= kPack) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i)
-        copy_async<kPiece, kNeighbours>(piece(place, column, i), reinterpret_cast<const char*>(from) + i * kPiece);
+        copy_async<kPiece, kNeighbours>(piece(place, slot, i),
+                                        reinterpret_cast<const char*>(row + column) + i * kPiece);
     } else if (valid > 0) {
       Pack<T, kPack> pack;
-      load_pack<false, Cache::kStreamed>(pack, from, valid);
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        uint32 words[kWords];
-#pragma unroll
-        for (int word = 0; word < kWords; ++word) words[word] = pack.words[i * kWords + word];
-        store_shared_words(piece(place, column, i), words);
-      }
+      load_pack<true, Cache::kStreamed>(pack, row, column, valid);
+      put(place, slot, pack);
     }
   }
 
-  // What a pack that is never copied reads as.
-  DEVICE static void clear(char* place, int column) {
-    const uint32 zeros[kWords] = {};
+  // All lanes of the warp come here together, once what they copied has come for all of them.
+  DEVICE static void settle(char* place, int slot, const T* row, int valid) {
+    uint32 words[kWords * (kPieces + 1)];
+    const char* const covering = covering_place(place, slot, row);
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) store_shared_words(piece(place, column, i), zeros);
+    for (int i = 0; i <= kPieces; ++i) {
+      uint32 unit[kWords];
+      load_shared_words(covering + i * kPiece, unit);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
+    }
+    warp_barrier();  // the places belong to other lanes' packs
+    shift_down<T, kPiece / 8>(words, past_multiple_of<kPiece>(row));
+    Pack<T, kPack> pack;
+    keep_valid(pack, words, valid);
+    put(place, slot, pack);
   }
 
-  DEVICE static void read(Pack<T, kPack>& pack, char* place, int column) {
+  DEVICE static void put(char* place, int slot, const Pack<T, kPack>& pack) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       uint32 words[kWords];
-      load_shared_words(piece(place, column, i), words);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) words[word] = pack.words[i * kWords + word];
+      store_shared_words(piece(place, slot, i), words);
+    }
+  }
+
+  DEVICE static void read(Pack<T, kPack>& pack, char* place, int slot) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      uint32 words[kWords];
+      load_shared_words(piece(place, slot, i), words);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) pack.words[i * kWords + word] = words[word];
     }
   }
+
+ private:
+  DEVICE static int lane(int slot) { return slot / kPack % kLanes; }
+
+  // Where the aligned word belongs in which the pack begins. (A run begins as far behind a multiple of kRunGap as its
+  // row does, but for runs of less.)
+  DEVICE static char* covering_place(char* place, int slot, const T* row) {
+    return piece(place, slot, 0) + lane(slot) * (kBytes - kPiece) + past_multiple_of<kRunGap>(row) / kPiece * kPiece;
+  }
+
+  // A lane copies the words that hold its pack, but for the one in which the pack before ends: that lane copies it.
+  template <bool kNeighbours>
+  DEVICE static void copy_covering(char* place, int slot, const T* row, int64 column, int valid) {
+    const int offset = static_cast<int>(past_multiple_of<kPiece>(row)), size = sizeof(T);
+    const char* const first = reinterpret_cast<const char*>(row) - offset + column * size;
+    char* const to = covering_place(place, slot, row);
+    if (valid > 0 && (offset == 0 || lane(slot) == 0)) copy_covering_async<kPiece, kNeighbours>(to, first);
+#pragma unroll
+    for (int i = kPiece; i <= kBytes; i += kPiece) {
+      if (i < offset + valid * size) copy_covering_async<kPiece, kNeighbours>(to + i, first + i);
+    }
+  }
 };
+
+template <class T, int kPack>
+DEVICE void store_element(T* address, const Pack<T, kPack>& pack, int i) {
+  if constexpr (sizeof(T) == 8) {
+    address[i] = words_to_double(pack.words[2 * i], pack.words[2 * i + 1]);
+  } else if constexpr (sizeof(T) == 4) {
+    address[i] = word_to_float(pack.words[i]);
+  } else {
+    address[i] = T{static_cast<uint16>(pack.words[i / 2] >> (i % 2 * 16))};
+  }
+}
 
 template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
@@ -190,14 +284,43 @@ DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
   }
 #pragma unroll
   for (int i = 0; i < kPack; ++i) {
-    if (i >= valid) continue;
-    if constexpr (sizeof(T) == 8) {
-      address[i] = words_to_double(pack.words[2 * i], pack.words[2 * i + 1]);
-    } else if constexpr (sizeof(T) == 4) {
-      address[i] = word_to_float(pack.words[i]);
-    } else {
-      address[i] = T{static_cast<uint16>(pack.words[i / 2] >> (i % 2 * 16))};
-    }
+    if (i < valid) store_element(address, pack, i);
+  }
+}
+
+// The same where packs do not begin at a multiple of their size; those of kLanes neighbouring threads follow each other
+// in memory. A lane writes the aligned words that begin in its pack, of which the last ends in the next lane's, and the
+// columns at the ends of the lanes' run that no such word holds one by one. All lanes of the warp come here together.
+template <int kLanes, Cache kCache, class T, int kPack>
+DEVICE void store_run(T* row, int64 column, const Pack<T, kPack>& pack, int valid) {
+  constexpr int kBytes = kUnit<T, kPack>, kWords = Pack<T, kPack>::kWords;
+  uint32 words[kWords + kBytes / 4], shifted[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) words[i] = pack.words[i];
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) words[kWords + i] = shuffle_down(pack.words[i]);
+  const int next_valid = shuffle_down(valid);
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+
+  const uint32 head = (kBytes - past_multiple_of<kBytes>(row)) % kBytes;  // bytes before the first aligned word
+  shift_down<T, kBytes / 8>(words, head);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) shifted[i] = words[i];
+  // Or what depends on it alone is kept from row to row: with eight packs it took all registers, 128 instead of 71.
+  uint32 known = static_cast<uint32>(valid);
+  forget(known);
+  valid = static_cast<int>(known);
+  const bool whole = valid >= kPack;
+  const bool in_words = whole && (head == 0 || (lane < kLanes - 1 && next_valid >= kPack));
+  if (in_words) store_words<kCache>(reinterpret_cast<char*>(row) + head + column * sizeof(T), shifted);
+
+  // A bit for each column that no word holds. Where this pack is whole, the lane before wrote its head.
+  const uint32 all = (1u << (valid > 0 ? valid : 0)) - 1, in_head = (1u << head / sizeof(T)) - 1;
+  const uint32 left = all & ((lane > 0 && whole ? 0 : in_head) | (in_words ? 0 : ~in_head));
+  if (left == 0) return;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    if (left & 1u << i) store_element(row + column, pack, i);
   }
 }
 

@@ -95,6 +95,18 @@ DEVICE float before_narrowing(double value) {
 DEVICE float reciprocal_sqrt(float value) { return __frsqrt_rn(value); }
 DEVICE double reciprocal_sqrt(double value) { return 1.0 / sqrt(value); }
 
+// How many bytes an address lies behind a multiple of kBytes.
+template <int kBytes>
+DEVICE uint32 past_multiple_of(const void* address) {
+  return static_cast<uint32>(reinterpret_cast<unsigned long long>(address)) % kBytes;
+}
+
+// The 32 bits that begin `bits` % 32 bits after the first of `low`, behind which `high` follows.
+DEVICE uint32 funnel_shift(uint32 low, uint32 high, uint32 bits) { return __funnelshift_r(low, high, bits); }
+
+// Tells the compiler that the word may have changed, so that it keeps nothing it computed from it.
+DEVICE void forget(uint32& word) { asm volatile("" : "+r"(word)); }
+
 enum class Cache { kStreamed, kKept };
 
 // kWords 32-bit words from an address aligned to min(16, 4 * kWords) bytes; zeros, and no access, if they are not
@@ -132,6 +144,30 @@ DEVICE void load_words(const void* address, uint32 (&words)[kWords], bool there 
   }
 }
 
+// The aligned words of kUnit bytes that hold `bytes` bytes `position` bytes behind `start`, of which position is a
+// multiple. What lies beside these bytes in the first and the last word comes with them; a word that holds none of them
+// is not read. So nothing is touched beyond an array but what shares 16 bytes with it: no page ends between them.
+template <Cache kCache, int kUnit, bool kAligned, int kWords>
+DEVICE void load_covering_words(const void* start, int64 position, int bytes, uint32 (&words)[kWords]) {
+  const uint32 offset = kAligned ? 0 : past_multiple_of<kUnit>(start);
+  const char* const first = static_cast<const char*>(start) - offset;
+  uint32 last = (offset + bytes - 1) / kUnit * kUnit;
+  // Or what depends on it alone is kept from row to row: with eight packs of float64 8 bytes were spilled.
+  if constexpr (!kAligned) forget(last);
+#pragma unroll
+  for (uint32 i = 0; i < 4 * kWords; i += kUnit) {
+    uint32 unit[kUnit / 4];
+    if constexpr (kAligned) {
+      load_words<kCache>(first + position + i, unit, static_cast<int>(i) < bytes);
+    } else {
+      // The last word once more takes no predicate, and no zeros for what is not read.
+      load_words<kCache>(first + (i < last ? i : last) + position, unit, bytes > 0);
+    }
+#pragma unroll
+    for (int word = 0; word < kUnit / 4; ++word) words[i / 4 + word] = unit[word];
+  }
+}
+
 // The part of shared memory whose size the launch decides. Asynchronous copies need its alignment: at 16 bytes past a
 // multiple of 32 backward of 65536 x 1024 took 122 us instead of 99 on an H200.
 DEVICE char* dynamic_shared() {
@@ -162,8 +198,18 @@ DEVICE void load_shared_words(const void* address, uint32 (&words)[kWords]) {
 template <int kWords>
 DEVICE void store_shared_words(void* address, const uint32 (&words)[kWords]) {
   const uint32 to = shared_address(address);
+  if constexpr (kWords == 1) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(words[0]) : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(words[0]), "r"(words[1]) : "memory");
+  } else {
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + 4 * i), "r"(words[i]) : "memory");
+    for (int i = 0; i < kWords; i += 4) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + 4 * i), "r"(words[i]), "r"(words[i + 1]),
+                   "r"(words[i + 2]), "r"(words[i + 3])
+                   : "memory");
+    }
+  }
 }
 
 // Asynchronous copies of kBytes (4, 8 or a multiple of 16) from global to shared memory, which pass no register. A
@@ -193,6 +239,11 @@ DEVICE void copy_async(void* to, const void* from) {
   store_shared_words(to, words);
 #endif
 }
+// The same where some of the bytes may lie beside the array (load_covering_words says why they may be read).
+template <int kBytes, bool kNeighbours>
+DEVICE void copy_covering_async(void* to, const void* from) {
+  copy_async<kBytes, kNeighbours>(to, from);
+}
 DEVICE void copies_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -204,9 +255,6 @@ DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }
-
-// Tells the compiler that the word may have changed, so that it keeps nothing it computed from it.
-DEVICE void forget(uint32& word) { asm volatile("" : "+r"(word)); }
 
 // kStreamed leaves L1 alone: y at 0.97 -> 1.03 of the roof for 4096 columns of bfloat16 on an H200.
 template <Cache kCache, int kWords>
@@ -235,6 +283,12 @@ DEVICE void store_words(void* address, const uint32 (&words)[kWords]) {
 template <class T>
 DEVICE T shuffle_xor(T value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// That of the next lane; the last one gets its own.
+template <class T>
+DEVICE T shuffle_down(T value) {
+  return __shfl_down_sync(0xffffffffu, value, 1);
 }
 
 DEVICE void warp_barrier() { __syncwarp(); }

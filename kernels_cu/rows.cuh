@@ -62,13 +62,13 @@ struct RegisterRows {
 
 // A ring of kStages places for each of the kRows rows of a CTA, filled by asynchronous copies: rows are under way
 // whatever the threads do, and take no registers. A thread reads only what it copied itself, so nobody waits for
-// anybody.
+// anybody; of packs at odd addresses, what it and the lane before it copied (SharedPacks).
 template <class Shape, int kRows, int kStages, bool kAskEarly_, class Load>
 struct SharedRows {
   // Rows of neighbouring threads lie side by side: with the places of a row side by side 32 columns fell from 0.86 to
   // 0.77 of the roof, by bank conflicts.
   static constexpr int kPlaces = kStages * kRows;
-  static constexpr int kBytes = kPlaces * Shape::kCapacity * Load::kColumnBytes;
+  static constexpr int kBytes = kPlaces * Load::place_bytes(Shape::kCapacity);
   static constexpr int kAhead = kStages - 1;
   static constexpr bool kAskEarly = kAskEarly_;
   // Where rows lie close together, a CTA reads their neighbours too.
@@ -82,7 +82,11 @@ struct SharedRows {
   bool active = true;
 
   DEVICE SharedRows(Load load, int rank, int64 rows, int offset)
-      : load(load), rank(rank), rows(rows), offset(offset), row_group(row_group_of_thread<Shape, kRows>()) {
+      : load(load),
+        rank(rank),
+        rows(rows),
+        offset(offset),
+        row_group(row_group_of_thread<Shape, kRows, Load::kVectors>()) {
     // Packs beyond the row: nothing will be copied there. With a check at every read backward of 131072 cols ran at
     // 0.80 of the roof, without at 0.95.
 #pragma unroll
@@ -109,6 +113,14 @@ struct SharedRows {
   DEVICE void take(int64 row) {
     taken = taken == kStages - 1 ? 0 : taken + 1;
     active = Shape::kThreads >= 32 || row < rows;
+    if constexpr (!Load::kVectors) {
+      warp_barrier();  // a lane finds there what others copied
+#pragma unroll 1
+      for (int p = 0; p < Shape::kPacks; ++p) {
+        load.template settle<Shape::kCapacity, kPlaces>(places(), place(taken), Shape::place_column(p), row,
+                                                        Shape::valid(rank, p));
+      }
+    }
   }
   DEVICE void read(typename Load::Packed& pack, int p) const {
     typename Load::Raw raw;

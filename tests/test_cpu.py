@@ -374,6 +374,22 @@ def test_layouts(cols, dtype, name):
     assert numpy.isnan(padding.astype("float32")).all(), "written beside a row of y"
 
 
+@pytest.mark.parametrize("build", ["results", "memory", "races"])
+@pytest.mark.parametrize("cols", [49, 1001])
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [("float16", "float32"), ("float32", "float16"), ("float64", "bfloat16"), ("bfloat16", "float64")],
+)
+def test_packs_of_every_size_at_every_address(dtype, other, cols, build):
+    """Of 4 to 64 bytes, for as many rows as an odd stride takes to begin at the same place again."""
+    x, dy, weight, bias = inputs(numpy, 9, cols, dtype, weight=other, bias=other, dy=other)
+    x, dy, y = (in_wider_rows(array, 2 - cols % 2) for array in (x, dy, numpy.empty_like(dy)))
+    for matrix in (x, dy, y):
+        matrix.base[:, cols:] = numpy.nan
+    check(Machine(build), "layer_norm", x, dy, misplaced(weight, 1), misplaced(bias, 3), y=y)
+    assert numpy.isnan(y.base[:, cols:].astype("float32")).all(), "written beside a row of y"
+
+
 # One of each kind: what a sanitizer build can find does not depend on more.
 SANITIZED = (
     "300x7-bfloat16",

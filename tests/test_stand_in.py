@@ -144,6 +144,21 @@ MISUSE = {
         "memory",
         "heap-buffer-overflow",
     ),
+    "a copy of a word that is in no array": (
+        "copy_covering_async<16, false>(mine, out + (thread + 4) / 4 * 4);",
+        "memory",
+        "a copy of what is in no array",
+    ),
+    "a covering load of what is not there": (
+        "uint32 words[8]; load_covering_words<Cache::kKept, 16, false>(out + 1, 4 * thread * 4, 16, words);",
+        "memory",
+        "heap-buffer-overflow",
+    ),
+    "a lane that shuffles down beside others that do not": (
+        "out[thread] = thread % 32 ? shuffle_down(1.f) : shuffle_xor(1.f, 1);",
+        "results",
+        "the lanes of a warp are at different shuffles",
+    ),
     "a copy to behind dynamic shared memory": (
         "copy_async<16, false>(mine + 4, out);",
         "memory",
@@ -230,6 +245,30 @@ def test_a_load_that_is_not_there_brings_zeros(build):
     out[thread] = word_to_float(words[thread % 4]);
     """
     assert not run_body(body, build).any()
+
+
+def test_shuffles_down_bring_the_next_lane():
+    thread = numpy.arange(64)
+    expected = numpy.where(thread % 32 == 31, thread, thread + 1)
+    numpy.testing.assert_array_equal(run_body("out[thread] = shuffle_down(out[thread]);", "results"), expected)
+
+
+def test_a_funnel_shift_takes_bits_of_both_words():
+    body = "out[thread] = static_cast<float>(funnel_shift(0x00070003, 0x00050009, 16 + 32 * thread));"
+    assert (run_body(body, "results") == 0x00090007).all()
+
+
+@pytest.mark.parametrize("build", ["results", "memory"])
+def test_a_covering_load_brings_its_bytes_and_nothing_beside_them(build):
+    """The last three floats of the array, from the second of a word on."""
+    body = """
+    uint32 words[8];
+    load_covering_words<Cache::kKept, 16, false>(out + 61, 0, 12, words);
+    __syncthreads();
+    if (thread < 8) out[thread] = word_to_float(words[thread]);
+    """
+    found = run_body(body, build)
+    numpy.testing.assert_array_equal(found[:8], [numpy.nan, 61, 62, 63, *[numpy.nan] * 4])
 
 
 def test_shared_memory_is_not_zero_at_first():

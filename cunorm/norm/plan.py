@@ -68,7 +68,7 @@ class Plan:
             lines.append(
                 f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.rows_per_cta} rows a CTA, "
                 f"{shape.threads} threads x {shape.packs} packs of {shape.pack} cols a row, cluster {shape.cluster}, "
-                f"{'16-byte' if spec.aligned else 'element'} access, "
+                f"{'aligned' if spec.aligned else 'shifted'} access, "
                 f"{shared_memory(spec) + step.dynamic_shared} bytes of shared memory"
             )
         return "\n".join(lines)
@@ -115,6 +115,8 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         if tier in SHORT:
             return _plan_short_forward(problem, spec, device)
         visits, idle = 1 if few_rows(problem, device) and not tier.stages else tier.visits, tier.idle
+        if spec.stages:
+            visits = 0
         # Without the state of a loop over rows the kernel has registers to spare.
         once = visits == 1 and not problem.sm_margin and problem.rows <= GRID_LIMIT
         spec = replace(spec, once=once, columns_stay=spec.columns_stay and (once or visits != 1))

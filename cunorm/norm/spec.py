@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..operation import NORMS, Operation
@@ -15,6 +16,7 @@ COLUMN_PACKS = 2
 SUM_COLUMNS = 4  # of a thread that adds partial rows up, and of a piece of a partial row
 MAILBOX = 8  # bytes
 SHARED_ALIGNMENT = 128  # of dynamic shared memory
+RUN_GAP = 32  # bytes that a run of packs takes besides them in shared memory where they are at odd addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class RowShape:
     threads: int
     packs: int
     cluster: int = 1
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a warp that hold neighbouring packs of a row: their packs are a run."""
+        return min(WARP, self.threads)
 
     @property
     def capacity(self) -> int:
@@ -47,8 +54,9 @@ class NormSpec:
     cols: int
     row_dtype: str
     operands: tuple[Operand, ...]
-    aligned: bool
+    aligned: bool  # every pack of every row begins at a multiple of its size (or of 16 bytes)
     shape: RowShape
+    columns_aligned: bool = True  # so does every pack of what is read once for all rows
     rows_per_cta: int = 1
     ctas_per_sm: int = 1
     prefetch: bool = False
@@ -67,8 +75,11 @@ class NormSpec:
         return (
             f"{self.kernel} {operation.norm}, {self.cols} cols, {arrays}; y = {operation.epilogue.text}; "
             f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} a row, "
-            f"cluster {shape.cluster}, {'16-byte' if self.aligned else 'element'} access"
+            f"cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
         )
+
+    def has_vectors(self, one: Operand) -> bool:
+        return self.aligned if one.kind == "full" else self.columns_aligned
 
     @property
     def threads(self) -> int:
@@ -186,14 +197,21 @@ def dynamic_shared(spec: KernelSpec) -> int:
     if spec.kernel not in ("forward", "backward") or isinstance(spec, SumSpec):
         return 0
     shape, rows = spec.shape, spec.rows_per_cta
-    columns = rows * shape.capacity // shape.cluster
+    threads = rows * shape.threads
+
+    def places(operands: Iterable[Operand]) -> int:
+        """One of each for each of the rows of a CTA."""
+        packs = threads * shape.packs
+        gaps = packs // shape.lanes * RUN_GAP
+        return sum(packs * shape.pack * ITEMSIZE[one.dtype] + gaps * (not spec.has_vectors(one)) for one in operands)
+
     if spec.kernel == "forward":
-        return columns * spec.stages * sum(ITEMSIZE[one.dtype] for one in (*spec.inputs, *spec.beside))
-    places = columns * spec.stages * sum(ITEMSIZE[one.dtype] for one in spec.matrices)
+        return spec.stages * places((*spec.inputs, *spec.beside))
+    total = spec.stages * places(spec.matrices)
     width = sum(ITEMSIZE[one.dtype] for one in spec.columns)
     if shape.packs > COLUMN_PACKS or shape.packs * shape.pack * width > COLUMN_BYTES:
-        places += columns * width
+        total += places(spec.columns)
     # A warp holds a row group, or several whose sums it adds up by shuffles.
-    holders = rows * shape.threads // max(WARP, shape.threads)
+    holders = threads // max(WARP, shape.threads)
     sums = len(spec.sums) * holders * shape.capacity // shape.cluster * ITEMSIZE[spec.compute] if holders > 1 else 0
-    return max(places, sums)
+    return max(total, sums)

@@ -114,7 +114,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         rows_per_cta = min(rows_per_cta, _rows_under_way(problem, tier, shape, ctas))
         resident = min(resident, ctas * rows_per_cta * shape.threads)
     if not spec.aligned and not tier.stages:
-        resident = tier.resident // 2
+        # Two words for each that an aligned pack takes; weight and bias too where they lie at odd addresses.
+        resident = resident * 3 // 4 if spec.columns_aligned else resident // 2
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *_column_dtypes(problem))) == 2
     spec = replace(
         spec,
@@ -134,9 +135,13 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
             rows_per_cta=_whole_warps(shape),
             ctas_per_sm=1,
             prefetch=False,
-            # By elements, 128 bytes of them spilled 16.
-            columns_stay=columns <= (128 if spec.aligned else 112),
+            columns_stay=columns <= 128,
         )
+    elif tier.prefetch and not spec.aligned and not wide:
+        # A shift waits for the row that it is asked for: in shared memory the next one is under way all the same.
+        ring = replace(spec, stages=2, ask_early=True, prefetch=False)
+        if shared_memory(ring) + dynamic_shared(ring) <= device.shared:
+            return ring
     return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
 
 
@@ -188,13 +193,15 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
     row_words = shape.packs * 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
     column_words = _column_bytes(problem, shape) // 4
     if not spec.aligned:
-        working += 2 * row_words
-    ctas = _ctas_of(spec, working + row_words + column_words)
+        working += _words_to_shift(spec)
+    # At odd addresses a row on its way to registers takes two words for one.
+    waiting = row_words if spec.aligned else 2 * row_words
+    ctas = _ctas_of(spec, working + waiting + column_words)
     if ctas and problem.rows <= sms * ctas * rows_per_cta:
         # All rows at once: weight and bias are asked for with x.
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     many = _bytes_per_sm(problem, device) > RING_BYTES
-    if shape.packs > 2 and spec.aligned and len(spec.matrices) == 1 and not (many and shape.packs <= 5):
+    if shape.packs > 2 and len(spec.matrices) == 1 and not (many and shape.packs <= 5 and spec.aligned):
         found = _short_ring(spec, column_words, working, (32 if many else 48) << 10, device)
         if found is not None:
             return found
@@ -202,7 +209,7 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
     width = max((ITEMSIZE[one.dtype] for one in spec.columns), default=0)
     narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype]
     most, words = (1536, 28) if shape.packs <= 3 and narrow else (1024, working)
-    return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + row_words, most)))
+    return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + waiting, most)))
 
 
 # Of rows to each SM. Of more, rows in registers are faster than a ring: 64 M elements 0.95 and 0.91; 8 M 0.83 and 0.92.
@@ -231,6 +238,12 @@ def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int,
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
     ctas = min(wanted, _ctas_of(spec, words + column_words * stay), (device.shared + 1024) // (needed + 1024))
     return replace(spec, ctas_per_sm=ctas) if ctas else None
+
+
+def _words_to_shift(spec: NormSpec) -> int:
+    """Registers in which a thread shifts a pack at an odd address, beside the pack itself: of the widest array."""
+    width = max(ITEMSIZE[one.dtype] for one in spec.operands if one.kind in ("full", "column"))
+    return spec.shape.pack * width // 4
 
 
 def _ctas_of(spec: NormSpec, registers: int, most: int = 1536) -> int:
@@ -263,6 +276,10 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
     whole_warps = _whole_warps(spec.shape)
     threads, resident = _small_ctas(rows, device, spec.threads, spec.threads * spec.ctas_per_sm)
     most = min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
+    # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
+    least = replace(spec, rows_per_cta=whole_warps, stages=2, aligned=False, columns_aligned=False)
+    if shared_memory(least) + dynamic_shared(least) > device.shared:
+        most = 0
     for rows_per_cta in range(most, 0, -whole_warps):
         for stages in range(tier.stages, 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
@@ -358,6 +375,7 @@ def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> No
         # Of strides the text has no more than how many there are.
         operands=tuple(replace(one, row_stride=0, outer_stride=0, inner=min(1, one.inner)) for one in problem.operands),
         aligned=_vectors_fit(problem, shape.pack),
+        columns_aligned=problem.aligned,
         shape=shape,
     )
     return replace(spec, **changes)

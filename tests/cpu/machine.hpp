@@ -46,7 +46,7 @@ struct Barrier {
 
 struct Warp {
   Meeting meeting;
-  int lane_mask = 0;
+  int shuffle = 0;        // which kind
   char values[2][32][8];  // two sets in turn: a lane may still read those of the shuffle before
 };
 

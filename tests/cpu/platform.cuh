@@ -96,6 +96,15 @@ inline float before_narrowing(double value) {
 inline float reciprocal_sqrt(float value) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(value))); }
 inline double reciprocal_sqrt(double value) { return 1.0 / std::sqrt(value); }
 
+template <int kBytes>
+uint32 past_multiple_of(const void* address) {
+  return static_cast<uint32>(reinterpret_cast<std::uintptr_t>(address) % kBytes);
+}
+
+inline uint32 funnel_shift(uint32 low, uint32 high, uint32 bits) {
+  return static_cast<uint32>((static_cast<std::uint64_t>(high) << 32 | low) >> bits % 32);
+}
+
 enum class Cache { kStreamed, kKept };
 
 template <int kWords>
@@ -117,6 +126,18 @@ void store_words(void* address, const uint32 (&words)[kWords]) {
   for (int i = 0; i < kWords; ++i) static_cast<uint32*>(address)[i] = words[i];
 }
 
+// What lies beside the bytes is NaN here, whatever it is on a GPU.
+template <Cache, int kUnit, bool kAligned, int kWords>
+void load_covering_words(const void* start, int64 position, int bytes, uint32 (&words)[kWords]) {
+  static_assert(kUnit == 4 || kUnit == 8 || kUnit == 16, "a vector access moves 4, 8 or 16 bytes");
+  for (uint32& word : words) word = bytes > 0 ? ~0u : 0;
+  if (bytes <= 0) return;
+  const uint32 offset = past_multiple_of<kUnit>(start);
+  if (position % kUnit != 0 || (kAligned && offset != 0)) cpu::fail("misaligned vector access");
+  const auto* const from = static_cast<const unsigned char*>(start) + position;
+  for (int i = 0; i < bytes; ++i) reinterpret_cast<unsigned char*>(words)[offset + static_cast<uint32>(i)] = from[i];
+}
+
 inline char* dynamic_shared() { return cpu::dynamic_shared(); }
 
 template <int kWords>
@@ -126,20 +147,38 @@ void load_shared_words(const void* address, uint32 (&words)[kWords]) {
 
 template <int kWords>
 void store_shared_words(void* address, const uint32 (&words)[kWords]) {
-  for (int i = 0; i < kWords; ++i) {
-    check_alignment<1>(static_cast<uint32*>(address) + i);
-    static_cast<uint32*>(address)[i] = words[i];
-  }
+  store_words<Cache::kKept>(address, words);
 }
 
 // Until somebody has waited for it the place holds NaN, whatever was there before.
-template <int kBytes, bool>
-void copy_async(void* to, const void* from) {
-  uint32 words[kBytes / 4], unknown[kBytes / 4];
-  load_words<Cache::kStreamed>(from, words);
+template <int kBytes>
+void copy_words(void* to, const uint32 (&words)[kBytes / 4]) {
+  uint32 unknown[kBytes / 4];
   for (uint32& word : unknown) word = ~0u;
   store_words<Cache::kKept>(to, unknown);
   cpu::copy_start(to, words, kBytes);
+}
+template <int kBytes, bool>
+void copy_async(void* to, const void* from) {
+  uint32 words[kBytes / 4];
+  load_words<Cache::kStreamed>(from, words);
+  copy_words<kBytes>(to, words);
+}
+
+// What AddressSanitizer knows to be in no array is NaN.
+template <int kBytes, bool>
+void copy_covering_async(void* to, const void* from) {
+  check_alignment<kBytes / 4>(from);
+  uint32 words[kBytes / 4];
+  int inside = 0;
+  for (int i = 0; i < kBytes; ++i) {
+    const auto* const byte = static_cast<const unsigned char*>(from) + i;
+    const bool there = cpu::in_array(byte);
+    reinterpret_cast<unsigned char*>(words)[i] = there ? *byte : 0xff;
+    inside += there;
+  }
+  if (inside == 0) cpu::fail("a copy of what is in no array");
+  copy_words<kBytes>(to, words);
 }
 inline void copies_commit() { cpu::copies_commit(); }
 template <int kPending>
@@ -152,6 +191,12 @@ inline void forget(uint32&) {}
 template <class T>
 T shuffle_xor(T value, int lane_mask) {
   cpu::shuffle_xor(&value, sizeof(T), lane_mask);
+  return value;
+}
+
+template <class T>
+T shuffle_down(T value) {
+  cpu::shuffle_down(&value, sizeof(T));
   return value;
 }
 

@@ -47,8 +47,12 @@ struct Erased<entry> {
 
 void barrier(int id, int threads);
 void shuffle_xor(void* value, int bytes, int lane_mask);
+void shuffle_down(void* value, int bytes);
 int cluster_rank();
 void cluster_start();
+
+// Whether a byte of global memory belongs to an array, as far as AddressSanitizer can tell.
+bool in_array(const void* byte);
 
 // Asynchronous copies: started with what they bring, ended for all but the last `pending` groups.
 char* dynamic_shared();

@@ -5,6 +5,10 @@
 
 #include "machine.hpp"
 
+#ifdef CUNORM_ADDRESS
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace cpu {
 namespace {
 
@@ -57,6 +61,17 @@ void count(Mailbox& mailbox, int arrivals, int bytes) {
   }
 }
 
+// The value of the lane `from`. `which` tells kinds of shuffles apart.
+void shuffle(void* value, int bytes, int which, unsigned from) {
+  Warp& warp = cta->warps[fiber->thread / 32];
+  if (warp.meeting.arrived > 0 && warp.shuffle != which) fail("the lanes of a warp are at different shuffles");
+  warp.shuffle = which;
+  auto& values = warp.values[warp.meeting.generation % 2];
+  std::memcpy(values[fiber->thread % 32], value, static_cast<std::size_t>(bytes));
+  meet(warp.meeting, 32, "a shuffle");
+  std::memcpy(value, values[from], static_cast<std::size_t>(bytes));
+}
+
 }  // namespace
 
 void begin_meetings() {
@@ -80,15 +95,21 @@ void barrier(int id, int threads) {
 }
 
 void shuffle_xor(void* value, int bytes, int lane_mask) {
-  Warp& warp = cta->warps[fiber->thread / 32];
-  if (warp.meeting.arrived > 0 && warp.lane_mask != lane_mask) fail("the lanes of a warp are at different shuffles");
   if (lane_mask < 0 || lane_mask > 31) fail("a shuffle reaches beyond its warp");
-  warp.lane_mask = lane_mask;
+  shuffle(value, bytes, lane_mask, fiber->thread % 32 ^ static_cast<unsigned>(lane_mask));
+}
+
+void shuffle_down(void* value, int bytes) {
   const unsigned lane = fiber->thread % 32;
-  auto& values = warp.values[warp.meeting.generation % 2];
-  std::memcpy(values[lane], value, static_cast<std::size_t>(bytes));
-  meet(warp.meeting, 32, "a shuffle");
-  std::memcpy(value, values[lane ^ static_cast<unsigned>(lane_mask)], static_cast<std::size_t>(bytes));
+  shuffle(value, bytes, 32, lane < 31 ? lane + 1 : lane);
+}
+
+bool in_array([[maybe_unused]] const void* byte) {
+#ifdef CUNORM_ADDRESS
+  return !__asan_address_is_poisoned(byte);
+#else
+  return true;
+#endif
 }
 
 char* dynamic_shared() { return cta->dynamic_shared.get(); }
