@@ -63,9 +63,9 @@ struct LoadRows {
   }
   DEVICE void stay_packed(Packed& pack) const { cunorm::stay_packed(pack); }
   static constexpr int place_bytes(int columns) { return Shared::bytes(columns); }
-  template <bool kNeighbours>
+  template <Fetch kFetch>
   DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
-    Shared::template copy<kNeighbours>(place, slot, data + starts.of(row), column, valid);
+    Shared::template copy<kFetch>(place, slot, data + starts.of(row), column, valid);
   }
   DEVICE void settle(char* place, int slot, int64 row, int valid) const {
     if constexpr (!kAligned) Shared::settle(place, slot, data + starts.of(row), valid);
@@ -96,7 +96,7 @@ struct Matrices<> {
   DEVICE void unpack(const Packed&, Values) const {}
   DEVICE void stay_packed(Packed&) const {}
   static constexpr int place_bytes(int) { return 0; }
-  template <int kColumns, int kPlaces, bool kNeighbours>
+  template <int kColumns, int kPlaces, Fetch kFetch>
   DEVICE void copy(char*, int, int, int64, int64, int) const {}
   template <int kColumns, int kPlaces>
   DEVICE void settle(char*, int, int, int64, int) const {}
@@ -140,11 +140,11 @@ struct Matrices<First, Others...> {
   static constexpr int place_bytes(int columns) {
     return First::place_bytes(columns) + Matrices<Others...>::place_bytes(columns);
   }
-  template <int kColumns, int kPlaces, bool kNeighbours>
+  template <int kColumns, int kPlaces, Fetch kFetch>
   DEVICE void copy(char* places, int number, int slot, int64 row, int64 column, int valid) const {
-    first.template copy<kNeighbours>(place<kColumns>(places, number), slot, row, column, valid);
-    others.template copy<kColumns, kPlaces, kNeighbours>(places_of_others<kColumns, kPlaces>(places), number, slot, row,
-                                                         column, valid);
+    first.template copy<kFetch>(place<kColumns>(places, number), slot, row, column, valid);
+    others.template copy<kColumns, kPlaces, kFetch>(places_of_others<kColumns, kPlaces>(places), number, slot, row,
+                                                    column, valid);
   }
   template <int kColumns, int kPlaces>
   DEVICE void settle(char* places, int number, int slot, int64 row, int valid) const {
@@ -209,9 +209,9 @@ struct LoadSource {
     cunorm::unpack(packed, values);
   }
   DEVICE void stay_packed(Packed& packed) const { cunorm::stay_packed(packed); }
-  template <int kColumns, int kPlaces, bool kNeighbours>
+  template <int kColumns, int kPlaces, Fetch kFetch>
   DEVICE void copy(char* places, int number, int slot, int64 row, int64 column, int valid) const {
-    inputs.template copy<kColumns, kPlaces, kNeighbours>(places, number, slot, row, column, valid);
+    inputs.template copy<kColumns, kPlaces, kFetch>(places, number, slot, row, column, valid);
   }
   static constexpr int place_bytes(int columns) { return Inputs::place_bytes(columns); }
   template <int kColumns, int kPlaces>

@@ -117,8 +117,8 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
       if (valid <= 0) {
         columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::place_column(p));
       }
-      columns.template copy<Shape::kCapacity, kRows, false>(column_places, row_group, Shape::place_column(p), 0,
-                                                            Shape::column(rank, p), valid);
+      columns.template copy<Shape::kCapacity, kRows, Fetch::kCached>(column_places, row_group, Shape::place_column(p),
+                                                                     0, Shape::column(rank, p), valid);
     }
   }
 

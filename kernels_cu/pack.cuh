@@ -188,15 +188,14 @@ struct SharedPacks {
   }
 
   // Copies the first `valid` columns, asynchronously where the pack is whole; the others become zero.
-  template <bool kNeighbours>
+  template <Fetch kFetch>
   DEVICE static void copy(char* place, int slot, const T* row, int64 column, int valid) {
     if constexpr (!kAligned) {
-      copy_covering<kNeighbours>(place, slot, row, column, valid);
+      copy_covering<kFetch>(place, slot, row, column, valid);
     } else if (valid >= kPack) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i)
-        copy_async<kPiece, kNeighbours>(piece(place, slot, i),
-                                        reinterpret_cast<const char*>(row + column) + i * kPiece);
+        copy_async<kPiece, kFetch>(piece(place, slot, i), reinterpret_cast<const char*>(row + column) + i * kPiece);
     } else if (valid > 0) {
       Pack<T, kPack> pack;
       load_pack<true, Cache::kStreamed>(pack, row, column, valid);
@@ -252,15 +251,15 @@ struct SharedPacks {
   }
 
   // A lane copies the words that hold its pack, but for the one in which the pack before ends: that lane copies it.
-  template <bool kNeighbours>
+  template <Fetch kFetch>
   DEVICE static void copy_covering(char* place, int slot, const T* row, int64 column, int valid) {
     const int offset = static_cast<int>(past_multiple_of<kPiece>(row)), size = sizeof(T);
     const char* const first = reinterpret_cast<const char*>(row) - offset + column * size;
     char* const to = covering_place(place, slot, row);
-    if (valid > 0 && (offset == 0 || lane(slot) == 0)) copy_covering_async<kPiece, kNeighbours>(to, first);
+    if (valid > 0 && (offset == 0 || lane(slot) == 0)) copy_covering_async<kPiece, kFetch>(to, first);
 #pragma unroll
     for (int i = kPiece; i <= kBytes; i += kPiece) {
-      if (i < offset + valid * size) copy_covering_async<kPiece, kNeighbours>(to + i, first + i);
+      if (i < offset + valid * size) copy_covering_async<kPiece, kFetch>(to + i, first + i);
     }
   }
 };

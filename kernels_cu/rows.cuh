@@ -72,7 +72,7 @@ struct SharedRows {
   static constexpr int kAhead = kStages - 1;
   static constexpr bool kAskEarly = kAskEarly_;
   // Where rows lie close together, a CTA reads their neighbours too.
-  static constexpr bool kNeighbours = Shape::kThreads < 32;
+  static constexpr Fetch kFetch = Shape::kThreads < 32 ? Fetch::kNeighbours : Fetch::kAlone;
   Load load;
   int rank;
   int64 rows;
@@ -103,8 +103,8 @@ struct SharedRows {
     if (row < rows) {
 #pragma unroll(Load::kVectors ? Shape::kPacks : 1)
       for (int p = 0; p < Shape::kPacks; ++p) {
-        load.template copy<Shape::kCapacity, kPlaces, kNeighbours>(places(), to, Shape::place_column(p), row,
-                                                                   Shape::column(rank, p), Shape::valid(rank, p));
+        load.template copy<Shape::kCapacity, kPlaces, kFetch>(places(), to, Shape::place_column(p), row,
+                                                              Shape::column(rank, p), Shape::valid(rank, p));
       }
     }
   }

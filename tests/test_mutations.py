@@ -391,8 +391,8 @@ MUTATIONS = (
     ),
     Mutation(
         "places as long as the whole row",
-        "kNeighbours>(places(), to, Shape::place_column(p), row,",
-        "kNeighbours>(places(), to, Shape::column(rank, p), row,",
+        "kFetch>(places(), to, Shape::place_column(p), row,",
+        "kFetch>(places(), to, Shape::column(rank, p), row,",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),

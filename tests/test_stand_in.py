@@ -137,15 +137,19 @@ MISUSE = {
         "results",
         "misaligned vector access",
     ),
-    "a copy from an odd address": ("copy_async<8, false>(mine, out + 1);", "results", "misaligned vector access"),
-    "a copy to an odd place": ("copy_async<16, false>(mine + 2, out);", "results", "misaligned vector access"),
+    "a copy from an odd address": (
+        "copy_async<8, Fetch::kAlone>(mine, out + 1);",
+        "results",
+        "misaligned vector access",
+    ),
+    "a copy to an odd place": ("copy_async<16, Fetch::kAlone>(mine + 2, out);", "results", "misaligned vector access"),
     "a copy from behind an array": (
-        "copy_async<16, false>(mine, out + (thread + 4) / 4 * 4);",
+        "copy_async<16, Fetch::kAlone>(mine, out + (thread + 4) / 4 * 4);",
         "memory",
         "heap-buffer-overflow",
     ),
     "a copy of a word that is in no array": (
-        "copy_covering_async<16, false>(mine, out + (thread + 4) / 4 * 4);",
+        "copy_covering_async<16, Fetch::kAlone>(mine, out + (thread + 4) / 4 * 4);",
         "memory",
         "a copy of what is in no array",
     ),
@@ -160,38 +164,38 @@ MISUSE = {
         "the lanes of a warp are at different shuffles",
     ),
     "a copy to behind dynamic shared memory": (
-        "copy_async<16, false>(mine + 4, out);",
+        "copy_async<16, Fetch::kAlone>(mine + 4, out);",
         "memory",
         "heap-buffer-overflow",
     ),
     "a place is read while a copy to it is under way": (
-        "copy_async<4, false>(mine, out); copies_commit(); copies_wait<1>(); out[thread] = mine[0];",
+        "copy_async<4, Fetch::kAlone>(mine, out); copies_commit(); copies_wait<1>(); out[thread] = mine[0];",
         "races",
         "race: .* while a copy to it is under way",
     ),
     "a place is written while a copy to it is under way": (
-        "copy_async<4, false>(mine, out); copies_commit(); mine[0] = 0; copies_wait<0>();",
+        "copy_async<4, Fetch::kAlone>(mine, out); copies_commit(); mine[0] = 0; copies_wait<0>();",
         "races",
         "race: .* while a copy to it is under way",
     ),
     "two copies to a place": (
-        "copy_async<4, false>(mine, out); copy_async<4, false>(mine, out + 1); copies_commit(); copies_wait<0>();",
+        "copy_async<4, Fetch::kAlone>(mine, out); copy_async<4, Fetch::kAlone>(mine, out + 1); copies_commit(); copies_wait<0>();",
         "races",
         "race: .* while a copy to it is under way",
     ),
     "a thread that ends before its copy has come": (
-        "copy_async<4, false>(mine, out); copies_commit(); copies_wait<1>();",
+        "copy_async<4, Fetch::kAlone>(mine, out); copies_commit(); copies_wait<1>();",
         "races",
         "a thread ends while a copy of its own is under way",
     ),
     "a copy that another thread waits for": (
-        "if (thread == 0) copy_async<4, false>(dynamic, out); copies_commit(); __syncthreads(); copies_wait<0>();"
+        "if (thread == 0) copy_async<4, Fetch::kAlone>(dynamic, out); copies_commit(); __syncthreads(); copies_wait<0>();"
         "out[thread] = dynamic[0];",
         "races",
         "race: ",
     ),
     "sums put where a copy of another thread is under way": (
-        "if (thread == 0) copy_async<4, false>(dynamic, out); copies_commit(); __syncthreads();"
+        "if (thread == 0) copy_async<4, Fetch::kAlone>(dynamic, out); copies_commit(); __syncthreads();"
         "if (thread == 63) dynamic[0] = 0;",
         "races",
         "race: .* while a copy to it is under way",
@@ -217,7 +221,7 @@ def test_misuse_is_found(name):
 def test_right_use_is_not(build):
     """Values go from thread to thread by shared memory, shuffles and copies."""
     body = """
-    copy_async<16, true>(mine, out + thread / 4 * 4);
+    copy_async<16, Fetch::kNeighbours>(mine, out + thread / 4 * 4);
     copies_commit();
     shared[thread] = static_cast<float>(thread);
     __syncthreads();
@@ -279,13 +283,13 @@ def test_shared_memory_is_not_zero_at_first():
 # Three copies in two groups and a third that is not committed; what has come once all but so many groups must have.
 COPIES = """
 for (int i = 0; i < 4; ++i) mine[i] = -1;
-copy_async<4, false>(mine, out);
-copy_async<4, false>(mine + 1, out + 1);
+copy_async<4, Fetch::kAlone>(mine, out);
+copy_async<4, Fetch::kAlone>(mine + 1, out + 1);
 copies_commit();
-copy_async<4, false>(mine + 2, out + 2);
+copy_async<4, Fetch::kAlone>(mine + 2, out + 2);
 copies_commit();
 copies_commit();
-copy_async<4, false>(mine + 3, out + 3);
+copy_async<4, Fetch::kAlone>(mine + 3, out + 3);
 copies_wait<PENDING>();
 if (thread == 0) for (int i = 0; i < 4; ++i) out[i] = mine[i];
 """

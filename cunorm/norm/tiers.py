@@ -111,7 +111,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         # Rows that several warps hold wait for each other: in one CTA where they are many (4096 cols 0.94 of the roof,
         # in two 0.86 to 0.95), in two where they are few (8 M elements of 2048 cols 0.77 and 0.74).
         ctas = 1 if shape.threads > 64 and _bytes_per_sm(problem, device) > RING_BYTES else 2
-        rows_per_cta = min(rows_per_cta, _rows_under_way(problem, tier, shape, ctas))
+        rows_per_cta = min(max(1, tier.cta // ctas // shape.threads), _rows_under_way(problem, tier, shape, ctas))
         resident = min(resident, ctas * rows_per_cta * shape.threads)
     if not spec.aligned and not tier.stages:
         # Two words for each that an aligned pack takes; weight and bias too where they lie at odd addresses.

@@ -158,7 +158,8 @@ void copy_words(void* to, const uint32 (&words)[kBytes / 4]) {
   store_words<Cache::kKept>(to, unknown);
   cpu::copy_start(to, words, kBytes);
 }
-template <int kBytes, bool>
+enum class Fetch { kAlone, kNeighbours, kCached };
+template <int kBytes, Fetch>
 void copy_async(void* to, const void* from) {
   uint32 words[kBytes / 4];
   load_words<Cache::kStreamed>(from, words);
@@ -166,7 +167,7 @@ void copy_async(void* to, const void* from) {
 }
 
 // What AddressSanitizer knows to be in no array is NaN.
-template <int kBytes, bool>
+template <int kBytes, Fetch>
 void copy_covering_async(void* to, const void* from) {
   check_alignment<kBytes / 4>(from);
   uint32 words[kBytes / 4];
