@@ -151,9 +151,8 @@ struct LayerNorm {
     // product it spilled 8 to 140 bytes, 12296 columns of float16 to float32 beside a float32 weight and bias.
     const Compute residual = part[1] / static_cast<Compute>(kCols);
     // Less than all squares, unless both overflow: then the variance is infinite and rstd is 0, as with torch.
-    const Compute of_residual = residual * residual;
-    const Compute variance =
-        multiply_add(part[2], one_part_in<Compute, kCols>(), of_residual < part[2] ? -of_residual : 0);
+    const Compute of_residual = part[1] * residual < part[2] ? -residual : 0;
+    const Compute variance = multiply_add(part[1], of_residual, part[2]) * one_part_in<Compute, kCols>();
     // Written so that NaN stays NaN; rounding can leave a constant row slightly below zero.
     return {part[0], residual, reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)};
   }

@@ -179,7 +179,8 @@ MISUSE = {
         "race: .* while a copy to it is under way",
     ),
     "two copies to a place": (
-        "copy_async<4, Fetch::kAlone>(mine, out); copy_async<4, Fetch::kAlone>(mine, out + 1); copies_commit(); copies_wait<0>();",
+        "copy_async<4, Fetch::kAlone>(mine, out); copy_async<4, Fetch::kAlone>(mine, out + 1);"
+        "copies_commit(); copies_wait<0>();",
         "races",
         "race: .* while a copy to it is under way",
     ),
@@ -189,7 +190,8 @@ MISUSE = {
         "a thread ends while a copy of its own is under way",
     ),
     "a copy that another thread waits for": (
-        "if (thread == 0) copy_async<4, Fetch::kAlone>(dynamic, out); copies_commit(); __syncthreads(); copies_wait<0>();"
+        "if (thread == 0) copy_async<4, Fetch::kAlone>(dynamic, out); copies_commit(); __syncthreads();"
+        "copies_wait<0>();"
         "out[thread] = dynamic[0];",
         "races",
         "race: ",

@@ -184,7 +184,7 @@ def _whole_column_lanes(problem: Problem, device: Device, sums: tuple[str, ...])
     if derivative(problem.operation, _sources(sums), problem.by_name).late:
         return 0
     packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
-    lanes = 8 if packs >= 512 else 4
+    lanes = 8 if packs >= 512 else 4 if packs >= 192 else 2
     small = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] <= WHOLE_COLUMNS * device.sms
     return lanes if small and problem.rows * lanes <= WHOLE_COLUMN_PACKS else 0
 
@@ -194,7 +194,7 @@ def _few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...], 
     pack = 16 // ITEMSIZE[problem.row_dtype]
     columns = _part(problem, sums)
     spec = kernel_spec(columns, "column_gradients", RowShape(pack, lanes, 1), final=True)
-    spec = replace(spec, rows_per_cta=2 * COLUMN_THREADS // lanes)
+    spec = replace(spec, rows_per_cta=COLUMN_THREADS // lanes)
     steps = [_step(columns, spec, (ceil_div(problem.cols, pack * lanes), 1, 1), 1)]
     rows = _part(problem, tuple(one.name for one in problem.operands if one.written and one.name not in sums))
     choice = choose(rows, device)

@@ -28,7 +28,8 @@ class Tier(NamedTuple):
     prefetch: bool = False  # rows wait in registers: ask for the next one before reducing the present one
     stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA, 0 for registers
     ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
-    # x and weight have 16 bits: of float32, 1024 cols by RMSNorm 0.99 asking late, 0.76 asking early
+    # x and weight have 16 bits and cols is a power of two: RMSNorm of 1024 and 4096 cols 0.96 early, 0.88 late, but of
+    # 2240, 3136 and 5632 cols 0.84 to 0.89 early, 0.90 to 0.95 late
     idle: int = 0  # SMs that are left idle
     columns: int = 64  # bytes of weight and bias that a thread of the forward pass keeps in registers
     streamed_x: tuple[str, ...] = ()  # operations that read x past L1
@@ -122,8 +123,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
         prefetch=tier.prefetch and _next_row_fits(problem, spec, device),
-        # 1152 and 5120 cols, of five packs: LayerNorm 0.94 asking early, 0.92 and less asking late.
-        ask_early=sixteen_bits and (problem.operation.norm in tier.ask_early or (not tier.packs and shape.packs == 5)),
+        ask_early=sixteen_bits and problem.operation.norm in tier.ask_early and _is_power_of_two(problem.cols),
         streamed_x=problem.operation.norm in tier.streamed_x and len(spec.matrices) == 1,
         streamed_y=tier.streamed_y,
         columns_stay=_columns_stay(problem, tier, spec, columns, device),
@@ -181,7 +181,7 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
     )
     sms = device.sms - problem.sm_margin
     alone = replace(spec, rows_per_cta=1, columns_stay=True)
-    if shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
+    if 1 < shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
         return replace(alone, kernel="forward_spread")  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
     if packs > 1024 and device.runs_clusters(8):
         if 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
@@ -226,18 +226,18 @@ def _in_clusters(shape: RowShape, size: int) -> RowShape:
 
 
 def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int, device: Device) -> NormSpec | None:
-    """Two places for each row group, so many CTAs that `under_way` bytes of rows are asked for on an SM.
+    """Two places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM.
 
-    Weight and bias stay in registers, else they come late from L1: every CTA that fetched them into shared memory took
-    40 us to begin.
+    None if less than half of them fit beside weight and bias, which stay in registers.
+
+    In shared memory they take 40 us to come, all SMs asking L2 for the same lines; late from L1 they cost 4 of 11 us.
     """
     words = working + 14 + 3 * spec.shape.packs
-    stay = column_words <= 64 and _ctas_of(spec, words + column_words) > 0
-    spec = replace(spec, stages=2, ask_early=True, columns_stay=stay)
+    spec = replace(spec, stages=2, ask_early=True, columns_stay=True)
     needed = shared_memory(spec) + dynamic_shared(spec)
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
-    ctas = min(wanted, _ctas_of(spec, words + column_words * stay), (device.shared + 1024) // (needed + 1024))
-    return replace(spec, ctas_per_sm=ctas) if ctas else None
+    ctas = min(wanted, _ctas_of(spec, words + column_words), (device.shared + 1024) // (needed + 1024))
+    return replace(spec, ctas_per_sm=ctas) if 2 * ctas >= wanted else None
 
 
 def _words_to_shift(spec: NormSpec) -> int:
@@ -401,6 +401,10 @@ def _shape(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowSha
     if cluster > 1:
         threads = max(threads, WARP)
     return RowShape(pack, threads, ceil_div(packs, threads), cluster)
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
 
 
 def ceil_div(a: int, b: int) -> int:
