@@ -26,7 +26,7 @@ def test_a_compile_error_holds_the_log(monkeypatch):
     monkeypatch.setattr(compile, "source", lambda *_: "this is no CUDA")
     with pytest.raises(
         compile.CompileError,
-        match=r"could not compile cunorm_forward of y = xhat \* weight \+ bias for sm_90:\n.*error",
+        match=r"could not compile cunorm_forward_spread of y = xhat \* weight \+ bias for sm_90:\n.*error",
     ):
         compile.compile_for(spec, 90)
 
