@@ -26,7 +26,7 @@ DEVICE void norm_forward_spread(Operation operation, Load load, Beside beside, C
   const int thread = static_cast<int>(threadIdx.x) % Shape::kThreads;
   const int slot = rank * Shape::kWarps + (Shape::kWarps > 1 ? thread / 32 : 0);
   const int column = Shape::column(rank, p);
-  const int valid = there ? Shape::valid(rank, p) : 0;
+  const int valid = Shape::valid(rank, p);
 
   typename Load::Raw raw, raw_first;
   typename Beside::Packed beside_pack;

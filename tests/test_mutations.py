@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 # A layer_norm: (rows, cols, dtype, options of cpu_functions.check and of inputs)
 CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "lanes": (3, 33, "float32", {}),
-    "lanes, partial rows": (320, 33, "float32", {}),
+    "lanes, partial rows": (170, 65, "float32", {}),
     "one odd row": (1, 129, "float32", {}),
     "warp": (3, 264, "float32", {}),
     "far from zero": (3, 129, "float32", {"offset": 1e4}),
     "zero-centred": (3, 129, "float32", {"zero_centered_gamma": True}),
-    "groups of warps": (40, 768, "float16", {}),
+    "groups of warps": (40, 1024, "float16", {}),
     "idle threads": (3, 1000, "float32", {"offset": 10.0}),
     "CTA": (8, 4096, "float32", {}),
     "cluster": (5, 16400, "float32", {}),
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "equal values": (3, 12001, "float32", {"offset": 1e35}),
     "wide weight, row groups without rows": (1, 136, "bfloat16", {"weight": "float64"}),
     "partial rows": (280, 1536, "float32", {"device": MANY_SMS}),
-    "partial rows in pieces": (24, 1000, "bfloat16", {}),
+    "partial rows in pieces": (12, 2000, "bfloat16", {}),
     "pieces of several warps": (45, 489, "float16", {}),
     "long partial rows": (17, 32792, "float32", {"device": MANY_WITHOUT_CLUSTERS}),
     "partial rows for threads alone": (17, 131081, "float16", {"device": MANY_WITHOUT_CLUSTERS}),
@@ -176,11 +176,11 @@ MUTATIONS = (
         (("results", "y: .* elements are wrong"), ("races", "race:")),
     ),
     Mutation(
-        "a pack for each thread: threads to spare have columns",
-        "there ? Shape::valid(rank, p) : 0",
-        "Shape::valid(rank, p)",
+        "a pack for each thread: threads to spare have sums",
+        "if (there) lane_sums",
+        "lane_sums",
         "spread, threads to spare",
-        (("memory", "AddressSanitizer"),),
+        (("memory", "out of bounds"),),
     ),
     Mutation(
         "whole columns added up before all have come",
@@ -288,7 +288,7 @@ MUTATIONS = (
         "copies_wait<kAhead>();",
         "CTA",
         (
-            ("results", "dx: .* elements are wrong"),
+            ("results", "(y|dx): .* elements are wrong"),
             ("races", "race: .* while a copy to it is under way"),
         ),
     ),
@@ -460,8 +460,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the weight lies beyond its place",
-        "copy<Shape::kCapacity, kRows, Fetch::kCached>(column_places, row_group, place_column,",
-        "copy<Shape::kCapacity, kRows, Fetch::kCached>(column_places, row_group, Shape::column(rank, p),",
+        "Fetch::kCached>(column_places, row_group, Shape::place_column(p),",
+        "Fetch::kCached>(column_places, row_group, Shape::column(rank, p),",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -633,7 +633,7 @@ MUTATIONS = (
         "if (active && rank == 0",
         "if (rank == 0",
         "lanes",
-        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+        (("memory", "AddressSanitizer: heap-"),),
     ),
     Mutation(
         "x of a row that is not there",
@@ -654,7 +654,7 @@ MUTATIONS = (
         "return Operation::kOfXhat && of < rows ? SavedRow::of(mean, rstd, of) : SavedRow{};",
         "return SavedRow::of(mean, rstd, of);",
         "lanes",
-        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+        (("memory", "AddressSanitizer: heap-"),),
     ),
     Mutation(
         "gradients beyond the last column",
@@ -806,13 +806,6 @@ MUTATIONS = (
         (("results", "rstd: .* elements are wrong"),),
     ),
     Mutation(
-        "a pivot of as many columns as there are",
-        "return power_of_two_up_to(slot_columns(slot, 0));",
-        "return slot_columns(slot, 0);",
-        "equal values, less than a pack",
-        (("results", "rstd: .* elements are wrong"),),
-    ),
-    Mutation(
         "bias ignored",
         "multiply_add(xhat, weight, bias)",
         "multiply_add(xhat, weight, 0 * bias)",
@@ -879,7 +872,7 @@ MUTATIONS = (
         "dweight without what half of a warp holds",
         "mask < 32; mask *= 2) sums[k][p][i] +=",
         "mask < 16; mask *= 2) sums[k][p][i] +=",
-        "lanes",
+        "lanes, partial rows",
         (("results", "dweight: .* elements are wrong"),),
     ),
     Mutation(
@@ -983,7 +976,7 @@ MUTATIONS = (
     Mutation(
         "sums of row groups that overlap",
         "Shape::kCapacity + ",
-        "Shape::kSlice + ",
+        "Shape::kThreads + ",
         "groups of warps",
         (
             ("results", "dweight: .* elements are wrong"),

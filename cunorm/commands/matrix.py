@@ -78,7 +78,8 @@ def covering(device: Device) -> list[Problem]:
         lengths = {dtype: lengths_of_tiers(direction, dtype, device) for dtype in DTYPES}
         for tier in dict.fromkeys(tier for found in lengths.values() for tier in found):
             for op, x in product(OPS, (x for x in DTYPES if tier in lengths[x])):
-                problems += every_number_of_rows(whole(op, direction, ROWS, lengths[x][tier][-1], x))
+                longest = whole(op, direction, ROWS, lengths[x][tier][-1], x)
+                problems += [replace(longest, rows=rows) for rows in (ROWS, *FEW_ROWS)]
             for levels in orthogonal_array():
                 factors = FACTORS[direction].items()
                 picked = {
@@ -92,8 +93,9 @@ def covering(device: Device) -> list[Problem]:
 
 
 def every_number_of_rows(problem: Problem) -> list[Problem]:
-    """The problem with as many rows as there are kernels that depend on it."""
-    return [replace(problem, rows=rows) for rows in (ROWS, *FEW_ROWS)]
+    """The problem with as many rows as kernels may depend on: every number up to a few for each SM, then by steps."""
+    rows = {*range(1, 600), *(int(2 ** (eighths / 8)) for eighths in range(72, 200))}
+    return [replace(problem, rows=number) for number in sorted(rows)]
 
 
 def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | None, list[int]]:
