@@ -37,7 +37,7 @@ def compiled(monkeypatch, capsys, cache):
     """`compile --all` in this process, of rms_norm and many rows alone: three kernels for each length and dtype."""
     monkeypatch.setenv(*next(iter(cache.items())))
     monkeypatch.setattr(matrix, "OPS", ("rms_norm",))
-    monkeypatch.setattr(matrix, "FEW_ROWS", ())
+    monkeypatch.setattr(matrix, "NUMBERS_OF_ROWS", [matrix.ROWS])
 
     def run(*options: str) -> tuple[str, str, str, str]:
         assert main(["compile", "--all", *options]) == 0

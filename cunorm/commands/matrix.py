@@ -21,6 +21,8 @@ from ..norm.tiers import TABLES, Tier, choose
 OPS = ("layer_norm", "rms_norm")
 ROWS = 2**24  # of more rows kernels do not depend on how many
 FEW_ROWS = (16384, 2000, 100, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
+# Every number up to a few for each SM, then by steps: who meets a call of any size has all its kernels.
+NUMBERS_OF_ROWS = sorted({*range(1, 600), *(int(2 ** (eighths / 8)) for eighths in range(72, 200))})
 LEVELS = 7  # a prime, and no factor has more values
 
 DTYPES = tuple(ITEMSIZE)
@@ -93,9 +95,8 @@ def covering(device: Device) -> list[Problem]:
 
 
 def every_number_of_rows(problem: Problem) -> list[Problem]:
-    """The problem with as many rows as kernels may depend on: every number up to a few for each SM, then by steps."""
-    rows = {*range(1, 600), *(int(2 ** (eighths / 8)) for eighths in range(72, 200))}
-    return [replace(problem, rows=number) for number in sorted(rows)]
+    """The problem with as many rows as kernels may depend on."""
+    return [replace(problem, rows=rows) for rows in NUMBERS_OF_ROWS]
 
 
 def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | None, list[int]]:
