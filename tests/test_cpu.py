@@ -20,7 +20,7 @@ from cunorm.device import Device
 from cunorm.norm.plan import Step, plan
 from cunorm.norm.problem import Problem
 from cunorm.norm.spec import KernelSpec, NormSpec, SumSpec, dynamic_shared
-from cunorm.norm.tiers import TABLES, choose, few_rows
+from cunorm.norm.tiers import TABLES, choose
 from cunorm.source import FILES
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -152,7 +152,7 @@ def test_the_table_reaches_every_way_to_add_up_gradients():
 
 
 def test_the_table_reaches_forward_kernels_for_few_rows():
-    solutions = [plan(*one) for one in problems("forward") if few_rows(*one)]
+    solutions = [plan(*one) for one in problems("forward") if one[0].rows <= one[1].sms]
     specs = [step.spec for one in solutions for step in one.steps if step.spec.kernel == "forward"]
     assert {holder(spec) for spec in specs if not spec.stages} == {"part of a warp", "CTA", "cluster"}
 

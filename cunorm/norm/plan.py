@@ -15,7 +15,7 @@ from ..device import Device
 from ..operation import derivative
 from .problem import ITEMSIZE, Problem, backward_problem
 from .spec import SUM_COLUMNS, WARP, KernelSpec, NormSpec, RowShape, SumSpec, dynamic_shared, shared_memory
-from .tiers import SHORT, ceil_div, choose, few_rows, kernel_spec
+from .tiers import SHORT, ceil_div, choose, kernel_spec
 
 
 class Pointer(NamedTuple):
@@ -109,21 +109,14 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         arrays = {one.dtype for one in problem.operands if one.kind in ("full", "column")}
         two = arrays == {problem.row_dtype} != {"float64"} and len(spec.matrices) == 1 and spec.aligned
         spec = replace(spec, streamed_y=True, ctas_per_sm=2 if two else 1)
-        visits, idle = 1, 0
+        groups = min(problem.rows, GRID_LIMIT)
+        if problem.sm_margin:
+            groups = min(groups, device.resident_clusters(1, spec.ctas_per_sm, problem.sm_margin))
     else:
         tier, spec = choice
         if tier in SHORT:
             return _plan_short_forward(problem, spec, device)
-        visits, idle = 1 if few_rows(problem, device) and not tier.stages else tier.visits, tier.idle
-        if spec.stages:
-            visits = 0
-        # Without the state of a loop over rows the kernel has registers to spare.
-        once = visits == 1 and not problem.sm_margin and problem.rows <= GRID_LIMIT
-        spec = replace(spec, once=once, columns_stay=spec.columns_stay and (once or visits != 1))
-    groups = min(ceil_div(problem.rows, spec.rows_per_cta * max(1, visits)), GRID_LIMIT // spec.shape.cluster)
-    if visits == 0 or problem.sm_margin:
-        margin = max(problem.sm_margin, idle)
-        groups = min(groups, device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, margin))
+        groups = _resident_groups(problem, spec, device, tier.idle)
     step = _step(problem, spec, (groups * spec.shape.cluster, 1, 1), 0)
     return Plan(problem, device, _tier(spec), (step,))
 

@@ -20,28 +20,22 @@ class Tier(NamedTuple):
     """How rows of up to `most` packs are run."""
 
     most: int
-    packs: tuple[int, ...]  # a thread holds: the first number that leaves no thread idle, or the last
+    packs: tuple[int, ...]  # a thread holds: the first number that leaves no thread idle, or the last; () by the rule
     cluster: int
     cta: int  # threads of a CTA, where a row needs fewer several rows share it
     resident: int  # threads that an SM is to hold at once; bounds the registers of a thread
-    visits: int = 0  # rows that a CTA takes one after the other; 0: it stays until none is left
-    prefetch: bool = False  # rows wait in registers: ask for the next one before reducing the present one
-    stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA, 0 for registers
+    stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA
     ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
     # x and weight have 16 bits and cols is a power of two: RMSNorm of 1024 and 4096 cols 0.96 early, 0.88 late, but of
     # 2240, 3136 and 5632 cols 0.84 to 0.89 early, 0.90 to 0.95 late
     idle: int = 0  # SMs that are left idle
     columns: int = 64  # bytes of weight and bias that a thread of the forward pass keeps in registers
-    streamed_x: tuple[str, ...] = ()  # operations that read x past L1
-    streamed_y: bool = False  # y is stored past L1
 
 
-BOTH = ("layer_norm", "rms_norm")
 # Forward rows that one CTA may hold are run by _short_forward. A line for each row length at which a thread's packs or
 # a row's threads change a good deal, for those who want an example of each.
 SHORT = tuple(
-    Tier(most, (), 1, 128, 1024, 1, streamed_y=True)
-    for most in (2, 32, 64, 128, 256, 320, 512, 640, 1024, 1280, 2048, 3072, 4096)
+    Tier(most, (), 1, 128, 1024) for most in (2, 32, 64, 128, 256, 320, 512, 640, 1024, 1280, 2048, 3072, 4096)
 )
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
 FORWARD = (
@@ -97,16 +91,13 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         if not tier.packs
         else [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
     )
-    shapes = [one for one in shapes if not tier.stages or _registers_suffice(problem, tier, one, device)]
+    shapes = [one for one in shapes if _registers_suffice(problem, tier, one, device)]
     if not shapes:
         return None
     shape = next((one for one in shapes if one.capacity == packs * pack * tier.cluster), shapes[-1])
     columns = _column_bytes(problem, shape)
     spec = kernel_spec(problem, problem.direction, shape)
-    # float64 takes twice the registers, and so do two matrices that are read together: they spilled up to 250 bytes.
-    # As many bytes are under way with half the threads.
-    wide = ("float64" in _full_dtypes(problem) or len(spec.matrices) > 1) and not tier.stages
-    resident = tier.resident // 2 if wide else tier.resident
+    resident = tier.resident
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not tier.packs:
         # Rows that several warps hold wait for each other: in one CTA where they are many (4096 cols 0.94 of the roof,
@@ -114,35 +105,15 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         ctas = 1 if shape.threads > 64 and _bytes_per_sm(problem, device) > RING_BYTES else 2
         rows_per_cta = min(max(1, tier.cta // ctas // shape.threads), _rows_under_way(problem, tier, shape, ctas))
         resident = min(resident, ctas * rows_per_cta * shape.threads)
-    if not spec.aligned and not tier.stages:
-        # Two words for each that an aligned pack takes; weight and bias too where they lie at odd addresses.
-        resident = resident * 3 // 4 if spec.columns_aligned else resident // 2
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *_column_dtypes(problem))) == 2
     spec = replace(
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
-        prefetch=tier.prefetch and _next_row_fits(problem, spec, device),
         ask_early=sixteen_bits and problem.operation.norm in tier.ask_early and _is_power_of_two(problem.cols),
-        streamed_x=problem.operation.norm in tier.streamed_x and len(spec.matrices) == 1,
-        streamed_y=tier.streamed_y,
         columns_stay=_columns_stay(problem, tier, spec, columns, device),
     )
-    if few_rows(problem, device) and problem.direction == "forward" and not tier.stages:
-        # A CTA has its SM's registers to itself: weight and bias are asked for with x.
-        spec = replace(
-            spec,
-            rows_per_cta=_whole_warps(shape),
-            ctas_per_sm=1,
-            prefetch=False,
-            columns_stay=columns <= 128,
-        )
-    elif tier.prefetch and not spec.aligned and not wide:
-        # A shift waits for the row that it is asked for: in shared memory the next one is under way all the same.
-        ring = replace(spec, stages=2, ask_early=True, prefetch=False)
-        if shared_memory(ring) + dynamic_shared(ring) <= device.shared:
-            return ring
-    return _in_shared_memory(spec, tier, problem.rows, device) if tier.stages else spec
+    return _in_shared_memory(spec, tier, problem.rows, device)
 
 
 # Packs of a thread, the best first, where several numbers waste as little.
@@ -261,11 +232,6 @@ def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, ctas: int) ->
     return max(1, round(rows))
 
 
-def few_rows(problem: Problem, device: Device) -> bool:
-    """Whether every row can have an SM to itself."""
-    return problem.rows <= device.sms - problem.sm_margin
-
-
 def _whole_warps(shape: RowShape) -> int:
     """The fewest rows of a CTA."""
     return max(1, WARP // shape.threads)
@@ -340,30 +306,10 @@ def _columns_stay(problem: Problem, tier: Tier, spec: NormSpec, columns: int, de
         return False
     if problem.direction == "backward" or columns > tier.columns:
         return False
-    if not tier.stages:
-        return columns <= 64 or device.arch >= 90
     same = _full_dtypes(problem) == {problem.row_dtype} != {"float64"}
     plain = spec.aligned and same and (spec.shape.packs <= 4 or tier.cluster < 16)
     full = spec.shape.capacity == problem.cols
     return plain and (device.arch < 100 or (full and not problem.norm.subtracts_mean))
-
-
-def _next_row_fits(problem: Problem, spec: NormSpec, device: Device) -> bool:
-    """Whether a thread has registers for the next row too. Where it says no, ptxas spilled 4 to 90 bytes with it; of
-    several matrices 260 to 800.
-    """
-    # Where two strides lead from row to row, 4 to 20 on sm_100.
-    if device.arch >= 100 and any(one.inner for one in problem.operands):
-        return False
-    if spec.shape.packs <= 4:
-        return True
-    if len(spec.matrices) > 1:
-        return False
-    row_dtype = problem.row_dtype
-    fitting = {row_dtype} if row_dtype == "float16" else {row_dtype, "float32"}
-    if _full_dtypes(problem) != {row_dtype} or not fitting.issuperset(_column_dtypes(problem)):
-        return False
-    return not (device.arch >= 100 and row_dtype == "float16")
 
 
 def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> NormSpec:
