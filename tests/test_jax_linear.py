@@ -173,7 +173,7 @@ def summed(**others):
 
 
 # (which arguments, kernels with z computed again, kernels with z kept)
-BACKWARD = ["backward", "sum_partials"]
+BACKWARD = ["column_gradients", "backward"]  # of few rows
 LAUNCHES = {
     "all": ((0, 1, 2, 3, 4), ["forward", "forward", *BACKWARD], ["forward", *BACKWARD]),
     "x": ((0,), ["forward", "backward"], ["forward", "backward"]),
