@@ -171,14 +171,14 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
     scalars = [one.name for one in spec.operands if one.kind == "scalar" and one.name != "eps"]
     before = forward_struct(spec, inputs, beside, columns, scalars)
     cache_x, cache_y = (_cache(flag) for flag in (spec.streamed_x, spec.streamed_y))
-    load = f"{{{_matrices(spec, inputs, cache_x)}, operation}}"
+    load = f"{{{_matrices(spec, inputs)}, operation}}"
     s = by_name.get("s")
     call = "\n      ".join(
         (
             f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.pack}, Operation, "
             f"{_matrices_type(spec, inputs, cache_x)}>{load},",
-            f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside, cache_x)},",
-            f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns, KEPT)},",
+            f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)},",
+            f"{_columns_type(spec, columns)}{_matrices(spec, columns)},",
             f"{_store(spec, s, cache_y) if s and s.written else 'NoStore{}'},",
             f"{_store(spec, by_name['y'], cache_y)},",
             f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
@@ -210,8 +210,8 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
     cache = _cache(spec.streamed_y)
     arguments = [
         "operation",
-        f"{_matrices_type(spec, matrices, cache)}{_matrices(spec, matrices, cache)}",
-        f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns, KEPT)}",
+        f"{_matrices_type(spec, matrices, cache)}{_matrices(spec, matrices)}",
+        f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns)}",
     ]
     if spec.kernel != "column_gradients":
         arguments.append(_list("Results", (_store(spec, by_name[name], KEPT) for name in results)))
@@ -249,6 +249,16 @@ def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
     return f"Matrices<{', '.join(loads)}>"
 
 
+def _columns_type(spec: NormSpec, names: Iterable[str]) -> str:
+    """Of what the epilogue of a forward pass takes for all rows."""
+    if spec.columns_aligned:
+        return _matrices_type(spec, names, KEPT)
+    by_name = {one.name: one for one in spec.operands}
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}"
+    loads = (f"LoadElements<{CPP_TYPE[by_name[name].dtype]}, {layout}>" for name in names)
+    return f"Matrices<{', '.join(loads)}>"
+
+
 def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str) -> str:
     """LoadRows or StoreRows."""
     layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.has_vectors(operand))}"
@@ -256,7 +266,7 @@ def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str) -> str:
     return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {layout}, {cache}{two_strides}>"
 
 
-def _matrices(spec: NormSpec, names: Iterable[str], cache: str) -> str:
+def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
     """The initialiser of such a list."""
     by_name = {one.name: one for one in spec.operands}
     text = "{}"

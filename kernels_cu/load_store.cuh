@@ -77,6 +77,15 @@ struct LoadRows {
   DEVICE void read(Packed& pack, char* place, int slot) const { Shared::read(pack, place, slot); }
 };
 
+// A vector for all rows that begins at an odd address. It is read again for every row: shifted beside a row at odd
+// addresses too it spilled 4 to 80 bytes.
+template <class T, int kPack, int kLanes>
+struct LoadElements : LoadRows<T, kPack, kLanes, false, Cache::kKept> {
+  DEVICE void fetch(Pack<T, kPack>& pack, int64, int64 column, int valid) const {
+    load_elements(pack, this->data, column, valid);
+  }
+};
+
 // Several matrices that are read together. In shared memory all places of the first come before those of the second:
 // with the matrices of a row side by side neighbouring rows of 32 columns would meet in the same banks.
 template <class... Loads>

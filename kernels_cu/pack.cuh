@@ -142,6 +142,25 @@ DEVICE void keep_valid(Pack<T, kPack>& pack, const uint32 (&words)[kWords], int 
   }
 }
 
+// Reads the pack at `column` of a row, its first `valid` columns, one by one; the others become zero.
+template <class T, int kPack>
+DEVICE void load_elements(Pack<T, kPack>& pack, const T* row, int64 column, int valid) {
+  constexpr int kHalves = sizeof(T) == 2 ? 2 : 1, kWords = sizeof(T) == 8 ? 2 : 1;  // elements of a word, words of one
+#pragma unroll
+  for (int i = 0; i < kPack; i += kHalves) {
+    if constexpr (sizeof(T) == 2) {
+      const auto* const bits = reinterpret_cast<const unsigned short*>(row + column) + i;
+      const uint32 low = i < valid ? bits[0] : 0, high = i + 1 < valid ? bits[1] : 0;
+      pack.words[i / 2] = low | high << 16;
+    } else {
+      uint32 element[kWords];
+      load_words<Cache::kKept>(row + column + i, element, i < valid);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) pack.words[kWords * i + word] = element[word];
+    }
+  }
+}
+
 // Reads the pack at `column` of a row, its first `valid` columns; the others become zero. Columns are owned by the same
 // thread wherever the row lies, so that its result does not depend on it: where it does not begin at a multiple of a
 // pack's size (not kAligned) neighbouring lanes read the aligned words that their packs share, and shift them alike.
@@ -149,14 +168,7 @@ template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int valid) {
   constexpr int kBytes = kUnit<T, kPack>, kSize = sizeof(T);
   if constexpr (!kAligned && kSize == 8) {
-    // By elements, which are vectors of two words. Shifted, a weight of float64 spilled 8 to 36 bytes.
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      uint32 element[2];
-      load_words<Cache::kKept>(row + column + i, element, i < valid);
-      pack.words[2 * i] = element[0];
-      pack.words[2 * i + 1] = element[1];
-    }
+    load_elements(pack, row, column, valid);  // vectors of two words; shifted, a weight of float64 spilled 8 to 36 bytes
   } else {
     uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kBytes / 4)];
     // Shared words through L1, which has them when the second lane asks.

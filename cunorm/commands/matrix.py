@@ -110,11 +110,11 @@ def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | 
     packs = {2**power * quarters // 4 for power in range((4 * most).bit_length()) for quarters in (4, 5, 6, 7)}
     packs = packs.union(*((tier.most, tier.most + 1) for tier in table))
     lengths = {length for n in packs for length in ((n - 1) * pack + 1, n * pack - 1, n * pack) if length > 0}
-    # Where shared memory is scarce a tier may take rows beside a narrower weight alone.
-    beside = {weight: defaultdict(list) for weight in (dtype, "float16")}
-    for weight, taken in beside.items():
+    # Where shared memory is scarce a tier may take rows beside a narrower weight and dy alone.
+    beside = {other: defaultdict(list) for other in (dtype, "float16")}
+    for other, taken in beside.items():
         for length in sorted(lengths):
-            choice = choose(whole("layer_norm", direction, ROWS, length, dtype, weight), device)
+            choice = choose(whole("layer_norm", direction, ROWS, length, dtype, other, other), device)
             taken[choice and choice[0]].append(length)
     return {tier: _spread(found) for tier, found in (beside["float16"] | beside[dtype]).items()}
 

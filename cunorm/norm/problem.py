@@ -235,12 +235,14 @@ def plain(
     )
 
 
-def whole(norm: str, direction: str, rows: int, cols: int, dtype: str, weight: str | None = None) -> Problem:
+def whole(
+    norm: str, direction: str, rows: int, cols: int, dtype: str, weight: str | None = None, y: str | None = None
+) -> Problem:
     """`plain` with weight, with bias where there is one, and with every gradient; contiguous and aligned."""
     weight = weight or dtype
     if norm == "rms_norm":
-        return plain(norm, direction, rows, cols, dtype, weight, wanted=("x", "weight"))
-    return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None)
+        return plain(norm, direction, rows, cols, dtype, weight, y=y, wanted=("x", "weight"))
+    return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None, y=y)
 
 
 # The arrays of a plain pass, in the order in which the frameworks gather their pointers.

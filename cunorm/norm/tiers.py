@@ -165,9 +165,9 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
     column_words = _column_bytes(problem, shape) // 4
     if not spec.aligned:
         working += _words_to_shift(spec)
-    # At odd addresses a row on its way to registers takes two words for one.
+    # At odd addresses a row on its way to registers takes two words for one, and a column one for each element.
     waiting = row_words if spec.aligned else 2 * row_words
-    ctas = _ctas_of(spec, working + waiting + column_words)
+    ctas = _ctas_of(spec, working + waiting + (column_words if spec.columns_aligned else 2 * column_words))
     if ctas and problem.rows <= sms * ctas * rows_per_cta:
         # All rows at once: weight and bias are asked for with x.
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
