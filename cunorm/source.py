@@ -310,11 +310,11 @@ def _step_shape(spec: NormSpec) -> str:
 
 def _rows(spec: NormSpec) -> str:
     """Where rows wait (rows.cuh)."""
-    shape = f"{_row_shape(spec)}, {spec.rows_per_cta}"
+    shape = _row_shape(spec)
     kind = (
-        f"SharedRows<{shape}, {spec.stages}, {cpp(spec.ask_early)}, Load>"
+        f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {cpp(spec.ask_early)}, Load>"
         if spec.stages
-        else f"RegisterRows<{shape}, {cpp(spec.prefetch)}, Load>"
+        else f"RegisterRows<{shape}, Load>"
     )
     return f"template <class Load>\nusing Rows = {kind};\n"
 

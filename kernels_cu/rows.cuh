@@ -14,32 +14,27 @@
 
 namespace cunorm {
 
-template <class Shape, int kRows, bool kPrefetch, class Load>
+template <class Shape, class Load>
 struct RegisterRows {
   static constexpr int kBytes = 0;
-  static constexpr int kAhead = kPrefetch ? 1 : 0;
+  static constexpr int kAhead = 0;
   static constexpr bool kAskEarly = true;
   Load load;
   int rank;
   int64 rows;
   typename Load::Packed now[Shape::kPacks];
-  typename Load::Raw next[Shape::kPacks];
 
   DEVICE RegisterRows(Load load, int rank, int64 rows, int) : load(load), rank(rank), rows(rows) {}
 
-  DEVICE void ask(int64 row, int) {
-    if (kPrefetch && first_of_warp<Shape>(row) < rows) fetch(next, row);
-  }
+  DEVICE static void ask(int64, int) {}
   DEVICE static void sent() {}
   DEVICE static void arrived() {}
   DEVICE void take(int64 row) {
-    if constexpr (kPrefetch) {
-      keep(next, row);
-    } else {
-      typename Load::Raw raw[Shape::kPacks];
-      fetch(raw, row);
-      keep(raw, row);
-    }
+    typename Load::Raw raw[Shape::kPacks];
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) load.fetch(raw[p], row, Shape::column(rank, p), valid(row, p));
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) now[p] = load.keep(raw[p], valid(row, p));
   }
   DEVICE void read(typename Load::Packed& pack, int p) const { pack = now[p]; }
   DEVICE void stay_packed(int p) { load.stay_packed(now[p]); }
@@ -49,14 +44,6 @@ struct RegisterRows {
   DEVICE int valid(int64 row, int p) const {
     const bool active = Shape::kThreads >= 32 || row < rows;
     return active ? Shape::valid(rank, p) : 0;
-  }
-  DEVICE void fetch(typename Load::Raw (&to)[Shape::kPacks], int64 row) const {
-#pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) load.fetch(to[p], row, Shape::column(rank, p), valid(row, p));
-  }
-  DEVICE void keep(const typename Load::Raw (&from)[Shape::kPacks], int64 row) {
-#pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) now[p] = load.keep(from[p], valid(row, p));
   }
 };
 

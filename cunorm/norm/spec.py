@@ -47,9 +47,8 @@ class RowShape:
 class NormSpec:
     """A kernel that reads rows. `operands` are in the order of its parameters, without their strides."""
 
-    kernel: (
-        str  # "forward", "forward_spread", "forward_streamed", "backward", "backward_streamed" or "column_gradients"
-    )
+    # "forward", "forward_spread", "forward_streamed", "backward", "backward_streamed" or "column_gradients"
+    kernel: str
     operation: Operation
     cols: int
     row_dtype: str
@@ -59,7 +58,6 @@ class NormSpec:
     columns_aligned: bool = True  # so does every pack of what is read once for all rows
     rows_per_cta: int = 1
     ctas_per_sm: int = 1
-    prefetch: bool = False
     stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
     ask_early: bool = False  # the next row is asked for before the present one is summed up
     streamed_x: bool = False  # x is read past L1
