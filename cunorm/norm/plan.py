@@ -109,9 +109,7 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         arrays = {one.dtype for one in problem.operands if one.kind in ("full", "column")}
         two = arrays == {problem.row_dtype} != {"float64"} and len(spec.matrices) == 1 and spec.aligned
         spec = replace(spec, streamed_y=True, ctas_per_sm=2 if two else 1)
-        groups = min(problem.rows, GRID_LIMIT)
-        if problem.sm_margin:
-            groups = min(groups, device.resident_clusters(1, spec.ctas_per_sm, problem.sm_margin))
+        groups = _resident_groups(problem, spec, device) if problem.sm_margin else min(problem.rows, GRID_LIMIT)
     else:
         tier, spec = choice
         if tier in SHORT:
@@ -122,13 +120,14 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
 
 
 def _plan_short_forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
-    groups = min(ceil_div(problem.rows, spec.rows_per_cta), GRID_LIMIT // spec.cluster)
+    """A CTA for every row or, where a CTA has more than one turn, as many as run at once."""
     once = spec.kernel == "forward" and not spec.stages and not problem.sm_margin and problem.rows <= GRID_LIMIT
-    if not once and spec.kernel == "forward":
-        groups = min(groups, device.resident_clusters(1, spec.ctas_per_sm, problem.sm_margin))
-    return Plan(
-        problem, device, _tier(spec), (_step(problem, replace(spec, once=once), (groups * spec.cluster, 1, 1), 0),)
-    )
+    if once or spec.kernel == "forward_spread":
+        groups = ceil_div(problem.rows, spec.rows_per_cta)
+    else:
+        groups = _resident_groups(problem, spec, device)
+    step = _step(problem, replace(spec, once=once), (groups * spec.cluster, 1, 1), 0)
+    return Plan(problem, device, _tier(spec), (step,))
 
 
 def _resident_groups(problem: Problem, spec: NormSpec, device: Device, idle: int = 0) -> int:
@@ -172,8 +171,8 @@ def _whole_column_lanes(problem: Problem, device: Device, sums: tuple[str, ...])
 
     Then x and dy are read twice, the second time from L2, and nothing waits for partial rows.
     """
-    if not sums or all(one.name in sums for one in problem.operands if one.written):
-        return 0
+    if not sums or all(one.name in sums for one in problem.operands if one.written) or problem.sm_margin:
+        return 0  # its CTAs are as many as the columns need, on all SMs
     if derivative(problem.operation, _sources(sums), problem.by_name).late:
         return 0
     packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])

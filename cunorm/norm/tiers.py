@@ -85,7 +85,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
     if tier in SHORT:
-        return _short_forward(problem, packs, device)
+        return _short_forward(problem, tier, packs, device)
     shapes = (
         [_power_of_two_shape(pack, packs, problem.direction)]
         if not tier.packs
@@ -139,14 +139,14 @@ def _power_of_two_shape(pack: int, packs: int, direction: str) -> RowShape:
     return min(filter(allowed, shapes), key=badness)
 
 
-def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
+def _short_forward(problem: Problem, tier: Tier, packs: int, device: Device) -> NormSpec:
     """Rows of up to 4096 packs. How they wait follows from how many there are.
 
     Whoever holds what of a row is the same for all, and so are the bits.
     """
     pack = 16 // ITEMSIZE[problem.row_dtype]
     shape = _power_of_two_shape(pack, packs, "forward")
-    rows_per_cta = 128 // shape.threads if shape.threads <= WARP else 1
+    rows_per_cta = tier.cta // shape.threads if shape.threads <= WARP else 1
     spec = kernel_spec(
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
     )
@@ -179,7 +179,7 @@ def _short_forward(problem: Problem, packs: int, device: Device) -> NormSpec:
     # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
     width = max((ITEMSIZE[one.dtype] for one in spec.columns), default=0)
     narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype]
-    most, words = (1536, 28) if shape.packs <= 3 and narrow else (1024, working)
+    most, words = (1536, 28) if shape.packs <= 3 and narrow else (tier.resident, working)
     return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + waiting, most)))
 
 
