@@ -289,7 +289,7 @@ MUTATIONS = (
         "copies_wait<kAhead>();",
         "CTA",
         (
-            ("results", "dx: .* elements are wrong"),
+            ("results", "y: .* elements are wrong"),
             ("races", "race: .* while a copy to it is under way"),
         ),
     ),
