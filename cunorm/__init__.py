@@ -2,6 +2,7 @@
 
 from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
 from .compile import CompileError
+from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
 from .fusion import (
     add_layer_norm,
     add_layer_norm_backward,
@@ -27,10 +28,14 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",
+    "layer_norm_fp8",
+    "layer_norm_fp8_forward",
     "layer_norm_linear",
     "layer_norm_linear_backward",
     "layer_norm_linear_forward",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
+    "rms_norm_fp8",
+    "rms_norm_fp8_forward",
 ]

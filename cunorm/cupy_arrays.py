@@ -82,7 +82,7 @@ def forward(
         key = (
             function,
             options,
-            None if normalized_shape is None else _kind(normalized_shape),
+            None if normalized_shape is None else kind_of(normalized_shape),
             type(eps),
             type(sm_margin),
             (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
@@ -118,7 +118,7 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
     properties = device.current(int(x.device))
     cols = math.prod(shape)
     x_rows, y_rows = (None if array is None else checks.row_strides(array, len(shape)) for array in (x, out))
-    copies = (x_rows is None, *(array is not None and not _contiguous(array) for array in (weight, bias)), False)
+    copies = (x_rows is None, *(array is not None and not contiguous(array) for array in (weight, bias)), False)
     temporary = out is not None and y_rows is None
     logs.copied(function, _FORWARD, layouts, (*copies[:3], temporary))
     task = plain(
@@ -133,7 +133,7 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
         zero_centered_gamma=bool(zero_centered_gamma),
         strides=_strides(x=x_rows, y=y_rows),
         sm_margin=checks.check_sm_margin(function, sm_margin, properties.sms),
-        aligned=_aligned(arrays),
+        aligned=aligned(arrays),
     )
     statistics = numpy.dtype(task.compute)
     with numpy.errstate(over="ignore"):
@@ -157,7 +157,7 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
 
 def _run_forward(recipe: Recipe, arrays, pointers, statistics: bool):
     if recipe.copies:
-        arrays, pointers = _copied(arrays, recipe.copies)
+        arrays, pointers = copied(arrays, recipe.copies)
     x_pointer, weight_pointer, bias_pointer, y_pointer = pointers
     y = out = arrays[3]
     if out is None or recipe.temporary:
@@ -245,7 +245,7 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
     cols = math.prod(shape)
     dy_rows, x_rows = (checks.row_strides(array, len(shape)) for array in (dy, x))
     dx_rows = None if dx_out is None else checks.row_strides(dx_out, len(shape))
-    small = (array is not None and not _contiguous(array) for array in (mean, rstd, weight))
+    small = (array is not None and not contiguous(array) for array in (mean, rstd, weight))
     copies = (dy_rows is None, x_rows is None, *small, False)
     temporary = dx_out is not None and dx_rows is None
     logs.copied(function, _BACKWARD, layouts, (*copies[:5], temporary))
@@ -261,7 +261,7 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
         wanted=[name for name, wanted in zip(("x", "weight", "bias"), mask, strict=True) if wanted],
         strides=_strides(x=x_rows, dy=dy_rows, dx=dx_rows),
         sm_margin=checks.check_sm_margin(function, sm_margin, properties.sms),
-        aligned=_aligned(arrays),
+        aligned=aligned(arrays),
     )
     return Recipe(
         plan=plan(task, properties) if task.rows and any(mask) else None,
@@ -291,7 +291,7 @@ def _run_backward(recipe: Recipe, arrays, pointers):
     dbias = empty(recipe.shape, recipe.dtype) if wants_dbias else None
     if recipe.plan is not None:
         if recipe.copies:
-            arrays, pointers = _copied(arrays, recipe.copies)
+            arrays, pointers = copied(arrays, recipe.copies)
         workspace = cupy.cuda.alloc(recipe.plan.workspace)
         results = (0 if result is None else result.data.ptr for result in (dx, dweight, dbias))
         stream = _current_stream(recipe.device_id).ptr
@@ -308,7 +308,7 @@ def _strides(**rows: RowStrides | None) -> dict[str, RowStrides]:
     return {name: strides for name, strides in rows.items() if strides is not None}
 
 
-def _kind(option: Any) -> Hashable:
+def kind_of(option: Any) -> Hashable:
     """Tells 8.0 and True, which are equal to what is allowed, from what is."""
     return tuple(map(type, option)) if type(option) is tuple else type(option)
 
@@ -321,17 +321,17 @@ def _check_out_memory(function: str, names: tuple[str, ...], recipe: Recipe, poi
     checks.check_out_memory(function, *out, inputs, len(recipe.shape))
 
 
-def _copied(arrays: Sequence[Any], copies: Sequence[bool]) -> tuple[list[Any], list[int]]:
+def copied(arrays: Sequence[Any], copies: Sequence[bool]) -> tuple[list[Any], list[int]]:
     """The arrays, contiguous where `copies` says so, and their pointers. Hold the arrays until the launch."""
     arrays = [cupy.ascontiguousarray(array) if copy else array for array, copy in zip(arrays, copies, strict=True)]
     return arrays, [0 if array is None else array.data.ptr for array in arrays]
 
 
-def _contiguous(array: Layout) -> bool:
+def contiguous(array: Layout) -> bool:
     return checks.row_strides(array, len(array.shape)) is not None
 
 
-def _aligned(arrays: Sequence[Any]) -> bool:
+def aligned(arrays: Sequence[Any]) -> bool:
     """All arrays begin at multiples of 16 bytes; memory that CuPy allocates does."""
     return all(array is None or array.data.ptr % 16 == 0 for array in arrays)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from .operation import Operation
 
@@ -129,26 +129,64 @@ class Fused(Protocol):
         ...
 
 
-# Package of an array's class: its modules for the norms, for the norm with a product, and for fused operations.
+class Float8(Protocol):
+    """What a family offers for the norms with y in 8 bits. Arguments come unchecked."""
+
+    def forward(
+        self,
+        function: str,
+        x: Any,
+        normalized_shape: int | Sequence[int] | None,
+        weight: Any,
+        bias: Any,
+        eps: float,
+        *,
+        zero_centered_gamma: bool,
+        granularity: str | int,
+        scale: Any,
+        dtype: Any,
+        sm_margin: int,
+        output: bool,
+    ) -> tuple[Any, Any, Any]:
+        """Return (bytes, scale, y), y None unless asked for."""
+        ...
+
+
+class Modules(NamedTuple):
+    """Of a family; "" for what it does not offer yet."""
+
+    norm: str
+    linear: str
+    fused: str = ""
+    float8: str = ""
+
+
+_JAX = Modules("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays")
+# By the package of an array's class.
 FAMILIES = {
-    "numpy": ("cunorm.numpy_arrays", "cunorm.linear.numpy_arrays", "cunorm.norm.fused_numpy"),
-    "cupy": ("cunorm.cupy_arrays", "cunorm.linear.cupy_arrays", "cunorm.norm.fused_cupy"),
-    "torch": ("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays", ""),
-    "jax": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", ""),
-    "jaxlib": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", ""),
+    "numpy": Modules(
+        "cunorm.numpy_arrays", "cunorm.linear.numpy_arrays", "cunorm.norm.fused_numpy", "cunorm.norm.float8_numpy"
+    ),
+    "cupy": Modules(
+        "cunorm.cupy_arrays", "cunorm.linear.cupy_arrays", "cunorm.norm.fused_cupy", "cunorm.norm.float8_cupy"
+    ),
+    "torch": Modules("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays"),
+    "jax": _JAX,
+    "jaxlib": _JAX,
 }
-ANY_PRODUCER = ("cunorm.dlpack", "cunorm.linear.dlpack", "")
+ANY_PRODUCER = Modules("cunorm.dlpack", "cunorm.linear.dlpack")
 
 _norms: dict[type, Norm] = {}  # type of x -> the module that handles it
 _linears: dict[type, Linear] = {}
 _fused: dict[type, Fused] = {}
+_float8: dict[type, Float8] = {}
 
 
 def norm_of(function: str, x: Any) -> Norm:
     """The module for the norms of arrays of the kind of x; the other arrays of the call are its business."""
     found = _norms.get(type(x))
     if found is None:
-        found = _norms[type(x)] = cast(Norm, import_module(_modules(function, x)[0]))
+        found = _norms[type(x)] = cast(Norm, import_module(_modules(function, x).norm))
     return found
 
 
@@ -156,7 +194,7 @@ def linear_of(function: str, x: Any) -> Linear:
     """The same for the norm with a product."""
     found = _linears.get(type(x))
     if found is None:
-        found = _linears[type(x)] = cast(Linear, import_module(_modules(function, x)[1]))
+        found = _linears[type(x)] = cast(Linear, import_module(_modules(function, x).linear))
     return found
 
 
@@ -164,17 +202,30 @@ def fused_of(function: str, x: Any, name: str = "x") -> Fused:
     """The same for fused operations; `name` is what a caller knows x by."""
     found = _fused.get(type(x))
     if found is None:
-        module = _modules(function, x, name)[2]
-        if not module:
-            raise NotImplementedError(
-                f"{function}: {name} must be a NumPy or CuPy array; got {type(x).__name__}. Fused operations on other "
-                "arrays come in a later version: until then pass CuPy arrays (cupy.from_dlpack)."
-            )
+        module = _offered(function, _modules(function, x, name).fused, x, name)
         found = _fused[type(x)] = cast(Fused, import_module(module))
     return found
 
 
-def _modules(function: str, x: Any, name: str = "x") -> tuple[str, str, str]:
+def float8_of(function: str, x: Any) -> Float8:
+    """The same for the norms with y in 8 bits."""
+    found = _float8.get(type(x))
+    if found is None:
+        module = _offered(function, _modules(function, x).float8, x, "x")
+        found = _float8[type(x)] = cast(Float8, import_module(module))
+    return found
+
+
+def _offered(function: str, module: str, x: Any, name: str) -> str:
+    if not module:
+        raise NotImplementedError(
+            f"{function}: {name} must be a NumPy or CuPy array; got {type(x).__name__}. Other arrays come in a later "
+            "version: until then pass CuPy arrays (cupy.from_dlpack)."
+        )
+    return module
+
+
+def _modules(function: str, x: Any, name: str = "x") -> Modules:
     """Kinds are told by the package of their class."""
     for base in type(x).__mro__:
         package = base.__module__.partition(".")[0]

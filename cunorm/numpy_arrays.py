@@ -10,6 +10,7 @@ import numpy
 
 from .norm import checks
 from .norm.checks import Layout
+from .norm.problem import FLOAT8
 
 
 def forward(
@@ -150,12 +151,12 @@ def pointer(array: numpy.ndarray) -> int:
 
 
 def numpy_dtype(function: str, name: str) -> numpy.dtype:
-    if name == "bfloat16":
+    if name == "bfloat16" or name in FLOAT8:
         try:
             import ml_dtypes
         except ImportError as error:
-            raise ImportError(f"{function}: bfloat16 in NumPy needs ml_dtypes: pip install ml_dtypes.") from error
-        return numpy.dtype(ml_dtypes.bfloat16)
+            raise ImportError(f"{function}: {name} in NumPy needs ml_dtypes: pip install ml_dtypes.") from error
+        return numpy.dtype(getattr(ml_dtypes, name))
     return numpy.dtype(name)
 
 

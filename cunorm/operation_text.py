@@ -15,6 +15,7 @@ from .norm.spec import NormSpec
 from .operation import derivative
 
 CPP_TYPE = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+CPP_TYPE |= {"float8_e4m3fn": "float8_e4m3", "float8_e5m2": "float8_e5m2"}
 
 
 def cpp(flag: bool) -> str:

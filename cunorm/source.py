@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-from .norm.problem import Operand
+from .norm.problem import BLOCK, Operand
 from .norm.spec import (
     COLUMN_BYTES,
     COLUMN_PACKS,
@@ -180,7 +180,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
             f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)},",
             f"{_columns_type(spec, columns)}{_matrices(spec, columns)},",
             f"{_store(spec, s, cache_y) if s and s.written else 'NoStore{}'},",
-            f"{_store(spec, by_name['y'], cache_y)},",
+            f"{_store_y(spec, by_name, cache_y)},",
             f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
         )
     )
@@ -287,6 +287,19 @@ def _list(template: str, stores: Iterable[str]) -> str:
 
 def _store(spec: NormSpec, operand: Operand, cache: str) -> str:
     return f"{_rows_type('Store', spec, operand, cache)}{{{', '.join((operand.name, *_row_numbers(operand)))}}}"
+
+
+def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], cache: str) -> str:
+    """Where y goes: to y, or to y8 with its scales, and to y as well if it is wanted."""
+    wide = _store(spec, by_name["y"], cache) if "y" in by_name else "NoStore{}"
+    if "y8" not in by_name:
+        return wide
+    narrow, scales = _store(spec, by_name["y8"], cache), by_name["y8_scale"]
+    types = f"{narrow.partition('{')[0]}, {wide.partition('{')[0]}"
+    if scales.kind == "one":
+        return f"StoreByTensor<{types}>{{{narrow}, {wide}, y8_scale}}"
+    block, blocks = (0, 1) if scales.kind == "per_row" else (BLOCK, scales.size(1, spec.cols))
+    return f"StoreScaled<{CPP_TYPE[by_name['y8'].dtype]}, {types}, {block}, {blocks}>{{{narrow}, {wide}, y8_scale}}"
 
 
 def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:

@@ -241,7 +241,10 @@ struct LoadSource {
 template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false>
 struct StoreRows {
   static constexpr int kPack = kPack_;
-  static constexpr bool kTogether = !kAligned;
+  static constexpr bool kScaled = false;
+  // Numbers of 8 bits go one by one: products take no rows whose number of columns is odd.
+  static constexpr bool kRuns = !kAligned && sizeof(T) > 1;
+  static constexpr bool kTogether = kRuns;
   T* data;
   RowStarts<kTwoStrides> starts;
 
@@ -252,7 +255,7 @@ struct StoreRows {
   DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
     T* const to = data + starts.of(row);
     // float64 beside 16 bits goes by elements: shifted on its way out it spilled 4 bytes.
-    if constexpr (kAligned || kPack * sizeof(T) > 32) {
+    if constexpr (!kRuns || kPack * sizeof(T) > 32) {
       store_pack<kAligned, kCache>(to + column, pack, valid);
     } else {
       store_run<kLanes, kCache>(to, column, pack, valid);
@@ -262,6 +265,9 @@ struct StoreRows {
 
 // Where there is nothing to store.
 struct NoStore {
+  static constexpr bool kTogether = false;
+  template <class Values>
+  DEVICE void store(int64, int64, int, const Values&) const {}
   template <class Packed>
   DEVICE void store_packed(int64, int64, int, const Packed&) const {}
 };

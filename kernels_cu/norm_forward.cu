@@ -4,6 +4,7 @@
 // These are operations, and there are others: s = prologue(x, ...), y = epilogue(xhat, ...) for xhat = (s - mean) *
 // rstd. The tiers (part of a warp, warp, CTA, cluster) are the same code for different RowShapes.
 #pragma once
+#include "float8.cuh"
 #include "load_store.cuh"
 #include "rows.cuh"
 #include "statistics.cuh"
@@ -12,8 +13,8 @@ namespace cunorm {
 
 // Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. Load reads s
 // (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: they stay in
-// registers from row to row (kColumnsStay) or are read again for every row. mean and rstd may be null: then nobody will
-// read them.
+// registers from row to row (kColumnsStay) or are read again for every row. StoreY may want the largest of what shares
+// a scale (float8.cuh). mean and rstd may be null: then nobody will read them.
 template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, class Compute,
           class Operation, class Load, class Beside, class Columns, class StoreS, class StoreY>
 DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns columns, StoreS store_s, StoreY store_y,
@@ -23,6 +24,10 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
   using RowsS = Rows<Load>;
   using Exchange = RowExchange<Shape, kRows, Norm::kValues, Compute>;
   __shared__ Exchange exchange;
+  // Of max|y|, which all threads of a row need where it has one scale.
+  using LargestExchange = RowExchange<Shape, kRows, 1, Compute>;
+  __shared__ LargestExchange largest_exchange;
+  constexpr bool kRowScale = kRowScaled<StoreY>;
   static_assert(kRows == 1 || Shape::kSlots == 1, "several rows share a CTA only if a warp holds each");
   static_assert(RowsS::kAskEarly || Shape::kSlots > 1, "rows are asked for late where warps wait for each other");
 
@@ -48,6 +53,7 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
     for (int p = 0; p < kPacks; ++p) fetch_columns(p);
   }
   if constexpr (Shape::kSlots > 1) exchange.start();
+  if constexpr (Shape::kSlots > 1 && kRowScale) largest_exchange.start();
 
   const auto read = [&](int p, Compute(&values)[kPack]) {
     typename Load::Packed s;
@@ -109,13 +115,11 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       }
       if (rstd != nullptr) rstd[row] = statistics.rstd;
     }
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    const auto y_of = [&](int p, int valid, Compute(&values)[kPack]) {
       if constexpr (!kColumnsStay) fetch_columns(p);
-      const int valid = active ? Shape::valid(rank, p) : 0;
       typename Load::Packed s;
       typename Beside::Packed beside_pack;
-      Compute values[kPack], beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
+      Compute beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
       rows_s.read(s, p);
       store_s.store_packed(row, Shape::column(rank, p), valid, s);
       load.unpack(s, values);
@@ -126,7 +130,22 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       columns.unpack(column_packs[p], column_values);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) values[i] = operation.epilogue(values[i], beside_values, column_values, i);
-      store_y.store(row, Shape::column(rank, p), valid, values);
+    };
+    if constexpr (StoreY::kScaled) {
+      store_scaled<Shape>(store_y, row, rank, active, y_of, [&](Compute largest) {
+        if constexpr (Shape::kSlots == 1) return largest;
+        const Compute published[1] = {largest};
+        largest_exchange.publish(turn, rank, published);
+        return LargestExchange::largest(largest_exchange.collect(turn), larger);
+      });
+    } else {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int valid = active ? Shape::valid(rank, p) : 0;
+        Compute values[kPack];
+        y_of(p, valid, values);
+        store_y.store(row, Shape::column(rank, p), valid, values);
+      }
     }
     if constexpr (kOnce) break;
   }

@@ -1,6 +1,7 @@
 // LayerNorm and RMSNorm forward of few rows: what norm_forward.cu computes, to the bit, with a thread for every pack of
 // a row, where that kernel gives a thread several. A row alone then waits for a quarter of the instructions.
 #pragma once
+#include "float8.cuh"
 #include "load_store.cuh"
 #include "rows.cuh"
 #include "statistics.cuh"

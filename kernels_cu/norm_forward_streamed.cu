@@ -1,6 +1,7 @@
 // LayerNorm and RMSNorm forward for rows that no register file holds: one CTA a row, the row read twice (the second
 // time from L2 where it fits). Formulas as in norm_forward.cu.
 #pragma once
+#include "float8.cuh"
 #include "load_store.cuh"
 #include "statistics.cuh"
 
@@ -13,8 +14,11 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
                                   StoreY store_y, Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
   constexpr int64 kStep = static_cast<int64>(Shape::kThreads) * kPack;
+  constexpr bool kRowScale = kRowScaled<StoreY>;
   using Exchange = RowExchange<Shape, 1, Norm::kRunningValues, Compute>;
+  using LargestExchange = RowExchange<Shape, 1, 1, Compute>;
   __shared__ Exchange exchange;
+  __shared__ LargestExchange largest_exchange;
 
   const int64 first_column = static_cast<int64>(threadIdx.x) * kPack;
   // A warp that stores together goes on until its first lane is beyond the row.
@@ -48,14 +52,11 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       }
       if (rstd != nullptr) rstd[row] = statistics.rstd;
     }
-#pragma unroll 4
-    for (int64 start = first_stored; start < kCols; start += kStep) {
-      const int64 column = start + (first_column - first_stored);
-      const int valid = valid_at(column);
+    const auto y_of = [&](int64 column, int valid, Compute(&values)[kPack], auto store_s) {
       typename Load::Raw raw;
       typename Beside::Packed beside_pack;
       typename Columns::Packed column_pack;
-      Compute values[kPack], beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
+      Compute beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
       load.fetch(raw, row, column, valid);
       beside.fetch(beside_pack, row, column, valid);
       columns.fetch(column_pack, 0, column, valid);
@@ -67,7 +68,38 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       statistics.normalise(values);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) values[i] = operation.epilogue(values[i], beside_values, column_values, i);
-      store_y.store(row, column, valid, values);
+    };
+    Compute multiplier = 1;
+    if constexpr (kRowScale) {
+      Compute largest = 0;
+#pragma unroll 4
+      for (int64 column = first_column; column < kCols; column += kStep) {
+        const int valid = valid_at(column);
+        Compute values[kPack];
+        y_of(column, valid, values, NoStore{});
+        largest = larger(largest, largest_of(values, valid));
+      }
+      const Compute published[1] = {group_largest<32>(largest)};
+      largest_exchange.publish(turn, 0, published);
+      largest = LargestExchange::largest(largest_exchange.collect(turn), larger);
+      multiplier = store_y.multiplier(row, 0, largest, threadIdx.x == 0);
+    }
+#pragma unroll 4
+    for (int64 start = first_stored; start < kCols; start += kStep) {
+      const int64 column = start + (first_column - first_stored);
+      const int valid = valid_at(column);
+      Compute values[kPack];
+      y_of(column, valid, values, store_s);
+      if constexpr (StoreY::kScaled) {
+        if constexpr (!kRowScale) {
+          constexpr int kLanes = StoreY::kBlock / kPack;
+          const Compute largest = group_largest<kLanes>(largest_of(values, valid));
+          multiplier = store_y.multiplier(row, column, largest, threadIdx.x % kLanes == 0 && valid > 0);
+        }
+        store_y.store(row, column, valid, values, multiplier);
+      } else {
+        store_y.store(row, column, valid, values);
+      }
     }
   }
 }

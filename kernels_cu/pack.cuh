@@ -84,6 +84,11 @@ DEVICE Pack<T, kPack> pack_values(const Compute (&values)[kPack]) {
       double_to_words(values[i], pack.words[2 * i], pack.words[2 * i + 1]);
     } else if constexpr (sizeof(T) == 4) {
       pack.words[i] = float_to_word(static_cast<float>(values[i]));
+    } else if constexpr (sizeof(T) == 1) {
+      if (i % 4 == 3) {
+        pack.words[i / 4] = T::encode_pair(values[i - 3], values[i - 2]) | T::encode_pair(values[i - 1], values[i])
+                                                                               << 16;
+      }
     } else if (i % 2) {
       pack.words[i / 2] = T::encode_word(before_narrowing(values[i - 1]), before_narrowing(values[i]));
     }
@@ -168,7 +173,8 @@ template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int valid) {
   constexpr int kBytes = kUnit<T, kPack>, kSize = sizeof(T);
   if constexpr (!kAligned && kSize == 8) {
-    load_elements(pack, row, column, valid);  // vectors of two words; shifted, a weight of float64 spilled 8 to 36 bytes
+    load_elements(pack, row, column,
+                  valid);  // vectors of two words; shifted, a weight of float64 spilled 8 to 36 bytes
   } else {
     uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kBytes / 4)];
     // Shared words through L1, which has them when the second lane asks.
@@ -282,6 +288,8 @@ DEVICE void store_element(T* address, const Pack<T, kPack>& pack, int i) {
     address[i] = words_to_double(pack.words[2 * i], pack.words[2 * i + 1]);
   } else if constexpr (sizeof(T) == 4) {
     address[i] = word_to_float(pack.words[i]);
+  } else if constexpr (sizeof(T) == 1) {
+    address[i] = T{static_cast<uint8>(pack.words[i / 4] >> (i % 4 * 8))};
   } else {
     address[i] = T{static_cast<uint16>(pack.words[i / 2] >> (i % 2 * 16))};
   }

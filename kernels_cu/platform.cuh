@@ -8,6 +8,7 @@
 namespace cunorm {
 
 using int64 = long long;
+using uint8 = unsigned char;
 using uint16 = unsigned short;
 using uint32 = unsigned int;
 
@@ -64,6 +65,25 @@ struct bfloat16 {
 #endif
   }
 };
+
+// Two numbers of 8 bits, the first in the low byte; what is too large becomes the largest.
+#if __CUDA_ARCH__ >= 890
+constexpr bool kFloat8Instructions = true;
+DEVICE uint32 encode_e4m3_pair(float low, float high) {
+  uint16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+DEVICE uint32 encode_e5m2_pair(float low, float high) {
+  uint16 pair;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+#else
+constexpr bool kFloat8Instructions = false;
+DEVICE uint32 encode_e4m3_pair(float, float) { return 0; }
+DEVICE uint32 encode_e5m2_pair(float, float) { return 0; }
+#endif
 
 DEVICE float word_to_float(uint32 word) { return __uint_as_float(word); }
 DEVICE uint32 float_to_word(float value) { return __float_as_uint(value); }

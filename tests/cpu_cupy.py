@@ -14,7 +14,7 @@ from cpu_functions import SMALL, unwritten
 
 from cunorm import cupy_arrays, families
 from cunorm.device import Device
-from cunorm.norm import fused_cupy
+from cunorm.norm import float8_cupy, fused_cupy
 from cunorm.norm.plan import Plan
 from cunorm.norm.problem import Operand
 from cunorm.numpy_arrays import numpy_dtype
@@ -88,15 +88,17 @@ def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = Non
         ndarray=Array,
         zeros=lambda shape, dtype: asarray(numpy.zeros(shape, dtype)),
         ascontiguousarray=lambda array: asarray(array.get()),
+        asarray=lambda array, dtype: asarray(numpy.asarray(array, dtype)),
+        ones=lambda shape, dtype: asarray(numpy.ones(shape, dtype)),
+        where=lambda *arrays: asarray(numpy.where(*arrays)),
         cuda=SimpleNamespace(
             Device=lambda _: contextlib.nullcontext(),
             alloc=lambda _: SimpleNamespace(ptr=0),  # Machine.run brings the workspace
             get_current_stream=lambda _: SimpleNamespace(ptr=0),
         ),
     )
-    monkeypatch.setattr(fused_cupy, "cupy", cupy)
-    monkeypatch.setattr(cupy_arrays, "cupy", cupy)
-    for family in (fused_cupy, cupy_arrays):
+    for family in (fused_cupy, float8_cupy, cupy_arrays):
+        monkeypatch.setattr(family, "cupy", cupy)
         monkeypatch.setattr(family, "launch", runs)
         monkeypatch.setattr(family, "device", SimpleNamespace(current=lambda _: device))
         monkeypatch.setattr(family, "_recipes", Recipes())
@@ -104,4 +106,5 @@ def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = Non
     monkeypatch.setattr(cupy_arrays, "_current_stream", cupy.cuda.get_current_stream)
     monkeypatch.setitem(families._fused, Array, fused_cupy)
     monkeypatch.setitem(families._norms, Array, cupy_arrays)
+    monkeypatch.setitem(families._float8, Array, float8_cupy)
     return runs

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import cpu_cupy
 import numpy
 import pytest
+import test_float8
 import test_fusion
 import test_views
 from arrays import inputs, misplaced
@@ -107,6 +108,33 @@ VIEWED = {
     "views": ("heads of a packed QKV", "float16", 72),
     "views, odd": ("an odd gap", "float16", 72),
     "views, CTA": ("heads of a packed QKV", "bfloat16", 1000),
+}
+
+
+def float8(cols: int, dtype: str, granularity: str | int, device: Any = SMALL) -> Any:
+    """A norm with y in 8 bits as test_float8.py runs it."""
+    return lambda monkeypatch, machine: test_float8.check_on_stand_in(
+        monkeypatch, test_float8.Run(3, cols, dtype, device, ""), granularity, machine
+    )
+
+
+def float8_edges(monkeypatch: Any, machine: Machine) -> None:
+    cpu_cupy.play(monkeypatch, SMALL, machine)
+    test_float8.check_edges(cpu_cupy.asarray, 24, "row")
+
+
+def float8_rounding(monkeypatch: Any, machine: Machine) -> None:
+    cpu_cupy.play(monkeypatch, SMALL, machine)
+    test_float8.check_rounding(cpu_cupy.asarray, "e4m3")
+
+
+FLOAT8 = {
+    "float8, CTA": float8(4096, "bfloat16", "row"),
+    "float8, blocks": float8(224, "bfloat16", 128),
+    "float8, a scale for all": float8(224, "bfloat16", "tensor"),
+    "float8, streamed": float8(17001, "float32", "row", WITHOUT_CLUSTERS),
+    "float8, edges": float8_edges,
+    "float8, rounding": float8_rounding,
 }
 
 
@@ -1210,6 +1238,77 @@ MUTATIONS = (
         "poles, CTA",
         (("results", "dx: nan of what is allowed"),),
     ),
+    # 8 bits
+    Mutation(
+        "NaN is lost in a maximum",
+        "return word_to_float(bits > other ? bits : other);",
+        "return a > b ? a : b;",
+        "float8, edges",
+        (("results", "the scale of NaN"),),
+    ),
+    Mutation(
+        "infinity is saturated",
+        "largest / Format::kLargest + not_finite",
+        "largest / Format::kLargest",
+        "float8, edges",
+        (("results", "the scale of infinity"),),
+    ),
+    Mutation(
+        "a multiplier without its scale",
+        "largest == 0 ? 1 : 1 / kMostMultiplier",
+        "largest == 0 ? 1 : largest / Format::kLargest",
+        "float8, edges",
+        (("results", "the scale of tiny numbers"),),
+    ),
+    Mutation(
+        "the largest of a warp for that of the row",
+        "return LargestExchange::largest(largest_exchange.collect(turn), larger);",
+        "largest_exchange.collect(turn);\n        return largest;",
+        "float8, CTA",
+        (("results", "Not equal to tolerance|bytes of"),),
+    ),
+    Mutation(
+        "the largest of a warp for that of the row, streamed",
+        "largest = LargestExchange::largest(largest_exchange.collect(turn), larger);",
+        "largest_exchange.collect(turn);",
+        "float8, streamed",
+        (("results", "Not equal to tolerance|bytes of"),),
+    ),
+    Mutation(
+        "the warps of a row meet at no barrier before the largest",
+        "return LargestExchange::largest(largest_exchange.collect(turn), larger);",
+        "return LargestExchange::largest(largest_exchange.slots[turn % 2], larger);",
+        "float8, CTA",
+        (("races", "race:"),),
+    ),
+    Mutation(
+        "blocks of a short row of one pack of its lanes",
+        "kRow ? kPacks : kBlockLanes / kLanes",
+        "kRow ? kPacks : 1",
+        "float8, blocks",
+        (("results", "Not equal to tolerance|bytes of"),),
+    ),
+    Mutation(
+        "multiplied by the scale",
+        "const float multiplier = 1 / *scale;",
+        "const float multiplier = *scale;",
+        "float8, a scale for all",
+        (("results", "bytes of .* are wrong"),),
+    ),
+    Mutation(
+        "no saturation",
+        "(bits < kMost ? bits : kMost)",
+        "bits",
+        "float8, rounding",
+        (("results", "bytes of .* are wrong"),),
+    ),
+    Mutation(
+        "ties away from zero",
+        "+ (1u << (kDropped - 1)) - 1 + (magnitude >> kDropped & 1)",
+        "+ (1u << (kDropped - 1))",
+        "float8, rounding",
+        (("results", "bytes of .* are wrong"),),
+    ),
 )
 
 
@@ -1229,6 +1328,10 @@ class Edit:
 def run(case: str, machine: Machine) -> None:
     if case in FUSED:
         run_fused(FUSED[case], machine)
+        return
+    if case in FLOAT8:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            FLOAT8[case](monkeypatch, machine)
         return
     if case in VIEWED:
         with pytest.MonkeyPatch.context() as monkeypatch:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..device import Device
 from ..norm.plan import plan
-from ..norm.problem import ITEMSIZE, Problem, plain, whole
+from ..norm.problem import FLOAT8, ITEMSIZE, SCALES, Problem, float8, plain, whole
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
 
@@ -60,13 +60,15 @@ def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
 
 
 def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
-    """Of their kernels one for each kernel family, tier and size of x: 16 bits, float32, float64."""
+    """Of their kernels one for each kernel family, tier, size of x (16 bits, float32, float64) and kind of scales."""
     kernels = {}
     for problem in problems:
         choice = choose(problem, device)
         for step in plan(problem, device).steps:
+            scales = problem.by_name["y8_scale"].kind if "y8_scale" in problem.by_name else None
             kernels.setdefault(
-                (step.spec.kernel, problem.direction, choice and choice[0], ITEMSIZE[problem.row_dtype]), step.spec
+                (step.spec.kernel, problem.direction, choice and choice[0], ITEMSIZE[problem.row_dtype], scales),
+                step.spec,
             )
     return list(dict.fromkeys(kernels.values()))
 
@@ -91,6 +93,20 @@ def covering(device: Device) -> list[Problem]:
                 if found:
                     rows = (ROWS, *FEW_ROWS)[sum(levels) % LEVELS]
                     problems.append(_mixed(direction, rows, found[picked.pop("cols") % len(found)], **picked))
+    return [*problems, *_float8(device)]
+
+
+def _float8(device: Device) -> list[Problem]:
+    """The forward pass with y in 8 bits: for every tier and granularity its shortest and longest row, many and few."""
+    problems = []
+    for x, granularity in product(("float16", "bfloat16", "float32"), SCALES):
+        for lengths in lengths_of_tiers("forward", x, device).values():
+            for (op, y8), (rows, cols), weight in zip(
+                zip(OPS, FLOAT8, strict=True), ((ROWS, lengths[-1]), (100, lengths[0])), (x, "float32"), strict=True
+            ):
+                bias, y = (weight, x) if op == "layer_norm" else (None, None)
+                problems.append(float8(op, rows, cols, x, weight, bias, y8=y8, granularity=granularity, y=y))
+                problems.append(float8(op, rows, lengths[-1], x, x, bias and x, y8=y8, granularity=granularity))
     return problems
 
 

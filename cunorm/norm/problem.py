@@ -15,6 +15,10 @@ from typing import NamedTuple
 from ..operation import NAMED, NORMS, Norm, Operation, derivative, name_of
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # the largest number of each; y alone may have them
+BLOCK = 128  # columns that share a scale, where neither a row nor all do
+# The granularity of scales, and what kind of operand they are.
+SCALES = {"row": "per_row", BLOCK: "per_block", "tensor": "one"}
 
 
 class RowStrides(NamedTuple):
@@ -32,7 +36,9 @@ class Operand:
     """An array that a kernel reads or writes, or a number that it is given."""
 
     name: str
-    kind: str  # "full": rows x cols; "column": one vector for all rows; "per_row": a number for each row; "scalar"
+    # "full": rows x cols; "column": one vector for all rows; "per_row": a number for each row; "per_block": for each
+    # BLOCK columns of a row; "one": a number in memory; "scalar": a number that the launch is given.
+    kind: str
     dtype: str
     written: bool = False
     # Of a full one, as in RowStrides.
@@ -57,9 +63,15 @@ class Operand:
             numbers["reciprocal"] = -(-(2**63) // self.inner)
         return numbers
 
+    @property
+    def itemsize(self) -> int:
+        return 1 if self.dtype in FLOAT8 else ITEMSIZE[self.dtype]
+
     def size(self, rows: int, cols: int) -> int:
         """How many numbers it holds."""
-        return {"full": rows * cols, "column": cols, "per_row": rows, "scalar": 1}[self.kind]
+        blocks = rows * -(-cols // BLOCK)
+        sizes = {"full": rows * cols, "column": cols, "per_row": rows, "per_block": blocks, "one": 1, "scalar": 1}
+        return sizes[self.kind]
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,7 @@ class Problem:
     def bytes_moved(self) -> int:
         """The least that must go through device memory, but for what is a number for each row."""
         moved = (o for o in self.operands if o.kind in ("full", "column"))
-        return sum(o.size(self.rows, self.cols) * ITEMSIZE[o.dtype] for o in moved)
+        return sum(o.size(self.rows, self.cols) * o.itemsize for o in moved)
 
 
 def compute_dtype(row_dtype: str) -> str:
@@ -132,13 +144,21 @@ def forward_problem(
     """The forward pass. `dtypes` has x, y, s if there is a prologue, and the operands that are given.
 
     Operands are columns unless `kinds` says otherwise; full arrays are contiguous unless `strides` has their rows': a
-    number where there is one.
+    number where there is one. With y8, which is y in 8 bits, `kinds` has the kind of its scales, and y itself is
+    written if `dtypes` has it.
     """
+    kinds = kinds or {}
     operation = operation.given(dtypes)
     row_dtype = dtypes.get("s", dtypes["x"])
     compute = compute_dtype(row_dtype)
-    read = _operands(("x", *operation.operands), dtypes, kinds or {}, cols, strides or {})
-    written = _operands(operation.returns, dtypes, dict.fromkeys(operation.returns, "full"), cols, strides or {})
+    read = _operands(("x", *operation.operands), dtypes, kinds, cols, strides or {})
+    returns = operation.returns
+    if "y8" in dtypes:
+        returns = ("y8", *(name for name in returns if name in dtypes))
+    written = _operands(returns, dtypes, dict.fromkeys(returns, "full"), cols, strides or {})
+    if "y8" in dtypes:
+        scales = (Operand("y8_scale", kinds["y8_scale"], "float32"),)
+        read, written = (read + scales, written) if kinds["y8_scale"] == "one" else (read, written + scales)
     statistics = (Operand(name, "per_row", compute, True) for name in NORMS[operation.norm].statistics)
     operands = (*read, *(replace(one, written=True) for one in written), *statistics, Operand("eps", "scalar", compute))
     return Problem(operation, "forward", rows, cols, row_dtype, operands, sm_margin, aligned)
@@ -235,6 +255,36 @@ def plain(
     )
 
 
+def float8(
+    norm: str,
+    rows: int,
+    cols: int,
+    dtype: str,
+    weight: str | None = None,
+    bias: str | None = None,
+    *,
+    y8: str,
+    granularity: str | int,
+    y: str | None = None,
+    zero_centered_gamma: bool = False,
+    x_rows: int | RowStrides | None = None,
+    sm_margin: int = 0,
+    aligned: bool = True,
+) -> Problem:
+    """The forward pass of one of NAMED with y in 8 bits and its scales; with y too, in the dtype that is given."""
+    named = {"x": dtype, "weight": weight, "bias": bias, "y8": y8, "y": y}
+    return forward_problem(
+        NAMED[name_of(norm, zero_centered_gamma)],
+        rows,
+        cols,
+        {name: one for name, one in named.items() if one},
+        kinds={"y8_scale": SCALES[granularity]},
+        strides={} if x_rows is None else {"x": x_rows},
+        sm_margin=sm_margin,
+        aligned=aligned,
+    )
+
+
 def whole(
     norm: str, direction: str, rows: int, cols: int, dtype: str, weight: str | None = None, y: str | None = None
 ) -> Problem:
@@ -247,6 +297,7 @@ def whole(
 
 # The arrays of a plain pass, in the order in which the frameworks gather their pointers.
 FORWARD = ("x", "weight", "bias", "y", "mean", "rstd")
+FORWARD8 = ("x", "weight", "bias", "y8_scale", "y8", "y", "mean", "rstd")
 BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias")
 
 

@@ -134,6 +134,16 @@ class NormSpec:
         return any(one.name.removeprefix("d") in before for one in self.written)
 
     @property
+    def scales(self) -> str | None:
+        """The kind of the scales of y in 8 bits, if there are any."""
+        return next((one.kind for one in self.operands if one.name == "y8_scale"), None)
+
+    @property
+    def finds_scales(self) -> bool:
+        """Whether the kernel looks for the largest of y."""
+        return self.scales in ("per_row", "per_block")
+
+    @property
     def results(self) -> tuple[Operand, ...]:
         """What is written by rows."""
         return tuple(one for one in self.written if one.kind == "full")
@@ -187,6 +197,8 @@ def shared_memory(spec: KernelSpec) -> int:
     total = lane_sums + spec.rows_per_cta * 2 * (
         values.get(spec.kernel, norm.forward_values) * slots * compute + MAILBOX
     )
+    if spec.scales == "per_row":
+        total += spec.rows_per_cta * 2 * (slots * compute + MAILBOX)
     return -(-total // SHARED_ALIGNMENT) * SHARED_ALIGNMENT if dynamic_shared(spec) else total
 
 
@@ -201,12 +213,12 @@ def dynamic_shared(spec: KernelSpec) -> int:
         """One of each for each of the rows of a CTA."""
         packs = threads * shape.packs
         gaps = packs // shape.lanes * RUN_GAP
-        return sum(packs * shape.pack * ITEMSIZE[one.dtype] + gaps * (not spec.has_vectors(one)) for one in operands)
+        return sum(packs * shape.pack * one.itemsize + gaps * (not spec.has_vectors(one)) for one in operands)
 
     if spec.kernel == "forward":
         return spec.stages * places((*spec.inputs, *spec.beside))
     total = spec.stages * places(spec.matrices)
-    width = sum(ITEMSIZE[one.dtype] for one in spec.columns)
+    width = sum(one.itemsize for one in spec.columns)
     if shape.packs > COLUMN_PACKS or shape.packs * shape.pack * width > COLUMN_BYTES:
         total += places(spec.columns)
     # A warp holds a row group, or several whose sums it adds up by shuffles.

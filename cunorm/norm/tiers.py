@@ -152,35 +152,41 @@ def _short_forward(problem: Problem, tier: Tier, packs: int, device: Device) -> 
     )
     sms = device.sms - problem.sm_margin
     alone = replace(spec, rows_per_cta=1, columns_stay=True)
-    if 1 < shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
+    can_spread = not spec.finds_scales  # the largest of a row would be one exchange more
+    if can_spread and 1 < shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
         return replace(alone, kernel="forward_spread")  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
     if packs > 1024 and device.runs_clusters(8):
-        if 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
+        if can_spread and 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
             return replace(alone, kernel="forward_spread", shape=_in_clusters(shape, 8))
         if 4 * problem.rows <= sms:  # 32 x 16384 3.5 us, in one CTA 3.8
             return replace(alone, shape=_in_clusters(shape, 4))
 
     working = 44 if problem.row_dtype != "float64" else 72
+    if spec.scales:
+        working += 12 if spec.aligned else 32
     row_words = shape.packs * 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
     column_words = _column_bytes(problem, shape) // 4
     if not spec.aligned:
         working += _words_to_shift(spec)
     # At odd addresses a row on its way to registers takes two words for one, and a column one for each element.
     waiting = row_words if spec.aligned else 2 * row_words
-    ctas = _ctas_of(spec, working + waiting + (column_words if spec.columns_aligned else 2 * column_words))
+    at_once = waiting + (column_words if spec.columns_aligned else 2 * column_words)
+    # While the largest of a row is looked for, y is held as float32.
+    y_words = shape.packs * pack if spec.scales == "per_row" else 0
+    ctas = _ctas_of(spec, working + max(at_once, y_words))
     if ctas and problem.rows <= sms * ctas * rows_per_cta:
         # All rows at once: weight and bias are asked for with x.
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     many = _bytes_per_sm(problem, device) > RING_BYTES
     if shape.packs > 2 and len(spec.matrices) == 1 and not (many and shape.packs <= 5 and spec.aligned):
-        found = _short_ring(spec, column_words, working, (32 if many else 48) << 10, device)
+        found = _short_ring(spec, column_words, working + y_words, (32 if many else 48) << 10, device)
         if found is not None:
             return found
     # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
-    width = max((ITEMSIZE[one.dtype] for one in spec.columns), default=0)
-    narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype]
+    width = max((one.itemsize for one in spec.columns), default=0)
+    narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype] and not spec.scales
     most, words = (1536, 28) if shape.packs <= 3 and narrow else (tier.resident, working)
-    return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + waiting, most)))
+    return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + max(waiting, y_words), most)))
 
 
 # Of rows to each SM. Of more, rows in registers are faster than a ring: 64 M elements 0.95 and 0.91; 8 M 0.83 and 0.92.
@@ -213,7 +219,7 @@ def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int,
 
 def _words_to_shift(spec: NormSpec) -> int:
     """Registers in which a thread shifts a pack at an odd address, beside the pack itself: of the widest array."""
-    width = max(ITEMSIZE[one.dtype] for one in spec.operands if one.kind in ("full", "column"))
+    width = max(one.itemsize for one in spec.operands if one.kind in ("full", "column"))
     return spec.shape.pack * width // 4
 
 
@@ -225,7 +231,7 @@ def _ctas_of(spec: NormSpec, registers: int, most: int = 1536) -> int:
 def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, ctas: int) -> int:
     """Rows of a CTA, whole warps of them, so that the CTAs of an SM have about 64 KB under way."""
     read = (one for one in problem.operands if one.kind == "full" and not one.written)
-    row_bytes = problem.cols * sum(ITEMSIZE[one.dtype] for one in read)
+    row_bytes = problem.cols * sum(one.itemsize for one in read)
     rows = (64 << 10) / (ctas * (tier.stages - 1) * row_bytes)
     if shape.threads <= WARP:  # three warps of 1280 cols, of five packs each, 0.69 of the roof, four of 1152 0.94
         return max(1, ceil(rows * shape.threads / WARP)) * WARP // shape.threads
@@ -302,7 +308,7 @@ def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, device: De
 def _columns_stay(problem: Problem, tier: Tier, spec: NormSpec, columns: int, device: Device) -> bool:
     """Whether a thread of the forward pass keeps weight and bias. Where it says no, ptxas spilled 4 to 176 bytes."""
     # Beside two matrices add_layer_norm took 173 us with them and 139 without, 16384 x 4096.
-    if problem.direction == "forward" and len(spec.matrices) > 1:
+    if problem.direction == "forward" and (len(spec.matrices) > 1 or spec.finds_scales):
         return False
     if problem.direction == "backward" or columns > tier.columns:
         return False
@@ -332,7 +338,7 @@ def _vectors_fit(problem: Problem, pack: int) -> bool:
     return problem.aligned and (
         problem.rows == 1
         or all(
-            stride * ITEMSIZE[one.dtype] % min(16, pack * ITEMSIZE[one.dtype]) == 0
+            stride * one.itemsize % min(16, pack * one.itemsize) == 0
             for one in problem.operands
             if one.kind == "full"
             for stride in (one.row_stride, one.outer_stride)

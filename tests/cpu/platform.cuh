@@ -19,6 +19,7 @@ inline void __syncthreads() { cpu::barrier(0, static_cast<int>(blockDim.x)); }
 namespace cunorm {
 
 using int64 = long long;
+using uint8 = unsigned char;
 using uint16 = unsigned short;
 using uint32 = unsigned int;
 
@@ -78,6 +79,11 @@ struct bfloat16 {
   static float decode_high(uint32 word) { return word_to_float(word & 0xffff0000u); }
   static uint32 encode_word(float low, float high) { return encode(low) | static_cast<uint32>(encode(high)) << 16; }
 };
+
+// What a GPU without instructions for 8 bits computes (float8.cuh) is computed here too.
+constexpr bool kFloat8Instructions = false;
+inline uint32 encode_e4m3_pair(float, float) { return 0; }
+inline uint32 encode_e5m2_pair(float, float) { return 0; }
 
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }

@@ -1,0 +1,67 @@
+"""What the norms with y in 8 bits ask of their arguments, and the numbers that all frameworks share."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+from . import checks
+from .checks import Layout
+from .problem import BLOCK, FLOAT8, SCALES
+
+NAMES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+MOST_MULTIPLIER = 2.0**100  # kernels_cu/float8.cuh: beyond it a row counts as too small
+
+
+def check_x(function: str, x: Layout) -> None:
+    checks.check_dtype(function, "x", x)
+    if x.dtype == "float64":
+        raise TypeError(f"{function}: x must have dtype float16, bfloat16 or float32; got float64. Convert it.")
+
+
+def check_format(function: str, dtype: object) -> str:
+    """The full name of the format."""
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+    name = NAMES.get(str(name), str(name))
+    if name not in FLOAT8:
+        raise TypeError(f"{function}: dtype must be 'e4m3' or 'e5m2'; got {dtype!r}.")
+    return name
+
+
+def check_granularity(function: str, granularity: object, scale: Any) -> None:
+    """Its kind, and that of a scale that is given."""
+    if isinstance(granularity, bool) or granularity not in SCALES:
+        raise ValueError(f"{function}: granularity must be 'row', 'tensor' or {BLOCK}; got {granularity!r}.")
+    if scale is None:
+        return
+    if granularity != "tensor":
+        raise ValueError(
+            f"{function}: scale is for granularity='tensor', others find their scales; got granularity={granularity!r}."
+        )
+    if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
+        if not (0 < float(scale) < math.inf):
+            raise ValueError(f"{function}: scale must be positive and finite; got {scale}.")
+    elif getattr(getattr(scale, "dtype", None), "name", None) != "float32" or math.prod(scale.shape) != 1:
+        came = f"{getattr(scale, 'dtype', type(scale).__name__)} of shape {getattr(scale, 'shape', ())}"
+        raise TypeError(f"{function}: scale must be a number or an array of one float32; got {came}.")
+
+
+def scales_shape(granularity: str | int, leading: tuple[int, ...], cols: int) -> tuple[int, ...]:
+    return {"row": leading, "tensor": (), BLOCK: (*leading, -(-cols // BLOCK))}[granularity]
+
+
+def static_scale(
+    xp: Any, layer_norm: bool, cols: int, weight: Any, bias: Any, zero_centered_gamma: bool, largest: float
+) -> Any:
+    """A scale for all of y that no value exceeds, whatever x is: (|gamma| sqrt(cols - 1) + |beta|) / F, the largest.
+
+    Of cols numbers with mean 0 and mean square 1 none is beyond sqrt(cols - 1): where one is, the others share what is
+    left. Without a mean, none is beyond sqrt(cols). `xp` is numpy or cupy.
+    """
+    gamma = xp.ones((), "float32") if weight is None else weight.astype("float32")
+    bound = abs(gamma + 1 if zero_centered_gamma else gamma) * math.sqrt(max(1, cols - 1) if layer_norm else cols)
+    if bias is not None:
+        bound = bound + abs(bias.astype("float32"))
+    found = (bound.max() / largest).astype("float32")
+    return xp.where(found > 0, found, xp.ones((), "float32"))
