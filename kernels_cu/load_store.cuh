@@ -237,13 +237,14 @@ struct LoadSource {
   }
 };
 
-// Where they are not kAligned all lanes of a warp store together.
-template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false>
+// Where they are not kAligned all lanes of a warp store together, or each its elements one by one. So go numbers of 8
+// bits, as products take no rows whose number of columns is odd.
+template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false,
+          bool kByElements = sizeof(T) == 1>
 struct StoreRows {
   static constexpr int kPack = kPack_;
   static constexpr bool kScaled = false;
-  // Numbers of 8 bits go one by one: products take no rows whose number of columns is odd.
-  static constexpr bool kRuns = !kAligned && sizeof(T) > 1;
+  static constexpr bool kRuns = !kAligned && !kByElements;
   static constexpr bool kTogether = kRuns;
   T* data;
   RowStarts<kTwoStrides> starts;

@@ -7,7 +7,7 @@ millions; for each tier an orthogonal array holds every pair of values of any tw
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import compress, product
 from typing import Any
@@ -93,20 +93,22 @@ def covering(device: Device) -> list[Problem]:
                 if found:
                     rows = (ROWS, *FEW_ROWS)[sum(levels) % LEVELS]
                     problems.append(_mixed(direction, rows, found[picked.pop("cols") % len(found)], **picked))
-    return [*problems, *_float8(device)]
+        if direction == "forward":
+            problems += _float8(lengths)
+    return problems
 
 
-def _float8(device: Device) -> list[Problem]:
+def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Problem]:
     """The forward pass with y in 8 bits: for every tier and granularity its shortest and longest row, many and few."""
     problems = []
     for x, granularity in product(("float16", "bfloat16", "float32"), SCALES):
-        for lengths in lengths_of_tiers("forward", x, device).values():
-            for (op, y8), (rows, cols), weight in zip(
-                zip(OPS, FLOAT8, strict=True), ((ROWS, lengths[-1]), (100, lengths[0])), (x, "float32"), strict=True
-            ):
-                bias, y = (weight, x) if op == "layer_norm" else (None, None)
-                problems.append(float8(op, rows, cols, x, weight, bias, y8=y8, granularity=granularity, y=y))
-                problems.append(float8(op, rows, lengths[-1], x, x, bias and x, y8=y8, granularity=granularity))
+        e4m3, e5m2 = FLOAT8
+        for shortest, *_, longest in ((found[0], *found) for found in lengths[x].values()):
+            problems += [
+                float8("layer_norm", ROWS, longest, x, x, x, y8=e4m3, granularity=granularity),
+                float8("rms_norm", 100, longest, x, "float32", y8=e5m2, granularity=granularity),
+                float8("layer_norm", 100, shortest, x, "float32", x, y8=e5m2, granularity=granularity, y=x),
+            ]
     return problems
 
 
