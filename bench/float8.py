@@ -1,0 +1,83 @@
+"""The norms with y in 8 bits against the roof for their bytes: `python -m bench.float8 [--out FILE] [--elements N]`.
+
+x has 16 bits, so 3 bytes an element move. The roof is the fastest kernel that reads both halves of x and writes as many
+bytes as y8 has; the norm that writes y in 16 bits stands beside it. All in turns, over the same buffers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+import cunorm
+
+from . import timing
+from .roofs import Roofs
+
+ELEMENTS = 1 << 26
+COLS = (1024, 1600, 2048, 4096, 5120, 7168, 8192, 12288, 16384)
+GRANULARITIES = ("row", 128, "tensor")
+SECONDS = 0.15  # a case
+PERIOD = 2**22 - 3  # of the numbers, a prime
+
+
+def measure(roofs: Roofs, norm: str, cols: int, elements: int) -> list[dict[str, Any]]:
+    """A line for each granularity."""
+    import cupy
+
+    rows = elements // cols
+    moved = 3 * rows * cols
+    numbers = cupy.asarray(numpy.random.default_rng(0).standard_normal(PERIOD))
+    xs = [cupy.resize(numbers, (rows, cols)).astype("bfloat16") for _ in range(timing.buffers_needed(moved))]
+    outs = [cupy.empty((rows, cols), "uint8") for _ in xs]
+    weight, bias = cupy.ones(cols, "bfloat16"), cupy.zeros(cols, "bfloat16")
+    parameters = (weight, bias) if norm == "layer_norm" else (weight,)
+    scale = cupy.full((), 0.02, "float32")
+
+    def quantised(granularity: str | int) -> list[Callable[[], Any]]:
+        options = {"granularity": granularity, "scale": scale if granularity == "tensor" else None}
+        function = getattr(cunorm, f"{norm}_fp8")
+        return [lambda x=x: function(x, None, *parameters, **options) for x in xs]
+
+    halves = [x.view("uint8").reshape(2, -1) for x in xs]
+    roof = roofs.calls([(a, b, out.reshape(-1)) for (a, b), out in zip(halves, outs, strict=True)])
+    wide = [lambda x=x: getattr(cunorm, norm)(x, None, *parameters) for x in xs]
+    contenders = [*(calls for _, calls in roof), wide, *map(quantised, GRANULARITIES)]
+    times = timing.in_turns([timing.timer("cupy", calls, moved) for calls in contenders], SECONDS)
+    fastest = min(one.median for one in times[: len(roof)] if not isinstance(one, Exception))
+    of_wide = times[len(roof)]
+    lines = []
+    for granularity, one in zip(GRANULARITIES, times[len(roof) + 1 :], strict=True):
+        line = {"norm": norm, "rows": rows, "cols": cols, "granularity": granularity, "roof_us": fastest * 1e6}
+        if isinstance(one, Exception):
+            line["error"] = str(one)
+        else:
+            line |= {"us": one.median * 1e6, "of_roof": fastest / one.median}
+        if not isinstance(of_wide, Exception):
+            line["wide_us"] = of_wide.median * 1e6
+        lines.append({name: round(value, 3) if isinstance(value, float) else value for name, value in line.items()})
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--elements", type=int, default=ELEMENTS)
+    arguments = parser.parse_args()
+    roofs, lines = Roofs(None), []
+    for norm in ("layer_norm", "rms_norm"):
+        for cols in COLS:
+            for line in measure(roofs, norm, cols, arguments.elements):
+                lines.append(line)
+                print(json.dumps(line), flush=True)
+    if arguments.out:
+        arguments.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
