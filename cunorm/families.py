@@ -170,7 +170,7 @@ FAMILIES = {
     "cupy": Modules(
         "cunorm.cupy_arrays", "cunorm.linear.cupy_arrays", "cunorm.norm.fused_cupy", "cunorm.norm.float8_cupy"
     ),
-    "torch": Modules("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays"),
+    "torch": Modules("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays", float8="cunorm.torch.norm.float8"),
     "jax": _JAX,
     "jaxlib": _JAX,
 }
@@ -219,8 +219,8 @@ def float8_of(function: str, x: Any) -> Float8:
 def _offered(function: str, module: str, x: Any, name: str) -> str:
     if not module:
         raise NotImplementedError(
-            f"{function}: {name} must be a NumPy or CuPy array; got {type(x).__name__}. Other arrays come in a later "
-            "version: until then pass CuPy arrays (cupy.from_dlpack)."
+            f"{function}: {name} must be an array of a library that this function knows, as NumPy and CuPy; got "
+            f"{type(x).__name__}. Others come in a later version: until then pass CuPy arrays (cupy.from_dlpack)."
         )
     return module
 

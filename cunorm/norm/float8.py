@@ -42,9 +42,14 @@ def check_granularity(function: str, granularity: object, scale: Any) -> None:
     if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
         if not (0 < float(scale) < math.inf):
             raise ValueError(f"{function}: scale must be positive and finite; got {scale}.")
-    elif getattr(getattr(scale, "dtype", None), "name", None) != "float32" or math.prod(scale.shape) != 1:
+    elif _dtype_name(scale) != "float32" or math.prod(scale.shape) != 1:
         came = f"{getattr(scale, 'dtype', type(scale).__name__)} of shape {getattr(scale, 'shape', ())}"
         raise TypeError(f"{function}: scale must be a number or an array of one float32; got {came}.")
+
+
+def _dtype_name(array: Any) -> str:
+    dtype = getattr(array, "dtype", None)
+    return getattr(dtype, "name", str(dtype).removeprefix("torch."))
 
 
 def scales_shape(granularity: str | int, leading: tuple[int, ...], cols: int) -> tuple[int, ...]:

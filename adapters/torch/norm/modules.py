@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks
+from . import checks, float8
 from .functional import autocast_dtype, norm
 
 
@@ -38,6 +38,25 @@ class _Options:
         dtype = autocast_dtype(x) if self.autocast_output else None
         operation = checks.zero_centered(op, self.weight) if self.zero_centered_gamma else op
         return norm(operation, x, self.normalized_shape, self.weight, bias, self.eps, dtype, self.sm_margin)
+
+    def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        name = type(self).__name__
+        _, _, sm_margin = checks.sm_margins(name, self.sm_margin)
+        y, scale, _ = float8.forward(
+            f"{op}_fp8",
+            x,
+            self.normalized_shape,
+            self.weight,
+            bias,
+            checks.eps(op, self.eps, x),
+            zero_centered_gamma=self.zero_centered_gamma,
+            granularity="row",
+            scale=None,
+            dtype="e4m3",
+            sm_margin=sm_margin,
+            output=False,
+        )
+        return y, scale
 
     def reset_parameters(self) -> None:
         """weight = 1, or 0 if it is centred there; bias = 0. On the device where they are, also if that is "meta"."""
@@ -134,8 +153,9 @@ class LayerNorm(_Options, nn.LayerNorm):
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         self._set_options(zero_centered_gamma, sequence_parallel, sm_margin, autocast_output)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self._norm("layer_norm", input, self.bias)
+    def forward(self, input: Tensor, fp8_output: bool = False) -> Any:
+        """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
+        return (self._float8 if fp8_output else self._norm)("layer_norm", input, self.bias)
 
 
 class RMSNorm(_Options, nn.RMSNorm):
@@ -174,8 +194,9 @@ class RMSNorm(_Options, nn.RMSNorm):
         super().__init__(shape, eps, elementwise_affine, device, dtype)
         self._set_options(zero_centered_gamma, sequence_parallel, sm_margin, autocast_output)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._norm("rms_norm", x, None)
+    def forward(self, x: Tensor, fp8_output: bool = False) -> Any:
+        """As `LayerNorm.forward`."""
+        return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
 
 
 def _spellings(name: str, normalized_shape: Any, hidden_size: Any, dtype: Any, params_dtype: Any) -> tuple[Any, Any]:

@@ -1,0 +1,186 @@
+"""The norms with y in 8 bits on torch tensors: one kernel where it can be launched, else torch's own operators.
+
+The operators are for the CPU, for torch.compile and for whatever listens to calls; their bytes are those of the kernel
+where their float32 y is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from ... import launch, logs
+from ...norm import checks as core
+from ...norm import float8
+from ...norm.plan import Plan, plan
+from ...norm.problem import BLOCK, FLOAT8, FORWARD8, pointer_order
+from ...norm.problem import float8 as float8_problem
+from ...operation import name_of
+from . import arrays, checks, functional, launching, operators
+
+
+class Recipe(NamedTuple):
+    """How calls with the same layouts and options run. `plan` is None where there is nothing to compute."""
+
+    plan: Plan | None
+    copies: tuple[bool, ...]  # which of x, weight and bias must be made contiguous
+    order: Callable[..., Any]
+
+
+_recipes: dict[Hashable, Recipe] = {}
+
+
+def forward(
+    function: str,
+    x: Tensor,
+    normalized_shape: int | Sequence[int] | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool,
+    granularity: str | int,
+    scale: Any,
+    dtype: Any,
+    sm_margin: int,
+    output: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (y in torch.float8_e4m3fn or float8_e5m2, scale, y), the last None unless asked for."""
+    tensors = (x, weight, bias)
+    options = (normalized_shape, eps, zero_centered_gamma, granularity, dtype, sm_margin)
+    float8.check_granularity(function, granularity, scale)
+    shape, name, eps = arrays.checked_once(_check, function, tensors, options)
+    _refuse_gradients(function, *tensors)
+    operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
+    cols = math.prod(shape)
+    scales = None
+    if granularity == "tensor":
+        if scale is None:
+            scales = _static_scale(function, cols, weight, bias, zero_centered_gamma, FLOAT8[name]).to(x.device)
+        else:
+            scales = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
+    if not torch.compiler.is_compiling() and functional._at_once(x, weight, bias):
+        with torch.cuda.device(x.get_device()):
+            return _launch(operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, output)
+    arguments = (operation, x, torch.Size(shape), weight, bias, eps)
+    y = functional.norm(*arguments, torch.float32, sm_margin)
+    found, scales = quantise(y.reshape(-1, cols), granularity, name, scales)
+    leading = tuple(x.shape[: x.dim() - len(shape)])
+    scales = scales.reshape(float8.scales_shape(granularity, leading, cols))
+    return found.reshape(x.shape), scales, functional.norm(*arguments, x.dtype, sm_margin) if output else None
+
+
+def _check(function, tensors, normalized_shape, eps, zero_centered_gamma, granularity, dtype, sm_margin):
+    """(normalized_shape, name of the format, eps)"""
+    named = dict(zip(("x", "weight", "bias"), tensors, strict=True))
+    layouts = arrays.layouts_of(function, named, required=("x",))
+    float8.check_x(function, layouts["x"])
+    name = float8.check_format(function, checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype)
+    shape, _ = core.check_forward(
+        function,
+        layouts["x"],
+        normalized_shape,
+        layouts.get("weight"),
+        layouts.get("bias"),
+        None,
+        None,
+        zero_centered_gamma=zero_centered_gamma,
+    )
+    arrays._check_sm_margin(function, sm_margin, tensors[0])
+    return shape, name, core.check_eps(function, eps)
+
+
+def _refuse_gradients(function: str, *tensors: Tensor | None) -> None:
+    """There is none of numbers of 8 bits."""
+    if operators.wants_gradient(*tensors):
+        raise ValueError(
+            f"{function}: x, weight and bias must want no gradient, as y in 8 bits has none; got one that does. Use "
+            "torch.no_grad() or detach()."
+        )
+
+
+def _launch(operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, output):
+    aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in (x, weight, bias))
+    layouts = [None if one is None else (one.shape, one.stride(), one.dtype) for one in (x, weight, bias)]
+    key = (operation, shape, granularity, name, sm_margin, output, aligned, x.get_device(), *layouts)
+    recipe = _recipes.get(key)
+    if recipe is None:
+        recipe = _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, output, aligned)
+        launching.keep(_recipes, key, recipe)
+    leading = tuple(x.shape[: x.dim() - len(shape)])
+    found = torch.empty(x.shape, dtype=getattr(torch, name), device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if output else None
+    if scales is None:
+        of = float8.scales_shape(granularity, leading, math.prod(shape))
+        scales = torch.empty(of, dtype=torch.float32, device=x.device)
+    if recipe.plan is not None:
+        x, weight, bias = launching._contiguous((x, weight, bias), recipe.copies)
+        given = map(launching._pointer, (x, weight, bias, scales, found, y))
+        index = found.get_device()
+        launch.run(recipe.plan, index, launching._stream(index), recipe.order((*given, 0, 0)), (eps,))
+    return found, scales, y
+
+
+def _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, output, aligned) -> Recipe:
+    norm = checks.function_of(operation)
+    cols, rows = math.prod(shape), launching._row_strides(x, len(shape))
+    copies = (rows is None, *(one is not None and not one.is_contiguous() for one in (weight, bias)))
+    logs.copied(f"{norm}_fp8", ("x", "weight", "bias"), (x, weight, bias), copies)
+    problem = float8_problem(
+        norm,
+        math.prod(x.shape) // cols,
+        cols,
+        checks.dtype_name(x.dtype),
+        None if weight is None else checks.dtype_name(weight.dtype),
+        None if bias is None else checks.dtype_name(bias.dtype),
+        y8=name,
+        granularity=granularity,
+        y=checks.dtype_name(x.dtype) if output else None,
+        zero_centered_gamma=operation != norm,
+        x_rows=rows,
+        sm_margin=sm_margin,
+        aligned=aligned,
+    )
+    properties = launching.properties_of(norm, x)
+    return Recipe(plan(problem, properties) if problem.rows else None, copies, pointer_order(problem, FORWARD8))
+
+
+def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What kernels_cu/float8.cuh does, of float32 rows, y[rows, cols]; traceable."""
+    largest_number, dtype = FLOAT8[name], getattr(torch, name)
+    rows, cols = y.shape
+
+    def rounded(values: Tensor) -> Tensor:
+        return values.clamp(-largest_number, largest_number).to(dtype)
+
+    if scales is not None:
+        return rounded(y * scales.reciprocal()), scales
+    width = BLOCK if granularity == BLOCK else cols
+    blocks = -(-cols // width)
+    padded = F.pad(y, (0, blocks * width - cols)).reshape(rows, blocks, width)
+    largest = padded.abs().amax(dim=2)
+    quotient = largest_number / largest
+    tiny = quotient > float8.MOST_MULTIPLIER
+    multiplier = torch.where(tiny, float8.MOST_MULTIPLIER, quotient)
+    found = torch.where(tiny, torch.where(largest == 0, 1.0, 1 / float8.MOST_MULTIPLIER), largest / largest_number)
+    found = found + (largest - largest)  # NaN where the largest is not finite
+    return rounded((padded * multiplier[:, :, None]).reshape(rows, blocks * width)[:, :cols]), found
+
+
+def _static_scale(
+    function: str, cols: int, weight: Tensor | None, bias: Tensor | None, zero_centered_gamma: bool, largest: float
+) -> Tensor:
+    """As norm/float8.py has it of arrays."""
+    gamma = torch.ones((), dtype=torch.float32) if weight is None else weight.float()
+    bound = (gamma + 1 if zero_centered_gamma else gamma).abs() * math.sqrt(
+        max(1, cols - 1) if function.startswith("layer") else cols
+    )
+    if bias is not None:
+        bound = bound + bias.float().abs()
+    found = bound.amax() / largest
+    return torch.where(found > 0, found, 1.0)
