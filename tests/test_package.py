@@ -116,20 +116,29 @@ LAYERS = (
     {"operation"},
     {"norm.problem"},
     {"norm.checks", "norm.spec"},
-    {"norm.tiers", "norm.fused", "linear.problem"},
+    {"norm.tiers", "norm.fused", "norm.float8", "linear.problem"},
     {"norm.plan"},
     {"operation_text"},
     {"source"},
     {"compile"},
     {"launch"},
     {"numpy_arrays", "cupy_arrays"},
-    {"dlpack", "norm.fused_numpy", "norm.fused_cupy", "linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack"},
+    {
+        "dlpack",
+        "norm.fused_numpy",
+        "norm.fused_cupy",
+        "norm.float8_numpy",
+        "norm.float8_cupy",
+        "linear.numpy_arrays",
+        "linear.cupy_arrays",
+        "linear.dlpack",
+    },
     {"families"},
-    {"api", "fusion", "linear.api"},
+    {"api", "float8", "fusion", "linear.api"},
 )
 PURE = set().union(*LAYERS[:11]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
-AT_ONCE = {"cupy_arrays", "norm.fused_cupy", "linear.cupy_arrays", "linear.gemm"}
+AT_ONCE = {"cupy_arrays", "norm.fused_cupy", "norm.float8_cupy", "linear.cupy_arrays", "linear.gemm"}
 FOR_ADAPTERS = {
     "logs",
     "device",
@@ -138,6 +147,7 @@ FOR_ADAPTERS = {
     "expression_texts",
     "norm.problem",
     "norm.checks",
+    "norm.float8",
     "norm.plan",
     "linear.problem",
     "source",
