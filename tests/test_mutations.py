@@ -1244,7 +1244,7 @@ MUTATIONS = (
         "return word_to_float(bits > other ? bits : other);",
         "return a > b ? a : b;",
         "float8, edges",
-        (("results", "the scale of NaN"),),
+        (("results", "an infinite x makes NaN of it"),),
     ),
     Mutation(
         "infinity is saturated",

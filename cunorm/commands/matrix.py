@@ -60,16 +60,16 @@ def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
 
 
 def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
-    """Of their kernels one for each kernel family, tier, size of x (16 bits, float32, float64) and kind of scales."""
+    """Of their kernels one for each kernel family, tier and size of x: 16 bits, float32, float64. Of those with scales
+    one for each kernel family, size of a cluster, size of x and kind of scales.
+    """
     kernels = {}
     for problem in problems:
         choice = choose(problem, device)
         for step in plan(problem, device).steps:
             scales = problem.by_name["y8_scale"].kind if "y8_scale" in problem.by_name else None
-            kernels.setdefault(
-                (step.spec.kernel, problem.direction, choice and choice[0], ITEMSIZE[problem.row_dtype], scales),
-                step.spec,
-            )
+            part = (scales, step.spec.cluster) if scales else choice and choice[0]
+            kernels.setdefault((step.spec.kernel, problem.direction, part, ITEMSIZE[problem.row_dtype]), step.spec)
     return list(dict.fromkeys(kernels.values()))
 
 
