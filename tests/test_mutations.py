@@ -1242,7 +1242,7 @@ MUTATIONS = (
     Mutation(
         "NaN is lost in a maximum",
         "return word_to_float(bits > other ? bits : other);",
-        "return a > b ? a : b;",
+        "return b > a ? b : a;",
         "float8, edges",
         (("results", "an infinite x makes NaN of it"),),
     ),
