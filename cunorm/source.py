@@ -259,11 +259,11 @@ def _columns_type(spec: NormSpec, names: Iterable[str]) -> str:
     return f"Matrices<{', '.join(loads)}>"
 
 
-def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str) -> str:
-    """LoadRows or StoreRows."""
+def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
+    """LoadRows or StoreRows; the latter may store by elements."""
     layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.has_vectors(operand))}"
-    two_strides = ", true" if operand.inner else ""
-    return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {layout}, {cache}{two_strides}>"
+    options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
+    return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {layout}, {cache}{options}>"
 
 
 def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
@@ -285,19 +285,19 @@ def _list(template: str, stores: Iterable[str]) -> str:
     return f"{template}<{', '.join(store.partition('{')[0] for store in stores)}>{text}"
 
 
-def _store(spec: NormSpec, operand: Operand, cache: str) -> str:
-    return f"{_rows_type('Store', spec, operand, cache)}{{{', '.join((operand.name, *_row_numbers(operand)))}}}"
+def _store(spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
+    arguments = ", ".join((operand.name, *_row_numbers(operand)))
+    return f"{_rows_type('Store', spec, operand, cache, by_elements)}{{{arguments}}}"
 
 
 def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], cache: str) -> str:
     """Where y goes: to y, or to y8 with its scales, and to y as well if it is wanted."""
-    wide = _store(spec, by_name["y"], cache) if "y" in by_name else "NoStore{}"
+    # Beside y8 rows at odd addresses go by elements: shifted those of 24577 columns spilled 28 bytes.
+    by_elements = "y8" in by_name and not spec.aligned
+    wide = _store(spec, by_name["y"], cache, by_elements) if "y" in by_name else "NoStore{}"
     if "y8" not in by_name:
         return wide
     narrow, scales = _store(spec, by_name["y8"], cache), by_name["y8_scale"]
-    if "y" in by_name and not spec.aligned:
-        # By elements: shifted beside y8 the rows of 24577 columns spilled 28 bytes.
-        wide = wide.replace(">{", ", false, true>{")
     types = f"{narrow.partition('{')[0]}, {wide.partition('{')[0]}"
     if scales.kind == "one":
         return f"StoreByTensor<{types}>{{{narrow}, {wide}, y8_scale}}"

@@ -97,7 +97,9 @@ struct StoreScaled {
   // The scale of what has this largest value; the thread that is `first` writes it.
   DEVICE float multiplier(int64 row, int64 column, float largest, bool first) const {
     const Scale scale = Scale::of<Format>(largest);
-    if (first) scales[row * kBlocks + (kBlock > 0 ? column / (kBlock > 0 ? kBlock : 1) : 0)] = scale.scale;
+    int64 block = 0;
+    if constexpr (kBlock > 0) block = column / kBlock;
+    if (first) scales[row * kBlocks + block] = scale.scale;
     return scale.multiplier;
   }
   DEVICE void store(int64 row, int64 column, int valid, const float (&values)[kPack], float multiplier) const {

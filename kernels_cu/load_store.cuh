@@ -78,7 +78,7 @@ struct LoadRows {
 };
 
 // A vector for all rows that begins at an odd address. It is read again for every row: shifted beside a row at odd
-// addresses too it spilled 4 to 80 bytes.
+// addresses too it spilled 4 to 72 bytes.
 template <class T, int kPack, int kLanes>
 struct LoadElements : LoadRows<T, kPack, kLanes, false, Cache::kKept> {
   DEVICE void fetch(Pack<T, kPack>& pack, int64, int64 column, int valid) const {

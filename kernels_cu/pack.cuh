@@ -86,8 +86,9 @@ DEVICE Pack<T, kPack> pack_values(const Compute (&values)[kPack]) {
       pack.words[i] = float_to_word(static_cast<float>(values[i]));
     } else if constexpr (sizeof(T) == 1) {
       if (i % 4 == 3) {
-        pack.words[i / 4] = T::encode_pair(values[i - 3], values[i - 2]) | T::encode_pair(values[i - 1], values[i])
-                                                                               << 16;
+        const uint32 low = T::encode_pair(values[i - 3], values[i - 2]),
+                     high = T::encode_pair(values[i - 1], values[i]);
+        pack.words[i / 4] = low | high << 16;
       }
     } else if (i % 2) {
       pack.words[i / 2] = T::encode_word(before_narrowing(values[i - 1]), before_narrowing(values[i]));
@@ -173,8 +174,8 @@ template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int valid) {
   constexpr int kBytes = kUnit<T, kPack>, kSize = sizeof(T);
   if constexpr (!kAligned && kSize == 8) {
-    load_elements(pack, row, column,
-                  valid);  // vectors of two words; shifted, a weight of float64 spilled 8 to 36 bytes
+    // They are vectors of two words. Shifted, a weight of float64 spilled 8 to 36 bytes.
+    load_elements(pack, row, column, valid);
   } else {
     uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kBytes / 4)];
     // Shared words through L1, which has them when the second lane asks.

@@ -126,7 +126,7 @@ def test_under_vmap_one_launch_takes_all_rows(device):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.slow
 def test_scan_and_checkpoint(device, op):
-    """In float64: four steps of a scan are four roundings of float32."""
+    """In float64: what float32 rounds off grows through the steps of a scan."""
     with jax.enable_x64(True):
         scan_and_checkpoint(op, [array.astype("float64") for array in arguments(op, device, 3, 5)])
 

@@ -144,6 +144,15 @@ def test_a_margin_leaves_multiprocessors_free(direction, sm_margin):
         assert sm_margin == 0 or ctas <= max(fitting, step.spec.cluster), (cols, solution.describe())
 
 
+def test_few_rows_with_a_margin_have_no_kernel_that_takes_all_multiprocessors():
+    def kernels(sm_margin: int) -> list[str]:
+        solution = plan(problem("backward", 64, 1024, "bfloat16", sm_margin=sm_margin), KNOWN[90])
+        return [step.spec.kernel for step in solution.steps]
+
+    assert "column_gradients" in kernels(0)
+    assert "column_gradients" not in kernels(20)
+
+
 ALIGNMENT = [
     # (cols, x_stride, y_stride, pointers aligned, vectors expected) of float16: packs of 8 columns
     (1024, 1024, 1024, True, True),

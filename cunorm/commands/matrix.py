@@ -14,7 +14,7 @@ from typing import Any
 
 from ..device import Device
 from ..norm.plan import plan
-from ..norm.problem import FLOAT8, ITEMSIZE, SCALES, Problem, float8, plain, whole
+from ..norm.problem import FLOAT8, ITEMSIZE, SCALES, Problem, float8_problem, plain, whole
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
 
@@ -105,9 +105,9 @@ def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Prob
         e4m3, e5m2 = FLOAT8
         for shortest, *_, longest in ((found[0], *found) for found in lengths[x].values()):
             problems += [
-                float8("layer_norm", ROWS, longest, x, x, x, y8=e4m3, granularity=granularity),
-                float8("rms_norm", 100, longest, x, "float32", y8=e5m2, granularity=granularity),
-                float8("layer_norm", 100, shortest, x, "float32", x, y8=e5m2, granularity=granularity, y=x),
+                float8_problem("layer_norm", ROWS, longest, x, x, x, y8=e4m3, granularity=granularity),
+                float8_problem("rms_norm", 100, longest, x, "float32", y8=e5m2, granularity=granularity),
+                float8_problem("layer_norm", 100, shortest, x, "float32", x, y8=e5m2, granularity=granularity, y=x),
             ]
     return problems
 

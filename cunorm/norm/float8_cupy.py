@@ -16,8 +16,7 @@ from ..numpy_arrays import numpy_dtype
 from ..recipes import Recipes
 from . import checks, float8
 from .plan import Plan, plan
-from .problem import FLOAT8, FORWARD8, RowStrides, pointer_order
-from .problem import float8 as float8_problem
+from .problem import FLOAT8, FORWARD8, RowStrides, float8_problem, pointer_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)

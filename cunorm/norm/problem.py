@@ -255,7 +255,7 @@ def plain(
     )
 
 
-def float8(
+def float8_problem(
     norm: str,
     rows: int,
     cols: int,

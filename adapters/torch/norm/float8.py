@@ -18,8 +18,7 @@ from ... import launch, logs
 from ...norm import checks as core
 from ...norm import float8
 from ...norm.plan import Plan, plan
-from ...norm.problem import BLOCK, FLOAT8, FORWARD8, pointer_order
-from ...norm.problem import float8 as float8_problem
+from ...norm.problem import BLOCK, FLOAT8, FORWARD8, float8_problem, pointer_order
 from ...operation import name_of
 from . import arrays, checks, functional, launching, operators
 
