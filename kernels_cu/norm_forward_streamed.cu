@@ -52,7 +52,7 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       }
       if (rstd != nullptr) rstd[row] = statistics.rstd;
     }
-    const auto y_of = [&](int64 column, int valid, Compute(&values)[kPack], auto store_s) {
+    const auto y_of = [&](int64 column, int valid, Compute(&values)[kPack], bool stores_s) {
       typename Load::Raw raw;
       typename Beside::Packed beside_pack;
       typename Columns::Packed column_pack;
@@ -61,7 +61,7 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       beside.fetch(beside_pack, row, column, valid);
       columns.fetch(column_pack, 0, column, valid);
       const auto s = load.keep(raw, valid);
-      store_s.store_packed(row, column, valid, s);
+      if (stores_s) store_s.store_packed(row, column, valid, s);
       load.unpack(s, values);
       beside.unpack(beside_pack, beside_values);
       columns.unpack(column_pack, column_values);
@@ -76,7 +76,7 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       for (int64 column = first_column; column < kCols; column += kStep) {
         const int valid = valid_at(column);
         Compute values[kPack];
-        y_of(column, valid, values, NoStore{});
+        y_of(column, valid, values, false);
         largest = larger(largest, largest_of(values, valid));
       }
       const Compute published[1] = {group_largest<32>(largest)};
@@ -89,7 +89,7 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       const int64 column = start + (first_column - first_stored);
       const int valid = valid_at(column);
       Compute values[kPack];
-      y_of(column, valid, values, store_s);
+      y_of(column, valid, values, true);
       if constexpr (StoreY::kScaled) {
         if constexpr (!kRowScale) {
           constexpr int kLanes = StoreY::kBlock / kPack;
