@@ -300,7 +300,7 @@ def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], cache: str) -> str:
     narrow, scales = _store(spec, by_name["y8"], cache), by_name["y8_scale"]
     types = f"{narrow.partition('{')[0]}, {wide.partition('{')[0]}"
     if scales.kind == "one":
-        return f"StoreByTensor<{types}>{{{narrow}, {wide}, y8_scale}}"
+        return f"StoreByTensor<{types}>{{{narrow}, {wide}, 1 / *y8_scale}}"
     block, blocks = (0, 1) if scales.kind == "per_row" else (BLOCK, scales.size(1, spec.cols))
     return f"StoreScaled<{CPP_TYPE[by_name['y8'].dtype]}, {types}, {block}, {blocks}>{{{narrow}, {wide}, y8_scale}}"
 

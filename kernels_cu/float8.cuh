@@ -75,10 +75,11 @@ struct Scale {
   template <class Format>
   DEVICE static Scale of(float largest) {
     constexpr float kMostMultiplier = 0x1p100f;
+    constexpr float kOnePartInLargest = 1 / Format::kLargest;
     const float quotient = Format::kLargest / largest;  // infinite for zero, 0 for infinity
     if (quotient > kMostMultiplier) return {kMostMultiplier, largest == 0 ? 1 : 1 / kMostMultiplier};
     const float not_finite = largest - largest;  // NaN, else 0
-    return {quotient, largest / Format::kLargest + not_finite};
+    return {quotient, largest * kOnePartInLargest + not_finite};
   }
 };
 
@@ -125,10 +126,9 @@ struct StoreByTensor {
   static constexpr bool kTogether = Bytes::kTogether || Wide::kTogether;
   Bytes bytes;
   Wide wide;
-  const float* scale;
+  float multiplier;
 
   DEVICE void store(int64 row, int64 column, int valid, const float (&values)[kPack]) const {
-    const float multiplier = 1 / *scale;
     float scaled[kPack];
 #pragma unroll
     for (int i = 0; i < kPack; ++i) scaled[i] = values[i] * multiplier;

@@ -6,7 +6,7 @@
 //          unpack(packed, values)                    its values in Compute
 //          stay_packed(packed)                       between two uses: drop the values, keep the pack
 //          copy(places, number, slot, row, column, valid)   starts the copy of a pack to shared memory
-//          settle(places, number, slot, row, valid)         makes a pack of what has come, unless kVectors
+//          read_covering(raw, places, number, slot, row, valid)  a pack of what has come, unless kVectors
 //          clear(places, number, slot)                      zeros instead, for a pack that is never copied
 //          put(places, number, slot, packed)                a pack that is there already instead
 //          read(raw, places, number, slot)                  a pack that was copied, cleared or put
@@ -67,8 +67,12 @@ struct LoadRows {
   DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
     Shared::template copy<kFetch>(place, slot, data + starts.of(row), column, valid);
   }
-  DEVICE void settle(char* place, int slot, int64 row, int valid) const {
-    if constexpr (!kAligned) Shared::settle(place, slot, data + starts.of(row), valid);
+  DEVICE void read_covering(Packed& pack, const char* place, int slot, int64 row, int valid) const {
+    if constexpr (kAligned) {
+      Shared::read(pack, place, slot);
+    } else {
+      Shared::read_covering(pack, place, slot, data + starts.of(row), valid);
+    }
   }
   DEVICE void clear(char* place, int slot) const {
     if constexpr (kAligned) Shared::put(place, slot, {});
@@ -108,7 +112,7 @@ struct Matrices<> {
   template <int kColumns, int kPlaces, Fetch kFetch>
   DEVICE void copy(char*, int, int, int64, int64, int) const {}
   template <int kColumns, int kPlaces>
-  DEVICE void settle(char*, int, int, int64, int) const {}
+  DEVICE void read_covering(Raw&, char*, int, int, int64, int) const {}
   template <int kColumns, int kPlaces>
   DEVICE void clear(char*, int, int) const {}
   template <int kColumns, int kPlaces>
@@ -156,9 +160,10 @@ struct Matrices<First, Others...> {
                                                     column, valid);
   }
   template <int kColumns, int kPlaces>
-  DEVICE void settle(char* places, int number, int slot, int64 row, int valid) const {
-    first.settle(place<kColumns>(places, number), slot, row, valid);
-    others.template settle<kColumns, kPlaces>(places_of_others<kColumns, kPlaces>(places), number, slot, row, valid);
+  DEVICE void read_covering(Raw& raw, char* places, int number, int slot, int64 row, int valid) const {
+    first.read_covering(raw.first, place<kColumns>(places, number), slot, row, valid);
+    others.template read_covering<kColumns, kPlaces>(raw.others, places_of_others<kColumns, kPlaces>(places), number,
+                                                     slot, row, valid);
   }
   template <int kColumns, int kPlaces>
   DEVICE void clear(char* places, int number, int slot) const {
@@ -224,8 +229,12 @@ struct LoadSource {
   }
   static constexpr int place_bytes(int columns) { return Inputs::place_bytes(columns); }
   template <int kColumns, int kPlaces>
-  DEVICE void settle(char* places, int number, int slot, int64 row, int valid) const {
-    inputs.template settle<kColumns, kPlaces>(places, number, slot, row, valid);
+  DEVICE void read_covering(Raw& raw, char* places, int number, int slot, int64 row, int valid) const {
+    inputs.template read_covering<kColumns, kPlaces>(raw, places, number, slot, row, valid);
+  }
+  template <int kColumns, int kPlaces>
+  DEVICE void put(char* places, int number, int slot, const Raw& raw) const {
+    inputs.template put<kColumns, kPlaces>(places, number, slot, raw);
   }
   template <int kColumns, int kPlaces>
   DEVICE void clear(char* places, int number, int slot) const {
@@ -254,7 +263,7 @@ struct StoreRows {
     store_packed(row, column, valid, pack_values<T>(values));
   }
   DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
-    T* const to = data + starts.of(row);
+    T* const to = begin_of_row(data + starts.of(row));
     // float64 beside 16 bits goes by elements: shifted on its way out it spilled 4 bytes.
     if constexpr (!kRuns || kPack * sizeof(T) > 32) {
       store_pack<kAligned, kCache>(to + column, pack, valid);

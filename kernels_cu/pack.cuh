@@ -16,8 +16,7 @@ constexpr bool kPresent<Absent> = false;
 
 template <class T, int kPack>
 struct Pack {
-  static constexpr int kWords = kPack * sizeof(T) / 4;
-  static_assert(kPack * sizeof(T) % 4 == 0);
+  static constexpr int kWords = (kPack * sizeof(T) + 3) / 4;
   uint32 words[kWords];
 };
 template <int kPack>
@@ -85,10 +84,9 @@ DEVICE Pack<T, kPack> pack_values(const Compute (&values)[kPack]) {
     } else if constexpr (sizeof(T) == 4) {
       pack.words[i] = float_to_word(static_cast<float>(values[i]));
     } else if constexpr (sizeof(T) == 1) {
-      if (i % 4 == 3) {
-        const uint32 low = T::encode_pair(values[i - 3], values[i - 2]),
-                     high = T::encode_pair(values[i - 1], values[i]);
-        pack.words[i / 4] = low | high << 16;
+      if (i % 2) {
+        const uint32 pair = T::encode_pair(values[i - 1], values[i]);
+        pack.words[i / 4] = i % 4 == 1 ? pair : pack.words[i / 4] | pair << 16;
       }
     } else if (i % 2) {
       pack.words[i / 2] = T::encode_word(before_narrowing(values[i - 1]), before_narrowing(values[i]));
@@ -191,7 +189,7 @@ DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int vali
 //
 // A run whose packs do not begin at a multiple of their size (not kAligned) is copied as the aligned words that hold
 // it, to places that lie in the same way to a multiple of kRunGap bytes, and takes so much more; once it is there,
-// settle() puts the packs where they belong.
+// packs are read from there and put where they belong.
 template <class T, int kPack, int kLanes, bool kAligned>
 struct SharedPacks {
   static constexpr int kBytes = kPack * sizeof(T);
@@ -201,7 +199,8 @@ struct SharedPacks {
   static constexpr int kRun = kLanes * kBytes + (kAligned ? 0 : kRunGap);
   static constexpr int bytes(int columns) { return columns / (kPack * kLanes) * kRun; }
 
-  DEVICE static char* piece(char* place, int slot, int i) {
+  template <class Place>  // char, const or not
+  DEVICE static Place* piece(Place* place, int slot, int i) {
     const int pack = slot / kPack;
     return place + pack * kPiece + pack / kLanes * (kRun - kLanes * kPiece) + i * kLanes * kPiece;
   }
@@ -222,8 +221,8 @@ struct SharedPacks {
     }
   }
 
-  // All lanes of the warp come here together, once what they copied has come for all of them.
-  DEVICE static void settle(char* place, int slot, const T* row, int valid) {
+  // What was copied of a pack that does not begin at a multiple of its size.
+  DEVICE static void read_covering(Pack<T, kPack>& pack, const char* place, int slot, const T* row, int valid) {
     uint32 words[kWords * (kPieces + 1)];
     const char* const covering = covering_place(place, slot, row);
 #pragma unroll
@@ -233,11 +232,8 @@ struct SharedPacks {
 #pragma unroll
       for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
     }
-    warp_barrier();  // the places belong to other lanes' packs
     shift_down<T, kPiece / 8>(words, past_multiple_of<kPiece>(row));
-    Pack<T, kPack> pack;
     keep_valid(pack, words, valid);
-    put(place, slot, pack);
   }
 
   DEVICE static void put(char* place, int slot, const Pack<T, kPack>& pack) {
@@ -265,7 +261,8 @@ struct SharedPacks {
 
   // Where the aligned word belongs in which the pack begins. (A run begins as far behind a multiple of kRunGap as its
   // row does, but for runs of less.)
-  DEVICE static char* covering_place(char* place, int slot, const T* row) {
+  template <class Place>
+  DEVICE static Place* covering_place(Place* place, int slot, const T* row) {
     return piece(place, slot, 0) + lane(slot) * (kBytes - kPiece) + past_multiple_of<kRunGap>(row) / kPiece * kPiece;
   }
 
@@ -298,7 +295,7 @@ DEVICE void store_element(T* address, const Pack<T, kPack>& pack, int i) {
 
 template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
-  if (kAligned && valid >= kPack) {
+  if (kAligned && kPack * sizeof(T) % 4 == 0 && valid >= kPack) {
     store_words<kCache>(address, pack.words);
     return;
   }
@@ -328,11 +325,12 @@ DEVICE void store_run(T* row, int64 column, const Pack<T, kPack>& pack, int vali
   for (int i = 0; i < kWords; ++i) shifted[i] = words[i];
   // Or what depends on it alone is kept from row to row: with eight packs it took all registers, 128 instead of 71.
   uint32 known = static_cast<uint32>(valid);
-  forget(known);
+  if constexpr (kBytes > 4) forget(known);
   valid = static_cast<int>(known);
   const bool whole = valid >= kPack;
   const bool in_words = whole && (head == 0 || (lane < kLanes - 1 && next_valid >= kPack));
-  if (in_words) store_words<kCache>(reinterpret_cast<char*>(row) + head + column * sizeof(T), shifted);
+  char* const first = begin_of_row(reinterpret_cast<char*>(row) + head);
+  if (in_words) store_words<kCache>(first + column * sizeof(T), shifted);
 
   // A bit for each column that no word holds. Where this pack is whole, the lane before wrote its head.
   const uint32 all = (1u << (valid > 0 ? valid : 0)) - 1, in_head = (1u << head / sizeof(T)) - 1;

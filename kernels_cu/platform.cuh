@@ -124,6 +124,22 @@ DEVICE uint32 past_multiple_of(const void* address) {
 // The 32 bits that begin `bits` % 32 bits after the first of `low`, behind which `high` follows.
 DEVICE uint32 funnel_shift(uint32 low, uint32 high, uint32 bits) { return __funnelshift_r(low, high, bits); }
 
+// The same address. Without it the compiler multiplies a row by its stride again for every pack that is stored.
+template <class T>
+DEVICE T* begin_of_row(T* row) {
+  char* same;
+  asm("mov.u64 %0, %1;" : "=l"(same) : "l"(row));
+  __builtin_assume(__isGlobal(same));  // of char: NVRTC 13.0 asks of no other pointer
+  return reinterpret_cast<T*>(same);
+}
+
+// An index in 64 bits that stays so: sums of 32 bits are made wide for every pack, those of 64 are part of an access.
+DEVICE int64 wide_index(int index) {
+  int64 wide;
+  asm("cvt.s64.s32 %0, %1;" : "=l"(wide) : "r"(index));
+  return wide;
+}
+
 // Tells the compiler that the word may have changed, so that it keeps nothing it computed from it.
 DEVICE void forget(uint32& word) { asm volatile("" : "+r"(word)); }
 
@@ -170,10 +186,10 @@ DEVICE void load_words(const void* address, uint32 (&words)[kWords], bool there 
 template <Cache kCache, int kUnit, bool kAligned, int kWords>
 DEVICE void load_covering_words(const void* start, int64 position, int bytes, uint32 (&words)[kWords]) {
   const uint32 offset = kAligned ? 0 : past_multiple_of<kUnit>(start);
-  const char* const first = static_cast<const char*>(start) - offset;
+  const char* const first = begin_of_row(static_cast<const char*>(start) - offset);
   uint32 last = (offset + bytes - 1) / kUnit * kUnit;
   // Or what depends on it alone is kept from row to row: with eight packs of float64 8 bytes were spilled.
-  if constexpr (!kAligned) forget(last);
+  if constexpr (!kAligned && kUnit > 4) forget(last);
 #pragma unroll
   for (uint32 i = 0; i < 4 * kWords; i += kUnit) {
     uint32 unit[kUnit / 4];

@@ -58,6 +58,8 @@ struct SharedRows {
   static constexpr int kBytes = kPlaces * Load::place_bytes(Shape::kCapacity);
   static constexpr int kAhead = kStages - 1;
   static constexpr bool kAskEarly = kAskEarly_;
+  // Packs at odd addresses that are put in their places at once, of 64 bytes: one by one, each would wait to be read.
+  static constexpr int kTogether = sizeof(typename Load::Raw) < 64 ? 64 / sizeof(typename Load::Raw) : 1;
   // Where rows lie close together, a CTA reads their neighbours too.
   static constexpr Fetch kFetch = Shape::kThreads < 32 ? Fetch::kNeighbours : Fetch::kAlone;
   Load load;
@@ -103,9 +105,24 @@ struct SharedRows {
     if constexpr (!Load::kVectors) {
       warp_barrier();  // a lane finds there what others copied
 #pragma unroll 1
-      for (int p = 0; p < Shape::kPacks; ++p) {
-        load.template settle<Shape::kCapacity, kPlaces>(places(), place(taken), Shape::place_column(p), row,
-                                                        Shape::valid(rank, p));
+      for (int start = 0; start < Shape::kPacks; start += kTogether) {
+        typename Load::Raw raws[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int p = start + i;
+          if (p < Shape::kPacks) {
+            load.template read_covering<Shape::kCapacity, kPlaces>(raws[i], places(), place(taken),
+                                                                   Shape::place_column(p), row, Shape::valid(rank, p));
+          }
+        }
+        warp_barrier();  // the places belong to other lanes' packs
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int p = start + i;
+          if (p < Shape::kPacks) {
+            load.template put<Shape::kCapacity, kPlaces>(places(), place(taken), Shape::place_column(p), raws[i]);
+          }
+        }
       }
     }
   }

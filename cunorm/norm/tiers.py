@@ -71,9 +71,9 @@ TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
 def choose(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
-    packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
+    vectors = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
     for tier in TABLES[problem.direction]:
-        if packs <= tier.most and device.runs_clusters(tier.cluster):
+        if vectors <= tier.most and device.runs_clusters(tier.cluster):
             spec = _tier_spec(problem, tier, device)
             if spec is not None:
                 return tier, spec
@@ -82,12 +82,12 @@ def choose(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
 
 def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     """The kernel of a tier; None if its rows do not fit."""
+    if tier in SHORT:
+        return _short_forward(problem, tier, device)
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
-    if tier in SHORT:
-        return _short_forward(problem, tier, packs, device)
     shapes = (
-        [_power_of_two_shape(pack, packs, problem.direction)]
+        [_power_of_two_shape(pack, packs, 1, problem.direction)]
         if not tier.packs
         else [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
     )
@@ -120,12 +120,25 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
 PREFERRED_PACKS = {"forward": (5, 4, 6, 3, 7, 8, 2, 1), "backward": (2, 3, 4, 5, 6, 7, 8, 1)}
 
 
-def _power_of_two_shape(pack: int, packs: int, direction: str) -> RowShape:
-    """Threads, a power of two, that leave the fewest places for packs empty."""
+def columns_of_pack(problem: Problem) -> int:
+    """What begins at a multiple of its size in every row that follows another: 16 bytes where the rows do.
+
+    Two columns at least, and of an odd number of columns packs are at odd addresses all the same: shifting words of
+    4 bytes is less work than shifting 16.
+    """
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    while pack > 2 and problem.cols % pack:
+        pack //= 2
+    return pack
+
+
+def _power_of_two_shape(pack: int, packs: int, of_vector: int, direction: str) -> RowShape:
+    """Threads, a power of two, that leave the fewest places for packs empty; 16 bytes are so many packs."""
 
     def badness(shape: RowShape) -> tuple:
         within_warp = shape.threads < WARP
-        order = -shape.threads if within_warp else PREFERRED_PACKS[direction].index(shape.packs)
+        vectors = ceil_div(shape.packs, of_vector)
+        order = -shape.threads if within_warp else PREFERRED_PACKS[direction].index(vectors)
         return shape.capacity, within_warp, order
 
     def allowed(shape: RowShape) -> bool:
@@ -133,19 +146,22 @@ def _power_of_two_shape(pack: int, packs: int, direction: str) -> RowShape:
         most = {WARP: 5, 64: 4}.get(shape.threads, 3)
         if direction == "forward":
             most = 5 if shape.threads == 256 else 8  # 12288 cols by 512 threads 0.95, by 256 less than 0.94
-        return shape.packs <= most and (shape.packs > 1 or shape.threads == 1)
+        return shape.packs <= most * of_vector and (shape.packs > of_vector or shape.threads == 1)
 
     shapes = (RowShape(pack, 2**power, ceil_div(packs, 2**power)) for power in range(10))
     return min(filter(allowed, shapes), key=badness)
 
 
-def _short_forward(problem: Problem, tier: Tier, packs: int, device: Device) -> NormSpec:
+def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
     """Rows of up to 4096 packs. How they wait follows from how many there are.
 
     Whoever holds what of a row is the same for all, and so are the bits.
     """
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    shape = _power_of_two_shape(pack, packs, "forward")
+    pack, itemsize = columns_of_pack(problem), ITEMSIZE[problem.row_dtype]
+    of_vector = 16 // itemsize // pack
+    packs = ceil_div(problem.cols, pack)
+    shape = _power_of_two_shape(pack, packs, of_vector, "forward")
+    vectors = ceil_div(shape.packs, of_vector)
     rows_per_cta = tier.cta // shape.threads if shape.threads <= WARP else 1
     spec = kernel_spec(
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
@@ -153,10 +169,11 @@ def _short_forward(problem: Problem, tier: Tier, packs: int, device: Device) -> 
     sms = device.sms - problem.sm_margin
     alone = replace(spec, rows_per_cta=1, columns_stay=True)
     can_spread = not spec.finds_scales  # the largest of a row would be one exchange more
-    if can_spread and 1 < shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
+    if can_spread and 1 < shape.threads <= WARP and vectors > 2 and problem.rows <= 2 * sms:
         return replace(alone, kernel="forward_spread")  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
-    if packs > 1024 and device.runs_clusters(8):
-        if can_spread and 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
+    if packs > 1024 * of_vector and device.runs_clusters(8):
+        few_threads = shape.threads * shape.packs <= 8 * 1024
+        if can_spread and few_threads and 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
             return replace(alone, kernel="forward_spread", shape=_in_clusters(shape, 8))
         if 4 * problem.rows <= sms:  # 32 x 16384 3.5 us, in one CTA 3.8
             return replace(alone, shape=_in_clusters(shape, 4))
@@ -164,7 +181,7 @@ def _short_forward(problem: Problem, tier: Tier, packs: int, device: Device) -> 
     working = 44 if problem.row_dtype != "float64" else 72
     if spec.scales:
         working += 12 if spec.aligned else 32
-    row_words = shape.packs * 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
+    row_words = shape.packs * pack * itemsize // 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
     column_words = _column_bytes(problem, shape) // 4
     if not spec.aligned:
         working += _words_to_shift(spec)
@@ -178,15 +195,24 @@ def _short_forward(problem: Problem, tier: Tier, packs: int, device: Device) -> 
         # All rows at once: weight and bias are asked for with x.
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     many = _bytes_per_sm(problem, device) > RING_BYTES
-    if shape.packs > 2 and len(spec.matrices) == 1 and not (many and shape.packs <= 5 and spec.aligned):
-        found = _short_ring(spec, column_words, working + y_words, (32 if many else 48) << 10, device)
+    if vectors > 2 and len(spec.matrices) == 1 and not (many and vectors <= 5 and (spec.aligned or of_vector > 1)):
+        found = _short_ring(spec, vectors, column_words, working + y_words, (32 if many else 48) << 10, device)
         if found is not None:
             return found
     # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
-    width = max((one.itemsize for one in spec.columns), default=0)
-    narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype] and not spec.scales
-    most, words = (1536, 28) if shape.packs <= 3 and narrow else (tier.resident, working)
+    width = _widest_column(spec)
+    narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype] and not y_words
+    most, words = (1536, 28) if vectors <= 3 and narrow else (tier.resident, working)
+    if y_words and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
+        words = 32 + 4 * (rows_per_cta > 1) + width // 4 * pack
+        if width < 4 and vectors <= (2 if problem.norm.subtracts_mean else 3):
+            most, words = 1536, 40 - y_words
     return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + max(waiting, y_words), most)))
+
+
+def _widest_column(spec: NormSpec) -> int:
+    """Bytes of an element of weight or bias."""
+    return max((one.itemsize for one in spec.columns), default=0)
 
 
 # Of rows to each SM. Of more, rows in registers are faster than a ring: 64 M elements 0.95 and 0.91; 8 M 0.83 and 0.92.
@@ -202,19 +228,21 @@ def _in_clusters(shape: RowShape, size: int) -> RowShape:
     return replace(shape, threads=shape.threads // size, cluster=size)
 
 
-def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int, device: Device) -> NormSpec | None:
+def _short_ring(
+    spec: NormSpec, vectors: int, column_words: int, working: int, under_way: int, device: Device
+) -> NormSpec | None:
     """Two places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM.
 
     None if less than half of them fit beside weight and bias, which stay in registers.
 
     In shared memory they take 40 us to come, all SMs asking L2 for the same lines; late from L1 they cost 4 of 11 us.
     """
-    words = working + 14 + 3 * spec.shape.packs
+    words = working + 14 + 3 * vectors
     spec = replace(spec, stages=2, ask_early=True, columns_stay=True)
     needed = shared_memory(spec) + dynamic_shared(spec)
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
     ctas = min(wanted, _ctas_of(spec, words + column_words), (device.shared + 1024) // (needed + 1024))
-    return replace(spec, ctas_per_sm=ctas) if 2 * ctas >= wanted else None
+    return replace(spec, ctas_per_sm=ctas) if ctas and 2 * ctas + 1 >= wanted else None
 
 
 def _words_to_shift(spec: NormSpec) -> int:

@@ -194,6 +194,11 @@ void copies_wait() {
 }
 
 inline void forget(uint32&) {}
+template <class T>
+inline T* begin_of_row(T* row) {
+  return row;
+}
+inline int64 wide_index(int index) { return index; }
 
 template <class T>
 T shuffle_xor(T value, int lane_mask) {
