@@ -32,10 +32,10 @@ struct RowShape {
 
   // This thread's pack number p begins at this column of what the CTA holds, and of the row.
   DEVICE static int place_column(int p) { return (p * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack; }
-  DEVICE static int64 column(int rank, int p) {
-    const int first = (rank * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack;
-    return wide_index(first) + static_cast<int64>(p) * kStep;
+  DEVICE static int first_column(int rank) {
+    return (rank * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack;
   }
+  DEVICE static int64 column(int rank, int p) { return wide_index(first_column(rank)) + static_cast<int64>(p) * kStep; }
 
   // Where the compiler knows that a pack lies in the row, in every thread, it needs no check. Many packs of a cluster
   // are checked all the same: without it ptxas moves so many loads together that it spills 8 to 12 bytes.
@@ -45,7 +45,7 @@ struct RowShape {
   // How many columns of this thread's pack number p lie in the row.
   DEVICE static int valid(int rank, int p) {
     if (whole(p)) return kPack;
-    const int left = kCols - (p * kStep + (rank * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack);
+    const int left = kCols - (first_column(rank) + p * kStep);
     if constexpr (kWholePacks) return left > 0 ? kPack : 0;
     return left < 0 ? 0 : left < kPack ? left : kPack;
   }

@@ -631,8 +631,8 @@ MUTATIONS = (
     ),
     Mutation(
         "packs of a thread as far apart as in one CTA",
-        "return p * kStep + (rank * kThreads",
-        "return p * kThreads * kPack + (rank * kThreads",
+        "static_cast<int64>(p) * kStep",
+        "static_cast<int64>(p) * kThreads * kPack",
         "cluster, odd",
         (("results", "y: .* elements are wrong"),),
     ),
@@ -765,7 +765,7 @@ MUTATIONS = (
     ),
     Mutation(
         "results without gaps",
-        "T* const to = data + starts.of(row);",
+        "T* const to = begin_of_row(data + starts.of(row));",
         "T* const to = data + row * starts.stride;",
         "views",
         (("results", "other bits forward into a view"),),
@@ -1248,8 +1248,8 @@ MUTATIONS = (
     ),
     Mutation(
         "infinity is saturated",
-        "largest / Format::kLargest + not_finite",
-        "largest / Format::kLargest",
+        "largest * kOnePartInLargest + not_finite",
+        "largest * kOnePartInLargest",
         "float8, edges",
         (("results", "the scale of infinity"),),
     ),
@@ -1290,8 +1290,8 @@ MUTATIONS = (
     ),
     Mutation(
         "multiplied by the scale",
-        "const float multiplier = 1 / *scale;",
-        "const float multiplier = *scale;",
+        "1 / *y8_scale}",
+        "*y8_scale}",
         "float8, a scale for all",
         (("results", "bytes of .* are wrong"),),
     ),
