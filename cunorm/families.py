@@ -161,7 +161,7 @@ class Modules(NamedTuple):
     float8: str = ""
 
 
-_JAX = Modules("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays")
+_JAX = Modules("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", float8="cunorm.jax.norm.float8")
 # By the package of an array's class.
 FAMILIES = {
     "numpy": Modules(

@@ -40,7 +40,7 @@ def layer_norm_fp8(
     Returns
     -------
     bytes : array of uint8, shape of x
-        To be read as float8_e4m3fn or float8_e5m2; of torch tensors of that dtype.
+        To be read as float8_e4m3fn or float8_e5m2; of torch tensors and JAX arrays of that dtype.
     scale : array of float32
         The shape of x without its normalised axes; for "tensor" of no axes; for 128 with one more, of
         ceil(cols / 128) blocks. max|y| / F but for a row of zeros, which has 1, and a row with an infinite number or
@@ -49,10 +49,10 @@ def layer_norm_fp8(
     Raises
     ------
     TypeError, ValueError
-        As in `layer_norm`; and for a granularity, scale or dtype that is none of these, or a tensor that wants a
-        gradient.
+        As in `layer_norm`; and for a granularity, scale or dtype that is none of these, or a tensor or array that wants
+        a gradient.
     NotImplementedError
-        An array of another library than NumPy, CuPy and torch.
+        An array of another library than NumPy, CuPy, torch and JAX.
 
     Notes
     -----

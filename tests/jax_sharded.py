@@ -21,7 +21,11 @@ import numpy  # noqa: E402
 from functions import OPS  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from jax_arrays import calls, close, random  # noqa: E402
+from test_float8 import GRANULARITIES  # noqa: E402
+from test_float8 import check as check_bytes  # noqa: E402
 from test_jax_functions import call, plain  # noqa: E402
+
+from cunorm.jax import layer_norm_fp8_forward  # noqa: E402
 
 ROWS, COLS = 16, 256
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
@@ -135,6 +139,30 @@ def check_lowering_of_shard_map(mesh: Mesh) -> None:
     assert launch.grid == step.grid, launch.grid
 
 
+def check_float8(mesh: Mesh, spec: PartitionSpec, granularity: str | int) -> None:
+    """y in 8 bits without any communication: scales are of rows, or were there before."""
+    x, weight, bias = arguments("layer_norm")
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec))]
+    sharded += [jax.device_put(parameter, NamedSharding(mesh, PartitionSpec())) for parameter in (weight, bias)]
+
+    def function(x, weight, bias):
+        return layer_norm_fp8_forward(x, None, weight, bias, granularity=granularity)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(function).lower(*sharded).compile()
+        assert not collectives(compiled), collectives(compiled)
+        found, scale, y = compiled(*sharded)
+    for one in (found, y, scale)[: 2 if granularity == "tensor" else 3]:
+        assert one.sharding.is_equivalent_to(NamedSharding(mesh, spec), one.ndim), one.sharding
+    check_bytes(
+        numpy.asarray(y).reshape(-1, COLS),
+        numpy.asarray(found).view("uint8").reshape(-1, COLS),
+        numpy.asarray(scale),
+        granularity,
+        "e4m3",
+    )
+
+
 def main(platform: str) -> None:
     devices = jax.devices(platform)
     meshes = {
@@ -147,6 +175,9 @@ def main(platform: str) -> None:
     square = Mesh([devices[:2], devices[2:]] if len(devices) == DEVICES else [devices], ("data", "sequence"))
     check_sharded("layer_norm", square, PartitionSpec(("data", "sequence")))
     print("layer_norm: rows sharded over two axes of the mesh")
+    for (kind, mesh), granularity in ((item, one) for item in meshes.items() for one in GRANULARITIES):
+        check_float8(mesh, PartitionSpec("data"), granularity)
+        print(f"y in 8 bits with scales by {granularity}: rows sharded, {kind} axes")
     for mesh in meshes.values():
         check_columns_sharded(mesh)
     print("columns sharded")

@@ -16,9 +16,10 @@ from test_cpu import Shape
 
 pytest.importorskip("jax")
 
+import cunorm
 from cunorm.jax.xla import call as xla_call
 from cunorm.norm.plan import Plan, plan
-from cunorm.norm.problem import backward_problem
+from cunorm.norm.problem import backward_problem, float8_problem
 from cunorm.numpy_arrays import numpy_dtype
 from cunorm.operation import affine
 
@@ -84,6 +85,24 @@ def test_backward(shape, wanted):
     results = {f"d{name}": numpy.empty_like(x if name == "x" else weight) for name in wanted}
     run(solution, "layer_norm", given, results)
     check_backward("layer_norm", tuple(results.get(name) for name in GRADIENTS), dy, x, weight)
+
+
+@pytest.mark.parametrize("granularity", ["row", 128, "tensor"])
+def test_y_in_8_bits(granularity):
+    """Without y itself beside it, of which the pointer is null."""
+    rows, cols = 9, 1000
+    x, _, weight, bias = inputs(numpy, rows, cols, "bfloat16")
+    dtypes = ("bfloat16",) * 3
+    task = float8_problem("layer_norm", rows, cols, *dtypes, y8="float8_e4m3fn", granularity=granularity)
+    scales = numpy.full(task.by_name["y8_scale"].size(rows, cols), 0.1, "float32")
+    given = {"x": x, "weight": weight, "bias": bias}
+    results: dict[str, Any] = {"y8": numpy.empty(x.shape, numpy_dtype("test", "float8_e4m3fn"))}
+    (given if granularity == "tensor" else results)["y8_scale"] = scales
+    run(plan(task, SMALL), "layer_norm", given, results)
+    y = cunorm.layer_norm(x, None, weight, bias, dtype="float32").astype("float32")
+    width = {"row": cols, 128: 128, "tensor": rows * cols}[granularity]
+    wide = scales.reshape(-1, 1) if granularity != 128 else scales.reshape(rows, -1).repeat(width, 1)[:, :cols]
+    numpy.testing.assert_allclose(results["y8"].astype("float32") * wide, y, rtol=0.07, atol=0.01)
 
 
 def test_a_launch_has_the_buffers_that_it_declares():

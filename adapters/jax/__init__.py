@@ -1,6 +1,15 @@
 """LayerNorm and RMSNorm for JAX: functions that live inside jit, grad, vmap and shard_map, on cunorm's kernels."""
 
 from .linear.functional import layer_norm_linear
+from .named import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
 from .norm.functional import layer_norm, rms_norm
 
-__all__ = ["layer_norm", "layer_norm_linear", "rms_norm"]
+__all__ = [
+    "layer_norm",
+    "layer_norm_fp8",
+    "layer_norm_fp8_forward",
+    "layer_norm_linear",
+    "rms_norm",
+    "rms_norm_fp8",
+    "rms_norm_fp8_forward",
+]

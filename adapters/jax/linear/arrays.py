@@ -53,6 +53,6 @@ def backward(
     names = problem.GRADIENTS[: 5 if op == "layer_norm" else 4]
     wanted = tuple(name for name, flag in zip(names, mask, strict=False) if flag)
     task = Task(affine(op, bool(zero_centered_gamma)), 1, eps, arrays["x"].dtype.name, 0)
-    inputs = functional.norm_inputs(arrays)
+    inputs = functional.norm_inputs(task, arrays)
     results = functional.gradients(task, wanted, arrays["dy"], arrays["weight"], inputs) if wanted else {}
     return tuple(results.get(name) for name in problem.GRADIENTS)

@@ -126,7 +126,7 @@ def norm_linear(
     matrix = arrays["weight" if axis else "kernel"]
     task = Task(affine(op, bool(zero_centered_gamma)), 1, eps, matrix.dtype.name, 0)
     call = Call(task, Product(axis, precision), bool(statistics), bool(keep_normalized))
-    return FORWARD[op](call, norm_inputs(arrays), matrix, arrays.get("bias"))
+    return FORWARD[op](call, norm_inputs(task, arrays), matrix, arrays.get("bias"))
 
 
 def given(function: str, named: Mapping[str, Any], required: tuple[str, ...]) -> dict[str, jax.Array]:
@@ -137,10 +137,10 @@ def layouts(arrays: Mapping[str, jax.Array]) -> linear_problem.Named:
     return tuple((name, Layout(a.shape, (), a.dtype.name, "")) for name, a in arrays.items())
 
 
-def norm_inputs(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def norm_inputs(task: Task, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Those that the norm takes, by the names that it has for them."""
     names = {"x": "x", "mean": "mean", "rstd": "rstd", "ln_weight": "weight", "ln_bias": "bias"}
-    return sharding.prepared({names[name]: a for name, a in arrays.items() if name in names}, 1)
+    return sharding.prepared(task, {names[name]: a for name, a in arrays.items() if name in names})
 
 
 class Product(NamedTuple):

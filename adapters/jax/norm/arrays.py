@@ -75,7 +75,7 @@ def backward(
     task = Task(operation, len(shape), 0.0, layouts["dy"].dtype, margin)
     names = ("dx", "dweight", "dbias")
     wanted = tuple(name for name, flag in zip(names, mask, strict=True) if flag)
-    results = _backward(task, wanted, sharding.prepared(arrays, task.ndim)) if wanted else {}
+    results = _backward(task, wanted, sharding.prepared(task, arrays)) if wanted else {}
     return results.get("dx"), results.get("dweight"), results.get("dbias")
 
 

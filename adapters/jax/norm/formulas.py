@@ -7,19 +7,25 @@ without its normalised axes, operands that of the normalised axes. What is done 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from ...expression_texts import evaluate
+from ...norm.problem import Problem, backward_problem, forward_problem
 from ...operation import NORMS, Norm, Operation, derivative
 
 Arrays = Mapping[str, jax.Array]
 Names = tuple[str, ...]
 
 DOT = "_dot"  # ends the names of tangents
+
+FULL = ("x", "y", "dx", "dy")
+PER_ROW = ("mean", "rstd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,30 @@ class Task:
     @property
     def axes(self) -> tuple[int, ...]:
         return tuple(range(-self.ndim, 0))
+
+    def kind(self, name: str) -> str:
+        """How an array lies beside x, in the words of norm/problem.py."""
+        return "full" if name in FULL else "per_row" if name in PER_ROW else "column"
+
+    def results(self, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
+        """At least the arrays `wanted`: y and statistics of x and operands, or gradients."""
+        return forward(self, arrays) if "y" in wanted else backward(self, arrays, wanted)
+
+    def problem(self, avals: Mapping[str, ShapedArray], wanted: Names) -> Problem:
+        """What kernels are asked; `avals`, of arguments and results, are dense: XLA places them at multiples of 16
+        bytes at least.
+        """
+        rows, cols = self.rows_and_cols(avals["x"].shape)
+        dtypes = {name: aval.dtype.name for name, aval in avals.items()}
+        if "y" in wanted:
+            return forward_problem(self.operation, rows, cols, dtypes, sm_margin=self.sm_margin)
+        sources = [name.removeprefix("d") for name in wanted]
+        return backward_problem(self.operation, rows, cols, dtypes, sources, sm_margin=self.sm_margin)
+
+    def rows_and_cols(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Of what has the shape of x."""
+        cols = math.prod(shape[len(shape) - self.ndim :])
+        return math.prod(shape) // cols, cols
 
 
 def compute_dtype(x: jax.Array) -> jnp.dtype:

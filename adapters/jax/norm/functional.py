@@ -129,13 +129,13 @@ def checked(
     if y_dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise TypeError(f"{function}: dtype float64 needs jax_enable_x64; got dtype={dtype!r} without it.")
     task = Task(
-        operation=affine(function.removesuffix("_forward"), bool(zero_centered_gamma)),
+        operation=affine(function.removesuffix("_forward").removesuffix("_fp8"), bool(zero_centered_gamma)),
         ndim=len(shape),
         eps=checks.check_eps(function, eps),
         dtype=y_dtype,
         sm_margin=checks.check_sm_margin(function, sm_margin, None),
     )
-    return sharding.prepared(arrays, task.ndim), task
+    return sharding.prepared(task, arrays), task
 
 
 def array(function: str, name: str, value: Any) -> jax.Array:

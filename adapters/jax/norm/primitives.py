@@ -31,42 +31,44 @@ STATISTICS = "cunorm_statistics"  # mean and rstd of a differentiated call, to p
 
 def forward(task: Task, arrays: Arrays, *, statistics: bool) -> dict[str, jax.Array]:
     """y of x and the operands that are given; with `statistics` also rstd and layer_norm's mean."""
-    return _bind(forward_p, sharding.call, task, arrays, ("y", *task.norm.statistics) if statistics else ("y",))
+    return bind(forward_p, sharding.call, task, arrays, ("y", *task.norm.statistics) if statistics else ("y",))
 
 
 def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
     """The gradients that are wanted, of dy and what `formulas.kept` names."""
-    return _bind(backward_p, sharding.call, task, arrays, wanted)
+    return bind(backward_p, sharding.call, task, arrays, wanted)
 
 
 def tangent(task: Task, arrays: Arrays) -> jax.Array:
     """The tangent of y, of what `formulas.kept` names and the tangents that are not zero, x_dot and the like."""
-    return _bind(tangent_p, _tangent_formula, task, arrays, ("y_dot",))["y_dot"]
+    return bind(tangent_p, _tangent_formula, task, arrays, ("y_dot",))["y_dot"]
 
 
-def _bind(primitive: Primitive, function: Callable, task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
+def bind(one: Primitive, function: Callable, task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
+    """The arrays `wanted`, by name; function(task, names, wanted, *arrays) is what the primitive stands for."""
     names = tuple(arrays)
     call = jax.make_jaxpr(partial(function, task, names, wanted))(*arrays.values())
-    results = primitive.bind(*arrays.values(), call=call, task=task, names=names, wanted=wanted)
+    results = one.bind(*arrays.values(), call=call, task=task, names=names, wanted=wanted)
     return dict(zip(wanted, results, strict=True))
 
 
-def _primitive(name: str) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(_run)
-    primitive.def_abstract_eval(lambda *avals, call, **_: call.out_avals)
-    mlir.register_lowering(primitive, mlir.lower_fun(_run, multiple_results=True))
-    return primitive
+def primitive(name: str) -> Primitive:
+    """One that stands for its `call`."""
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(_run)
+    made.def_abstract_eval(lambda *avals, call, **_: call.out_avals)
+    mlir.register_lowering(made, mlir.lower_fun(_run, multiple_results=True))
+    return made
 
 
 def _run(*arrays: jax.Array, call: ClosedJaxpr, task: Task, names: Names, wanted: Names) -> Sequence[jax.Array]:
     return jaxpr_as_fun(call)(*arrays)
 
 
-forward_p = _primitive("cunorm_forward")
-backward_p = _primitive("cunorm_backward")
-tangent_p = _primitive("cunorm_tangent")
+forward_p = primitive("cunorm_forward")
+backward_p = primitive("cunorm_backward")
+tangent_p = primitive("cunorm_tangent")
 
 
 def _forward_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -146,7 +148,7 @@ ad.primitive_transposes[tangent_p] = _transpose_of_tangent
 
 
 def _batch_forward(arrays, dims, *, call, task, names, wanted):
-    arrays, mapped = _batch_in_front(arrays, dims, names)
+    arrays, mapped = batch_in_front(arrays, dims, names)
     statistics = len(wanted) > 1
     if mapped == {"x"}:
         results = forward(task, arrays, statistics=statistics)
@@ -160,7 +162,7 @@ def _batch_forward(arrays, dims, *, call, task, names, wanted):
 
 
 def _batch_backward(arrays, dims, *, call, task, names, wanted):
-    arrays, mapped = _batch_in_front(arrays, dims, names)
+    arrays, mapped = batch_in_front(arrays, dims, names)
     size = next(arrays[name].shape[0] for name in mapped)
     rows = {
         name: array if name in mapped else jnp.broadcast_to(array, (size, *array.shape))
@@ -203,7 +205,7 @@ def _beside_rows(task: Task, arrays: Arrays, mapped: set[str], ndim: int) -> dic
     }
 
 
-def _batch_in_front(arrays, dims, names) -> tuple[dict[str, jax.Array], set[str]]:
+def batch_in_front(arrays, dims, names) -> tuple[dict[str, jax.Array], set[str]]:
     """The arrays by name, and the names of those that have a batch axis, which is then their first."""
     mapped = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
     moved = (array if dim is None else jnp.moveaxis(array, dim, 0) for array, dim in zip(arrays, dims, strict=True))

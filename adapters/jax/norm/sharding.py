@@ -22,17 +22,12 @@ from .formulas import Arrays, Names, Task
 
 Rows = tuple[tuple[str, ...], ...]  # for each leading axis of x the axes of the mesh that split it
 
-FULL = ("x", "y", "dx", "dy")
-PER_ROW = ("mean", "rstd")
+# The kinds of arrays that have the leading axes of x; others are for all rows.
+OF_ROWS = ("full", "per_row", "per_block")
 
 
-def per_column(name: str) -> bool:
-    """Whether an array is for all rows: an operand, or the gradient of one."""
-    return name not in FULL + PER_ROW
-
-
-def prepared(arrays: Arrays, ndim: int) -> dict[str, jax.Array]:
-    """The arrays in the types that the primitives take; `ndim` normalised axes.
+def prepared(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
+    """The arrays in the types that the primitives take.
 
     In shard_map they vary over the same axes of the mesh: so a weight that all devices share gets the sum of their
     gradients. Over explicit axes rows are split as those of x, and columns are not.
@@ -46,9 +41,9 @@ def prepared(arrays: Arrays, ndim: int) -> dict[str, jax.Array]:
     sharding = jax.typeof(arrays["x"]).sharding
     if not sharding.mesh.explicit_axes:
         return arrays
-    rows = _rows_by_type(arrays["x"], arrays["x"].ndim - ndim)
+    rows = _rows_by_type(arrays["x"], arrays["x"].ndim - task.ndim)
     return {
-        name: jax.sharding.reshard(array, NamedSharding(sharding.mesh, _spec(name, rows)))
+        name: jax.sharding.reshard(array, NamedSharding(sharding.mesh, _spec(task, name, rows)))
         for name, array in arrays.items()
     }
 
@@ -66,8 +61,8 @@ def call(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[j
     return jax.shard_map(
         partial(_of_a_device, task, names, wanted, rows),
         mesh=mesh,
-        in_specs=tuple(_spec(name, rows) for name in names),
-        out_specs=tuple(_spec(name, rows) for name in wanted),
+        in_specs=tuple(_spec(task, name, rows) for name in names),
+        out_specs=tuple(_spec(task, name, rows) for name in wanted),
         axis_names=set(mesh.explicit_axes),
     )(*arrays)
 
@@ -77,7 +72,8 @@ def _of_a_device(task: Task, names: Names, wanted: Names, rows: Rows, *arrays: j
     axes = tuple(axis for entry in rows for axis in entry)
     local = xla_call.kernel(task, names, wanted, *arrays)
     return tuple(
-        _sum(array, axes) if per_column(name) and axes else array for name, array in zip(wanted, local, strict=True)
+        array if task.kind(name) in OF_ROWS or not axes else _sum(array, axes)
+        for name, array in zip(wanted, local, strict=True)
     )
 
 
@@ -86,23 +82,24 @@ def _rows_by_type(x: jax.Array, leading: int) -> Rows:
     return tuple(_axes(entry) for entry in (*spec, *(None,) * leading)[:leading])
 
 
-def _spec(name: str, rows: Rows) -> PartitionSpec:
-    return PartitionSpec() if per_column(name) else PartitionSpec(*rows)
+def _spec(task: Task, name: str, rows: Rows) -> PartitionSpec:
+    return PartitionSpec(*rows) if task.kind(name) in OF_ROWS else PartitionSpec()
 
 
 @lru_cache(maxsize=4096)
 def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> custom_partitioning:
     rows = [f"r{i}" for i in range(leading)]
     columns = [f"c{i}" for i in range(task.ndim)]
+    axes = {"full": rows + columns, "per_row": rows, "per_block": [*rows, "b"], "column": columns, "one": []}
 
     def factors(name: str) -> str:
-        return " ".join(rows if name in PER_ROW else columns if per_column(name) else rows + columns)
+        return " ".join(axes[task.kind(name)])
 
     partitioned = custom_partitioning(partial(xla_call.kernel, task, names, wanted))
     partitioned.def_partition(
         partition=partial(_partition, task, names, wanted, leading),
         sharding_rule=f"{', '.join(map(factors, names))} -> {', '.join(map(factors, wanted))}",
-        need_replication_factors=tuple(columns),
+        need_replication_factors=(*columns, *(["b"] if "per_block" in map(task.kind, wanted) else ())),
     )
     return partitioned
 
@@ -114,8 +111,8 @@ def _partition(task: Task, names: Names, wanted: Names, leading: int, mesh: Mesh
     return (
         mesh,
         partial(_of_a_device, task, names, wanted, rows),
-        tuple(NamedSharding(mesh, _spec(name, rows)) for name in wanted),
-        tuple(NamedSharding(mesh, _spec(name, rows)) for name in names),
+        tuple(NamedSharding(mesh, _spec(task, name, rows)) for name in wanted),
+        tuple(NamedSharding(mesh, _spec(task, name, rows)) for name in names),
     )
 
 

@@ -8,7 +8,6 @@ callback.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -25,21 +24,18 @@ from ... import compile, launch, source
 from ...device import of_memory
 from ...norm.checks import check_sm_margin
 from ...norm.plan import Plan, Step, plan
-from ...norm.problem import Problem, backward_problem, forward_problem
-from ..norm import formulas
 from ..norm.formulas import Names, Task
 from . import target as choice
 
 
 def kernel(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays `wanted`, of those in `names`: y and statistics of x and operands, or gradients."""
+    """The arrays `wanted`, of those in `names`."""
     formula = jax.make_jaxpr(partial(_formula, task, names, wanted))(*arrays)
     return tuple(kernel_p.bind(*arrays, formula=formula, task=task, names=names, wanted=wanted))
 
 
 def _formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    given = dict(zip(names, arrays, strict=True))
-    results = formulas.forward(task, given) if "y" in wanted else formulas.backward(task, given, wanted)
+    results = task.results(dict(zip(names, arrays, strict=True)), wanted)
     return tuple(results[name] for name in wanted)
 
 
@@ -56,7 +52,7 @@ mlir.register_lowering(kernel_p, _lower_formula)
 
 
 def _lower_for_cuda(ctx, *operands, formula: ClosedJaxpr, task: Task, names: Names, wanted: Names):
-    problem = problem_of(task, dict(zip((*names, *wanted), (*ctx.avals_in, *ctx.avals_out), strict=True)), wanted)
+    problem = task.problem(dict(zip((*names, *wanted), (*ctx.avals_in, *ctx.avals_out), strict=True)), wanted)
     if not problem.rows:
         return _lower_formula(ctx, *operands, formula=formula, task=task, names=names, wanted=wanted)
     function = task.operation.norm
@@ -69,18 +65,6 @@ def _lower_for_cuda(ctx, *operands, formula: ClosedJaxpr, task: Task, names: Nam
 
 
 mlir.register_lowering(kernel_p, _lower_for_cuda, platform="cuda")
-
-
-def problem_of(task: Task, avals: Mapping[str, ShapedArray], wanted: Names) -> Problem:
-    """Of the avals of arguments and results, which are dense: XLA places them at multiples of 16 bytes at least."""
-    x = avals["x"]
-    cols = math.prod(x.shape[x.ndim - task.ndim :])
-    rows = math.prod(x.shape) // cols
-    dtypes = {name: aval.dtype.name for name, aval in avals.items()}
-    if "y" in wanted:
-        return forward_problem(task.operation, rows, cols, dtypes, sm_margin=task.sm_margin)
-    sources = [name.removeprefix("d") for name in wanted]
-    return backward_problem(task.operation, rows, cols, dtypes, sources, sm_margin=task.sm_margin)
 
 
 class Launch(NamedTuple):
@@ -176,5 +160,6 @@ def _numbers(task: Task) -> dict[str, float]:
 
 
 def _as_bits(dtype: numpy.dtype) -> numpy.dtype:
-    """The interface of arrays on CUDA has no bfloat16."""
-    return numpy.dtype("uint16") if dtype.name == "bfloat16" else dtype
+    """The interface of arrays on CUDA has neither bfloat16 nor formats of 8 bits."""
+    known = dtype.name in ("float16", "float32", "float64")
+    return dtype if known else numpy.dtype(f"uint{8 * dtype.itemsize}")

@@ -1,0 +1,32 @@
+"""Functions of cunorm that have no other form in JAX, for arrays of NumPy too: those become JAX's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from .. import float8
+from .norm.functional import array
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _of_jax(function: Function) -> Function:
+    name = function.__name__
+
+    @wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        if "x" in options:
+            options["x"] = array(name, "x", options["x"])
+        elif arguments:
+            arguments = (array(name, "x", arguments[0]), *arguments[1:])
+        return function(*arguments, **options)
+
+    return cast(Function, called)
+
+
+layer_norm_fp8 = _of_jax(float8.layer_norm_fp8)
+layer_norm_fp8_forward = _of_jax(float8.layer_norm_fp8_forward)
+rms_norm_fp8 = _of_jax(float8.rms_norm_fp8)
+rms_norm_fp8_forward = _of_jax(float8.rms_norm_fp8_forward)

@@ -1,0 +1,159 @@
+"""The norms with y in 8 bits on JAX arrays: one kernel on CUDA, elsewhere jax.numpy.
+
+A primitive of their own, beside those of primitives.py: leading axes are rows, so vmap moves its axis to the front; a
+derivative there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.interpreters import ad, batching
+
+from ...norm import float8
+from ...norm.checks import Layout
+from ...norm.problem import BLOCK, FLOAT8, SCALES, Problem, forward_problem
+from . import formulas, functional, primitives, sharding
+from .formulas import Arrays, Names, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Task(Task):
+    """The forward pass with the results y8, y8_scale (an argument where one is for all) and y."""
+
+    y8: str  # its dtype
+    granularity: str | int
+
+    @property
+    def wide(self) -> Task:
+        """Of which y is what is rounded."""
+        return Task(self.operation, self.ndim, self.eps, "float32", self.sm_margin)
+
+    def kind(self, name: str) -> str:
+        kinds = {"y8": "full", "y8_scale": SCALES[self.granularity]}
+        return kinds.get(name) or Task.kind(self, name)
+
+    def results(self, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
+        return self.rounded(formulas.forward(self.wide, arrays)["y"], arrays)
+
+    def rounded(self, y: jax.Array, arrays: Arrays) -> dict[str, jax.Array]:
+        """All results, of y in float32."""
+        leading = y.shape[: y.ndim - self.ndim]
+        _, cols = self.rows_and_cols(y.shape)
+        found, scales = quantise(y.reshape(-1, cols), self.granularity, self.y8, arrays.get("y8_scale"))
+        scales = scales.reshape(float8.scales_shape(self.granularity, leading, cols))
+        return {"y8": found.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
+
+    def problem(self, avals: Mapping[str, ShapedArray], wanted: Names) -> Problem:
+        return forward_problem(
+            self.operation,
+            *self.rows_and_cols(avals["x"].shape),
+            {name: aval.dtype.name for name, aval in avals.items()},
+            kinds={"y8_scale": SCALES[self.granularity]},
+            sm_margin=self.sm_margin,
+        )
+
+
+def forward(
+    function: str,
+    x: jax.Array,
+    normalized_shape: int | Sequence[int] | None,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool,
+    granularity: str | int,
+    scale: Any,
+    dtype: Any,
+    sm_margin: int,
+    output: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return (y in jnp.float8_e4m3fn or float8_e5m2, scale, y), the last None unless asked for."""
+    float8.check_granularity(function, granularity, scale)
+    float8.check_x(function, Layout(x.shape, (), x.dtype.name, ""))
+    name = float8.check_format(function, dtype)
+    arrays, task = functional.checked(
+        function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, None, sm_margin
+    )
+    task = Float8Task(task.operation, task.ndim, task.eps, task.dtype, task.sm_margin, y8=name, granularity=granularity)
+    if granularity == "tensor":
+        if scale is None:
+            _, cols = task.rows_and_cols(x.shape)
+            parameters = (arrays.get("weight"), arrays.get("bias"), zero_centered_gamma)
+            scale = float8.static_scale(jnp, task.norm.subtracts_mean, cols, *parameters, FLOAT8[name])
+        arrays = sharding.prepared(task, arrays | {"y8_scale": jnp.asarray(scale, jnp.float32).reshape(())})
+    results = arrays | cunorm_float8(task, output, arrays)
+    return results["y8"], results["y8_scale"], results.get("y")
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def cunorm_float8(task: Float8Task, output: bool, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """One program for all calls alike."""
+    wanted = ("y8", *(() if "y8_scale" in arrays else ("y8_scale",)), *(("y",) if output else ()))
+    return primitives.bind(float8_p, sharding.call, task, arrays, wanted)
+
+
+float8_p = primitives.primitive("cunorm_float8")
+
+
+def _refuse_derivatives(primals, tangents, *, call, task, names, wanted):
+    raise ValueError(
+        f"{task.operation.norm}_fp8: x, weight and bias must not be differentiated, as y in 8 bits has no gradient; "
+        "got one that is. Pass jax.lax.stop_gradient of it."
+    )
+
+
+def _batch(arrays, dims, *, call, task, names, wanted):
+    if {name for name, dim in zip(names, dims, strict=True) if dim is not None} == {"x"}:
+        moved, _ = primitives.batch_in_front(arrays, dims, names)
+        results = primitives.bind(float8_p, sharding.call, task, moved, wanted)
+        return [results[name] for name in wanted], [0] * len(wanted)
+    # The kernel takes one operand, and one scale, for all rows.
+    return jax.vmap(partial(_in_two, task, names, wanted), dims)(*arrays), [0] * len(wanted)
+
+
+def _in_two(task: Float8Task, names: Names, wanted: Names, *arrays: jax.Array) -> list[jax.Array]:
+    """The results of the norm in float32, and what is made of it."""
+    given = dict(zip(names, arrays, strict=True))
+    of_norm = {name: array for name, array in given.items() if name != "y8_scale"}
+    results = task.rounded(primitives.forward(task.wide, of_norm, statistics=False)["y"], given)
+    return [results[name] for name in wanted]
+
+
+ad.primitive_jvps[float8_p] = _refuse_derivatives
+batching.primitive_batchers[float8_p] = _batch
+
+
+def quantise(y: jax.Array, granularity: str | int, name: str, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """What kernels_cu/float8.cuh does, of float32 rows, y[rows, cols]."""
+    cols = y.shape[1]
+    if scale is not None:
+        return _rounded(y * (1 / scale), name), scale
+    most = jnp.float32(float8.MOST_MULTIPLIER)
+    width = BLOCK if granularity == BLOCK else cols
+    blocks = -(-cols // width)
+    # By their bits NaN is the largest; of floats XLA's maximum on the CPU lost it.
+    bits = jax.lax.bitcast_convert_type(abs(y), jnp.int32)
+    padding = ((0, 0), (0, blocks * width - cols))
+    bits = jax.lax.reduce_window(bits, 0, jax.lax.max, (1, width), (1, width), padding)
+    largest = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    # An array: by one number XLA divides by multiplying by its reciprocal, which rounds once more.
+    largest_number = jnp.where(largest > 0, jnp.float32(FLOAT8[name]), 1)
+    quotient = largest_number / largest
+    tiny = quotient > most
+    multiplier = jnp.where(tiny, most, quotient)
+    scales = jnp.where(tiny, jnp.where(largest == 0, 1, 1 / most), largest / largest_number)
+    scales = scales + (largest - largest)  # NaN where the largest is not finite
+    return _rounded(y * jnp.repeat(multiplier, width, axis=1)[:, :cols], name), scales
+
+
+def _rounded(values: jax.Array, name: str) -> jax.Array:
+    """To nearest even; what is too large becomes the largest."""
+    return jnp.clip(values, -FLOAT8[name], FLOAT8[name]).astype(name)
