@@ -161,7 +161,9 @@ class Modules(NamedTuple):
     float8: str = ""
 
 
-_JAX = Modules("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", float8="cunorm.jax.norm.float8")
+_JAX = Modules(
+    "cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", "cunorm.jax.norm.fused", "cunorm.jax.norm.float8"
+)
 # By the package of an array's class.
 FAMILIES = {
     "numpy": Modules(

@@ -172,7 +172,7 @@ def fuse(
         - ``op.backward(saved, *gradients, wanted=())`` returns the gradients of x and of the operands, by name, from
           those of the results.
 
-        x is a NumPy or CuPy array. An operand is an array of the shape of x; or a vector for all rows, of shape
+        x is a NumPy, CuPy or JAX array. An operand is an array of the shape of x; or a vector for all rows, of shape
         (columns,), with ones before it if you like; or a number, which may differ from call to call. Any of the four
         dtypes, each independently of x.
 
@@ -266,7 +266,7 @@ def add_layer_norm(
     Parameters
     ----------
     x : array, shape (..., columns)
-        float16, bfloat16, float32 or float64: a NumPy or CuPy array. Rows may be strided.
+        float16, bfloat16, float32 or float64: a NumPy, CuPy or JAX array. Rows may be strided.
     residual : array, shape of x
         Any of the four dtypes, as of weight and bias.
     weight, bias : array, shape (columns,), optional

@@ -25,7 +25,7 @@ from test_float8 import GRANULARITIES  # noqa: E402
 from test_float8 import check as check_bytes  # noqa: E402
 from test_jax_functions import call, plain  # noqa: E402
 
-from cunorm.jax import layer_norm_fp8_forward  # noqa: E402
+from cunorm.jax import add_layer_norm, layer_norm_fp8_forward  # noqa: E402
 
 ROWS, COLS = 16, 256
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
@@ -163,6 +163,33 @@ def check_float8(mesh: Mesh, spec: PartitionSpec, granularity: str | int) -> Non
     )
 
 
+def check_fused(mesh: Mesh, spec: PartitionSpec) -> None:
+    """add_layer_norm forward without any communication; gradients of weight and bias with a sum alone."""
+    x, *parameters = arguments("layer_norm")
+    arrays = (x, x * 2 + 1, *parameters)
+    specs = (spec, spec, *[PartitionSpec()] * len(parameters))
+    sharded = [jax.device_put(one, NamedSharding(mesh, of)) for one, of in zip(arrays, specs, strict=True)]
+
+    def both(*arrays):
+        y, s = add_layer_norm(*arrays)
+        return jnp.sin(y).sum() + (s**2).sum()
+
+    def expected(x, residual, *parameters):
+        s = x + residual
+        return jnp.sin(plain("layer_norm", s, *parameters)).sum() + (s**2).sum()
+
+    argnums = tuple(range(len(arrays)))
+    with jax.set_mesh(mesh):
+        forward = jax.jit(add_layer_norm).lower(*sharded).compile()
+        assert not collectives(forward), collectives(forward)
+        gradients = jax.jit(jax.grad(both, argnums)).lower(*sharded).compile()
+        assert collectives(gradients) == {"all-reduce"}, collectives(gradients)
+        results = gradients(*sharded)
+        for gradient, of in zip(results, sharded, strict=True):
+            assert gradient.sharding.is_equivalent_to(of.sharding, of.ndim), gradient.sharding
+    close(jax.device_get(results), jax.device_get(jax.grad(expected, argnums)(*arrays)), atol=1e-4)
+
+
 def main(platform: str) -> None:
     devices = jax.devices(platform)
     meshes = {
@@ -178,6 +205,9 @@ def main(platform: str) -> None:
     for (kind, mesh), granularity in ((item, one) for item in meshes.items() for one in GRANULARITIES):
         check_float8(mesh, PartitionSpec("data"), granularity)
         print(f"y in 8 bits with scales by {granularity}: rows sharded, {kind} axes")
+    for kind, mesh in meshes.items():
+        check_fused(mesh, PartitionSpec("data"))
+        print(f"add_layer_norm: rows sharded, {kind} axes")
     for mesh in meshes.values():
         check_columns_sharded(mesh)
     print("columns sharded")

@@ -141,11 +141,14 @@ PURE = set().union(*LAYERS[:11]) - {"linear.gemm"}
 AT_ONCE = {"cupy_arrays", "norm.fused_cupy", "norm.float8_cupy", "linear.cupy_arrays", "linear.gemm"}
 FOR_ADAPTERS = {
     "float8",
+    "fusion",
     "logs",
     "device",
     "launch",
     "operation",
     "expression_texts",
+    "expression_value",
+    "norm.fused",
     "norm.problem",
     "norm.checks",
     "norm.float8",

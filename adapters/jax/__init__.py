@@ -1,10 +1,19 @@
 """LayerNorm and RMSNorm for JAX: functions that live inside jit, grad, vmap and shard_map, on cunorm's kernels."""
 
 from .linear.functional import layer_norm_linear
-from .named import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
+from .named import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm_fp8,
+    layer_norm_fp8_forward,
+    rms_norm_fp8,
+    rms_norm_fp8_forward,
+)
 from .norm.functional import layer_norm, rms_norm
 
 __all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
     "layer_norm",
     "layer_norm_fp8",
     "layer_norm_fp8_forward",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import jax
 
 from ...linear import problem
-from ...operation import affine
-from ..norm.formulas import Task
 from . import functional
 
 
@@ -52,7 +50,7 @@ def backward(
     mask = problem.check_output_mask(function, output_mask)
     names = problem.GRADIENTS[: 5 if op == "layer_norm" else 4]
     wanted = tuple(name for name, flag in zip(names, mask, strict=False) if flag)
-    task = Task(affine(op, bool(zero_centered_gamma)), 1, eps, arrays["x"].dtype.name, 0)
+    task = functional.norm_task(op, bool(zero_centered_gamma), eps, arrays["x"].dtype.name, arrays)
     inputs = functional.norm_inputs(task, arrays)
     results = functional.gradients(task, wanted, arrays["dy"], arrays["weight"], inputs) if wanted else {}
     return tuple(results.get(name) for name in problem.GRADIENTS)

@@ -124,7 +124,7 @@ def norm_linear(
     linear_problem.check_forward(function, layouts(arrays), bool(zero_centered_gamma), mixed)
     axis = 0 if "kernel" in arrays else 1
     matrix = arrays["weight" if axis else "kernel"]
-    task = Task(affine(op, bool(zero_centered_gamma)), 1, eps, matrix.dtype.name, 0)
+    task = norm_task(op, bool(zero_centered_gamma), eps, matrix.dtype.name, arrays)
     call = Call(task, Product(axis, precision), bool(statistics), bool(keep_normalized))
     return FORWARD[op](call, norm_inputs(task, arrays), matrix, arrays.get("bias"))
 
@@ -137,10 +137,22 @@ def layouts(arrays: Mapping[str, jax.Array]) -> linear_problem.Named:
     return tuple((name, Layout(a.shape, (), a.dtype.name, "")) for name, a in arrays.items())
 
 
+# By this module's name for it what the norm calls an array.
+NAMES = {"x": "x", "mean": "mean", "rstd": "rstd", "ln_weight": "weight", "ln_bias": "bias"}
+
+
+def norm_task(op: str, zero_centered: bool, eps: float, dtype: str, arrays: Mapping[str, jax.Array]) -> Task:
+    """The norm's, `dtype` that of z. Without a bias its gradient has the dtype of the weight."""
+    given = {NAMES[name]: a.dtype.name for name, a in arrays.items() if name in NAMES}
+    parameter = given.get("weight", given["x"])
+    return Task(
+        affine(op, zero_centered), 1, eps, dtype, 0, tuple(({"weight": parameter, "bias": parameter} | given).items())
+    )
+
+
 def norm_inputs(task: Task, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Those that the norm takes, by the names that it has for them."""
-    names = {"x": "x", "mean": "mean", "rstd": "rstd", "ln_weight": "weight", "ln_bias": "bias"}
-    return sharding.prepared(task, {names[name]: a for name, a in arrays.items() if name in names})
+    return sharding.prepared(task, {NAMES[name]: a for name, a in arrays.items() if name in NAMES})
 
 
 class Product(NamedTuple):

@@ -72,10 +72,12 @@ def backward(
     mask = checks.check_output_mask(function, output_mask, 3 if layer_norm else 2)
     margin = checks.check_sm_margin(function, sm_margin, None)
     operation = affine(function.removesuffix("_backward"), bool(zero_centered_gamma))
-    task = Task(operation, len(shape), 0.0, layouts["dy"].dtype, margin)
+    parameter = layouts.get("weight", layouts["x"]).dtype
+    dtypes = (("x", layouts["x"].dtype), ("weight", parameter), ("bias", parameter))
+    task = Task(operation, len(shape), 0.0, layouts["dy"].dtype, margin, dtypes)
     names = ("dx", "dweight", "dbias")
     wanted = tuple(name for name, flag in zip(names, mask, strict=True) if flag)
-    results = _backward(task, wanted, sharding.prepared(task, arrays)) if wanted else {}
+    results = cunorm_backward(task, wanted, sharding.prepared(task, arrays)) if wanted else {}
     return results.get("dx"), results.get("dweight"), results.get("dbias")
 
 
@@ -86,5 +88,5 @@ def _refuse(function: str, name: str, out: Any) -> None:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _backward(task: Task, wanted: tuple[str, ...], arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def cunorm_backward(task: Task, wanted: tuple[str, ...], arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return primitives.backward(task, arrays, wanted)

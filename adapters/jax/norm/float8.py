@@ -33,7 +33,7 @@ class Float8Task(Task):
     @property
     def wide(self) -> Task:
         """Of which y is what is rounded."""
-        return Task(self.operation, self.ndim, self.eps, "float32", self.sm_margin)
+        return Task(self.operation, self.ndim, self.eps, "float32", self.sm_margin, self.dtypes)
 
     def kind(self, name: str) -> str:
         kinds = {"y8": "full", "y8_scale": SCALES[self.granularity]}
@@ -82,7 +82,16 @@ def forward(
     arrays, task = functional.checked(
         function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, None, sm_margin
     )
-    task = Float8Task(task.operation, task.ndim, task.eps, task.dtype, task.sm_margin, y8=name, granularity=granularity)
+    task = Float8Task(
+        task.operation,
+        task.ndim,
+        task.eps,
+        task.dtype,
+        task.sm_margin,
+        task.dtypes,
+        y8=name,
+        granularity=granularity,
+    )
     if granularity == "tensor":
         if scale is None:
             _, cols = task.rows_and_cols(x.shape)

@@ -1,8 +1,9 @@
-"""The norms, their gradients and their tangents in jax.numpy: for every platform without kernels, and for derivatives
-of the gradients. All arithmetic is in `compute_dtype(x)`.
+"""Operations, their gradients and their tangents in jax.numpy: for every platform without kernels, and for derivatives
+of the gradients. All arithmetic is in `Task.compute`.
 
-Arrays go by name, as everywhere in this adapter: x (..., *normalised axes), dy as y, mean and rstd the shape of x
-without its normalised axes, operands that of the normalised axes. What is done with an operand stands in the operation.
+Arrays go by name, as everywhere in this adapter: x (..., *normalised axes); s, y and their gradients ds and dy as x;
+mean and rstd the shape of x without its normalised axes; an operand that of its kind. What is done with an operand
+stands in the operation.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from ...expression_texts import evaluate
-from ...norm.problem import Problem, backward_problem, forward_problem
-from ...operation import NORMS, Norm, Operation, derivative
+from ...expression_value import Expression
+from ...norm.problem import Problem, backward_problem, compute_dtype, forward_problem
+from ...operation import NORMS, Derivative, Norm, Operation, derivative
 
 Arrays = Mapping[str, jax.Array]
 Names = tuple[str, ...]
 
 DOT = "_dot"  # ends the names of tangents
 
-FULL = ("x", "y", "dx", "dy")
+FULL = ("x", "s", "y", "dx", "ds", "dy")
 PER_ROW = ("mean", "rstd")
 
 
@@ -37,6 +39,10 @@ class Task:
     eps: float
     dtype: str  # of y
     sm_margin: int
+    dtypes: tuple[tuple[str, str], ...]  # of x and the operands, and of their gradients
+    s_dtype: str | None = None  # of what the prologue makes; that of x if there is none
+    kinds: tuple[tuple[str, str], ...] = ()  # of operands that are not columns
+    numbers: tuple[tuple[str, float], ...] = ()  # operands that stand in the program
 
     @property
     def norm(self) -> Norm:
@@ -46,24 +52,46 @@ class Task:
     def axes(self) -> tuple[int, ...]:
         return tuple(range(-self.ndim, 0))
 
+    @property
+    def row_dtype(self) -> str:
+        """Of what is normalised."""
+        return self.s_dtype or dict(self.dtypes)["x"]
+
+    @property
+    def compute(self) -> str:
+        """Of statistics and of all arithmetic."""
+        return compute_dtype(self.row_dtype)
+
     def kind(self, name: str) -> str:
-        """How an array lies beside x, in the words of norm/problem.py."""
-        return "full" if name in FULL else "per_row" if name in PER_ROW else "column"
+        """How an array lies beside x, in the words of norm/problem.py; a gradient as what it is the gradient of."""
+        if name in FULL or name in PER_ROW:
+            return "full" if name in FULL else "per_row"
+        of = name if name in self.operation.operands else name.removeprefix("d")
+        return dict(self.kinds).get(of, "column")
 
     def results(self, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-        """At least the arrays `wanted`: y and statistics of x and operands, or gradients."""
+        """At least the arrays `wanted`: y, s and statistics of x and operands, or gradients."""
         return forward(self, arrays) if "y" in wanted else backward(self, arrays, wanted)
+
+    def derivative(self, wanted: Names, arrays: Arrays | Mapping[str, str]) -> Derivative:
+        """The gradients, by the names of what they are of, in a call with these arrays."""
+        return derivative(self.operation, wanted, {*arrays, *dict(self.numbers)})
 
     def problem(self, avals: Mapping[str, ShapedArray], wanted: Names) -> Problem:
         """What kernels are asked; `avals`, of arguments and results, are dense: XLA places them at multiples of 16
         bytes at least.
         """
-        rows, cols = self.rows_and_cols(avals["x"].shape)
-        dtypes = {name: aval.dtype.name for name, aval in avals.items()}
+        rows, cols = self.rows_and_cols(next(aval.shape for name, aval in avals.items() if self.kind(name) == "full"))
+        numbers = dict(self.numbers)
+        dtypes = {"x": dict(self.dtypes)["x"]} | dict.fromkeys(numbers, self.compute)
+        dtypes |= {name: aval.dtype.name for name, aval in avals.items()}
+        if self.s_dtype:
+            dtypes["s"] = self.s_dtype
+        kinds = dict(self.kinds) | dict.fromkeys(numbers, "scalar")
         if "y" in wanted:
-            return forward_problem(self.operation, rows, cols, dtypes, sm_margin=self.sm_margin)
+            return forward_problem(self.operation, rows, cols, dtypes, kinds=kinds, sm_margin=self.sm_margin)
         sources = [name.removeprefix("d") for name in wanted]
-        return backward_problem(self.operation, rows, cols, dtypes, sources, sm_margin=self.sm_margin)
+        return backward_problem(self.operation, rows, cols, dtypes, sources, kinds=kinds, sm_margin=self.sm_margin)
 
     def rows_and_cols(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Of what has the shape of x."""
@@ -71,103 +99,121 @@ class Task:
         return math.prod(shape) // cols, cols
 
 
-def compute_dtype(x: jax.Array) -> jnp.dtype:
-    """Of statistics and of all arithmetic."""
-    return jnp.dtype("float64" if x.dtype == jnp.float64 else "float32")
-
-
 def forward(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """y and the statistics."""
-    x = arrays["x"]
-    values = x.astype(compute_dtype(x))
+    """y and the statistics, and s if there is a prologue."""
+    values = _values(task, arrays)
     results = {}
+    rows = arrays["x"].astype(task.compute)
+    if task.operation.prologue is not None:
+        rows, results["s"] = _prologue(task, values, rows.shape)
     if task.norm.subtracts_mean:
-        mean = values.mean(task.axes, keepdims=True)
-        values = values - mean
-        lost = values.mean(task.axes, keepdims=True)  # by the rounding of mean
-        values = values - lost
+        mean = rows.mean(task.axes, keepdims=True)
+        rows = rows - mean
+        lost = rows.mean(task.axes, keepdims=True)  # by the rounding of mean
+        rows = rows - lost
         results["mean"] = (mean + lost).squeeze(task.axes)
-    rstd = jax.lax.rsqrt((values * values).mean(task.axes, keepdims=True) + task.eps)
+    rstd = jax.lax.rsqrt((rows * rows).mean(task.axes, keepdims=True) + task.eps)
     results["rstd"] = rstd.squeeze(task.axes)
-    results["y"] = epilogue(task, values * rstd, arrays)
+    operation = task.operation.given(values)
+    y = _full(operation.epilogue, values | {"xhat": rows * rstd}, rows.shape)
+    results["y"] = y.astype(task.dtype)
     return results
 
 
-def epilogue(task: Task, xhat: jax.Array, arrays: Arrays) -> jax.Array:
-    """y, rounded to its dtype."""
-    y = evaluate(task.operation.given(arrays).epilogue, _values(task, arrays, xhat), jnp)
-    return y.astype(task.dtype)
+def _prologue(
+    task: Task, values: Mapping[str, jax.Array | float], shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """s as it is normalised, rounded, and as it is returned."""
+    assert task.operation.prologue is not None
+    s = _full(task.operation.prologue, values, shape)
+    rounded = s.astype(task.row_dtype)
+    if task.row_dtype == task.compute:
+        return rounded, rounded
+    # XLA leaves out what only rounds on the way to a wider dtype, but not this.
+    kind = jnp.finfo(task.row_dtype)
+    return jax.lax.reduce_precision(rounded.astype(task.compute), kind.nexp, kind.nmant), rounded
 
 
 def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-    """The gradients that are wanted: dx = rstd * P(g), g that of xhat and P as in `_project`, in the dtype of x; those
-    of operands, sums over all rows, in the dtype of weight, without one in that of x.
+    """The gradients that are wanted, of x, s or both, the statistics and the gradients of y and s (of s if there is
+    one). That of s is ds + rstd * P(g), g that of xhat and P as in `_project`; those of columns are sums over all rows.
     """
-    x = arrays["x"]
-    found = derivative(task.operation, [name.removeprefix("d") for name in wanted], arrays)
-    xhat, rstd = _normalised(task, arrays)
-    values = _values(task, arrays, xhat)
-    rows = tuple(range(x.ndim - task.ndim))
-    dtype = arrays.get("weight", x).dtype
-    results = {f"d{name}": evaluate(one, values, jnp).sum(rows).astype(dtype) for name, one in found.early}
+    found = task.derivative(tuple(name.removeprefix("d") for name in wanted), arrays)
+    values, rstd = _normalised(task, arrays)
+    shape = arrays["dy"].shape
     if found.g is not None:
-        results["dx"] = (rstd * _project(task, evaluate(found.g, values, jnp), xhat)).astype(x.dtype)
-    return results
+        ds = rstd * _project(task, _full(found.g, values, shape), values["xhat"])
+        values["ds"] = ds + values["ds"] if "ds" in values else ds
+    gradients: dict[str, jax.Array] = {}
+    for name, expression in (*found.early, *found.late):
+        part = _full(expression, values, shape)
+        gradients[name] = gradients[name] + part if name in gradients else part
+    dtypes, leading = dict(task.dtypes), tuple(range(len(shape) - task.ndim))
+    return {
+        f"d{name}": (one if task.kind(name) == "full" else one.sum(leading)).astype(dtypes[name])
+        for name, one in gradients.items()
+    }
 
 
-def gradient_of_xhat(task: Task, arrays: Arrays) -> jax.Array:
-    """What `backward` calls g, in the dtype of the arithmetic."""
-    xhat, _ = _normalised(task, arrays)
-    g = derivative(task.operation, ("x",), arrays).g
-    assert g is not None  # that of x needs it
-    return evaluate(g, _values(task, arrays, xhat), jnp)
+def tangent(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
+    """The tangents of y and s, y_dot and s_dot, of those of x and of operands: the transpose of `backward`.
 
-
-def tangent(task: Task, arrays: Arrays) -> jax.Array:
-    """The tangent of y, of those of x and of operands (x_dot and the like): the transpose of `backward`.
-
-    Element by element it is what the gradients are: each is linear in dy, so with a tangent in place of dy it is that
-    tangent's share.
+    Element by element they are what the gradients are: each is linear in dy, or ds, so with a tangent in its place it
+    is that tangent's share.
     """
-    xhat, rstd = _normalised(task, arrays)
-    values = _values(task, arrays, xhat)
-    moved = {name: arrays[name + DOT].astype(xhat.dtype) for name in _sources(task) if name + DOT in arrays}
-    found = derivative(task.operation, tuple(moved), arrays)
-    y_dot = jnp.zeros_like(xhat)
+    values, rstd = _normalised(task, arrays)
+    shape = values["xhat"].shape
+    moved = {name: arrays[name + DOT].astype(task.compute) for name in sources(task) if name + DOT in arrays}
+    found = task.derivative(tuple(moved), arrays)
+    y_dot = s_dot = jnp.zeros(shape, task.compute)
+    for name, one in found.late:
+        s_dot = s_dot + evaluate(one, values | {"ds": moved[name]}, jnp)
     if found.g is not None:
-        xhat_dot = rstd * _project(task, moved["x"], xhat)
-        y_dot = evaluate(found.g, values | {"dy": xhat_dot}, jnp)
+        y_dot = _full(found.g, values | {"dy": rstd * _project(task, s_dot, values["xhat"])}, shape)
     for name, one in found.early:
         y_dot = y_dot + evaluate(one, values | {"dy": moved[name]}, jnp)
-    return y_dot.astype(task.dtype)
+    return {"y_dot": y_dot.astype(task.dtype), "s_dot": s_dot.astype(task.row_dtype)}
 
 
 def kept(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """Those of the arrays of a forward pass, its statistics among them, that derivatives are computed from."""
-    found = derivative(task.operation, _sources(task), arrays)
-    expressions = (found.g, *(one for _, one in found.early))
-    needed = {"x", *task.norm.statistics}.union(*(one.uses for one in expressions if one is not None))
+    """Those of the arrays of a forward pass, its results among them, that derivatives are computed from."""
+    found = task.derivative(sources(task), arrays)
+    expressions = (found.g, *(one for _, one in (*found.early, *found.late)))
+    rows = ("s",) if "s" in task.operation.returns else ("x", *task.operation.before)
+    needed = {*rows, *task.norm.statistics}.union(*(one.uses for one in expressions if one is not None))
     return {name: array for name, array in arrays.items() if name in needed}
 
 
-def _sources(task: Task) -> Names:
-    """What y is differentiated with respect to."""
-    return ("x", *task.operation.operands)
+def sources(task: Task) -> Names:
+    """What results are differentiated with respect to."""
+    return ("x", *(name for name in task.operation.operands if name not in dict(task.numbers)))
 
 
-def _values(task: Task, arrays: Arrays, xhat: jax.Array) -> dict[str, jax.Array]:
-    """What expressions are of, in the dtype of the arithmetic: xhat, and what was given of dy and the operands."""
-    names = ("dy", *task.operation.operands)
-    return {"xhat": xhat} | {name: arrays[name].astype(xhat.dtype) for name in names if name in arrays}
+def _values(task: Task, arrays: Arrays) -> dict[str, jax.Array | float]:
+    """What expressions are of, in the dtype of the arithmetic: what was given of x, the operands, dy and ds."""
+    names = ("x", *task.operation.operands, "dy", "ds")
+    wide = {name: arrays[name].astype(task.compute) for name in names if name in arrays}
+    return wide | dict(task.numbers)
 
 
-def _normalised(task: Task, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """(xhat, rstd), rstd with axes of length 1 in place of the normalised ones."""
-    x = arrays["x"].astype(compute_dtype(arrays["x"]))
+def _normalised(task: Task, arrays: Arrays) -> tuple[dict, jax.Array]:
+    """(values with xhat among them, rstd), rstd with axes of length 1 in place of the normalised ones."""
+    values = _values(task, arrays)
+    if "s" in arrays:
+        rows = arrays["s"].astype(task.compute)
+    else:
+        rows = arrays["x"].astype(task.compute)
+        if task.operation.prologue is not None:
+            rows, _ = _prologue(task, values, rows.shape)
     rstd = jnp.expand_dims(arrays["rstd"], task.axes)
     if "mean" in arrays:
-        x = x - jnp.expand_dims(arrays["mean"], task.axes)
-    return x * rstd, rstd
+        rows = rows - jnp.expand_dims(arrays["mean"], task.axes)
+    return values | {"xhat": rows * rstd}, rstd
+
+
+def _full(expression: Expression, values: Mapping[str, jax.Array | float], shape: tuple[int, ...]) -> jax.Array:
+    """The value of an expression for every element of x."""
+    return jnp.broadcast_to(evaluate(expression, values, jnp), shape)
 
 
 def _project(task: Task, v: jax.Array, xhat: jax.Array) -> jax.Array:

@@ -64,8 +64,7 @@ def layer_norm(
     Notes
     -----
     On NVIDIA GPUs cunorm's kernels, elsewhere jax.numpy, as is decided when a program is lowered. Arithmetic in float32
-    (float64 for float64 x) with one rounding at the end. The gradient of `bias` is rounded to the dtype of
-    `weight` (of x without one) before it takes that of `bias`. Ba, Kiros, Hinton, Layer Normalization, 2016;
+    (float64 for float64 x) with one rounding at the end. Ba, Kiros, Hinton, Layer Normalization, 2016;
     kernels_cu/norm_forward.cu.
 
     Examples
@@ -126,16 +125,21 @@ def checked(
         None if dtype is None else checks.dtype_name(function, dtype),
         zero_centered_gamma=zero_centered_gamma,
     )
-    if y_dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        raise TypeError(f"{function}: dtype float64 needs jax_enable_x64; got dtype={dtype!r} without it.")
+    check_x64(function, "dtype", y_dtype)
     task = Task(
         operation=affine(function.removesuffix("_forward").removesuffix("_fp8"), bool(zero_centered_gamma)),
         ndim=len(shape),
         eps=checks.check_eps(function, eps),
         dtype=y_dtype,
         sm_margin=checks.check_sm_margin(function, sm_margin, None),
+        dtypes=tuple((name, layout.dtype) for name, layout in layouts.items()),
     )
     return sharding.prepared(task, arrays), task
+
+
+def check_x64(function: str, argument: str, dtype: str | None) -> None:
+    if dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise TypeError(f"{function}: {argument} float64 needs jax_enable_x64; got it without.")
 
 
 def array(function: str, name: str, value: Any) -> jax.Array:

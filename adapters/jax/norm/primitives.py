@@ -1,9 +1,9 @@
-"""The norms as JAX primitives with JAX's own rules, so that its transformations compose in any order.
+"""Operations as JAX primitives with JAX's own rules, so that its transformations compose in any order.
 
 `jax.custom_vjp` would refuse forward mode, and under grad of vmap it would sum dweight a sample at a time outside the
 kernel. Three primitives carry the derivatives:
-- forward: y, and mean and rstd where somebody will read them;
-- tangent: of y, linear in the tangents of x and of operands; jax.numpy;
+- forward: y, s if it is returned, and mean and rstd where somebody will read them;
+- tangent: of y and s, linear in the tangents of x and of operands; jax.numpy;
 - backward: its transpose, of which only the gradients that are wanted are computed.
 Each holds as `call` the traced function that it stands for: what it is on a device is sharding.py's and xla/call.py's
 business. Leading axes of x are all rows, so vmap has no more to do than to move its axis to the front.
@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from ...operation import affine
+from ...norm import fused
 from . import formulas, sharding
 from .formulas import DOT, Arrays, Names, Task
 
@@ -30,18 +30,29 @@ STATISTICS = "cunorm_statistics"  # mean and rstd of a differentiated call, to p
 
 
 def forward(task: Task, arrays: Arrays, *, statistics: bool) -> dict[str, jax.Array]:
-    """y of x and the operands that are given; with `statistics` also rstd and layer_norm's mean."""
-    return bind(forward_p, sharding.call, task, arrays, ("y", *task.norm.statistics) if statistics else ("y",))
+    """What the operation returns, of x and the operands that are given; with `statistics` also rstd and layer_norm's
+    mean.
+    """
+    wanted = (*task.operation.returns, *(task.norm.statistics if statistics else ()))
+    return bind(forward_p, sharding.call, task, arrays, wanted)
 
 
 def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-    """The gradients that are wanted, of dy and what `formulas.kept` names."""
-    return bind(backward_p, sharding.call, task, arrays, wanted)
+    """The gradients that are wanted, of dy, ds if there is one, and what `formulas.kept` names."""
+    present = {*arrays, *dict(task.numbers)}
+    names = [name.removeprefix("d") for name in wanted]
+    same = fused.same_gradients(task.operation, names, present, dict(task.kinds), dict(task.dtypes))
+    computed = tuple(f"d{name}" for name in dict.fromkeys(same.values()))
+    results = bind(backward_p, sharding.call, task, arrays, computed)
+    return {f"d{name}": results[f"d{of}"] for name, of in same.items()}
 
 
-def tangent(task: Task, arrays: Arrays) -> jax.Array:
-    """The tangent of y, of what `formulas.kept` names and the tangents that are not zero, x_dot and the like."""
-    return bind(tangent_p, _tangent_formula, task, arrays, ("y_dot",))["y_dot"]
+def tangent(task: Task, arrays: Arrays) -> list[jax.Array]:
+    """The tangents of what the operation returns, of what `formulas.kept` names and the tangents that are not zero,
+    x_dot and the like.
+    """
+    wanted = tuple(f"{name}{DOT}" for name in task.operation.returns)
+    return list(bind(tangent_p, _tangent_formula, task, arrays, wanted).values())
 
 
 def bind(one: Primitive, function: Callable, task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
@@ -71,18 +82,20 @@ backward_p = primitive("cunorm_backward")
 tangent_p = primitive("cunorm_tangent")
 
 
-def _forward_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Of a forward or backward pass."""
+    results = task.results(dict(zip(names, arrays, strict=True)), wanted)
+    return tuple(results[name] for name in wanted)
+
+
+def _statistics_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     results = formulas.forward(task, dict(zip(names, arrays, strict=True)))
     return tuple(results[name] for name in wanted)
 
 
-def _backward_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    results = formulas.backward(task, dict(zip(names, arrays, strict=True)), wanted)
-    return tuple(results[name] for name in wanted)
-
-
 def _tangent_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return (formulas.tangent(task, dict(zip(names, arrays, strict=True))),)
+    results = formulas.tangent(task, dict(zip(names, arrays, strict=True)))
+    return tuple(results[name] for name in wanted)
 
 
 # Derivatives.
@@ -92,17 +105,17 @@ def _jvp_of_forward(primals, tangents, *, call, task, names, wanted):
     arrays = dict(zip(names, primals, strict=True))
     moved = {f"{name}{DOT}": dot for name, dot in zip(names, tangents, strict=True) if type(dot) is not ad.Zero}
     results = forward(task, arrays, statistics=True)
-    saved = {name: checkpoint_name(results[name], STATISTICS) for name in task.norm.statistics}
-    dots = [tangent(task, formulas.kept(task, arrays | saved) | moved)]
-    if len(wanted) > 1:
-        function = partial(_forward_formula, task, names, wanted[1:])
-        dots += _jvp_of_formula(function, primals, tangents)
+    saved = results | {name: checkpoint_name(results[name], STATISTICS) for name in task.norm.statistics}
+    dots = tangent(task, formulas.kept(task, arrays | saved) | moved)
+    of_rows = wanted[len(task.operation.returns) :]
+    if of_rows:
+        dots += _jvp_of_formula(partial(_statistics_formula, task, names, of_rows), primals, tangents)
     return [results[name] for name in wanted], dots
 
 
 def _jvp_of_backward(primals, tangents, *, call, task, names, wanted):
-    results = backward(task, dict(zip(names, primals, strict=True)), wanted)
-    dots = _jvp_of_formula(partial(_backward_formula, task, names, wanted), primals, tangents)
+    results = bind(backward_p, sharding.call, task, dict(zip(names, primals, strict=True)), wanted)
+    dots = _jvp_of_formula(partial(_formula, task, names, wanted), primals, tangents)
     return [results[name] for name in wanted], dots
 
 
@@ -126,16 +139,17 @@ def _jvp_of_formula(function: Callable, primals: Sequence[Any], tangents: Sequen
 
 
 def _transpose_of_tangent(cotangents, *arrays, call, task, names, wanted):
-    (dy,) = cotangents
     arguments = dict(zip(names, arrays, strict=True))
     unknown = {name: array.aval for name, array in arguments.items() if ad.is_undefined_primal(array)}
-    if type(dy) is ad.Zero:
+    given = {f"d{name.removesuffix(DOT)}": one for name, one in zip(wanted, cotangents, strict=True)}
+    if all(type(one) is ad.Zero for one in given.values()):
         return [ad.Zero(unknown[name]) if name in unknown else None for name in names]
+    given["dy"] = ad.instantiate_zeros(given["dy"])
+    given = {name: one for name, one in given.items() if type(one) is not ad.Zero}
     known = {name: array for name, array in arguments.items() if not name.endswith(DOT)}
     gradient = {name: f"d{name.removesuffix(DOT)}" for name in unknown}
-    gradients = backward(task, {"dy": dy} | known, tuple(gradient.values()))
-    # The gradient of an operand may come in another dtype: that of weight, or of x.
-    return [gradients[gradient[name]].astype(unknown[name].dtype) if name in unknown else None for name in names]
+    gradients = backward(task, given | known, tuple(gradient.values()))
+    return [gradients[gradient[name]] if name in unknown else None for name in names]
 
 
 ad.primitive_jvps[forward_p] = _jvp_of_forward
@@ -148,61 +162,47 @@ ad.primitive_transposes[tangent_p] = _transpose_of_tangent
 
 
 def _batch_forward(arrays, dims, *, call, task, names, wanted):
-    arrays, mapped = batch_in_front(arrays, dims, names)
-    statistics = len(wanted) > 1
-    if mapped == {"x"}:
-        results = forward(task, arrays, statistics=statistics)
-        return [results[name] for name in wanted], [0] * len(wanted)
-    # The kernels take one operand for all rows.
-    plain = replace(_norm_alone(task), dtype=formulas.compute_dtype(arrays["x"]).name)
-    results = forward(plain, {"x": arrays["x"]}, statistics=statistics)
-    xhat = results["y"] if "x" in mapped else results["y"][None]
-    results["y"] = formulas.epilogue(task, xhat, _beside_rows(task, arrays, mapped, xhat.ndim))
-    return [results[name] for name in wanted], [0, *(0 if "x" in mapped else None for _ in wanted[1:])]
+    task, arrays = _in_rows(task, *batch_in_front(arrays, dims, names))
+    results = bind(forward_p, sharding.call, task, arrays, wanted)
+    return [results[name] for name in wanted], [0] * len(wanted)
 
 
 def _batch_backward(arrays, dims, *, call, task, names, wanted):
     arrays, mapped = batch_in_front(arrays, dims, names)
-    size = next(arrays[name].shape[0] for name in mapped)
-    rows = {
-        name: array if name in mapped else jnp.broadcast_to(array, (size, *array.shape))
-        for name, array in arrays.items()
-        if name not in task.operation.operands
-    }
-    operands = {name: array for name, array in arrays.items() if name not in rows}
+    of_rows = tuple(name for name in wanted if task.kind(name) == "full")
     results = {}
-    if "dx" in wanted and mapped.isdisjoint(operands):
-        results |= backward(task, rows | operands, ("dx",))
-    elif "dx" in wanted:
-        g = formulas.gradient_of_xhat(task, rows | _beside_rows(task, operands, mapped, rows["x"].ndim))
-        results |= backward(_norm_alone(task), rows | {"dy": g}, ("dx",))
-    others = tuple(name for name in wanted if name != "dx")
+    if of_rows:
+        in_rows, all_rows = _in_rows(task, arrays, mapped)
+        results |= bind(backward_p, sharding.call, in_rows, all_rows, of_rows)
+    others = tuple(name for name in wanted if name not in of_rows)
     if others:  # of each sample, where the kernels sum over all rows
-        inputs = rows | operands
-        axes = [0 if name in rows or name in mapped else None for name in inputs]
-        function = partial(_backward_formula, task, tuple(inputs), others)
-        results |= zip(others, jax.vmap(function, axes)(*inputs.values()), strict=True)
+        axes = [0 if name in mapped else None for name in arrays]
+        function = partial(_formula, task, tuple(arrays), others)
+        results |= zip(others, jax.vmap(function, axes)(*arrays.values()), strict=True)
     return [results[name] for name in wanted], [0] * len(wanted)
 
 
 def _batch_tangent(arrays, dims, *, call, task, names, wanted):
     function = partial(_tangent_formula, task, names, wanted)
-    return jax.vmap(function, dims)(*arrays), [0]
+    return jax.vmap(function, dims)(*arrays), [0] * len(wanted)
 
 
-def _norm_alone(task: Task) -> Task:
-    """Of which y is xhat."""
-    return replace(task, operation=affine(task.operation.norm))
-
-
-def _beside_rows(task: Task, arrays: Arrays, mapped: set[str], ndim: int) -> dict[str, jax.Array]:
-    """The operands as they stand beside rows of `ndim` axes: a batch axis first, then one for each that x has."""
-    axes = range(1, ndim - task.ndim)
-    return {
-        name: jnp.expand_dims(arrays[name], axes) if name in mapped else arrays[name]
-        for name in task.operation.operands
-        if name in arrays
-    }
+def _in_rows(task: Task, arrays: dict[str, jax.Array], mapped: set[str]) -> tuple[Task, dict[str, jax.Array]]:
+    """A batch as rows: what has rows gets the batch axis, and operands that have it get rows, as kernels take one for
+    all rows.
+    """
+    size = next(arrays[name].shape[0] for name in mapped)
+    rows = next(name for name in arrays if task.kind(name) == "full")
+    shape = (size, *arrays[rows].shape[1 if rows in mapped else 0 :])
+    kinds, found = dict(task.kinds), dict(arrays)
+    for name, array in arrays.items():
+        if task.kind(name) in sharding.OF_ROWS:
+            if name not in mapped:
+                found[name] = jnp.broadcast_to(array, (size, *array.shape))
+        elif name in mapped:
+            beside = jnp.expand_dims(array, range(1, len(shape) - task.ndim))
+            found[name], kinds[name] = jnp.broadcast_to(beside, shape), "full"
+    return replace(task, kinds=tuple(kinds.items())), found
 
 
 def batch_in_front(arrays, dims, names) -> tuple[dict[str, jax.Array], set[str]]:

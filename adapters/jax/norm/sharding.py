@@ -50,7 +50,7 @@ def prepared(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
 
 def call(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The arrays `wanted`, of those in `names`."""
-    x = arrays[names.index("x")]
+    x = arrays[_place_of_rows(task, names)]
     leading = x.ndim - task.ndim
     if not leading:
         return xla_call.kernel(task, names, wanted, *arrays)
@@ -75,6 +75,11 @@ def _of_a_device(task: Task, names: Names, wanted: Names, rows: Rows, *arrays: j
         array if task.kind(name) in OF_ROWS or not axes else _sum(array, axes)
         for name, array in zip(wanted, local, strict=True)
     )
+
+
+def _place_of_rows(task: Task, names: Names) -> int:
+    """Of one that has the shape of x."""
+    return next(place for place, name in enumerate(names) if task.kind(name) == "full")
 
 
 def _rows_by_type(x: jax.Array, leading: int) -> Rows:
@@ -106,7 +111,7 @@ def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> custo
 
 def _partition(task: Task, names: Names, wanted: Names, leading: int, mesh: Mesh, arguments, results):
     """(mesh, what each device does, shardings of the results, shardings of the arguments)."""
-    x = arguments[names.index("x")]
+    x = arguments[_place_of_rows(task, names)]
     rows = _row_axes(x, leading, mesh)
     return (
         mesh,

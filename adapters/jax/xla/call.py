@@ -156,7 +156,7 @@ def _by_callback(plan: Plan, task: Task, names: Names, wanted: Names, avals, *ar
 
 def _numbers(task: Task) -> dict[str, float]:
     """The scalars of a plan, by name."""
-    return {"eps": task.eps}
+    return {"eps": task.eps, **dict(task.numbers)}
 
 
 def _as_bits(dtype: numpy.dtype) -> numpy.dtype:

@@ -1,0 +1,150 @@
+"""Fused operations on JAX arrays: what `cunorm.fuse` makes, and the named functions of its kind.
+
+A number stands in the program, as eps does. An array without axes becomes a vector for all rows, and an operand that
+kernels know no kind for one of the shape of x; their gradients are added up again.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...norm import checks, fused
+from ...norm.checks import Layout
+from ...operation import NORMS, Operation
+from . import formulas, functional, sharding
+from .arrays import cunorm_backward
+from .formulas import Task
+from .functional import array
+
+
+def forward(
+    function: str,
+    operation: Operation,
+    x: jax.Array,
+    operands: Mapping[str, Any],
+    eps: float,
+    *,
+    demanded: fused.Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+    statistics: bool,
+) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
+    """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for. All are
+    differentiable.
+    """
+    arrays, task = _checked(function, operation, x, operands, demanded, eps, dtype, s_dtype)
+    results = functional.FORWARD[operation.norm](task, bool(statistics), arrays)
+    return {name: results[name] for name in operation.returns}, results.get("mean"), results.get("rstd")
+
+
+def backward(
+    function: str,
+    operation: Operation,
+    arrays: Mapping[str, Any],
+    wanted: Sequence[str],
+    *,
+    demanded: fused.Kinds,
+    s_dtype: str | None,
+) -> dict[str, jax.Array]:
+    """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
+    is none.
+    """
+    needed = ("x", *NORMS[operation.norm].statistics)
+    x = array(function, "x", arrays["x"])
+    operands = {name: arrays[name] for name in operation.operands if arrays.get(name) is not None}
+    # A number of which the gradient is wanted is an array after all.
+    kind = fused.compute_dtype(s_dtype or x.dtype.name)
+    operands |= {
+        name: jnp.full((), fused.number(function, name, one), kind)
+        for name, one in operands.items()
+        if isinstance(one, numbers.Real) and name in wanted
+    }
+    given, task = _checked(function, operation, x, operands, demanded, 0.0, None, s_dtype)
+    others = {
+        name: array(function, name, arrays.get(name))
+        for name in ("dy", "ds", "s", "mean", "rstd")
+        if arrays.get(name) is not None or name in needed
+    }
+    layouts = {name: _layout(one) for name, one in (given | others).items()}
+    fused.check_backward(function, operation, layouts, task.row_dtype)
+    others.setdefault("dy", jnp.zeros_like(x))
+    read = formulas.kept(task, given | others) | {name: others[name] for name in ("dy", "ds") if name in others}
+    names = tuple(f"d{name}" for name in wanted)
+    results = cunorm_backward(task, names, sharding.prepared(task, {"x": x} | read)) if names else {}
+    kinds = dict.fromkeys(given, "column") | dict(task.kinds)
+    gradients = {}
+    for name in wanted:
+        gradients[name] = results[f"d{name}"]
+        if name in operands:
+            of = array(function, name, operands[name])
+            _, pull = jax.vjp(partial(_placed, kind=kinds[name], shape=x.shape), of)
+            (gradients[name],) = pull(gradients[name])
+    return gradients
+
+
+def _checked(
+    function: str,
+    operation: Operation,
+    x: Any,
+    operands: Mapping[str, Any],
+    demanded: fused.Kinds,
+    eps: float,
+    dtype: str | None,
+    s_dtype: str | None,
+) -> tuple[dict[str, jax.Array], Task]:
+    """The arrays of a call, as the primitives take them, and the rest of it."""
+    x = array(function, "x", x)
+    of_x = _layout(x)
+    literals = {
+        name: fused.number(function, name, one) for name, one in operands.items() if isinstance(one, numbers.Real)
+    }
+    given = {name: array(function, name, one) for name, one in operands.items() if name not in literals}
+    layouts = {name: _layout(one, of_x) for name, one in given.items()}
+    kinds = fused.check_operands(function, of_x, layouts | literals, demanded=demanded)
+    for argument, name in (("dtype", dtype), ("s_dtype", s_dtype)):
+        functional.check_x64(function, argument, name)
+    arrays = {name: _placed(one, kinds[name], x.shape) for name, one in given.items()}
+    of_operands = {name: one.dtype for name, one in layouts.items()}
+    task = Task(
+        operation,
+        ndim=1,
+        eps=checks.check_eps(function, eps),
+        dtype=dtype or of_x.dtype,
+        sm_margin=0,
+        # Of an operand that was left out the gradient has the dtype of x.
+        dtypes=tuple((dict.fromkeys(("x", *operation.operands), of_x.dtype) | of_operands).items()),
+        s_dtype=None if operation.prologue is None else s_dtype or of_x.dtype,
+        kinds=tuple((name, "full") for name in arrays if kinds[name] != "column"),
+        numbers=tuple(literals.items()),
+    )
+    return sharding.prepared(task, {"x": x} | arrays), task
+
+
+def _placed(operand: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
+    """In the shape of its kind: a column's one axis, or that of x."""
+    to = shape[-1:] if kind == "column" else shape
+    return _expanded(to, operand.reshape(operand.shape[max(0, operand.ndim - len(to)) :]))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _expanded(shape: tuple[int, ...], operand: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(operand, shape)
+
+
+@_expanded.defjvp
+def _jvp_of_expanded(shape, primals, tangents):
+    """By JAX's own rule the gradient would be a sum in 16 bits."""
+    (dot,) = tangents
+    wide = dot.astype(jnp.promote_types(dot.dtype, jnp.float32))
+    return _expanded(shape, *primals), jnp.broadcast_to(wide, shape).astype(dot.dtype)
+
+
+def _layout(of: jax.Array, x: Layout | None = None) -> Layout:
+    """An operand without axes is one number for all columns."""
+    return Layout(of.shape or (x.shape[-1:] if x else ()), (), of.dtype.name, "")
