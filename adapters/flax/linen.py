@@ -1,5 +1,5 @@
-"""`LayerNorm` and `RMSNorm` of flax.linen, same constructors, parameters and results, on cunorm's kernels, and
-`LayerNormDense`, either of them with the Dense that reads it.
+"""`LayerNorm` and `RMSNorm` of flax.linen, same constructors, parameters and results, on cunorm's kernels;
+`AddLayerNorm` and `AddRMSNorm`, which add a residual first; and `LayerNormDense`, a norm with the Dense that reads it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax.linen.dtypes import canonicalize_dtype
 
 from ..jax import layer_norm, rms_norm
+from . import adding
 from .coverage import covered_row, normalise
 from .dense import check_columns, check_options, initializers, norm_dense, parameter_shapes
 
@@ -85,6 +86,91 @@ class RMSNorm(nn.RMSNorm):
         scale = _parameter(self, "scale", row)
         dtype = canonicalize_dtype(x, scale, dtype=self.dtype)
         return normalise(rms_norm, x, row, (scale,), self.epsilon, dtype)
+
+
+class AddLayerNorm(nn.Module):
+    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + epsilon) * scale + bias, over the last axis; both returned.
+
+    Parameters
+    ----------
+    epsilon : float
+    dtype : dtype, optional
+        Of y. Default: that to which x, residual and the parameters promote.
+    s_dtype : dtype, optional
+        Of s, which is rounded to it before its statistics are taken. Default: that to which x and residual promote.
+    param_dtype : dtype
+        In which parameters are initialized.
+    use_bias, use_scale : bool
+        Whether there are these parameters.
+    bias_init, scale_init : initializers
+
+    Attributes
+    ----------
+    scale, bias : parameters, shape (columns,)
+        Those of flax.linen.LayerNorm: its checkpoints fit.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `cunorm.add_layer_norm`.
+
+    Notes
+    -----
+    Called with x and residual of shape (..., columns) it returns (y, s), both of that shape: what LayerNorm makes of
+    the sum, and the sum. One kernel forward and one backward, which reads s alone: x and residual are not kept.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from cunorm.flax.linen import AddLayerNorm
+    >>> x, residual = jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[0.0, 0.0, -1.0]])
+    >>> norm = AddLayerNorm()
+    >>> variables = norm.init(jax.random.key(0), x, residual)
+    >>> y, s = norm.apply(variables, x, residual)
+    >>> print(y.round(4), s)
+    [[-1.2247  0.      1.2247]] [[1. 2. 3.]]
+    """
+
+    epsilon: float = 1e-6
+    dtype: Any = None
+    s_dtype: Any = None
+    param_dtype: Any = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+    scale_init: Callable[..., Any] = nn.initializers.ones_init()
+
+    @nn.compact
+    def __call__(self, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
+        return _add_norm(self, x, residual)
+
+
+class AddRMSNorm(nn.Module):
+    """s = x + residual, y = s / sqrt(mean(s²) + epsilon) * scale, over the last axis; both returned.
+
+    Parameters, attributes and notes as in `AddLayerNorm`, without bias.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from cunorm.flax.linen import AddRMSNorm
+    >>> x, residual = jnp.array([[3.0, -4.0]]), jnp.array([[1.0, 0.0]])
+    >>> norm = AddRMSNorm(epsilon=0.0)
+    >>> y, s = norm.apply(norm.init(jax.random.key(0), x, residual), x, residual)
+    >>> print(y.round(4), s)
+    [[ 1. -1.]] [[ 4. -4.]]
+    """
+
+    epsilon: float = 1e-6
+    dtype: Any = None
+    s_dtype: Any = None
+    param_dtype: Any = jnp.float32
+    use_scale: bool = True
+    scale_init: Callable[..., Any] = nn.initializers.ones_init()
+
+    @nn.compact
+    def __call__(self, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
+        return _add_norm(self, x, residual)
 
 
 class LayerNormDense(nn.Module):
@@ -187,3 +273,13 @@ def _parameter(module: nn.Module, name: str, row: tuple[int, ...]) -> jax.Array 
     # A list, because that is what an initializer gets from Flax.
     parameter = module.param(name, getattr(module, f"{name}_init"), list(row), module.param_dtype)
     return jnp.asarray(parameter, None if module.force_float32_reductions else module.param_dtype)
+
+
+def _add_norm(module: nn.Module, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
+    x, residual = adding.as_arrays(type(module).__name__, x, residual)
+    parameters = {
+        name: module.param(name, initializer, x.shape[-1:], module.param_dtype)
+        for name, initializer in adding.initializers(module).items()
+    }
+    dtype = canonicalize_dtype(x, residual, *parameters.values(), dtype=module.dtype)
+    return adding.add_norm(module, x, residual, parameters, dtype)

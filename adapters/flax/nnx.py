@@ -1,5 +1,5 @@
-"""`LayerNorm` and `RMSNorm` of flax.nnx, same constructors, parameters and results, on cunorm's kernels, and
-`LayerNormDense`, either of them with the Linear that reads it.
+"""`LayerNorm` and `RMSNorm` of flax.nnx, same constructors, parameters and results, on cunorm's kernels;
+`AddLayerNorm` and `AddRMSNorm`, which add a residual first; and `LayerNormDense`, a norm with the Linear that reads it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from ..jax import layer_norm, rms_norm
+from . import adding
 from .coverage import covered_row, normalise
 from .dense import check_columns, check_options, initializers, norm_dense, parameter_shapes
 
@@ -84,6 +85,99 @@ class RMSNorm(nnx.RMSNorm):
             return super().__call__(x, mask=mask)
         dtype = canonicalize_dtype(promoted, scale, dtype=self.dtype)
         return normalise(rms_norm, _unwidened(self, x, promoted), row, (scale,), self.epsilon, dtype)
+
+
+class AddLayerNorm(nnx.Module):
+    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + epsilon) * scale + bias, over the last axis; both returned.
+
+    Parameters
+    ----------
+    num_features : int
+        Columns of x.
+    rngs : nnx.Rngs
+    epsilon, dtype, s_dtype, param_dtype, use_bias, use_scale, bias_init, scale_init
+        As cunorm.flax.linen.AddLayerNorm has them.
+
+    Attributes
+    ----------
+    scale, bias : nnx.Param, shape (num_features,), or None
+        Those of flax.nnx.LayerNorm: its state fits.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `cunorm.add_layer_norm`.
+
+    Notes
+    -----
+    Called with x and residual of shape (..., num_features) it returns (y, s), as cunorm.flax.linen.AddLayerNorm does.
+    x, residual, scale and bias are read in their own dtypes, whatever `dtype` is.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from cunorm.flax.nnx import AddLayerNorm
+    >>> from flax import nnx
+    >>> norm = AddLayerNorm(3, rngs=nnx.Rngs(0))
+    >>> y, s = norm(jnp.array([[1.0, 2.0, 4.0]]), jnp.array([[0.0, 0.0, -1.0]]))
+    >>> print(y.round(4), s)
+    [[-1.2247  0.      1.2247]] [[1. 2. 3.]]
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Any = None,
+        s_dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Callable[..., Any] = nnx.initializers.zeros_init(),  # noqa: B008
+        scale_init: Callable[..., Any] = nnx.initializers.ones_init(),  # noqa: B008
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.use_bias = use_bias
+        self.bias_init = bias_init
+        _init(self, num_features, epsilon, dtype, s_dtype, param_dtype, use_scale, scale_init, rngs)
+
+    def __call__(self, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
+        return _add_norm(self, x, residual)
+
+
+class AddRMSNorm(nnx.Module):
+    """s = x + residual, y = s / sqrt(mean(s²) + epsilon) * scale, over the last axis; both returned.
+
+    Parameters, attributes and notes as in `AddLayerNorm`, without bias.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from cunorm.flax.nnx import AddRMSNorm
+    >>> from flax import nnx
+    >>> norm = AddRMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))
+    >>> y, s = norm(jnp.array([[3.0, -4.0]]), jnp.array([[1.0, 0.0]]))
+    >>> print(y.round(4), s)
+    [[ 1. -1.]] [[ 4. -4.]]
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Any = None,
+        s_dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        use_scale: bool = True,
+        scale_init: Callable[..., Any] = nnx.initializers.ones_init(),  # noqa: B008
+        rngs: nnx.Rngs,
+    ) -> None:
+        _init(self, num_features, epsilon, dtype, s_dtype, param_dtype, use_scale, scale_init, rngs)
+
+    def __call__(self, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
+        return _add_norm(self, x, residual)
 
 
 class LayerNormDense(nnx.Module):
@@ -186,3 +280,29 @@ def _unwidened(module: Any, x: Any, promoted: jax.Array) -> jax.Array:
     """x where Flax only widens it to float32: a kernel does so as it reads, and reads half the bytes."""
     plain = module.promote_dtype is promote_dtype and isinstance(x, jax.Array)
     return x if plain and promoted.dtype == jnp.float32 and x.dtype in (jnp.float16, jnp.bfloat16) else promoted
+
+
+def _init(module: Any, num_features: int, epsilon, dtype, s_dtype, param_dtype, use_scale, scale_init, rngs) -> None:
+    """Of a module that adds."""
+    module.num_features = num_features
+    module.epsilon = epsilon
+    module.dtype = dtype
+    module.s_dtype = s_dtype
+    module.param_dtype = param_dtype
+    module.use_scale = use_scale
+    module.scale_init = scale_init
+    found = adding.initializers(module)
+    for name in ("scale", "bias") if hasattr(module, "use_bias") else ("scale",):
+        there = name in found
+        setattr(
+            module,
+            name,
+            nnx.Param(found[name](rngs.params(), (num_features,), param_dtype)) if there else nnx.data(None),
+        )
+
+
+def _add_norm(module: Any, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
+    x, residual = adding.as_arrays(type(module).__name__, x, residual)
+    parameters = {name: getattr(module, name)[...] for name in adding.initializers(module)}
+    dtype = canonicalize_dtype(x, residual, *parameters.values(), dtype=module.dtype)
+    return adding.add_norm(module, x, residual, parameters, dtype)
