@@ -96,7 +96,9 @@ def forward(
         if scale is None:
             _, cols = task.rows_and_cols(x.shape)
             parameters = (arrays.get("weight"), arrays.get("bias"), zero_centered_gamma)
-            scale = float8.static_scale(jnp, task.norm.subtracts_mean, cols, *parameters, FLOAT8[name])
+            # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
+            largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[name]))
+            scale = float8.static_scale(jnp, task.norm.subtracts_mean, cols, *parameters, largest)
         arrays = sharding.prepared(task, arrays | {"y8_scale": jnp.asarray(scale, jnp.float32).reshape(())})
     results = arrays | cunorm_float8(task, output, arrays)
     return results["y8"], results["y8_scale"], results.get("y")
