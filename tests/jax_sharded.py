@@ -185,7 +185,9 @@ def check_fused(mesh: Mesh, spec: PartitionSpec) -> None:
         gradients = jax.jit(jax.grad(both, argnums)).lower(*sharded).compile()
         assert collectives(gradients) == {"all-reduce"}, collectives(gradients)
         results = gradients(*sharded)
-        for gradient, of in zip(results, sharded, strict=True):
+        of_s = jax.jit(jax.grad(lambda *a: add_layer_norm(*a)[1].sum()))(*sharded)
+        assert (of_s == 1).all()
+        for gradient, of in zip((of_s, *results), sharded[:1] + sharded, strict=True):
             assert gradient.sharding.is_equivalent_to(of.sharding, of.ndim), gradient.sharding
     close(jax.device_get(results), jax.device_get(jax.grad(expected, argnums)(*arrays)), atol=1e-4)
 

@@ -95,6 +95,18 @@ def test_the_bits_are_those_of_the_core(name, cols):
             assert same_bits(from_jax(one), of_core[of]), of
 
 
+@pytest.mark.gpu
+def test_through_the_callback(monkeypatch):
+    """The other way into a program gives the same bits."""
+    arrays = arguments("cuda", 40, cols=1000)
+    by_ptx = gradient(named)(*arrays)
+    monkeypatch.setenv("CUNORM_XLA_CALL", "callback")
+    jax.clear_caches()
+    by_callback = gradient(named)(*arrays)
+    jax.clear_caches()
+    close(by_ptx, by_callback, 0, 0)
+
+
 def definition(x, residual, weight, bias=None):
     """add_layer_norm of float32 and add_rms_norm (without bias) in jax.numpy."""
     s = x + residual
@@ -144,6 +156,21 @@ def test_derivatives(device):
     alike(lambda f: jax.jacfwd(jax.grad(loss(f), (0, 2)), (1, 3)), *small)
     alike(lambda f: jax.jacrev(jax.grad(loss(f), (0, 2)), (1, 3)), *small)
     alike(lambda f: gradient(jax.checkpoint(f)), *arrays)
+
+
+@on_devices
+def test_in_shard_map(device):
+    """Of both results and of each, on one device; of several: test_jax_sharding.py."""
+    mesh = jax.sharding.Mesh(jax.devices(device)[:1], ("data",))
+    data, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    arrays = arguments(device, 4)
+
+    def mapped(function):
+        return jax.shard_map(function, mesh=mesh, in_specs=(data, data, whole, whole), out_specs=(data, data))
+
+    for part in (loss, lambda f: lambda *a: jnp.sin(f(*a)[0]).sum(), lambda f: lambda *a: jnp.sin(f(*a)[1]).sum()):
+        found = jax.jit(jax.grad(part(mapped(named)), (0, 2)))(*arrays)
+        close(found, jax.grad(part(definition), (0, 2))(*arrays), 1e-3, 1e-4)
 
 
 @on_devices
@@ -218,6 +245,14 @@ def test_what_is_wrong_is_said(device):
         cunorm.jax.add_rms_norm(x, x, jnp.ones(COLS, "int32"))
     with pytest.raises(TypeError, match="eps must be a real number"):
         jax.jit(lambda x, eps: cunorm.jax.add_rms_norm(x, x, eps=eps))(x, 1e-5)
+
+
+@on_devices
+def test_a_single_row(device):
+    x, residual, weight, bias = arguments(device)
+    alike(gradient, x, residual, weight, bias)
+    scaled = cunorm.fuse("rms_norm", epilogue=lambda xhat, weight: xhat * weight)
+    close(scaled(x, weight=weight), cunorm.rms_norm(x) * weight)
 
 
 @on_devices

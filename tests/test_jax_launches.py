@@ -19,7 +19,7 @@ pytest.importorskip("jax")
 import cunorm
 from cunorm.jax.xla import call as xla_call
 from cunorm.norm.plan import Plan, plan
-from cunorm.norm.problem import backward_problem, float8_problem
+from cunorm.norm.problem import backward_problem, float8_problem, forward_problem
 from cunorm.numpy_arrays import numpy_dtype
 from cunorm.operation import affine
 
@@ -38,11 +38,17 @@ SHAPES = (
 WANTED = (("x", "weight", "bias"), ("x",), ("weight",), ("bias",), ("x", "bias"))
 
 
-def run(solution: Plan, op: str, given: dict[str, numpy.ndarray], wanted: dict[str, numpy.ndarray]) -> None:
+def run(
+    solution: Plan,
+    op: str,
+    given: dict[str, numpy.ndarray],
+    wanted: dict[str, numpy.ndarray],
+    numbers: dict[str, float] | None = None,
+) -> None:
     """Fills `wanted`. A buffer holds nothing before a call has it among its results, then what that call wrote."""
     buffers: dict[str, Any] = dict(given)
     empty = wanted | {"workspace": numpy.empty(solution.workspace, "uint8")}
-    for one in xla_call.launches(solution, {"eps": EPS[op]}, tuple(wanted)):
+    for one in xla_call.launches(solution, {"eps": EPS[op]} | (numbers or {}), tuple(wanted)):
         results = {name: numpy.empty_like(empty[name]) for name in one.writes}
         for result in results.values():
             result.view("uint8")[...] = POISON
@@ -103,6 +109,36 @@ def test_y_in_8_bits(granularity):
     width = {"row": cols, 128: 128, "tensor": rows * cols}[granularity]
     wide = scales.reshape(-1, 1) if granularity != 128 else scales.reshape(rows, -1).repeat(width, 1)[:, :cols]
     numpy.testing.assert_allclose(results["y8"].astype("float32") * wide, y, rtol=0.07, atol=0.01)
+
+
+def test_a_fused_operation():
+    """A number stands in the text; s is written beside y and read again, with its own gradient, where x is not."""
+    rows, cols = 9, 1000
+    op = cunorm.fuse(
+        "rms_norm",
+        prologue=lambda x, residual, factor: x + factor * residual,
+        epilogue=lambda xhat, weight: xhat * weight,
+        returns=("y", "s"),
+    )
+    x, residual, weight, _ = inputs(numpy, rows, cols, "float32")
+    dy, ds = residual[::-1].copy(), x[::-1].copy()
+    operands = {"residual": residual, "weight": weight, "factor": 0.75}
+    expected, saved = op.forward(x, **operands, eps=EPS["rms_norm"])
+    gradients = op.backward(saved, dy, ds, wanted=("x", "weight"))
+    dtypes = dict.fromkeys(("x", "s", "y", "residual", "weight", "factor"), "float32")
+    kinds = {"residual": "full", "factor": "scalar"}
+    forward = plan(forward_problem(op.operation, rows, cols, dtypes, kinds=kinds), SMALL)
+    results = {"y": numpy.empty_like(x), "s": numpy.empty_like(x), "rstd": numpy.empty(rows, "float32")}
+    run(forward, "rms_norm", {"x": x, "residual": residual, "weight": weight}, results, {"factor": 0.75})
+    for name, one in zip(("y", "s"), expected, strict=True):
+        numpy.testing.assert_allclose(results[name], one, rtol=1e-5, atol=1e-5)
+    dtypes |= {"dy": "float32", "ds": "float32"}
+    backward = plan(backward_problem(op.operation, rows, cols, dtypes, ("x", "weight"), kinds=kinds), SMALL)
+    given = {"dy": dy, "ds": ds, "s": results["s"], "rstd": results["rstd"], "weight": weight}
+    found = {"dx": numpy.empty_like(x), "dweight": numpy.empty_like(weight)}
+    run(backward, "rms_norm", given, found, {"factor": 0.75})
+    for name, one in gradients.items():
+        numpy.testing.assert_allclose(found[f"d{name}"], one, rtol=1e-4, atol=1e-4)
 
 
 def test_a_launch_has_the_buffers_that_it_declares():
