@@ -140,8 +140,7 @@ PURE = set().union(*LAYERS[:11]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {"cupy_arrays", "norm.fused_cupy", "norm.float8_cupy", "linear.cupy_arrays", "linear.gemm"}
 FOR_ADAPTERS = {
-    "float8",
-    "fusion",
+    "",  # what users call
     "logs",
     "device",
     "launch",

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from .. import float8, fusion
+from .. import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm_fp8,
+    layer_norm_fp8_forward,
+    rms_norm_fp8,
+    rms_norm_fp8_forward,
+)
 from .norm.functional import array
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,9 +33,9 @@ def _of_jax(function: Function) -> Function:
     return cast(Function, called)
 
 
-add_layer_norm = _of_jax(fusion.add_layer_norm)
-add_rms_norm = _of_jax(fusion.add_rms_norm)
-layer_norm_fp8 = _of_jax(float8.layer_norm_fp8)
-layer_norm_fp8_forward = _of_jax(float8.layer_norm_fp8_forward)
-rms_norm_fp8 = _of_jax(float8.rms_norm_fp8)
-rms_norm_fp8_forward = _of_jax(float8.rms_norm_fp8_forward)
+add_layer_norm = _of_jax(add_layer_norm)
+add_rms_norm = _of_jax(add_rms_norm)
+layer_norm_fp8 = _of_jax(layer_norm_fp8)
+layer_norm_fp8_forward = _of_jax(layer_norm_fp8_forward)
+rms_norm_fp8 = _of_jax(rms_norm_fp8)
+rms_norm_fp8_forward = _of_jax(rms_norm_fp8_forward)
