@@ -129,6 +129,8 @@ def _checked(
 def _placed(operand: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
     """In the shape of its kind: a column's one axis, or that of x."""
     to = shape[-1:] if kind == "column" else shape
+    if operand.shape == to:
+        return operand
     return _expanded(to, operand.reshape(operand.shape[max(0, operand.ndim - len(to)) :]))
 
 
