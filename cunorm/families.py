@@ -161,9 +161,7 @@ class Modules(NamedTuple):
     float8: str = ""
 
 
-_JAX = Modules(
-    "cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", "cunorm.jax.norm.fused", "cunorm.jax.norm.float8"
-)
+_JAX = Modules("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", "cunorm.jax.norm.fused", "cunorm.jax.norm.float8")
 # By the package of an array's class.
 FAMILIES = {
     "numpy": Modules(
