@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,12 +17,12 @@ from ..norm.functional import autocasts
 from .checks import check_parallel, check_sizes, refuse
 from .functional import norm_linear
 from .parameters import joined, lay_side_by_side, parts_of
-from .passes import Sink, accumulate, bias_gradient, weight_gradient, without_autocast
+from .weight_gradients import WeightGradients
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(WeightGradients):
     """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * layer_norm_weight + layer_norm_bias.
 
     The constructor is that of transformer_engine.pytorch.LayerNormLinear; what it cannot do yet raises
@@ -141,7 +140,7 @@ class LayerNormLinear(nn.Module):
         *,
         keep_normalized: bool = False,
     ):
-        super().__init__()
+        super().__init__(fuse_wgrad_accumulation, delay_wgrad_compute)
         check_sizes(in_features=in_features, out_features=out_features)
         core.check_eps("LayerNormLinear", eps)
         self.op = linear_problem.op("LayerNormLinear", normalization, None)
@@ -167,15 +166,11 @@ class LayerNormLinear(nn.Module):
         self.tp_group = tp_group
         self.tp_size = 1
         self.sequence_parallel = False  # of one rank
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.delay_wgrad_compute = delay_wgrad_compute
         self.get_rng_state_tracker = get_rng_state_tracker
         self.init_method = init_method
         self.ub_name = ub_name
         self.name = name
         self.keep_normalized = keep_normalized
-        self._delayed: deque[Callable[[], None]] = deque()
-        self._delayed_hooks: list[Callable[[], None]] = []
 
         self._parts = parts_of(parameters_split, out_features)
         self._make_parameters(device, params_dtype)
@@ -276,103 +271,7 @@ class LayerNormLinear(nn.Module):
                     f"{inp.dtype} and {name} of {parameter.dtype}. Convert one of them, or use torch.autocast."
                 )
 
-    # Gradients of weight and bias that do not go the way of autograd.
-
-    def _sink(self, is_first_microbatch: bool | None) -> Sink | None:
-        if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
-            return None
-        if not any(weight.requires_grad for weight in self._weights):
-            return None
-        if self.fuse_wgrad_accumulation:
-            for part, weight in zip(self._parts, self._weights, strict=True):
-                if weight.requires_grad and not hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__"):
-                    raise AttributeError(
-                        f"LayerNormLinear: fuse_wgrad_accumulation=True needs {part.weight}.main_grad, a tensor of the "
-                        f"shape of {part.weight}, before the forward pass; there is none. Set it."
-                    )
-        return partial(self._take, is_first_microbatch is True)
-
-    def _take(self, overwrite: bool, dy: Tensor, z: Callable[[], Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """A Sink. Weight and bias need no gradient from autograd, or one that says that theirs is taken care of."""
-        if self.delay_wgrad_compute:
-            self._delayed.append(partial(self._weight_gradients, overwrite, dy, z))
-            return None, None
-        if self.fuse_wgrad_accumulation:
-            self._accumulate(overwrite, dy, z())
-        return self._stand_in(dy.dtype), bias_gradient(dy) if self._applied_biases else None
-
-    def _weight_gradients(self, overwrite: bool, dy: Tensor, z: Callable[[], Tensor]) -> None:
-        """What a backward pass left to `backward_dw`."""
-        rows = [part.rows for part in self._parts]
-        if self.fuse_wgrad_accumulation:
-            self._accumulate(overwrite, dy, z())
-        else:
-            for weight, gradient in zip(
-                self._weights, weight_gradient(dy, z(), self._weights[0]).split(rows), strict=True
-            ):
-                _add_gradient(weight, gradient)
-        if self._applied_biases:
-            for bias, gradient in zip(self._applied_biases, bias_gradient(dy).split(rows), strict=True):
-                _add_gradient(bias, gradient)
-
-    def _accumulate(self, overwrite: bool, dy: Tensor, z: Tensor) -> None:
-        slices = dy.split([part.rows for part in self._parts], 1)
-        for weight, columns in zip(self._weights, slices, strict=True):
-            if weight.requires_grad:
-                total = weight.get_main_grad() if hasattr(weight, "__fsdp_param__") else weight.main_grad
-                accumulate(total, columns, z, overwrite or getattr(weight, "overwrite_main_grad", False))
-
-    def _stand_in(self, dtype: torch.dtype) -> Tensor | None:
-        """What a hook of Megatron's data parallelism waits for, of no meaning where `zero_out_wgrad` is not set."""
-        marked = [weight for weight in self._weights if hasattr(weight, "grad_added_to_main_grad")]
-        if not marked:
-            return None
-        for weight in marked:
-            weight.grad_added_to_main_grad = True
-        zero = any(getattr(weight, "zero_out_wgrad", False) for weight in marked)
-        make = torch.zeros if zero else torch.empty
-        return make(self.out_features, self.in_features, device=marked[0].device, dtype=dtype)
-
-    def backward_dw(self) -> None:
-        """Computes the gradients that the earliest backward pass not yet followed by this left (delay_wgrad_compute).
-
-        Raises
-        ------
-        RuntimeError
-            There is none.
-        """
-        if not self.delay_wgrad_compute:
-            return
-        if not self._delayed:
-            raise RuntimeError(
-                "LayerNormLinear: backward_dw() needs a backward pass before it whose weight gradient was delayed; "
-                "there is none. Call it once for every backward pass."
-            )
-        with torch.no_grad(), without_autocast(self.layer_norm_weight.device.type):
-            self._delayed.popleft()()
-        for hook in self._delayed_hooks:
-            hook()
-
-    def need_backward_dw(self) -> bool:
-        return self.delay_wgrad_compute
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """`hook()` is called after every `backward_dw()`."""
-        self._delayed_hooks.append(hook)
-
     # Parameters.
-
-    @property
-    def _weights(self) -> list[nn.Parameter]:
-        return [getattr(self, part.weight) for part in self._parts]
-
-    @property
-    def _biases(self) -> list[nn.Parameter]:
-        return [getattr(self, part.bias) for part in self._parts] if self.use_bias else []
-
-    @property
-    def _applied_biases(self) -> list[nn.Parameter]:
-        return [] if self.return_bias else self._biases
 
     def _settle_parameters(self) -> None:
         """Parts side by side, and the attributes by which Megatron knows what is sharded how."""
@@ -409,10 +308,3 @@ class LayerNormLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
             f"normalization={self.normalization}"
         )
-
-
-def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """As autograd adds it."""
-    if parameter.requires_grad:
-        gradient = gradient.to(parameter.dtype)
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +14,27 @@ from ..norm import launching, operators
 from ..norm.functional import HALF, _at_once, autocasts, launchable
 from . import side_by_side
 
-# What takes the gradients of weight and bias in autograd's place: given dy (rows, out) and how to get the normalised
-# tensor (rows, in), it returns what autograd is told, None for nothing.
-Sink = Callable[[Tensor, Callable[[], Tensor]], tuple[Tensor | None, Tensor | None]]
+
+class ProductGradients(Protocol):
+    """The gradients of weight and bias of one backward pass, computed when they are asked for."""
+
+    dtype: torch.dtype  # of y, and so of dy
+
+    def weight(self) -> Tensor:
+        """dyᵀ z, (out, in)."""
+        ...
+
+    def bias(self) -> Tensor:
+        """Σ dy, (out,)."""
+        ...
+
+    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
+        """total += those rows of weight's, or = where `overwrite`."""
+        ...
+
+
+# What takes the gradients of weight and bias in autograd's place; it returns what autograd is told, None for nothing.
+Sink = Callable[[ProductGradients], tuple[Tensor | None, Tensor | None]]
 
 
 class Options(NamedTuple):
@@ -63,10 +82,10 @@ def gradients(
     def of_product() -> tuple[Tensor | None, Tensor | None]:
         if dy is None:
             return None, None
+        product = _Product(dy, again, weight)
         if sink is not None:
-            return sink(dy, again)
-        dweight = weight_gradient(dy, again(), weight) if wants_dweight else None
-        return dweight, bias_gradient(dy) if wants_dbias else None
+            return sink(product)
+        return product.weight() if wants_dweight else None, product.bias() if wants_dbias else None
 
     def of_norm() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         norm_mask = (wants_dx, *wants_ln)
@@ -85,9 +104,28 @@ def gradients(
     return dx, dweight, dbias, dln_weight, dln_bias
 
 
-def weight_gradient(dy: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-    """dyᵀ z, (out, in), laid out as weight is: autograd would copy another layout."""
-    return dy.t() @ z if weight.stride(1) == 1 else (z.t() @ dy).t()
+class _Product:
+    """ProductGradients of dy (rows, out), and of z (rows, in) that is computed once more when it is needed."""
+
+    def __init__(self, dy: Tensor, again: Callable[[], Tensor], weight: Tensor):
+        self.dtype = dy.dtype
+        self._dy = dy
+        self._again = again
+        self._by_rows = weight.stride(1) == 1
+
+    @cached_property
+    def _z(self) -> Tensor:
+        return self._again()
+
+    def weight(self) -> Tensor:
+        """Laid out as weight is: autograd would copy another layout."""
+        return self._dy.t() @ self._z if self._by_rows else (self._z.t() @ self._dy).t()
+
+    def bias(self) -> Tensor:
+        return bias_gradient(self._dy)
+
+    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
+        accumulate(total, self._dy[:, rows], self._z, overwrite)
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
