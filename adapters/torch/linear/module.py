@@ -1,4 +1,4 @@
-"""`LayerNormLinear`: the module of that name in TransformerEngine, on one GPU, without FP8."""
+"""`LayerNormLinear`: the module of that name in TransformerEngine, on one GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from ...linear import problem as linear_problem
 from ...norm import checks as core
 from ...operation import name_of
-from ..norm.functional import autocasts
+from ..norm.functional import autocast_dtype, autocasts
+from . import float8_functional
 from .checks import check_parallel, check_sizes, refuse
+from .float8_context import recipe_of
+from .float8_weights import WeightCache
 from .functional import norm_linear
 from .parameters import joined, lay_side_by_side, parts_of
+from .recipes import Recipe
 from .weight_gradients import WeightGradients
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
@@ -26,7 +30,7 @@ class LayerNormLinear(WeightGradients):
     """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * layer_norm_weight + layer_norm_bias.
 
     The constructor is that of transformer_engine.pytorch.LayerNormLinear; what it cannot do yet raises
-    NotImplementedError.
+    NotImplementedError. In FP8 inside `cunorm.torch.autocast` or after `set_recipe`.
 
     Parameters
     ----------
@@ -73,7 +77,7 @@ class LayerNormLinear(WeightGradients):
         Labels.
     keep_normalized : bool
         Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
-        of one forward pass of the norm. Not an argument of TransformerEngine's.
+        of one forward pass of the norm. In FP8 nothing more is kept. Not an argument of TransformerEngine's.
 
     Attributes
     ----------
@@ -82,6 +86,8 @@ class LayerNormLinear(WeightGradients):
     weight : Parameter, shape (out_features, in_features)
     bias : Parameter, shape (out_features,)
         0 at first. An empty tensor that is no parameter with `bias=False`.
+    fp8_recipe : RowwiseScaling, Float8CurrentScaling or None
+        What `set_recipe` has set.
 
     Raises
     ------
@@ -96,8 +102,15 @@ class LayerNormLinear(WeightGradients):
     Where TransformerEngine's differs: its float32 product is TF32 always, this one's where torch is set so; it keeps z;
     it casts x to autocast's dtype before the norm; its `backward_dw` overwrites `weight.grad`, this one's adds to it;
     it takes parameters_split together with neither fuse_wgrad_accumulation nor backward_dw. Its `_extra_state` in a
-    checkpoint is passed over; it loads ours with strict=False. Accumulating into main_grad and delaying break a graph
-    of torch.compile.
+    checkpoint is passed over unread; it loads ours with strict=False. Accumulating into main_grad, delaying and, in
+    FP8, is_first_microbatch break a graph of torch.compile.
+
+    In FP8 in_features and out_features must be multiples of 16, rows may be any number. Bytes of weight are kept from
+    call to call without gradients, as long as the parameter is the same object with the same address and version:
+    `weight.data.copy_()` changes none of them, and needs `drop_fp8_weights()` after it, which `train()`, `eval()`,
+    `load_state_dict()` and moving the module call too. A CUDA graph reads kept bytes with is_first_microbatch=False,
+    for as long as the module is there, and else finds them again in every replay. Nothing of it is in the state_dict,
+    in copies or in pickles.
 
     Examples
     --------
@@ -106,6 +119,9 @@ class LayerNormLinear(WeightGradients):
     >>> LayerNormLinear(8, 24, parameters_split=("query", "key", "value"), device="cpu")(torch.ones(2, 8)).shape
     torch.Size([2, 24])
     """
+
+    fp8_recipe: Recipe | None = None
+    _fp8_outside: Recipe | bool | None = False  # of the last call outside a backward pass; False: there was none
 
     def __init__(
         self,
@@ -172,6 +188,7 @@ class LayerNormLinear(WeightGradients):
         self.name = name
         self.keep_normalized = keep_normalized
 
+        self._fp8_weights = WeightCache()
         self._parts = parts_of(parameters_split, out_features)
         self._make_parameters(device, params_dtype)
         if not self.layer_norm_weight.is_meta:
@@ -221,9 +238,13 @@ class LayerNormLinear(WeightGradients):
         inp : Tensor, shape (..., in_features)
             Of the dtype of the parameters; under autocast float16, bfloat16 or float32.
         is_first_microbatch : bool, optional
-            With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it.
-        fp8_output, fp8_grad : bool
-            Not here yet.
+            With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it. In FP8 None finds the
+            bytes of weight anew (without gradients as the Notes say), True keeps them besides, and False takes those
+            that are kept, whatever weight has become.
+        fp8_output : bool
+            y as (bytes in torch.float8_e4m3fn, a float32 scale for each row). In FP8 and without gradients alone.
+        fp8_grad : bool
+            Not here: a gradient in 8 bits is for TransformerEngine's own attention.
 
         Returns
         -------
@@ -231,33 +252,68 @@ class LayerNormLinear(WeightGradients):
         bias : Tensor, shape (out_features,), of the dtype of y; empty with `bias=False`
         z : Tensor, shape of inp, of the dtype of y
         """
-        refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
-        run = self._run_uncompiled if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else self._run
-        return run(inp, is_first_microbatch)
+        if fp8_grad:
+            raise ValueError(
+                "LayerNormLinear: fp8_grad must be False; got True. Gradients in 8 bits are not here: leave it out."
+            )
+        recipe = self._recipe()
+        if fp8_output and recipe is None:
+            raise ValueError(
+                "LayerNormLinear: fp8_output=True needs FP8; got a call without a recipe. Call it in "
+                "cunorm.torch.autocast(), or after set_recipe()."
+            )
+        broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        run = self._run_uncompiled if broken or (recipe and is_first_microbatch is not None) else self._run
+        results = run(inp, is_first_microbatch, recipe, fp8_output)
+        if not torch.compiler.is_compiling() and not _in_backward_pass():
+            self._fp8_outside = recipe
+        return results
 
-    def _run(self, inp: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor, ...]:
+    def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
         self._check_dtypes(inp)
         bias = joined(self._biases) if self.use_bias else None
-        y, z = norm_linear(
-            type(self).__name__,
-            inp,
-            joined(self._weights),
-            None if self.return_bias else bias,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.eps,
-            name_of(self.op, self.zero_centered_gamma),
-            self.keep_normalized,
-            self._sink(is_first_microbatch),
-        )
+        applied = None if self.return_bias else bias
+        norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
+        name, sink = type(self).__name__, self._sink(is_first_microbatch)
+        if recipe is None:
+            y, z = norm_linear(name, inp, joined(self._weights), applied, *norm, self.keep_normalized, sink)
+        else:
+            y, z = float8_functional.norm_linear(
+                name,
+                inp,
+                self._weights,
+                applied,
+                *norm,
+                recipe,
+                self._fp8_weights,
+                is_first_microbatch=is_first_microbatch,
+                fp8_output=fp8_output,
+                wants_z=self.return_layernorm_output,
+                sink=sink,
+            )
         results = [y]
         if self.return_bias:
-            results.append(y.new_empty(0) if bias is None else bias.to(y.dtype))
+            dtype = autocast_dtype(inp) or inp.dtype
+            results.append(inp.new_empty(0, dtype=dtype) if bias is None else bias.to(dtype))
         if self.return_layernorm_output:
             results.append(z)
         return results[0] if len(results) == 1 else tuple(results)
 
     _run_uncompiled = torch.compiler.disable(_run)
+
+    def _recipe(self) -> Recipe | None:
+        """What this call follows: in a backward pass, where a checkpoint runs it again, what it followed before."""
+        if not torch.compiler.is_compiling() and self._fp8_outside is not False and _in_backward_pass():
+            return self._fp8_outside
+        return recipe_of(self.fp8_recipe)
+
+    def drop_fp8_weights(self) -> None:
+        """Forgets the bytes of weight that are kept; after `weight.data.copy_()`, which nothing else tells of."""
+        self._fp8_weights.clear()
+
+    def train(self, mode: bool = True) -> LayerNormLinear:
+        self.drop_fp8_weights()
+        return super().train(mode)
 
     def _check_dtypes(self, inp: Tensor) -> None:
         if not isinstance(inp, Tensor):
@@ -293,14 +349,22 @@ class LayerNormLinear(WeightGradients):
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         self._settle_parameters()  # they may be new ones, and lie apart
+        self.drop_fp8_weights()
         return self
+
+    def __getstate__(self):
+        state = self.__dict__.copy()
+        del state["_fp8_weights"]
+        return state
 
     def __setstate__(self, state):
         super().__setstate__(state)
+        self._fp8_weights = WeightCache()
         self._settle_parameters()  # those of a copy are
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
-        state_dict.pop(prefix + "_extra_state", None)  # TransformerEngine's, empty without FP8
+        state_dict.pop(prefix + "_extra_state", None)  # TransformerEngine's: scales, perhaps pickled, of no use here
+        self.drop_fp8_weights()
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
@@ -308,3 +372,7 @@ class LayerNormLinear(WeightGradients):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
             f"normalization={self.normalization}"
         )
+
+
+def _in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -74,10 +74,10 @@ def gradients(
     wants_dx, wants_dweight, wants_dbias, *wants_ln = mask
     rows = x.numel() // x.shape[-1]
     if dy is not None:
-        dy = _matrix(dy, rows)
+        dy = matrix(dy, rows)
 
     def again() -> Tensor:
-        return _matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
+        return matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
 
     def of_product() -> tuple[Tensor | None, Tensor | None]:
         if dy is None:
@@ -92,16 +92,18 @@ def gradients(
         if not any(norm_mask) or (dy is None and dz is None):
             return None, None, None
         if dy is None:
-            return _norm_backward(dz, False, x, statistics, ln_weight, options, norm_mask)
-        total = dy @ weight if dz is None else torch.addmm(_matrix(dz, rows), dy, weight)
-        return _norm_backward(total.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
+            return norm_gradients(dz, False, x, statistics, ln_weight, options, norm_mask)
+        total = dy @ weight if dz is None else torch.addmm(matrix(dz, rows), dy, weight)
+        return norm_gradients(total.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
 
     # Each half has one tensor of the size of z to itself, unless z is kept anyway.
     size = 0 if z is not None else x.numel() * x.element_size()
     (dweight, dbias), (dx, dln_weight, dln_bias) = side_by_side.run(x, size, of_product, of_norm)
-    if dln_bias is not None and ln_bias is not None:
-        dln_bias = dln_bias.to(ln_bias.dtype)
-    return dx, dweight, dbias, dln_weight, dln_bias
+    return dx, dweight, dbias, dln_weight, in_dtype_of(ln_bias, dln_bias)
+
+
+def in_dtype_of(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or parameter is None else gradient.to(parameter.dtype)
 
 
 class _Product:
@@ -145,7 +147,7 @@ def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
         total.copy_(product if overwrite else product.add_(total))
 
 
-def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
+def norm_gradients(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
     """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
     operation, eps, _, _ = options
     if own and launchable(dz):
@@ -154,7 +156,7 @@ def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, ma
     return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, 0)
 
 
-def _matrix(tensor: Tensor, rows: int) -> Tensor:
+def matrix(tensor: Tensor, rows: int) -> Tensor:
     """(rows, columns) as a product reads it: an expanded gradient would be copied by every one."""
     return tensor.reshape(rows, tensor.shape[-1]).contiguous()
 
