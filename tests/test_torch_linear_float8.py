@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import _dynamo, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_tensors import on_devices, random, same  # noqa: E402
 
@@ -38,6 +38,7 @@ from cunorm.torch.linear import (  # noqa: E402
     float8_casts,
     float8_context,
     float8_functional,
+    float8_operators,
     float8_passes,
     float8_products,
     float8_weights,
@@ -51,7 +52,6 @@ from cunorm.torch.linear.float8_casts import (  # noqa: E402
 )
 from cunorm.torch.linear.float8_products import product  # noqa: E402
 from cunorm.torch.linear.float8_weights import quantised  # noqa: E402
-from cunorm.torch.linear.recipes import scheme_of  # noqa: E402
 
 RECIPES = {
     "row": RowwiseScaling(),
@@ -248,7 +248,7 @@ def test_each_product_is_near(device, recipe):
 
 
 def check_products(device: str, recipe: Any) -> None:
-    scheme = scheme_of(recipe)
+    scheme = recipe.scheme
     module = make(device, bias=False)
     x, dy = inputs(device)
     weights = quantised(module.weight.detach(), scheme, True)
@@ -340,7 +340,7 @@ def test_every_keyword_by_every_recipe(device, options, recipe):
     for a, b in zip(found.outputs[1:], expected.outputs[1:], strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
     assert found.gradients.keys() == expected.gradients.keys()
-    gradient = scheme_of(recipe).gradient
+    gradient = recipe.scheme.gradient
     for name, b in expected.gradients.items():
         a = found.gradients[name]
         if name.endswith("bias") and "norm" not in name:
@@ -530,7 +530,7 @@ def test_recipes_of_transformer_engine():
     ours = Float8CurrentScaling("E4M3", fp8_quant_bwd_grad=QParams(True, 0.5), fp8_gemm_wgrad=MMParams(False))
     assert recognised("f", theirs) == ours
     assert len({ours, recognised("f", theirs), RowwiseScaling()}) == 2
-    scheme = scheme_of(ours)
+    scheme = ours.scheme
     assert (scheme.power_2, scheme.least, scheme.fast) == ((False, False, True), (0, 0, 0.5), (True, False, True))
 
 
@@ -820,7 +820,7 @@ def test_what_is_refused(device, bad):
 
 def test_a_gpu_without_it_is_never_served_in_silence(monkeypatch):
     """The check that a call on a GPU goes through."""
-    monkeypatch.setattr(float8_functional, "why_not", lambda index: "this GPU has 8.0")
+    monkeypatch.setattr(float8_context, "why_not", lambda index: "this GPU has 8.0")
 
     class OnGpu(NamedTuple):
         dtype: Any = torch.float32
@@ -847,6 +847,82 @@ def test_no_second_derivative():
         y = module(x)
     with pytest.raises(RuntimeError, match="in FP8 there are first derivatives alone"):
         torch.autograd.grad(y, x, dy, create_graph=True)
+
+
+# Under torch.compile.
+
+
+@on_devices
+@by_recipe
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("options", [{}, {"parameters_split": ("a", "b"), "normalization": "RMSNorm"}], ids=str)
+def test_compiled_whole(device, options, backend, recipe):
+    """One graph, the bits of eager mode; another recipe is compiled anew."""
+    _dynamo.reset()
+    module = make(device, return_bias=True, return_layernorm_output=True, **options)
+    compiled = torch.compile(module, fullgraph=True, backend=backend, dynamic=True)
+
+    def gradients(call, x, dy):
+        y, bias, z = call(x)
+        return [y, *torch.autograd.grad((y * dy + bias).sum() + z.sin().sum(), [x, *module.parameters()])]
+
+    for rows in (48, 200):
+        x, dy = inputs(device, rows=rows)
+        with autocast(recipe=recipe):
+            found, expected = gradients(compiled, x, dy), gradients(module, x, dy)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    with autocast(recipe=recipe), torch.no_grad():
+        torch.testing.assert_close(compiled(x), module(x))
+    torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(expected[0], module(x)[0])
+    with autocast(enabled=False):
+        torch.testing.assert_close(compiled(x)[0], module(x)[0], rtol=1e-4, atol=1e-4)
+
+
+@on_devices
+@by_recipe
+@pytest.mark.parametrize("wants", [False, True])
+def test_opcheck(device, wants, recipe):
+    module, (x, dy) = make(device), inputs(device, rows=32)
+    options = float8_operators.flat(float8_passes.Float8Options("layer_norm", 1e-5, torch.float32, recipe.scheme))
+    given = [t.detach() for t in (x, module.weight, module.bias, module.layer_norm_weight, module.layer_norm_bias)]
+    forward, backward = float8_operators.norm_linear_forward, float8_operators.norm_linear_backward
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(forward, (*given, *options, wants, wants), test_utils=tests)
+    _, z, statistics, z_scale, columns, column_scale = forward(*given, *options, True, True)
+    saved = (given[0], columns, column_scale, *given[3:], statistics, z_scale)
+    for dz, mask in ((z, [True] * 5), (None, [False, True, wants, False, False])):
+        arguments = (dy, dz, *saved, *options, torch.float32, torch.float32, mask)
+        torch.library.opcheck(backward, arguments, test_utils=tests[1:])  # torch compares no inputs of 8 bits
+
+
+@on_devices
+def test_compiled_with_torch_autocast_and_a_recipe_of_its_own(device):
+    _dynamo.reset()
+    module = set_recipe(make(device), RowwiseScaling())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x, dy = inputs(device)
+    with torch.autocast(device, torch.bfloat16):
+        found, expected = compiled(x), module(x)
+    assert found.dtype is torch.bfloat16
+    assert same(found, expected)
+    a, b = (torch.autograd.grad(y, [x, *module.parameters()], dy.bfloat16()) for y in (found, expected))
+    assert all(same(one, other) for one, other in zip(a, b, strict=True))
+
+
+@on_devices
+def test_compiled_with_a_break_in_the_graph(device):
+    _dynamo.reset()
+    module = make(device).requires_grad_(False)
+    compiled = torch.compile(module, backend="aot_eager")
+    x = inputs(device)[0].detach()
+    with autocast():
+        assert same(compiled(x, is_first_microbatch=True), module(x))
+        kept = module._fp8_weights._kept
+        assert same(compiled(x, is_first_microbatch=False), module(x))
+        assert module._fp8_weights._kept is kept
+        found, expected = compiled(x, fp8_output=True), module(x, fp8_output=True)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
 # Training.
@@ -890,7 +966,7 @@ def wrong_columns(weight, scheme, wants_columns):
 def wrong_backward(dy, dz, saved, options, *others):
     region = float8_context._region
     if region is not None and region.enabled:
-        options = options._replace(scheme=scheme_of(region.recipe))
+        options = options._replace(scheme=region.recipe.scheme)
     return float8_passes.gradients(dy, dz, saved, options, *others)
 
 

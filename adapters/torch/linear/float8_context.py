@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .recipes import Recipe, recognised
 
@@ -127,6 +127,13 @@ def is_fp8_available(return_reason: bool = False) -> Any:
     """
     reason = why_not(torch.cuda.current_device()) if torch.cuda.is_available() else "there is no CUDA device"
     return (not reason, reason) if return_reason else not reason
+
+
+def check_available(function: str, x: Tensor) -> None:
+    """RuntimeError for a tensor on a GPU that has no FP8 products."""
+    reason = why_not(x.get_device()) if x.is_cuda else ""
+    if reason:
+        raise RuntimeError(f"{function}: FP8 must be available; {reason}. Leave the context, or set enabled=False.")
 
 
 @lru_cache

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from ..norm.functional import autocast_dtype
+from . import float8_operators
 from .float8_casts import STEP, cast_rows
-from .float8_context import why_not
+from .float8_context import check_available
 from .float8_passes import Dtypes, Float8Options, Saved, forward, gradients
 from .float8_weights import WeightCache
 from .functional import check, in_one_step
 from .parameters import joined
 from .passes import Sink, without_autocast
-from .recipes import Recipe, scheme_of
+from .recipes import Recipe
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -53,8 +54,11 @@ def norm_linear(
             "parameters that want one. Use torch.no_grad()."
         )
     dtype = autocast_dtype(x) or x.dtype
-    options = Float8Options(operation, float(eps), dtype, scheme_of(recipe))
+    options = Float8Options(operation, float(eps), dtype, recipe.scheme)
     wants_columns = differentiated and any(t is not None and t.requires_grad for t in (x, ln_weight, ln_bias))
+    if torch.compiler.is_compiling():
+        options = (*float8_operators.flat(options), wants_z, wants_columns)
+        return float8_operators.norm_linear(*tensors, *options)[:2]
     with without_autocast(x.device.type):
         with torch.no_grad():
             weights = cache.of(parts, weight, options.scheme, wants_columns, differentiated, is_first_microbatch)
@@ -84,9 +88,8 @@ def _check_float8(function: str, x: Tensor, weight: Tensor, *others: Tensor | No
             f"{function}: FP8 is for plain tensors, and for first derivatives by backward(); got a subclass of Tensor, "
             "or a call under functorch or forward-mode differentiation. Leave the context."
         )
-    reason = why_not(x.get_device()) if x.is_cuda else ""
-    if reason:
-        raise RuntimeError(f"{function}: FP8 must be available; {reason}. Leave the context, or set enabled=False.")
+    if not torch.compiler.is_compiling():  # in compiled code the operator looks
+        check_available(function, x)
 
 
 class _NormLinear(torch.autograd.Function):

@@ -103,7 +103,8 @@ class LayerNormLinear(WeightGradients):
     it casts x to autocast's dtype before the norm; its `backward_dw` overwrites `weight.grad`, this one's adds to it;
     it takes parameters_split together with neither fuse_wgrad_accumulation nor backward_dw. Its `_extra_state` in a
     checkpoint is passed over unread; it loads ours with strict=False. Accumulating into main_grad, delaying and, in
-    FP8, is_first_microbatch break a graph of torch.compile.
+    FP8, is_first_microbatch and fp8_output break a graph of torch.compile; else compiled code finds the bytes of weight
+    at every call.
 
     In FP8 in_features and out_features must be multiples of 16, rows may be any number. Bytes of weight are kept from
     call to call without gradients, as long as the parameter is the same object with the same address and version:
@@ -262,7 +263,7 @@ class LayerNormLinear(WeightGradients):
                 "LayerNormLinear: fp8_output=True needs FP8; got a call without a recipe. Call it in "
                 "cunorm.torch.autocast(), or after set_recipe()."
             )
-        broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
         run = self._run_uncompiled if broken or (recipe and is_first_microbatch is not None) else self._run
         results = run(inp, is_first_microbatch, recipe, fp8_output)
         if not torch.compiler.is_compiling() and not _in_backward_pass():

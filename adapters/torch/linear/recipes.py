@@ -6,13 +6,28 @@ TransformerEngine's recipes are recognised by the names of their classes and fie
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 E4M3, E5M2 = "e4m3", "e5m2"
 FORMATS = ("E4M3", "HYBRID")
 INSTEAD = "Use RowwiseScaling() or Float8CurrentScaling()."
+
+
+class Scheme(NamedTuple):
+    """A recipe as the passes read it. Triples are of the normalised tensor, weight and dy, or of y, dz and dweight."""
+
+    by_row: bool
+    gradient: str  # the format of dy
+    power_2: tuple[bool, bool, bool]
+    least: tuple[float, float, float]  # amax_epsilon
+    fast: tuple[bool, bool, bool]
+    high_precision_wgrad: bool
+
+    @property
+    def of_weight(self) -> tuple:
+        """What the bytes of weight depend on."""
+        return self.by_row, self.power_2[1], self.least[1]
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,12 @@ class RowwiseScaling:
     power_2_scale: bool = False
     fast_accumulation: bool = True
     high_precision_wgrad: bool = False
+    scheme: Scheme = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        power_2, least = (self.power_2_scale,) * 3, (0.0,) * 3
+        fast = (self.fast_accumulation, False, False)
+        object.__setattr__(self, "scheme", Scheme(True, E4M3, power_2, least, fast, self.high_precision_wgrad))
 
 
 @dataclass(frozen=True)
@@ -85,52 +106,23 @@ class Float8CurrentScaling:
     fp8_gemm_fprop: MMParams = MMParams(False)
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
+    scheme: Scheme = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         name = getattr(self.fp8_format, "name", self.fp8_format)
         if name not in FORMATS:
             raise ValueError(f"Float8CurrentScaling: fp8_format must be 'HYBRID' or 'E4M3'; got {name!r}.")
+        scaled = (self.fp8_quant_fwd_inp, self.fp8_quant_fwd_weight, self.fp8_quant_bwd_grad)
+        products = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+        power_2 = tuple(one.power_2_scale or self.use_power_2_scales for one in scaled)
+        least = tuple(float(one.amax_epsilon) for one in scaled)
+        fast = tuple(not one.use_split_accumulator for one in products)
+        gradient = E4M3 if name == "E4M3" else E5M2
         object.__setattr__(self, "fp8_format", name)
+        object.__setattr__(self, "scheme", Scheme(False, gradient, power_2, least, fast, False))
 
 
 Recipe = RowwiseScaling | Float8CurrentScaling
-
-
-class Scheme(NamedTuple):
-    """A recipe as the passes read it. Triples are of the normalised tensor, weight and dy, or of y, dz and dweight."""
-
-    by_row: bool
-    gradient: str  # the format of dy
-    power_2: tuple[bool, bool, bool]
-    least: tuple[float, float, float]  # amax_epsilon
-    fast: tuple[bool, bool, bool]
-    high_precision_wgrad: bool
-
-    @property
-    def of_weight(self) -> tuple:
-        """What the bytes of weight depend on."""
-        return self.by_row, self.power_2[1], self.least[1]
-
-
-@lru_cache
-def scheme_of(recipe: Recipe) -> Scheme:
-    if isinstance(recipe, RowwiseScaling):
-        power_2 = (recipe.power_2_scale,) * 3
-        return Scheme(
-            True, E4M3, power_2, (0.0,) * 3, (recipe.fast_accumulation, False, False), recipe.high_precision_wgrad
-        )
-    scaled = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
-    products = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
-    return Scheme(
-        False,
-        E4M3 if recipe.fp8_format == "E4M3" else E5M2,
-        tuple(one.power_2_scale or recipe.use_power_2_scales for one in scaled),
-        tuple(one.amax_epsilon for one in scaled),
-        tuple(not one.use_split_accumulator for one in products),
-        False,
-    )
-
-
 KNOWN = {one.__name__: one for one in (RowwiseScaling, Float8CurrentScaling)}
 REFUSED = ("DelayedScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "Float8BlockScaling", "CustomRecipe")
 # Fields of others, and the values with which they ask for nothing.
@@ -176,8 +168,8 @@ PARTS[MMParams] = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 
 def _of_fields(function: str, given: Any, kind: type) -> Any:
     """`kind` with what `given` has of its fields. Some of TransformerEngine's are attributes of the class."""
-    wanted = {field.name for field in dataclasses.fields(kind)}
-    own = {field.name for field in dataclasses.fields(given)} if dataclasses.is_dataclass(given) else set()
+    wanted = {one.name for one in dataclasses.fields(kind) if one.init}
+    own = {one.name for one in dataclasses.fields(given)} if dataclasses.is_dataclass(given) else set()
     own |= {name for name in getattr(given, "__dict__", {}) if not name.startswith("_")}
     for name in sorted(own - wanted):
         if name not in OF_OTHERS or getattr(given, name) not in OF_OTHERS[name]:
