@@ -9,6 +9,7 @@ import copy
 import enum
 import math
 import pickle
+import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -261,6 +262,7 @@ def check_products(device: str, recipe: Any) -> None:
     )
     dz = product(rounded.rows, rounded.scale, weights.columns, weights.column_scale, torch.float32)
     z, w, g = (t.detach().cpu().double() for t in (found.z, module.weight, dy))
+    rounded.turn()
     # What is near zero beside the largest of its tensor, or row, may be lost.
     near(found.y, z, w.t(), "e4m3")
     near(dz, g, w, scheme.gradient)
@@ -475,6 +477,17 @@ def test_contexts_nest_and_the_inner_wins():
             pass
         assert fp8_of(module, x) == "row"
     assert fp8_of(module, x) == "none"
+
+
+def test_a_context_is_of_the_process():
+    """Autograd's threads are others than the user's."""
+    module, (x, _) = make().requires_grad_(False), inputs()
+    found = []
+    with autocast():
+        thread = threading.Thread(target=lambda: found.append(module(x.detach())))
+        thread.start()
+        thread.join()
+        assert same(found[0], module(x.detach()))
 
 
 def test_recipes_of_modules():
@@ -853,10 +866,18 @@ def test_no_second_derivative():
 
 
 @on_devices
-@by_recipe
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("options", [{}, {"parameters_split": ("a", "b"), "normalization": "RMSNorm"}], ids=str)
-def test_compiled_whole(device, options, backend, recipe):
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        (RECIPES["row"], {}),
+        (RECIPES["row, wide wgrad"], {"parameters_split": ("a", "b"), "normalization": "RMSNorm"}),
+        (RECIPES["tensor, hybrid"], {}),
+    ],
+    ids=["row", "row, wide wgrad", "tensor"],
+)
+def test_compiled_whole(device, recipe, options, backend):
     """One graph, the bits of eager mode; another recipe is compiled anew."""
     _dynamo.reset()
     module = make(device, return_bias=True, return_layernorm_output=True, **options)
@@ -880,7 +901,7 @@ def test_compiled_whole(device, options, backend, recipe):
 
 
 @on_devices
-@by_recipe
+@pytest.mark.parametrize("recipe", [RECIPES["row"], RECIPES["tensor, hybrid"]], ids=["row", "tensor"])
 @pytest.mark.parametrize("wants", [False, True])
 def test_opcheck(device, wants, recipe):
     module, (x, dy) = make(device), inputs(device, rows=32)

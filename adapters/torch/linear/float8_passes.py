@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...norm.float8 import NAMES
-from ..norm import float8, functional
+from ..norm import float8, functional, launching
 from .float8_casts import cast_columns, cast_rows, normalised_columns, scale_of_tensor
 from .float8_products import product
 from .float8_weights import Weights
@@ -81,10 +81,11 @@ def _normalised(
         return cast_rows(flat, scale=scale)[0], scale, z if wants_z else None, statistics
     if not power_2 and functional._at_once(x, ln_weight, ln_bias):
         of_z = dtype if wants_z else None
+        call = (operation, x, shape, ln_weight, ln_bias, eps, "row", NAMES[E4M3], None, 0, of_z, wants_statistics)
+        if x.get_device() == launching._current_device():
+            return float8.launched(*call)
         with torch.cuda.device(x.get_device()):
-            return float8.launched(
-                operation, x, shape, ln_weight, ln_bias, eps, "row", NAMES[E4M3], None, 0, of_z, wants_statistics
-            )
+            return float8.launched(*call)
     wide = options.plain._replace(dtype=torch.float32)
     z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics)
     z8, scale, _, _ = cast_rows(z.reshape(-1, *shape), power_2_scale=power_2)
@@ -134,7 +135,7 @@ def gradients(
         if any(norm_mask):
             scheme = options.scheme
             total = product(rounded.rows, rounded.scale, columns, column_scale, options.dtype, fast=scheme.fast[1])
-        rounded.forget_rows()
+        rounded.turn()
         if sink is not None:
             dweight, dbias = sink(rounded)
         else:
@@ -160,6 +161,7 @@ class _Rounded:
     def __init__(
         self, dy: Tensor, saved: Saved, options: Float8Options, dtypes: Dtypes, wants_dweight: bool, sums: bool
     ):
+        """`sums`: that of every column of dy, the gradient of bias."""
         self.dtype = dy.dtype
         self._saved, self._options, self._dtypes = saved, options, dtypes
         by_row, gradient, (_, _, power_2), (_, _, least), _, high_precision = options.scheme
@@ -168,13 +170,18 @@ class _Rounded:
         self.rows, self.scale, self._sums, amax = cast_rows(
             dy, gradient, scale=scale, power_2_scale=power_2, column_sums=sums, column_amax=columns and by_row
         )
-        self._dy = dy if wants_dweight and high_precision else None
-        if columns:
-            self._columns, self._column_scale = cast_columns(dy, amax, gradient, scale=scale, power_2_scale=power_2)
+        self._dy = dy if wants_dweight else None
+        self._amax, self._tensor_scale = amax, scale
 
-    def forget_rows(self) -> None:
-        """The gradient of z has been computed: what is delayed keeps the columns alone."""
+    def turn(self) -> None:
+        """The gradient of z has been computed: dy is read by columns, and they alone are kept for that of weight."""
         del self.rows, self.scale
+        scheme = self._options.scheme
+        if self._dy is not None and not scheme.high_precision_wgrad:
+            self._columns, self._column_scale = cast_columns(
+                self._dy, self._amax, scheme.gradient, scale=self._tensor_scale, power_2_scale=scheme.power_2[2]
+            )
+            self._dy = None
 
     @cached_property
     def _z(self) -> Tensor:

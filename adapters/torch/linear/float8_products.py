@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def product(
         a_scale, b_scale = a_scale[:, None], b_scale[None, :]
     # cuBLASLt writes float32 without a bias alone, and elsewhere than on Hopper torch has scales for rows from CUTLASS,
     # in bfloat16.
-    of_product = dtype if not by_row or _is_hopper(a) else torch.bfloat16
+    of_product = dtype if not by_row or _is_hopper(a.get_device()) else torch.bfloat16
     inside = bias if dtype is of_product and dtype is not torch.float32 else None
     inside = None if inside is None else inside.to(dtype)
     y = torch._scaled_mm(a, b.t(), a_scale, b_scale, bias=inside, out_dtype=of_product, use_fast_accum=fast)
@@ -60,5 +62,6 @@ def _numbers(bytes: Tensor, scale: Tensor) -> Tensor:
     return bytes.float() * (scale[:, None] if scale.dim() == 1 else scale)
 
 
-def _is_hopper(a: Tensor) -> bool:
-    return torch.cuda.get_device_capability(a.get_device())[0] == 9
+@lru_cache
+def _is_hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index)[0] == 9

@@ -266,7 +266,7 @@ class LayerNormLinear(WeightGradients):
         broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
         run = self._run_uncompiled if broken or (recipe and is_first_microbatch is not None) else self._run
         results = run(inp, is_first_microbatch, recipe, fp8_output)
-        if not torch.compiler.is_compiling() and not _in_backward_pass():
+        if recipe is not self._fp8_outside and not torch.compiler.is_compiling() and not _in_backward_pass():
             self._fp8_outside = recipe
         return results
 
