@@ -241,6 +241,36 @@ def test_product(device, bias, by_row, rows, dtype):
     torch.testing.assert_close(y.cpu().double(), expected, rtol=tolerance[dtype], atol=4 * tolerance[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [16, 17])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_how_torch_is_asked(monkeypatch, bias, hopper, by_row, rows, dtype):
+    """torch has these products on the CPU too, without biases; what a GPU would refuse is not asked for."""
+    own = torch._scaled_mm
+
+    def scaled_mm(a, b, a_scale, b_scale, *, bias=None, out_dtype, use_fast_accum):
+        assert b.stride(0) == 1
+        assert bias is None or bias.dtype is out_dtype is not torch.float32
+        few = rows <= float8_products.FEW_ROWS
+        assert a_scale.shape == ((rows, 1) if by_row and not few else ())
+        assert b_scale.shape == ((1, 48) if by_row and not few else ())
+        assert out_dtype is torch.bfloat16 or hopper or not by_row or few
+        y = own(a, b, a_scale, b_scale, out_dtype=torch.float32, use_fast_accum=use_fast_accum)
+        return (y if bias is None else y + bias).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(float8_products, "_is_hopper", lambda index: hopper)
+    a, b = random(rows, 64, dtype=torch.float32), random(48, 64, dtype=torch.float32)
+    scales = (None, None) if by_row else (torch.tensor(0.02), torch.tensor(0.03))
+    operands = [t for m, s in zip((a, b), scales, strict=True) for t in cast_rows(m, scale=s)[:2]]
+    given = (*operands, dtype, random(48, dtype=torch.float32) if bias else None, True)
+    found, expected = float8_products._by_torch(*given), float8_products._emulated(*given)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2.0**-7, atol=0.1 if bias else 2.0**-7)
+
+
 @on_devices
 @by_recipe
 def test_each_product_is_near(device, recipe):

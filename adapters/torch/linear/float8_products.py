@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -35,9 +35,19 @@ def product(
     if a.numel() == 0:  # no rows, or nothing to add up
         y = a.new_zeros((len(a), len(b)), dtype=dtype)
         return y if bias is None else y + bias.to(dtype)
-    if not a.is_cuda:
-        y = _numbers(a, a_scale) @ _numbers(b, b_scale).t()
-        return (y if bias is None else y + bias.float()).to(dtype)
+    return (_by_torch if a.is_cuda else _emulated)(a, a_scale, b, b_scale, dtype, bias, fast)
+
+
+def _emulated(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    y = _numbers(a, a_scale) @ _numbers(b, b_scale).t()
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def _by_torch(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
     by_row = a_scale.dim() == 1
     if by_row and len(a) <= FEW_ROWS:
         one = _ones.get(a.device)
@@ -62,6 +72,6 @@ def _numbers(bytes: Tensor, scale: Tensor) -> Tensor:
     return bytes.float() * (scale[:, None] if scale.dim() == 1 else scale)
 
 
-@lru_cache
+@cache
 def _is_hopper(index: int) -> bool:
     return torch.cuda.get_device_capability(index)[0] == 9
