@@ -131,7 +131,8 @@ def gradients(
     dweight = dbias = total = None
     if dy is not None:
         dy = matrix(dy, rows)
-        rounded = _Rounded(dy, saved, options, dtypes, wants_dweight, sums=wants_dbias or sink is not None)
+        sums = wants_dbias or (sink is not None and dtypes.bias is not None)
+        rounded = _Rounded(dy, saved, options, dtypes, wants_dweight, sums)
         if any(norm_mask):
             scheme = options.scheme
             total = product(rounded.rows, rounded.scale, columns, column_scale, options.dtype, fast=scheme.fast[1])
