@@ -735,6 +735,23 @@ def test_without_gradients_weight_is_converted_once(device, split, monkeypatch):
 
 
 @on_devices
+def test_a_frozen_weight_is_converted_once(device, monkeypatch):
+    calls = made(monkeypatch)
+    module = make(device)
+    x, dy = inputs(device)
+    module.weight.requires_grad_(False)
+    with autocast():
+        first = torch.autograd.grad(module(x), x, dy)[0]
+        assert same(torch.autograd.grad(module(x), x, dy)[0], first)
+        assert len(calls) == 1
+        module.weight.mul_(2)
+        assert not same(torch.autograd.grad(module(x), x, dy)[0], first)
+        module.weight.requires_grad_(True)
+        module(x)
+    assert len(calls) == 3
+
+
+@on_devices
 @by_recipe
 def test_first_microbatch(device, recipe, monkeypatch):
     """None finds the bytes and keeps none; True keeps them; False takes them, and is equal in every bit."""

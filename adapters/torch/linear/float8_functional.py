@@ -61,7 +61,8 @@ def norm_linear(
         return float8_operators.norm_linear(*tensors, *options)[:2]
     with without_autocast(x.device.type):
         with torch.no_grad():
-            weights = cache.of(parts, weight, options.scheme, wants_columns, differentiated, is_first_microbatch)
+            trained = differentiated and any(part.requires_grad for part in parts)
+            weights = cache.of(parts, weight, options.scheme, wants_columns, trained, is_first_microbatch)
         if differentiated:
             return _apply(*tensors, weights, options, wants_z, sink)
         y, z, _, _ = forward(x, weights, bias, ln_weight, ln_bias, options, False, wants_z)

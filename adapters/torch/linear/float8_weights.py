@@ -55,16 +55,16 @@ class WeightCache:
         whole: Tensor,
         scheme: Scheme,
         wants_columns: bool,
-        differentiated: bool,
+        trained: bool,
         is_first_microbatch: bool | None,
     ) -> Weights:
         """Those of `whole`, the parameters `parts` one after the other; kept or found as `is_first_microbatch` says.
 
-        None keeps and finds them without gradients alone, as long as the parameters are the same objects with the same
-        address and version. Not while a CUDA graph is captured: it would go on reading what may be replaced.
+        None keeps and finds them where weight is not `trained`, as long as the parameters are the same objects with the
+        same address and version. Not while a CUDA graph is captured: it would go on reading what may be replaced.
         """
         capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_first_microbatch is None and (differentiated or capturing or any(part.is_inference() for part in parts)):
+        if is_first_microbatch is None and (trained or capturing or any(part.is_inference() for part in parts)):
             return quantised(whole, scheme, wants_columns)
         if is_first_microbatch is not True and self._serves(scheme, wants_columns):
             weights, _, stamp = self._kept

@@ -106,8 +106,8 @@ class LayerNormLinear(WeightGradients):
     FP8, is_first_microbatch and fp8_output break a graph of torch.compile; else compiled code finds the bytes of weight
     at every call.
 
-    In FP8 in_features and out_features must be multiples of 16, rows may be any number. Bytes of weight are kept from
-    call to call without gradients, as long as the parameter is the same object with the same address and version:
+    In FP8 in_features and out_features must be multiples of 16, rows may be any number. Where weight wants no gradient
+    its bytes are kept from call to call, as long as the parameter is the same object with the same address and version:
     `weight.data.copy_()` changes none of them, and needs `drop_fp8_weights()` after it, which `train()`, `eval()`,
     `load_state_dict()` and moving the module call too. A CUDA graph reads kept bytes with is_first_microbatch=False,
     for as long as the module is there, and else finds them again in every replay. Nothing of it is in the state_dict,
@@ -240,7 +240,7 @@ class LayerNormLinear(WeightGradients):
             Of the dtype of the parameters; under autocast float16, bfloat16 or float32.
         is_first_microbatch : bool, optional
             With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it. In FP8 None finds the
-            bytes of weight anew (without gradients as the Notes say), True keeps them besides, and False takes those
+            bytes of weight anew (without its gradient as the Notes say), True keeps them besides, and False takes those
             that are kept, whatever weight has become.
         fp8_output : bool
             y as (bytes in torch.float8_e4m3fn, a float32 scale for each row). In FP8 and without gradients alone.
