@@ -415,7 +415,7 @@ def test_torch_autocast(device):
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in module.parameters())
     with autocast():
         exact = module(x)[0]
-    torch.testing.assert_close(y.float(), exact, rtol=2.0**-8, atol=1e-6)
+    torch.testing.assert_close(y.float(), exact, rtol=2.0**-8, atol=1e-6 if device == "cpu" else 2.0**-8)
 
 
 @on_devices
@@ -433,12 +433,16 @@ def test_frozen_parameters(device, recipe, frozen):
         module(x).backward(dy)
     found = {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
     assert [name for name, g in found.items() if g is None] == [n for n in expected if n in frozen]
-    assert all(same(g, expected[name]) for name, g in found.items() if g is not None)
+    for name, gradient in found.items():
+        if gradient is not None and name == "bias":  # a kernel that finds no largest values may add up in another order
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-4)
+        elif gradient is not None:
+            assert same(gradient, expected[name])
 
 
 @on_devices
 def test_a_row_does_not_depend_on_others(device):
-    """y and dx to the bit, but for the product of a GPU; scales and bytes there too."""
+    """Its bytes and scales; the product itself may add up in another order where there are other numbers of rows."""
     module = make(device)
     x, dy = inputs(device)
     with autocast():
@@ -448,8 +452,10 @@ def test_a_row_does_not_depend_on_others(device):
         part = x[100:150].detach().requires_grad_()
         y_part = module(part)
         y_part.backward(dy[100:150])
-    torch.testing.assert_close(y_part, y[100:150], rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(part.grad, whole[100:150], rtol=1e-4, atol=1e-5)
+    # A GPU's tensor cores keep about 13 bits of a sum that is added up fast.
+    tolerance = 1e-5 if device == "cpu" else 2.0**-10
+    torch.testing.assert_close(y_part, y[100:150], rtol=tolerance, atol=4 * tolerance)
+    torch.testing.assert_close(part.grad, whole[100:150], rtol=10 * tolerance, atol=4 * tolerance)
 
 
 @on_devices

@@ -50,9 +50,7 @@ def _by_torch(
 ) -> Tensor:
     by_row = a_scale.dim() == 1
     if by_row and len(a) <= FEW_ROWS:
-        one = _ones.get(a.device)
-        if one is None:
-            one = _ones[a.device] = torch.ones((), device=a.device)
+        one = _one(a)
         whole = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
         return scaled(whole, a_scale, b_scale, bias, dtype)
     if by_row:
@@ -70,6 +68,16 @@ def _by_torch(
 
 def _numbers(bytes: Tensor, scale: Tensor) -> Tensor:
     return bytes.float() * (scale[:, None] if scale.dim() == 1 else scale)
+
+
+def _one(a: Tensor) -> Tensor:
+    """The number, on the device of a: kept, but for what a graph makes, which is written in its replays alone."""
+    one = _ones.get(a.device)
+    if one is None:
+        if a.is_cuda and torch.cuda.is_current_stream_capturing():
+            return torch.ones((), device=a.device)
+        one = _ones[a.device] = torch.ones(()).to(a.device)  # there for all streams when this returns
+    return one
 
 
 @cache
