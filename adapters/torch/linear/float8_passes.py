@@ -218,7 +218,10 @@ class _Rounded:
         total.copy_(found) if overwrite else total.add_(found)
 
     def _product(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        columns = self._columns[rows]
+        if columns.shape[1] == 0:  # no rows of x: no kernel is launched for their columns
+            return columns.new_zeros((len(columns), self._saved.x.shape[-1]), dtype=dtype)
         # A slice of the scales may lie where no product can read it.
         scale = self._column_scale if self._column_scale.dim() == 0 else self._column_scale[rows].clone()
         fast = self._options.scheme.fast[2]
-        return product(self._columns[rows], scale, *self._z_columns, dtype, fast=fast)
+        return product(columns, scale, *self._z_columns, dtype, fast=fast)
