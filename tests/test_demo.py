@@ -39,6 +39,14 @@ def test_demo_shows_the_rounding_of_float16_as_error(tmp_path):
         assert 0 < found[name] <= 1.01 * bound + 1e-9
 
 
+def test_demo_of_8_bits(tmp_path):
+    """3 bits of mantissa: 0.0265 of one operand, 0.0375 of two."""
+    output = output_of(command(tmp_path, "demo", "--fp8"))
+    assert "layer_norm forward: 1797 rows x 64 cols" in output
+    found = dict(re.findall(r"^(norm to 8 bits|product after it) +([\d.]+)$", output, re.MULTILINE))
+    assert 0.02 < float(found["norm to 8 bits"]) < 0.03 < float(found["product after it"]) < 0.045
+
+
 ARRAYS = {
     "float32": numpy.random.default_rng(1).standard_normal((5, 7), dtype="float32"),
     "one axis": numpy.linspace(0, 1, 9, dtype="float16"),
@@ -78,6 +86,13 @@ def test_demo_refuses_an_array_that_it_cannot_normalise(tmp_path, name):
     numpy.save(path, array)
     assert_fails_in_one_line(
         command(tmp_path, "demo", "--input", str(path)), 2, str(path), "float16, float32 or float64", fragment
+    )
+
+
+def test_demo_of_8_bits_refuses_what_has_no_norm_to_them(tmp_path):
+    numpy.save(tmp_path / "x.npy", numpy.ones((2, 3)))
+    assert_fails_in_one_line(
+        command(tmp_path, "demo", "--fp8", "--input", str(tmp_path / "x.npy")), 2, "--fp8 needs", "float64"
     )
 
 

@@ -652,14 +652,8 @@ CALLS: list[tuple[str, Callable[[Any], tuple], dict, type[Exception], str]] = [
     ("a list", lambda x: ([[1.0]],), {}, TypeError, "inp must be a torch.Tensor; got list"),
     ("wrong last axis", lambda x: (x[:, 1:],), {}, RuntimeError, "the length 16 of a row of weight"),
     ("dtype", lambda x: (x.double(),), {}, TypeError, "inp of torch.float64 and layer_norm_weight of torch.float32"),
-    (
-        "fp8_output",
-        lambda x: (x,),
-        {"fp8_output": True},
-        NotImplementedError,
-        "fp8_output must be unset; got True. FP8",
-    ),
-    ("fp8_grad", lambda x: (x,), {"fp8_grad": True}, NotImplementedError, "FP8 is to come"),
+    ("fp8_output", lambda x: (x,), {"fp8_output": True}, ValueError, "fp8_output=True needs FP8; got a call without"),
+    ("fp8_grad", lambda x: (x,), {"fp8_grad": True}, ValueError, "fp8_grad must be False"),
 ]
 
 

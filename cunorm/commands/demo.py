@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,6 +17,7 @@ import numpy
 from .. import device, layer_norm_backward, layer_norm_forward
 from ..norm.plan import plan
 from ..norm.problem import Problem, whole
+from . import float8_demo
 from .info import why_no_gpu
 
 DTYPES = ("float16", "float32", "float64")  # of those that cunorm knows, what a .npy file can hold
@@ -42,6 +44,7 @@ def add_parser(commands) -> None:
         "plan, its time and its largest error against float64.",
     )
     parser.add_argument("--input", metavar="FILE.npy", help=f"an array of {KINDS}; default: 1797 digits of 64 pixels")
+    parser.add_argument("--fp8", action="store_true", help="the norm that writes 8 bits, and a product that reads them")
     parser.set_defaults(run=run)
 
 
@@ -52,17 +55,23 @@ def run(arguments: argparse.Namespace) -> int:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         print(f"demo: --input must be a .npy file of {KINDS}; {arguments.input}: {reason}.", file=sys.stderr)
         return 2
+    if arguments.fp8:
+        reason = _why_no_fp8(x)
+        if reason:
+            print(f"demo: --fp8 {reason}.", file=sys.stderr)
+            return 2
+    show = float8_demo.show if arguments.fp8 else _show
     inputs = _with_parameters(x)
     print(f"input: {arguments.input or 'handwritten digits (cunorm/data)'}, {x.dtype.name} of shape {x.shape}")
     no_gpu = why_no_gpu()
     if no_gpu:
         print(f"path:  host path (NumPy): no GPU ({no_gpu})\nplan:  not run here; what an H200 would do")
-        _show(inputs, device.KNOWN[90], numpy.asarray, _host_seconds)
+        show(inputs, device.KNOWN[90], numpy.asarray, _host_seconds)
     else:
         import cupy
 
         print("path:  GPU (CUDA kernels through CuPy)\nplan:")
-        _show(Inputs(*map(cupy.asarray, inputs)), device.current(cupy.cuda.Device().id), cupy.asnumpy, _gpu_seconds)
+        show(Inputs(*map(cupy.asarray, inputs)), device.current(cupy.cuda.Device().id), cupy.asnumpy, _gpu_seconds)
     return 0
 
 
@@ -76,6 +85,14 @@ def _read(path: str | None) -> numpy.ndarray:
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"it must have an axis to normalise and an element; its shape is {x.shape}")
     return x.astype(x.dtype.newbyteorder("="), order="C")
+
+
+def _why_no_fp8(x: numpy.ndarray) -> str:
+    if x.dtype.name == "float64":
+        return "needs an array of float16 or float32; it holds float64"
+    if find_spec("ml_dtypes") is None:
+        return "needs ml_dtypes, which NumPy's numbers of 8 bits are from: pip install ml_dtypes"
+    return ""
 
 
 def _with_parameters(x: numpy.ndarray) -> Inputs:

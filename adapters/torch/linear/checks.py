@@ -14,8 +14,6 @@ LATER = {
     "ub_bulk_wgrad": "Communication that overlaps products",
     "ub_bulk_dgrad": "Communication that overlaps products",
     "symmetric_ar_type": "Reduction through symmetric memory",
-    "fp8_output": "FP8",
-    "fp8_grad": "FP8",
 }
 
 

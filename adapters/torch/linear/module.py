@@ -1,8 +1,7 @@
-"""`LayerNormLinear`: the module of that name in TransformerEngine, on one GPU, without FP8."""
+"""`LayerNormLinear`: the module of that name in TransformerEngine, on one GPU."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -14,20 +13,24 @@ from torch import Tensor, nn
 from ...linear import problem as linear_problem
 from ...norm import checks as core
 from ...operation import name_of
-from ..norm.functional import autocasts
+from ..norm.functional import autocast_dtype, autocasts
+from . import float8_functional
 from .checks import check_parallel, check_sizes, refuse
+from .float8_context import recipe_of
+from .float8_weights import WeightCache
 from .functional import norm_linear
 from .parameters import joined, lay_side_by_side, parts_of
-from .passes import Sink, accumulate, bias_gradient, weight_gradient, without_autocast
+from .recipes import Recipe
+from .weight_gradients import WeightGradients
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(WeightGradients):
     """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * layer_norm_weight + layer_norm_bias.
 
     The constructor is that of transformer_engine.pytorch.LayerNormLinear; what it cannot do yet raises
-    NotImplementedError.
+    NotImplementedError. In FP8 inside `cunorm.torch.autocast` or after `set_recipe`.
 
     Parameters
     ----------
@@ -74,7 +77,7 @@ class LayerNormLinear(nn.Module):
         Labels.
     keep_normalized : bool
         Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
-        of one forward pass of the norm. Not an argument of TransformerEngine's.
+        of one forward pass of the norm. In FP8 nothing more is kept. Not an argument of TransformerEngine's.
 
     Attributes
     ----------
@@ -83,6 +86,8 @@ class LayerNormLinear(nn.Module):
     weight : Parameter, shape (out_features, in_features)
     bias : Parameter, shape (out_features,)
         0 at first. An empty tensor that is no parameter with `bias=False`.
+    fp8_recipe : RowwiseScaling, Float8CurrentScaling or None
+        What `set_recipe` has set.
 
     Raises
     ------
@@ -97,8 +102,16 @@ class LayerNormLinear(nn.Module):
     Where TransformerEngine's differs: its float32 product is TF32 always, this one's where torch is set so; it keeps z;
     it casts x to autocast's dtype before the norm; its `backward_dw` overwrites `weight.grad`, this one's adds to it;
     it takes parameters_split together with neither fuse_wgrad_accumulation nor backward_dw. Its `_extra_state` in a
-    checkpoint is passed over; it loads ours with strict=False. Accumulating into main_grad and delaying break a graph
-    of torch.compile.
+    checkpoint is passed over unread; it loads ours with strict=False. Accumulating into main_grad, delaying and, in
+    FP8, is_first_microbatch and fp8_output break a graph of torch.compile; else compiled code finds the bytes of weight
+    at every call.
+
+    In FP8 in_features and out_features must be multiples of 16, rows may be any number. Where weight wants no gradient
+    its bytes are kept from call to call, as long as the parameter is the same object with the same address and version:
+    `weight.data.copy_()` changes none of them, and needs `drop_fp8_weights()` after it, which `train()`, `eval()`,
+    `load_state_dict()` and moving the module call too. A CUDA graph reads kept bytes with is_first_microbatch=False,
+    for as long as the module is there, and else finds them again in every replay. Nothing of it is in the state_dict,
+    in copies or in pickles.
 
     Examples
     --------
@@ -107,6 +120,9 @@ class LayerNormLinear(nn.Module):
     >>> LayerNormLinear(8, 24, parameters_split=("query", "key", "value"), device="cpu")(torch.ones(2, 8)).shape
     torch.Size([2, 24])
     """
+
+    fp8_recipe: Recipe | None = None
+    _fp8_outside: Recipe | bool | None = False  # of the last call outside a backward pass; False: there was none
 
     def __init__(
         self,
@@ -141,7 +157,7 @@ class LayerNormLinear(nn.Module):
         *,
         keep_normalized: bool = False,
     ):
-        super().__init__()
+        super().__init__(fuse_wgrad_accumulation, delay_wgrad_compute)
         check_sizes(in_features=in_features, out_features=out_features)
         core.check_eps("LayerNormLinear", eps)
         self.op = linear_problem.op("LayerNormLinear", normalization, None)
@@ -167,16 +183,13 @@ class LayerNormLinear(nn.Module):
         self.tp_group = tp_group
         self.tp_size = 1
         self.sequence_parallel = False  # of one rank
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.delay_wgrad_compute = delay_wgrad_compute
         self.get_rng_state_tracker = get_rng_state_tracker
         self.init_method = init_method
         self.ub_name = ub_name
         self.name = name
         self.keep_normalized = keep_normalized
-        self._delayed: deque[Callable[[], None]] = deque()
-        self._delayed_hooks: list[Callable[[], None]] = []
 
+        self._fp8_weights = WeightCache()
         self._parts = parts_of(parameters_split, out_features)
         self._make_parameters(device, params_dtype)
         if not self.layer_norm_weight.is_meta:
@@ -226,9 +239,13 @@ class LayerNormLinear(nn.Module):
         inp : Tensor, shape (..., in_features)
             Of the dtype of the parameters; under autocast float16, bfloat16 or float32.
         is_first_microbatch : bool, optional
-            With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it.
-        fp8_output, fp8_grad : bool
-            Not here yet.
+            With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it. In FP8 None finds the
+            bytes of weight anew (without its gradient as the Notes say), True keeps them besides, and False takes those
+            that are kept, whatever weight has become.
+        fp8_output : bool
+            y as (bytes in torch.float8_e4m3fn, a float32 scale for each row). In FP8 and without gradients alone.
+        fp8_grad : bool
+            Not here: a gradient in 8 bits is for TransformerEngine's own attention.
 
         Returns
         -------
@@ -236,33 +253,68 @@ class LayerNormLinear(nn.Module):
         bias : Tensor, shape (out_features,), of the dtype of y; empty with `bias=False`
         z : Tensor, shape of inp, of the dtype of y
         """
-        refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
-        run = self._run_uncompiled if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else self._run
-        return run(inp, is_first_microbatch)
+        if fp8_grad:
+            raise ValueError(
+                "LayerNormLinear: fp8_grad must be False; got True. Gradients in 8 bits are not here: leave it out."
+            )
+        recipe = self._recipe()
+        if fp8_output and recipe is None:
+            raise ValueError(
+                "LayerNormLinear: fp8_output=True needs FP8; got a call without a recipe. Call it in "
+                "cunorm.torch.autocast(), or after set_recipe()."
+            )
+        broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
+        run = self._run_uncompiled if broken or (recipe and is_first_microbatch is not None) else self._run
+        results = run(inp, is_first_microbatch, recipe, fp8_output)
+        if recipe is not self._fp8_outside and not torch.compiler.is_compiling() and not _in_backward_pass():
+            self._fp8_outside = recipe
+        return results
 
-    def _run(self, inp: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor, ...]:
+    def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
         self._check_dtypes(inp)
         bias = joined(self._biases) if self.use_bias else None
-        y, z = norm_linear(
-            type(self).__name__,
-            inp,
-            joined(self._weights),
-            None if self.return_bias else bias,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.eps,
-            name_of(self.op, self.zero_centered_gamma),
-            self.keep_normalized,
-            self._sink(is_first_microbatch),
-        )
+        applied = None if self.return_bias else bias
+        norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
+        name, sink = type(self).__name__, self._sink(is_first_microbatch)
+        if recipe is None:
+            y, z = norm_linear(name, inp, joined(self._weights), applied, *norm, self.keep_normalized, sink)
+        else:
+            y, z = float8_functional.norm_linear(
+                name,
+                inp,
+                self._weights,
+                applied,
+                *norm,
+                recipe,
+                self._fp8_weights,
+                is_first_microbatch=is_first_microbatch,
+                fp8_output=fp8_output,
+                wants_z=self.return_layernorm_output,
+                sink=sink,
+            )
         results = [y]
         if self.return_bias:
-            results.append(y.new_empty(0) if bias is None else bias.to(y.dtype))
+            dtype = autocast_dtype(inp) or inp.dtype
+            results.append(inp.new_empty(0, dtype=dtype) if bias is None else bias.to(dtype))
         if self.return_layernorm_output:
             results.append(z)
         return results[0] if len(results) == 1 else tuple(results)
 
     _run_uncompiled = torch.compiler.disable(_run)
+
+    def _recipe(self) -> Recipe | None:
+        """What this call follows: in a backward pass, where a checkpoint runs it again, what it followed before."""
+        if not torch.compiler.is_compiling() and self._fp8_outside is not False and _in_backward_pass():
+            return self._fp8_outside
+        return recipe_of(self.fp8_recipe)
+
+    def drop_fp8_weights(self) -> None:
+        """Forgets the bytes of weight that are kept; after `weight.data.copy_()`, which nothing else tells of."""
+        self._fp8_weights.clear()
+
+    def train(self, mode: bool = True) -> LayerNormLinear:
+        self.drop_fp8_weights()
+        return super().train(mode)
 
     def _check_dtypes(self, inp: Tensor) -> None:
         if not isinstance(inp, Tensor):
@@ -276,103 +328,7 @@ class LayerNormLinear(nn.Module):
                     f"{inp.dtype} and {name} of {parameter.dtype}. Convert one of them, or use torch.autocast."
                 )
 
-    # Gradients of weight and bias that do not go the way of autograd.
-
-    def _sink(self, is_first_microbatch: bool | None) -> Sink | None:
-        if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
-            return None
-        if not any(weight.requires_grad for weight in self._weights):
-            return None
-        if self.fuse_wgrad_accumulation:
-            for part, weight in zip(self._parts, self._weights, strict=True):
-                if weight.requires_grad and not hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__"):
-                    raise AttributeError(
-                        f"LayerNormLinear: fuse_wgrad_accumulation=True needs {part.weight}.main_grad, a tensor of the "
-                        f"shape of {part.weight}, before the forward pass; there is none. Set it."
-                    )
-        return partial(self._take, is_first_microbatch is True)
-
-    def _take(self, overwrite: bool, dy: Tensor, z: Callable[[], Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """A Sink. Weight and bias need no gradient from autograd, or one that says that theirs is taken care of."""
-        if self.delay_wgrad_compute:
-            self._delayed.append(partial(self._weight_gradients, overwrite, dy, z))
-            return None, None
-        if self.fuse_wgrad_accumulation:
-            self._accumulate(overwrite, dy, z())
-        return self._stand_in(dy.dtype), bias_gradient(dy) if self._applied_biases else None
-
-    def _weight_gradients(self, overwrite: bool, dy: Tensor, z: Callable[[], Tensor]) -> None:
-        """What a backward pass left to `backward_dw`."""
-        rows = [part.rows for part in self._parts]
-        if self.fuse_wgrad_accumulation:
-            self._accumulate(overwrite, dy, z())
-        else:
-            for weight, gradient in zip(
-                self._weights, weight_gradient(dy, z(), self._weights[0]).split(rows), strict=True
-            ):
-                _add_gradient(weight, gradient)
-        if self._applied_biases:
-            for bias, gradient in zip(self._applied_biases, bias_gradient(dy).split(rows), strict=True):
-                _add_gradient(bias, gradient)
-
-    def _accumulate(self, overwrite: bool, dy: Tensor, z: Tensor) -> None:
-        slices = dy.split([part.rows for part in self._parts], 1)
-        for weight, columns in zip(self._weights, slices, strict=True):
-            if weight.requires_grad:
-                total = weight.get_main_grad() if hasattr(weight, "__fsdp_param__") else weight.main_grad
-                accumulate(total, columns, z, overwrite or getattr(weight, "overwrite_main_grad", False))
-
-    def _stand_in(self, dtype: torch.dtype) -> Tensor | None:
-        """What a hook of Megatron's data parallelism waits for, of no meaning where `zero_out_wgrad` is not set."""
-        marked = [weight for weight in self._weights if hasattr(weight, "grad_added_to_main_grad")]
-        if not marked:
-            return None
-        for weight in marked:
-            weight.grad_added_to_main_grad = True
-        zero = any(getattr(weight, "zero_out_wgrad", False) for weight in marked)
-        make = torch.zeros if zero else torch.empty
-        return make(self.out_features, self.in_features, device=marked[0].device, dtype=dtype)
-
-    def backward_dw(self) -> None:
-        """Computes the gradients that the earliest backward pass not yet followed by this left (delay_wgrad_compute).
-
-        Raises
-        ------
-        RuntimeError
-            There is none.
-        """
-        if not self.delay_wgrad_compute:
-            return
-        if not self._delayed:
-            raise RuntimeError(
-                "LayerNormLinear: backward_dw() needs a backward pass before it whose weight gradient was delayed; "
-                "there is none. Call it once for every backward pass."
-            )
-        with torch.no_grad(), without_autocast(self.layer_norm_weight.device.type):
-            self._delayed.popleft()()
-        for hook in self._delayed_hooks:
-            hook()
-
-    def need_backward_dw(self) -> bool:
-        return self.delay_wgrad_compute
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """`hook()` is called after every `backward_dw()`."""
-        self._delayed_hooks.append(hook)
-
     # Parameters.
-
-    @property
-    def _weights(self) -> list[nn.Parameter]:
-        return [getattr(self, part.weight) for part in self._parts]
-
-    @property
-    def _biases(self) -> list[nn.Parameter]:
-        return [getattr(self, part.bias) for part in self._parts] if self.use_bias else []
-
-    @property
-    def _applied_biases(self) -> list[nn.Parameter]:
-        return [] if self.return_bias else self._biases
 
     def _settle_parameters(self) -> None:
         """Parts side by side, and the attributes by which Megatron knows what is sharded how."""
@@ -394,14 +350,22 @@ class LayerNormLinear(nn.Module):
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         self._settle_parameters()  # they may be new ones, and lie apart
+        self.drop_fp8_weights()
         return self
+
+    def __getstate__(self):
+        state = self.__dict__.copy()
+        del state["_fp8_weights"]
+        return state
 
     def __setstate__(self, state):
         super().__setstate__(state)
+        self._fp8_weights = WeightCache()
         self._settle_parameters()  # those of a copy are
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
-        state_dict.pop(prefix + "_extra_state", None)  # TransformerEngine's, empty without FP8
+        state_dict.pop(prefix + "_extra_state", None)  # TransformerEngine's: scales, perhaps pickled, of no use here
+        self.drop_fp8_weights()
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
@@ -411,8 +375,5 @@ class LayerNormLinear(nn.Module):
         )
 
 
-def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """As autograd adds it."""
-    if parameter.requires_grad:
-        gradient = gradient.to(parameter.dtype)
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+def _in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1

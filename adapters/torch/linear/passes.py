@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +14,27 @@ from ..norm import launching, operators
 from ..norm.functional import HALF, _at_once, autocasts, launchable
 from . import side_by_side
 
-# What takes the gradients of weight and bias in autograd's place: given dy (rows, out) and how to get the normalised
-# tensor (rows, in), it returns what autograd is told, None for nothing.
-Sink = Callable[[Tensor, Callable[[], Tensor]], tuple[Tensor | None, Tensor | None]]
+
+class ProductGradients(Protocol):
+    """The gradients of weight and bias of one backward pass, computed when they are asked for."""
+
+    dtype: torch.dtype  # of y, and so of dy
+
+    def weight(self) -> Tensor:
+        """dyᵀ z, (out, in)."""
+        ...
+
+    def bias(self) -> Tensor:
+        """Σ dy, (out,)."""
+        ...
+
+    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
+        """total += those rows of weight's, or = where `overwrite`."""
+        ...
+
+
+# What takes the gradients of weight and bias in autograd's place; it returns what autograd is told, None for nothing.
+Sink = Callable[[ProductGradients], tuple[Tensor | None, Tensor | None]]
 
 
 class Options(NamedTuple):
@@ -55,39 +74,60 @@ def gradients(
     wants_dx, wants_dweight, wants_dbias, *wants_ln = mask
     rows = x.numel() // x.shape[-1]
     if dy is not None:
-        dy = _matrix(dy, rows)
+        dy = matrix(dy, rows)
 
     def again() -> Tensor:
-        return _matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
+        return matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
 
     def of_product() -> tuple[Tensor | None, Tensor | None]:
         if dy is None:
             return None, None
+        product = _Product(dy, again, weight)
         if sink is not None:
-            return sink(dy, again)
-        dweight = weight_gradient(dy, again(), weight) if wants_dweight else None
-        return dweight, bias_gradient(dy) if wants_dbias else None
+            return sink(product)
+        return product.weight() if wants_dweight else None, product.bias() if wants_dbias else None
 
     def of_norm() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         norm_mask = (wants_dx, *wants_ln)
         if not any(norm_mask) or (dy is None and dz is None):
             return None, None, None
         if dy is None:
-            return _norm_backward(dz, False, x, statistics, ln_weight, options, norm_mask)
-        total = dy @ weight if dz is None else torch.addmm(_matrix(dz, rows), dy, weight)
-        return _norm_backward(total.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
+            return norm_gradients(dz, False, x, statistics, ln_weight, options, norm_mask)
+        total = dy @ weight if dz is None else torch.addmm(matrix(dz, rows), dy, weight)
+        return norm_gradients(total.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
 
     # Each half has one tensor of the size of z to itself, unless z is kept anyway.
     size = 0 if z is not None else x.numel() * x.element_size()
     (dweight, dbias), (dx, dln_weight, dln_bias) = side_by_side.run(x, size, of_product, of_norm)
-    if dln_bias is not None and ln_bias is not None:
-        dln_bias = dln_bias.to(ln_bias.dtype)
-    return dx, dweight, dbias, dln_weight, dln_bias
+    return dx, dweight, dbias, dln_weight, in_dtype_of(ln_bias, dln_bias)
 
 
-def weight_gradient(dy: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-    """dyᵀ z, (out, in), laid out as weight is: autograd would copy another layout."""
-    return dy.t() @ z if weight.stride(1) == 1 else (z.t() @ dy).t()
+def in_dtype_of(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or parameter is None else gradient.to(parameter.dtype)
+
+
+class _Product:
+    """ProductGradients of dy (rows, out), and of z (rows, in) that is computed once more when it is needed."""
+
+    def __init__(self, dy: Tensor, again: Callable[[], Tensor], weight: Tensor):
+        self.dtype = dy.dtype
+        self._dy = dy
+        self._again = again
+        self._by_rows = weight.stride(1) == 1
+
+    @cached_property
+    def _z(self) -> Tensor:
+        return self._again()
+
+    def weight(self) -> Tensor:
+        """Laid out as weight is: autograd would copy another layout."""
+        return self._dy.t() @ self._z if self._by_rows else (self._z.t() @ self._dy).t()
+
+    def bias(self) -> Tensor:
+        return bias_gradient(self._dy)
+
+    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
+        accumulate(total, self._dy[:, rows], self._z, overwrite)
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
@@ -107,7 +147,7 @@ def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
         total.copy_(product if overwrite else product.add_(total))
 
 
-def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
+def norm_gradients(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
     """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
     operation, eps, _, _ = options
     if own and launchable(dz):
@@ -116,7 +156,7 @@ def _norm_backward(dz, own: bool, x, statistics, ln_weight, options: Options, ma
     return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, 0)
 
 
-def _matrix(tensor: Tensor, rows: int) -> Tensor:
+def matrix(tensor: Tensor, rows: int) -> Tensor:
     """(rows, columns) as a product reads it: an expanded gradient would be copied by every one."""
     return tensor.reshape(rows, tensor.shape[-1]).contiguous()
 

@@ -20,7 +20,7 @@ from ...norm import float8
 from ...norm.plan import Plan, plan
 from ...norm.problem import BLOCK, FLOAT8, FORWARD8, float8_problem, pointer_order
 from ...operation import name_of
-from . import arrays, checks, functional, launching, operators
+from . import arrays, checks, formulas, functional, launching, operators
 
 
 class Recipe(NamedTuple):
@@ -65,7 +65,8 @@ def forward(
             scales = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
     if not torch.compiler.is_compiling() and functional._at_once(x, weight, bias):
         with torch.cuda.device(x.get_device()):
-            return _launch(operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, output)
+            of_y = x.dtype if output else None
+            return launched(operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, of_y)[:3]
     arguments = (operation, x, torch.Size(shape), weight, bias, eps)
     y = functional.norm(*arguments, torch.float32, sm_margin)
     found, scales = quantise(y.reshape(-1, cols), granularity, name, scales)
@@ -103,17 +104,39 @@ def _refuse_gradients(function: str, *tensors: Tensor | None) -> None:
         )
 
 
-def _launch(operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, output):
+def launched(
+    operation: str,
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    granularity: str | int,
+    name: str,
+    scales: Tensor | None,
+    sm_margin: int,
+    of_y: torch.dtype | None,
+    wants_statistics: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(y in 8 bits, scale, y in the dtype `of_y` if there is one, statistics as formulas.py has them if wanted).
+
+    By the kernel, for arguments that are checked, on the current device.
+    """
     aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in (x, weight, bias))
     layouts = [None if one is None else (one.shape, one.stride(), one.dtype) for one in (x, weight, bias)]
-    key = (operation, shape, granularity, name, sm_margin, output, aligned, x.get_device(), *layouts)
+    key = (operation, shape, granularity, name, sm_margin, of_y, aligned, x.get_device(), *layouts)
     recipe = _recipes.get(key)
     if recipe is None:
-        recipe = _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, output, aligned)
+        recipe = _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, of_y, aligned)
         launching.keep(_recipes, key, recipe)
     leading = tuple(x.shape[: x.dim() - len(shape)])
     found = torch.empty(x.shape, dtype=getattr(torch, name), device=x.device)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if output else None
+    y = None if of_y is None else torch.empty(x.shape, dtype=of_y, device=x.device)
+    statistics, mean, rstd = None, 0, 0
+    if wants_statistics:
+        count = 1 + formulas.subtracts_mean(operation)
+        statistics = torch.empty((count, *leading), dtype=torch.float32, device=x.device)
+        mean, rstd = statistics[0].data_ptr(), statistics[-1].data_ptr()  # rms_norm's kernels write no mean
     if scales is None:
         of = float8.scales_shape(granularity, leading, math.prod(shape))
         scales = torch.empty(of, dtype=torch.float32, device=x.device)
@@ -121,11 +144,11 @@ def _launch(operation, x, shape, weight, bias, eps, granularity, name, scales, s
         x, weight, bias = launching._contiguous((x, weight, bias), recipe.copies)
         given = map(launching._pointer, (x, weight, bias, scales, found, y))
         index = found.get_device()
-        launch.run(recipe.plan, index, launching._stream(index), recipe.order((*given, 0, 0)), (eps,))
-    return found, scales, y
+        launch.run(recipe.plan, index, launching._stream(index), recipe.order((*given, mean, rstd)), (eps,))
+    return found, scales, y, statistics
 
 
-def _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, output, aligned) -> Recipe:
+def _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, of_y, aligned) -> Recipe:
     norm = checks.function_of(operation)
     cols, rows = math.prod(shape), launching._row_strides(x, len(shape))
     copies = (rows is None, *(one is not None and not one.is_contiguous() for one in (weight, bias)))
@@ -139,7 +162,7 @@ def _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, out
         None if bias is None else checks.dtype_name(bias.dtype),
         y8=name,
         granularity=granularity,
-        y=checks.dtype_name(x.dtype) if output else None,
+        y=None if of_y is None else checks.dtype_name(of_y),
         zero_centered_gamma=operation != norm,
         x_rows=rows,
         sm_margin=sm_margin,

@@ -1,0 +1,172 @@
+"""Matrices in 8 bits with the scales that make numbers of them again: bytes = round(v * q), scale = 1 / q.
+
+q = min(F / max|v|, 2^100), F the largest number of the format; the scale is 1 where all of v is zero and NaN where v
+has an infinite number or NaN. With power_2_scale the mantissa of q is cleared. Here by torch's own operators, on CUDA
+tensors by kernels: the same bytes. Casts by columns are transposed, and padded with zeros to what a product sums up in
+steps of 16.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from ...norm.float8 import MOST_MULTIPLIER, NAMES
+from ...norm.problem import FLOAT8
+from ..norm import formulas
+
+STEP = 16  # of a product's contraction
+
+LARGEST = {short: FLOAT8[name] for short, name in NAMES.items()}
+DTYPES = {short: getattr(torch, name) for short, name in NAMES.items()}
+
+
+def cast_rows(
+    a: Tensor,
+    dtype: str = "e4m3",
+    *,
+    scale: Tensor | None = None,
+    power_2_scale: bool = False,
+    column_sums: bool = False,
+    column_amax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(bytes (rows, cols), scale (rows,), sums (cols,) or None, max|a| (cols,) or None), all but the bytes in float32.
+
+    `scale` is one for all, of no axes, which is returned then.
+    """
+    if a.is_cuda:
+        from . import float8_launching
+
+        return float8_launching.cast_rows(
+            a,
+            dtype,
+            scale=scale,
+            power_2_scale=power_2_scale,
+            column_sums=column_sums,
+            column_amax=column_amax,
+        )
+    wide = a.float()
+    if scale is None:
+        multiplier, scale = _scaling(_largest(wide, 1), dtype, power_2_scale)
+        found = _rounded(wide * multiplier[:, None], dtype)
+    else:
+        found = _rounded(wide * scale.reciprocal(), dtype)
+    return found, scale, wide.sum(0) if column_sums else None, _largest(wide, 0) if column_amax else None
+
+
+def cast_columns(
+    a: Tensor, amax: Tensor | None, dtype: str = "e4m3", *, scale: Tensor | None = None, power_2_scale: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(bytes (cols, rows and zeros to a multiple of 16), scale (cols,)), by max|a| (cols,) or `scale`, of no axes."""
+    if a.is_cuda:
+        from . import float8_launching
+
+        return float8_launching.cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale)
+    wide = a.float()
+    if scale is None:
+        multiplier, scale = _scaling(amax, dtype, power_2_scale)
+        found = wide * multiplier
+    else:
+        found = wide * scale.reciprocal()
+    return _rounded(_padded(found), dtype), scale
+
+
+def normalised_columns(
+    x: Tensor,
+    statistics: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    operation: str,
+    dtype: str = "e4m3",
+    *,
+    power_2_scale: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(bytes (cols, rows and zeros), scale (cols,)) of z = norm(x), x (rows, cols), with a scale that none exceeds.
+
+    Of cols numbers with mean 0 and mean square 1 none is beyond sqrt(cols - 1), without a mean none beyond sqrt(cols):
+    max|z_j| is taken to be |gamma_j| sqrt(cols - 1) + |beta_j|. `statistics` (1 or 2, rows) as norm/formulas.py has
+    them.
+    """
+    if x.is_cuda:
+        from . import float8_launching
+
+        return float8_launching.normalised_columns(
+            x, statistics, ln_weight, ln_bias, operation, dtype, power_2_scale=power_2_scale
+        )
+    z = formulas.forward(operation, x, statistics, ln_weight, ln_bias)
+    multiplier, scale = _scaling(bound(x, ln_weight, ln_bias, operation), dtype, power_2_scale)
+    return _rounded(_padded(z * multiplier), dtype), scale
+
+
+def bound(x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, operation: str) -> Tensor:
+    """What no |z_j| exceeds, (cols,) in float32."""
+    cols = x.shape[-1]
+    gamma = x.new_ones(cols, dtype=torch.float32) if ln_weight is None else formulas.gamma(operation, ln_weight, x)
+    found = gamma.abs() * math.sqrt(max(1, cols - 1) if formulas.subtracts_mean(operation) else cols)
+    return found if ln_bias is None else found + ln_bias.float().abs()
+
+
+def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """product (rows, cols) in float32 by row_scale (rows,) and column_scale (cols,), with bias (cols,), in `dtype`."""
+    if product.is_cuda:
+        from . import float8_launching
+
+        return float8_launching.scaled(product, row_scale, column_scale, bias, dtype)
+    y = product * row_scale[:, None] * column_scale
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def scale_of_tensor(a: Tensor, dtype: str = "e4m3", *, power_2_scale: bool = False, least: float = 0.0) -> Tensor:
+    """TransformerEngine's scale of a tensor, of no axes: 1 / q, q = F / max|a|; 1 where q is not finite or a is zero.
+
+    A maximum below `least` counts as that.
+    """
+    if a.numel() == 0:
+        return a.new_ones((), dtype=torch.float32)
+    lowest, highest = a.aminmax()
+    amax = torch.maximum(-lowest, highest).float().clamp(min=least)  # NaN stays NaN
+    q = LARGEST[dtype] / amax
+    q = torch.where(torch.isinf(q), torch.finfo(torch.float32).max, q)
+    if power_2_scale:
+        q = _power_2(q)
+    return torch.where((amax > 0) & torch.isfinite(amax), q, 1.0).reciprocal()
+
+
+def _scaling(amax: Tensor, dtype: str, power_2_scale: bool) -> tuple[Tensor, Tensor]:
+    """(q, 1 / q) as kernels_cu/float8.cuh has them."""
+    largest = LARGEST[dtype]
+    quotient = largest / amax
+    tiny = quotient > MOST_MULTIPLIER
+    multiplier = torch.where(tiny, MOST_MULTIPLIER, quotient)
+    if power_2_scale:
+        multiplier = _power_2(multiplier)
+        scale = multiplier.reciprocal()
+    else:
+        scale = torch.where(tiny, 1 / MOST_MULTIPLIER, amax / largest)
+    scale = torch.where(amax == 0, 1.0, scale)
+    return multiplier, scale + (amax - amax)  # NaN where amax is not finite
+
+
+def _power_2(q: Tensor) -> Tensor:
+    """Without its mantissa, NaN as it is."""
+    return torch.where(torch.isnan(q), q, (q.view(torch.int32) & 0x7F800000).view(torch.float32))
+
+
+def _rounded(values: Tensor, dtype: str) -> Tensor:
+    largest = LARGEST[dtype]
+    return values.clamp(-largest, largest).to(DTYPES[dtype])
+
+
+def _padded(values: Tensor) -> Tensor:
+    """(cols, rows and zeros) of (rows, cols)."""
+    return F.pad(values.t(), (0, -len(values) % STEP)).contiguous()
+
+
+def _largest(wide: Tensor, axis: int) -> Tensor:
+    """max|wide| along an axis; 0 where there is nothing."""
+    if wide.shape[axis] == 0:
+        return wide.new_zeros(wide.shape[1 - axis])
+    return wide.abs().amax(axis)

@@ -1,0 +1,122 @@
+"""LayerNormLinear's call in FP8: checked, the bytes of weight fetched, and one step of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..norm.functional import autocast_dtype
+from . import float8_operators
+from .float8_casts import STEP, cast_rows
+from .float8_context import check_available
+from .float8_passes import Dtypes, Float8Options, Saved, forward, gradients
+from .float8_weights import WeightCache
+from .functional import check, in_one_step
+from .parameters import joined
+from .passes import Sink, without_autocast
+from .recipes import Recipe
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def norm_linear(
+    function: str,
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    ln_weight: Tensor,
+    ln_bias: Tensor | None,
+    eps: float,
+    operation: str,
+    recipe: Recipe,
+    cache: WeightCache,
+    *,
+    is_first_microbatch: bool | None,
+    fp8_output: bool,
+    wants_z: bool,
+    sink: Sink | None,
+) -> tuple[Any, Tensor | None]:
+    """(y, z): y (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z if it is wanted.
+
+    The parameters `parts` are weight, one after the other.
+    """
+    weight = joined(parts)
+    tensors = (x, weight, bias, ln_weight, ln_bias)
+    check(function, *tensors, operation)
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    _check_float8(function, *tensors)
+    if fp8_output and differentiated:
+        raise ValueError(
+            f"{function}: fp8_output=True needs a call without gradients, as numbers of 8 bits have none; got input or "
+            "parameters that want one. Use torch.no_grad()."
+        )
+    dtype = autocast_dtype(x) or x.dtype
+    options = Float8Options(operation, float(eps), dtype, recipe.scheme)
+    wants_columns = differentiated and any(t is not None and t.requires_grad for t in (x, ln_weight, ln_bias))
+    if torch.compiler.is_compiling():
+        options = (*float8_operators.flat(options), wants_z, wants_columns)
+        return float8_operators.norm_linear(*tensors, *options)[:2]
+    with without_autocast(x.device.type):
+        with torch.no_grad():
+            trained = differentiated and any(part.requires_grad for part in parts)
+            weights = cache.of(parts, weight, options.scheme, wants_columns, trained, is_first_microbatch)
+        if differentiated:
+            return _apply(*tensors, weights, options, wants_z, sink)
+        y, z, _, _ = forward(x, weights, bias, ln_weight, ln_bias, options, False, wants_z)
+    if fp8_output:
+        y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
+        return (y8.view(y.shape), scale.view(y.shape[:-1])), z
+    return y, z
+
+
+def _check_float8(function: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> None:
+    """What FP8 asks beyond what every call does."""
+    for name, tensor in {"input": x, "weight": weight}.items():
+        if tensor.dtype not in FLOATING:
+            raise TypeError(
+                f"{function}: in FP8 {name} must have dtype {', '.join(map(str, FLOATING))}; got {tensor.dtype}. "
+                "Convert it, or leave the context."
+            )
+    outs, cols = weight.shape
+    for name, size in (("in_features", cols), ("out_features", outs)):
+        if size % STEP:
+            raise ValueError(f"{function}: in FP8 {name} must be a multiple of {STEP}; got {size}. Pad the weight.")
+    if not in_one_step(x, weight, *others):
+        raise RuntimeError(
+            f"{function}: FP8 is for plain tensors, and for first derivatives by backward(); got a subclass of Tensor, "
+            "or a call under functorch or forward-mode differentiation. Leave the context."
+        )
+    if not torch.compiler.is_compiling():  # in compiled code the operator looks
+        check_available(function, x)
+
+
+class _NormLinear(torch.autograd.Function):
+    """(y, z), z None unless wanted."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, ln_weight, ln_bias, weights, options, wants_z, sink):
+        found = forward(x, weights, bias, ln_weight, ln_bias, options, True, wants_z)
+        ctx.set_materialize_grads(False)
+        columns = (weights.columns, weights.column_scale)
+        ctx.save_for_backward(*Saved(x, *columns, ln_weight, ln_bias, found.statistics, found.z_scale))
+        ctx.call = options, Dtypes(weight.dtype, None if bias is None else bias.dtype), sink
+        return found.y, found.z
+
+    @staticmethod
+    def backward(ctx, dy, dz):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "LayerNormLinear: in FP8 there are first derivatives alone; got create_graph=True. Leave the context."
+            )
+        options, dtypes, sink = ctx.call
+        saved = Saved(*ctx.saved_tensors)
+        with without_autocast(saved.x.device.type):
+            results = gradients(dy, dz, saved, options, dtypes, ctx.needs_input_grad[:5], sink)
+        return *results, None, None, None, None
+
+
+# autograd.Function.apply without what it does for functorch, which `in_one_step` has excluded: 3 us.
+_apply = super(torch.autograd.Function, _NormLinear).apply

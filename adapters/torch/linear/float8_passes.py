@@ -1,0 +1,227 @@
+"""The forward and the backward pass of a norm with its product in FP8, on tensors and without autograd.
+
+    y = z8 W8ᵀ + bias            z8, W8 with a scale for each row
+    dz = dy8 (W8 by columns)     dy8 with a scale for each row, W8 for each of its columns
+    dweight = (dy8 by columns)ᵀ (z8 by columns), z computed once more from x, with its static scales
+
+or with one scale for each tensor, as the recipe has it. Of z nothing is kept.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...norm.float8 import NAMES
+from ..norm import float8, functional, launching
+from .float8_casts import cast_columns, cast_rows, normalised_columns, scale_of_tensor
+from .float8_products import product
+from .float8_weights import Weights
+from .passes import Options, Sink, accumulate, in_dtype_of, matrix, norm_gradients, normalise
+from .recipes import E4M3, Scheme
+
+
+class Float8Options(NamedTuple):
+    operation: str  # a name of cunorm.operation.NAMED
+    eps: float
+    dtype: torch.dtype  # of y, and of z where it is returned
+    scheme: Scheme
+
+    @property
+    def plain(self) -> Options:
+        """For the norm and its gradients, which are as without FP8."""
+        return Options(self.operation, self.eps, self.dtype, False)
+
+
+class Forward(NamedTuple):
+    y: Tensor  # (..., out)
+    z: Tensor | None  # (..., in)
+    statistics: Tensor | None
+    z_scale: Tensor | None  # of no axes, of a scheme by tensors
+
+
+def forward(
+    x: Tensor,
+    weights: Weights,
+    bias: Tensor | None,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    options: Float8Options,
+    wants_statistics: bool,
+    wants_z: bool,
+) -> Forward:
+    """y, and what is wanted besides."""
+    rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+    z8, scale, z, statistics = _normalised(x, ln_weight, ln_bias, options, wants_statistics, wants_z)
+    by_row, _, _, _, (fast, _, _), _ = options.scheme
+    scale = scale.reshape(rows) if by_row else scale
+    y = product(z8.reshape(rows, cols), scale, weights.rows, weights.row_scale, options.dtype, bias, fast=fast)
+    return Forward(y.view(*x.shape[:-1], len(weights.rows)), z, statistics, None if by_row else scale)
+
+
+def _normalised(
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    options: Float8Options,
+    wants_statistics: bool,
+    wants_z: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(z8, scale, z, statistics): of rows from z in float32, in one kernel; of the tensor from z as it is returned."""
+    operation, eps, dtype, scheme = options
+    shape = x.shape[-1:]
+    power_2, least = scheme.power_2[0], scheme.least[0]
+    if not scheme.by_row:
+        z, statistics = normalise(x, ln_weight, ln_bias, options.plain, wants_statistics)
+        flat = z.reshape(-1, *shape)
+        scale = scale_of_tensor(flat, power_2_scale=power_2, least=least)
+        return cast_rows(flat, scale=scale)[0], scale, z if wants_z else None, statistics
+    if not power_2 and functional._at_once(x, ln_weight, ln_bias):
+        of_z = dtype if wants_z else None
+        call = (operation, x, shape, ln_weight, ln_bias, eps, "row", NAMES[E4M3], None, 0, of_z, wants_statistics)
+        if x.get_device() == launching._current_device():
+            return float8.launched(*call)
+        with torch.cuda.device(x.get_device()):
+            return float8.launched(*call)
+    wide = options.plain._replace(dtype=torch.float32)
+    z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics)
+    z8, scale, _, _ = cast_rows(z.reshape(-1, *shape), power_2_scale=power_2)
+    return z8, scale, z.to(dtype) if wants_z else None, statistics
+
+
+class Saved(NamedTuple):
+    """What a backward pass reads of its forward pass."""
+
+    x: Tensor
+    columns: Tensor | None  # of Weights
+    column_scale: Tensor | None
+    ln_weight: Tensor | None
+    ln_bias: Tensor | None
+    statistics: Tensor
+    z_scale: Tensor | None
+
+
+class Dtypes(NamedTuple):
+    """Those of the gradients of parameters."""
+
+    weight: torch.dtype
+    bias: torch.dtype | None
+
+
+def gradients(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    saved: Saved,
+    options: Float8Options,
+    dtypes: Dtypes,
+    mask: tuple[bool, bool, bool, bool, bool],
+    sink: Sink | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Of x, weight, bias, ln_weight and ln_bias, None where not wanted; dy (..., out), dz (..., in) that of z.
+
+    dy is read twice: for its bytes by rows, with Σ dy and the largest of each column, and for those by columns.
+    """
+    wants_dx, wants_dweight, wants_dbias, *wants_ln = mask
+    norm_mask = (wants_dx, *wants_ln)
+    x, columns, column_scale, ln_weight, ln_bias, statistics, _ = saved
+    rows = x.numel() // x.shape[-1]
+    dweight = dbias = total = None
+    if dy is not None:
+        dy = matrix(dy, rows)
+        sums = wants_dbias or (sink is not None and dtypes.bias is not None)
+        rounded = _Rounded(dy, saved, options, dtypes, wants_dweight, sums)
+        if any(norm_mask):
+            scheme = options.scheme
+            total = product(rounded.rows, rounded.scale, columns, column_scale, options.dtype, fast=scheme.fast[1])
+        rounded.turn()
+        if sink is not None:
+            dweight, dbias = sink(rounded)
+        else:
+            dweight = rounded.weight() if wants_dweight else None
+            dbias = rounded.bias() if wants_dbias else None
+        del rounded
+    if not any(norm_mask) or (total is None and dz is None):
+        return None, dweight, dbias, None, None
+    if total is None:
+        total, own = dz, False
+    else:
+        total, own = (total if dz is None else total.add_(matrix(dz, rows))).view(x.shape), True
+    dx, dln_weight, dln_bias = norm_gradients(total, own, x, statistics, ln_weight, options.plain, norm_mask)
+    return dx, dweight, dbias, dln_weight, in_dtype_of(ln_bias, dln_bias)
+
+
+class _Rounded:
+    """dy in 8 bits, and the ProductGradients that follow from it; z is made once more when they are asked for."""
+
+    rows: Tensor  # (rows, out)
+    scale: Tensor  # (rows,), or of no axes
+
+    def __init__(
+        self, dy: Tensor, saved: Saved, options: Float8Options, dtypes: Dtypes, wants_dweight: bool, sums: bool
+    ):
+        """`sums`: that of every column of dy, the gradient of bias."""
+        self.dtype = dy.dtype
+        self._saved, self._options, self._dtypes = saved, options, dtypes
+        by_row, gradient, (_, _, power_2), (_, _, least), _, high_precision = options.scheme
+        scale = None if by_row else scale_of_tensor(dy, gradient, power_2_scale=power_2, least=least)
+        columns = wants_dweight and not high_precision
+        self.rows, self.scale, self._sums, amax = cast_rows(
+            dy, gradient, scale=scale, power_2_scale=power_2, column_sums=sums, column_amax=columns and by_row
+        )
+        self._dy = dy if wants_dweight else None
+        self._amax, self._tensor_scale = amax, scale
+
+    def turn(self) -> None:
+        """The gradient of z has been computed: dy is read by columns, and they alone are kept for that of weight."""
+        del self.rows, self.scale
+        scheme = self._options.scheme
+        if self._dy is not None and not scheme.high_precision_wgrad:
+            self._columns, self._column_scale = cast_columns(
+                self._dy, self._amax, scheme.gradient, scale=self._tensor_scale, power_2_scale=scheme.power_2[2]
+            )
+            self._dy = None
+
+    @cached_property
+    def _z(self) -> Tensor:
+        """(rows, in) as the norm returns it."""
+        x, _, _, ln_weight, ln_bias, _, _ = self._saved
+        z, _ = normalise(x, ln_weight, ln_bias, self._options.plain, False)
+        return matrix(z, x.numel() // x.shape[-1])
+
+    @cached_property
+    def _z_columns(self) -> tuple[Tensor, Tensor]:
+        """(bytes (in, rows and zeros), scale (in,) or of no axes)"""
+        x, _, _, ln_weight, ln_bias, statistics, z_scale = self._saved
+        scheme = self._options.scheme
+        if not scheme.by_row:
+            return cast_columns(self._z, None, scale=z_scale)
+        x = matrix(x, x.numel() // x.shape[-1])
+        statistics = statistics.reshape(len(statistics), len(x))
+        operation = self._options.operation
+        return normalised_columns(x, statistics, ln_weight, ln_bias, operation, power_2_scale=scheme.power_2[0])
+
+    def weight(self) -> Tensor:
+        if self._dy is not None:
+            return (self._dy.t() @ self._z).to(self._dtypes.weight)
+        return self._product(slice(None), self._dtypes.weight)
+
+    def bias(self) -> Tensor:
+        return self._sums.to(self._dtypes.bias or self.dtype)
+
+    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
+        if self._dy is not None:
+            return accumulate(total, self._dy[:, rows], self._z, overwrite)
+        found = self._product(rows, total.dtype)
+        total.copy_(found) if overwrite else total.add_(found)
+
+    def _product(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        columns = self._columns[rows]
+        if columns.shape[1] == 0:  # no rows of x: no kernel is launched for their columns
+            return columns.new_zeros((len(columns), self._saved.x.shape[-1]), dtype=dtype)
+        # A slice of the scales may lie where no product can read it.
+        scale = self._column_scale if self._column_scale.dim() == 0 else self._column_scale[rows].clone()
+        fast = self._options.scheme.fast[2]
+        return product(columns, scale, *self._z_columns, dtype, fast=fast)

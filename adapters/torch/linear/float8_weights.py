@@ -1,0 +1,97 @@
+"""weight in 8 bits, as the forward product reads it and as the backward one does: one object, kept where it may be."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .float8_casts import cast_columns, cast_rows, scale_of_tensor
+from .recipes import Scheme
+
+
+class Weights(NamedTuple):
+    """Bytes of both layouts with their scales; the second is None where no gradient is asked for."""
+
+    rows: Tensor  # (out, in)
+    row_scale: Tensor  # (out,), or of no axes
+    columns: Tensor | None  # (in, out)
+    column_scale: Tensor | None  # (in,), or of no axes
+
+
+def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
+    """From the parameter's own dtype, each layout by one rounding."""
+    by_row, power_2, least = scheme.of_weight
+    scale = None if by_row else scale_of_tensor(weight, power_2_scale=power_2, least=least)
+    wants_amax = by_row and wants_columns
+    rows, row_scale, _, amax = cast_rows(weight, scale=scale, power_2_scale=power_2, column_amax=wants_amax)
+    if not wants_columns:
+        return Weights(rows, row_scale, None, None)
+    return Weights(rows, row_scale, *cast_columns(weight, amax, scale=scale, power_2_scale=power_2))
+
+
+class _Kept(NamedTuple):
+    weights: Weights
+    of_weight: tuple  # what the bytes depend on besides the parameters
+    stamp: tuple | None  # what the parameters were, where that can be known
+
+
+class WeightCache:
+    """The bytes of a module's weight between calls, replaced as a whole."""
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+        self._captured: list[Weights] = []  # read by CUDA graphs, which may run as long as the module is there
+
+    def clear(self) -> None:
+        self._kept = None
+
+    def of(
+        self,
+        parts: Sequence[Tensor],
+        whole: Tensor,
+        scheme: Scheme,
+        wants_columns: bool,
+        trained: bool,
+        is_first_microbatch: bool | None,
+    ) -> Weights:
+        """Those of `whole`, the parameters `parts` one after the other; kept or found as `is_first_microbatch` says.
+
+        None keeps and finds them where weight is not `trained`, as long as the parameters are the same objects with the
+        same address and version. Not while a CUDA graph is captured: it would go on reading what may be replaced.
+        """
+        capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_first_microbatch is None and (trained or capturing or any(part.is_inference() for part in parts)):
+            return quantised(whole, scheme, wants_columns)
+        if is_first_microbatch is not True and self._serves(scheme, wants_columns):
+            weights, _, stamp = self._kept
+            if is_first_microbatch is False or _holds(stamp, parts):
+                if capturing and not any(weights is one for one in self._captured):
+                    self._captured.append(weights)
+                return weights
+        found = quantised(whole, scheme, wants_columns)
+        self._kept = _Kept(found, scheme.of_weight, _stamp(parts))
+        return found
+
+    def _serves(self, scheme: Scheme, wants_columns: bool) -> bool:
+        if self._kept is None or self._kept.of_weight != scheme.of_weight:
+            return False
+        columns = self._kept.weights.columns
+        # What was made in inference mode cannot be saved for a backward pass.
+        return not wants_columns or (columns is not None and not columns.is_inference())
+
+
+def _stamp(parts: Sequence[Tensor]) -> tuple | None:
+    if any(part.is_inference() for part in parts):
+        return None  # they have no version
+    return tuple((weakref.ref(part), part.data_ptr(), part._version) for part in parts)
+
+
+def _holds(stamp: tuple | None, parts: Sequence[Tensor]) -> bool:
+    return stamp is not None and all(
+        reference() is part and address == part.data_ptr() and version == part._version
+        for (reference, address, version), part in zip(stamp, parts, strict=True)
+    )
