@@ -9,7 +9,7 @@ import float8_casts
 import numpy
 import pytest
 from arrays import in_wider_rows
-from cpu_device import BUILDS, ORDERS, Machine
+from cpu_device import ORDERS, Machine
 from cpu_functions import FEW_SMS, MANY_SMS, SMALL, WITHOUT_CLUSTERS, unwritten
 from float8_casts import (
     TYPES,
@@ -52,10 +52,10 @@ ROWS = (
 
 
 @needs_machine
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("run", ROWS, ids=lambda run: run.reason)
-def test_rows(run, dtype):
+def test_rows(run):
     """With sums and maxima of the columns; alone, the same bytes."""
+    dtype = "e5m2" if run.cols % 3 == 0 else "e4m3"
     a = matrix(run.rows, run.cols, run.dtype)
     found = cast_rows(Machine(), a, dtype, device=run.device, sums=True, maxima=True)
     check_rows(a, found, dtype)
@@ -74,18 +74,20 @@ def test_options_of_rows(run, options):
 
 
 @needs_machine
-@pytest.mark.parametrize(
-    ("cols", "dtype", "device"), [(130, "bfloat16", SMALL), (5000, "float32", SMALL), (17001, "float16", SMALL)]
-)
-def test_what_is_not_finite_is_seen(cols, dtype, device):
+@pytest.mark.parametrize(("cols", "dtype"), [(130, "bfloat16"), (5000, "float32"), (17001, "float16")])
+def test_what_is_not_finite_is_seen(cols, dtype):
+    what_is_not_finite(Machine(), cols, dtype, SMALL)
+
+
+def what_is_not_finite(machine: Machine, cols: int, dtype: str, device: Device) -> None:
     """A row or column with infinity or NaN has a NaN scale, alone among others, and a maximum that says so."""
     a = matrix(19, cols, dtype)
     a[3, cols - 1], a[7, 5], a[11, 17] = numpy.inf, numpy.nan, -numpy.inf
-    found = cast_rows(Machine(), a, "e4m3", device=device, sums=True, maxima=True)
+    found = cast_rows(machine, a, "e4m3", device=device, sums=True, maxima=True)
     check_rows(a, found, "e4m3")
     assert list(numpy.flatnonzero(numpy.isnan(found.scales))) == [3, 7, 11]
     assert list(numpy.flatnonzero(~numpy.isfinite(found.maxima))) == [5, 17, cols - 1]
-    _, scales = cast_columns(Machine(), a, "e4m3", maxima=found.maxima)
+    _, scales = cast_columns(machine, a, "e4m3", maxima=found.maxima)
     assert list(numpy.flatnonzero(numpy.isnan(scales))) == [5, 17, cols - 1]
 
 
@@ -134,6 +136,16 @@ def test_padding_is_zero_whatever_the_scale():
     check_columns(a.astype("float32"), *found, maxima, "e5m2")
 
 
+def rows_and_columns(machine: Machine, rows: int, cols: int, dtype: str) -> None:
+    check_both(machine, matrix(rows, cols, dtype))
+
+
+def check_both(machine: Machine, a: numpy.ndarray) -> None:
+    found = cast_rows(machine, a, "e4m3", sums=True, maxima=True)
+    check_rows(a, found, "e4m3")
+    check_columns(a.astype("float32"), *cast_columns(machine, a, "e4m3", maxima=found.maxima), found.maxima, "e4m3")
+
+
 def saved(x: numpy.ndarray, operation: str) -> tuple[Any, numpy.ndarray]:
     """(mean, rstd) as the forward pass keeps them."""
     exact = x.astype("float64")
@@ -179,6 +191,15 @@ def test_normalised_columns(operation, rows, cols, dtype, weight, bias):
     assert (abs(z) <= bound * (1 + 2**-20)).all()
 
 
+def normalised_ones(machine: Machine, operation: str) -> None:
+    x = matrix(45, 131, "bfloat16")
+    gamma, beta = parameters(131, "float32", "float32" if "layer" in operation else None)
+    mean, rstd = saved(x, operation)
+    z, bound = normalised(x, mean, rstd, gamma, beta, operation)
+    found, scales = normalised_columns(machine, x, mean, rstd, gamma, beta, operation, "e4m3")
+    check_columns(z, found, scales, bound, "e4m3")
+
+
 @needs_machine
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_bound_is_met(operation):
@@ -207,27 +228,24 @@ def layouts(rows: int, cols: int, dtype: str) -> dict[str, numpy.ndarray]:
 
 
 @needs_machine
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", ["results", "memory"])
 @pytest.mark.parametrize("name", layouts(2, 2, "float32"))
 @pytest.mark.parametrize(("rows", "cols", "dtype"), [(21, 136, "float16"), (9, 1000, "float32")])
 def test_layouts(rows, cols, dtype, name, build):
     a = layouts(rows, cols, dtype)[name]
-    machine = Machine(build)
-    found = cast_rows(machine, a, "e4m3", sums=True, maxima=True)
-    check_rows(a, found, "e4m3")
-    check_columns(a.astype("float32"), *cast_columns(machine, a, "e4m3", maxima=found.maxima), found.maxima, "e4m3")
+    check_both(Machine(build), a)
 
 
 @needs_machine
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("build", ["memory", "races"])
 @pytest.mark.parametrize("run", [ROWS[1], ROWS[3], ROWS[6], ROWS[8]], ids=lambda run: run.reason)
-def test_sanitizers_find_nothing(run, build, order):
+def test_sanitizers_find_nothing(run, build):
     a = matrix(run.rows, run.cols, run.dtype)
-    cast_rows(Machine(build, order), a, "e4m3", device=run.device, sums=True, maxima=True)
+    for order in ORDERS:
+        cast_rows(Machine(build, order), a, "e4m3", device=run.device, sums=True, maxima=True)
     columns = numpy.ascontiguousarray(a[:, :150])
     maxima = largest_of(columns.astype("float32"), 0)
-    cast_columns(Machine(build, order), columns, "e4m3", maxima=maxima)
+    cast_columns(Machine(build), columns, "e4m3", maxima=maxima)
 
 
 @needs_machine

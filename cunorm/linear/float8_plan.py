@@ -184,17 +184,20 @@ def _row_shape(cols: int, pack: int, device: Device, most_packs: int) -> RowShap
 @lru_cache(maxsize=4096)
 def plan_columns(problem: ColumnsProblem, device: Device) -> CastPlan:
     """Likewise."""
-    itemsize = ITEMSIZE[problem.dtype]
+    aligned = problem.aligned and (problem.rows == 1 or problem.stride * ITEMSIZE[problem.dtype] % 16 == 0)
+    # A thread has 64 bytes under way. With 64 registers each what is shifted spills, and what is normalised elsewhere.
+    four = aligned and (problem.operation is None or (device.arch == 90 and problem.affine_aligned))
     spec = CastColumns(
         problem.dtype,
         problem.format,
-        problem.aligned and (problem.rows == 1 or problem.stride * itemsize % 16 == 0),
+        aligned,
         problem.given,
         problem.power_of_2,
-        1,
-        problem.operation,
-        problem.affine,
-        problem.affine_aligned,
+        column_warps=1,
+        operation=problem.operation,
+        affine=problem.affine,
+        affine_aligned=problem.affine_aligned,
+        ctas_per_sm=4 if four else 2,
     )
     return columns_plan(problem, spec, device)
 
