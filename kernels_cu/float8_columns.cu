@@ -137,28 +137,34 @@ DEVICE void cast_columns(Source source, uint8* bytes, float* scales, const float
 
   for (int64 turn = 0; turn < turns && first_row < padded; ++turn) {
     __syncthreads();  // columns are known, and the tile before has been read
-    float columns[1 + Source::kShared][kPack];
-#pragma unroll
-    for (int k = 0; k < 1 + Source::kShared; ++k) {
-      Pack<float, kPack> values;
-      load_shared_words(&of_columns[k][pack * kPack], values.words);
-      unpack(values, columns[k]);
-    }
     int there = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) there += first_row + sixteen * 16 + four * 4 + i < rows;
     // Rows past the end are zeros whatever their scale is.
     const uint32 mask = there == 4 ? ~0u : (1u << 8 * there) - 1;
+    // Four columns after the other: what all eight need at once would take 12 registers more.
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
-      float values[4];
+    for (int start = 0; start < kPack; start += 4) {
+      float columns[1 + Source::kShared][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        values[i] = source.value(element(packs[i], j), of_rows[i], columns + 1, j) * columns[0][j];
-      const uint32 low = Format::encode_pair(values[0], values[1]), high = Format::encode_pair(values[2], values[3]);
-      // 16 rows of a column lie together; which of the column's places they have, its pack says: neighbouring lanes
-      // meet no bank conflicts.
-      tile[(pack * kPack + j) * kWords + (sixteen ^ (pack % 8)) * 4 + four] = (low | high << 16) & mask;
+      for (int k = 0; k < 1 + Source::kShared; ++k) {
+        Pack<float, 4> values;
+        load_shared_words(&of_columns[k][pack * kPack + start], values.words);
+        unpack(values, columns[k]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float values[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          values[i] = source.value(element(packs[i], start + j), of_rows[i], columns + 1, j) * columns[0][j];
+        }
+        const uint32 low = Format::encode_pair(values[0], values[1]), high = Format::encode_pair(values[2], values[3]);
+        // 16 rows of a column lie together; which of the column's places they have, its pack says: neighbouring lanes
+        // meet no bank conflicts.
+        uint32* const place = tile + (pack * kPack + start + j) * kWords + (sixteen ^ (pack % 8)) * 4 + four;
+        store_shared_words(place, {(low | high << 16) & mask});
+      }
     }
     if (turn + 1 < turns) fetch(first_row + kTileRows);
     __syncthreads();

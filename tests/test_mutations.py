@@ -1305,7 +1305,7 @@ MUTATIONS = (
     Mutation(
         "a row group is missing in the maxima of columns",
         "for (int other = 1; other < kRows; ++other) {\n            uint32 words[kWords];",
-        "for (int other = 2; other < kRows; ++other) {\n            uint32 words[kWords];",
+        "for (int other = 1; other < 2; ++other) {\n            uint32 words[kWords];",
         "casts, rows",
         (("results", "maxima of columns"),),
     ),

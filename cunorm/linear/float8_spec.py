@@ -51,6 +51,7 @@ class CastRows(OtherSpec):
     power_of_2: bool
     sums: bool
     maxima: bool
+    ctas_per_sm: int = 1
 
     file = "float8_rows.cu"
 
