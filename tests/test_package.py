@@ -134,12 +134,20 @@ LAYERS = (
         "linear.cupy_arrays",
         "linear.dlpack",
     },
+    {"linear.float8_numpy", "linear.float8_cupy"},
     {"families"},
     {"api", "float8", "fusion", "linear.api"},
 )
 PURE = set().union(*LAYERS[:12]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
-AT_ONCE = {"cupy_arrays", "norm.fused_cupy", "norm.float8_cupy", "linear.cupy_arrays", "linear.gemm"}
+AT_ONCE = {
+    "cupy_arrays",
+    "norm.fused_cupy",
+    "norm.float8_cupy",
+    "linear.cupy_arrays",
+    "linear.float8_cupy",
+    "linear.gemm",
+}
 FOR_ADAPTERS = {
     "logs",
     "device",
