@@ -210,10 +210,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    import torch
+
     found = []
-    for line in lines(options.parts):
-        found.append(json.dumps(line))
-        print(found[-1], flush=True)
+    with torch.cuda.stream(torch.cuda.Stream()):  # the default one cannot be captured
+        for line in lines(options.parts):
+            found.append(json.dumps(line))
+            print(found[-1], flush=True)
     if options.out:
         options.out.write_text("".join(f"{line}\n" for line in found))
 

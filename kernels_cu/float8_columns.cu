@@ -116,7 +116,7 @@ DEVICE void cast_columns(Source source, uint8* bytes, float* scales, const float
     for (int i = 0; i < 4; ++i) {
       const int64 row = from + sixteen * 16 + four * 4 + i;
       const bool there = row < rows;
-      source.load.fetch(packs[i], there ? row : 0, column, there ? valid : 0);
+      source.load.fetch(packs[i], row, column, there ? valid : 0);
       of_rows[i] = source.row(row, there);
     }
   };
@@ -135,25 +135,25 @@ DEVICE void cast_columns(Source source, uint8* bytes, float* scales, const float
     of_columns[0][own] = multiplier;
   }
 
-  for (int64 turn = 0; turn < turns && first_row < padded; ++turn) {
+  for (int left_turns = static_cast<int>(turns); left_turns > 0 && first_row < padded; --left_turns) {
     __syncthreads();  // columns are known, and the tile before has been read
     int there = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) there += first_row + sixteen * 16 + four * 4 + i < rows;
     // Rows past the end are zeros whatever their scale is.
     const uint32 mask = there == 4 ? ~0u : (1u << 8 * there) - 1;
-    // Four columns after the other: what all eight need at once would take 12 registers more.
+    // Two columns after the other: what all eight need at once would take 18 registers more.
 #pragma unroll
-    for (int start = 0; start < kPack; start += 4) {
-      float columns[1 + Source::kShared][4];
+    for (int start = 0; start < kPack; start += 2) {
+      float columns[1 + Source::kShared][2];
 #pragma unroll
       for (int k = 0; k < 1 + Source::kShared; ++k) {
-        Pack<float, 4> values;
+        Pack<float, 2> values;
         load_shared_words(&of_columns[k][pack * kPack + start], values.words);
         unpack(values, columns[k]);
       }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < 2; ++j) {
         float values[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -166,7 +166,7 @@ DEVICE void cast_columns(Source source, uint8* bytes, float* scales, const float
         store_shared_words(place, {(low | high << 16) & mask});
       }
     }
-    if (turn + 1 < turns) fetch(first_row + kTileRows);
+    if (left_turns > 1) fetch(first_row + kTileRows);
     __syncthreads();
     for (int own = threadIdx.x; own < kColumns * kTileWarps; own += kThreads) {
       const int of = own / kTileWarps, part = own % kTileWarps;

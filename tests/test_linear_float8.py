@@ -19,6 +19,17 @@ import cunorm
 NORMS = ("LayerNorm", "RMSNorm")
 
 
+@pytest.fixture
+def linear(xp):
+    """xp, where products of 8 bits can be taken."""
+    if xp is not numpy:
+        from cunorm.linear import gemm
+
+        if gemm.bindings() is None:
+            pytest.skip("nvmath-python is not installed")
+    return xp
+
+
 def arguments(xp: Any, rows: tuple[int, ...], cols: int, outs: int, dtype: str) -> list[Any]:
     """x, weight, bias, ln_weight, ln_bias"""
     random = numpy.random.default_rng(0)
@@ -39,9 +50,9 @@ def exact(x: Any, weight: Any, bias: Any, ln_weight: Any, ln_bias: Any, normaliz
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("normalization", NORMS)
 @pytest.mark.parametrize(("rows", "cols", "outs"), [((5, 7), 64, 48), ((130,), 512, 160), ((1,), 1024, 16)])
-def test_close_to_the_numbers(xp, rows, cols, outs, normalization, dtype):
+def test_close_to_the_numbers(linear, rows, cols, outs, normalization, dtype):
     """Both operands are rounded to four bits, the errors of a row's sum spread: 0.0376 of it."""
-    given = arguments(xp, rows, cols, outs, dtype)
+    given = arguments(linear, rows, cols, outs, dtype)
     ln_bias = given[4] if normalization == "LayerNorm" else None
     for centred in (False, True):
         options = {"normalization": normalization, "zero_centered_gamma": centred}
@@ -52,17 +63,17 @@ def test_close_to_the_numbers(xp, rows, cols, outs, normalization, dtype):
         assert 0.01 < error < 0.045
 
 
-def test_a_row_does_not_know_the_others(xp):
-    given = arguments(xp, (130,), 512, 64, "bfloat16")
+def test_a_row_does_not_know_the_others(linear):
+    given = arguments(linear, (130,), 512, 64, "bfloat16")
     whole = on_host(cunorm.layer_norm_linear(*given, fp8="row")).astype("float32")
     part = on_host(cunorm.layer_norm_linear(given[0][3:40], *given[1:], fp8="row")).astype("float32")
     numpy.testing.assert_allclose(part, whole[3:40], rtol=2**-7, atol=2**-5)
 
 
-def test_what_is_not_finite_stays_so(xp):
+def test_what_is_not_finite_stays_so(linear):
     given = arguments(numpy, (4,), 64, 32, "float32")
     given[0][1, 3], given[1][5, 7] = numpy.inf, numpy.nan
-    y = on_host(cunorm.layer_norm_linear(*map(xp.asarray, given), fp8="row"))
+    y = on_host(cunorm.layer_norm_linear(*map(linear.asarray, given), fp8="row"))
     assert numpy.isnan(y[1]).all()
     assert numpy.isnan(y[:, 5]).all()
     assert numpy.isfinite(numpy.delete(numpy.delete(y, 1, 0), 5, 1)).all()
@@ -87,6 +98,17 @@ def test_kinds_without_it_are_refused():
     torch = pytest.importorskip("torch")
     with pytest.raises(NotImplementedError, match="x must be an array of a library that this function knows"):
         cunorm.layer_norm_linear(torch.ones(4, 16), torch.ones(16, 16), fp8="row")
+
+
+@pytest.mark.gpu
+def test_without_nvmath_it_is_said(monkeypatch):
+    import cupy
+
+    from cunorm.linear import gemm
+
+    monkeypatch.setattr(gemm, "bindings", lambda: None)
+    with pytest.raises(RuntimeError, match="through nvmath-python, which is not installed"):
+        cunorm.layer_norm_linear(*arguments(cupy, (4,), 64, 32, "float16"), fp8="row")
 
 
 @pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing() or "-")

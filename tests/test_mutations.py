@@ -1361,8 +1361,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a tile is read before it is there",
-        "if (turn + 1 < turns) fetch(first_row + kTileRows);\n    __syncthreads();",
-        "if (turn + 1 < turns) fetch(first_row + kTileRows);",
+        "if (left_turns > 1) fetch(first_row + kTileRows);\n    __syncthreads();",
+        "if (left_turns > 1) fetch(first_row + kTileRows);",
         "casts, rows",
         (("races", "race:"),),
     ),
