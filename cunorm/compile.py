@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from . import device, logs
-from .norm.spec import KernelSpec, SumSpec, dynamic_shared
+from .norm.spec import KernelSpec, NormSpec, dynamic_shared
 from .source import Baked, entry_name, source
 
 OPTIONS = ("--std=c++17", "-fmad=false")  # platform.cuh says why
@@ -88,7 +88,7 @@ def _load(spec: KernelSpec, device_id: int) -> Any:
 
 def _expressions(spec: KernelSpec) -> str:
     """What the kernel computes before and after the norm, for the message of an error."""
-    if isinstance(spec, SumSpec):
+    if not isinstance(spec, NormSpec):
         return ""
     prologue, epilogue = spec.operation.prologue, spec.operation.epilogue
     before = f"s = {prologue.text}, " if prologue else ""

@@ -152,6 +152,26 @@ class Float8(Protocol):
         ...
 
 
+class LinearFloat8(Protocol):
+    """What a family offers for the norm with a product in 8 bits. eps is checked."""
+
+    def forward(
+        self,
+        function: str,
+        op: str,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        ln_weight: Any,
+        ln_bias: Any,
+        eps: float,
+        *,
+        zero_centered_gamma: bool,
+    ) -> Any:
+        """Return y."""
+        ...
+
+
 class Modules(NamedTuple):
     """Of a family; "" for what it does not offer yet."""
 
@@ -159,16 +179,25 @@ class Modules(NamedTuple):
     linear: str
     fused: str = ""
     float8: str = ""
+    linear_float8: str = ""
 
 
 _JAX = Modules("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", "cunorm.jax.norm.fused", "cunorm.jax.norm.float8")
 # By the package of an array's class.
 FAMILIES = {
     "numpy": Modules(
-        "cunorm.numpy_arrays", "cunorm.linear.numpy_arrays", "cunorm.norm.fused_numpy", "cunorm.norm.float8_numpy"
+        "cunorm.numpy_arrays",
+        "cunorm.linear.numpy_arrays",
+        "cunorm.norm.fused_numpy",
+        "cunorm.norm.float8_numpy",
+        "cunorm.linear.float8_numpy",
     ),
     "cupy": Modules(
-        "cunorm.cupy_arrays", "cunorm.linear.cupy_arrays", "cunorm.norm.fused_cupy", "cunorm.norm.float8_cupy"
+        "cunorm.cupy_arrays",
+        "cunorm.linear.cupy_arrays",
+        "cunorm.norm.fused_cupy",
+        "cunorm.norm.float8_cupy",
+        "cunorm.linear.float8_cupy",
     ),
     "torch": Modules("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays", float8="cunorm.torch.norm.float8"),
     "jax": _JAX,
@@ -180,6 +209,7 @@ _norms: dict[type, Norm] = {}  # type of x -> the module that handles it
 _linears: dict[type, Linear] = {}
 _fused: dict[type, Fused] = {}
 _float8: dict[type, Float8] = {}
+_linear_float8: dict[type, LinearFloat8] = {}
 
 
 def norm_of(function: str, x: Any) -> Norm:
@@ -213,6 +243,15 @@ def float8_of(function: str, x: Any) -> Float8:
     if found is None:
         module = _offered(function, _modules(function, x).float8, x, "x")
         found = _float8[type(x)] = cast(Float8, import_module(module))
+    return found
+
+
+def linear_float8_of(function: str, x: Any) -> LinearFloat8:
+    """The same for the norm with a product in 8 bits."""
+    found = _linear_float8.get(type(x))
+    if found is None:
+        module = _offered(function, _modules(function, x).linear_float8, x, "x")
+        found = _linear_float8[type(x)] = cast(LinearFloat8, import_module(module))
     return found
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 
 from . import driver
 from .compile import kernel
+from .linear.float8_plan import CastPlan
 from .norm.plan import Plan, Step
 
 Write = Callable[..., None]
@@ -23,7 +24,12 @@ NUMBERS = {"float32": "f4x", "float64": "d"}  # as the module `struct` writes th
 
 
 def run(
-    plan: Plan, device_id: int, stream: int, pointers: Sequence[int], scalars: Sequence[float] = (), workspace: int = 0
+    plan: Plan | CastPlan,
+    device_id: int,
+    stream: int,
+    pointers: Sequence[int],
+    scalars: Sequence[float] = (),
+    workspace: int = 0,
 ) -> None:
     """Pointers are ints, in the order of `plan.problem.pointers`, 0 where there is no array; scalars likewise.
 
@@ -44,7 +50,7 @@ def run(
 class Prepared(threading.local):
     """The launches of a plan. Python calls __init__ again in every thread: each has its own blocks of arguments."""
 
-    def __init__(self, plan: Plan, device_id: int):
+    def __init__(self, plan: Plan | CastPlan, device_id: int):
         names = (*plan.problem.pointers, "workspace", *plan.problem.scalars)
 
         def places(step: Step) -> tuple[tuple[int, int], ...]:
@@ -55,7 +61,7 @@ class Prepared(threading.local):
 
 
 @lru_cache(maxsize=4096)
-def prepared(plan: Plan, device_id: int) -> Prepared:
+def prepared(plan: Plan | CastPlan, device_id: int) -> Prepared:
     """Plans are told apart by identity: no comparing on every call."""
     return Prepared(plan, device_id)
 

@@ -6,13 +6,14 @@ Each reads the values of a pack from lists of arrays, [array][column], as kernel
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from .expression import substitute
 from .expression_grammar import parse
 from .expression_texts import cuda
 from .expression_value import Expression
 from .norm.spec import NormSpec
-from .operation import derivative
+from .operation import Operation, derivative
 
 CPP_TYPE = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 CPP_TYPE |= {"float8_e4m3fn": "float8_e4m3", "float8_e5m2": "float8_e5m2"}
@@ -22,8 +23,20 @@ def cpp(flag: bool) -> str:
     return "true" if flag else "false"
 
 
+class Arithmetic(NamedTuple):
+    """What is needed of a spec, for a kernel that is no norm's."""
+
+    operation: Operation
+    row_dtype: str
+    compute: str
+
+
 def forward_struct(
-    spec: NormSpec, inputs: Sequence[str], beside: Sequence[str], columns: Sequence[str], scalars: Sequence[str]
+    spec: NormSpec | Arithmetic,
+    inputs: Sequence[str],
+    beside: Sequence[str],
+    columns: Sequence[str],
+    scalars: Sequence[str],
 ) -> str:
     """The struct of a forward pass: the prologue of `inputs`, and the epilogue of xhat, `beside` and `columns`."""
     operation = spec.operation
@@ -139,7 +152,7 @@ def _function(
     arguments: tuple[str, ...],
     expression: Expression,
     places: Mapping[str, str],
-    spec: NormSpec,
+    spec: NormSpec | Arithmetic,
     *,
     rounds: bool = False,
     more: str = "",
@@ -168,7 +181,9 @@ def _places(**lists: Iterable[str]) -> dict[str, str]:
     return {name: f"{of}[{k}][i]" for of, names in lists.items() for k, name in enumerate(names)}
 
 
-def _struct(spec: NormSpec, scalars: Iterable[str], facts: Mapping[str, bool], functions: Iterable[str]) -> str:
+def _struct(
+    spec: NormSpec | Arithmetic, scalars: Iterable[str], facts: Mapping[str, bool], functions: Iterable[str]
+) -> str:
     members = "".join(f"  Compute {name};\n" for name in scalars)
     constants = "".join(f"  static constexpr bool {name} = {cpp(value)};\n" for name, value in facts.items())
     compute = CPP_TYPE[spec.compute]

@@ -24,6 +24,7 @@ from .norm.spec import (
     SUM_COLUMNS,
     KernelSpec,
     NormSpec,
+    OtherSpec,
     SumSpec,
 )
 from .operation import NORMS
@@ -72,7 +73,8 @@ def entry_name(spec: KernelSpec) -> str:
 
 def source(spec: KernelSpec, baked: Baked | None = None) -> str:
     """The whole CUDA text of a kernel."""
-    return f"{SHARED_FACTS}{_file_text(FILES[spec.kernel])}\n{_entry(spec, baked)}"
+    file = spec.file if isinstance(spec, OtherSpec) else FILES[spec.kernel]
+    return f"{SHARED_FACTS}{_file_text(file)}\n{_entry(spec, baked)}"
 
 
 @cache
@@ -99,6 +101,8 @@ def _inlined(name: str, seen: set[str]) -> str:
 
 def parameters(spec: KernelSpec) -> dict[str, str]:
     """The C++ type of each parameter of a kernel, by name and in order: arrays, numbers, sizes."""
+    if isinstance(spec, OtherSpec):
+        return spec.parameters()
     if isinstance(spec, SumSpec):
         of_one = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
         found = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}
@@ -125,7 +129,7 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
         before, call = "", _sum_partials(spec)
         cluster, bounds = 1, f"{spec.threads}, 1"
     else:
-        before, call = _KERNELS[spec.kernel](spec)
+        before, call = spec.text() if isinstance(spec, OtherSpec) else _KERNELS[spec.kernel](spec)
         cluster, bounds = spec.cluster, f"{spec.threads}, {spec.ctas_per_sm}"
     types = parameters(spec)
     constants = offsets = ""

@@ -1,6 +1,7 @@
 // y in 8 bits, and the scales that make numbers of it again:
 //   bytes = round(y * q),  q = min(F / max|y|, 2^100),  scale = 1 / q
 // with F the largest number of the format and the maximum over the columns that share a scale: a row, or a block of it.
+// Where q is to be a power of two it is the one below.
 // Of a zero row the scale is 1; where a number is infinite or NaN it is NaN, so that whoever multiplies by it sees it.
 #pragma once
 #include "load_store.cuh"
@@ -72,13 +73,17 @@ struct Scale {
   float multiplier;  // q
   float scale;
 
-  template <class Format>
+  template <class Format, bool kPowerOf2 = false>
   DEVICE static Scale of(float largest) {
     constexpr float kMostMultiplier = 0x1p100f;
     constexpr float kOnePartInLargest = 1 / Format::kLargest;
     const float quotient = Format::kLargest / largest;  // infinite for zero, 0 for infinity
     if (quotient > kMostMultiplier) return {kMostMultiplier, largest == 0 ? 1 : 1 / kMostMultiplier};
     const float not_finite = largest - largest;  // NaN, else 0
+    if constexpr (kPowerOf2) {
+      const float power = word_to_float(float_to_word(quotient) & 0x7f800000);
+      return {power + (quotient - quotient), 1 / power + not_finite};  // NaN stays NaN
+    }
     return {quotient, largest * kOnePartInLargest + not_finite};
   }
 };

@@ -95,6 +95,18 @@ DEVICE void double_to_words(double value, uint32& low, uint32& high) {
   high = static_cast<uint32>(__double2hiint(value));
 }
 
+// Of two numbers of 16 bits in a word, each the larger, without a sign.
+DEVICE uint32 larger_halves(uint32 a, uint32 b) {
+#if __CUDA_ARCH__ >= 900
+  uint32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+#else
+  const uint32 high = a >> 16 > b >> 16 ? a : b, low = (a & 0xffff) > (b & 0xffff) ? a : b;
+  return (high & 0xffff0000u) | (low & 0xffff);
+#endif
+}
+
 // a * b + c, rounded once. Kernels are compiled with -fmad=false: left to itself ptxas fuses a product and a sum in one
 // variant of a kernel and not in another, and the same row gets other bits.
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }

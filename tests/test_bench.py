@@ -588,3 +588,21 @@ def test_run_measures_ours_and_torch(tmp_path):
     assert [line["provider"] for line in lines] == names * 4
     assert all(line["p20"] <= line["microseconds"] <= line["p80"] for line in lines)
     assert all(line["host_microseconds"] > 0 for line in lines)
+
+
+def test_shares_of_products_in_8_bits():
+    """A contender that failed has no share, and without a base nobody has."""
+    from bench import linear_fp8
+
+    times = {"roof": 20.0, "rows": 25.0, "columns": "out of memory"}
+    assert linear_fp8.shares(times, "roof") == {"rows": 0.8}
+    assert linear_fp8.shares({"rows": 25.0}, "roof") == {}
+    assert linear_fp8.bytes_of_cast(8192, 4096) == 3 << 25
+    assert linear_fp8.bytes_of_product(16, 32, 48) == 16 * 32 + 48 * 32 + 2 * 16 * 48
+
+
+def test_products_in_8_bits_are_of_the_shapes_of_the_linear():
+    pytest.importorskip("torch")
+    from bench import linear, linear_fp8
+
+    assert linear_fp8.SHAPES == linear.SHAPES

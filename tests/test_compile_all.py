@@ -96,6 +96,7 @@ def test_without_lengths_nothing_is_kept_but_what_was_found(compiled, monkeypatc
     monkeypatch.setattr(
         matrix, "covering", lambda target: [whole("layer_norm", "forward", matrix.ROWS, 100, "float16")]
     )
+    monkeypatch.setattr(matrix, "casts", lambda target: [])
     compiled("--arch", "90")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["cunorm_compiled.json"]
 

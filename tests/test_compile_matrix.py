@@ -12,6 +12,7 @@ from cunorm.commands import matrix
 from cunorm.commands.compilation import compile_all, compiler, fault
 from cunorm.compile import Resources
 from cunorm.device import KNOWN, Device
+from cunorm.linear import float8_plan
 from cunorm.norm.plan import plan
 from cunorm.norm.problem import ITEMSIZE, whole
 from cunorm.norm.spec import dynamic_shared, shared_memory
@@ -36,6 +37,22 @@ def test_no_kernel_spills(arch, part):
     problems = matrix.covering(device)
     specs = matrix.once_each(problems, device) if part is None else matrix.kernels_of(problems, device)[part::SLICES]
     assert specs
+    with compiler(keep=False) as compile_one:
+        faults = [
+            f"{one.spec} {one.fault}" for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.fault
+        ]
+    assert not faults, f"{len(faults)} of {len(specs)} kernels on sm_{arch}:\n" + "\n".join(faults)
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("arch", KNOWN)
+def test_no_cast_spills(arch):
+    """What makes operands in 8 bits: a third of it for one architecture, every twentieth for the others."""
+    device = KNOWN[arch]
+    specs = float8_plan.kernels_of(matrix.casts(device))[:: 3 if arch == WHOLE else 20]
+    for spec in specs:
+        assert (spec.threads % 32, spec.dynamic_shared + spec.shared_memory <= device.shared) == (0, True)
     with compiler(keep=False) as compile_one:
         faults = [
             f"{one.spec} {one.fault}" for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.fault

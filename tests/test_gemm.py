@@ -8,6 +8,7 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy
 import pytest
 
@@ -15,7 +16,7 @@ pytest.importorskip("cupy", exc_type=ImportError)
 
 from cunorm.linear import gemm
 
-FLOAT32, FLOAT64 = 0, 1
+FLOAT32, FLOAT64, E4M3 = 0, 1, 28
 
 
 class Array(numpy.ndarray):
@@ -31,7 +32,7 @@ def array(values: Any) -> Array:
 
 
 def at(pointer: int, kind: int, count: int) -> numpy.ndarray:
-    real = ctypes.c_double if kind == FLOAT64 else ctypes.c_float
+    real = {FLOAT64: ctypes.c_double, E4M3: ctypes.c_uint8}.get(kind, ctypes.c_float)
     return numpy.ctypeslib.as_array((real * count).from_address(pointer))
 
 
@@ -62,7 +63,8 @@ class Cublas:
 
 
 class Names(enum.IntEnum):
-    TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = range(4)
+    TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, A_SCALE_MODE, B_SCALE_MODE, A_SCALE_POINTER, B_SCALE_POINTER = range(8)
+    FAST_ACCUM = 8
 
 
 class Limits(enum.IntEnum):
@@ -75,6 +77,7 @@ class CublasLt:
 
     MatmulDescAttribute, MatmulPreferenceAttribute = Names, Limits
     Epilogue = enum.IntEnum("Epilogue", {"DEFAULT": 1, "BIAS": 4})
+    MatmulMatrixScale = enum.IntEnum("MatmulMatrixScale", {"OUTER_VEC_32F": 3})
     ReductionScheme = enum.IntEnum("ReductionScheme", {"COMPUTE_TYPE": 2})
     cuBLASLtError = ArithmeticError  # noqa: N815
 
@@ -133,9 +136,17 @@ class CublasLt:
         kind = self.objects[a_layout][0]
         stored_b = stored(b, *self.objects[b_layout])
         out = stored(d, *self.objects[d_layout])
-        product = transposed(stored(a, *self.objects[a_layout]), described[Names.TRANSA]) @ transposed(
-            stored_b, described[Names.TRANSB]
-        )
+        stored_a = stored(a, *self.objects[a_layout])
+        if kind == E4M3:
+            stored_a, stored_b = (one.view(ml_dtypes.float8_e4m3fn).astype("float32") for one in (stored_a, stored_b))
+        product = transposed(stored_a, described[Names.TRANSA]) @ transposed(stored_b, described[Names.TRANSB])
+        if kind == E4M3:
+            assert (described[Names.TRANSA], described[Names.TRANSB]) == (1, 0), "the only layout that there is"
+            assert described[Names.A_SCALE_MODE] == described[Names.B_SCALE_MODE] == 3
+            assert described[Names.FAST_ACCUM] == 1
+            kind = self.objects[d_layout][0]
+            product *= at(described[Names.A_SCALE_POINTER], FLOAT32, len(product))[:, None]
+            product *= at(described[Names.B_SCALE_POINTER], FLOAT32, product.shape[1])
         out[...] = at(alpha, kind, 1) * product
         assert not at(beta, kind, 1)
         if described[Names.EPILOGUE] == self.Epilogue.BIAS:  # along the rows of what is stored by columns
@@ -205,3 +216,32 @@ def test_nothing_to_multiply(library, shape):
     a, b, bias = (array(numpy.ones(s, "float32")) for s in ((rows, inner), (inner, cols), (cols,)))
     numpy.testing.assert_array_equal(gemm.multiply(a, b, bias), a @ b + bias)
     numpy.testing.assert_array_equal(gemm.multiply(a, b), a @ b)
+
+
+def test_rows_in_8_bits(library):
+    """Each row with its scale; a float32 bias is added beside the product. Without cuBLASLt nothing else is done."""
+    random = numpy.random.default_rng(0)
+    a, b = (random.standard_normal(shape).astype(ml_dtypes.float8_e4m3fn) for shape in ((5, 32), (48, 32)))
+    scales = tuple(random.random(size).astype("float32") for size in (5, 48))
+    bias = random.standard_normal(48).astype("float32")
+    given = array(a.view("uint8")), array(b.view("uint8")), tuple(map(array, scales))
+    if library is None:
+        with pytest.raises(
+            RuntimeError, match=r"needs cuBLASLt of CUDA 12\.9 or later through nvmath-python, which is not"
+        ):
+            gemm.multiply_rows(*given, None, numpy.float32)
+        return
+    expected = (a.astype("float32") @ b.astype("float32").T) * scales[0][:, None] * scales[1]
+    for added in (None, bias):
+        found = gemm.multiply_rows(*given, None if added is None else array(added), numpy.float32)
+        numpy.testing.assert_allclose(found, expected + (0 if added is None else added), rtol=1e-5, atol=1e-5)
+
+
+def test_no_product_of_8_bits_is_said(library, monkeypatch):
+    if library is None:
+        pytest.skip("there is no cuBLASLt")
+    library.refuses = [library.Epilogue.DEFAULT]
+    zeros = array(numpy.zeros((16, 16), "uint8"))
+    ones = array(numpy.ones(16, "float32"))
+    with pytest.raises(RuntimeError, match=r"no product of \(16, 16\) and \(16, 16\) in 8 bits with scales by row"):
+        gemm.multiply_rows(zeros, zeros, (ones, ones), None, numpy.float32)

@@ -11,6 +11,7 @@ import cpu_cupy
 import numpy
 import pytest
 import test_float8
+import test_float8_casts
 import test_fusion
 import test_views
 from arrays import inputs, misplaced
@@ -135,6 +136,11 @@ FLOAT8 = {
     "float8, streamed": float8(17001, "float32", "row", WITHOUT_CLUSTERS),
     "float8, edges": float8_edges,
     "float8, rounding": float8_rounding,
+    "casts, rows": lambda _, machine: test_float8_casts.rows_and_columns(machine, 37, 1000, "float16"),
+    "casts, a CTA a row": lambda _, machine: test_float8_casts.rows_and_columns(machine, 7, 10248, "bfloat16"),
+    "casts, not finite": lambda _, machine: test_float8_casts.what_is_not_finite(machine, 130, "bfloat16", SMALL),
+    "casts, normalised": lambda _, machine: test_float8_casts.normalised_ones(machine, "layer_norm"),
+    "casts, zero-centred": lambda _, machine: test_float8_casts.normalised_ones(machine, "zero_centered_rms_norm"),
 }
 
 
@@ -1279,6 +1285,85 @@ MUTATIONS = (
         "return LargestExchange::largest(largest_exchange.collect(turn), larger);",
         "return LargestExchange::largest(largest_exchange.slots[turn % 2], larger);",
         "float8, CTA",
+        (("races", "race:"),),
+    ),
+    # Operands of products in 8 bits
+    Mutation(
+        "the scale of a column of the first tile",
+        "return maxima[column];",
+        "return maxima[column % 64];",
+        "casts, rows",
+        (("results", "scales"),),
+    ),
+    Mutation(
+        "a row group is missing in the sums of columns",
+        "for (int other = 1; other < kRows; ++other) {\n            Pack<float, kPack> pack;",
+        "for (int other = 2; other < kRows; ++other) {\n            Pack<float, kPack> pack;",
+        "casts, rows",
+        (("results", "the sums of columns"),),
+    ),
+    Mutation(
+        "a row group is missing in the maxima of columns",
+        "for (int other = 1; other < kRows; ++other) {\n            uint32 words[kWords];",
+        "for (int other = 1; other < 2; ++other) {\n            uint32 words[kWords];",
+        "casts, rows",
+        (("results", "maxima of columns"),),
+    ),
+    Mutation(
+        "sums of columns of numbers that have lost bits",
+        "sums[p][i] += values[i];",
+        "sums[p][i] += word_to_float(float_to_word(values[i]) & 0xfff00000);",
+        "casts, rows",
+        (("results", "the sums of columns"),),
+    ),
+    Mutation(
+        "NaN is lost in the maximum of a column",
+        "own[i] = larger(own[i], values[i]);",
+        "own[i] = own[i] < values[i] ? values[i] : own[i];",
+        "casts, not finite",
+        (("results", "maxima of columns"),),
+    ),
+    Mutation(
+        "the largest of a warp for that of the row of a matrix",
+        "largest[0] = Exchange::largest(exchange.collect(turn), [](float a, float b) { return larger(a, b); });",
+        "exchange.collect(turn);",
+        "casts, a CTA a row",
+        (("results", "scales"),),
+    ),
+    Mutation(
+        "padding is what would follow",
+        "(low | high << 16) & mask",
+        "low | high << 16",
+        "casts, normalised",
+        (("results", "padding is zero"),),
+    ),
+    Mutation(
+        "the bound of a column without beta",
+        "operation.epilogue(bound, Nothing{}, values, j)),",
+        "operation.epilogue(bound, Nothing{}, values, j) - operation.epilogue(0, Nothing{}, values, j)),",
+        "casts, normalised",
+        (("results", "scales"),),
+    ),
+    Mutation(
+        "the bound of a column with gamma where it is 1 + gamma",
+        "magnitude(operation.epilogue(bound, Nothing{}, values, j)),\n                    "
+        "magnitude(operation.epilogue(-bound, Nothing{}, values, j))",
+        "magnitude(operation.epilogue(bound, Nothing{}, values, j) - bound), 0",
+        "casts, zero-centred",
+        (("results", "scales"),),
+    ),
+    Mutation(
+        "the bound of a norm with a mean for one without",
+        "cols > 1 ? cols - 0 : 1",
+        "cols > 1 ? cols - 1 : 1",
+        "casts, zero-centred",
+        (("results", "scales"),),
+    ),
+    Mutation(
+        "a tile is read before it is there",
+        "if (left_turns > 1) fetch(first_row + kTileRows);\n    __syncthreads();",
+        "if (left_turns > 1) fetch(first_row + kTileRows);",
+        "casts, rows",
         (("races", "race:"),),
     ),
     Mutation(

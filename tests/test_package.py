@@ -119,7 +119,8 @@ LAYERS = (
     {"norm.tiers", "norm.fused", "norm.float8", "linear.problem"},
     {"norm.plan"},
     {"operation_text"},
-    {"source"},
+    {"linear.float8_spec"},
+    {"source", "linear.float8_plan"},
     {"compile"},
     {"launch"},
     {"numpy_arrays", "cupy_arrays"},
@@ -133,12 +134,20 @@ LAYERS = (
         "linear.cupy_arrays",
         "linear.dlpack",
     },
+    {"linear.float8_numpy", "linear.float8_cupy"},
     {"families"},
     {"api", "float8", "fusion", "linear.api"},
 )
-PURE = set().union(*LAYERS[:11]) - {"linear.gemm"}
+PURE = set().union(*LAYERS[:12]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
-AT_ONCE = {"cupy_arrays", "norm.fused_cupy", "norm.float8_cupy", "linear.cupy_arrays", "linear.gemm"}
+AT_ONCE = {
+    "cupy_arrays",
+    "norm.fused_cupy",
+    "norm.float8_cupy",
+    "linear.cupy_arrays",
+    "linear.float8_cupy",
+    "linear.gemm",
+}
 FOR_ADAPTERS = {
     "",  # what users call
     "logs",
@@ -153,6 +162,8 @@ FOR_ADAPTERS = {
     "norm.float8",
     "norm.plan",
     "linear.problem",
+    "linear.float8_spec",
+    "linear.float8_plan",
     "source",
     "compile",
 }

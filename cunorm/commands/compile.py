@@ -9,6 +9,7 @@ from itertools import product
 from time import perf_counter
 
 from .. import compile, device, source
+from ..linear import float8_plan
 from ..norm.plan import Plan, plan
 from ..norm.problem import ITEMSIZE, Problem, whole
 from . import matrix
@@ -100,6 +101,8 @@ def _compile_all(arguments: argparse.Namespace) -> int:
     work = [
         (spec, target.arch) for target in targets for spec in matrix.kernels_of(_problems(arguments, target), target)
     ]
+    if not arguments.cols:
+        work += [(spec, target.arch) for target in targets for spec in float8_plan.kernels_of(matrix.casts(target))]
     with compiler(keep=bool(arguments.cols)) as compile_one:
         found = list(_with_progress(compile_all(work, compile_one), len(work)))
     failures = [one for one in found if one.fault]

@@ -13,10 +13,13 @@ from itertools import compress, product
 from typing import Any
 
 from ..device import Device
+from ..linear import float8_plan
+from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
 from ..norm.plan import plan
 from ..norm.problem import FLOAT8, ITEMSIZE, SCALES, Problem, float8_problem, plain, whole
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
+from ..operation import NAMED
 
 OPS = ("layer_norm", "rms_norm")
 ROWS = 2**24  # of more rows kernels do not depend on how many
@@ -110,6 +113,42 @@ def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Prob
                 float8_problem("layer_norm", 100, shortest, x, "float32", x, y8=e5m2, granularity=granularity, y=x),
             ]
     return problems
+
+
+# Rows of every number of packs to a thread, several to a CTA or in clusters of each size, odd ones, and streamed.
+CAST_COLS = (16, 520, 1024, 1001, 3072, 4096, 8192, 12288, 12289, 28672, 100000, 200001, 600000)
+
+
+def casts(device: Device) -> list[CastPlan]:
+    """What makes operands of products in 8 bits."""
+    found = []
+    for dtype, e4m3 in product(("bfloat16", "float16", "float32"), (True, False)):
+        name = tuple(FLOAT8)[not e4m3]
+        for cols in CAST_COLS:
+            layout = (8192, cols, dtype, name, cols, True)
+            totals = product((True, False), repeat=2) if e4m3 else [(True, True)]
+            found += [
+                float8_plan.plan_rows(RowsProblem(*layout, power_of_2=not e4m3, sums=sums, maxima=maxima), device)
+                for sums, maxima in totals
+            ]
+            if e4m3:
+                found.append(float8_plan.plan_rows(RowsProblem(*layout, given=True, sums=True), device))
+        for aligned in (True, False):
+            layout = (8192, 4096, dtype, name, 4096, aligned)
+            options = {"power_of_2": not e4m3, "affine_aligned": aligned}
+            found.append(float8_plan.plan_columns(ColumnsProblem(*layout, given=e4m3), device))
+            found.append(float8_plan.plan_columns(ColumnsProblem(*layout, power_of_2=not e4m3), device))
+            for operation, parameter in product(NAMED.values(), ("bfloat16", "float32", None)):
+                names = ("weight", "bias")[: 2 if operation.norm == "layer_norm" else 1] if parameter else ()
+                affine = tuple((one, parameter) for one in names if parameter)
+                of = operation.given(("x", *names))
+                found.append(
+                    float8_plan.plan_columns(ColumnsProblem(*layout, operation=of, affine=affine, **options), device)
+                )
+            for y, bias in product(("bfloat16", "float32"), (None, "bfloat16")):
+                task = ProductProblem(16, 4096, dtype, y, bias, aligned)
+                found.append(float8_plan.plan_product(task, device))
+    return found
 
 
 def every_number_of_rows(problem: Problem) -> list[Problem]:

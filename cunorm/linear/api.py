@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..families import linear_of
+from ..families import linear_float8_of, linear_of
 from ..norm import checks
 from . import problem as linear_problem
 
@@ -19,6 +19,7 @@ def layer_norm_linear(
     *,
     normalization: str = "LayerNorm",
     zero_centered_gamma: bool = False,
+    fp8: str | None = None,
 ) -> Any:
     """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of x.
 
@@ -39,6 +40,10 @@ def layer_norm_linear(
         The latter is z = x / sqrt(mean(x²) + eps) * ln_weight.
     zero_centered_gamma : bool
         Multiply by 1 + ln_weight.
+    fp8 : "row", optional
+        Take the product in 8 bits, e4m3: each row of z and of weight with a scale of its own (`layer_norm_fp8`). in and
+        out must be multiples of 16. For NumPy and CuPy arrays; for torch `cunorm.torch.LayerNormLinear` in a context.
+        weight is cast in every call, which reads it once.
 
     Returns
     -------
@@ -53,6 +58,8 @@ def layer_norm_linear(
         A shape, value or device that does not fit.
     ImportError
         On a GPU, cuBLAS cannot be loaded.
+    RuntimeError
+        fp8 on a GPU below compute capability 8.9, or whose cuBLASLt has no such product.
 
     Notes
     -----
@@ -70,6 +77,13 @@ def layer_norm_linear(
     """
     name = "layer_norm_linear"
     parameters = (weight, bias, ln_weight, ln_bias)
+    if fp8 is not None:
+        if fp8 != "row":
+            raise ValueError(f"{name}: fp8 must be None or 'row'; got {fp8!r}.")
+        op = linear_problem.op(name, normalization, ln_bias)
+        eps = checks.check_eps(name, eps)
+        module = linear_float8_of(name, x)
+        return module.forward(name, op, x, *parameters, eps, zero_centered_gamma=zero_centered_gamma)
     y, _, _ = _forward(name, x, parameters, eps, normalization, zero_centered_gamma, False)
     return y
 

@@ -7,6 +7,8 @@ of product and kept.
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from functools import cache, lru_cache
 from importlib import import_module
@@ -19,7 +21,8 @@ from .. import logs
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may take: what NVIDIA recommends for sm_90
 KINDS = 4096  # kept at most
-CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
+CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14, "float8_e4m3fn": 28}  # cudaDataType_t
+OUTER_VECTOR = "OUTER_VEC_32F"  # a scale for each row of a and each column of b
 
 
 class Operand(NamedTuple):
@@ -42,6 +45,7 @@ class Kind(NamedTuple):
     epilogue: str  # "DEFAULT", or "BIAS": a vector of cols is added
     alignment: int  # of every pointer, bytes
     device_id: int
+    out: str = ""  # dtype of out where a and b are bytes in 8 bits with scales; else that of a and b
 
 
 def multiply(a: cupy.ndarray, b: cupy.ndarray, bias: cupy.ndarray | None = None) -> cupy.ndarray:
@@ -51,6 +55,23 @@ def multiply(a: cupy.ndarray, b: cupy.ndarray, bias: cupy.ndarray | None = None)
         if bias is not None:
             out[...] = bias
         _plain(a, b, out, 0 if bias is None else 1)
+    return out
+
+
+def multiply_rows(
+    a: cupy.ndarray, b: cupy.ndarray, scales: tuple[cupy.ndarray, cupy.ndarray], bias: cupy.ndarray | None, dtype: Any
+) -> cupy.ndarray:
+    """a bᵀ + bias of bytes in 8 bits, e4m3, each row of a and of b times its scale.
+
+    cuBLASLt adds no float32 bias to such a product. RuntimeError where it has none.
+    """
+    out = cupy.empty((len(a), len(b)), dtype)
+    if 0 in out.shape:
+        return out
+    in_epilogue = bias is not None and out.dtype != numpy.float32
+    _scaled_rows(a, b.T, out, scales, bias if in_epilogue else None)
+    if bias is not None and not in_epilogue:
+        out += bias
     return out
 
 
@@ -93,6 +114,30 @@ def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, bia
     rows, cols = out.shape
     kind = Kind(rows, cols, a.shape[1], a.dtype.name, tf32, a_operand, b_operand, epilogue, alignment, a.data.device_id)
     return _prepared(kind).run(*pointers)
+
+
+def _scaled_rows(a, b, out, scales, bias) -> None:
+    lt = bindings()
+    if lt is None or not hasattr(lt, "MatmulMatrixScale"):
+        raise RuntimeError(
+            "layer_norm_linear: fp8='row' needs cuBLASLt of CUDA 12.9 or later through nvmath-python, which "
+            f"{'is not installed' if lt is None else 'is too old'}; pip install -U 'cunorm[linear]', or leave fp8=None."
+        )
+    pointers = [one.data.ptr for one in (a, b, out, *scales)] + [0 if bias is None else bias.data.ptr]
+    together = functools.reduce(operator.or_, (pointers[0], pointers[1], pointers[2], pointers[-1]))
+    alignment = min(256, together & -together)
+    (rows, cols), inner = out.shape, a.shape[1]
+    operands = (Operand(False, inner), Operand(True, inner))
+    epilogue = "DEFAULT" if bias is None else "BIAS"
+    dtypes = ("float8_e4m3fn", False)
+    kind = Kind(rows, cols, inner, *dtypes, *operands, epilogue, alignment, a.data.device_id, out.dtype.name)
+    left, right, to, left_scales, right_scales, added = pointers
+    if not _prepared(kind).run(left, right, to, added, (left_scales, right_scales)):
+        raise RuntimeError(
+            f"layer_norm_linear: fp8='row': this cuBLASLt has no product of ({rows}, {inner}) and ({cols}, {inner}) in "
+            "8 bits with scales by row on this GPU; it needs CUDA 12.9 or later and compute capability 9.0 or later. "
+            "Leave fp8=None."
+        )
 
 
 def _plain(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, beta: int) -> None:
@@ -170,7 +215,11 @@ class Prepared(threading.local):
         self._describe("EPILOGUE", int(lt.Epilogue[kind.epilogue]))
         self.b = self._layout(kind.inner, kind.cols, kind.b)
         self.a = self._layout(kind.rows, kind.inner, kind.a)
-        self.out = self._layout(kind.rows, kind.cols, Operand(False, kind.cols))
+        self.out = self._layout(kind.rows, kind.cols, Operand(False, kind.cols), kind.out)
+        if kind.out:  # in fast accumulation, as is usual in a forward pass
+            mode = int(lt.MatmulMatrixScale[OUTER_VECTOR])
+            for attribute, value in (("A_SCALE_MODE", mode), ("B_SCALE_MODE", mode), ("FAST_ACCUM", 1)):
+                self._describe(attribute, value)
         self.bias = numpy.zeros(1, numpy.int64)
         self.bias_address = self.bias.ctypes.data
         self.bias_attribute = int(lt.MatmulDescAttribute.BIAS_POINTER)
@@ -186,10 +235,10 @@ class Prepared(threading.local):
         word = numpy.array([value], lt.get_matmul_desc_attribute_dtype(name))
         lt.matmul_desc_set_attribute(self.descriptor, name, word.ctypes.data, word.itemsize)
 
-    def _layout(self, rows: int, cols: int, operand: Operand) -> int:
+    def _layout(self, rows: int, cols: int, operand: Operand, dtype: str = "") -> int:
         """By columns: a matrix with contiguous rows is the other way round."""
         shape = (rows, cols) if operand.transposed else (cols, rows)
-        return bindings().matrix_layout_create(self.dtype, *shape, operand.stride)
+        return bindings().matrix_layout_create(CUDA_TYPE[dtype] if dtype else self.dtype, *shape, operand.stride)
 
     def _choose(self) -> Any:
         """cuBLASLt's best guess, None where it has nothing."""
@@ -214,8 +263,11 @@ class Prepared(threading.local):
             lt.matmul_preference_destroy(preference)
         return found if count[0] else None
 
-    def run(self, a: int, b: int, out: int, bias: int) -> bool:
+    def run(self, a: int, b: int, out: int, bias: int, scales: tuple[int, int] | None = None) -> bool:
         """On CuPy's current stream; False where cuBLASLt cannot."""
+        if scales is not None:
+            self._describe("B_SCALE_POINTER", scales[0])
+            self._describe("A_SCALE_POINTER", scales[1])
         if self.kind.epilogue != "DEFAULT":
             self.bias[0] = bias
             bindings().matmul_desc_set_attribute(self.descriptor, self.bias_attribute, self.bias_address, 8)

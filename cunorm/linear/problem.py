@@ -103,3 +103,18 @@ def _check_dtype(function: str, name: str, array: Layout, x: Layout) -> None:
             f"{function}: x and {name} must have one dtype; got x of {x.dtype} and {name} of {array.dtype}. Convert "
             "one of them."
         )
+
+
+def check_float8(function: str, layouts: Named) -> None:
+    """What a product in 8 bits asks beside what check_forward does."""
+    found = dict(layouts)
+    outs, cols = found["weight"].shape
+    if found["x"].dtype == "float64":
+        raise TypeError(
+            f"{function}: x must have dtype float16, bfloat16 or float32 with fp8; got float64. Convert it."
+        )
+    if outs % 16 or cols % 16:
+        raise ValueError(
+            f"{function}: both sizes of weight must be multiples of 16 with fp8; got shape {(outs, cols)}. Pad it, or "
+            "leave fp8=None."
+        )

@@ -64,6 +64,7 @@ class Plan:
             if isinstance(spec, SumSpec):
                 lines.append(f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.lanes} a row")
                 continue
+            assert isinstance(spec, NormSpec)
             shape = spec.shape
             lines.append(
                 f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.rows_per_cta} rows a CTA, "

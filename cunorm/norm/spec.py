@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -173,11 +174,49 @@ class SumSpec:
         return self.threads // self.lanes
 
 
-KernelSpec = NormSpec | SumSpec
+class OtherSpec(ABC):
+    """A kernel of no norm: it says itself what its text and its launch need (linear/float8_spec.py)."""
+
+    kernel: str
+    file: str  # of kernels_cu
+    compute = "float32"
+    ctas_per_sm = 1
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Of a CTA."""
+
+    @property
+    def cluster(self) -> int:
+        return 1
+
+    @property
+    def shared_memory(self) -> int:
+        """As the function below."""
+        return 0
+
+    @property
+    def dynamic_shared(self) -> int:
+        """As the function below."""
+        return 0
+
+    @abstractmethod
+    def parameters(self) -> dict[str, str]:
+        """As source.parameters."""
+
+    @abstractmethod
+    def text(self) -> tuple[str, str]:
+        """(definitions before the entry, the statements of the entry)"""
+
+
+KernelSpec = NormSpec | SumSpec | OtherSpec
 
 
 def shared_memory(spec: KernelSpec) -> int:
     """Bytes of static shared memory; the compile test holds it against ptxas."""
+    if isinstance(spec, OtherSpec):
+        return spec.shared_memory
     compute = ITEMSIZE[spec.compute]
     if isinstance(spec, SumSpec):
         sums = spec.threads // max(WARP, spec.lanes)
@@ -204,6 +243,8 @@ def shared_memory(spec: KernelSpec) -> int:
 
 def dynamic_shared(spec: KernelSpec) -> int:
     """Bytes of shared memory that the launch asks for: places of rows and columns, later sums of the row groups."""
+    if isinstance(spec, OtherSpec):
+        return spec.dynamic_shared
     if spec.kernel not in ("forward", "backward") or isinstance(spec, SumSpec):
         return 0
     shape, rows = spec.shape, spec.rows_per_cta

@@ -85,6 +85,10 @@ constexpr bool kFloat8Instructions = false;
 inline uint32 encode_e4m3_pair(float, float) { return 0; }
 inline uint32 encode_e5m2_pair(float, float) { return 0; }
 
+inline uint32 larger_halves(uint32 a, uint32 b) {
+  return ((a >> 16 > b >> 16 ? a : b) & 0xffff0000u) | (((a & 0xffff) > (b & 0xffff) ? a : b) & 0xffff);
+}
+
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
 

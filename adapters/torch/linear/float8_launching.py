@@ -1,0 +1,213 @@
+"""Operands of products in 8 bits, made of CUDA tensors by one kernel each (kernels_cu/float8_rows.cu,
+float8_columns.cu, float8_product.cu), on torch's current stream.
+
+What follows from layouts and options alone is worked out once and kept, as in cunorm/torch/norm/launching.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...linear.float8_plan import (
+    CastPlan,
+    ColumnsProblem,
+    ProductProblem,
+    RowsProblem,
+    plan_columns,
+    plan_product,
+    plan_rows,
+)
+from ...linear.float8_spec import padded
+from ...norm.float8 import NAMES
+from ...norm.problem import ITEMSIZE
+from ...operation import NAMED
+from ..norm import checks, launching
+
+FORMATS = {name: getattr(torch, full) for name, full in NAMES.items()}
+_plans: dict[Hashable, CastPlan] = {}
+
+
+def cast_rows(
+    a: Tensor,
+    dtype: str = "e4m3",
+    *,
+    scale: Tensor | None = None,
+    power_2_scale: bool = False,
+    column_sums: bool = False,
+    column_amax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(bytes (rows, cols), scale (rows,), Σ_rows a (cols,), max_rows |a| (cols,)) of a (rows, cols), read once.
+
+    The last two are float32, None unless wanted. `scale`: one float32 for all, which is returned. float64 is refused.
+    """
+    index = a.get_device()
+    if index != launching._current_device():
+        with torch.cuda.device(index):
+            options = {"scale": scale, "power_2_scale": power_2_scale}
+            return cast_rows(a, dtype, **options, column_sums=column_sums, column_amax=column_amax)
+    rows, cols = a.shape
+    a = _rows_contiguous(a)
+    found = launching._empty((rows, cols), (cols, 1), FORMATS[dtype])
+    scales = _vector(rows) if scale is None else scale
+    sums = _vector(cols) if column_sums else None
+    amax = _vector(cols) if column_amax else None
+    if rows == 0 or cols == 0:
+        return found, scales.fill_(1) if scale is None else scales, _zeros(sums), _zeros(amax)
+    flags = (scale is not None, power_2_scale, column_sums, column_amax)
+    pointer = a.data_ptr()
+    key = (a.shape, a.stride(0), a.dtype, index, dtype, flags, pointer & 15)
+    plan = _plans.get(key)
+    if plan is None:
+        problem = RowsProblem(rows, cols, _name(a), NAMES[dtype], a.stride(0), pointer % 16 == 0, *flags)
+        plan = _plan(plan_rows, problem, a, key)
+    pointers = [pointer, *(() if scale is None else (scale.data_ptr(),)), found.data_ptr()]
+    pointers += [one.data_ptr() for one in (None if scale is not None else scales, sums, amax) if one is not None]
+    workspace = launching._empty((plan.workspace,), (1,), torch.uint8).data_ptr() if plan.workspace else 0
+    launch.run(plan, index, launching._stream(index), pointers, (), workspace)
+    return found, scales, sums, amax
+
+
+def cast_columns(
+    a: Tensor,
+    amax: Tensor | None,
+    dtype: str = "e4m3",
+    *,
+    scale: Tensor | None = None,
+    power_2_scale: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(bytes (cols, padded rows), scale (cols,)) of a (rows, cols) and max_rows |a|, which `cast_rows` found.
+
+    Rows are padded with zeros to a multiple of 16. `scale`: one float32 for all, which is returned.
+    """
+    index = a.get_device()
+    if index != launching._current_device():
+        with torch.cuda.device(index):
+            return cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale)
+    rows, cols = a.shape
+    a = _rows_contiguous(a)
+    found, scales = _columns(rows, cols, dtype, scale)
+    if rows == 0 or cols == 0:
+        return found, scales.fill_(1) if scale is None else scales
+    pointer = a.data_ptr()
+    key = (a.shape, a.stride(0), a.dtype, index, dtype, scale is not None, power_2_scale, pointer & 15)
+    plan = _plans.get(key)
+    if plan is None:
+        layout = (rows, cols, _name(a), NAMES[dtype], a.stride(0), pointer % 16 == 0)
+        plan = _plan(plan_columns, ColumnsProblem(*layout, scale is not None, power_2_scale), a, key)
+    if scale is not None:
+        pointers = (pointer, scale.data_ptr(), found.data_ptr())
+    else:
+        assert amax is not None
+        pointers = (pointer, amax.data_ptr(), found.data_ptr(), scales.data_ptr())
+    launch.run(plan, index, launching._stream(index), pointers)
+    return found, scales
+
+
+def normalised_columns(
+    x: Tensor,
+    statistics: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    operation: str,
+    dtype: str = "e4m3",
+    *,
+    power_2_scale: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(bytes (cols, padded rows), scale (cols,)) of the normalised rows of x (rows, cols), as cast_columns makes them.
+
+    A column's scale is known beforehand, (|gamma| sqrt(cols - 1) + |beta|) / largest (RMSNorm: sqrt(cols)).
+    `statistics` are what the forward pass saved, (2, rows), or (1, rows) without a mean; `operation` is one of NAMED.
+    """
+    index = x.get_device()
+    if index != launching._current_device():
+        with torch.cuda.device(index):
+            more = (ln_weight, ln_bias, operation, dtype)
+            return normalised_columns(x, statistics, *more, power_2_scale=power_2_scale)
+    rows, cols = x.shape
+    x, statistics = _rows_contiguous(x), statistics.contiguous()
+    given = [(name, one.contiguous()) for name, one in (("weight", ln_weight), ("bias", ln_bias)) if one is not None]
+    found, scales = _columns(rows, cols, dtype, None)
+    if cols == 0:
+        return found, scales
+    affine = tuple([(name, checks.dtype_name(one.dtype)) for name, one in given])
+    pointer, others = x.data_ptr(), [one.data_ptr() for _, one in given]
+    affine_aligned = not any(other & 15 for other in others)
+    options = (operation, dtype, power_2_scale, affine, affine_aligned)
+    key = (x.shape, x.stride(0), x.dtype, index, options, pointer & 15)
+    plan = _plans.get(key)
+    if plan is None:
+        problem = ColumnsProblem(
+            rows,
+            cols,
+            _name(x),
+            NAMES[dtype],
+            x.stride(0),
+            pointer % 16 == 0,
+            power_of_2=power_2_scale,
+            operation=NAMED[operation].given(("x", *(name for name, _ in given))),
+            affine=affine,
+            affine_aligned=affine_aligned,
+        )
+        plan = _plan(plan_columns, problem, x, key)
+    mean = statistics.data_ptr()
+    kept = (mean, mean + 4 * rows) if len(statistics) == 2 else (mean,)
+    pointers = (pointer, *others, *kept, found.data_ptr(), scales.data_ptr())
+    launch.run(plan, index, launching._stream(index), pointers)
+    return found, scales
+
+
+def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """product (rows, outs) * row_scale (rows,) * column_scale (outs,) + bias (outs,), rounded once to `dtype`."""
+    index = product.get_device()
+    if index != launching._current_device():
+        with torch.cuda.device(index):
+            return scaled(product, row_scale, column_scale, bias, dtype)
+    rows, cols = product.shape
+    product, column_scale = product.contiguous(), column_scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    y = launching._empty((rows, cols), (cols, 1), dtype)
+    if rows == 0 or cols == 0:
+        return y
+    given = (product, row_scale.contiguous(), column_scale, *(() if bias is None else (bias,)), y)
+    pointers = [one.data_ptr() for one in given]
+    aligned = not any(pointer & 15 for pointer in (pointers[0], *pointers[2:]))
+    key = ("scaled", product.shape, product.dtype, dtype, None if bias is None else bias.dtype, index, aligned)
+    plan = _plans.get(key)
+    if plan is None:
+        names = (_name(product), checks.dtype_name(dtype), None if bias is None else checks.dtype_name(bias.dtype))
+        plan = _plan(plan_product, ProductProblem(rows, cols, *names, aligned), product, key)
+    launch.run(plan, index, launching._stream(index), pointers)
+    return y
+
+
+def _plan(plan_of: Callable[..., CastPlan], problem: Any, tensor: Tensor, key: Hashable) -> CastPlan:
+    return launching.keep(_plans, key, plan_of(problem, launching.properties_of("cast to 8 bits", tensor)))
+
+
+def _name(tensor: Tensor) -> str:
+    name = checks.dtype_name(tensor.dtype)
+    if name not in ITEMSIZE or name == "float64":
+        raise TypeError(f"cast to 8 bits: a tensor must have dtype float16, bfloat16 or float32; got {name}.")
+    return name
+
+
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous()
+
+
+def _vector(size: int) -> Tensor:
+    return launching._empty((size,), (1,), torch.float32)
+
+
+def _columns(rows: int, cols: int, dtype: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    width = padded(rows)
+    return launching._empty((cols, width), (width, 1), FORMATS[dtype]), _vector(cols) if scale is None else scale
+
+
+def _zeros(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.zero_()

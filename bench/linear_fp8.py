@@ -1,0 +1,225 @@
+"""LayerNormLinear in 8 bits, part by part: `python -m bench.linear_fp8 [--parts casts products layers] [--out FILE]`.
+
+    casts      what makes operands, against the roof for their bytes, 3 an element of 16 bits
+    products   of rows with scales of rows, of tensors, and of ones with the scales after, in both kinds of accumulation
+    layers     cunorm.torch.LayerNormLinear with RowwiseScaling and in bfloat16, where torch's adapter has it
+
+Of a shape everything is replayed in turns after a warm-up; medians in microseconds, a line of JSON for each shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import timing
+
+PARTS = ("casts", "products", "layers")
+CASTS = ((65536, 1024), (16384, 4096), (8192, 8192), (8192, 12288), (2340, 28672))
+# Rows, in, out, as bench/linear.py.
+SHAPES = (
+    (16, 4096, 12288),
+    (128, 4096, 12288),
+    (2048, 1024, 3072),
+    (8192, 1024, 3072),
+    (8192, 4096, 12288),
+    (8192, 8192, 10240),
+)
+SECONDS = 0.3  # a shape
+Calls = Mapping[str, Sequence[Callable[[], Any]]]  # for each contender a call for each set of buffers
+
+
+def bytes_of_cast(rows: int, cols: int) -> int:
+    """That a cast of 16 bits moves, but for scales."""
+    return 3 * rows * cols
+
+
+def bytes_of_product(rows: int, cols: int, outs: int) -> int:
+    return rows * cols + outs * cols + 2 * rows * outs
+
+
+def measured(calls: Calls, moved: int) -> dict[str, Any]:
+    """Microseconds by contender, or what it raised."""
+    timers, failed = [], {}
+    for name, sets in calls.items():
+        try:
+            timers.append((name, timing.timer("torch", sets, moved)))
+        except Exception as error:  # a product that this torch has not
+            failed[name] = str(error)[:200]
+    times = timing.in_turns([one for _, one in timers], SECONDS)
+    found = {
+        name: str(one)[:200] if isinstance(one, Exception) else round(one.median * 1e6, 2)
+        for (name, _), one in zip(timers, times, strict=True)
+    }
+    return found | failed
+
+
+def shares(times: Mapping[str, Any], of: str) -> dict[str, float]:
+    """What part of its time a contender would take at the speed of another; without those that failed."""
+    base = times.get(of)
+    if not isinstance(base, float):
+        return {}
+    return {name: round(base / one, 3) for name, one in times.items() if isinstance(one, float) and name != of}
+
+
+def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
+    import cupy
+    import torch
+
+    from cunorm.torch.linear import float8_launching as launching
+
+    moved = bytes_of_cast(rows, cols)
+    count = timing.buffers_needed(moved)
+    xs = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    outs = [torch.empty(rows * cols, device="cuda", dtype=torch.uint8) for _ in range(count)]
+    amax, weight = torch.full((cols,), 5.0, device="cuda"), torch.ones(cols, device="cuda", dtype=torch.bfloat16)
+    statistics = torch.stack((torch.zeros(rows, device="cuda"), torch.ones(rows, device="cuda")))
+
+    def each(call: Callable[[Any], Any]) -> list[Callable[[], Any]]:
+        return [lambda x=x: call(x) for x in xs]
+
+    def weights(x: Any) -> Any:
+        """Both layouts of a weight, by two reads."""
+        found = launching.cast_rows(x, column_amax=True)
+        return found, launching.cast_columns(x, found[3])
+
+    halves = [cupy.asarray(x.view(torch.uint8)).reshape(2, -1) for x in xs]
+    sets = [(a, b, cupy.asarray(out)) for (a, b), out in zip(halves, outs, strict=True)]
+    streams = [timing.timer("cupy", calls, moved) for _, calls in roofs.calls(sets)]
+    roof = min(one.median for one in timing.in_turns(streams, SECONDS) if not isinstance(one, Exception))
+    times = measured(
+        {
+            "rows": each(launching.cast_rows),
+            "rows, maxima": each(lambda x: launching.cast_rows(x, column_amax=True)),
+            "rows, sums and maxima": each(lambda x: launching.cast_rows(x, column_sums=True, column_amax=True)),
+            "columns": each(lambda x: launching.cast_columns(x, amax)),
+            "normalised columns": each(
+                lambda x: launching.normalised_columns(x, statistics, weight, weight, "layer_norm")
+            ),
+            "weights both ways": each(weights),
+        },
+        moved,
+    )
+    found = {"roof": round(roof * 1e6, 2)} | times
+    both = times["weights both ways"]
+    of_roof = shares(found, "roof")
+    if isinstance(both, float):
+        of_roof["weights both ways"] = round(2 * found["roof"] / both, 3)
+    return {"us": found, "of roof": of_roof}
+
+
+def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
+    import torch
+
+    from cunorm.torch.linear import float8_launching as launching
+
+    moved = bytes_of_product(rows, cols, outs)
+    count = timing.buffers_needed(moved)
+    wide = [
+        [torch.randn(size, cols, device="cuda", dtype=torch.bfloat16) for size in (rows, outs)] for _ in range(count)
+    ]
+    bytes_ = [[launching.cast_rows(one)[:2] for one in pair] for pair in wide]
+    bias = torch.randn(outs, device="cuda", dtype=torch.bfloat16)
+    one = torch.ones((), device="cuda")
+    call = torch._scaled_mm
+
+    def by_rows(pair: Any, fast: bool) -> Any:
+        (a, a_scale), (b, b_scale) = pair
+        scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None]}
+        return call(a, b.t(), **scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    def by_tensor(pair: Any, fast: bool) -> Any:
+        (a, _), (b, _) = pair
+        return call(a, b.t(), scale_a=one, scale_b=one, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    def scaled_after(pair: Any, dtype: Any) -> Any:
+        (a, a_scale), (b, b_scale) = pair
+        product = call(a, b.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
+        return launching.scaled(product, a_scale, b_scale, bias, torch.bfloat16)
+
+    def each(function: Callable[..., Any], *more: Any) -> list[Callable[[], Any]]:
+        return [lambda pair=pair: function(pair, *more) for pair in bytes_]
+
+    times = measured(
+        {
+            "bfloat16": [lambda pair=pair: torch.addmm(bias, pair[0], pair[1].t()) for pair in wide],
+            "rows, fast": each(by_rows, True),
+            "rows, split": each(by_rows, False),
+            "tensor, fast": each(by_tensor, True),
+            "tensor, split": each(by_tensor, False),
+            "ones, then scales, float32": each(scaled_after, torch.float32),
+            "ones, then scales, bfloat16": each(scaled_after, torch.bfloat16),
+        },
+        moved,
+    )
+    return {"us": times, "times bfloat16": shares(times, "bfloat16")}
+
+
+def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
+    """The weight in 8 bits is cached in the forward pass without gradients, and made in every other."""
+    import torch
+
+    import cunorm.torch as adapter
+
+    if not hasattr(adapter, "RowwiseScaling"):
+        return {"us": {}, "error": "cunorm.torch has no RowwiseScaling"}
+    count = timing.buffers_needed(bytes_of_product(rows, cols, outs))
+    module = adapter.LayerNormLinear(cols, outs, params_dtype=torch.bfloat16, device="cuda")
+    recipe = adapter.RowwiseScaling()
+    xs = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
+    dys = [torch.randn(rows, outs, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+
+    def forward(x: Any, enabled: bool) -> Any:
+        with torch.no_grad(), adapter.autocast(enabled=enabled, recipe=recipe):
+            return module(x)
+
+    def both(x: Any, dy: Any, enabled: bool) -> Any:
+        with adapter.autocast(enabled=enabled, recipe=recipe):
+            y = module(x)
+        return torch.autograd.grad(y, (x, *module.parameters()), dy)
+
+    kinds = {"bfloat16": False, "8 bits": True}
+    calls = {f"forward, {name}": [lambda x=x, on=on: forward(x, on) for x in xs] for name, on in kinds.items()} | {
+        f"forward and backward, {name}": [
+            lambda x=x, dy=dy, on=on: both(x, dy, on) for x, dy in zip(xs, dys, strict=True)
+        ]
+        for name, on in kinds.items()
+    }
+    times = measured(calls, bytes_of_product(rows, cols, outs))
+    return {"us": times}
+
+
+def lines(parts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    if "casts" in parts:
+        from .roofs import Roofs
+
+        roofs = Roofs(None)
+        for rows, cols in CASTS:
+            yield {"part": "casts", "shape": [rows, cols]} | casts(rows, cols, roofs)
+    for name, function in (("products", products), ("layers", layers)):
+        if name in parts:
+            for shape in SHAPES:
+                yield {"part": name, "shape": list(shape)} | function(*shape)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    import torch
+
+    found = []
+    with torch.cuda.stream(torch.cuda.Stream()):  # the default one cannot be captured
+        for line in lines(options.parts):
+            found.append(json.dumps(line))
+            print(found[-1], flush=True)
+    if options.out:
+        options.out.write_text("".join(f"{line}\n" for line in found))
+
+
+if __name__ == "__main__":
+    main()

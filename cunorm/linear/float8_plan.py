@@ -1,0 +1,242 @@
+"""How operands of products in 8 bits are made: pure functions from a problem and a device to launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..device import Device
+from ..norm.plan import GRID_LIMIT, Pointer, Step
+from ..norm.problem import ITEMSIZE
+from ..norm.spec import WARP, OtherSpec, RowShape
+from ..norm.tiers import ceil_div
+from ..operation import Operation
+from .float8_spec import (
+    COLUMN_THREADS,
+    PRODUCT_THREADS,
+    REDUCE_COLUMNS,
+    TILE_ROWS,
+    CastColumns,
+    CastRows,
+    ColumnTotals,
+    ReduceColumns,
+    ScaleProduct,
+    pack_of,
+    padded,
+)
+
+MOST_THREADS = 512  # of a row in a CTA, with 128 registers each
+MOST_PACKS = 4  # of a thread: eight columns take 16 registers, with their sums and maxima
+UNDER_WAY = 64 << 10  # bytes of rows that an SM asks for ahead
+LEAST_ROWS = 16  # of a partial row of column_totals
+GRID_Y_LIMIT = 65535
+
+
+class Names(NamedTuple):
+    """What a launch is given, in this order."""
+
+    pointers: tuple[str, ...]
+    scalars: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CastPlan:
+    """Launches in order, as norm.plan.Plan has them. Made once for a problem."""
+
+    problem: Names
+    steps: tuple[Step, ...]
+    workspace: int = 0
+
+
+@dataclass(frozen=True)
+class RowsProblem:
+    """a (rows, cols) -> bytes, scales; sums and maxima of the columns where they are wanted."""
+
+    rows: int
+    cols: int
+    dtype: str
+    format: str
+    stride: int  # elements from row to row
+    aligned: bool  # a begins at a multiple of 16 bytes
+    given: bool = False  # the scale is known, one for all
+    power_of_2: bool = False
+    sums: bool = False
+    maxima: bool = False
+
+
+@dataclass(frozen=True)
+class ColumnsProblem:
+    """a (rows, cols) -> bytes (cols, padded rows), scales (cols): of the rows normalised, with an operation."""
+
+    rows: int
+    cols: int
+    dtype: str
+    format: str
+    stride: int
+    aligned: bool
+    given: bool = False
+    power_of_2: bool = False
+    operation: Operation | None = None
+    affine: tuple[tuple[str, str], ...] = ()
+    affine_aligned: bool = True
+
+
+@dataclass(frozen=True)
+class ProductProblem:
+    """product (rows, cols) -> y = product * row_scale * column_scale + bias."""
+
+    rows: int
+    cols: int
+    dtype: str
+    y: str
+    bias: str | None
+    aligned: bool
+
+
+@lru_cache(maxsize=4096)
+def plan_rows(problem: RowsProblem, device: Device) -> CastPlan:
+    """The plan of a problem with at least one row and column."""
+    return rows_plan(problem, rows_kernel(problem, device), device)
+
+
+def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
+    """With a kernel that is chosen."""
+    pack = pack_of(problem.dtype)
+    width = ceil_div(problem.cols, pack) * pack
+    wanted = problem.sums or problem.maxima
+    if spec.shape:
+        resident = device.resident_clusters(spec.cluster, spec.ctas_per_sm)
+        groups = min(ceil_div(problem.rows, spec.rows_per_cta), resident)
+        steps = [_step(spec, (groups * spec.cluster, 1, 1), (problem.rows, problem.stride))]
+    else:
+        tiles = ceil_div(problem.cols, pack * COLUMN_THREADS)
+        groups = min(ceil_div(problem.rows, LEAST_ROWS), max(1, 2 * device.sms // tiles), GRID_Y_LIMIT)
+        streamed = replace(spec, sums=False, maxima=False)
+        integers = (problem.rows, problem.stride, problem.cols)
+        steps = [_step(streamed, (min(problem.rows, GRID_LIMIT), 1, 1), integers)]
+        if wanted:
+            totals = ColumnTotals(problem.dtype, spec.aligned, problem.sums, problem.maxima)
+            steps.append(_step(totals, (tiles, groups, 1), (*integers, width)))
+    names = ("a", problem.given and "given", "bytes", not problem.given and "scales")
+    names += (problem.sums and "sums", problem.maxima and "maxima")
+    asked = Names(tuple(name for name in names if name))
+    if not wanted:
+        return CastPlan(asked, tuple(steps))
+    # Partial rows of sums, then of maxima.
+    first, second = Pointer("workspace"), Pointer("workspace", 4 * groups * width if problem.sums else 0)
+    steps = [_renamed(step, {"sums": first, "maxima": second}) for step in steps]
+    reduce = ReduceColumns(problem.dtype, problem.sums, problem.maxima)
+    grid = (ceil_div(width, REDUCE_COLUMNS), problem.sums + problem.maxima, 1)
+    last = _step(reduce, grid, (groups, width, problem.cols), begins_early=device.arch >= 90)
+    steps.append(_renamed(last, {"sum_partials": first, "maximum_partials": second}))
+    size = (4 * problem.sums + ITEMSIZE[problem.dtype] * problem.maxima) * groups * width
+    return CastPlan(asked, tuple(steps), size)
+
+
+def rows_kernel(problem: RowsProblem, device: Device, most_packs: int = MOST_PACKS) -> CastRows:
+    """One CTA of about MOST_THREADS on an SM, so that partial rows are few."""
+    itemsize, pack = ITEMSIZE[problem.dtype], pack_of(problem.dtype)
+    spec = CastRows(
+        problem.dtype,
+        problem.format,
+        cols=0,
+        shape=None,
+        rows_per_cta=1,
+        stages=0,
+        aligned=problem.aligned and (problem.rows == 1 or problem.stride * itemsize % 16 == 0),
+        bytes_aligned=problem.cols % pack == 0,
+        given=problem.given,
+        power_of_2=problem.power_of_2,
+        sums=problem.sums,
+        maxima=problem.maxima,
+    )
+    shape = _row_shape(problem.cols, pack, device, most_packs)
+    if shape is None:
+        return spec
+    rows_per_cta = max(1, MOST_THREADS // shape.threads) if shape.cluster == 1 else 1
+    rows_per_cta = min(rows_per_cta, ceil_div(problem.rows, device.sms))
+    at_once = rows_per_cta * shape.capacity // shape.cluster * itemsize
+    most = 1 + max(1, min(4, round(UNDER_WAY / at_once)))
+    for stages in range(most, 1, -1):
+        found = replace(spec, cols=problem.cols, shape=shape, rows_per_cta=rows_per_cta, stages=stages)
+        if found.dynamic_shared + found.shared_memory <= device.shared:
+            return found
+    return spec
+
+
+def _row_shape(cols: int, pack: int, device: Device, most_packs: int) -> RowShape | None:
+    """Who holds a row: whole warps, of the fewest CTAs, with the fewest places for packs empty; else many packs."""
+    packs = ceil_div(cols, pack)
+    for cluster in (1, 2, 4, 8, 16):
+        of_cta = ceil_div(packs, cluster)
+        if of_cta > MOST_PACKS * MOST_THREADS or not device.runs_clusters(cluster):
+            continue
+        shapes = [
+            RowShape(pack, ceil_div(ceil_div(of_cta, held), WARP) * WARP, held, cluster)
+            for held in range(most_packs, 0, -1)
+        ]
+        return min((one for one in shapes if one.threads <= MOST_THREADS), key=lambda one: one.capacity)
+    return None
+
+
+@lru_cache(maxsize=4096)
+def plan_columns(problem: ColumnsProblem, device: Device) -> CastPlan:
+    """Likewise."""
+    aligned = problem.aligned and (problem.rows == 1 or problem.stride * ITEMSIZE[problem.dtype] % 16 == 0)
+    # A thread has 64 bytes under way. With 64 registers each what is shifted spills, and what is normalised elsewhere.
+    four = aligned and (problem.operation is None or (device.arch == 90 and problem.affine_aligned))
+    spec = CastColumns(
+        problem.dtype,
+        problem.format,
+        aligned,
+        problem.given,
+        problem.power_of_2,
+        column_warps=1,
+        operation=problem.operation,
+        affine=problem.affine,
+        affine_aligned=problem.affine_aligned,
+        ctas_per_sm=4 if four else 2,
+    )
+    return columns_plan(problem, spec, device)
+
+
+def columns_plan(problem: ColumnsProblem, spec: CastColumns, device: Device, turns: int = 0) -> CastPlan:
+    """With a kernel that is chosen, and `turns` tiles to a CTA unless 0."""
+    across, down = ceil_div(problem.cols, spec.columns), ceil_div(problem.rows, TILE_ROWS)
+    # A column's scale is found once for all tiles of a CTA, and the next tile is under way while one is written: four
+    # 0.89 of a stream, one 0.83, normalised, 8192 x 4096 on an H200. Of few tiles every SM has some.
+    turns = turns or max(1, min(4, across * down // (6 * device.sms)), ceil_div(down, GRID_Y_LIMIT))
+    integers = (problem.rows, problem.stride, problem.cols, padded(problem.rows), turns)
+    step = _step(spec, (across, ceil_div(down, turns), 1), integers)
+    return CastPlan(Names(tuple(pointer.name for pointer in step.pointers)), (step,))
+
+
+@lru_cache(maxsize=4096)
+def plan_product(problem: ProductProblem, device: Device) -> CastPlan:
+    """Likewise."""
+    pack = pack_of(problem.dtype)
+    whole = problem.cols % max(pack, 16 // ITEMSIZE[problem.y]) == 0 or problem.rows == 1
+    spec = ScaleProduct(problem.dtype, problem.y, problem.bias, problem.aligned and whole, problem.aligned)
+    tiles = ceil_div(problem.cols, pack * PRODUCT_THREADS)
+    step = _step(spec, (tiles, min(problem.rows, GRID_Y_LIMIT), 1), (problem.rows, problem.cols))
+    return CastPlan(Names(tuple(pointer.name for pointer in step.pointers)), (step,))
+
+
+def _step(spec: OtherSpec, grid: tuple[int, int, int], integers: tuple[int, ...], begins_early: bool = False) -> Step:
+    pointers = tuple(Pointer(name) for name, kind in spec.parameters().items() if kind.endswith("*"))
+    return Step(spec, grid, spec.dynamic_shared, pointers, (), integers, begins_early)
+
+
+def _renamed(step: Step, names: dict[str, Pointer]) -> Step:
+    return replace(step, pointers=tuple(names.get(one.name, one) for one in step.pointers))
+
+
+def _into_workspace(step: Step, places: dict[str, int]) -> Step:
+    return _renamed(step, {name: Pointer("workspace", offset) for name, offset in places.items()})
+
+
+def kernels_of(plans: Iterable[CastPlan]) -> list[OtherSpec]:
+    """Every kernel of these plans, once."""
+    return list(dict.fromkeys(step.spec for plan in plans for step in plan.steps if isinstance(step.spec, OtherSpec)))
