@@ -3,16 +3,22 @@
 from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
 from .compile import CompileError
 from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
-from .fusion import (
+from .fusion import fuse
+from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
+from .named_fusions import (
     add_layer_norm,
     add_layer_norm_backward,
     add_layer_norm_forward,
     add_rms_norm,
     add_rms_norm_backward,
     add_rms_norm_forward,
-    fuse,
+    layer_norm_add,
+    layer_norm_add_backward,
+    layer_norm_add_forward,
+    rms_norm_add,
+    rms_norm_add_backward,
+    rms_norm_add_forward,
 )
-from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
 
 __version__ = "0.1.0"
 
@@ -26,6 +32,9 @@ __all__ = [
     "add_rms_norm_forward",
     "fuse",
     "layer_norm",
+    "layer_norm_add",
+    "layer_norm_add_backward",
+    "layer_norm_add_forward",
     "layer_norm_backward",
     "layer_norm_forward",
     "layer_norm_fp8",
@@ -34,6 +43,9 @@ __all__ = [
     "layer_norm_linear_backward",
     "layer_norm_linear_forward",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_backward",
+    "rms_norm_add_forward",
     "rms_norm_backward",
     "rms_norm_forward",
     "rms_norm_fp8",

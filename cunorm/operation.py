@@ -95,6 +95,14 @@ def added(norm: str, zero_centered_gamma: bool = False) -> Operation:
     )
 
 
+@cache
+def norm_added(norm: str, zero_centered_gamma: bool = False) -> Operation:
+    """layer_norm_add and rms_norm_add: residual + the norm of x."""
+    of_norm = affine(norm, zero_centered_gamma)
+    total = trace(lambda xhat, residual, of_norm: residual + of_norm)
+    return replace(of_norm, epilogue=substitute(total, {"of_norm": of_norm.epilogue}))
+
+
 # What the public functions compute, by the name that stands for it below them, where a framework wants one as well.
 NAMED = {
     "layer_norm": affine("layer_norm"),

@@ -134,7 +134,7 @@ LAYERS = (
         "linear.dlpack",
     },
     {"families"},
-    {"api", "float8", "fusion", "linear.api"},
+    {"api", "float8", "fusion", "named_fusions", "linear.api"},
 )
 PURE = set().union(*LAYERS[:11]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
