@@ -22,7 +22,7 @@ OF_THE_TEXT = """
     beside bfloat16 centred column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm
     operation p prologue results rounded source sums term value
 """
-PATTERNS = r"(sum|next|value)_.*|.*_stride|cunorm.*|norm_(forward|backward).*|.*[A-Z].*"
+PATTERNS = r"(sum|next|value|group)_.*|.*_stride|cunorm.*|norm_(forward|backward).*|.*[A-Z].*"
 RESERVED = re.compile("|".join((*OF_THE_CALL, *OF_THE_TEXT.split(), PATTERNS)))
 
 
@@ -172,9 +172,10 @@ def fuse(
         - ``op.backward(saved, *gradients, wanted=())`` returns the gradients of x and of the operands, by name, from
           those of the results.
 
-        x is a NumPy or CuPy array. An operand is an array of the shape of x; or a vector for all rows, of shape
-        (columns,), with ones before it if you like; or a number, which may differ from call to call. Any of the four
-        dtypes, each independently of x.
+        x is a NumPy or CuPy array. An operand is a number, which may differ from call to call, or an array that
+        broadcasts against x: of the shape of x; a vector for all rows, of shape (columns,); or vectors for groups of
+        rows, such as (batch, 1, columns) beside (batch, tokens, columns), or (heads, columns) beside (..., heads,
+        columns). Other shapes are expanded to that of x. Any of the four dtypes, each independently of x.
 
     Raises
     ------

@@ -116,6 +116,8 @@ def _reduced(
     of = arrays.get(name, arrays["x"])
     if kind == "full":
         return rounded(gradient, of.dtype)
+    if kind != "column":
+        return rounded(gradient.sum(fused.broadcast_axes(of.shape, gradient.shape)).reshape(of.shape), of.dtype)
     total = rounded(sum_of_rows(gradient, gradient.ndim - 1), of.dtype)
     return total.reshape(of.shape) if name in arrays else total
 
