@@ -1,6 +1,5 @@
-"""The named functions over fused operations: what stands before and after a norm in today's models.
-
-Each is a line of `OPERATIONS`, and hands its arrays by name to the one body that all share.
+"""What the named functions over fused operations share: each is a line of `OPERATIONS`, and hands its arrays by name to
+`forward` or `backward`.
 """
 
 from __future__ import annotations
@@ -11,408 +10,46 @@ from typing import Any
 
 from .families import fused_of
 from .norm import checks
-from .operation import NORMS, Operation, added, norm_added
+from .norm.fused import Kinds
+from .operation import NORMS, Operation, added, gate_added_modulated, gated, modulated, norm_added
 
-# By zero_centered_gamma.
-OPERATIONS: dict[str, Callable[[bool], Operation]] = {
+# By the flags of a call: zero_centered_gamma, norm_before_gate.
+OPERATIONS: dict[str, Callable[..., Operation]] = {
     "add_layer_norm": partial(added, "layer_norm"),
     "add_rms_norm": partial(added, "rms_norm"),
     "layer_norm_add": partial(norm_added, "layer_norm"),
     "rms_norm_add": partial(norm_added, "rms_norm"),
+    "rms_norm_gated": gated,
+    "layer_norm_modulate": partial(modulated, "layer_norm"),
+    "rms_norm_modulate": partial(modulated, "rms_norm"),
+    "gate_add_layer_norm_modulate": partial(gate_added_modulated, "layer_norm"),
+    "gate_add_rms_norm_modulate": partial(gate_added_modulated, "rms_norm"),
 }
 # What these operands must be, whatever the shape of x.
-KINDS = (("residual", "full"), ("weight", "column"), ("bias", "column"))
+KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "column"))
 
 
-def add_layer_norm(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-    s_dtype: Any = None,
-) -> tuple[Any, Any]:
-    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axis.
-
-    Parameters
-    ----------
-    x : array, shape (..., columns)
-        float16, bfloat16, float32 or float64: a NumPy or CuPy array. Rows may be strided.
-    residual : array, shape of x
-        Any of the four dtypes, as of weight and bias.
-    weight, bias : array, shape (columns,), optional
-    eps : float
-        Added to the variance, inside the root.
-    zero_centered_gamma : bool
-        Multiply by 1 + weight instead of weight.
-    dtype, s_dtype : dtype or str, optional
-        Of y and of s. Default: those of x.
-
-    Returns
-    -------
-    y, s : array, shape of x
-        The same bits as of the sum and `layer_norm` of it, one after the other.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As of `layer_norm`.
-
-    Notes
-    -----
-    s is rounded before its statistics are taken, and read by nobody else in between: two arrays are read and two
-    written. The backward pass takes s: `add_layer_norm_backward`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, s = cunorm.add_layer_norm(numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]]))
-    >>> y.round(3), s
-    (array([[-1.225,  0.   ,  1.225]]), array([[1., 2., 3.]]))
-    """
-    operands = {"residual": residual, "weight": weight, "bias": bias}
-    return _forward("add_layer_norm", x, operands, eps, zero_centered_gamma, dtype, s_dtype)
-
-
-def add_rms_norm(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    eps: float = 1e-6,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-    s_dtype: Any = None,
-) -> tuple[Any, Any]:
-    """s = x + residual, y = s / sqrt(mean(s²) + eps) * weight, over the last axis.
-
-    Parameters, results and errors as in `add_layer_norm`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, s = cunorm.add_rms_norm(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
-    >>> y.round(3), s
-    (array([[0.849, 1.131]]), array([[3., 4.]]))
-    """
-    operands = {"residual": residual, "weight": weight}
-    return _forward("add_rms_norm", x, operands, eps, zero_centered_gamma, dtype, s_dtype)
-
-
-def add_layer_norm_forward(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-    s_dtype: Any = None,
-) -> tuple[Any, Any, Any, Any]:
-    """`add_layer_norm` with what its backward pass needs: (y, s, mean, rstd), those of s.
-
-    Parameters and errors as in `add_layer_norm`.
-
-    Returns
-    -------
-    y, s : array, shape of x
-    mean, rstd : array, shape of x without its last axis
-        float32 (float64 for float64 s).
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> x = numpy.array([[1.0, 2.0, 4.0]])
-    >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, numpy.array([[0.0, 0.0, -1.0]]), eps=0.0)
-    >>> mean, rstd.round(3)
-    (array([2.]), array([1.225]))
-    """
-    operands = {"residual": residual, "weight": weight, "bias": bias}
-    return _forward("add_layer_norm_forward", x, operands, eps, zero_centered_gamma, dtype, s_dtype)
-
-
-def add_rms_norm_forward(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    eps: float = 1e-6,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-    s_dtype: Any = None,
-) -> tuple[Any, Any, Any]:
-    """`add_rms_norm` with what its backward pass needs: (y, s, rstd).
-
-    Parameters and errors as in `add_layer_norm`; rstd as in `add_layer_norm_forward`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
-    >>> rstd.round(3)
-    array([0.283])
-    """
-    operands = {"residual": residual, "weight": weight}
-    return _forward("add_rms_norm_forward", x, operands, eps, zero_centered_gamma, dtype, s_dtype)
-
-
-def add_layer_norm_backward(
-    dy: Any,
-    ds: Any,
-    s: Any,
-    mean: Any,
-    rstd: Any,
-    weight: Any = None,
-    *,
-    zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Any, Any, Any]:
-    """dx = ds + rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
-
-    dx is the gradient of x and that of residual: they are equal. g = dy * weight, xhat = (s - mean) * rstd.
-
-    Parameters
-    ----------
-    dy : array, shape of s, or None
-        The gradient of y, in any of the four dtypes; None if nothing depends on y.
-    ds : array, shape of s, or None
-        The gradient of s, likewise: what comes along the residual stream.
-    s, mean, rstd : array
-        What `add_layer_norm_forward` returned.
-    weight : array, shape (columns,), optional
-    zero_centered_gamma : bool
-        As in the forward pass.
-    output_mask : tuple of three bool
-        Which of (dx, dweight, dbias) are wanted; the others are not computed and come as None.
-
-    Returns
-    -------
-    dx : array, shape and dtype of s
-    dweight, dbias : array, shape (columns,), dtype of weight (of s without a weight)
-
-    Raises
-    ------
-    TypeError, ValueError
-        As of `layer_norm`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> x, residual = numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]])
-    >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual)
-    >>> dx, dweight, dbias = cunorm.add_layer_norm_backward(numpy.array([[1.0, 0.0, 0.0]]), s * 0, s, mean, rstd)
-    >>> dx.round(3), dbias
-    (array([[ 0.204, -0.408,  0.204]]), array([1., 0., 0.]))
-    """
-    # x and bias are not read: s and weight have their shapes and dtypes.
-    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
-    return _backward("add_layer_norm_backward", arrays, zero_centered_gamma, ("x", "weight", "bias"), output_mask, "s")
-
-
-def add_rms_norm_backward(
-    dy: Any,
-    ds: Any,
-    s: Any,
-    rstd: Any,
-    weight: Any = None,
-    *,
-    zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool] = (True, True),
-) -> tuple[Any, Any]:
-    """dx = ds + rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = s * rstd.
-
-    Parameters, results and errors as in `add_layer_norm_backward`; `output_mask` is for (dx, dweight).
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
-    >>> dx, dweight = cunorm.add_rms_norm_backward(numpy.array([[1.0, 0.0]]), numpy.ones((1, 2)), s, rstd)
-    >>> dx.round(3), dweight.round(3)
-    (array([[1.181, 0.864]]), array([0.849, 0.   ]))
-    """
-    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "rstd": rstd, "weight": weight}
-    return _backward("add_rms_norm_backward", arrays, zero_centered_gamma, ("x", "weight"), output_mask, "s")
-
-
-def layer_norm_add(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-) -> Any:
-    """y = residual + (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axis.
-
-    Parameters and errors as in `add_layer_norm`.
-
-    Returns
-    -------
-    y : array, shape of x
-        Rounded once, after the sum.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> cunorm.layer_norm_add(numpy.array([[1.0, 2.0, 3.0]]), numpy.array([[1.0, 1.0, 0.0]])).round(3)
-    array([[-0.225,  1.   ,  1.225]])
-    """
-    operands = {"residual": residual, "weight": weight, "bias": bias}
-    return _forward("layer_norm_add", x, operands, eps, zero_centered_gamma, dtype)[0]
-
-
-def rms_norm_add(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    eps: float = 1e-6,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-) -> Any:
-    """y = residual + x / sqrt(mean(x²) + eps) * weight, over the last axis.
-
-    Parameters and errors as in `add_layer_norm`; y as in `layer_norm_add`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> cunorm.rms_norm_add(numpy.array([[3.0, 4.0]]), numpy.array([[1.0, 0.0]])).round(3)
-    array([[1.849, 1.131]])
-    """
-    operands = {"residual": residual, "weight": weight}
-    return _forward("rms_norm_add", x, operands, eps, zero_centered_gamma, dtype)[0]
-
-
-def layer_norm_add_forward(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-) -> tuple[Any, Any, Any]:
-    """`layer_norm_add` with what its backward pass needs: (y, mean, rstd), those of x.
-
-    Parameters and errors as in `add_layer_norm`; mean and rstd as in `add_layer_norm_forward`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, mean, rstd = cunorm.layer_norm_add_forward(numpy.array([[1.0, 2.0, 3.0]]), numpy.ones((1, 3)))
-    >>> mean, rstd.round(3)
-    (array([2.]), array([1.225]))
-    """
-    operands = {"residual": residual, "weight": weight, "bias": bias}
-    return _forward("layer_norm_add_forward", x, operands, eps, zero_centered_gamma, dtype)
-
-
-def rms_norm_add_forward(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    eps: float = 1e-6,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-) -> tuple[Any, Any]:
-    """`rms_norm_add` with what its backward pass needs: (y, rstd).
-
-    Parameters and errors as in `add_layer_norm`; rstd as in `add_layer_norm_forward`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, rstd = cunorm.rms_norm_add_forward(numpy.array([[3.0, 4.0]]), numpy.ones((1, 2)))
-    >>> rstd.round(3)
-    array([0.283])
-    """
-    operands = {"residual": residual, "weight": weight}
-    return _forward("rms_norm_add_forward", x, operands, eps, zero_centered_gamma, dtype)
-
-
-def layer_norm_add_backward(
-    dy: Any,
-    x: Any,
-    mean: Any,
-    rstd: Any,
-    weight: Any = None,
-    *,
-    zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Any, Any, Any]:
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
-
-    The gradient of residual is dy itself. g = dy * weight, xhat = (x - mean) * rstd. Parameters, results and errors as
-    in `add_layer_norm_backward`, with x in the place of s.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> x = numpy.array([[1.0, 2.0, 3.0]])
-    >>> y, mean, rstd = cunorm.layer_norm_add_forward(x, x)
-    >>> dx, dweight, dbias = cunorm.layer_norm_add_backward(numpy.array([[1.0, 0.0, 0.0]]), x, mean, rstd)
-    >>> dx.round(3), dbias
-    (array([[ 0.204, -0.408,  0.204]]), array([1., 0., 0.]))
-    """
-    arrays = {"x": x, "dy": dy, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
-    return _backward("layer_norm_add_backward", arrays, zero_centered_gamma, ("x", "weight", "bias"), output_mask)
-
-
-def rms_norm_add_backward(
-    dy: Any,
-    x: Any,
-    rstd: Any,
-    weight: Any = None,
-    *,
-    zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool] = (True, True),
-) -> tuple[Any, Any]:
-    """dx = rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = x * rstd.
-
-    The gradient of residual is dy itself. Parameters, results and errors as in `add_layer_norm_backward`, with x in the
-    place of s; `output_mask` is for (dx, dweight).
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> x = numpy.array([[3.0, 4.0]])
-    >>> y, rstd = cunorm.rms_norm_add_forward(x, x)
-    >>> dx, dweight = cunorm.rms_norm_add_backward(numpy.array([[1.0, 0.0]]), x, rstd)
-    >>> dx.round(3), dweight.round(3)
-    (array([[ 0.181, -0.136]]), array([0.849, 0.   ]))
-    """
-    arrays = {"x": x, "dy": dy, "rstd": rstd, "weight": weight}
-    return _backward("rms_norm_add_backward", arrays, zero_centered_gamma, ("x", "weight"), output_mask)
-
-
-def _operation(function: str, zero_centered_gamma: bool, weight: Any) -> Operation:
-    if zero_centered_gamma and weight is None:
+def _operation(function: str, weight: Any, flags: Mapping[str, Any]) -> Operation:
+    if flags.get("zero_centered_gamma") and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    return OPERATIONS[function.removesuffix("_forward").removesuffix("_backward")](bool(zero_centered_gamma))
+    of = OPERATIONS[function.removesuffix("_forward").removesuffix("_backward")]
+    return of(**{name: bool(flag) for name, flag in flags.items()})
 
 
-def _forward(
+def forward(
     function: str,
     x: Any,
     operands: Mapping[str, Any],
     eps: float,
-    zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    *,
+    kinds: Kinds = KINDS,
+    **flags: Any,
 ) -> tuple[Any, ...]:
     """The results in order; of a function `..._forward` also what the norm keeps of a row."""
     dtype, s_dtype = (None if one is None else checks.dtype_name(function, one) for one in (dtype, s_dtype))
-    operation = _operation(function, zero_centered_gamma, operands.get("weight"))
+    operation = _operation(function, operands.get("weight"), flags)
     optional = dict(operation.defaults)
     statistics = function.endswith("_forward")
     results, mean, rstd = fused_of(function, x).forward(
@@ -421,7 +58,7 @@ def _forward(
         x,
         {name: one for name, one in operands.items() if one is not None or name not in optional},
         eps,
-        demanded=KINDS,
+        demanded=kinds,
         dtype=dtype,
         s_dtype=s_dtype,
         statistics=statistics,
@@ -431,16 +68,18 @@ def _forward(
     return (*(results[name] for name in operation.returns), *of_rows)
 
 
-def _backward(
+def backward(
     function: str,
     arrays: Mapping[str, Any],
-    zero_centered_gamma: bool,
     names: Sequence[str],
     output_mask: object,
     x_is: str = "x",
+    *,
+    kinds: Kinds = KINDS,
+    **flags: Any,
 ) -> tuple[Any, ...]:
     """The gradients of `names`, None where output_mask says so. `x_is` is what the caller knows x by."""
-    operation = _operation(function, zero_centered_gamma, arrays.get("weight"))
+    operation = _operation(function, arrays.get("weight"), flags)
     given = [f"d{name}" for name in operation.returns]
     if all(arrays[name] is None for name in given):
         must_be = "dy must be an array; got None" if len(given) == 1 else "dy or ds must be an array; got None for both"
@@ -451,7 +90,7 @@ def _backward(
         operation,
         arrays,
         tuple(name for name, wanted in zip(names, mask, strict=True) if wanted),
-        demanded=KINDS,
+        demanded=kinds,
         s_dtype=None,
     )
     return tuple(map(gradients.get, names))

@@ -22,7 +22,7 @@ from cunorm.named_fusions import OPERATIONS
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
-FULL, COLUMN = "full", "column"
+FULL, COLUMN, SAMPLE = "full", "column", "sample"
 
 
 class Named(NamedTuple):
@@ -64,8 +64,47 @@ def norm_add(norm, one=0.0):
     return lambda rounded, x, residual, weight, bias=0.0: {"y": residual + norm(x) * (one + weight) + bias}
 
 
+def modulate(norm):
+    def formula(rounded, x, scale, shift):
+        return {"y": norm(x) * (1 + of_sample(scale, x)) + of_sample(shift, x)}
+
+    return formula
+
+
+def gate_add_modulate(norm):
+    def formula(rounded, x, residual, gate, scale, shift):
+        s = rounded(residual + of_sample(gate, x) * x)
+        return {"y": norm(s) * (1 + of_sample(scale, x)) + of_sample(shift, x), "s": s}
+
+    return formula
+
+
+def size_of_groups(columns: int) -> int:
+    return columns // next(count for count in (3, 4, 7) if columns % count == 0)
+
+
+def gated(*, before: bool, groups: bool):
+    def formula(rounded, x, z, weight):
+        def norm(s):
+            grouped = s.reshape(*s.shape[:-1], -1, size_of_groups(s.shape[-1])) if groups else s
+            return rms_norm(grouped).reshape(s.shape)
+
+        silu = z * torch.sigmoid(z)
+        return {"y": norm(x) * weight * silu if before else norm(rounded(x * silu)) * weight}
+
+    return formula
+
+
+def of_sample(vectors: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return vectors.reshape(len(x), *(1,) * (x.ndim - 2), -1)
+
+
 RESIDUAL = {"residual": FULL, "weight": COLUMN}
 WITH_BIAS = RESIDUAL | {"bias": COLUMN}
+MODULATION = {"scale": SAMPLE, "shift": SAMPLE}
+GATE = {"z": FULL, "weight": COLUMN}
+GATE_FIRST, BY_GROUPS = (("norm_before_gate", False),), (("group_size", size_of_groups),)
+GATED = {"residual": FULL, "gate": SAMPLE} | MODULATION
 CENTRED = (("zero_centered_gamma", True),)
 TABLE: dict[str, Named] = {
     "add_layer_norm": Named(add_norm(layer_norm), WITH_BIAS, "dy ds s mean rstd weight", "x weight bias"),
@@ -73,14 +112,33 @@ TABLE: dict[str, Named] = {
     "layer_norm_add": Named(norm_add(layer_norm), WITH_BIAS, "dy x mean rstd weight", "x weight bias"),
     "rms_norm_add": Named(norm_add(rms_norm), RESIDUAL, "dy x rstd weight", "x weight"),
     "rms_norm_add, 1 + weight": Named(norm_add(rms_norm, 1.0), RESIDUAL, "dy x rstd weight", "x weight", CENTRED),
+    "rms_norm_gated": Named(gated(before=True, groups=False), GATE, "dy x rstd z weight", "x z weight"),
+    "rms_norm_gated, gate first": Named(
+        gated(before=False, groups=False), GATE, "dy x rstd z weight", "x z weight", GATE_FIRST
+    ),
+    "rms_norm_gated, groups": Named(
+        gated(before=True, groups=True), GATE, "dy x rstd z weight", "x z weight", BY_GROUPS
+    ),
+    "rms_norm_gated, gate first, groups": Named(
+        gated(before=False, groups=True), GATE, "dy x rstd z weight", "x z weight", GATE_FIRST + BY_GROUPS
+    ),
+    "layer_norm_modulate": Named(modulate(layer_norm), MODULATION, "dy x mean rstd scale", "x scale shift"),
+    "rms_norm_modulate": Named(modulate(rms_norm), MODULATION, "dy x rstd scale", "x scale shift"),
+    "gate_add_layer_norm_modulate": Named(
+        gate_add_modulate(layer_norm), GATED, "dy ds x s mean rstd gate scale", "x residual gate scale shift"
+    ),
+    "gate_add_rms_norm_modulate": Named(
+        gate_add_modulate(rms_norm), GATED, "dy ds x s rstd gate scale", "x residual gate scale shift"
+    ),
 }
 
 
 def check(name: str, shape: tuple[int, ...], dtype: str, as_array: Callable[[numpy.ndarray], Any]) -> None:
     """Results and every gradient of a function, of random operands and random gradients of all results."""
     case, function = TABLE[name], name.partition(",")[0]
+    options = {key: value(shape[-1]) if callable(value) else value for key, value in case.options}
     random = numpy.random.default_rng(0)
-    shapes = {FULL: shape, COLUMN: shape[-1:]}
+    shapes = {FULL: shape, COLUMN: shape[-1:], SAMPLE: (shape[0], *shape[-1:])}
 
     def made(shape: tuple[int, ...]) -> numpy.ndarray:
         return narrow(random.standard_normal(shape) + 0.25, dtype)
@@ -99,8 +157,8 @@ def check(name: str, shape: tuple[int, ...], dtype: str, as_array: Callable[[num
 
     arrays = {one: as_array(value) for one, value in values.items()}
     passed = [arrays[one] for one in ("x", *case.operands)]
-    returned = getattr(cunorm, function)(*passed, eps=EPS, **dict(case.options))
-    *kept, rstd = getattr(cunorm, f"{function}_forward")(*passed, eps=EPS, **dict(case.options))
+    returned = getattr(cunorm, function)(*passed, eps=EPS, **options)
+    *kept, rstd = getattr(cunorm, f"{function}_forward")(*passed, eps=EPS, **options)
     for result, one, again in zip(case.results, returned if len(case.results) > 1 else (returned,), kept, strict=False):
         assert one.dtype == values["x"].dtype
         close(result, one, exact[result].detach().numpy(), arithmetic)
@@ -108,14 +166,14 @@ def check(name: str, shape: tuple[int, ...], dtype: str, as_array: Callable[[num
     arrays |= dict(zip((*case.results, "mean"), kept, strict=False)) | {"rstd": rstd}
     backward = getattr(cunorm, f"{function}_backward")
     names = case.gradients.split()
-    found = backward(*(arrays[one] for one in case.takes.split()), **dict(case.options))
+    found = backward(*(arrays[one] for one in case.takes.split()), **options)
     for one, gradient in zip(names, found, strict=True):
         of = values[one]
         assert (gradient.dtype, gradient.shape) == (of.dtype, of.shape), one
         close(f"d{one}", gradient, gradients[one].numpy(), arithmetic)
     for place, one in enumerate(names):
         mask = tuple(other == place for other in range(len(names)))
-        alone = backward(*(arrays[one] for one in case.takes.split()), output_mask=mask, **dict(case.options))
+        alone = backward(*(arrays[one] for one in case.takes.split()), output_mask=mask, **options)
         assert [other is not None for other in alone] == list(mask)
         close(f"d{one} alone", alone[place], gradients[one].numpy(), arithmetic)
 
@@ -169,6 +227,40 @@ def test_weight_and_bias_may_be_left_out(xp):
     assert [one.shape for one in (dx, dweight, dbias)] == [(3, 4), (4,), (4,)]
 
 
+def test_vectors_of_samples_may_have_all_their_axes(xp):
+    x = xp.asarray(numpy.linspace(-1, 1, 48).reshape(2, 3, 2, 4))
+    scale, shift = x[:, 0, 0], x[:, 1, 1]
+    y = cunorm.layer_norm_modulate(x, scale, shift)
+    whole = scale[:, None, None], shift[:, None, None]
+    assert on_host(y).tobytes() == on_host(cunorm.layer_norm_modulate(x, *whole)).tobytes()
+    _, mean, rstd = cunorm.layer_norm_modulate_forward(x, *whole)
+    _, dscale, dshift = cunorm.layer_norm_modulate_backward(y, x, mean, rstd, whole[0])
+    assert dscale.shape == dshift.shape == (2, 1, 1, 4)
+
+
+def test_a_wider_residual_stream_is_normalised(xp):
+    x = xp.asarray(numpy.linspace(-1, 1, 24, dtype="float16").reshape(2, 3, 4))
+    ones = xp.ones((2, 4), "float16")
+    y, s, rstd = cunorm.gate_add_rms_norm_modulate_forward(x, x, ones, ones, ones, s_dtype="float32")
+    assert (y.dtype, s.dtype) == ("float16", "float32")
+    gradients = cunorm.gate_add_rms_norm_modulate_backward(y, s, x, s, rstd, ones, ones)
+    assert [one.dtype.name for one in gradients] == ["float16", "float32", "float16", "float16", "float16"]
+
+
+def test_the_gate_may_be_any_number(xp):
+    """silu and its derivative where exp overflows."""
+    z = xp.asarray(numpy.array([[-1e4, -200.0, -90.0, -20.0, 20.0, 90.0, 200.0, 1e4]], "float32"))
+    x, dy = z / z, z / z
+    for first in (True, False):
+        y, rstd = cunorm.rms_norm_gated_forward(x, z, norm_before_gate=first)
+        for one in (y, *cunorm.rms_norm_gated_backward(dy, x, rstd, z, norm_before_gate=first)[:2]):
+            assert numpy.isfinite(on_host(one)).all()
+    y, rstd = cunorm.rms_norm_gated_forward(x, z)
+    _, dz, dweight = cunorm.rms_norm_gated_backward(dy, x, rstd, z)
+    assert dweight is None
+    assert abs(on_host(dz) - [[0, 0, 0, 0, 1, 1, 1, 1]]).max() < 1e-6
+
+
 def masked(x: Any, output_mask: Any) -> Any:
     return cunorm.rms_norm_add_backward(x, x, x[:, 0], output_mask=output_mask)
 
@@ -176,6 +268,13 @@ def masked(x: Any, output_mask: Any) -> Any:
 REFUSED = [
     (TypeError, "residual must be a", lambda x: cunorm.layer_norm_add(x, None)),
     (ValueError, "residual must have the shape of x", lambda x: cunorm.rms_norm_add(x, x[0])),
+    (ValueError, "scale must broadcast against x", lambda x: cunorm.layer_norm_modulate(x, x[:, :3], x)),
+    (TypeError, "gate must be a", lambda x: cunorm.gate_add_rms_norm_modulate(x, x, None, x, x)),
+    (ValueError, "group_size must divide", lambda x: cunorm.rms_norm_gated(x, x, group_size=2)),
+    (TypeError, "group_size must be an integer", lambda x: cunorm.rms_norm_gated(x, x, group_size=1.0)),
+    (ValueError, "z must have the shape of x", lambda x: cunorm.rms_norm_gated(x, x[:1])),
+    (ValueError, "z must have the shape of x", lambda x: cunorm.rms_norm_gated(x, x[:1], group_size=7)),
+    (ValueError, "weight must have shape (7,)", lambda x: cunorm.rms_norm_gated(x, x, x)),
     (ValueError, "needs a weight", lambda x: cunorm.rms_norm_add(x, x, zero_centered_gamma=True)),
     (ValueError, "dy must be an array; got None", lambda x: cunorm.rms_norm_add_backward(None, x, x[:, 0])),
     (ValueError, "must have 2 entries", lambda x: masked(x, ())),

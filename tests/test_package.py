@@ -135,6 +135,7 @@ LAYERS = (
     },
     {"families"},
     {"api", "float8", "fusion", "named_fusions", "linear.api"},
+    {"adding", "modulating", "gating"},
 )
 PURE = set().union(*LAYERS[:11]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.

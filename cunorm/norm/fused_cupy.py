@@ -145,7 +145,8 @@ def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> 
     operands = {name: given[name] for name in operation.operands if name in given}
     shapes = {name: (one.shape, one.dtype) for name, one in operands.items() if isinstance(one, Layout)}
     kinds, groups = _kinds(function, x, given, operands, demanded)
-    row_dtype = s_dtype or x.dtype
+    s = given.get("s")
+    row_dtype = s_dtype or (s.dtype if isinstance(s, Layout) else x.dtype)
     fused.check_backward(function, operation, given, row_dtype)
     compute = compute_dtype(row_dtype)
     zeros = None

@@ -77,7 +77,8 @@ def backward(
     of_x = layout(function, "x", arrays["x"])
     operands = {name: given[name] for name in operation.operands if name in given}
     kinds = fused.check_operands(function, of_x, operands, demanded=demanded)
-    row_dtype = s_dtype or of_x.dtype
+    s = given.get("s")
+    row_dtype = s_dtype or (s.dtype if isinstance(s, checks.Layout) else of_x.dtype)
     fused.check_backward(function, operation, given, row_dtype)
     compute = compute_dtype(row_dtype)
     dtypes = {name: of.dtype for name, of in given.items() if isinstance(of, checks.Layout)}
