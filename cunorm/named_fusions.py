@@ -1,30 +1,17 @@
-"""What the named functions over fused operations share: each is a line of `OPERATIONS`, and hands its arrays by name to
+"""What the named functions over fused operations share: each is a line of `FUSIONS`, and hands its arrays by name to
 `forward` or `backward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .families import fused_of
 from .norm import checks
 from .norm.fused import Kinds
-from .operation import NORMS, Operation, added, gate_added_modulated, gated, modulated, norm_added
+from .operation import FUSIONS, NORMS, Operation
 
-# By the flags of a call: zero_centered_gamma, norm_before_gate.
-OPERATIONS: dict[str, Callable[..., Operation]] = {
-    "add_layer_norm": partial(added, "layer_norm"),
-    "add_rms_norm": partial(added, "rms_norm"),
-    "layer_norm_add": partial(norm_added, "layer_norm"),
-    "rms_norm_add": partial(norm_added, "rms_norm"),
-    "rms_norm_gated": gated,
-    "layer_norm_modulate": partial(modulated, "layer_norm"),
-    "rms_norm_modulate": partial(modulated, "rms_norm"),
-    "gate_add_layer_norm_modulate": partial(gate_added_modulated, "layer_norm"),
-    "gate_add_rms_norm_modulate": partial(gate_added_modulated, "rms_norm"),
-}
 # What these operands must be, whatever the shape of x.
 KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "column"))
 
@@ -32,7 +19,7 @@ KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "co
 def _operation(function: str, weight: Any, flags: Mapping[str, Any]) -> Operation:
     if flags.get("zero_centered_gamma") and weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    of = OPERATIONS[function.removesuffix("_forward").removesuffix("_backward")]
+    of = FUSIONS[function.removesuffix("_forward").removesuffix("_backward")]
     return of(**{name: bool(flag) for name, flag in flags.items()})
 
 

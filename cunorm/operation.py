@@ -9,9 +9,9 @@ Every name besides x and xhat is an operand. The plain norms are entries of a ta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from .expression import gradients, silu, substitute, trace
@@ -133,6 +133,20 @@ NAMED = {
     "rms_norm": affine("rms_norm"),
     "zero_centered_layer_norm": affine("layer_norm", True),
     "zero_centered_rms_norm": affine("rms_norm", True),
+}
+
+
+# What the named functions over fused operations compute, by the flags of a call: zero_centered_gamma, norm_before_gate.
+FUSIONS: dict[str, Callable[..., Operation]] = {
+    "add_layer_norm": partial(added, "layer_norm"),
+    "add_rms_norm": partial(added, "rms_norm"),
+    "layer_norm_add": partial(norm_added, "layer_norm"),
+    "rms_norm_add": partial(norm_added, "rms_norm"),
+    "rms_norm_gated": gated,
+    "layer_norm_modulate": partial(modulated, "layer_norm"),
+    "rms_norm_modulate": partial(modulated, "rms_norm"),
+    "gate_add_layer_norm_modulate": partial(gate_added_modulated, "layer_norm"),
+    "gate_add_rms_norm_modulate": partial(gate_added_modulated, "rms_norm"),
 }
 
 

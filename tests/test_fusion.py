@@ -269,7 +269,15 @@ def test_results_and_gradients_are_those_of_torch_in_float64(xp, name, shape, dt
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((300, 4096), "bfloat16"), ((2, 20001), "float32"), ((3, 65537), "float16"), ((257, 1), "float32")],
+    [
+        ((300, 4096), "bfloat16"),
+        ((2, 20001), "float32"),
+        ((3, 65537), "float16"),
+        ((257, 1), "float32"),
+        ((4, 100, 2048), "bfloat16"),
+        ((9, 7, 2, 128), "float16"),
+        ((3, 2, 40000), "float32"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", CASES)

@@ -18,7 +18,7 @@ from reference import FORMATS, narrow
 from test_fusion import EPS, close, tensor
 
 import cunorm
-from cunorm.named_fusions import OPERATIONS
+from cunorm.operation import FUSIONS
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
@@ -209,8 +209,8 @@ def test_kernels_on_the_stand_in_compute_the_same(monkeypatch, name, shape, dtyp
 
 
 def test_every_named_function_is_here_with_its_three_forms():
-    assert {name.partition(",")[0] for name in TABLE} == set(OPERATIONS)
-    for name in OPERATIONS:
+    assert {name.partition(",")[0] for name in TABLE} == set(FUSIONS)
+    for name in FUSIONS:
         for form in (name, f"{name}_forward", f"{name}_backward"):
             assert form in cunorm.__all__
             assert inspect.getdoc(getattr(cunorm, form)), form

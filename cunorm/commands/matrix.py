@@ -14,11 +14,25 @@ from typing import Any
 
 from ..device import Device
 from ..norm.plan import plan
-from ..norm.problem import FLOAT8, ITEMSIZE, SCALES, Problem, float8_problem, plain, whole
+from ..norm.problem import (
+    FLOAT8,
+    ITEMSIZE,
+    SCALES,
+    Groups,
+    Problem,
+    backward_problem,
+    float8_problem,
+    forward_problem,
+    plain,
+    whole,
+)
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
+from ..operation import FUSIONS
 
 OPS = ("layer_norm", "rms_norm")
+KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
+GROUPED_ROWS = ((2**16, Groups(2**12, 2**4)), (64, Groups(16, 4)))
 ROWS = 2**24  # of more rows kernels do not depend on how many
 FEW_ROWS = (16384, 2000, 100, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
 # Every number up to a few for each SM, then by steps: who meets a call of any size has all its kernels.
@@ -108,6 +122,34 @@ def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Prob
                 float8_problem("layer_norm", ROWS, longest, x, x, x, y8=e4m3, granularity=granularity),
                 float8_problem("rms_norm", 100, longest, x, "float32", y8=e5m2, granularity=granularity),
                 float8_problem("layer_norm", 100, shortest, x, "float32", x, y8=e5m2, granularity=granularity, y=x),
+            ]
+    return problems
+
+
+def named_fusions() -> list[Problem]:
+    """Of every named function over fused operations the passes of many rows and of few, in short and long rows.
+
+    Gradients that are the same, as those of x and residual in their sum, are one.
+    """
+    problems = []
+    for of, flags in ((of, flags) for of in FUSIONS.values() for flags in ({}, {"norm_before_gate": False})):
+        try:
+            operation = of(**flags)
+        except TypeError:  # it has no such flag
+            continue
+        kinds = {name: KINDS_OF_FUSIONS.get(name, "column") for name in operation.operands}
+        wanted = [name for name in ("x", *operation.operands) if name != "residual" or "gate" in kinds]
+        for dtype, cols, (rows, groups) in product(
+            ("bfloat16", "float32"), (128, 1024, 4096, 8192, 16384), GROUPED_ROWS
+        ):
+            dtypes = dict.fromkeys(("x", "y", "dy", *operation.operands), dtype)
+            dtypes |= {
+                name: dtype for name in ("s", "ds") if operation.prologue and (name == "s" or "s" in operation.returns)
+            }
+            shared = {"kinds": kinds, "groups": groups if "group" in kinds.values() else None}
+            problems += [
+                forward_problem(operation, rows, cols, dtypes, **shared),
+                backward_problem(operation, rows, cols, dtypes, wanted, **shared),
             ]
     return problems
 
