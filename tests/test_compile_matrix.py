@@ -43,6 +43,29 @@ def test_no_kernel_spills(arch, part):
     assert not faults, f"{len(faults)} of {len(specs)} kernels on sm_{arch}:\n" + "\n".join(faults)
 
 
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("arch", [80, 90])
+def test_no_kernel_of_a_named_fusion_spills(arch, part):
+    problems = [problem for problem in matrix.named_fusions() if not refused(problem, KNOWN[arch])]
+    specs = matrix.kernels_of(problems, KNOWN[arch])[part::8]
+    with compiler(keep=False) as compile_one:
+        faults = [
+            f"{one.spec} {one.fault}" for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.fault
+        ]
+    assert not faults, "\n".join(faults)
+
+
+def refused(problem, device):
+    """Streamed rows have no sums of what the prologue takes for many rows."""
+    try:
+        plan(problem, device)
+    except NotImplementedError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("direction", matrix.TABLES)
 def test_the_set_reaches_every_tier(direction, arch):
