@@ -1,8 +1,11 @@
-"""`add_layer_norm` and `add_rms_norm` against the two separate calls: `python -m bench.fusion [--out FILE]`.
+"""The named functions over fused operations, in bfloat16: `python -m bench.fusion [--out FILE] [--only NAME ...]`.
 
-The sum is torch's, whose kernel moves memory at the roof, the norm is cunorm's. Both ways work on the same buffers, in
-turns, on one stream; bits of y and s are compared first. By bytes moved forward takes four fifths of the time, backward
-four sixths.
+`add_layer_norm` and `add_rms_norm` against the two separate calls: the sum is torch's, whose kernel moves memory at the
+roof, the norm is cunorm's. Both ways work on the same buffers, in turns, on one stream; bits of y and s are compared
+first. By bytes moved forward takes four fifths of the time, backward four sixths.
+
+Every other function against the roof: the fastest kernel of roof.py, of one array read for one written or of two,
+whichever is nearer, at as many bytes as the function moves.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import torch
 
 import cunorm
+from bench.roofs import Roofs
 
 ELEMENTS = 1 << 26
 COLS = (768, 1024, 4096, 7168, 8192, 16384, 32768, 65536)
@@ -42,20 +47,23 @@ def milliseconds(calls: list[Callable[[], Any]], turns: int = TURNS) -> list[flo
     return [statistics.median(values) for values in times]
 
 
+def as_cupy(tensor: torch.Tensor) -> cupy.ndarray:
+    """CuPy's view, as bits: bfloat16 does not pass between all versions of both."""
+    return cupy.from_dlpack(tensor.view(torch.int16)).view("bfloat16")
+
+
 def measure(write: Callable[..., None], norm: str, cols: int, elements: int) -> None:
     rows = elements // cols
     x, residual, dy, ds = (torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     weight, bias = (torch.randn(cols, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    # CuPy's views, as bits: bfloat16 does not pass between all versions of both.
-    view = lambda tensor: cupy.from_dlpack(tensor.view(torch.int16)).view("bfloat16")  # noqa: E731
-    cx, cresidual, cdy, cds, cweight, cbias = map(view, (x, residual, dy, ds, weight, bias))
+    cx, cresidual, cdy, cds, cweight, cbias = map(as_cupy, (x, residual, dy, ds, weight, bias))
     parameters = (cweight, cbias) if norm == "layer_norm" else (cweight,)
     eps = EPS[norm]
     apart = getattr(cunorm, norm)
     together = getattr(cunorm, f"add_{norm}")
     s = torch.empty_like(x)
-    cs, out = view(s), torch.empty_like(x)
-    cout = view(out)
+    cs, out = as_cupy(s), torch.empty_like(x)
+    cout = as_cupy(out)
 
     def separate():
         torch.add(x, residual, out=s)
@@ -80,25 +88,95 @@ def measure(write: Callable[..., None], norm: str, cols: int, elements: int) -> 
     write("backward", norm=norm, rows=rows, cols=cols, separate_us=before * 1e3, fused_us=after * 1e3)
 
 
+class Named(NamedTuple):
+    """What is passed to a function, and how many tensors of the size of x each pass reads and writes."""
+
+    operands: str  # by name: f"{name}:{kind}"
+    takes: str  # by its backward function
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+SAMPLES = 16
+MODULATE, GATE = "scale:sample shift:sample", "z:full weight:column"
+GATE_ADD = f"residual:full gate:sample {MODULATE}"
+NAMED = {
+    "add_rms_norm": Named("residual:full weight:column", "dy ds s rstd weight", (2, 2), (3, 1)),
+    "layer_norm_add": Named("residual:full weight:column bias:column", "dy x mean rstd weight", (2, 1), (2, 1)),
+    "rms_norm_add": Named("residual:full weight:column", "dy x rstd weight", (2, 1), (2, 1)),
+    "layer_norm_modulate": Named(MODULATE, "dy x mean rstd scale", (1, 1), (2, 1)),
+    "rms_norm_modulate": Named(MODULATE, "dy x rstd scale", (1, 1), (2, 1)),
+    "gate_add_layer_norm_modulate": Named(GATE_ADD, "dy ds x s mean rstd gate scale", (2, 2), (4, 2)),
+    "rms_norm_gated": Named(GATE, "dy x rstd z weight", (2, 1), (3, 2)),
+    "rms_norm_gated, gate first": Named(GATE, "dy x rstd z weight", (2, 1), (3, 2), {"norm_before_gate": False}),
+    "rms_norm_gated, groups of 128": Named(GATE, "dy x rstd z weight", (2, 1), (3, 2), {"group_size": 128}),
+}
+
+
+def measure_named(write: Callable[..., None], name: str, cols: int, elements: int, roofs: dict[int, float]) -> None:
+    case, function = NAMED[name], name.partition(",")[0]
+    shape = (SAMPLES, elements // cols // SAMPLES, cols)
+    shapes = {"full": shape, "sample": (SAMPLES, cols), "column": (cols,)}
+
+    def made(shape: tuple[int, ...]) -> cupy.ndarray:
+        return as_cupy(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
+
+    operands = {one: made(shapes[kind]) for one, kind in (pair.split(":") for pair in case.operands.split())}
+    arrays = {"x": made(shape), **operands, "dy": made(shape), "ds": made(shape)}
+    passed = [arrays[one] for one in ("x", *operands)]
+    returned = getattr(cunorm, f"{function}_forward")(*passed, **case.options)
+    *results, rstd = returned
+    arrays |= {"rstd": rstd, "mean": results[-1]} | ({"s": results[1]} if "ds " in case.takes else {})
+    of_backward = [arrays[one] for one in case.takes.split()]
+    forward, backward = getattr(cunorm, function), getattr(cunorm, f"{function}_backward")
+    calls = [lambda: forward(*passed, **case.options), lambda: backward(*of_backward, **case.options)]
+    for kind, (reads, writes), time in zip(
+        ("forward", "backward"), (case.forward, case.backward), milliseconds(calls), strict=True
+    ):
+        moved = (reads + writes) * arrays["x"].nbytes
+        roof_us = moved / roofs[1 if reads <= writes else 2] * 1e6
+        write(
+            kind, name=name, cols=cols, moved=f"{reads} in, {writes} out", us=time * 1e3, of_roof=roof_us / time / 1e3
+        )
+
+
+def roofs_of(elements: int) -> dict[int, float]:
+    """Bytes a second of the fastest streaming kernel, by arrays read for one written."""
+    a, b, out = (cupy.ones(elements, "float16") for _ in range(3))
+    found, rates = Roofs(None), {}
+    for reads, second in ((1, None), (2, b)):
+        calls = [call for _, (call,) in found.calls([(a, second, out)])]
+        rates[reads] = (reads + 1) * a.nbytes / min(milliseconds(calls)) * 1e3
+    return rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--elements", type=int, default=ELEMENTS)
+    parser.add_argument("--cols", type=int, nargs="+", default=COLS)
+    parser.add_argument("--only", nargs="+", default=(*EPS, *NAMED), help="layer_norm, rms_norm or names of functions")
     arguments = parser.parse_args()
     lines: list[dict[str, Any]] = []
 
     def write(kind: str, **fields: Any) -> None:
-        fields = {name: round(value, 2) if isinstance(value, float) else value for name, value in fields.items()}
-        fields["ratio"] = round(fields["fused_us"] / fields["separate_us"], 3)
+        fields = {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}
+        if "separate_us" in fields:
+            fields["ratio"] = round(fields["fused_us"] / fields["separate_us"], 3)
         lines.append({"kind": kind, **fields})
         print(json.dumps(lines[-1]), flush=True)
 
     # Everything on torch's stream.
     with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-        for norm in EPS:
-            for cols in COLS:
-                measure(write, norm, cols, arguments.elements)
-                cupy.get_default_memory_pool().free_all_blocks()
+        of_named = [name for name in arguments.only if name in NAMED]
+        roofs = roofs_of(arguments.elements) if of_named else {}
+        for name, cols in product(arguments.only, arguments.cols):
+            if name in EPS:
+                measure(write, name, cols, arguments.elements)
+            else:
+                measure_named(write, name, cols, arguments.elements, roofs)
+            cupy.get_default_memory_pool().free_all_blocks()
     if arguments.out:
         arguments.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 

@@ -1,18 +1,39 @@
 """LayerNorm and RMSNorm on NVIDIA GPUs at the speed of memory, for arrays of CuPy, NumPy and JAX and torch tensors."""
 
-from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
-from .compile import CompileError
-from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
-from .fusion import (
+from .adding import (
     add_layer_norm,
     add_layer_norm_backward,
     add_layer_norm_forward,
     add_rms_norm,
     add_rms_norm_backward,
     add_rms_norm_forward,
-    fuse,
+    layer_norm_add,
+    layer_norm_add_backward,
+    layer_norm_add_forward,
+    rms_norm_add,
+    rms_norm_add_backward,
+    rms_norm_add_forward,
 )
+from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
+from .compile import CompileError
+from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
+from .fusion import fuse
+from .gating import rms_norm_gated, rms_norm_gated_backward, rms_norm_gated_forward
 from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
+from .modulating import (
+    gate_add_layer_norm_modulate,
+    gate_add_layer_norm_modulate_backward,
+    gate_add_layer_norm_modulate_forward,
+    gate_add_rms_norm_modulate,
+    gate_add_rms_norm_modulate_backward,
+    gate_add_rms_norm_modulate_forward,
+    layer_norm_modulate,
+    layer_norm_modulate_backward,
+    layer_norm_modulate_forward,
+    rms_norm_modulate,
+    rms_norm_modulate_backward,
+    rms_norm_modulate_forward,
+)
 
 __version__ = "0.1.0"
 
@@ -25,7 +46,16 @@ __all__ = [
     "add_rms_norm_backward",
     "add_rms_norm_forward",
     "fuse",
+    "gate_add_layer_norm_modulate",
+    "gate_add_layer_norm_modulate_backward",
+    "gate_add_layer_norm_modulate_forward",
+    "gate_add_rms_norm_modulate",
+    "gate_add_rms_norm_modulate_backward",
+    "gate_add_rms_norm_modulate_forward",
     "layer_norm",
+    "layer_norm_add",
+    "layer_norm_add_backward",
+    "layer_norm_add_forward",
     "layer_norm_backward",
     "layer_norm_forward",
     "layer_norm_fp8",
@@ -33,9 +63,21 @@ __all__ = [
     "layer_norm_linear",
     "layer_norm_linear_backward",
     "layer_norm_linear_forward",
+    "layer_norm_modulate",
+    "layer_norm_modulate_backward",
+    "layer_norm_modulate_forward",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_backward",
+    "rms_norm_add_forward",
     "rms_norm_backward",
     "rms_norm_forward",
     "rms_norm_fp8",
     "rms_norm_fp8_forward",
+    "rms_norm_gated",
+    "rms_norm_gated_backward",
+    "rms_norm_gated_forward",
+    "rms_norm_modulate",
+    "rms_norm_modulate_backward",
+    "rms_norm_modulate_forward",
 ]

@@ -1,4 +1,4 @@
-"""`fuse`: a norm with what stands before and after it as one operation, and the named operations of this kind."""
+"""`fuse`: a norm with what stands before and after it as one operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .expression_grammar import parse
 from .expression_value import Expression
 from .families import fused_of
 from .norm import checks
-from .operation import NORMS, Operation, added
+from .operation import NORMS, Operation
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
@@ -22,7 +22,7 @@ OF_THE_TEXT = """
     beside bfloat16 centred column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm
     operation p prologue results rounded source sums term value
 """
-PATTERNS = r"(sum|next|value)_.*|.*_stride|cunorm.*|norm_(forward|backward).*|.*[A-Z].*"
+PATTERNS = r"(sum|next|value|group)_.*|.*_stride|cunorm.*|norm_(forward|backward).*|.*[A-Z].*"
 RESERVED = re.compile("|".join((*OF_THE_CALL, *OF_THE_TEXT.split(), PATTERNS)))
 
 
@@ -172,9 +172,10 @@ def fuse(
         - ``op.backward(saved, *gradients, wanted=())`` returns the gradients of x and of the operands, by name, from
           those of the results.
 
-        x is a NumPy, CuPy or JAX array. An operand is an array of the shape of x; or a vector for all rows, of shape
-        (columns,), with ones before it if you like; or a number, which may differ from call to call. Any of the four
-        dtypes, each independently of x.
+        x is a NumPy, CuPy or JAX array, or a tensor. An operand is a number, which may differ from call to call, or an
+        array that broadcasts against x: of the shape of x; a vector for all rows, of shape (columns,); or vectors for groups of
+        rows, such as (batch, 1, columns) beside (batch, tokens, columns), or (heads, columns) beside (..., heads,
+        columns). Other shapes are expanded to that of x. Any of the four dtypes, each independently of x.
 
     Raises
     ------
@@ -244,274 +245,3 @@ def _check_names(function: str, argument: str, names: Iterable[str], known: Sequ
             raise ValueError(f"{function}: {argument} must be names out of {', '.join(known)}; got {name!r}.")
     if len(set(names)) < len(names):
         raise ValueError(f"{function}: {argument} must have each name once; got {', '.join(names)}.")
-
-
-# Named operations. Their operands are of these kinds, whatever the shape of x.
-KINDS = (("residual", "full"), ("weight", "column"), ("bias", "column"))
-
-
-def add_layer_norm(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-    s_dtype: Any = None,
-) -> tuple[Any, Any]:
-    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axis.
-
-    Parameters
-    ----------
-    x : array, shape (..., columns)
-        float16, bfloat16, float32 or float64: a NumPy, CuPy or JAX array. Rows may be strided.
-    residual : array, shape of x
-        Any of the four dtypes, as of weight and bias.
-    weight, bias : array, shape (columns,), optional
-    eps : float
-        Added to the variance, inside the root.
-    zero_centered_gamma : bool
-        Multiply by 1 + weight instead of weight.
-    dtype, s_dtype : dtype or str, optional
-        Of y and of s. Default: those of x.
-
-    Returns
-    -------
-    y, s : array, shape of x
-        The same bits as of the sum and `layer_norm` of it, one after the other.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As of `layer_norm`.
-
-    Notes
-    -----
-    s is rounded before its statistics are taken, and read by nobody else in between: two arrays are read and two
-    written. The backward pass takes s: `add_layer_norm_backward`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, s = cunorm.add_layer_norm(numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]]))
-    >>> y.round(3), s
-    (array([[-1.225,  0.   ,  1.225]]), array([[1., 2., 3.]]))
-    """
-    operands = {"residual": residual, "weight": weight, "bias": bias}
-    y, s, _, _ = _add_forward("add_layer_norm", x, operands, eps, zero_centered_gamma, dtype, s_dtype, statistics=False)
-    return y, s
-
-
-def add_rms_norm(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    eps: float = 1e-6,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-    s_dtype: Any = None,
-) -> tuple[Any, Any]:
-    """s = x + residual, y = s / sqrt(mean(s²) + eps) * weight, over the last axis.
-
-    Parameters, results and errors as in `add_layer_norm`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, s = cunorm.add_rms_norm(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
-    >>> y.round(3), s
-    (array([[0.849, 1.131]]), array([[3., 4.]]))
-    """
-    operands = {"residual": residual, "weight": weight}
-    y, s, _, _ = _add_forward("add_rms_norm", x, operands, eps, zero_centered_gamma, dtype, s_dtype, statistics=False)
-    return y, s
-
-
-def add_layer_norm_forward(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-    s_dtype: Any = None,
-) -> tuple[Any, Any, Any, Any]:
-    """`add_layer_norm` with what its backward pass needs: (y, s, mean, rstd), those of s.
-
-    Parameters and errors as in `add_layer_norm`.
-
-    Returns
-    -------
-    y, s : array, shape of x
-    mean, rstd : array, shape of x without its last axis
-        float32 (float64 for float64 s).
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> x = numpy.array([[1.0, 2.0, 4.0]])
-    >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, numpy.array([[0.0, 0.0, -1.0]]), eps=0.0)
-    >>> mean, rstd.round(3)
-    (array([2.]), array([1.225]))
-    """
-    operands = {"residual": residual, "weight": weight, "bias": bias}
-    return _add_forward(
-        "add_layer_norm_forward", x, operands, eps, zero_centered_gamma, dtype, s_dtype, statistics=True
-    )
-
-
-def add_rms_norm_forward(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    eps: float = 1e-6,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-    s_dtype: Any = None,
-) -> tuple[Any, Any, Any]:
-    """`add_rms_norm` with what its backward pass needs: (y, s, rstd).
-
-    Parameters and errors as in `add_layer_norm`; rstd as in `add_layer_norm_forward`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
-    >>> rstd.round(3)
-    array([0.283])
-    """
-    operands = {"residual": residual, "weight": weight}
-    y, s, _, rstd = _add_forward(
-        "add_rms_norm_forward", x, operands, eps, zero_centered_gamma, dtype, s_dtype, statistics=True
-    )
-    return y, s, rstd
-
-
-def add_layer_norm_backward(
-    dy: Any,
-    ds: Any,
-    s: Any,
-    mean: Any,
-    rstd: Any,
-    weight: Any = None,
-    *,
-    zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Any, Any, Any]:
-    """dx = ds + rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
-
-    dx is the gradient of x and that of residual: they are equal. g = dy * weight, xhat = (s - mean) * rstd.
-
-    Parameters
-    ----------
-    dy : array, shape of s, or None
-        The gradient of y, in any of the four dtypes; None if nothing depends on y.
-    ds : array, shape of s, or None
-        The gradient of s, likewise: what comes along the residual stream.
-    s, mean, rstd : array
-        What `add_layer_norm_forward` returned.
-    weight : array, shape (columns,), optional
-    zero_centered_gamma : bool
-        As in the forward pass.
-    output_mask : tuple of three bool
-        Which of (dx, dweight, dbias) are wanted; the others are not computed and come as None.
-
-    Returns
-    -------
-    dx : array, shape and dtype of s
-    dweight, dbias : array, shape (columns,), dtype of weight (of s without a weight)
-
-    Raises
-    ------
-    TypeError, ValueError
-        As of `layer_norm`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> x, residual = numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]])
-    >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual)
-    >>> dx, dweight, dbias = cunorm.add_layer_norm_backward(numpy.array([[1.0, 0.0, 0.0]]), s * 0, s, mean, rstd)
-    >>> dx.round(3), dbias
-    (array([[ 0.204, -0.408,  0.204]]), array([1., 0., 0.]))
-    """
-    return _add_backward("add_layer_norm_backward", dy, ds, s, mean, rstd, weight, zero_centered_gamma, output_mask)
-
-
-def add_rms_norm_backward(
-    dy: Any,
-    ds: Any,
-    s: Any,
-    rstd: Any,
-    weight: Any = None,
-    *,
-    zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool] = (True, True),
-) -> tuple[Any, Any]:
-    """dx = ds + rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = s * rstd.
-
-    Parameters, results and errors as in `add_layer_norm_backward`; `output_mask` is for (dx, dweight).
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
-    >>> dx, dweight = cunorm.add_rms_norm_backward(numpy.array([[1.0, 0.0]]), numpy.ones((1, 2)), s, rstd)
-    >>> dx.round(3), dweight.round(3)
-    (array([[1.181, 0.864]]), array([0.849, 0.   ]))
-    """
-    dx, dweight, _ = _add_backward(
-        "add_rms_norm_backward", dy, ds, s, None, rstd, weight, zero_centered_gamma, output_mask
-    )
-    return dx, dweight
-
-
-def _add_forward(function, x, operands, eps, zero_centered_gamma, dtype, s_dtype, *, statistics):
-    """(y, s, mean, rstd), statistics None unless asked for."""
-    dtype, s_dtype = (None if one is None else checks.dtype_name(function, one) for one in (dtype, s_dtype))
-    if zero_centered_gamma and operands["weight"] is None:
-        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    results, mean, rstd = fused_of(function, x).forward(
-        function,
-        _added(function, zero_centered_gamma),
-        x,
-        {name: one for name, one in operands.items() if one is not None or name == "residual"},
-        eps,
-        demanded=KINDS,
-        dtype=dtype,
-        s_dtype=s_dtype,
-        statistics=statistics,
-    )
-    return results["y"], results["s"], mean, rstd
-
-
-def _add_backward(function, dy, ds, s, mean, rstd, weight, zero_centered_gamma, output_mask):
-    """(dx, dweight, dbias), None where output_mask says so."""
-    operation = _added(function, zero_centered_gamma)
-    if zero_centered_gamma and weight is None:
-        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
-    if dy is None and ds is None:
-        raise ValueError(f"{function}: dy or ds must be an array; got None for both.")
-    names = ("x", "weight", "bias")
-    mask = checks.check_output_mask(function, output_mask, 3 if NORMS[operation.norm].subtracts_mean else 2)
-    # x and bias are not read: s and weight have their shapes and dtypes.
-    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
-    gradients = fused_of(function, s, "s").backward(
-        function,
-        operation,
-        arrays,
-        tuple(name for name, wanted in zip(names, mask, strict=True) if wanted),
-        demanded=KINDS,
-        s_dtype=None,
-    )
-    return gradients.get("x"), gradients.get("weight"), gradients.get("bias")
-
-
-def _added(function: str, zero_centered_gamma: bool) -> Operation:
-    return added("layer_norm" if function.startswith("add_layer_norm") else "rms_norm", bool(zero_centered_gamma))

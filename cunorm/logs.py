@@ -23,6 +23,11 @@ def fell_back(function: str, taken: str, reason: str) -> None:
     logger.info("%s: %s (%s)", function, taken, reason)
 
 
+def expanded(function: str, name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
+    """Kernels have no kind of operand that broadcasts as `name` does."""
+    logger.info("%s: %s of shape %s is expanded to that of x, %s, in each call", function, name, shape, to)
+
+
 def copied(function: str, names: Iterable[str], arrays: Iterable[Any], copies: Iterable[bool]) -> None:
     """Every call of `function` copies those of `arrays` that `copies` marks: kernels cannot walk their strides.
 

@@ -9,12 +9,12 @@ Every name besides x and xhat is an operand. The plain norms are entries of a ta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
-from .expression import gradients, substitute, trace
+from .expression import gradients, silu, substitute, trace
 from .expression_grammar import parse
 from .expression_value import Expression
 
@@ -95,12 +95,58 @@ def added(norm: str, zero_centered_gamma: bool = False) -> Operation:
     )
 
 
+@cache
+def norm_added(norm: str, zero_centered_gamma: bool = False) -> Operation:
+    """layer_norm_add and rms_norm_add: residual + the norm of x."""
+    of_norm = affine(norm, zero_centered_gamma)
+    total = trace(lambda xhat, residual, of_norm: residual + of_norm)
+    return replace(of_norm, epilogue=substitute(total, {"of_norm": of_norm.epilogue}))
+
+
+@cache
+def modulated(norm: str) -> Operation:
+    """layer_norm_modulate and rms_norm_modulate."""
+    return Operation(norm, trace(lambda xhat, scale, shift: xhat * (1 + scale) + shift))
+
+
+@cache
+def gate_added_modulated(norm: str) -> Operation:
+    """gate_add_layer_norm_modulate and its like: the same of s = residual + gate * x, which is returned too."""
+    prologue = trace(lambda x, residual, gate: residual + gate * x, role="prologue")
+    return replace(modulated(norm), prologue=prologue, returns=("y", "s"))
+
+
+@cache
+def gated(norm_before_gate: bool = True) -> Operation:
+    """rms_norm_gated: the norm times silu(z), or the norm of x times it."""
+    if norm_before_gate:
+        return Operation(
+            "rms_norm", trace(lambda xhat, z, weight: xhat * weight * silu(z)), defaults=(("weight", 1.0),)
+        )
+    of_norm = Operation("rms_norm", trace(lambda xhat, weight: xhat * weight), defaults=(("weight", 1.0),))
+    return replace(of_norm, prologue=trace(lambda x, z: x * silu(z), role="prologue"))
+
+
 # What the public functions compute, by the name that stands for it below them, where a framework wants one as well.
 NAMED = {
     "layer_norm": affine("layer_norm"),
     "rms_norm": affine("rms_norm"),
     "zero_centered_layer_norm": affine("layer_norm", True),
     "zero_centered_rms_norm": affine("rms_norm", True),
+}
+
+
+# What the named functions over fused operations compute, by the flags of a call: zero_centered_gamma, norm_before_gate.
+FUSIONS: dict[str, Callable[..., Operation]] = {
+    "add_layer_norm": partial(added, "layer_norm"),
+    "add_rms_norm": partial(added, "rms_norm"),
+    "layer_norm_add": partial(norm_added, "layer_norm"),
+    "rms_norm_add": partial(norm_added, "rms_norm"),
+    "rms_norm_gated": gated,
+    "layer_norm_modulate": partial(modulated, "layer_norm"),
+    "rms_norm_modulate": partial(modulated, "rms_norm"),
+    "gate_add_layer_norm_modulate": partial(gate_added_modulated, "layer_norm"),
+    "gate_add_rms_norm_modulate": partial(gate_added_modulated, "rms_norm"),
 }
 
 

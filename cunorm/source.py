@@ -9,13 +9,14 @@ header would not recompile.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-from .norm.problem import BLOCK, Operand
+from .norm.problem import BLOCK, GROUP_NUMBERS, Operand
 from .norm.spec import (
+    BACKWARD,
     COLUMN_BYTES,
     COLUMN_PACKS,
     MAILBOX,
@@ -115,12 +116,13 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     }
     found |= {one.name: CPP_TYPE[one.dtype] for one in spec.operands if one.kind == "scalar"}
     found["rows"] = "int64"
-    return found | dict.fromkeys((name for one in spec.operands for name in _row_numbers(one)), "int64")
+    found |= dict.fromkeys((name for one in spec.operands for name in _row_numbers(one)), "int64")
+    return found | dict.fromkeys(GROUP_NUMBERS if spec.grouped else (), "int64")
 
 
 def _row_numbers(operand: Operand) -> tuple[str, ...]:
-    """The parameters that say where the rows of a full operand begin."""
-    return tuple(f"{operand.name}_{number}" for number in operand.row_numbers) if operand.kind == "full" else ()
+    """The parameters that say where the rows, or vectors, of an operand begin."""
+    return tuple(f"{operand.name}_{number}" for number in operand.row_numbers)
 
 
 def _entry(spec: KernelSpec, baked: Baked | None) -> str:
@@ -221,7 +223,13 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
         arguments.append(_list("Results", (_store(spec, by_name[name], KEPT) for name in results)))
     if spec.kernel != "backward_streamed":
         arguments.append(_list("Sums", (_store_sum(spec, name, by_name[name].dtype) for name in sums)))
-    call = ",\n      ".join((*arguments, *statistics, "rows"))
+    if spec.kernel == "backward_streamed":
+        which_rows = ()
+    elif spec.grouped:
+        which_rows = ("RowsOfGroup{group_rows, group_inner, group_count, group_reciprocal}",)
+    else:
+        which_rows = ("AllRows{}",)
+    call = ",\n      ".join((*arguments, *statistics, "rows", *which_rows))
     norm = NORMS[spec.operation.norm].policy
     if spec.kernel == "backward":
         template = f"norm_backward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, Operation::Compute>"
@@ -253,13 +261,14 @@ def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
     return f"Matrices<{', '.join(loads)}>"
 
 
-def _columns_type(spec: NormSpec, names: Iterable[str]) -> str:
+def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
     """Of what the epilogue of a forward pass takes for all rows."""
     if spec.columns_aligned:
         return _matrices_type(spec, names, KEPT)
     by_name = {one.name: one for one in spec.operands}
     layout = f"{spec.shape.pack}, {spec.shape.lanes}"
-    loads = (f"LoadElements<{CPP_TYPE[by_name[name].dtype]}, {layout}>" for name in names)
+    starts = {name: ", GroupStarts" if by_name[name].kind == "group" else "" for name in names}
+    loads = (f"LoadElements<{CPP_TYPE[by_name[name].dtype]}, {layout}{starts[name]}>" for name in names)
     return f"Matrices<{', '.join(loads)}>"
 
 
@@ -267,6 +276,8 @@ def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elemen
     """LoadRows or StoreRows; the latter may store by elements."""
     layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.has_vectors(operand))}"
     options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
+    if operand.kind == "group" and not _of_one_group(spec):
+        options = ", false, GroupStarts"
     return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {layout}, {cache}{options}>"
 
 
@@ -275,9 +286,19 @@ def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
     by_name = {one.name: one for one in spec.operands}
     text = "{}"
     for name in reversed(list(names)):
-        strides = _row_numbers(by_name[name]) or ("0",)
-        text = f"{{{{{', '.join((name, *strides))}}}, {text}}}"
+        start, starts = name, _row_numbers(by_name[name]) or ("0",)
+        if by_name[name].kind == "group":
+            if _of_one_group(spec):
+                start, starts = f"{name} + blockIdx.z * {name}_stride", ("0",)
+            else:
+                starts = (*starts, "group_count", "group_reciprocal", "group_period_reciprocal")
+        text = f"{{{{{', '.join((start, *starts))}}}, {text}}}"
     return text
+
+
+def _of_one_group(spec: NormSpec) -> bool:
+    """Whether a CTA has rows of one group alone, whose vectors it reads once."""
+    return spec.kernel in BACKWARD
 
 
 def _list(template: str, stores: Iterable[str]) -> str:
@@ -312,10 +333,17 @@ def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], cache: str) -> str:
 def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
     """Where the sum of a gradient goes: to dweight itself, or to a partial row."""
     if spec.final:
-        return (
-            f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {cpp(spec.columns_aligned)}>{{{name}}}"
-        )
-    return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.pack}, {spec.cols}>{{{name}}}"
+        to = f"{name} + blockIdx.z * int64{{{spec.cols}}}" if spec.grouped else name
+        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {cpp(spec.columns_aligned)}>{{{to}}}"
+    to = name
+    if spec.grouped:
+        of_group = "gridDim.y" if spec.kernel == "column_gradients" else f"gridDim.x / {spec.cluster}"
+        to += f" + blockIdx.z * ({of_group}) * {_partial_stride(spec.shape.pack, str(spec.cols))}"
+    return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.pack}, {spec.cols}>{{{to}}}"
+
+
+def _partial_stride(pack: int, cols: str) -> str:
+    return f"PartialRow<{pack}>{{{cols}}}.stride()"
 
 
 def _row_shape(spec: NormSpec) -> str:
@@ -345,6 +373,9 @@ def _sum_partials(spec: SumSpec) -> str:
         name: "".join(f"blockIdx.y == {i} ? {name}{i} : " for i in range(spec.count - 1)) + f"{name}{spec.count - 1}"
         for name in ("partials", "sum")
     }
+    if spec.grouped:
+        of_this["partials"] = f"({of_this['partials']}) + blockIdx.z * groups * {_partial_stride(spec.pack, 'cols')}"
+        of_this["sum"] = f"({of_this['sum']}) + blockIdx.z * cols"
     template = f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}>"
     return f"  {template}({of_this['partials']}, {of_this['sum']}, groups, cols);\n"
 

@@ -25,6 +25,14 @@ struct RowStarts {
   DEVICE int64 of(int64 row) const { return row * stride; }
 };
 
+// row / n for rows below 2^32: `reciprocal` is 2^63 / n, rounded up.
+DEVICE int64 quotient(int64 row, int64 reciprocal) {
+  const auto number = static_cast<unsigned long long>(static_cast<uint32>(row));
+  const auto low = number * static_cast<uint32>(reciprocal);
+  const auto high = number * static_cast<uint32>(reciprocal >> 32);
+  return static_cast<int64>((high + (low >> 32)) >> 31);
+}
+
 // or with a gap after every so many, as the heads of a packed QKV lie. How many gaps there are before a row is a
 // product: to divide by a number that only the launch knows would take longer than to load the row.
 template <>
@@ -33,18 +41,24 @@ struct RowStarts<true> {
   int64 gap;
   int64 reciprocal;  // of the number of rows between two gaps, times 2^63 and rounded up
   DEVICE int64 of(int64 row) const { return row * stride + gaps_before(row) * gap; }
-  // row * reciprocal / 2^63, of rows below 2^32.
-  DEVICE int64 gaps_before(int64 row) const {
-    const auto number = static_cast<unsigned long long>(static_cast<uint32>(row));
-    const auto low = number * static_cast<uint32>(reciprocal);
-    const auto high = number * static_cast<uint32>(reciprocal >> 32);
-    return static_cast<int64>((high + (low >> 32)) >> 31);
+  DEVICE int64 gaps_before(int64 row) const { return quotient(row, reciprocal); }
+};
+
+// Where the vector of a row's group begins. `inner` rows share it, and after `groups` such runs the first comes again.
+struct GroupStarts {
+  int64 stride;
+  int64 groups;
+  int64 reciprocal;         // of inner
+  int64 period_reciprocal;  // of inner * groups
+  DEVICE int64 of(int64 row) const {
+    return (quotient(row, reciprocal) - quotient(row, period_reciprocal) * groups) * stride;
   }
 };
 
 // Rows of a matrix whose columns are contiguous. A vector for all rows is a matrix whose rows are 0 apart.
 // kLanes neighbouring threads of a warp hold neighbouring packs of a row.
-template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false>
+template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false,
+          class Starts = RowStarts<kTwoStrides>>
 struct LoadRows {
   static constexpr int kPack = kPack_;
   using Shared = SharedPacks<T, kPack, kLanes, kAligned>;
@@ -52,7 +66,7 @@ struct LoadRows {
   static constexpr bool kVectors = kAligned;
   using Packed = Pack<T, kPack>;
   const T* data;
-  RowStarts<kTwoStrides> starts;
+  Starts starts;
 
   DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
     load_pack<kAligned, kCache>(pack, data + starts.of(row), column, valid);
@@ -81,12 +95,12 @@ struct LoadRows {
   DEVICE void read(Packed& pack, char* place, int slot) const { Shared::read(pack, place, slot); }
 };
 
-// A vector for all rows that begins at an odd address. It is read again for every row: shifted beside a row at odd
-// addresses too it spilled 4 to 72 bytes.
-template <class T, int kPack, int kLanes>
-struct LoadElements : LoadRows<T, kPack, kLanes, false, Cache::kKept> {
-  DEVICE void fetch(Pack<T, kPack>& pack, int64, int64 column, int valid) const {
-    load_elements(pack, this->data, column, valid);
+// A vector for all rows, or for a group of them, that begins at an odd address. It is read again for every row: shifted
+// beside a row at odd addresses too it spilled 4 to 72 bytes.
+template <class T, int kPack, int kLanes, class Starts = RowStarts<false>>
+struct LoadElements : LoadRows<T, kPack, kLanes, false, Cache::kKept, false, Starts> {
+  DEVICE void fetch(Pack<T, kPack>& pack, int64 row, int64 column, int valid) const {
+    load_elements(pack, this->data + this->starts.of(row), column, valid);
   }
 };
 

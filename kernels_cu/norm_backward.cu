@@ -81,11 +81,12 @@ struct RowGroups {
 };
 
 // Rows: where the rows of the matrices wait (rows.cuh). Columns: the vectors that the derivative takes besides them.
-// Results: gradients that are written row by row; Sums: those that are sums over rows (gradients.cuh).
+// Results: gradients that are written row by row; Sums: those that are sums over rows (gradients.cuh), all of them or
+// those of a group (WhichRows, in rows.cuh).
 template <class Norm, class Shape, int kRows, template <class> class Rows, class Compute, class Operation,
-          class Matrices, class Columns, class Results, class Sums>
+          class Matrices, class Columns, class Results, class Sums, class WhichRows>
 DEVICE void norm_backward(Operation operation, Matrices matrices, Columns columns, Results results, Sums sums_to,
-                          const Compute* mean, const Compute* rstd, int64 rows) {
+                          const Compute* mean, const Compute* rstd, int64 rows, WhichRows which_rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
   using RowsIn = Rows<Matrices>;
@@ -122,18 +123,19 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     }
   }
 
-  int64 row = static_cast<int64>(group) * kRows + row_group;
+  const int64 count = which_rows.count(rows);
+  int64 place = static_cast<int64>(group) * kRows + row_group;
   RowsIn rows_in(matrices, rank, rows, 0);
 #pragma unroll
   for (int ahead = 0; ahead < RowsIn::kAhead; ++ahead) {
-    rows_in.ask(row + ahead * row_step, ahead);
+    rows_in.ask(which_rows.of(place + ahead * row_step), ahead);
     RowsIn::sent();
   }
   if constexpr (kExchanges) exchange.start();
 
   using SavedRow = typename Norm::template SavedRow<Compute>;
   const auto saved_of = [&](int64 of) {
-    return Operation::kOfXhat && of < rows ? SavedRow::of(mean, rstd, of) : SavedRow{};
+    return Operation::kOfXhat && of < count ? SavedRow::of(mean, rstd, which_rows.of(of)) : SavedRow{};
   };
   SavedRow saved;
   // Calls use(p, valid, xhat, matrices, columns) for every pack of this thread.
@@ -151,7 +153,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
         columns.template read<Shape::kCapacity, kRows>(column_pack, column_places, row_group, Shape::place_column(p));
         columns.unpack(column_pack, column_values);
       }
-      const bool active = Shape::kThreads >= 32 || row < rows;
+      const bool active = Shape::kThreads >= 32 || place < count;
       const int valid = active ? Shape::valid(rank, p) : 0;
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
@@ -161,16 +163,16 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     }
   };
 
-  SavedRow next = saved_of(row);
-  for (int turn = 0; first_of_warp<Shape>(row) < rows; row += row_step, ++turn) {
+  SavedRow next = saved_of(place);
+  for (int turn = 0; first_of_warp<Shape>(place) < count; place += row_step, ++turn) {
     saved = next;
-    next = saved_of(row + row_step);
+    next = saved_of(place + row_step);
     const auto ask_next = [&] {
-      rows_in.ask(row + RowsIn::kAhead * row_step, RowsIn::kAhead - 1);
+      rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);
       RowsIn::sent();
     };
     RowsIn::arrived();
-    rows_in.take(row);
+    rows_in.take(which_rows.of(place));
     if constexpr (RowsIn::kAskEarly) ask_next();
 
     Compute means[Norm::kGradientSums] = {};
@@ -213,7 +215,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
         const Compute ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
         operation.late(xhat[i], ds, matrix_values, column_values, i, p, sums, values);
       }
-      results.store(row, Shape::column(rank, p), valid, values);
+      results.store(which_rows.of(place), Shape::column(rank, p), valid, values);
     });
   }
 

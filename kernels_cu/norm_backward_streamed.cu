@@ -32,7 +32,7 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
         typename Columns::Packed column_pack;
         Compute matrix_values[kArrays<Matrices>][kPack], column_values[kArrays<Columns>][kPack], xhat[kPack];
         matrices.fetch(matrix_pack, row, column, valid);
-        columns.fetch(column_pack, 0, column, valid);
+        columns.fetch(column_pack, row, column, valid);
         matrices.unpack(matrix_pack, matrix_values);
         columns.unpack(column_pack, column_values);
 #pragma unroll

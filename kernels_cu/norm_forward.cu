@@ -12,7 +12,7 @@
 namespace cunorm {
 
 // Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. Load reads s
-// (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: they stay in
+// (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: these stay in
 // registers from row to row (kColumnsStay) or are read again for every row. StoreY may want the largest of what shares
 // a scale (float8.cuh). mean and rstd may be null: then nobody will read them.
 template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, class Compute,
@@ -35,11 +35,11 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
   const int slot = rank * Shape::kWarps + (Shape::kWarps > 1 ? threadIdx.x / 32 : 0);
   const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
   typename Columns::Packed column_packs[kPacks];
-  const auto fetch_columns = [&](int p) {
-    columns.fetch(column_packs[p], 0, Shape::column(rank, p), Shape::valid(rank, p));
-  };
 
   int64 row = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows + threadIdx.x / Shape::kThreads;
+  const auto fetch_columns = [&](int p) {
+    columns.fetch(column_packs[p], row, Shape::column(rank, p), Shape::valid(rank, p));
+  };
   RowsS rows_s(load, rank, rows, 0);
   Rows<Beside> rows_beside(beside, rank, rows, RowsS::kBytes);
 #pragma unroll

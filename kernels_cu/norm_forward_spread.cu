@@ -36,7 +36,7 @@ DEVICE void norm_forward_spread(Operation operation, Load load, Beside beside, C
   // Every warp finds the pivot itself: to hand it on would take one more barrier.
   if constexpr (Norm::kHasMean) load.fetch(raw_first, row, Shape::column(rank, 0), Shape::valid(rank, 0));
   beside.fetch(beside_pack, row, column, valid);
-  columns.fetch(column_pack, 0, column, valid);
+  columns.fetch(column_pack, row, column, valid);
   if constexpr (Shape::kSlots > 1) exchange.start();
 
   Compute values[kPack], pivot = 0;

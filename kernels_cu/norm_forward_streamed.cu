@@ -59,7 +59,7 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       Compute beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
       load.fetch(raw, row, column, valid);
       beside.fetch(beside_pack, row, column, valid);
-      columns.fetch(column_pack, 0, column, valid);
+      columns.fetch(column_pack, row, column, valid);
       const auto s = load.keep(raw, valid);
       if (stores_s) store_s.store_packed(row, column, valid, s);
       load.unpack(s, values);

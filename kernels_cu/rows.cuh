@@ -10,9 +10,29 @@
 //   read(pack, p)      this thread's pack number p of it
 //   stay_packed(p)     between two uses: keep the pack, drop what was computed from it
 #pragma once
+#include "load_store.cuh"
 #include "row.cuh"
 
 namespace cunorm {
+
+// Which rows a kernel that adds rows up walks over, by their places among them: all,
+struct AllRows {
+  DEVICE static int64 count(int64 rows) { return rows; }
+  DEVICE static int64 of(int64 place) { return place; }
+};
+
+// or those of a group, which blockIdx.z says: `inner` neighbours, as many again after those of all other groups. A
+// place beyond the last is a row beyond all.
+struct RowsOfGroup {
+  int64 group_rows;
+  int64 inner;
+  int64 groups;
+  int64 reciprocal;  // of inner
+  DEVICE int64 count(int64) const { return group_rows; }
+  DEVICE int64 of(int64 place) const {
+    return place + (quotient(place, reciprocal) * (groups - 1) + blockIdx.z) * inner;
+  }
+};
 
 template <class Shape, class Load>
 struct RegisterRows {

@@ -3,6 +3,7 @@
 #pragma once
 #include "gradients.cuh"
 #include "load_store.cuh"
+#include "rows.cuh"
 #include "statistics.cuh"
 
 namespace cunorm {
@@ -67,9 +68,9 @@ struct ColumnSums {
 // A thread owns one pack of columns and takes every kRows-th row of its group; blockIdx.y is the group, of gridDim.y.
 // Several rows are asked for at once: the compiler, which does not know how many rows there are, would wait for each.
 template <class Norm, int64 kCols, int kLanes, int kRows, int kPack, class Compute, class Operation, class Matrices,
-          class Columns, class Sums>
+          class Columns, class Sums, class WhichRows>
 DEVICE void column_gradients(Operation operation, Matrices matrices, Columns columns, Sums sums_to, const Compute* mean,
-                             const Compute* rstd, int64 rows) {
+                             const Compute* rstd, int64 rows, WhichRows which_rows) {
   constexpr int kBytes = kPack * Matrices::kColumnBytes;
   constexpr int kBatch = kBytes <= 64 ? 128 / kBytes : 2;
   const int64 column = (static_cast<int64>(blockIdx.x) * kLanes + threadIdx.x % kLanes) * kPack;
@@ -83,19 +84,19 @@ DEVICE void column_gradients(Operation operation, Matrices matrices, Columns col
   columns.unpack(column_pack, column_values);
   using SavedRow = typename Norm::template SavedRow<Compute>;
   const int64 step = static_cast<int64>(gridDim.y) * kRows;
-  for (int64 first = blockIdx.y * kRows + threadIdx.x / kLanes; first < rows; first += kBatch * step) {
+  const int64 count = which_rows.count(rows);
+  for (int64 first = blockIdx.y * kRows + threadIdx.x / kLanes; first < count; first += kBatch * step) {
     typename Matrices::Packed packs[kBatch];
     SavedRow saved[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int64 row = first + b * step;
-      matrices.fetch(packs[b], row, column, row < rows ? valid : 0);
-      if (Operation::kOfXhat && row < rows) saved[b] = SavedRow::of(mean, rstd, row);
+      const int64 place = first + b * step, row = which_rows.of(place);
+      matrices.fetch(packs[b], row, column, place < count ? valid : 0);
+      if (Operation::kOfXhat && place < count) saved[b] = SavedRow::of(mean, rstd, row);
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int64 row = first + b * step;
-      if (row >= rows) break;
+      if (first + b * step >= count) break;
       Compute values[kArrays<Matrices>][kPack];
       matrices.unpack(packs[b], values);
 #pragma unroll

@@ -73,6 +73,8 @@ def _array_at(pointer: int, operand: Operand, rows: int, cols: int) -> numpy.nda
     if operand.kind == "full":
         inner = operand.inner or rows
         shape, strides = (rows // inner, inner, cols), (operand.outer_stride, operand.row_stride, 1)
+    elif operand.groups:
+        shape, strides = (operand.groups.count, cols), (operand.row_stride, 1)
     reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
     before, count = -sum(min(0, one) for one in reach), 1 + sum(map(abs, reach))
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer - before * dtype.itemsize)
@@ -90,6 +92,7 @@ def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = Non
         ascontiguousarray=lambda array: asarray(array.get()),
         asarray=lambda array, dtype: asarray(numpy.asarray(array, dtype)),
         ones=lambda shape, dtype: asarray(numpy.ones(shape, dtype)),
+        broadcast_to=lambda array, shape: numpy.broadcast_to(array, shape, subok=True),
         where=lambda *arrays: asarray(numpy.where(*arrays)),
         cuda=SimpleNamespace(
             Device=lambda _: contextlib.nullcontext(),

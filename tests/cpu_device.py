@@ -45,6 +45,7 @@ class Launch(NamedTuple):
 
     grid_x: int
     grid_y: int
+    grid_z: int
     threads: int
     cluster: int = 1
     order: int = 0
@@ -112,7 +113,7 @@ class Machine:
         assert step.grid[0] % cluster == 0
         assert step.dynamic_shared <= dynamic_shared(step.spec), "compile.py allows the kernel no more"
         shared = max(0, step.dynamic_shared - self.missing)
-        how = Launch(*step.grid[:2], step.spec.threads, cluster, ORDERS.index(self.order), shared)
+        how = Launch(*step.grid, step.spec.threads, cluster, ORDERS.index(self.order), shared)
         path = program(text, self.build)
         written: list[int | float] = []
 

@@ -25,8 +25,10 @@ from cunorm.device import KNOWN
 from cunorm.expression import log, rsqrt, sigmoid, silu, tanh, trace
 from cunorm.expression_texts import evaluate
 from cunorm.fusion import OF_THE_CALL, RESERVED, Fused
+from cunorm.norm import fused
+from cunorm.norm.checks import Layout
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import backward_problem, forward_problem
+from cunorm.norm.problem import MOST_GROUPS, Groups, backward_problem, forward_problem
 from cunorm.norm.spec import shared_memory
 from cunorm.operation import Operation
 from cunorm.source import source
@@ -43,6 +45,9 @@ class Case(NamedTuple):
     full: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()  # a vector for each index of the first axis
+    heads: tuple[str, ...] = ()  # for each of the last but one
+    odd: tuple[str, ...] = ()  # for each of the first and the last but one: of no kind, where there is one between
 
 
 CASES = {
@@ -104,6 +109,42 @@ CASES = {
         ("residual", "z"),
         ("divisor", "weight"),
     ),
+    # Vectors for samples, before and after, and one for all rows; s made again, or read.
+    "samples": Case(
+        cunorm.fuse(
+            "layer_norm",
+            prologue=lambda x, residual, gate: residual + gate * x,
+            epilogue=lambda xhat, scale, shift, weight: xhat * weight * (1 + scale) + shift,
+            returns=("y", "s"),
+        ),
+        ("residual",),
+        ("weight",),
+        (),
+        ("gate", "scale", "shift"),
+    ),
+    "samples, s made again": Case(
+        cunorm.fuse(
+            "rms_norm",
+            prologue=lambda x, gate: gate * x,
+            epilogue=lambda xhat, scale, factor: xhat * scale * factor,
+        ),
+        numbers=("factor",),
+        samples=("gate", "scale"),
+    ),
+    "modulate": Case(
+        cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift),
+        samples=("scale", "shift"),
+    ),
+    "heads": Case(
+        cunorm.fuse("rms_norm", epilogue=lambda xhat, z, weight: xhat * weight * silu(z)), ("z",), heads=("weight",)
+    ),
+    # Two sorts of groups: kernels have one, and the other is expanded.
+    "heads and samples": Case(
+        cunorm.fuse("rms_norm", epilogue=lambda xhat, weight, scale, w: xhat * weight * (1 + scale) * w),
+        samples=("scale",),
+        heads=("weight",),
+        odd=("w",),
+    ),
     "norm alone": Case(cunorm.fuse("rms_norm")),
     # A residual stream of float32 beside 16-bit layers; and, of float64, one narrower than x.
     "stream": Case(
@@ -141,6 +182,10 @@ def make(case: Case, shape: tuple[int, ...], dtype: str, dtypes: dict[str, str] 
     x = array("x", shape, positive(shape))
     operands = {name: array(name, shape, positive(shape)) for name in case.full}
     operands |= {name: array(name, shape[-1:], positive(shape[-1:])) for name in case.columns}
+    ones = (1,) * (len(shape) - 2)
+    vectors = dict.fromkeys(case.samples, (shape[0], *ones, shape[-1])) | dict.fromkeys(case.heads, shape[-2:])
+    vectors |= dict.fromkeys(case.odd, (*shape[:-2][:1], *ones[:-1], *shape[-2:]))
+    operands |= {name: array(name, of, positive(of)) for name, of in vectors.items()}
     operands |= {name: 0.75 + 0.5 * place for place, name in enumerate(case.numbers)}
     gradients = (array(f"d{name}", shape, random.standard_normal(shape)) for name in case.op.operation.returns)
     return Made(x, operands, tuple(gradients))
@@ -210,7 +255,7 @@ def check(case: Case, made: Made, as_array: Any = numpy.asarray, wanted: tuple[s
 
 # Shapes and dtypes for every case; on the GPU larger ones too.
 
-SHAPES = ((5, 33), (3, 1000), (2, 3, 129))
+SHAPES = ((5, 33), (3, 1000), (2, 3, 129), (2, 3, 2, 17))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -224,7 +269,15 @@ def test_results_and_gradients_are_those_of_torch_in_float64(xp, name, shape, dt
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((300, 4096), "bfloat16"), ((2, 20001), "float32"), ((3, 65537), "float16"), ((257, 1), "float32")],
+    [
+        ((300, 4096), "bfloat16"),
+        ((2, 20001), "float32"),
+        ((3, 65537), "float16"),
+        ((257, 1), "float32"),
+        ((4, 100, 2048), "bfloat16"),
+        ((9, 7, 2, 128), "float16"),
+        ((3, 2, 40000), "float32"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", CASES)
@@ -299,6 +352,35 @@ RUNS = (
     Run("stream", (3, 1000), "float64", "s and y narrower than x"),
     Run("stream", (2, 17000), "bfloat16", "the same in a cluster", tiers=("cluster", "cluster")),
     Run("norm alone", (3, 129), "bfloat16", "nothing before, nothing after"),
+    Run("samples", (3, 13, 33), "float16", "samples of rows that share a warp, not whole warps of them"),
+    Run("samples", (3, 7, 1000), "bfloat16", "more partial rows than one of each sample", MANY_SMS, ("warp", "cta")),
+    Run("samples", (2, 3, 17000), "float32", "samples of a cluster's rows", tiers=("cluster", "cluster")),
+    Run(
+        "samples",
+        (2, 3, 17000),
+        "float32",
+        "samples of streamed rows",
+        WITHOUT_CLUSTERS,
+        ("streamed", "streamed"),
+        wanted=("x", "residual", "scale", "shift", "weight"),
+    ),
+    Run(
+        "samples",
+        (3, 5, 129),
+        "bfloat16",
+        "samples, every array in another dtype",
+        dtypes={"gate": "float32", "scale": "float16", "shift": "float32", "weight": "float32", "dy": "float32"},
+    ),
+    Run("samples, s made again", (3, 5, 129), "float16", "a gate for each sample, read again in the backward pass"),
+    Run("samples, s made again", (40, 5, 17), "float32", "more samples than CTAs", SMALL),
+    Run("modulate", (2, 40, 256), "float32", "gradients of samples alone, in several CTAs", MANY_SMS),
+    Run("modulate", (7, 2, 256), "float32", "one CTA for a sample writes its gradients itself"),
+    Run("modulate", (2, 40, 17000), "float32", "partial rows of samples of streamed rows", WITHOUT_CLUSTERS),
+    Run("modulate", (2, 2, 5000), "bfloat16", "few rows: a thread for each pack", MANY_SMS),
+    Run("heads", (5, 3, 128), "bfloat16", "a weight for each head"),
+    Run("heads", (3, 5, 3, 33), "float32", "the same under two axes", MANY_SMS),
+    Run("heads", (4, 3, 17000), "float32", "the same streamed", WITHOUT_CLUSTERS, ("streamed", "streamed")),
+    Run("heads and samples", (2, 3, 2, 33), "float16", "the second sort of groups is expanded, and what is of none"),
 )
 
 
@@ -314,10 +396,12 @@ def test_kernels_on_the_stand_in_compute_the_same(monkeypatch, run):
 
 
 @needs_machine
-@pytest.mark.parametrize("name", ["gate", "poles"])
-def test_no_kernel_reads_or_writes_what_is_not_its_own(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "shape"), [("gate", (13, 33)), ("poles", (13, 33)), ("samples", (3, 13, 33)), ("heads", (3, 2, 1000))]
+)
+def test_no_kernel_reads_or_writes_what_is_not_its_own(monkeypatch, name, shape):
     cpu_cupy.play(monkeypatch, SMALL, cpu_device.Machine("memory"))
-    check(CASES[name], make(CASES[name], (13, 33), "float16"), cpu_cupy.asarray)
+    check(CASES[name], make(CASES[name], shape, "float16"), cpu_cupy.asarray)
 
 
 @needs_machine
@@ -563,6 +647,85 @@ def test_gradients_are_the_limits_of_differences(norm, before, after):
     assert abs((loss(1e-5) - loss(-1e-5)) / 2e-5 - slope) <= 1e-6 * (1 + size)
 
 
+# Groups of rows.
+
+LAYOUTS = [
+    # x, an operand, its kind, and (rows that share a vector, vectors) of groups
+    ((4, 6, 8), (4, 1, 8), "group", Groups(6, 4)),
+    ((4, 6, 8), (6, 8), "group", Groups(1, 6)),
+    ((4, 6, 8), (1, 6, 8), "group", Groups(1, 6)),
+    ((2, 3, 5, 8), (3, 1, 8), "group", Groups(5, 3)),
+    ((2, 3, 5, 8), (2, 3, 1, 8), "group", Groups(5, 6)),
+    ((2, 1, 5, 8), (2, 1, 1, 8), "group", Groups(5, 2)),
+    ((4, 1, 8), (4, 1, 8), "full", None),
+    ((1, 6, 8), (6, 8), "group", Groups(1, 6)),
+    ((1, 6, 8), (1, 1, 8), "column", None),
+    ((2, 3, 5, 8), (2, 1, 5, 8), "expanded", None),
+    ((4, 6, 8), (4, 1, 1), "expanded", None),
+    ((MOST_GROUPS + 1, 2, 8), (MOST_GROUPS + 1, 1, 8), "expanded", None),
+    ((2**31, 2, 8), (2, 8), "expanded", None),
+]
+
+
+@pytest.mark.parametrize(("x", "shape", "kind", "groups"), LAYOUTS, ids=str)
+def test_shapes_have_their_kinds(x, shape, kind, groups):
+    def layout(shape):
+        return Layout(shape, (), "float32", "0")
+
+    operands = {"w": layout(shape)}
+    kinds = fused.check_operands("test", layout(x), operands, demanded=())
+    assert kinds == {"w": kind}
+    assert fused.groups_of(layout(x), operands, kinds) == groups
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "ctas"),
+    [
+        (Groups(4096, 16), 65536, 8),  # 16 samples: all 128 CTAs at once
+        (Groups(1, 32), 65536, 4),
+        (Groups(2, 300), 600, 1),  # one CTA for each writes the gradients themselves
+        (Groups(65536, 2), 131072, 66),
+    ],
+    ids=str,
+)
+def test_the_backward_pass_has_ctas_for_each_group(groups, rows, ctas):
+    operation = CASES["modulate"].op.operation
+    dtypes = dict.fromkeys(("x", "dy", "scale", "shift"), "bfloat16")
+    kinds = dict.fromkeys(("scale", "shift"), "group")
+    wanted = ("x", "scale", "shift")
+    solution = plan(backward_problem(operation, rows, 4096, dtypes, wanted, kinds=kinds, groups=groups), KNOWN[90])
+    assert solution.steps[0].grid == (ctas, 1, groups.count)
+    assert solution.groups == (0 if ctas == 1 else ctas * groups.count)
+    assert [step.grid[2] for step in solution.steps[1:]] == ([] if ctas == 1 else [groups.count])
+
+
+@needs_machine
+def test_vectors_of_groups_may_lie_anyhow(monkeypatch):
+    """Chunks of one projection, as models pass them, and vectors that do not lie as kernels read them."""
+    cpu_cupy.play(monkeypatch, SMALL)
+    op = CASES["modulate"].op
+    made = make(CASES["modulate"], (3, 5, 24), "float32")
+    wide = cpu_cupy.asarray(numpy.concatenate([made.operands["scale"], made.operands["shift"]], -1))
+    turned = cpu_cupy.asarray(made.operands["shift"].T).T
+    x, dy = cpu_cupy.asarray(made.x), cpu_cupy.asarray(made.gradients[0])
+    exact, gradients = expected(op, made)
+    for scale, shift in ((wide[..., :24], wide[..., 24:]), (wide[..., :24], turned)):
+        y, saved = op.forward(x, scale=scale, shift=shift, eps=EPS)
+        close("y", y, exact["y"], "float32")
+        for name, gradient in op.backward(saved, dy).items():
+            close(f"d{name}", gradient, gradients[name], "float32")
+
+
+@needs_machine
+def test_what_is_of_no_kind_is_expanded_and_logged(monkeypatch, caplog):
+    cpu_cupy.play(monkeypatch, SMALL)
+    made = make(CASES["heads and samples"], (2, 3, 2, 8), "float32")
+    operands = {name: cpu_cupy.asarray(one) for name, one in made.operands.items()}
+    with caplog.at_level("INFO", "cunorm"):
+        CASES["heads and samples"].op(cpu_cupy.asarray(made.x), **operands)
+    assert "w of shape (2, 1, 2, 8) is expanded to that of x, (2, 3, 2, 8)" in caplog.text
+
+
 # What is refused, before anything is compiled.
 
 
@@ -606,9 +769,8 @@ REFUSED_BY_A_CALL = [
     ({"residual": None}, TypeError, "residual must be a"),
     ({"weight": ...}, TypeError, "'weight' is missing"),
     ({"scale": 1.0}, TypeError, "got 'scale' too"),
-    ({"residual": numpy.ones((2, 7), "float32")}, ValueError, "residual must have the shape of x, (3, 7), or"),
-    ({"residual": numpy.ones((3, 1), "float32")}, ValueError, "pass broadcast_to(residual, x.shape)"),
-    ({"residual": numpy.ones((1, 3, 7), "float32")}, ValueError, "It does not broadcast against x"),
+    ({"residual": numpy.ones((2, 7), "float32")}, ValueError, "against x, whose shape is (3, 7), or be a number"),
+    ({"residual": numpy.ones((1, 3, 7), "float32")}, ValueError, "pass broadcast_to(residual, x.shape)"),
     ({"weight": numpy.ones(7, "int64")}, TypeError, "weight must have dtype"),
     ({"weight": True}, TypeError, "got bool"),
     ({"weight": 1j}, TypeError, "got complex"),
@@ -727,10 +889,12 @@ def test_every_name_in_the_text_of_a_kernel_is_reserved():
     kinds |= dict.fromkeys(case.numbers, "scalar")
     dtypes = dict.fromkeys(("x", "y", "s", "dy", *kinds), "float32")
     found = set()
-    for cols in (1000, 2**20):
-        problems = [forward_problem(case.op.operation, 3, cols, dtypes, kinds=kinds)]
+    for cols, of_weight in ((1000, "column"), (2**20, "column"), (1000, "group"), (2**20, "group")):
+        kinds["weight"] = of_weight
+        shared = {"kinds": kinds, "groups": Groups(3, 50)}
+        problems = [forward_problem(case.op.operation, 3, cols, dtypes, **shared)]
         wanted = ("x", "residual", "z", "weight")
-        problems.append(backward_problem(case.op.operation, 300, cols, dtypes, wanted, kinds=kinds))
+        problems.append(backward_problem(case.op.operation, 300, cols, dtypes, wanted, **shared))
         for problem in problems:
             for step in plan(problem, SMALL).steps:
                 _, _, text = source(step.spec).rpartition("using namespace cunorm;")

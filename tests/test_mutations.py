@@ -73,7 +73,7 @@ class FusedRun(NamedTuple):
     """A fused operation as test_fusion.py runs it."""
 
     operation: test_fusion.Case
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: str
     device: Any = SMALL
     dtypes: dict[str, str] | None = None
@@ -86,6 +86,10 @@ FUSED = {
     "gate": FusedRun(test_fusion.CASES["gate"], (13, 33), "float16"),
     "gate, CTA": FusedRun(test_fusion.CASES["gate"], (9, 1000), "float32"),
     "gate, cluster": FusedRun(test_fusion.CASES["gate"], (4, 17000), "float32"),
+    "samples": FusedRun(test_fusion.CASES["samples"], (3, 13, 33), "float16"),
+    "samples, partial rows": FusedRun(test_fusion.CASES["samples"], (3, 7, 1000), "bfloat16", MANY_SMS),
+    "samples, a CTA each": FusedRun(test_fusion.CASES["modulate"], (7, 2, 256), "float32"),
+    "heads": FusedRun(test_fusion.CASES["heads"], (5, 3, 128), "bfloat16"),
     "beside, cluster": FusedRun(BESIDE, (4, 17000), "float32"),
     "both, partial rows": FusedRun(test_fusion.CASES["both"], (9, 1000), "float32", MANY_SMS),
     "poles": FusedRun(test_fusion.CASES["poles"], (13, 33), "float32"),
@@ -369,8 +373,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks into the place of the present row",
-        "rows_in.ask(row + RowsIn::kAhead * row_step, RowsIn::kAhead - 1);",
-        "rows_in.ask(row + RowsIn::kAhead * row_step, RowsIn::kAhead);",
+        "rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);",
+        "rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead);",
         "CTA",
         (
             ("results", "elements are wrong"),
@@ -389,8 +393,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks for the same row again",
-        "rows_in.ask(row + RowsIn::kAhead * row_step, RowsIn::kAhead - 1);",
-        "rows_in.ask(row + (RowsIn::kAhead - 1) * row_step, RowsIn::kAhead - 1);",
+        "rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);",
+        "rows_in.ask(which_rows.of(place + (RowsIn::kAhead - 1) * row_step), RowsIn::kAhead - 1);",
         "places",
         (("results", "elements are wrong"),),
     ),
@@ -658,8 +662,8 @@ MUTATIONS = (
     ),
     Mutation(
         "dx of a row that is not there",
-        "results.store(row, Shape::column(rank, p), valid, values);",
-        "results.store(row, Shape::column(rank, p), Shape::valid(rank, p), values);",
+        "results.store(which_rows.of(place), Shape::column(rank, p), valid, values);",
+        "results.store(which_rows.of(place), Shape::column(rank, p), Shape::valid(rank, p), values);",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -686,7 +690,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rstd of a row that is not there",
-        "return Operation::kOfXhat && of < rows ? SavedRow::of(mean, rstd, of) : SavedRow{};",
+        "return Operation::kOfXhat && of < count ? SavedRow::of(mean, rstd, which_rows.of(of)) : SavedRow{};",
         "return SavedRow::of(mean, rstd, of);",
         "lanes, a row short",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
@@ -891,8 +895,8 @@ MUTATIONS = (
     ),
     Mutation(
         "dweight and dbias without a row, streamed",
-        "if (row >= rows) break;",
-        "if (row >= rows - 1) break;",
+        "if (first + b * step >= count) break;",
+        "if (first + b * step >= count - 1) break;",
         "streamed",
         (("results", "dweight: .* elements are wrong"),),
     ),
@@ -1130,6 +1134,70 @@ MUTATIONS = (
         "store_s.store_packed(row + 1, column, valid, s);",
         "fused, streamed",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    # Groups of rows
+    Mutation(
+        "a row reads the vector of its neighbour's sample",
+        "(quotient(row, reciprocal) -",
+        "(quotient(row + 1, reciprocal) -",
+        "samples",
+        (("results", "(y|s): .* of what is allowed"),),
+    ),
+    Mutation(
+        "heads begin anew with no token",
+        " - quotient(row, period_reciprocal) * groups) * stride;",
+        ") * stride;",
+        "heads",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "how many rows share a vector does not count",
+        "quotient(row, reciprocal) - quotient(row, period_reciprocal) * groups",
+        "row - row / groups * groups",
+        "samples",
+        (("results", "(y|s): .* of what is allowed"),),
+    ),
+    Mutation(
+        "a sample's rows are counted to its neighbour",
+        "* (groups - 1) + blockIdx.z) * inner;",
+        "* (groups - 1) + (blockIdx.z + 1) % groups) * inner;",
+        "samples",
+        (("results", "d(x|gate|scale|shift): .* of what is allowed"),),
+    ),
+    Mutation(
+        "the rows of a head after its first are those of others",
+        "return place + (quotient(place, reciprocal) * (groups - 1) + blockIdx.z) * inner;",
+        "return place + blockIdx.z * group_rows;",
+        "heads",
+        (("results", "d(x|weight): .* of what is allowed"),),
+    ),
+    Mutation(
+        "all samples have the vectors of the first in the backward pass",
+        "scale + blockIdx.z * scale_stride",
+        "scale",
+        "samples",
+        (("results", "d(x|residual): .* of what is allowed"),),
+    ),
+    Mutation(
+        "all samples have the partial rows of the first",
+        "blockIdx.z * (gridDim.x / 1)",
+        "0 * (gridDim.x / 1)",
+        "samples, partial rows",
+        (("results", "d(gate|scale|shift|weight): .* of what is allowed"),),
+    ),
+    Mutation(
+        "the partial rows of a sample are added up for all",
+        " + blockIdx.z * groups * ",
+        " + 0 * groups * ",
+        "samples, partial rows",
+        (("results", "d(gate|scale|shift): .* of what is allowed"),),
+    ),
+    Mutation(
+        "one CTA for a sample writes its sums to the first",
+        "dscale + blockIdx.z * int64{256}",
+        "dscale",
+        "samples, a CTA each",
+        (("results", "dscale: .* of what is allowed"),),
     ),
     # Gradients of fused operations
     Mutation(

@@ -47,7 +47,7 @@ def test_every_value_of_16_bits(cpp, dtype):
                 "from_double": numpy.empty(2**16, "uint16"),
             }
             with memory(arrays) as pointers:
-                run(path, Launch(64, 1, 1024), "P" * len(pointers), tuple(pointers.values()))
+                run(path, Launch(64, 1, 1, 1024), "P" * len(pointers), tuple(pointers.values()))
             numpy.testing.assert_array_equal(arrays["decoded"], numbers.astype("float32"))
             finite = numpy.isfinite(values)
             assert_same(arrays["from_float"].view(dtype), values.astype("float32").astype(dtype))
@@ -208,7 +208,12 @@ MISUSE = {
 def run_body(body: str, build: str) -> numpy.ndarray:
     out = numpy.arange(64, dtype="float32")
     with memory({"out": out}) as pointers:
-        run(program(KERNEL.format(body=body), build), Launch(1, 1, 64, dynamic_shared=DYNAMIC), "P", (pointers["out"],))
+        run(
+            program(KERNEL.format(body=body), build),
+            Launch(1, 1, 1, 64, dynamic_shared=DYNAMIC),
+            "P",
+            (pointers["out"],),
+        )
     return out
 
 

@@ -16,12 +16,25 @@ from ..device import Device
 from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
 from ..norm.plan import plan
-from ..norm.problem import FLOAT8, ITEMSIZE, SCALES, Problem, float8_problem, plain, whole
+from ..norm.problem import (
+    FLOAT8,
+    ITEMSIZE,
+    SCALES,
+    Groups,
+    Problem,
+    backward_problem,
+    float8_problem,
+    forward_problem,
+    plain,
+    whole,
+)
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
-from ..operation import NAMED
+from ..operation import FUSIONS, NAMED
 
 OPS = ("layer_norm", "rms_norm")
+KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
+GROUPED_ROWS = ((2**16, Groups(2**12, 2**4)), (64, Groups(16, 4)))
 ROWS = 2**24  # of more rows kernels do not depend on how many
 FEW_ROWS = (16384, 2000, 100, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
 # Every number up to a few for each SM, then by steps: who meets a call of any size has all its kernels.
@@ -149,6 +162,32 @@ def casts(device: Device) -> list[CastPlan]:
                 task = ProductProblem(16, 4096, dtype, y, bias, aligned)
                 found.append(float8_plan.plan_product(task, device))
     return found
+
+
+def named_fusions() -> list[Problem]:
+    """Of every named function over fused operations the passes of many rows and of few, in short and long rows.
+
+    Gradients that are the same, as those of x and residual in their sum, are one.
+    """
+    problems = []
+    for of, flags in ((of, flags) for of in FUSIONS.values() for flags in ({}, {"norm_before_gate": False})):
+        try:
+            operation = of(**flags)
+        except TypeError:  # it has no such flag
+            continue
+        kinds = {name: KINDS_OF_FUSIONS.get(name, "column") for name in operation.operands}
+        wanted = [name for name in ("x", *operation.operands) if name != "residual" or "gate" in kinds]
+        for dtype, cols, (rows, groups) in product(("bfloat16", "float32"), (128, 4096, 16384), GROUPED_ROWS):
+            dtypes = dict.fromkeys(("x", "y", "dy", *operation.operands), dtype)
+            dtypes |= {
+                name: dtype for name in ("s", "ds") if operation.prologue and (name == "s" or "s" in operation.returns)
+            }
+            shared = {"kinds": kinds, "groups": groups if "group" in kinds.values() else None}
+            problems += [
+                forward_problem(operation, rows, cols, dtypes, **shared),
+                backward_problem(operation, rows, cols, dtypes, wanted, **shared),
+            ]
+    return problems
 
 
 def every_number_of_rows(problem: Problem) -> list[Problem]:

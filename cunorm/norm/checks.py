@@ -139,15 +139,20 @@ def check_sm_margin(function: str, sm_margin: object, sms: int | None) -> int:
     return margin
 
 
-def check_output_mask(
-    function: str, output_mask: object, length: int, dx_out: object = None
-) -> tuple[bool, bool, bool]:
-    """Three flags; a missing third one (rms_norm has no bias) is False."""
+def check_flags(function: str, output_mask: object, length: int) -> tuple[bool, ...]:
+    """Which of so many gradients are wanted."""
     if not isinstance(output_mask, Sequence) or isinstance(output_mask, str):
         raise TypeError(f"{function}: output_mask must be a tuple of {length} bools; got {type(output_mask).__name__}.")
     if len(output_mask) != length:
         raise ValueError(f"{function}: output_mask must have {length} entries; got {len(output_mask)}.")
-    flags = [bool(flag) for flag in output_mask]
+    return tuple(bool(flag) for flag in output_mask)
+
+
+def check_output_mask(
+    function: str, output_mask: object, length: int, dx_out: object = None
+) -> tuple[bool, bool, bool]:
+    """Three flags; a missing third one (rms_norm has no bias) is False."""
+    flags = check_flags(function, output_mask, length)
     if dx_out is not None and not flags[0]:
         raise ValueError(f"{function}: dx_out must be None where output_mask leaves dx out; got {output_mask}.")
     return (flags[0], flags[1], flags[2] if length == 3 else False)

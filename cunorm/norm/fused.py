@@ -2,17 +2,19 @@
 array, and which gradients are one.
 
 An operand is a `Layout`, or a float where a number was passed. `demanded` has the kinds of operands that a named
-function knows beforehand; any other operand's follows from its shape.
+function knows beforehand; any other operand's follows from its shape, by NumPy's rules of broadcasting. Kinds are those
+of problem.py, and "expanded": what kernels have no kind for is broadcast to the shape of x, and is full then.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Collection, Iterable, Mapping
 
 from ..operation import NORMS, Operation, derivative
 from .checks import Layout, check_dtype, check_same_device
-from .problem import compute_dtype
+from .problem import MOST_GROUPS, Groups, compute_dtype
 
 Given = Layout | float
 Kinds = tuple[tuple[str, str], ...]
@@ -31,7 +33,44 @@ def check_operands(function: str, x: Layout, operands: Mapping[str, Given], *, d
     if not x.shape or x.shape[-1] == 0:
         raise ValueError(f"{function}: x must have a last axis to normalise, and not an empty one; got {x.shape}.")
     expected = dict(demanded)
-    return {name: _kind(function, name, one, x, expected.get(name)) for name, one in operands.items()}
+    kinds = {name: _kind(function, name, one, x, expected.get(name)) for name, one in operands.items()}
+    first = groups_of(x, operands, kinds)
+    for name, kind in kinds.items():
+        if kind == "group" and groups_of(x, {name: operands[name]}, kinds) != first:
+            kinds[name] = "expanded"  # a kernel has groups of one sort
+    return kinds
+
+
+def groups_of(x: Layout, operands: Mapping[str, Given], kinds: Mapping[str, str]) -> Groups | None:
+    """The groups of rows that operands of the kind "group" are for."""
+    for name, one in operands.items():
+        if kinds.get(name) == "group" and isinstance(one, Layout):
+            return _groups(one.shape, x.shape)
+    return None
+
+
+def broadcast_axes(shape: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of `to` along which an operand of this shape is repeated."""
+    padded = (1,) * (len(to) - len(shape)) + shape
+    return tuple(axis for axis, (own, full) in enumerate(zip(padded, to, strict=True)) if own != full)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return all(own in (1, full) for own, full in zip(reversed(shape), reversed(to), strict=False))
+
+
+def _groups(shape: tuple[int, ...], to: tuple[int, ...]) -> Groups | None:
+    """The groups of rows that share a vector of an operand; None if it has no vectors, or groups are not regular."""
+    rows = math.prod(to[:-1])
+    repeated = broadcast_axes(shape, to)
+    axes = [axis for axis, size in enumerate(to[:-1]) if size != 1]  # what leads from row to row
+    own = [axis for axis in axes if axis not in repeated]
+    if not own or len(to) - 1 in repeated or rows >= 2**32:
+        return None
+    if axes.index(own[-1]) - axes.index(own[0]) + 1 != len(own):
+        return None
+    count = math.prod(to[axis] for axis in own)
+    return Groups(math.prod(to[own[-1] + 1 : -1]), count) if count <= MOST_GROUPS else None
 
 
 def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | None) -> str:
@@ -52,20 +91,13 @@ def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | N
         return "full"
     if shape == (1,) * (len(shape) - 1) + columns and 0 < len(shape) <= len(x.shape):
         return "column"
+    if shape and len(shape) <= len(x.shape) and _broadcasts(shape, x.shape):
+        return "group" if _groups(shape, x.shape) else "expanded"
+    instead = f"Reshape it, or pass broadcast_to({name}, x.shape)." if shape else f"Pass float({name})."
     raise ValueError(
-        f"{function}: {name} must have the shape of x, {x.shape}, or of its last axis, {columns}, or be a number; got "
-        f"an array of shape {shape}. {_instead(name, shape, x)}"
+        f"{function}: {name} must broadcast against x, whose shape is {x.shape}, or be a number; got an array of shape "
+        f"{shape}. {instead}"
     )
-
-
-def _instead(name: str, shape: tuple[int, ...], x: Layout) -> str:
-    """What to pass instead of an operand of another shape."""
-    if not shape:
-        return f"Pass float({name})."
-    padded = (1,) * (len(x.shape) - len(shape)) + shape
-    if len(padded) == len(x.shape) and all(a in (1, b) for a, b in zip(padded, x.shape, strict=True)):
-        return f"Vectors for groups of rows come in a later version: until then pass broadcast_to({name}, x.shape)."
-    return "It does not broadcast against x."
 
 
 def check_backward(function: str, operation: Operation, arrays: Mapping[str, Given], row_dtype: str) -> None:

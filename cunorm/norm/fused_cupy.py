@@ -20,7 +20,7 @@ from ..recipes import Recipes
 from . import checks, fused
 from .checks import Layout
 from .plan import Plan, plan
-from .problem import Problem, RowStrides, backward_problem, compute_dtype, forward_problem
+from .problem import Groups, Problem, RowStrides, backward_problem, compute_dtype, forward_problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +29,8 @@ class Recipe:
 
     plan: Plan | None
     device_id: int
+    shape: tuple[int, ...]  # of x
+    expanded: tuple[str, ...]  # the arrays that are broadcast to it
     copies: tuple[str, ...]  # the arrays that must be made contiguous
     written: tuple[tuple[str, tuple[int, ...], numpy.dtype], ...]  # names, shapes and dtypes of what is allocated
     # Forward.
@@ -37,6 +39,8 @@ class Recipe:
     # Backward.
     dy: tuple[tuple[int, ...], numpy.dtype] | None = None  # of the zeros that stand for a dy that was not given
     gradients: tuple[tuple[str, str], ...] = ()  # which of those written is the gradient of each name
+    # Of expanded arrays: axes along which their gradients are added up, shapes and dtypes.
+    reduced: tuple[tuple[str, tuple[int, ...], tuple[int, ...], numpy.dtype], ...] = ()
     totals: frozenset[str] = frozenset()  # of those written: sums of columns that are yet to be added up
 
 
@@ -73,7 +77,7 @@ def _forward_recipe(function, arrays, operation, demanded, eps, dtype, s_dtype) 
     x = given["x"]
     assert isinstance(x, Layout)
     operands = {name: one for name, one in given.items() if name != "x"}
-    kinds = fused.check_operands(function, x, operands, demanded=demanded)
+    kinds, groups = _kinds(function, x, given, operands, demanded)
     eps = checks.check_eps(function, eps)
     row_dtype = s_dtype or x.dtype
     compute = compute_dtype(row_dtype)
@@ -85,14 +89,17 @@ def _forward_recipe(function, arrays, operation, demanded, eps, dtype, s_dtype) 
         math.prod(x.shape[:-1]),
         x.shape[-1],
         dtypes,
-        kinds=kinds,
+        kinds=_of_kernels(kinds),
         strides=_strides(given, kinds),
+        groups=groups,
         aligned=_aligned(arrays),
     )
     of_rows = (x.shape[:-1], numpy.dtype(compute))
     return Recipe(
         plan=plan(task, device.current(int(x.device))) if task.rows else None,
         device_id=int(x.device),
+        shape=x.shape,
+        expanded=_expanded(kinds),
         copies=_copies(function, given, kinds),
         written=tuple((name, x.shape, numpy_dtype(function, dtypes[name])) for name in operation.returns),
         statistics=tuple((name, *of_rows) for name in NORMS[operation.norm].statistics),
@@ -125,7 +132,10 @@ def backward(
                 arrays["dy"] = cupy.zeros(*recipe.dy)
             _launch(recipe, recipe.plan, arrays, results)
         results = {name: array.sum() if name in recipe.totals else array for name, array in results.items()}
-    return {name: results[of] for name, of in recipe.gradients}
+        gradients = {name: results[of] for name, of in recipe.gradients}
+        for name, axes, shape, kind in recipe.reduced:
+            gradients[name] = gradients[name].sum(axes).reshape(shape).astype(kind)
+    return gradients
 
 
 def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> Recipe:
@@ -133,8 +143,10 @@ def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> 
     x = given["x"]
     assert isinstance(x, Layout)
     operands = {name: given[name] for name in operation.operands if name in given}
-    kinds = fused.check_operands(function, x, operands, demanded=demanded)
-    row_dtype = s_dtype or x.dtype
+    shapes = {name: (one.shape, one.dtype) for name, one in operands.items() if isinstance(one, Layout)}
+    kinds, groups = _kinds(function, x, given, operands, demanded)
+    s = given.get("s")
+    row_dtype = s_dtype or (s.dtype if isinstance(s, Layout) else x.dtype)
     fused.check_backward(function, operation, given, row_dtype)
     compute = compute_dtype(row_dtype)
     zeros = None
@@ -144,17 +156,19 @@ def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> 
     dtypes = _dtypes(given, compute)
     if operation.prologue is not None:
         dtypes["s"] = row_dtype
-    of = {name: dtypes.get(name, x.dtype) for name in wanted}
+    # A gradient that is added up afterwards is not rounded before.
+    of = {name: compute if kinds.get(name) == "expanded" else dtypes.get(name, x.dtype) for name in wanted}
     same = fused.same_gradients(operation, wanted, operands, kinds, of)
     computed = tuple(dict.fromkeys(same.values()))
     task = backward_problem(
         operation,
         math.prod(x.shape[:-1]),
         x.shape[-1],
-        dtypes,
+        dtypes | {f"d{name}": of[name] for name in computed},
         computed,
-        kinds=kinds,
+        kinds=_of_kernels(kinds),
         strides=_strides(given, kinds),
+        groups=groups,
         aligned=_aligned(arrays),
     )
     columns = x.shape[-1:]
@@ -167,16 +181,30 @@ def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> 
     return Recipe(
         plan=plan(task, device.current(int(x.device))) if task.rows and computed else None,
         device_id=int(x.device),
+        shape=x.shape,
+        expanded=_expanded(kinds),
         copies=_copies(function, given, kinds),
         written=tuple(written),
         dy=zeros,
         gradients=tuple((name, f"d{same[name]}") for name in wanted),
+        reduced=tuple(
+            (
+                name,
+                fused.broadcast_axes(shapes[name][0], x.shape),
+                shapes[name][0],
+                numpy_dtype(function, shapes[name][1]),
+            )
+            for name in wanted
+            if kinds.get(name) == "expanded"
+        ),
         totals=frozenset(f"d{name}" for name in computed if kinds.get(name) == "scalar"),
     )
 
 
 def _launch(recipe: Recipe, solution: Plan, arrays: dict[str, Any], written: dict[str, cupy.ndarray]) -> None:
     problem: Problem = solution.problem
+    if recipe.expanded:
+        arrays = arrays | {name: cupy.broadcast_to(arrays[name], recipe.shape) for name in recipe.expanded}
     if recipe.copies:
         arrays = arrays | {name: cupy.ascontiguousarray(arrays[name]) for name in recipe.copies}
     arrays = {"eps": recipe.eps, **arrays, **written}
@@ -213,27 +241,61 @@ def _dtypes(given: Mapping[str, fused.Given], compute: str) -> dict[str, str]:
 
 def _full(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[str, Layout]:
     """The arrays that are read by rows."""
-    by_rows = {"x", "s", "dy", "ds"} | {name for name, kind in kinds.items() if kind == "full"}
+    by_rows = {"x", "s", "dy", "ds"} | {name for name, kind in kinds.items() if kind in ("full", "expanded")}
     return {name: one for name, one in given.items() if name in by_rows and isinstance(one, Layout)}
 
 
 def _strides(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[str, RowStrides]:
-    """From row to row, of the arrays that are read by rows and not copied."""
+    """From row to row, or vector to vector, of the arrays that are read so and not copied."""
     found = {name: _row_strides(one) for name, one in _full(given, kinds).items()}
+    found |= {name: _vector_strides(given[name]) for name, kind in kinds.items() if kind == "group"}
     return {name: strides for name, strides in found.items() if strides is not None}
 
 
 def _copies(function: str, given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> tuple[str, ...]:
     """The arrays whose rows, or that as vectors, do not lie as kernels read them."""
     full = _full(given, kinds)
-    copies = {
-        name: one
-        for name, one in given.items()
-        if isinstance(one, Layout)
-        and (_row_strides(one) if name in full else checks.row_strides(one, len(one.shape))) is None
-    }
+
+    def strides(name: str, one: Layout) -> RowStrides | None:
+        if name in full:
+            return _row_strides(one)
+        return _vector_strides(one) if kinds.get(name) == "group" else checks.row_strides(one, len(one.shape))
+
+    copies = {name: one for name, one in given.items() if isinstance(one, Layout) and strides(name, one) is None}
     logs.copied(function, copies, copies.values(), [True] * len(copies))
     return tuple(copies)
+
+
+def _kinds(
+    function: str, x: Layout, given: dict[str, fused.Given], operands: dict[str, fused.Given], demanded: fused.Kinds
+) -> tuple[dict[str, str], Groups | None]:
+    """The kinds of operands, and the groups of rows of some. `given` gets the layout of what is expanded."""
+    kinds = fused.check_operands(function, x, operands, demanded=demanded)
+    groups = fused.groups_of(x, operands, kinds)
+    for name in _expanded(kinds):
+        one = given[name]
+        assert isinstance(one, Layout)
+        logs.expanded(function, name, one.shape, x.shape)
+        own = (0,) * (len(x.shape) - len(one.strides)) + one.strides
+        repeated = fused.broadcast_axes(one.shape, x.shape)
+        strides = tuple(0 if axis in repeated else stride for axis, stride in enumerate(own))
+        given[name] = Layout(x.shape, strides, one.dtype, one.device)
+    return kinds, groups
+
+
+def _expanded(kinds: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(name for name, kind in kinds.items() if kind == "expanded")
+
+
+def _of_kernels(kinds: Mapping[str, str]) -> dict[str, str]:
+    """What is expanded is full."""
+    return {name: "full" if kind == "expanded" else kind for name, kind in kinds.items()}
+
+
+def _vector_strides(given: fused.Given) -> RowStrides | None:
+    """From vector to vector, where one stride leads there."""
+    found = checks.row_strides(given, 1) if isinstance(given, Layout) else None
+    return None if found is None or found.inner else found
 
 
 def _row_strides(layout: Layout) -> RowStrides | None:

@@ -77,7 +77,8 @@ def backward(
     of_x = layout(function, "x", arrays["x"])
     operands = {name: given[name] for name in operation.operands if name in given}
     kinds = fused.check_operands(function, of_x, operands, demanded=demanded)
-    row_dtype = s_dtype or of_x.dtype
+    s = given.get("s")
+    row_dtype = s_dtype or (s.dtype if isinstance(s, checks.Layout) else of_x.dtype)
     fused.check_backward(function, operation, given, row_dtype)
     compute = compute_dtype(row_dtype)
     dtypes = {name: of.dtype for name, of in given.items() if isinstance(of, checks.Layout)}
@@ -116,6 +117,8 @@ def _reduced(
     of = arrays.get(name, arrays["x"])
     if kind == "full":
         return rounded(gradient, of.dtype)
+    if kind != "column":
+        return rounded(gradient.sum(fused.broadcast_axes(of.shape, gradient.shape)).reshape(of.shape), of.dtype)
     total = rounded(sum_of_rows(gradient, gradient.ndim - 1), of.dtype)
     return total.reshape(of.shape) if name in arrays else total
 

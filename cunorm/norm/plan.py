@@ -15,7 +15,7 @@ from ..device import Device
 from ..operation import derivative
 from .problem import ITEMSIZE, Problem, backward_problem
 from .spec import SUM_COLUMNS, WARP, KernelSpec, NormSpec, RowShape, SumSpec, dynamic_shared, shared_memory
-from .tiers import SHORT, ceil_div, choose, kernel_spec
+from .tiers import SHORT, Tier, ceil_div, choose, kernel_spec
 
 
 class Pointer(NamedTuple):
@@ -107,7 +107,7 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         shape = RowShape(16 // ITEMSIZE[problem.row_dtype], STREAMED_THREADS, 1)
         spec = kernel_spec(problem, "forward_streamed", shape)
         # Two CTAs an SM: left to itself ptxas takes 71 registers for bfloat16 and has room for one.
-        arrays = {one.dtype for one in problem.operands if one.kind in ("full", "column")}
+        arrays = {one.dtype for one in problem.operands if one.kind in ("full", "column", "group")}
         two = arrays == {problem.row_dtype} != {"float64"} and len(spec.matrices) == 1 and spec.aligned
         spec = replace(spec, streamed_y=True, ctas_per_sm=2 if two else 1)
         groups = _resident_groups(problem, spec, device) if problem.sm_margin else min(problem.rows, GRID_LIMIT)
@@ -123,6 +123,8 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
 def _plan_short_forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
     """A CTA for every row or, where a CTA has more than one turn, as many as run at once."""
     once = spec.kernel == "forward" and not spec.stages and not problem.sm_margin and problem.rows <= GRID_LIMIT
+    if spec.grouped and spec.kernel == "forward" and not once:
+        spec = replace(spec, columns_stay=False)  # the next row of a CTA may be of another group
     if once or spec.kernel == "forward_spread":
         groups = ceil_div(problem.rows, spec.rows_per_cta)
     else:
@@ -146,25 +148,66 @@ def _plan_backward(problem: Problem, device: Device) -> Plan:
     most_groups = 2 * device.sms * 8 // (compute * max(2, len(sums)))
     # For sums of dy alone neither x nor the whole of a row is needed.
     choice = choose(problem, device) if len(sums) < len(written) or "rstd" in problem.pointers else None
-    if choice is not None:
-        tier, spec = choice
-        groups = min(_resident_groups(problem, spec, device, tier.idle), most_groups)
-        lanes = _whole_column_lanes(problem, device, sums)
-        if groups > 1 and lanes:
-            steps, final = _few_rows_backward(problem, device, sums, lanes), True
-        else:
-            # What a single group adds up are the gradients: nothing is left to be done.
-            spec = replace(spec, final=groups == 1 and bool(sums))
-            steps, final = [_step(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)], spec.final
+    if choice is None:
+        tier = "streamed"
+        steps, partials = _streamed_backward(problem, device, sums, most_groups)
     else:
-        steps, groups = _streamed_backward(problem, device, sums, most_groups)
-        spec, final = None, groups == 1
-    if sums and not final:
-        steps += _sum_partials(problem, device, sums, groups)
-    else:
-        groups = 0
-    workspace = groups * _partial_row(problem) * compute * len(sums)
-    return Plan(problem, device, _tier(spec) if spec else "streamed", tuple(steps), groups, workspace)
+        tier = _tier(choice[1])
+        resident_backward = _grouped_backward if problem.groups else _resident_backward
+        steps, partials = resident_backward(problem, device, sums, most_groups, *choice)
+    if partials:
+        steps += _sum_partials(problem, device, sums, partials)
+    workspace = partials * _partial_row(problem) * compute * len(sums)
+    return Plan(problem, device, tier, tuple(steps), partials, workspace)
+
+
+def _resident_backward(
+    problem: Problem, device: Device, sums: tuple[str, ...], most_groups: int, tier: Tier, spec: NormSpec
+) -> tuple[list[Step], int]:
+    """The launches for rows that a tier takes, and how many partial rows they leave."""
+    groups = min(_resident_groups(problem, spec, device, tier.idle), most_groups)
+    lanes = _whole_column_lanes(problem, device, sums)
+    if groups > 1 and lanes:
+        return _few_rows_backward(problem, device, sums, lanes), 0
+    # What a single group adds up are the gradients: nothing is left to be done.
+    spec = replace(spec, final=groups == 1 and bool(sums))
+    step = _step(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)
+    return [step], groups if sums and not spec.final else 0
+
+
+def _grouped_backward(
+    problem: Problem, device: Device, sums: tuple[str, ...], _: int, tier: Tier, spec: NormSpec
+) -> tuple[list[Step], int]:
+    """The same where rows are of groups: a CTA has rows of one, so that its sums are of one."""
+    assert problem.groups is not None
+    ctas = _ctas_of_group(problem, spec, device, tier.idle)
+    spec = replace(spec, final=bool(sums) and ctas == 1 and _of_groups_alone(problem, sums))
+    partials = ctas * problem.groups.count
+    step = _step(problem, spec, (ctas * spec.shape.cluster, 1, problem.groups.count), partials)
+    return [step], partials if sums and not spec.final else 0
+
+
+def _of_groups_alone(problem: Problem, sums: tuple[str, ...]) -> bool:
+    return all(problem.by_name[name].kind == "group" for name in sums)
+
+
+# What the first row of a CTA waits, and its sums on their way out, in turns of the others.
+TURNS_TO_START = 4
+
+
+def _ctas_of_group(problem: Problem, spec: NormSpec, device: Device, idle: int) -> int:
+    """How many CTAs (or clusters) share the rows of a group: so that all groups together take the fewest turns, where
+    CTAs that do not run at once run one after the other.
+    """
+    groups = problem.groups
+    assert groups is not None
+    rows = ceil_div(problem.rows // groups.count, spec.rows_per_cta)
+    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, max(problem.sm_margin, idle))
+
+    def turns(ctas: int) -> int:
+        return ceil_div(groups.count * ctas, resident) * (ceil_div(rows, ctas) + TURNS_TO_START)
+
+    return min(range(1, min(rows, max(1, 4 * resident // groups.count)) + 1), key=turns)
 
 
 def _whole_column_lanes(problem: Problem, device: Device, sums: tuple[str, ...]) -> int:
@@ -203,7 +246,7 @@ def _few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...], 
 def _streamed_backward(
     problem: Problem, device: Device, sums: tuple[str, ...], most_groups: int
 ) -> tuple[list[Step], int]:
-    """The launches for rows that no tier takes, and how many partial rows they write."""
+    """The launches for rows that no tier takes, and how many partial rows they leave."""
     late = [name for name, _ in derivative(problem.operation, _sources(sums), problem.by_name).late]
     if late:
         raise NotImplementedError(
@@ -217,14 +260,21 @@ def _streamed_backward(
         spec = kernel_spec(part, "column_gradients", RowShape(pack, COLUMN_THREADS, 1))
         tiles = ceil_div(problem.cols, pack * COLUMN_THREADS)
         sms = device.sms - problem.sm_margin
-        groups = min(ceil_div(problem.rows, LEAST_ROWS), most_groups, max(1, PARTIAL_CTAS * sms // tiles))
-        steps.append(_step(part, replace(spec, final=groups == 1), (tiles, groups, 1), groups))
+        count = problem.groups.count if problem.groups else 1
+        ctas = max(1, min(most_groups, PARTIAL_CTAS * sms // tiles) // count)
+        ctas = min(ceil_div(problem.rows // count, LEAST_ROWS), ctas)
+        groups = ctas * count
+        final = groups == 1 or (ctas == 1 and _of_groups_alone(problem, sums))
+        steps.append(_step(part, replace(spec, final=final), (tiles, ctas, count), groups))
+        groups = 0 if final else groups
     # Last, as dx may take the memory of x or dy.
     if rows:
         part = _part(problem, rows)
         spec = kernel_spec(part, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
         # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
         plain = {one.dtype for one in part.operands if one.kind != "per_row"} == {part.row_dtype} and spec.aligned
+        # Of more arrays, and of vectors of groups, they spilled 4 to 60 bytes.
+        plain = plain and len(spec.matrices) + len(spec.results) <= 4 and not spec.grouped
         spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)
         steps.append(_step(part, spec, (_resident_groups(part, spec, device), 1, 1), 0))
     return steps, groups
@@ -242,7 +292,8 @@ def _part(problem: Problem, wanted: tuple[str, ...]) -> Problem:
         # The gradient of a number is written as a column; what the number itself is, the operand says.
         kinds={name[1:]: one.kind for name, one in given.items() if one.written}
         | {name: one.kind for name, one in given.items()},
-        strides={name: one.strides for name, one in given.items() if one.kind == "full"},
+        strides={name: one.strides for name, one in given.items() if one.kind in ("full", "group")},
+        groups=problem.groups,
     )
     return replace(problem, operands=found.operands)
 
@@ -263,7 +314,11 @@ def _step(problem: Problem, spec: NormSpec, grid: tuple[int, int, int], groups: 
         dynamic_shared(spec),
         tuple(places.get(name, Pointer(name)) for name in problem.pointers),
         problem.scalars,
-        (problem.rows, *(n for one in problem.operands if one.kind == "full" for n in one.row_numbers.values())),
+        (
+            problem.rows,
+            *(number for one in problem.operands for number in one.row_numbers.values()),
+            *(problem.groups.numbers(problem.rows) if problem.groups else ()),
+        ),
     )
 
 
@@ -281,13 +336,18 @@ def _sum_partials(problem: Problem, device: Device, sums: tuple[str, ...], group
     # 2.4 us, of 8192 3.1; 28 of 65536 3.7, with 8 threads beside each other 7.2.
     lanes = next((lanes for lanes in (8, 16, 32, 64, 128) if lanes * 256 >= threads), SUM_THREADS)
     steps = []
-    for dtype in dict.fromkeys(problem.by_name[name].dtype for name in sums):
-        names = [name for name in sums if problem.by_name[name].dtype == dtype]
-        spec = SumSpec(problem.compute, dtype, 16 // ITEMSIZE[problem.row_dtype], lanes, len(names), SUM_THREADS)
+    for dtype, kind in dict.fromkeys((problem.by_name[name].dtype, problem.by_name[name].kind) for name in sums):
+        names = [name for name in sums if (problem.by_name[name].dtype, problem.by_name[name].kind) == (dtype, kind)]
+        # blockIdx.z: of which group of rows.
+        count = problem.groups.count if problem.groups and kind == "group" else 1
+        pack = 16 // ITEMSIZE[problem.row_dtype]
+        spec = SumSpec(problem.compute, dtype, pack, lanes, len(names), count > 1, SUM_THREADS)
         partials = (Pointer("workspace", sums.index(name) * groups * row) for name in names)
         pointers = tuple(one for pair in zip(partials, map(Pointer, names), strict=True) for one in pair)
         # blockIdx.y: which of them.
-        grid = (ceil_div(threads, lanes), len(names), 1)
+        grid = (ceil_div(threads, lanes), len(names), count)
         # Only the first has the kernel that wrote the partial rows in front of it.
-        steps.append(Step(spec, grid, 0, pointers, (), (groups, problem.cols), device.arch >= 90 and not steps))
+        steps.append(
+            Step(spec, grid, 0, pointers, (), (groups // count, problem.cols), device.arch >= 90 and not steps)
+        )
     return steps

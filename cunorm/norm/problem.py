@@ -31,20 +31,40 @@ class RowStrides(NamedTuple):
     inner: int = 0  # rows to a step of `outer`; 0: there is one stride
 
 
+class Groups(NamedTuple):
+    """Rows that share a vector: row r has vector r // inner % count, as of samples or heads."""
+
+    inner: int
+    count: int
+
+    def numbers(self, rows: int) -> tuple[int, ...]:
+        """What a kernel is told: GROUP_NUMBERS. Quotients come of reciprocals, as for two strides."""
+        own, period = (-(-(2**63) // length) for length in (self.inner, self.inner * self.count))
+        if self.inner == 1:
+            own = -(2**63)  # the same 64 bits
+        return self.inner, self.count, rows // self.count, own, period
+
+
+GROUP_NUMBERS = ("group_inner", "group_count", "group_rows", "group_reciprocal", "group_period_reciprocal")
+MOST_GROUPS = 2**16 - 1  # the last axis of a grid has no more
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """An array that a kernel reads or writes, or a number that it is given."""
 
     name: str
-    # "full": rows x cols; "column": one vector for all rows; "per_row": a number for each row; "per_block": for each
-    # BLOCK columns of a row; "one": a number in memory; "scalar": a number that the launch is given.
+    # "full": rows x cols; "column": one vector for all rows; "group": one for each group of rows; "per_row": a number
+    # for each row; "per_block": for each BLOCK columns of a row; "one": a number in memory; "scalar": a number that the
+    # launch is given.
     kind: str
     dtype: str
     written: bool = False
-    # Of a full one, as in RowStrides.
+    # Of a full one, as in RowStrides. Of groups row_stride leads from vector to vector; what is written lies close.
     row_stride: int = 0
     outer_stride: int = 0
     inner: int = 0
+    groups: Groups | None = None
 
     @property
     def strides(self) -> RowStrides:
@@ -52,11 +72,13 @@ class Operand:
 
     @property
     def row_numbers(self) -> dict[str, int]:
-        """What a kernel is told of the rows of a full one, by the last word of each parameter's name.
+        """What a kernel is told of its rows or vectors, by the last word of each parameter's name.
 
         With two strides there is a gap after every `inner` rows, and row r begins at r * row_stride + r // inner * gap.
         r // inner is r * reciprocal // 2^63 for rows below 2^32: no kernel divides, and none is of one `inner`.
         """
+        if self.kind != "full":
+            return {"stride": self.row_stride} if self.kind == "group" and not self.written else {}
         numbers = {"stride": self.row_stride}
         if self.inner:
             numbers["gap"] = self.outer_stride - self.inner * self.row_stride
@@ -71,6 +93,7 @@ class Operand:
         """How many numbers it holds."""
         blocks = rows * -(-cols // BLOCK)
         sizes = {"full": rows * cols, "column": cols, "per_row": rows, "per_block": blocks, "one": 1, "scalar": 1}
+        sizes["group"] = self.groups.count * cols if self.groups else 0
         return sizes[self.kind]
 
 
@@ -105,6 +128,11 @@ class Problem:
         return compute_dtype(self.row_dtype)
 
     @property
+    def groups(self) -> Groups | None:
+        """Of the operands that are for groups of rows: all have the same."""
+        return next((operand.groups for operand in self.operands if operand.groups), None)
+
+    @property
     def pointers(self) -> tuple[str, ...]:
         """The names of the arrays, in the order in which a launch takes their addresses."""
         return tuple(operand.name for operand in self.operands if operand.kind != "scalar")
@@ -122,7 +150,7 @@ class Problem:
     @property
     def bytes_moved(self) -> int:
         """The least that must go through device memory, but for what is a number for each row."""
-        moved = (o for o in self.operands if o.kind in ("full", "column"))
+        moved = (o for o in self.operands if o.kind in ("full", "column", "group"))
         return sum(o.size(self.rows, self.cols) * o.itemsize for o in moved)
 
 
@@ -138,20 +166,21 @@ def forward_problem(
     *,
     kinds: Mapping[str, str] | None = None,
     strides: Mapping[str, int | RowStrides] | None = None,
+    groups: Groups | None = None,
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:
     """The forward pass. `dtypes` has x, y, s if there is a prologue, and the operands that are given.
 
-    Operands are columns unless `kinds` says otherwise; full arrays are contiguous unless `strides` has their rows': a
-    number where there is one. With y8, which is y in 8 bits, `kinds` has the kind of its scales, and y itself is
-    written if `dtypes` has it.
+    Operands are columns unless `kinds` says otherwise; full arrays and those of `groups` are contiguous unless
+    `strides` has their rows': a number where there is one. With y8, which is y in 8 bits, `kinds` has the kind of its
+    scales, and y itself is written if `dtypes` has it.
     """
     kinds = kinds or {}
     operation = operation.given(dtypes)
     row_dtype = dtypes.get("s", dtypes["x"])
     compute = compute_dtype(row_dtype)
-    read = _operands(("x", *operation.operands), dtypes, kinds, cols, strides or {})
+    read = _operands(("x", *operation.operands), dtypes, kinds, cols, strides or {}, groups)
     returns = operation.returns
     if "y8" in dtypes:
         returns = ("y8", *(name for name in returns if name in dtypes))
@@ -173,6 +202,7 @@ def backward_problem(
     *,
     kinds: Mapping[str, str] | None = None,
     strides: Mapping[str, int | RowStrides] | None = None,
+    groups: Groups | None = None,
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:
@@ -196,26 +226,33 @@ def backward_problem(
     if "ds" in dtypes and found.late:
         uses["ds"] = None
     uses |= dict.fromkeys(name for name in ("s", "x", *operation.operands) if name in used)
-    read = _operands(uses, dtypes, {"dy": "full"} | kinds, cols, strides or {})
+    read = _operands(uses, dtypes, {"dy": "full"} | kinds, cols, strides or {}, groups)
     statistics = [Operand(name, "per_row", compute) for name in NORMS[operation.norm].statistics if needs_xhat]
     gradients = []
     for name in wanted:
         dtype = dtypes.get(f"d{name}") or dtypes.get(name) or dtypes["x"]
         if name == "x" or kinds.get(name) == "full":
             gradients.append(Operand(f"d{name}", "full", dtype, True, *_row_strides(f"d{name}", cols, strides or {})))
+        elif kinds.get(name) == "group":
+            gradients.append(Operand(f"d{name}", "group", dtype, True, cols, groups=groups))
         else:  # of a scalar the sums of the columns, which are added up later
             gradients.append(Operand(f"d{name}", "column", compute if kinds.get(name) == "scalar" else dtype, True))
     return Problem(operation, "backward", rows, cols, row_dtype, (*read, *statistics, *gradients), sm_margin, aligned)
 
 
 def _operands(
-    names: Collection[str] | dict, dtypes: Mapping[str, str], kinds: Mapping[str, str], cols: int, strides: Mapping
+    names: Collection[str] | dict,
+    dtypes: Mapping[str, str],
+    kinds: Mapping[str, str],
+    cols: int,
+    strides: Mapping,
+    groups: Groups | None = None,
 ) -> tuple[Operand, ...]:
     found = []
     for name in names:
         kind = "full" if name == "x" else kinds.get(name, "column")
-        rows = _row_strides(name, cols, strides) if kind == "full" else ()
-        found.append(Operand(name, kind, dtypes[name], False, *rows))
+        rows = _row_strides(name, cols, strides) if kind in ("full", "group") else ()
+        found.append(Operand(name, kind, dtypes[name], False, *rows, groups=groups if kind == "group" else None))
     return tuple(found)
 
 

@@ -77,6 +77,11 @@ class NormSpec:
             f"cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
         )
 
+    @property
+    def grouped(self) -> bool:
+        """Whether an operand is for groups of rows."""
+        return any(one.kind == "group" for one in self.operands)
+
     def has_vectors(self, one: Operand) -> bool:
         return self.aligned if one.kind == "full" else self.columns_aligned
 
@@ -120,12 +125,12 @@ class NormSpec:
 
     @property
     def columns(self) -> tuple[Operand, ...]:
-        """What is read once for all rows."""
-        return tuple(one for one in self.read if one.kind == "column")
+        """What is read once for all rows, or for a group of them."""
+        return tuple(one for one in self.read if one.kind in ("column", "group"))
 
     @property
     def sums(self) -> tuple[Operand, ...]:
-        """What is added up over rows."""
+        """What is added up over rows, all of them or those of a group."""
         return tuple(one for one in self.written if one.kind != "full") if self.kernel in BACKWARD else ()
 
     @property
@@ -162,6 +167,7 @@ class SumSpec:
     pack: int
     lanes: int  # threads beside each other
     count: int
+    grouped: bool = False  # for each group of rows apart
     threads: int = 256
     kernel: str = "sum_partials"
     cluster: int = 1

@@ -98,6 +98,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     columns = _column_bytes(problem, shape)
     spec = kernel_spec(problem, problem.direction, shape)
     resident = tier.resident
+    groups = problem.groups
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not tier.packs:
         # Rows that several warps hold wait for each other: in one CTA where they are many (4096 cols 0.94 of the roof,
@@ -105,6 +106,9 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         ctas = 1 if shape.threads > 64 and _bytes_per_sm(problem, device) > RING_BYTES else 2
         rows_per_cta = min(max(1, tier.cta // ctas // shape.threads), _rows_under_way(problem, tier, shape, ctas))
         resident = min(resident, ctas * rows_per_cta * shape.threads)
+    if groups:  # a CTA has rows of one group alone
+        whole_warps = _whole_warps(shape)
+        rows_per_cta = min(rows_per_cta, ceil_div(problem.rows // groups.count, whole_warps) * whole_warps)
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *_column_dtypes(problem))) == 2
     spec = replace(
         spec,
@@ -195,7 +199,8 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
         # All rows at once: weight and bias are asked for with x.
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     many = _bytes_per_sm(problem, device) > RING_BYTES
-    if vectors > 2 and len(spec.matrices) == 1 and not (many and vectors <= 5 and (spec.aligned or of_vector > 1)):
+    waits = vectors > 2 and len(spec.matrices) == 1 and not spec.grouped
+    if waits and not (many and vectors <= 5 and (spec.aligned or of_vector > 1)):
         found = _short_ring(spec, vectors, column_words, working + y_words, (32 if many else 48) << 10, device)
         if found is not None:
             return found
@@ -247,7 +252,7 @@ def _short_ring(
 
 def _words_to_shift(spec: NormSpec) -> int:
     """Registers in which a thread shifts a pack at an odd address, beside the pack itself: of the widest array."""
-    width = max(one.itemsize for one in spec.operands if one.kind in ("full", "column"))
+    width = max(one.itemsize for one in spec.operands if one.kind in ("full", "column", "group"))
     return spec.shape.pack * width // 4
 
 
@@ -308,7 +313,7 @@ def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple
 
 def _column_dtypes(problem: Problem) -> list[str]:
     """Of weight and bias, and whatever else is read once for all rows."""
-    return [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
+    return [one.dtype for one in problem.operands if one.kind in ("column", "group") and not one.written]
 
 
 def _full_dtypes(problem: Problem) -> set[str]:
@@ -336,7 +341,7 @@ def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, device: De
 def _columns_stay(problem: Problem, tier: Tier, spec: NormSpec, columns: int, device: Device) -> bool:
     """Whether a thread of the forward pass keeps weight and bias. Where it says no, ptxas spilled 4 to 176 bytes."""
     # Beside two matrices add_layer_norm took 173 us with them and 139 without, 16384 x 4096.
-    if problem.direction == "forward" and (len(spec.matrices) > 1 or spec.finds_scales):
+    if problem.direction == "forward" and (len(spec.matrices) > 1 or spec.finds_scales or spec.grouped):
         return False
     if problem.direction == "backward" or columns > tier.columns:
         return False
@@ -353,22 +358,24 @@ def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> No
         cols=problem.cols,
         row_dtype=problem.row_dtype,
         # Of strides the text has no more than how many there are.
-        operands=tuple(replace(one, row_stride=0, outer_stride=0, inner=min(1, one.inner)) for one in problem.operands),
-        aligned=_vectors_fit(problem, shape.pack),
-        columns_aligned=problem.aligned,
+        operands=tuple(
+            replace(one, row_stride=0, outer_stride=0, inner=min(1, one.inner), groups=None) for one in problem.operands
+        ),
+        aligned=_vectors_fit(problem, shape.pack, ("full", "group")),
+        columns_aligned=_vectors_fit(problem, shape.pack, ("group",)),
         shape=shape,
     )
     return replace(spec, **changes)
 
 
-def _vectors_fit(problem: Problem, pack: int) -> bool:
-    """Every pack of every row starts at a multiple of its size (or of 16 bytes)."""
+def _vectors_fit(problem: Problem, pack: int, kinds: tuple[str, ...]) -> bool:
+    """Every pack of every row, or vector, of such operands starts at a multiple of its size (or of 16 bytes)."""
     return problem.aligned and (
         problem.rows == 1
         or all(
             stride * one.itemsize % min(16, pack * one.itemsize) == 0
             for one in problem.operands
-            if one.kind == "full"
+            if one.kind in kinds
             for stride in (one.row_stride, one.outer_stride)
         )
     )

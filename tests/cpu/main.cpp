@@ -1,6 +1,6 @@
 // One launch: the job comes on standard input, the arrays as the kernel leaves them go to standard output. All numbers
 // are 64-bit words:
-//   grid x, y, threads, CTAs of a cluster, order (as in scheduler.cpp), bytes of dynamic shared memory,
+//   grid x, y, z, threads, CTAs of a cluster, order (as in scheduler.cpp), bytes of dynamic shared memory,
 //   number of arrays, number of arguments,
 //   of each array its bytes and its address modulo 16,
 //   of each argument its bytes, the number of its array or -1, and its value or its offset in the array,
@@ -33,7 +33,7 @@ struct Argument {
   std::uint64_t value;
 };
 struct Header {
-  std::uint64_t grid_x, grid_y, threads, cluster, order, dynamic_shared, arrays, arguments;
+  std::uint64_t grid_x, grid_y, grid_z, threads, cluster, order, dynamic_shared, arrays, arguments;
 };
 
 }  // namespace
@@ -62,7 +62,8 @@ int main() {
     std::fprintf(stderr, "cunorm: the arguments of the launch are not those of the kernel\n");
     return 2;
   }
-  cpu::launch = {{static_cast<unsigned>(header.grid_x), static_cast<unsigned>(header.grid_y), 1},
+  cpu::launch = {{static_cast<unsigned>(header.grid_x), static_cast<unsigned>(header.grid_y),
+                  static_cast<unsigned>(header.grid_z)},
                  header.threads,
                  header.cluster,
                  header.order,

@@ -251,9 +251,10 @@ void run_grid() {
   gridDim = launch.grid;
   blockDim = {static_cast<unsigned>(launch.threads), 1, 1};
   ctas.resize(launch.cluster);
-  in_order(launch.grid.y, [&](std::size_t y) {
+  in_order(launch.grid.z * launch.grid.y, [&](std::size_t zy) {
     in_order(launch.grid.x / launch.cluster, [&](std::size_t cluster) {
-      run_cluster({static_cast<unsigned>(cluster * launch.cluster), static_cast<unsigned>(y), 0});
+      run_cluster({static_cast<unsigned>(cluster * launch.cluster), static_cast<unsigned>(zy % launch.grid.y),
+                   static_cast<unsigned>(zy / launch.grid.y)});
     });
   });
 }

@@ -1,0 +1,391 @@
+"""A norm of a sum, and a sum with a norm: the residual stream of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .named_fusions import backward, forward
+
+
+def add_layer_norm(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+) -> tuple[Any, Any]:
+    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axis.
+
+    Parameters
+    ----------
+    x : array, shape (..., columns)
+        float16, bfloat16, float32 or float64: a NumPy, CuPy or JAX array, or a tensor. Rows may be strided.
+    residual : array, shape of x
+        Any of the four dtypes, as of weight and bias.
+    weight, bias : array, shape (columns,), optional
+    eps : float
+        Added to the variance, inside the root.
+    zero_centered_gamma : bool
+        Multiply by 1 + weight instead of weight.
+    dtype, s_dtype : dtype or str, optional
+        Of y and of s. Default: those of x.
+
+    Returns
+    -------
+    y, s : array, shape of x
+        The same bits as of the sum and `layer_norm` of it, one after the other.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `layer_norm`.
+
+    Notes
+    -----
+    s is rounded before its statistics are taken, and read by nobody else in between: two arrays are read and two
+    written. The backward pass takes s: `add_layer_norm_backward`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s = cunorm.add_layer_norm(numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]]))
+    >>> y.round(3), s
+    (array([[-1.225,  0.   ,  1.225]]), array([[1., 2., 3.]]))
+    """
+    operands = {"residual": residual, "weight": weight, "bias": bias}
+    return forward("add_layer_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+
+
+def add_rms_norm(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+) -> tuple[Any, Any]:
+    """s = x + residual, y = s / sqrt(mean(s²) + eps) * weight, over the last axis.
+
+    Parameters, results and errors as in `add_layer_norm`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s = cunorm.add_rms_norm(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
+    >>> y.round(3), s
+    (array([[0.849, 1.131]]), array([[3., 4.]]))
+    """
+    operands = {"residual": residual, "weight": weight}
+    return forward("add_rms_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+
+
+def add_layer_norm_forward(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """`add_layer_norm` with what its backward pass needs: (y, s, mean, rstd), those of s.
+
+    Parameters and errors as in `add_layer_norm`.
+
+    Returns
+    -------
+    y, s : array, shape of x
+    mean, rstd : array, shape of x without its last axis
+        float32 (float64 for float64 s).
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x = numpy.array([[1.0, 2.0, 4.0]])
+    >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, numpy.array([[0.0, 0.0, -1.0]]), eps=0.0)
+    >>> mean, rstd.round(3)
+    (array([2.]), array([1.225]))
+    """
+    operands = {"residual": residual, "weight": weight, "bias": bias}
+    return forward("add_layer_norm_forward", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+
+
+def add_rms_norm_forward(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+) -> tuple[Any, Any, Any]:
+    """`add_rms_norm` with what its backward pass needs: (y, s, rstd).
+
+    Parameters and errors as in `add_layer_norm`; rstd as in `add_layer_norm_forward`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
+    >>> rstd.round(3)
+    array([0.283])
+    """
+    operands = {"residual": residual, "weight": weight}
+    return forward("add_rms_norm_forward", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+
+
+def add_layer_norm_backward(
+    dy: Any,
+    ds: Any,
+    s: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any = None,
+    *,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Any, Any, Any]:
+    """dx = ds + rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
+
+    dx is the gradient of x and that of residual: they are equal. g = dy * weight, xhat = (s - mean) * rstd.
+
+    Parameters
+    ----------
+    dy : array, shape of s, or None
+        The gradient of y, in any of the four dtypes; None if nothing depends on y.
+    ds : array, shape of s, or None
+        The gradient of s, likewise: what comes along the residual stream.
+    s, mean, rstd : array
+        What `add_layer_norm_forward` returned.
+    weight : array, shape (columns,), optional
+    zero_centered_gamma : bool
+        As in the forward pass.
+    output_mask : tuple of three bool
+        Which of (dx, dweight, dbias) are wanted; the others are not computed and come as None.
+
+    Returns
+    -------
+    dx : array, shape and dtype of s
+    dweight, dbias : array, shape (columns,), dtype of weight (of s without a weight)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `layer_norm`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x, residual = numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]])
+    >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual)
+    >>> dx, dweight, dbias = cunorm.add_layer_norm_backward(numpy.array([[1.0, 0.0, 0.0]]), s * 0, s, mean, rstd)
+    >>> dx.round(3), dbias
+    (array([[ 0.204, -0.408,  0.204]]), array([1., 0., 0.]))
+    """
+    # x and bias are not read: s and weight have their shapes and dtypes.
+    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
+    return backward(
+        "add_layer_norm_backward",
+        arrays,
+        ("x", "weight", "bias"),
+        output_mask,
+        "s",
+        zero_centered_gamma=zero_centered_gamma,
+    )
+
+
+def add_rms_norm_backward(
+    dy: Any,
+    ds: Any,
+    s: Any,
+    rstd: Any,
+    weight: Any = None,
+    *,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool] = (True, True),
+) -> tuple[Any, Any]:
+    """dx = ds + rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = s * rstd.
+
+    Parameters, results and errors as in `add_layer_norm_backward`; `output_mask` is for (dx, dweight).
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
+    >>> dx, dweight = cunorm.add_rms_norm_backward(numpy.array([[1.0, 0.0]]), numpy.ones((1, 2)), s, rstd)
+    >>> dx.round(3), dweight.round(3)
+    (array([[1.181, 0.864]]), array([0.849, 0.   ]))
+    """
+    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "rstd": rstd, "weight": weight}
+    return backward(
+        "add_rms_norm_backward", arrays, ("x", "weight"), output_mask, "s", zero_centered_gamma=zero_centered_gamma
+    )
+
+
+def layer_norm_add(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+) -> Any:
+    """y = residual + (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axis.
+
+    Parameters and errors as in `add_layer_norm`.
+
+    Returns
+    -------
+    y : array, shape of x
+        Rounded once, after the sum.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> cunorm.layer_norm_add(numpy.array([[1.0, 2.0, 3.0]]), numpy.array([[1.0, 1.0, 0.0]])).round(3)
+    array([[-0.225,  1.   ,  1.225]])
+    """
+    operands = {"residual": residual, "weight": weight, "bias": bias}
+    return forward("layer_norm_add", x, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma)[0]
+
+
+def rms_norm_add(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+) -> Any:
+    """y = residual + x / sqrt(mean(x²) + eps) * weight, over the last axis.
+
+    Parameters and errors as in `add_layer_norm`; y as in `layer_norm_add`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> cunorm.rms_norm_add(numpy.array([[3.0, 4.0]]), numpy.array([[1.0, 0.0]])).round(3)
+    array([[1.849, 1.131]])
+    """
+    operands = {"residual": residual, "weight": weight}
+    return forward("rms_norm_add", x, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma)[0]
+
+
+def layer_norm_add_forward(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+) -> tuple[Any, Any, Any]:
+    """`layer_norm_add` with what its backward pass needs: (y, mean, rstd), those of x.
+
+    Parameters and errors as in `add_layer_norm`; mean and rstd as in `add_layer_norm_forward`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, mean, rstd = cunorm.layer_norm_add_forward(numpy.array([[1.0, 2.0, 3.0]]), numpy.ones((1, 3)))
+    >>> mean, rstd.round(3)
+    (array([2.]), array([1.225]))
+    """
+    operands = {"residual": residual, "weight": weight, "bias": bias}
+    return forward("layer_norm_add_forward", x, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma)
+
+
+def rms_norm_add_forward(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+) -> tuple[Any, Any]:
+    """`rms_norm_add` with what its backward pass needs: (y, rstd).
+
+    Parameters and errors as in `add_layer_norm`; rstd as in `add_layer_norm_forward`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, rstd = cunorm.rms_norm_add_forward(numpy.array([[3.0, 4.0]]), numpy.ones((1, 2)))
+    >>> rstd.round(3)
+    array([0.283])
+    """
+    operands = {"residual": residual, "weight": weight}
+    return forward("rms_norm_add_forward", x, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma)
+
+
+def layer_norm_add_backward(
+    dy: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any = None,
+    *,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Any, Any, Any]:
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
+
+    The gradient of residual is dy itself. g = dy * weight, xhat = (x - mean) * rstd. Parameters, results and errors as
+    in `add_layer_norm_backward`, with x in the place of s.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x = numpy.array([[1.0, 2.0, 3.0]])
+    >>> y, mean, rstd = cunorm.layer_norm_add_forward(x, x)
+    >>> dx, dweight, dbias = cunorm.layer_norm_add_backward(numpy.array([[1.0, 0.0, 0.0]]), x, mean, rstd)
+    >>> dx.round(3), dbias
+    (array([[ 0.204, -0.408,  0.204]]), array([1., 0., 0.]))
+    """
+    arrays = {"x": x, "dy": dy, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
+    return backward(
+        "layer_norm_add_backward", arrays, ("x", "weight", "bias"), output_mask, zero_centered_gamma=zero_centered_gamma
+    )
+
+
+def rms_norm_add_backward(
+    dy: Any,
+    x: Any,
+    rstd: Any,
+    weight: Any = None,
+    *,
+    zero_centered_gamma: bool = False,
+    output_mask: tuple[bool, bool] = (True, True),
+) -> tuple[Any, Any]:
+    """dx = rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = x * rstd.
+
+    The gradient of residual is dy itself. Parameters, results and errors as in `add_layer_norm_backward`, with x in the
+    place of s; `output_mask` is for (dx, dweight).
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x = numpy.array([[3.0, 4.0]])
+    >>> y, rstd = cunorm.rms_norm_add_forward(x, x)
+    >>> dx, dweight = cunorm.rms_norm_add_backward(numpy.array([[1.0, 0.0]]), x, rstd)
+    >>> dx.round(3), dweight.round(3)
+    (array([[ 0.181, -0.136]]), array([0.849, 0.   ]))
+    """
+    arrays = {"x": x, "dy": dy, "rstd": rstd, "weight": weight}
+    return backward(
+        "rms_norm_add_backward", arrays, ("x", "weight"), output_mask, zero_centered_gamma=zero_centered_gamma
+    )

@@ -1,0 +1,83 @@
+"""What the named functions over fused operations share: each is a line of `FUSIONS`, and hands its arrays by name to
+`forward` or `backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .families import fused_of
+from .norm import checks
+from .norm.fused import Kinds
+from .operation import FUSIONS, NORMS, Operation
+
+# What these operands must be, whatever the shape of x.
+KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "column"))
+
+
+def _operation(function: str, weight: Any, flags: Mapping[str, Any]) -> Operation:
+    if flags.get("zero_centered_gamma") and weight is None:
+        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
+    of = FUSIONS[function.removesuffix("_forward").removesuffix("_backward")]
+    return of(**{name: bool(flag) for name, flag in flags.items()})
+
+
+def forward(
+    function: str,
+    x: Any,
+    operands: Mapping[str, Any],
+    eps: float,
+    dtype: Any = None,
+    s_dtype: Any = None,
+    *,
+    kinds: Kinds = KINDS,
+    **flags: Any,
+) -> tuple[Any, ...]:
+    """The results in order; of a function `..._forward` also what the norm keeps of a row."""
+    dtype, s_dtype = (None if one is None else checks.dtype_name(function, one) for one in (dtype, s_dtype))
+    operation = _operation(function, operands.get("weight"), flags)
+    optional = dict(operation.defaults)
+    statistics = function.endswith("_forward")
+    results, mean, rstd = fused_of(function, x).forward(
+        function,
+        operation,
+        x,
+        {name: one for name, one in operands.items() if one is not None or name not in optional},
+        eps,
+        demanded=kinds,
+        dtype=dtype,
+        s_dtype=s_dtype,
+        statistics=statistics,
+    )
+    kept = {"mean": mean, "rstd": rstd}
+    of_rows = (kept[name] for name in NORMS[operation.norm].statistics) if statistics else ()
+    return (*(results[name] for name in operation.returns), *of_rows)
+
+
+def backward(
+    function: str,
+    arrays: Mapping[str, Any],
+    names: Sequence[str],
+    output_mask: object,
+    x_is: str = "x",
+    *,
+    kinds: Kinds = KINDS,
+    **flags: Any,
+) -> tuple[Any, ...]:
+    """The gradients of `names`, None where output_mask says so. `x_is` is what the caller knows x by."""
+    operation = _operation(function, arrays.get("weight"), flags)
+    given = [f"d{name}" for name in operation.returns]
+    if all(arrays[name] is None for name in given):
+        must_be = "dy must be an array; got None" if len(given) == 1 else "dy or ds must be an array; got None for both"
+        raise ValueError(f"{function}: {must_be}.")
+    mask = checks.check_flags(function, output_mask, len(names))
+    gradients = fused_of(function, arrays["x"], x_is).backward(
+        function,
+        operation,
+        arrays,
+        tuple(name for name, wanted in zip(names, mask, strict=True) if wanted),
+        demanded=kinds,
+        s_dtype=None,
+    )
+    return tuple(map(gradients.get, names))
