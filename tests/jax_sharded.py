@@ -25,6 +25,7 @@ from test_float8 import GRANULARITIES  # noqa: E402
 from test_float8 import check as check_bytes  # noqa: E402
 from test_jax_functions import call, plain  # noqa: E402
 
+from cunorm import fuse  # noqa: E402
 from cunorm.jax import add_layer_norm, layer_norm_fp8_forward  # noqa: E402
 
 ROWS, COLS = 16, 256
@@ -192,6 +193,28 @@ def check_fused(mesh: Mesh, spec: PartitionSpec) -> None:
     close(jax.device_get(results), jax.device_get(jax.grad(expected, argnums)(*arrays)), atol=1e-4)
 
 
+def check_groups(mesh: Mesh, shape: tuple[int, ...], of_scale: PartitionSpec, summed: bool) -> None:
+    """A vector for each sample stays with its sample; one for each token is summed over the devices."""
+    modulated = fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * scale + shift)
+    x, scale = random(ROWS, 5, COLS), random(*shape)
+    specs = (PartitionSpec("data"), of_scale)
+    arrays = [numpy.asarray(one) for one in (x, scale)]
+    sharded = [jax.device_put(one, NamedSharding(mesh, of)) for one, of in zip(arrays, specs, strict=True)]
+
+    def loss_of(function):
+        return lambda x, scale: jnp.sin(function(x, scale)).sum()
+
+    with jax.set_mesh(mesh):
+        mine = jax.jit(jax.grad(loss_of(lambda x, scale: modulated(x, scale=scale, shift=scale)), (0, 1)))
+        compiled = mine.lower(*sharded).compile()
+        assert collectives(compiled) == ({"all-reduce"} if summed else set()), collectives(compiled)
+        results = compiled(*sharded)
+        for gradient, of in zip(results, sharded, strict=True):
+            assert gradient.sharding.is_equivalent_to(of.sharding, of.ndim), gradient.sharding
+    expected = jax.grad(loss_of(lambda x, scale: plain("layer_norm", x) * scale + scale), (0, 1))(*arrays)
+    close(jax.device_get(results), jax.device_get(expected), atol=1e-4)
+
+
 def main(platform: str) -> None:
     devices = jax.devices(platform)
     meshes = {
@@ -209,7 +232,9 @@ def main(platform: str) -> None:
         print(f"y in 8 bits with scales by {granularity}: rows sharded, {kind} axes")
     for kind, mesh in meshes.items():
         check_fused(mesh, PartitionSpec("data"))
-        print(f"add_layer_norm: rows sharded, {kind} axes")
+        check_groups(mesh, (ROWS, 1, COLS), PartitionSpec("data"), summed=False)
+        check_groups(mesh, (5, COLS), PartitionSpec(), summed=True)
+        print(f"add_layer_norm, vectors for groups of rows: rows sharded, {kind} axes")
     for mesh in meshes.values():
         check_columns_sharded(mesh)
     print("columns sharded")

@@ -184,6 +184,68 @@ def test_vmap_of_any_argument(device, mapped):
     alike(lambda f: gradient(jax.vmap(f, axes)), *batched)
 
 
+# Of x (3, 4, 48): vectors for samples, for heads, for both; what is expanded; the last case has groups of two sorts.
+GROUPS = [
+    {"scale": (3, 1, 48), "shift": (3, 1, 48)},
+    {"scale": (4, 48), "shift": (48,)},
+    {"scale": (3, 4, 1), "shift": (1, 4, 48)},
+    {"scale": (3, 1, 48), "shift": (4, 48)},
+]
+
+
+@on_devices
+@pytest.mark.parametrize("shapes", GROUPS)
+def test_operands_for_groups_of_rows(device, shapes):
+    """By forward and backward and by JAX, as NumPy's family has them; and under vmap."""
+    op = cunorm.fuse(
+        "layer_norm",
+        prologue=lambda x, residual, shift: x + residual * shift,
+        epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift,
+        returns=("y", "s"),
+    )
+    x, residual, dy, ds = (random(3, 4, 48, device=device, seed=i) for i in range(4))
+    operands = {"residual": residual} | {name: random(*shape, device=device) for name, shape in shapes.items()}
+    results, saved = op.forward(numpy.asarray(x), **jax.tree.map(numpy.asarray, operands))
+    expected = op.backward(saved, numpy.asarray(dy), numpy.asarray(ds))
+
+    def gradients(x, operands, dy, ds):
+        dx, others = jax.vjp(lambda x, operands: op(x, **operands), x, operands)[1]((dy, ds))
+        return {"x": dx} | others
+
+    mine, saved = op.forward(x, **operands)
+    close([*mine], [*map(jnp.asarray, results)], 1e-4, 1e-5)
+    expected = jax.tree.map(jnp.asarray, expected)
+    close(op.backward(saved, dy, ds), expected, 1e-3, 1e-4)
+    close(jax.jit(gradients)(x, operands, dy, ds), expected, 1e-3, 1e-4)
+    # A batch of operands, and of everything.
+    twice = jax.tree.map(lambda one: jnp.stack([one, one * 2], 1), operands)
+    by_two = jax.tree.map(lambda one: jnp.stack([one, one]), (x, dy, ds))
+    for axes, x_, dy_, ds_ in ((None, x, dy, ds), (0, *by_two)):
+        mapped = jax.vmap(gradients, (axes, 1, axes, axes))(x_, twice, dy_, ds_)
+        close(jax.tree.map(lambda one: one[0], mapped), expected, 1e-3, 1e-4)
+        of_second = gradients(x, jax.tree.map(lambda one: one * 2, operands), dy, ds)
+        close(jax.tree.map(lambda one: one[1], mapped), of_second, 1e-3, 1e-4)
+
+
+def test_vectors_for_groups_are_not_spread_over_their_rows():
+    """Neither those of a call nor those that vmap brings."""
+    pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
+    op = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift)
+    x, vector = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((3, 100, 1024), (3, 1, 1024)))
+
+    def function(x, scale, shift):
+        return op(x, scale=scale, shift=shift)
+
+    def both(function):
+        return lambda x, *vectors: jax.vjp(function, x, *vectors)[1](x)
+
+    of_each = jax.ShapeDtypeStruct((3, 1024), "bfloat16")
+    for text in (lowered(both(function), x, vector, vector), lowered(jax.vmap(both(function)), x, of_each, of_each)):
+        assert [one.name for one in calls(text)][:2] == ["cunorm_forward", "cunorm_backward"]
+        assert "tensor<3x100x1024xf32>" not in text
+        assert "stablehlo.rsqrt" not in text
+
+
 @on_devices
 def test_statistics_are_of_the_rounded_sum(device):
     """y has what the norm of s has."""

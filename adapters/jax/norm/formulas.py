@@ -18,7 +18,7 @@ from jax.core import ShapedArray
 
 from ...expression_texts import evaluate
 from ...expression_value import Expression
-from ...norm.problem import Problem, backward_problem, compute_dtype, forward_problem
+from ...norm.problem import Groups, Problem, backward_problem, compute_dtype, forward_problem
 from ...operation import NORMS, Derivative, Norm, Operation, derivative
 
 Arrays = Mapping[str, jax.Array]
@@ -43,6 +43,7 @@ class Task:
     s_dtype: str | None = None  # of what the prologue makes; that of x if there is none
     kinds: tuple[tuple[str, str], ...] = ()  # of operands that are not columns
     numbers: tuple[tuple[str, float], ...] = ()  # operands that stand in the program
+    group_axes: tuple[int, ...] = ()  # the leading axes of x that operands of the kind "group" have, ones in the others
 
     @property
     def norm(self) -> Norm:
@@ -81,17 +82,26 @@ class Task:
         """What kernels are asked; `avals`, of arguments and results, are dense: XLA places them at multiples of 16
         bytes at least.
         """
-        rows, cols = self.rows_and_cols(next(aval.shape for name, aval in avals.items() if self.kind(name) == "full"))
+        shape = next(aval.shape for name, aval in avals.items() if self.kind(name) == "full")
+        rows, cols = self.rows_and_cols(shape)
         numbers = dict(self.numbers)
         dtypes = {"x": dict(self.dtypes)["x"]} | dict.fromkeys(numbers, self.compute)
         dtypes |= {name: aval.dtype.name for name, aval in avals.items()}
         if self.s_dtype:
             dtypes["s"] = self.s_dtype
         kinds = dict(self.kinds) | dict.fromkeys(numbers, "scalar")
+        options = {"kinds": kinds, "groups": self.groups(shape), "sm_margin": self.sm_margin}
         if "y" in wanted:
-            return forward_problem(self.operation, rows, cols, dtypes, kinds=kinds, sm_margin=self.sm_margin)
+            return forward_problem(self.operation, rows, cols, dtypes, **options)
         sources = [name.removeprefix("d") for name in wanted]
-        return backward_problem(self.operation, rows, cols, dtypes, sources, kinds=kinds, sm_margin=self.sm_margin)
+        return backward_problem(self.operation, rows, cols, dtypes, sources, **options)
+
+    def groups(self, shape: tuple[int, ...]) -> Groups | None:
+        """The rows that share a vector, of what has the shape of x."""
+        if not self.group_axes:
+            return None
+        inner = math.prod(shape[self.group_axes[-1] + 1 : len(shape) - self.ndim])
+        return Groups(inner, math.prod(shape[axis] for axis in self.group_axes))
 
     def rows_and_cols(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Of what has the shape of x."""
@@ -149,10 +159,14 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
         part = _full(expression, values, shape)
         gradients[name] = gradients[name] + part if name in gradients else part
     dtypes, leading = dict(task.dtypes), tuple(range(len(shape) - task.ndim))
-    return {
-        f"d{name}": (one if task.kind(name) == "full" else one.sum(leading)).astype(dtypes[name])
-        for name, one in gradients.items()
-    }
+    results = {}
+    for name, one in gradients.items():
+        if task.kind(name) == "column":
+            one = one.sum(leading)
+        elif task.kind(name) == "group":
+            one = one.sum(tuple(axis for axis in leading if axis not in task.group_axes), keepdims=True)
+        results[f"d{name}"] = one.astype(dtypes[name])
+    return results
 
 
 def tangent(task: Task, arrays: Arrays) -> dict[str, jax.Array]:

@@ -120,14 +120,28 @@ def _checked(
         # Of an operand that was left out the gradient has the dtype of x.
         dtypes=tuple((dict.fromkeys(("x", *operation.operands), of_x.dtype) | of_operands).items()),
         s_dtype=None if operation.prologue is None else s_dtype or of_x.dtype,
-        kinds=tuple((name, "full") for name in arrays if kinds[name] != "column"),
+        kinds=tuple(
+            (name, "group" if kinds[name] == "group" else "full") for name in arrays if kinds[name] != "column"
+        ),
         numbers=tuple(literals.items()),
+        group_axes=_group_axes(arrays, kinds, x.shape),
     )
     return sharding.prepared(task, {"x": x} | arrays), task
 
 
+def _group_axes(arrays: Mapping[str, jax.Array], kinds: Mapping[str, str], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The leading axes of x that operands for groups of rows have, all of them the same."""
+    for name, kind in kinds.items():
+        if kind == "group":
+            own = arrays[name].shape
+            return tuple(axis for axis, size in enumerate(shape[:-1]) if own[axis] == size != 1)
+    return ()
+
+
 def _placed(operand: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
-    """In the shape of its kind: a column's one axis, or that of x."""
+    """In the shape of its kind: a column's one axis, that of x, or for groups ones where they have no axis of x."""
+    if kind == "group":
+        return operand.reshape((1,) * (len(shape) - operand.ndim) + operand.shape)
     to = shape[-1:] if kind == "column" else shape
     if operand.shape == to:
         return operand

@@ -11,7 +11,8 @@ business. Leading axes of x are all rows, so vmap has no more to do than to move
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from ...norm import fused
+from ...norm.problem import MOST_GROUPS
 from . import formulas, sharding
 from .formulas import DOT, Arrays, Names, Task
 
@@ -169,11 +171,13 @@ def _batch_forward(arrays, dims, *, call, task, names, wanted):
 
 def _batch_backward(arrays, dims, *, call, task, names, wanted):
     arrays, mapped = batch_in_front(arrays, dims, names)
-    of_rows = tuple(name for name in wanted if task.kind(name) == "full")
+    in_rows, all_rows = _in_rows(task, arrays, mapped, {name.removeprefix("d") for name in wanted})
+    of_rows = tuple(name for name in wanted if task.kind(name) == "full" or in_rows.kind(name) == "group")
     results = {}
     if of_rows:
-        in_rows, all_rows = _in_rows(task, arrays, mapped)
-        results |= bind(backward_p, sharding.call, in_rows, all_rows, of_rows)
+        shapes = dict(zip(wanted, (aval.shape for aval in call.out_avals), strict=True))
+        found = bind(backward_p, sharding.call, in_rows, all_rows, of_rows)
+        results = {name: one.reshape(one.shape[0], *shapes[name]) for name, one in found.items()}
     others = tuple(name for name in wanted if name not in of_rows)
     if others:  # of each sample, where the kernels sum over all rows
         axes = [0 if name in mapped else None for name in arrays]
@@ -187,22 +191,44 @@ def _batch_tangent(arrays, dims, *, call, task, names, wanted):
     return jax.vmap(function, dims)(*arrays), [0] * len(wanted)
 
 
-def _in_rows(task: Task, arrays: dict[str, jax.Array], mapped: set[str]) -> tuple[Task, dict[str, jax.Array]]:
-    """A batch as rows: what has rows gets the batch axis, and operands that have it get rows, as kernels take one for
-    all rows.
+def _in_rows(
+    task: Task, arrays: dict[str, jax.Array], mapped: set[str], of_each: Collection[str] = ()
+) -> tuple[Task, dict[str, jax.Array]]:
+    """A batch as rows: what has rows gets the batch axis; an operand that has it is for groups of rows, as is one
+    `of_each` sample of which the gradient is wanted. Kernels have groups of one sort: what is for others gets rows.
     """
     size = next(arrays[name].shape[0] for name in mapped)
-    rows = next(name for name in arrays if task.kind(name) == "full")
-    shape = (size, *arrays[rows].shape[1 if rows in mapped else 0 :])
+    first = next(name for name in arrays if task.kind(name) == "full")
+    shape = (size, *arrays[first].shape[first in mapped :])
+    vectors = [name for name in task.operation.operands if task.kind(name) in ("column", "group")]
+    of_samples = {name for name in vectors if name in mapped or name in of_each}
+    axes: dict[str, tuple[int, ...]] = {}  # in front of each vector
+    for name in vectors:
+        own = tuple(axis + 1 for axis in task.group_axes) if task.kind(name) == "group" else ()
+        axes[name] = (0, *own) if name in of_samples else own
+    chosen = next((one for one in axes.values() if one and _regular(one, shape, task.ndim)), ())
     kinds, found = dict(task.kinds), dict(arrays)
+    for name, one in axes.items():
+        if one:
+            kinds[name] = "group" if one == chosen else "full"
     for name, array in arrays.items():
-        if task.kind(name) in sharding.OF_ROWS:
-            if name not in mapped:
-                found[name] = jnp.broadcast_to(array, (size, *array.shape))
-        elif name in mapped:
-            beside = jnp.expand_dims(array, range(1, len(shape) - task.ndim))
-            found[name], kinds[name] = jnp.broadcast_to(beside, shape), "full"
-    return replace(task, kinds=tuple(kinds.items())), found
+        if axes.get(name):
+            array = array if name in mapped else array[None]
+            if task.kind(name) == "column":
+                array = jnp.expand_dims(array, range(1, len(shape) - task.ndim))
+            of_one = array.shape[1:] if kinds[name] == "group" else shape[1:]
+            whole = name in of_samples or kinds[name] == "full"
+            found[name] = jnp.broadcast_to(array, (size if whole else 1, *of_one))
+        elif name not in axes and name not in mapped:
+            found[name] = jnp.broadcast_to(array, (size, *array.shape))
+    return replace(task, kinds=tuple(kinds.items()), group_axes=chosen), found
+
+
+def _regular(axes: tuple[int, ...], shape: tuple[int, ...], ndim: int) -> bool:
+    """Whether kernels take groups of these axes."""
+    between = [axis for axis in range(axes[0], axes[-1]) if axis not in axes and shape[axis] != 1]
+    rows, count = math.prod(shape[: len(shape) - ndim]), math.prod(shape[axis] for axis in axes)
+    return not between and rows < 2**32 and 0 < count <= MOST_GROUPS
 
 
 def batch_in_front(arrays, dims, names) -> tuple[dict[str, jax.Array], set[str]]:

@@ -22,7 +22,7 @@ from .formulas import Arrays, Names, Task
 
 Rows = tuple[tuple[str, ...], ...]  # for each leading axis of x the axes of the mesh that split it
 
-# The kinds of arrays that have the leading axes of x; others are for all rows.
+# The kinds of arrays that have the leading axes of x; others are for all rows, or for groups of them.
 OF_ROWS = ("full", "per_row", "per_block")
 
 
@@ -69,12 +69,13 @@ def call(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[j
 
 def _of_a_device(task: Task, names: Names, wanted: Names, rows: Rows, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The results for the rows that a device holds, gradients of operands those of all rows."""
-    axes = tuple(axis for entry in rows for axis in entry)
     local = xla_call.kernel(task, names, wanted, *arrays)
-    return tuple(
-        array if task.kind(name) in OF_ROWS or not axes else _sum(array, axes)
-        for name, array in zip(wanted, local, strict=True)
-    )
+    results = []
+    for name, array in zip(wanted, local, strict=True):
+        own = {axis for entry in _own(task, name, rows) for axis in entry}
+        others = tuple(axis for entry in rows for axis in entry if axis not in own)
+        results.append(_sum(array, others) if others else array)
+    return tuple(results)
 
 
 def _place_of_rows(task: Task, names: Names) -> int:
@@ -88,14 +89,23 @@ def _rows_by_type(x: jax.Array, leading: int) -> Rows:
 
 
 def _spec(task: Task, name: str, rows: Rows) -> PartitionSpec:
-    return PartitionSpec(*rows) if task.kind(name) in OF_ROWS else PartitionSpec()
+    return PartitionSpec(*_own(task, name, rows))
+
+
+def _own(task: Task, name: str, rows: Rows) -> Rows:
+    """The axes of the mesh that split each leading axis of an array."""
+    if task.kind(name) == "group":
+        return tuple(entry if axis in task.group_axes else () for axis, entry in enumerate(rows))
+    return rows if task.kind(name) in OF_ROWS else ()
 
 
 @lru_cache(maxsize=4096)
 def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> custom_partitioning:
     rows = [f"r{i}" for i in range(leading)]
     columns = [f"c{i}" for i in range(task.ndim)]
+    of_groups = [row if axis in task.group_axes else f"g{axis}" for axis, row in enumerate(rows)]
     axes = {"full": rows + columns, "per_row": rows, "per_block": [*rows, "b"], "column": columns, "one": []}
+    axes["group"] = of_groups + columns
 
     def factors(name: str) -> str:
         return " ".join(axes[task.kind(name)])
