@@ -173,9 +173,9 @@ def fuse(
           those of the results.
 
         x is a NumPy, CuPy or JAX array, or a tensor. An operand is a number, which may differ from call to call, or an
-        array that broadcasts against x: of the shape of x; a vector for all rows, of shape (columns,); or vectors for groups of
-        rows, such as (batch, 1, columns) beside (batch, tokens, columns), or (heads, columns) beside (..., heads,
-        columns). Other shapes are expanded to that of x. Any of the four dtypes, each independently of x.
+        array that broadcasts against x: of the shape of x; a vector for all rows, of shape (columns,); or vectors for
+        groups of rows, such as (batch, 1, columns) beside (batch, tokens, columns), or (heads, columns) beside (...,
+        heads, columns). Other shapes are expanded to that of x. Any of the four dtypes, each independently of x.
 
     Raises
     ------
