@@ -203,10 +203,19 @@ def fuse(
     >>> modulated.backward(saved, numpy.ones_like(x), wanted=["scale"])["scale"].round(3)
     array([-1.225,  0.   ,  1.225])
     """
-    if norm not in tuple(NORMS):
-        raise ValueError(f"fuse: norm must be one of {', '.join(NORMS)}; got {norm!r}.")
     before = None if prologue is None else _traced("prologue", prologue, "x")
     after = parse("xhat", ("xhat",)) if epilogue is None else _traced("epilogue", epilogue, "xhat")
+    operation = composed(norm, before, after, returns)
+    if before is None and s_dtype is not None:
+        raise ValueError("fuse: s_dtype needs a prologue: without one s is x.")
+    y_dtype, s_dtype = (None if one is None else checks.dtype_name("fuse", one) for one in (dtype, s_dtype))
+    return Fused(operation, y_dtype, s_dtype)
+
+
+def composed(norm: str, before: Expression | None, after: Expression, returns: Sequence[str]) -> Operation:
+    """The operation of a norm and of expressions from anywhere, if all names are such as a kernel can have."""
+    if norm not in tuple(NORMS):
+        raise ValueError(f"fuse: norm must be one of {', '.join(NORMS)}; got {norm!r}.")
     names = dict.fromkeys((*(before.names[1:] if before else ()), *after.names[1:]))
     for name in names:
         if RESERVED.fullmatch(name):
@@ -221,10 +230,9 @@ def fuse(
     _check_names("fuse", "returns", returns, ("y", "s"))
     if "y" not in returns:
         raise ValueError(f"fuse: returns must have 'y'; got {tuple(returns)}.")
-    if before is None and ("s" in returns or s_dtype is not None):
-        raise ValueError("fuse: 's' among returns, and s_dtype, need a prologue: without one s is x.")
-    y_dtype, s_dtype = (None if one is None else checks.dtype_name("fuse", one) for one in (dtype, s_dtype))
-    return Fused(Operation(norm, after, before, tuple(returns)), y_dtype, s_dtype)
+    if before is None and "s" in returns:
+        raise ValueError("fuse: 's' among returns needs a prologue: without one s is x.")
+    return Operation(norm, after, before, tuple(returns))
 
 
 def _traced(role: str, function: Callable[..., Any], first: str) -> Expression:

@@ -750,8 +750,8 @@ REFUSED_BY_FUSE = [
     ({"returns": ("s",), "prologue": add}, ValueError, "returns must have 'y'"),
     ({"returns": ("y", "y")}, ValueError, "each name once"),
     ({"returns": ("y", "mean")}, ValueError, "names out of y, s; got 'mean'"),
-    ({"returns": ("y", "s")}, ValueError, "need a prologue"),
-    ({"s_dtype": "float32"}, ValueError, "need a prologue"),
+    ({"returns": ("y", "s")}, ValueError, "needs a prologue"),
+    ({"s_dtype": "float32"}, ValueError, "needs a prologue"),
     ({"dtype": "int8"}, TypeError, "dtype must be one of"),
 ]
 

@@ -118,6 +118,7 @@ LAYERS = (
     {"norm.checks", "norm.spec"},
     {"norm.tiers", "norm.fused", "norm.float8", "linear.problem"},
     {"norm.plan"},
+    {"norm.fused_recipe"},
     {"operation_text"},
     {"linear.float8_spec"},
     {"source", "linear.float8_plan"},

@@ -112,8 +112,9 @@ def check_backward(
 
 
 def dtype_name(function: str, dtype: object) -> str:
-    """The name of a dtype given as a string, a NumPy dtype or a scalar type."""
+    """The name of a dtype given as a string, a NumPy dtype, a scalar type or as torch has it."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+    name = name or str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
         raise TypeError(f"{function}: dtype must be one of {_names()}; got {dtype!r}.")
     return str(name)

@@ -214,20 +214,13 @@ def backward_problem(
     """
     wanted = tuple(wanted)
     kinds = {"ds": "full", "s": "full"} | dict(kinds or {})
-    found = derivative(operation, wanted, dtypes)
     row_dtype = dtypes.get("s", dtypes["x"])
     compute = compute_dtype(row_dtype)
-    uses: dict[str, None] = {"dy": None}
-    expressions = [e for _, e in (*found.early, *found.late)] + ([found.g] if found.g else [])
-    needs_xhat = found.g is not None or any("xhat" in e.uses for e in expressions)
-    used = {name for e in expressions for name in e.uses} - {"xhat", "dy", "ds"}
-    if needs_xhat:
-        used |= {"s"} if "s" in operation.returns else {"x", *operation.before}
-    if "ds" in dtypes and found.late:
-        uses["ds"] = None
-    uses |= dict.fromkeys(name for name in ("s", "x", *operation.operands) if name in used)
+    uses = backward_reads(operation, wanted, dtypes)
+    of_rows = [name for name in uses if name in NORMS[operation.norm].statistics]
+    uses = [name for name in uses if name not in of_rows]
     read = _operands(uses, dtypes, {"dy": "full"} | kinds, cols, strides or {}, groups)
-    statistics = [Operand(name, "per_row", compute) for name in NORMS[operation.norm].statistics if needs_xhat]
+    statistics = [Operand(name, "per_row", compute) for name in of_rows]
     gradients = []
     for name in wanted:
         dtype = dtypes.get(f"d{name}") or dtypes.get(name) or dtypes["x"]
@@ -238,6 +231,19 @@ def backward_problem(
         else:  # of a scalar the sums of the columns, which are added up later
             gradients.append(Operand(f"d{name}", "column", compute if kinds.get(name) == "scalar" else dtype, True))
     return Problem(operation, "backward", rows, cols, row_dtype, (*read, *statistics, *gradients), sm_margin, aligned)
+
+
+def backward_reads(operation: Operation, wanted: Iterable[str], present: Collection[str]) -> tuple[str, ...]:
+    """What a backward pass for the gradients `wanted` reads, of what is `present`; dy always, and mean and rstd."""
+    found = derivative(operation, wanted, present)
+    expressions = [e for _, e in (*found.early, *found.late)] + ([found.g] if found.g else [])
+    used = {name for e in expressions for name in e.uses} - {"xhat", "dy", "ds"}
+    statistics: tuple[str, ...] = ()
+    if found.g is not None or any("xhat" in e.uses for e in expressions):
+        used |= {"s"} if "s" in operation.returns else {"x", *operation.before}
+        statistics = NORMS[operation.norm].statistics
+    gradients = ("dy", "ds") if "ds" in present and found.late else ("dy",)
+    return (*gradients, *(name for name in ("s", "x", *operation.operands) if name in used), *statistics)
 
 
 def _operands(

@@ -1,0 +1,243 @@
+"""How a call of a fused operation runs on a GPU, of its layouts and options alone: for CuPy, and for frameworks whose
+memory and streams are their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import logs
+from ..device import Device
+from ..operation import NORMS, Operation
+from . import checks, fused
+from .checks import Layout
+from .plan import Plan, plan
+from .problem import Groups, RowStrides, backward_problem, compute_dtype, forward_problem
+
+# Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.
+Memory = tuple[str, tuple[int, ...], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How calls with the same layouts and options run. `plan` is None where there is nothing to compute."""
+
+    plan: Plan | None
+    shape: tuple[int, ...]  # of x
+    expanded: tuple[str, ...]  # the arrays that are broadcast to it
+    copies: tuple[str, ...]  # the arrays that must be made contiguous
+    written: tuple[Memory, ...]  # what is allocated
+    # Forward.
+    statistics: tuple[Memory, ...] = ()
+    # Backward.
+    dy: Memory | None = None  # of the zeros that stand for a dy that was not given
+    gradients: tuple[tuple[str, str], ...] = ()  # which of those written is the gradient of each name
+    # Of expanded arrays: the axes along which their gradients are added up, and what that comes to.
+    reduced: tuple[tuple[tuple[int, ...], Memory], ...] = ()
+    totals: frozenset[str] = frozenset()  # of those written: sums of columns that are yet to be added up
+
+    def with_dtypes(self, of: Callable[[str], Any]) -> Recipe:
+        """The same with the dtypes of a framework in place of their names."""
+
+        def named(memory: Memory) -> Memory:
+            name, shape, dtype = memory
+            return name, shape, of(dtype)
+
+        return replace(
+            self,
+            written=tuple(map(named, self.written)),
+            statistics=tuple(map(named, self.statistics)),
+            dy=None if self.dy is None else named(self.dy),
+            reduced=tuple((axes, named(memory)) for axes, memory in self.reduced),
+        )
+
+
+def forward_recipe(
+    function: str,
+    operation: Operation,
+    given: Mapping[str, fused.Given],
+    device: Device,
+    *,
+    demanded: fused.Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+    aligned: bool,
+) -> Recipe:
+    """Of the forward pass of x and the operands, `given`, which are checked here."""
+    given = dict(given)
+    x = given["x"]
+    assert isinstance(x, Layout)
+    operands = {name: one for name, one in given.items() if name != "x"}
+    kinds, groups = _kinds(function, x, given, operands, demanded)
+    row_dtype = s_dtype or x.dtype
+    compute = compute_dtype(row_dtype)
+    dtypes = _dtypes(given, compute) | {"y": dtype or x.dtype}
+    if operation.prologue is not None:
+        dtypes["s"] = row_dtype
+    task = forward_problem(
+        operation,
+        math.prod(x.shape[:-1]),
+        x.shape[-1],
+        dtypes,
+        kinds=_of_kernels(kinds),
+        strides=_strides(given, kinds),
+        groups=groups,
+        aligned=aligned,
+    )
+    return Recipe(
+        plan=plan(task, device) if task.rows else None,
+        shape=x.shape,
+        expanded=_expanded(kinds),
+        copies=_copies(function, given, kinds),
+        written=tuple((name, x.shape, dtypes[name]) for name in operation.returns),
+        statistics=tuple((name, x.shape[:-1], compute) for name in NORMS[operation.norm].statistics),
+    )
+
+
+def backward_recipe(
+    function: str,
+    operation: Operation,
+    given: Mapping[str, fused.Given],
+    wanted: Collection[str],
+    device: Device,
+    *,
+    demanded: fused.Kinds,
+    s_dtype: str | None,
+    aligned: bool,
+) -> Recipe:
+    """Of the gradients `wanted`. `given`: x, dy, ds, s, mean, rstd and the operands, absent where there is none; they
+    are checked here.
+    """
+    given = dict(given)
+    x = given["x"]
+    assert isinstance(x, Layout)
+    operands = {name: given[name] for name in operation.operands if name in given}
+    shapes = {name: (one.shape, one.dtype) for name, one in operands.items() if isinstance(one, Layout)}
+    kinds, groups = _kinds(function, x, given, operands, demanded)
+    s = given.get("s")
+    row_dtype = s_dtype or (s.dtype if isinstance(s, Layout) else x.dtype)
+    fused.check_backward(function, operation, given, row_dtype)
+    compute = compute_dtype(row_dtype)
+    zeros = None
+    if "dy" not in given:
+        zeros = ("dy", x.shape, x.dtype)
+        given["dy"] = Layout(x.shape, (), x.dtype, x.device)
+    dtypes = _dtypes(given, compute)
+    if operation.prologue is not None:
+        dtypes["s"] = row_dtype
+    # A gradient that is added up afterwards is not rounded before.
+    of = {name: compute if kinds.get(name) == "expanded" else dtypes.get(name, x.dtype) for name in wanted}
+    same = fused.same_gradients(operation, wanted, operands, kinds, of)
+    computed = tuple(dict.fromkeys(same.values()))
+    task = backward_problem(
+        operation,
+        math.prod(x.shape[:-1]),
+        x.shape[-1],
+        dtypes | {f"d{name}": of[name] for name in computed},
+        computed,
+        kinds=_of_kernels(kinds),
+        strides=_strides(given, kinds),
+        groups=groups,
+        aligned=aligned,
+    )
+    columns = x.shape[-1:]
+    written = []
+    for name in computed:
+        one = given.get(name)
+        number = isinstance(one, float)
+        shape = one.shape if isinstance(one, Layout) else columns  # of a number the sums of columns; or one left out
+        written.append((f"d{name}", shape, compute if number else of[name]))
+    return Recipe(
+        plan=plan(task, device) if task.rows and computed else None,
+        shape=x.shape,
+        expanded=_expanded(kinds),
+        copies=_copies(function, given, kinds),
+        written=tuple(written),
+        dy=zeros,
+        gradients=tuple((name, f"d{same[name]}") for name in wanted),
+        reduced=tuple(
+            (fused.broadcast_axes(shapes[name][0], x.shape), (name, *shapes[name]))
+            for name in wanted
+            if kinds.get(name) == "expanded"
+        ),
+        totals=frozenset(f"d{name}" for name in computed if kinds.get(name) == "scalar"),
+    )
+
+
+def scalars_of(solution: Plan, numbers: Mapping[str, Any]) -> list[float]:
+    """The numbers that a launch takes, each rounded to the arithmetic; infinite where that cannot hold it."""
+    problem = solution.problem
+    values = (numbers[name] for name in problem.scalars)
+    return [float(one) if problem.compute == "float64" else ctypes.c_float(one).value for one in values]
+
+
+def _dtypes(given: Mapping[str, fused.Given], compute: str) -> dict[str, str]:
+    """By name. A number is passed in the dtype of the arithmetic."""
+    return {name: one.dtype if isinstance(one, Layout) else compute for name, one in given.items()}
+
+
+def _full(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[str, Layout]:
+    """The arrays that are read by rows."""
+    by_rows = {"x", "s", "dy", "ds"} | {name for name, kind in kinds.items() if kind in ("full", "expanded")}
+    return {name: one for name, one in given.items() if name in by_rows and isinstance(one, Layout)}
+
+
+def _strides(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[str, RowStrides]:
+    """From row to row, or vector to vector, of the arrays that are read so and not copied."""
+    found = {name: _row_strides(one) for name, one in _full(given, kinds).items()}
+    found |= {name: _vector_strides(given[name]) for name, kind in kinds.items() if kind == "group"}
+    return {name: strides for name, strides in found.items() if strides is not None}
+
+
+def _copies(function: str, given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> tuple[str, ...]:
+    """The arrays whose rows, or that as vectors, do not lie as kernels read them."""
+    full = _full(given, kinds)
+
+    def strides(name: str, one: Layout) -> RowStrides | None:
+        if name in full:
+            return _row_strides(one)
+        return _vector_strides(one) if kinds.get(name) == "group" else checks.row_strides(one, len(one.shape))
+
+    copies = {name: one for name, one in given.items() if isinstance(one, Layout) and strides(name, one) is None}
+    logs.copied(function, copies, copies.values(), [True] * len(copies))
+    return tuple(copies)
+
+
+def _kinds(
+    function: str, x: Layout, given: dict[str, fused.Given], operands: dict[str, fused.Given], demanded: fused.Kinds
+) -> tuple[dict[str, str], Groups | None]:
+    """The kinds of operands, and the groups of rows of some. `given` gets the layout of what is expanded."""
+    kinds = fused.check_operands(function, x, operands, demanded=demanded)
+    groups = fused.groups_of(x, operands, kinds)
+    for name in _expanded(kinds):
+        one = given[name]
+        assert isinstance(one, Layout)
+        logs.expanded(function, name, one.shape, x.shape)
+        own = (0,) * (len(x.shape) - len(one.strides)) + one.strides
+        repeated = fused.broadcast_axes(one.shape, x.shape)
+        strides = tuple(0 if axis in repeated else stride for axis, stride in enumerate(own))
+        given[name] = Layout(x.shape, strides, one.dtype, one.device)
+    return kinds, groups
+
+
+def _expanded(kinds: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(name for name, kind in kinds.items() if kind == "expanded")
+
+
+def _of_kernels(kinds: Mapping[str, str]) -> dict[str, str]:
+    """What is expanded is full."""
+    return {name: "full" if kind == "expanded" else kind for name, kind in kinds.items()}
+
+
+def _vector_strides(given: fused.Given) -> RowStrides | None:
+    """From vector to vector, where one stride leads there."""
+    found = checks.row_strides(given, 1) if isinstance(given, Layout) else None
+    return None if found is None or found.inner else found
+
+
+def _row_strides(layout: Layout) -> RowStrides | None:
+    return checks.row_strides(layout, 1) if layout.strides else RowStrides(layout.shape[-1])
