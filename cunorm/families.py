@@ -199,7 +199,12 @@ FAMILIES = {
         "cunorm.norm.float8_cupy",
         "cunorm.linear.float8_cupy",
     ),
-    "torch": Modules("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays", float8="cunorm.torch.norm.float8"),
+    "torch": Modules(
+        "cunorm.torch.norm.arrays",
+        "cunorm.torch.linear.arrays",
+        "cunorm.torch.norm.fused_arrays",
+        "cunorm.torch.norm.float8",
+    ),
     "jax": _JAX,
     "jaxlib": _JAX,
 }
@@ -210,6 +215,16 @@ _linears: dict[type, Linear] = {}
 _fused: dict[type, Fused] = {}
 _float8: dict[type, Float8] = {}
 _linear_float8: dict[type, LinearFloat8] = {}
+
+
+def at_hand(*kinds: type) -> None:
+    """Import what handles kinds of arrays, for calls that are traced, as torch.compile does: none imports anything."""
+    for kind in kinds:
+        modules = FAMILIES[kind.__module__.partition(".")[0]]
+        _norms[kind] = cast(Norm, import_module(modules.norm))
+        _linears[kind] = cast(Linear, import_module(modules.linear))
+        _fused[kind] = cast(Fused, import_module(modules.fused))
+        _float8[kind] = cast(Float8, import_module(modules.float8))
 
 
 def norm_of(function: str, x: Any) -> Norm:

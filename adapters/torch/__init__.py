@@ -1,5 +1,9 @@
 """LayerNorm and RMSNorm for PyTorch: drop-in functions and modules with autograd, on cunorm's kernels."""
 
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..families import at_hand
 from .decomposition import decompositions
 from .linear.float8_context import autocast, fp8_autocast, is_fp8_available, set_recipe
 from .linear.functional import layer_norm_linear
@@ -8,6 +12,7 @@ from .linear.recipes import Float8CurrentScaling, MMParams, QParams, RowwiseScal
 from .models.fuse import Fusion, fuse_norm_linear
 from .models.replace import Replacement, replace_norms
 from .norm.functional import layer_norm, rms_norm
+from .norm.fused_functional import add_layer_norm, add_rms_norm, layer_norm_add, rms_norm_add
 from .norm.modules import LayerNorm, RMSNorm
 
 __all__ = [
@@ -20,14 +25,20 @@ __all__ = [
     "RMSNorm",
     "Replacement",
     "RowwiseScaling",
+    "add_layer_norm",
+    "add_rms_norm",
     "autocast",
     "decompositions",
     "fp8_autocast",
     "fuse_norm_linear",
     "is_fp8_available",
     "layer_norm",
+    "layer_norm_add",
     "layer_norm_linear",
     "replace_norms",
     "rms_norm",
+    "rms_norm_add",
     "set_recipe",
 ]
+
+at_hand(Tensor, Parameter)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .linear import operators as linear_operators
-from .norm import operators
+from .norm import fused_operators, operators
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -20,8 +20,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     Returns
     -------
     dict of operator to callable
-        torch.ops.cunorm.norm and norm_linear, and the `_forward` and `_backward` of both (their `.default`).
-        A new one with every call, to be joined with others.
+        torch.ops.cunorm.norm, fused_norm and norm_linear, and the `_forward` and `_backward` of each, their
+        `.default`. A new one with every call, to be joined with others.
 
     Notes
     -----
@@ -42,6 +42,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         operators.norm: operators.forward_by_formulas,
         operators.norm_forward: operators.forward_by_formulas,
         operators.norm_backward: operators.backward_by_formulas,
+        fused_operators.fused_norm: fused_operators.forward_by_formulas,
+        fused_operators.fused_norm_forward: fused_operators.forward_by_formulas,
+        fused_operators.fused_norm_backward: fused_operators.backward_by_formulas,
         linear_operators.norm_linear: linear_operators.forward_in_steps,
         linear_operators.norm_linear_forward: linear_operators.forward_in_steps,
         linear_operators.norm_linear_backward: linear_operators.backward_in_steps,

@@ -87,7 +87,7 @@ def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | N
             of_x = "the shape of x" if expected == "full" else "the shape of the last axis of x"
             raise ValueError(f"{function}: {name} must have {of_x}, {shapes[expected]}; got {shape}.")
         return expected
-    if shape == x.shape:
+    if len(shape) == len(x.shape) and shape == x.shape:  # an open size is not compared with another axis
         return "full"
     if shape == (1,) * (len(shape) - 1) + columns and 0 < len(shape) <= len(x.shape):
         return "column"

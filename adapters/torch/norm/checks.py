@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def forward(
     shape = layouts[0].shape[-ndim:]
     if any(isinstance(size, torch.SymInt) for size in shape):
         return  # a row length that torch.compile holds open is checked when the kernel runs
-    _raise_as_torch(
+    raising_as_torch(
         core.check_forward, function, layouts[0], shape, *layouts[1:], None, None, zero_centered_gamma=False
     )
     output_dtype(function, dtype)
@@ -119,7 +119,7 @@ def backward(operation: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: 
     named = {"dy": dy, "x": x, "statistics": statistics, "weight": weight}
     layouts = {name: None if tensor is None else layout(function, name, tensor) for name, tensor in named.items()}
     rows = layouts["statistics"]._replace(shape=tuple(statistics.shape[1:]))
-    _raise_as_torch(
+    raising_as_torch(
         core.check_backward,
         function,
         layouts["dy"],
@@ -154,9 +154,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _raise_as_torch(check, *arguments, **options) -> None:
+def raising_as_torch(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """check(...) with torch's types of error in place of the core's."""
     try:
-        check(*arguments, **options)
+        return check(*arguments, **options)
     except ValueError as error:
         raise RuntimeError(str(error)) from None
     except TypeError as error:

@@ -167,6 +167,7 @@ def launchable(gradient: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and _nothing_listens()
         and not gradient.is_neg()
+        and not _batched(gradient)
     )
 
 
@@ -175,6 +176,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
+_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd.grad(is_grads_batched=True)
 
 
 def _nothing_listens() -> bool:

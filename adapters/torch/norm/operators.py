@@ -176,15 +176,20 @@ def backward(dy, x, statistics, weight, operation, eps, output_mask, sm_margin):
 
 
 def wants_gradient(*arguments: Any) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+    """Whether autograd follows any of the tensors, also of those in a list."""
+    if not torch.is_grad_enabled():
+        return False
+    listed = (one for argument in arguments if isinstance(argument, list | tuple) for one in argument)
+    return any(isinstance(one, Tensor) and one.requires_grad for one in (*arguments, *listed))
 
 
 def under_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def register_kernels(operator: Any, function: type[torch.autograd.Function], **kernels: Callable[..., Any]) -> None:
-    """What computes an operator that has no derivative of its own, by device; called by hand it has `function`'s.
+def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]) -> None:
+    """What computes an operator that has no derivative of its own, by device; called by hand it has that of
+    `function.apply`, an autograd.Function's.
 
     Nothing stands on its autograd key, so compiled code pays for nothing there. In eager mode autograd is still on in a
     kernel written in Python, unless the call comes from compiled code or a Function; torch cannot know that it is made

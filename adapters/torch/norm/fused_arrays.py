@@ -1,0 +1,106 @@
+"""What calls of fused operations do with torch tensors: as norm/fused_cupy.py and fused_numpy.py with their arrays.
+
+A tensor without axes is a column of that number.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...norm import checks as core
+from ...norm import fused
+from ...operation import NORMS, Operation
+from . import fused_formulas, fused_functional, fused_launching
+from .arrays import layouts_of, mean_and_rstd
+from .fused_launching import call_of
+
+
+def forward(
+    function: str,
+    operation: Operation,
+    x: Tensor,
+    operands: Mapping[str, Any],
+    eps: float,
+    *,
+    demanded: fused.Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+    statistics: bool,
+) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
+    """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for. y and s are
+    differentiable.
+    """
+    if not torch.compiler.is_compiling() and not (type(eps) is float and 0 <= eps < math.inf):
+        eps = core.check_eps(function, eps)
+    tensors, given = _told_apart(function, x, operands)
+    names = tuple(tensors)
+    call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype)
+    results, found = fused_functional.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
+    mean = rstd = None
+    if found is not None:
+        mean, rstd = mean_and_rstd(found)
+    return dict(zip(operation.returns, results, strict=True)), mean, rstd
+
+
+def _told_apart(function: str, x: Tensor, operands: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(x and the operands that are tensors, those that are numbers)"""
+    tensors, given = {"x": x}, {}
+    for name, one in operands.items():
+        if isinstance(one, Tensor):
+            tensors[name] = one.expand(x.shape[-1:]) if one.dim() == 0 and x.dim() else one
+        elif isinstance(one, numbers.Real) or type(one) is torch.SymFloat:
+            given[name] = fused.number(function, name, one)
+        else:
+            raise TypeError(
+                f"{function}: {name} must be a torch.Tensor, as x is, or a number; got {type(one).__name__}. Convert "
+                "it."
+            )
+    return tensors, given
+
+
+@torch.no_grad()
+def backward(
+    function: str,
+    operation: Operation,
+    arrays: Mapping[str, Any],
+    wanted: Sequence[str],
+    *,
+    demanded: fused.Kinds,
+    s_dtype: str | None,
+) -> dict[str, Tensor]:
+    """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
+    is none.
+    """
+    of_rows = NORMS[operation.norm].statistics
+    needed = ("x", *of_rows)
+    arrays = {name: one for name, one in arrays.items() if one is not None or name in needed}
+    operands = {name: arrays[name] for name in operation.operands if name in arrays}
+    tensors, given = _told_apart(function, arrays["x"], operands)
+    others = {name: arrays[name] for name in ("dy", "ds", "s", *of_rows) if name in arrays}
+    layouts = layouts_of(function, {**tensors, **others}, required=tuple(others))
+    x = layouts["x"]
+    known = {name: layouts[name] for name in tensors if name != "x"} | given
+    fused.check_operands(function, x, known, demanded=demanded)
+    row_dtype = s_dtype or x.dtype
+    fused.check_backward(function, operation, layouts, row_dtype)
+    statistics = torch.stack([others[name] for name in of_rows])
+    dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
+    if fused_functional.at_once([*tensors.values(), *others.values()]):
+        call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, s_dtype)
+        family = fused_launching.family(call, {name: layouts[name] for name in tensors})
+        names = (*tensors, *(() if s is None else ("s",)))
+        saved = (*tensors.values(), *(() if s is None else (s,)))
+        numbers = tuple(given.values())
+        found = fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, tuple(wanted))
+        return dict(zip(wanted, found, strict=True))
+    rows = getattr(torch, row_dtype)
+    values = {**tensors, **given}
+    found = fused_formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
+    dtypes = {name: one.dtype for name, one in tensors.items()} | dict.fromkeys(given, statistics.dtype)
+    return {name: one.to(dtypes.get(name, tensors["x"].dtype)) for name, one in zip(wanted, found, strict=True)}

@@ -1,0 +1,303 @@
+"""Fused operations on plain CUDA tensors: check, plan, launch on torch's current stream, in memory of its allocator.
+
+As launching.py: what follows from layouts and options alone is worked out once, by the core, and kept as a recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...norm import fused
+from ...norm.checks import Layout
+from ...norm.fused_recipe import backward_recipe, forward_recipe, scalars_of
+from ...norm.plan import Plan
+from ...norm.problem import backward_reads, pointer_order
+from ...operation import NORMS, Operation
+from . import checks, launching
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What calls of one form have in common. Told apart by identity: `call_of` makes one for each form."""
+
+    function: str
+    operation: Operation
+    whole: Operation  # with numbers for the operands that are left out
+    names: tuple[str, ...]  # of the tensors: x, and operands
+    numbers: tuple[str, ...]  # of the operands that are numbers
+    demanded: fused.Kinds
+    dtype: str | None
+    s_dtype: str | None
+    recipes: dict[Hashable, Forward] = field(default_factory=dict)
+    families: dict[Hashable, Family] = field(default_factory=dict)
+    reads: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+
+    def wanted(self, mask: Sequence[bool]) -> tuple[str, ...]:
+        """The names of the tensors whose gradients are wanted."""
+        return tuple([name for name, one in zip(self.names, mask, strict=True) if one])
+
+    def saved(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """What the backward pass for such gradients reads of x, the operands and s."""
+        found = self.reads.get(wanted)
+        if found is None:
+            reads = backward_reads(self.operation, wanted, (*self.names, *self.numbers))
+            found = self.reads[wanted] = tuple(name for name in reads if name == "s" or name in self.names)
+        return found
+
+
+_calls: dict[Hashable, Call] = {}
+
+
+def call_of(
+    function: str,
+    operation: Operation,
+    names: tuple[str, ...],
+    numbers: tuple[str, ...],
+    demanded: fused.Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+) -> Call:
+    """`names`: of the operands that are tensors."""
+    key = (function, operation, names, numbers, demanded, dtype, s_dtype)
+    found = None if torch.compiler.is_compiling() else _calls.get(key)
+    if found is None:
+        whole = operation.given((*names, *numbers))
+        found = Call(function, operation, whole, ("x", *names), numbers, demanded, dtype, s_dtype)
+        if not torch.compiler.is_compiling():  # nothing of it is needed after the trace
+            launching.keep(_calls, key, found)
+    return found
+
+
+class Family(NamedTuple):
+    """The backward passes of calls with tensors of the same shapes and dtypes, each with its recipe."""
+
+    call: Call
+    layouts: dict[str, Layout]
+    recipes: dict[Hashable, Backward]
+
+
+Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+
+
+class Forward(NamedTuple):
+    """`plan` is None where there is nothing to compute."""
+
+    plan: Plan | None
+    copies: tuple[int, ...]  # the places of the tensors that must be made contiguous
+    results: tuple[Memory, ...]
+    statistics: Memory
+    rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
+    order: Callable[[Sequence[int]], tuple[int, ...]] | None  # picks, of all pointers of a call, those of the plan
+    family: Family
+
+
+class Backward(NamedTuple):
+    """As Forward."""
+
+    plan: Plan | None
+    copies: tuple[int, ...]  # places among dy, ds and what was saved
+    gradients: tuple[Memory, ...]
+    places: tuple[int, ...]  # of each gradient that is wanted among those
+    totals: tuple[int, ...]  # of those: sums of columns that are yet to be added up
+    zeros: Memory | None  # what stands for a dy that is not there
+    rstd_offset: int
+    order: Callable[[Sequence[int]], tuple[int, ...]] | None
+
+
+def forward(
+    call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float, wants_statistics: bool
+) -> tuple[list[Tensor], Tensor | None, Family]:
+    """(results in the order of `returns`, statistics as formulas.py has them, what `backward` wants)"""
+    index = tensors[0].get_device()
+    if index != launching._current_device():
+        with torch.cuda.device(index):
+            return forward(call, tensors, numbers, eps, wants_statistics)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    aligned = _aligned(pointers)
+    key = (aligned, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
+    recipe = call.recipes.get(key)
+    if recipe is None:
+        recipe = launching.keep(call.recipes, key, _forward_recipe(call, tensors, aligned))
+    plan, copies, memory, memory_of_statistics, rstd_offset, order, family = recipe
+    results = [launching._empty(*one) for one in memory]
+    statistics = None
+    mean_pointer = rstd_pointer = 0
+    if wants_statistics:
+        statistics = launching._empty(*memory_of_statistics)
+        mean_pointer = statistics.data_ptr()
+        rstd_pointer = mean_pointer + rstd_offset
+    if plan is None or order is None:
+        return results, statistics, family
+    kept = [tensors[place].contiguous() for place in copies]
+    for place, copy in zip(copies, kept, strict=True):
+        pointers[place] = copy.data_ptr()
+    pointers += [result.data_ptr() for result in results]
+    pointers += (mean_pointer, rstd_pointer)
+    scalars = (eps,)
+    if call.numbers:
+        scalars = scalars_of(plan, dict(zip(call.numbers, numbers, strict=True), eps=eps))
+    launch.run(plan, index, launching._stream(index), order(pointers), scalars)
+    return results, statistics, family
+
+
+def _forward_recipe(call: Call, tensors: Sequence[Tensor], aligned: bool) -> Forward:
+    layouts = {name: layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
+    recipe = forward_recipe(
+        call.function,
+        call.operation,
+        given_of(call, layouts),
+        launching.properties_of(call.function, tensors[0]),
+        demanded=call.demanded,
+        dtype=call.dtype,
+        s_dtype=call.s_dtype,
+        aligned=aligned,
+    )
+    leading = tensors[0].shape[:-1]
+    statistics = NORMS[call.operation.norm].statistics
+    names = (*call.names, *call.operation.returns, "mean", "rstd")
+    return Forward(
+        plan=recipe.plan,
+        copies=tuple(map(call.names.index, recipe.copies)),
+        results=tuple(_memory(shape, dtype) for _, shape, dtype in recipe.written),
+        statistics=_memory((len(statistics), *leading), recipe.statistics[0][2]),
+        rstd_offset=_rstd_offset(recipe.plan),
+        order=None if recipe.plan is None else pointer_order(recipe.plan.problem, names),
+        family=family(call, layouts),
+    )
+
+
+def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, fused.Given]:
+    """x and the operands in the core's order; of a number only that it is one counts."""
+    given: dict[str, fused.Given] = {**layouts, **dict.fromkeys(call.numbers, 0.0)}
+    return {name: given[name] for name in ("x", *call.operation.operands) if name in given}
+
+
+def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
+    """What `backward` wants to know of tensors that it does not see."""
+    contiguous = {name: one._replace(strides=_strides(one.shape)) for name, one in layouts.items()}
+    key = tuple(contiguous.values())
+    found = call.families.get(key)
+    return found or launching.keep(call.families, key, Family(call, contiguous, {}))
+
+
+def backward(
+    family: Family,
+    names: tuple[str, ...],
+    saved: Sequence[Tensor],
+    numbers: Sequence[float],
+    dy: Tensor | None,
+    ds: Tensor | None,
+    statistics: Tensor,
+    wanted: tuple[str, ...],
+) -> list[Tensor]:
+    """The gradients of `wanted`, names of x and of operands; equal ones are one tensor.
+
+    `saved` are the tensors `names`, those of Call.saved at least. Shapes and devices fit: autograd sees to it.
+    """
+    index = statistics.get_device()
+    if index != launching._current_device():
+        with torch.cuda.device(index):
+            return backward(family, names, saved, numbers, dy, ds, statistics, wanted)
+    tensors = (dy, ds, *saved)
+    pointers = [0 if one is None else one.data_ptr() for one in tensors]
+    aligned = _aligned(pointers)
+    key = (wanted, names, aligned, *[None if one is None else (one.stride(), one.dtype) for one in tensors])
+    recipe = family.recipes.get(key)
+    if recipe is None:
+        named = dict(zip(("dy", "ds", *names), tensors, strict=True))
+        made = _backward_recipe(family, named, statistics, wanted, aligned)
+        recipe = launching.keep(family.recipes, key, made)
+    plan, copies, memory, places, totals, zeros, rstd_offset, order = recipe
+    gradients = [launching._empty(*one) for one in memory]
+    if plan is None or order is None:  # sums over no rows
+        gradients = [gradient.zero_() for gradient in gradients]
+        return [gradients[place].sum() if place in totals else gradients[place] for place in places]
+    kept = {place: tensors[place].contiguous() for place in copies}
+    if zeros is not None:
+        kept[0] = launching._empty(*zeros).zero_()
+    for place, one in kept.items():
+        pointers[place] = one.data_ptr()
+    workspace = launching._empty((plan.workspace,), (1,), torch.uint8) if plan.workspace else None
+    if not statistics.is_contiguous():  # vmap may have moved its axes
+        statistics = statistics.contiguous()
+    mean_pointer = statistics.data_ptr()
+    pointers += (mean_pointer, mean_pointer + rstd_offset, *[gradient.data_ptr() for gradient in gradients])
+    scalars = scalars_of(plan, dict(zip(family.call.numbers, numbers, strict=True))) if numbers else ()
+    workspace_pointer = 0 if workspace is None else workspace.data_ptr()
+    launch.run(plan, index, launching._stream(index), order(pointers), scalars, workspace_pointer)
+    return [gradients[place].sum() if place in totals else gradients[place] for place in places]
+
+
+def _backward_recipe(
+    family: Family, tensors: Mapping[str, Tensor | None], statistics: Tensor, wanted: tuple[str, ...], aligned: bool
+) -> Backward:
+    call, layouts, _ = family
+    function = f"backward of {call.function}"
+    present = {name: one for name, one in tensors.items() if one is not None}
+    read = {
+        name: layout(function, name, present[name]) for name in (*present.keys() & {"dy", "ds"}, *call.saved(wanted))
+    }
+    of_rows = layouts["x"].shape[:-1]
+    read |= {
+        name: Layout(of_rows, _strides(of_rows), checks.dtype_name(statistics.dtype), str(statistics.device))
+        for name in NORMS[call.operation.norm].statistics
+    }
+    recipe = backward_recipe(
+        function,
+        call.operation,
+        given_of(call, layouts) | read,
+        wanted,
+        launching.properties_of(call.function, statistics),
+        demanded=call.demanded,
+        s_dtype=call.s_dtype,
+        aligned=aligned,
+    )
+    written = [name for name, _, _ in recipe.written]
+    found = dict(recipe.gradients)
+    names = (*tensors, "mean", "rstd", *written)
+    return Backward(
+        plan=recipe.plan,
+        copies=tuple(map(list(tensors).index, recipe.copies)),
+        gradients=tuple(_memory(shape, dtype) for _, shape, dtype in recipe.written),
+        places=tuple(written.index(found[name]) for name in wanted),
+        totals=tuple(written.index(name) for name in recipe.totals),
+        zeros=None if recipe.dy is None else _memory(*recipe.dy[1:]),
+        rstd_offset=_rstd_offset(recipe.plan),
+        order=None if recipe.plan is None else pointer_order(recipe.plan.problem, names),
+    )
+
+
+def layout(function: str, name: str, tensor: Tensor) -> Layout:
+    kind = checks.unlike_strided(tensor)
+    if kind:
+        raise TypeError(f"{function}: {name} must be a strided tensor; got {kind}. Convert it first.")
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    return Layout(shape, strides, checks.dtype_name(tensor.dtype), str(tensor.device))
+
+
+def _memory(shape: Sequence[int], dtype: str) -> Memory:
+    return launching._contiguously(shape, getattr(torch, dtype))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    _, strides, _ = _memory(shape, "float32")
+    return strides
+
+
+def _rstd_offset(plan: Plan | None) -> int:
+    if plan is None or not plan.problem.norm.subtracts_mean:
+        return 0
+    return plan.problem.rows * getattr(torch, plan.problem.compute).itemsize
+
+
+def _aligned(pointers: Iterable[int]) -> bool:
+    """All of them are multiples of 16; what torch allocates is."""
+    return not reduce(or_, pointers) & 15
