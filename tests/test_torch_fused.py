@@ -107,11 +107,28 @@ def test_results_and_gradients_are_those_of_float64(device, name, dtype):
         ("both", (4, 40), "float32"),
         ("stream", (3, 1000), "bfloat16"),
         ("norm alone", (40, 7), "float32"),
+        ("samples", (2, 3, 129), "float32"),
+        ("heads and samples", (2, 3, 40), "bfloat16"),
     ],
 )
 def test_launches_on_the_stand_in(stand_in, name, shape, dtype):
     check(CASES[name], shape, dtype, "cpu")
     assert [plan.problem.direction for plan in stand_in.plans] == ["forward", "backward"] * 2
+
+
+@needs_machine
+def test_a_number_for_each_row_and_a_tensor_without_axes(stand_in):
+    """What kernels have no kind for: gradients are sums of what is elementwise."""
+    op = cunorm.fuse("layer_norm", epilogue=lambda xhat, gate, factor: xhat * gate * factor)
+    x, gate, factor = random(2, 3, 40), random(3, 1), torch.tensor(0.75, dtype=torch.float64)
+    tensors = [one.requires_grad_() for one in (x, gate, factor)]
+    y = op(x, gate=gate, factor=factor)
+    expected_y = torch.nn.functional.layer_norm(x, (40,)) * gate * factor
+    dy = random(2, 3, 40, seed=1)
+    torch.testing.assert_close(y, expected_y)
+    pair = [torch.autograd.grad(one, tensors, dy) for one in (y, expected_y)]
+    torch.testing.assert_close(*pair)
+    assert len(stand_in.plans) == 2
 
 
 @needs_machine

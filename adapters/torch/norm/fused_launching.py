@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import launch
 from ...norm import fused
 from ...norm.checks import Layout
-from ...norm.fused_recipe import backward_recipe, forward_recipe, scalars_of
+from ...norm.fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
 from ...norm.plan import Plan
 from ...norm.problem import backward_reads, pointer_order
 from ...operation import NORMS, Operation
@@ -91,7 +91,7 @@ class Forward(NamedTuple):
     """`plan` is None where there is nothing to compute."""
 
     plan: Plan | None
-    copies: tuple[int, ...]  # the places of the tensors that must be made contiguous
+    copies: tuple[tuple[int, tuple[int, ...]], ...]  # places of tensors that must be made contiguous, of such shapes
     results: tuple[Memory, ...]
     statistics: Memory
     rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
@@ -103,10 +103,11 @@ class Backward(NamedTuple):
     """As Forward."""
 
     plan: Plan | None
-    copies: tuple[int, ...]  # places among dy, ds and what was saved
+    copies: tuple[tuple[int, tuple[int, ...]], ...]  # places among dy, ds and what was saved
     gradients: tuple[Memory, ...]
     places: tuple[int, ...]  # of each gradient that is wanted among those
-    totals: tuple[int, ...]  # of those: sums of columns that are yet to be added up
+    # What is yet to be added up of those that are wanted, by place: along which axes, and what it comes to.
+    sums: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     zeros: Memory | None  # what stands for a dy that is not there
     rstd_offset: int
     order: Callable[[Sequence[int]], tuple[int, ...]] | None
@@ -136,9 +137,9 @@ def forward(
         rstd_pointer = mean_pointer + rstd_offset
     if plan is None or order is None:
         return results, statistics, family
-    kept = [tensors[place].contiguous() for place in copies]
-    for place, copy in zip(copies, kept, strict=True):
-        pointers[place] = copy.data_ptr()
+    kept = {place: tensors[place].expand(shape).contiguous() for place, shape in copies}
+    for place, one in kept.items():
+        pointers[place] = one.data_ptr()
     pointers += [result.data_ptr() for result in results]
     pointers += (mean_pointer, rstd_pointer)
     scalars = (eps,)
@@ -165,7 +166,7 @@ def _forward_recipe(call: Call, tensors: Sequence[Tensor], aligned: bool) -> For
     names = (*call.names, *call.operation.returns, "mean", "rstd")
     return Forward(
         plan=recipe.plan,
-        copies=tuple(map(call.names.index, recipe.copies)),
+        copies=_copies(recipe, call.names, {name: one.shape for name, one in layouts.items()}),
         results=tuple(_memory(shape, dtype) for _, shape, dtype in recipe.written),
         statistics=_memory((len(statistics), *leading), recipe.statistics[0][2]),
         rstd_offset=_rstd_offset(recipe.plan),
@@ -215,12 +216,11 @@ def backward(
         named = dict(zip(("dy", "ds", *names), tensors, strict=True))
         made = _backward_recipe(family, named, statistics, wanted, aligned)
         recipe = launching.keep(family.recipes, key, made)
-    plan, copies, memory, places, totals, zeros, rstd_offset, order = recipe
+    plan, copies, memory, places, sums, zeros, rstd_offset, order = recipe
     gradients = [launching._empty(*one) for one in memory]
     if plan is None or order is None:  # sums over no rows
-        gradients = [gradient.zero_() for gradient in gradients]
-        return [gradients[place].sum() if place in totals else gradients[place] for place in places]
-    kept = {place: tensors[place].contiguous() for place in copies}
+        return _summed([gradients[place].zero_() for place in places], sums)
+    kept = {place: tensors[place].expand(shape).contiguous() for place, shape in copies}
     if zeros is not None:
         kept[0] = launching._empty(*zeros).zero_()
     for place, one in kept.items():
@@ -233,7 +233,13 @@ def backward(
     scalars = scalars_of(plan, dict(zip(family.call.numbers, numbers, strict=True))) if numbers else ()
     workspace_pointer = 0 if workspace is None else workspace.data_ptr()
     launch.run(plan, index, launching._stream(index), order(pointers), scalars, workspace_pointer)
-    return [gradients[place].sum() if place in totals else gradients[place] for place in places]
+    return _summed([gradients[place] for place in places], sums)
+
+
+def _summed(gradients: list[Tensor], sums: Mapping[int, tuple]) -> list[Tensor]:
+    for place, (axes, shape, dtype) in sums.items():
+        gradients[place] = gradients[place].sum(axes).reshape(shape).to(dtype)
+    return gradients
 
 
 def _backward_recipe(
@@ -262,16 +268,27 @@ def _backward_recipe(
     )
     written = [name for name, _, _ in recipe.written]
     found = dict(recipe.gradients)
+    sums = {wanted.index(name): (axes, shape, getattr(torch, dtype)) for axes, (name, shape, dtype) in recipe.reduced}
+    compute = statistics.dtype
+    sums |= {place: ((0,), (), compute) for place, name in enumerate(wanted) if found[name] in recipe.totals}
     names = (*tensors, "mean", "rstd", *written)
     return Backward(
         plan=recipe.plan,
-        copies=tuple(map(list(tensors).index, recipe.copies)),
+        copies=_copies(recipe, tuple(tensors), {name: one.shape for name, one in read.items()}),
         gradients=tuple(_memory(shape, dtype) for _, shape, dtype in recipe.written),
         places=tuple(written.index(found[name]) for name in wanted),
-        totals=tuple(written.index(name) for name in recipe.totals),
+        sums=sums,
         zeros=None if recipe.dy is None else _memory(*recipe.dy[1:]),
         rstd_offset=_rstd_offset(recipe.plan),
         order=None if recipe.plan is None else pointer_order(recipe.plan.problem, names),
+    )
+
+
+def _copies(
+    recipe: Recipe, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple(
+        (names.index(name), recipe.shape if name in recipe.expanded else shapes[name]) for name in recipe.copies
     )
 
 
