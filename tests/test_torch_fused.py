@@ -22,7 +22,7 @@ from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm.expression import silu  # noqa: E402
-from cunorm.torch import add_layer_norm, add_rms_norm, decompositions  # noqa: E402
+from cunorm.torch import AddLayerNorm, AddRMSNorm, add_layer_norm, add_rms_norm, decompositions  # noqa: E402
 from cunorm.torch.norm import functional, fused_functional, fused_launching, fused_operators, launching  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
@@ -454,3 +454,149 @@ def test_errors_of_functions_are_those_of_torch():
     ):
         with pytest.raises(error, match=re.escape(message)):
             call()
+
+
+# Functions and modules.
+
+
+@on_devices
+@pytest.mark.parametrize("zero_centered_gamma", [False, True])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_functions_are_those_of_the_two_calls(device, norm, zero_centered_gamma):
+    """Over two axes; on a GPU to the bit."""
+    x, residual = (random(5, 4, 8, device=device, dtype=torch.bfloat16, seed=seed) for seed in range(2))
+    weight, bias = (random(4, 8, device=device, dtype=torch.float32, seed=seed) for seed in range(2))
+    parameters = (weight, bias) if norm == "layer_norm" else (weight,)
+    options = {"eps": 1e-5, "zero_centered_gamma": zero_centered_gamma}
+    apart = getattr(cunorm.torch, norm)
+    y, s = getattr(cunorm.torch, f"add_{norm}")(x, residual, (4, 8), *parameters, **options)
+    assert same(s, x + residual)
+    expected_y = apart(s, (4, 8), *parameters, **options)
+    added = getattr(cunorm.torch, f"{norm}_add")(x, residual, (4, 8), *parameters, **options)
+    expected_added = residual + apart(x, (4, 8), *parameters, **options, dtype=torch.float32)
+    if device == "cuda":
+        assert same(y, expected_y)
+    torch.testing.assert_close(y, expected_y)
+    torch.testing.assert_close(added, expected_added.to(x.dtype))
+
+
+MODULES = {"layer_norm": AddLayerNorm, "rms_norm": AddRMSNorm}
+
+
+@on_devices
+@pytest.mark.parametrize("norm", MODULES)
+def test_modules(device, norm):
+    torchs = {"layer_norm": torch.nn.LayerNorm, "rms_norm": torch.nn.RMSNorm}[norm]
+    original = torchs(8, eps=1e-3, device=device, dtype=torch.float64)
+    with torch.no_grad():
+        original.weight.copy_(random(8))
+    module = MODULES[norm](8, eps=1e-3, device=device, dtype=torch.float64, s_dtype=torch.float32)
+    module.load_state_dict(original.state_dict())
+    x, residual = (random(5, 8, device=device, seed=seed) for seed in range(2))
+    y, s = module(x, residual)
+    assert (y.dtype, s.dtype) == (torch.float64, torch.float32)
+    torch.testing.assert_close(y, original((x + residual).float().double()), rtol=1e-5, atol=1e-5)
+    assert repr(module) == repr(original).replace(torchs.__name__, f"Add{torchs.__name__}")[:-1] + (
+        ", s_dtype=torch.float32)"
+    )
+    centred = MODULES[norm](8, eps=1e-3, device=device, zero_centered_gamma=True)
+    assert not centred.weight.any()
+    with torch.no_grad():
+        centred.weight.fill_(3)
+    centred.reset_parameters()
+    assert not centred.weight.any()
+    assert same(centred(x, residual)[0], MODULES[norm](8, eps=1e-3, device=device)(x, residual)[0])
+    with pytest.raises(ValueError, match="needs a weight"):
+        MODULES[norm](8, elementwise_affine=False, zero_centered_gamma=True)
+
+
+@pytest.mark.gpu
+def test_autocast_has_the_rule_of_the_norms():
+    x, residual = (random(5, 64, device="cuda", dtype=torch.bfloat16, seed=seed) for seed in range(2))
+    with torch.autocast("cuda", torch.bfloat16):
+        y, s = add_layer_norm(x, residual, 64)
+        expected_y = cunorm.torch.layer_norm(s, 64)
+    assert (y.dtype, s.dtype) == (torch.float32, torch.bfloat16)
+    assert same(y, expected_y)
+
+
+# On a GPU.
+
+
+def on_gpu(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    """x, residual, weight and gradients of y and s; the first three want one."""
+    full = [random(rows, cols, device="cuda", dtype=dtype, seed=seed) for seed in range(4)]
+    weight = random(cols, device="cuda", dtype=dtype)
+    return [*(one.requires_grad_() for one in (*full[:2], weight)), *full[2:]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 1024), (3, 16384), (5, 65536), (300, 1001)], ids=str)
+def test_results_have_the_bits_of_the_two_calls_and_gradients_agree(shape):
+    x, residual, weight, dy, ds = on_gpu(*shape)
+    y, s = add_rms_norm(x, residual, shape[1], weight, 1e-5)
+    dx, dresidual, dweight = torch.autograd.grad((y, s), (x, residual, weight), (dy, ds))
+    total = (x + residual).detach().requires_grad_()
+    apart = cunorm.torch.rms_norm(total, shape[1], weight, 1e-5)
+    of_norm, expected_dweight = torch.autograd.grad(apart, (total, weight), dy)
+    assert same(y.detach(), apart.detach())
+    assert same(dx, dresidual)
+    torch.testing.assert_close(dweight, expected_dweight)
+    # The fused one rounds once, after the sum.
+    torch.testing.assert_close(dx, of_norm + ds, rtol=1e-2, atol=4e-2)
+
+
+@pytest.mark.gpu
+def test_a_captured_training_step_replays():
+    x, residual, weight, dy, ds = on_gpu(64, 1024)
+
+    def step():
+        return torch.autograd.grad(add_rms_norm(x, residual, 1024, weight), (x, residual, weight), (dy, ds))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(3):
+        with torch.no_grad():
+            x.copy_(random(64, 1024, device="cuda", seed=seed + 7))
+        graph.replay()
+        assert all(same(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.gpu
+def test_the_current_stream_of_torch():
+    import cupy
+    from busy import spin
+
+    x, residual, weight, *_ = on_gpu(64, 1000)
+    expected_y, _ = add_rms_norm(x, residual, 1000, weight)
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        with cupy.cuda.ExternalStream(stream.cuda_stream):
+            spin(50)
+        late.copy_(x.detach())
+        y, _ = add_rms_norm(late, residual, 1000, weight)
+    stream.synchronize()
+    assert same(y.detach(), expected_y.detach())
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_that_of_the_results():
+    x, residual, weight, dy, ds = on_gpu(4096, 4096)
+    add_rms_norm(x, residual, 4096, weight)  # what is allocated once
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y, s = add_rms_norm(x, residual, 4096, weight)
+    assert torch.cuda.max_memory_allocated() - before < 2.1 * x.nbytes
+    middle = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad((y, s), (x, residual, weight), (dy, ds))
+    assert torch.cuda.max_memory_allocated() - middle < 1.2 * x.nbytes

@@ -13,9 +13,12 @@ from .models.fuse import Fusion, fuse_norm_linear
 from .models.replace import Replacement, replace_norms
 from .norm.functional import layer_norm, rms_norm
 from .norm.fused_functional import add_layer_norm, add_rms_norm, layer_norm_add, rms_norm_add
+from .norm.fused_modules import AddLayerNorm, AddRMSNorm
 from .norm.modules import LayerNorm, RMSNorm
 
 __all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
     "Float8CurrentScaling",
     "Fusion",
     "LayerNorm",
