@@ -30,4 +30,4 @@ def test_sharded_rows_and_fully_shard(device, tmp_path):
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
-    assert all(output.count(" holds") == 4 for output in outputs)
+    assert all(output.count(" holds") == 5 for output in outputs)

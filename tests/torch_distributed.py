@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
-from cunorm.torch import LayerNorm, RMSNorm
+import cunorm
+from cunorm.torch import LayerNorm, RMSNorm, add_layer_norm
 from cunorm.torch.norm import functional
 
 OPS = ("layer_norm", "rms_norm")
@@ -85,6 +86,39 @@ def modules_with_sharded_rows(mesh, device):
             assert_close(parameter.grad.full_tensor(), gradient)
 
 
+def fused_rows(mesh, device):
+    """As of plain norms; an operand for each sample lies as the samples do, and so does its gradient."""
+    x, dy, weight, bias = tensors(device)
+    residual, scale = dy.flip(0), x[:, :1] * 0.5
+    modulate = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, bias: xhat * (1 + scale) + bias)
+
+    def function(x, residual, weight, bias, scale):
+        y, s = add_layer_norm(x, residual, COLS, weight, bias)
+        return modulate(y, scale=scale, bias=bias), s
+
+    leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias, scale)]
+    expected = function(*leaves)
+    expected_gradients = torch.autograd.grad(expected, leaves, (dy, x))
+    for axis in (0, 1, 2):  # of the last one rows are gathered first
+        of_x, of_scale = Shard(axis), Shard(0) if axis == 0 else Replicate()
+        placements = (of_x, of_x, Replicate(), Replicate(), of_scale)
+        sharded = [
+            distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
+            for t, placement in zip(leaves, placements, strict=True)
+        ]
+        results = function(*sharded)
+        whole = of_x if axis < 2 else Replicate()
+        assert all(one.placements == (whole,) for one in results)
+        for one, other in zip(results, expected, strict=True):
+            assert_close(one.full_tensor(), other)
+        gradients = torch.autograd.grad(results, sharded, [distribute_tensor(t, mesh, [whole]) for t in (dy, x)])
+        for one, other in zip(gradients, expected_gradients, strict=True):
+            assert_close(one.full_tensor(), other)
+        if axis < 2:
+            assert [one.placements for one in gradients[:3]] == [(of_x,), (of_x,), (Partial(),)]
+            assert gradients[4].placements == ((Shard(0),) if axis == 0 else (Partial(),))
+
+
 def fsdp(mesh, device):
     """Three steps of a model under fully_shard, against the same without."""
     torch.manual_seed(0)
@@ -114,7 +148,7 @@ def main(rank: int, world_size: int, file: str, device: str) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world_size)
     mesh = init_device_mesh(device, (world_size,))
-    for check in (rows_sharded, columns_sharded, modules_with_sharded_rows, fsdp):
+    for check in (rows_sharded, columns_sharded, modules_with_sharded_rows, fused_rows, fsdp):
         check(mesh, device)
         print(f"rank {rank}: {check.__name__} holds", flush=True)
     dist.barrier()

@@ -31,13 +31,13 @@ def run(
     x, *operands = tensors
     mesh = x.device_mesh
     rows = [one if _by_rows(one, x.ndim) else Replicate() for one in x.placements]
-    local = [x.redistribute(placements=rows).to_local()]
+    local = [_placed(x, rows).to_local()]
     for name, operand in zip(call.names[1:], operands, strict=True):
         if not isinstance(operand, DTensor):
             raise TypeError(f"{call.function}: {name} must be a DTensor, as x is; got {type(operand).__name__}.")
         places = [_of_operand(operand, x, one) for one in rows]
         kept = [place for place, _ in places]
-        local.append(operand.redistribute(placements=kept).to_local(grad_placements=[one for _, one in places]))
+        local.append(_placed(operand, kept).to_local(grad_placements=[one for _, one in places]))
     results, statistics = of_rows(call, local, numbers, eps, wants_statistics)
 
     def gathered(one: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
@@ -50,6 +50,11 @@ def run(
         of_statistics = [Shard(one.dim % x.ndim + 1) if isinstance(one, Shard) else one for one in rows]
         statistics = gathered(statistics, (len(statistics), *x.shape[:-1]), of_statistics)
     return [gathered(one, x.shape, rows) for one in results], statistics
+
+
+def _placed(tensor: DTensor, placements: list[Placement]) -> DTensor:
+    """Itself where it is there already: the gradient of a redistribution is summed at once."""
+    return tensor if list(tensor.placements) == placements else tensor.redistribute(placements=placements)
 
 
 def _by_rows(placement: Placement, ndim: int) -> bool:
