@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -38,11 +36,16 @@ class Call:
     s_dtype: str | None
     recipes: dict[Hashable, Forward] = field(default_factory=dict)
     families: dict[Hashable, Family] = field(default_factory=dict)
+    masks: dict[tuple[bool, ...], tuple[str, ...]] = field(default_factory=dict)
     reads: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
-    def wanted(self, mask: Sequence[bool]) -> tuple[str, ...]:
+    def wanted(self, mask: tuple[bool, ...]) -> tuple[str, ...]:
         """The names of the tensors whose gradients are wanted."""
-        return tuple([name for name, one in zip(self.names, mask, strict=True) if one])
+        found = self.masks.get(mask)
+        if found is None:
+            named = zip(self.names, mask, strict=True)
+            found = self.masks[mask] = tuple(name for name, one in named if one)
+        return found
 
     def saved(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
         """What the backward pass for such gradients reads of x, the operands and s."""
@@ -317,4 +320,7 @@ def _rstd_offset(plan: Plan | None) -> int:
 
 def _aligned(pointers: Iterable[int]) -> bool:
     """All of them are multiples of 16; what torch allocates is."""
-    return not reduce(or_, pointers) & 15
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    return not together & 15

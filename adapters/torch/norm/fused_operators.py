@@ -136,7 +136,9 @@ def _backward_cuda(
     family = fused_launching.family(call, layouts)
     saved = call.names if s is None else (*call.names, "s")
     given = tensors if s is None else [*tensors, s]
-    return _each_once(fused_launching.backward(family, saved, given, numbers, dy, ds, statistics, call.wanted(wanted)))
+    return _each_once(
+        fused_launching.backward(family, saved, given, numbers, dy, ds, statistics, call.wanted(tuple(wanted)))
+    )
 
 
 def _each_once(gradients: list[Tensor]) -> list[Tensor]:
@@ -151,7 +153,7 @@ def backward_by_formulas(
     values = values_of(call, [x, *operands], numbers)
     if operators.wants_gradient(dy, ds, x, *operands, s):
         statistics = _statistics(call, values, s, s_dtype, eps)
-    names = call.wanted(wanted)
+    names = call.wanted(tuple(wanted))
     found = fused_formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, names, s_dtype)
     of = [getattr(torch, dtype) for dtype, wants in zip(dtypes, wanted, strict=True) if wants]
     return _each_once([one.to(dtype).contiguous() for one, dtype in zip(found, of, strict=True)])
@@ -260,7 +262,7 @@ def gradients(
     values = values_of(call, tensors, numbers)
     if statistics is None or torch.is_grad_enabled():
         statistics = _statistics(call, values, s, s_dtype, eps)
-    names = call.wanted(mask)
+    names = call.wanted(tuple(mask))
     of = dict(zip(call.names, dtypes, strict=True))
     batched = any(one is not None and functional._batched(one) for one in (dy, ds))  # for which lists have no fallback
     if torch.is_grad_enabled() or batched:
