@@ -23,7 +23,7 @@ from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 import cunorm  # noqa: E402
 from cunorm.expression import silu  # noqa: E402
 from cunorm.torch import AddLayerNorm, AddRMSNorm, add_layer_norm, add_rms_norm, decompositions  # noqa: E402
-from cunorm.torch.norm import functional, fused_functional, fused_launching, fused_operators, launching  # noqa: E402
+from cunorm.torch.norm import functional, fused_dispatch, fused_launching, fused_operators, launching  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
@@ -48,7 +48,7 @@ def stand_in(monkeypatch):
         monkeypatch.setattr(launching, name, part)
     monkeypatch.setattr(fused_launching, "launch", runs)
     monkeypatch.setattr(fused_launching, "_calls", {})
-    monkeypatch.setattr(fused_functional, "at_once", lambda _: True)
+    monkeypatch.setattr(fused_dispatch, "at_once", lambda _: True)
     monkeypatch.setattr(functional, "launchable", lambda _: True)
     return runs
 
@@ -325,6 +325,25 @@ def test_compiled_without_recompiling_for_other_rows(device, backend):
         tensors = [random(rows, 64, device=device, dtype=torch.float32, seed=seed) for seed in range(2)]
         pair = [gradients_of(one, *tensors, parameters=[block.weight]) for one in (compiled, block)]
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+        frames = frames or counter.frame_count
+    assert counter.frame_count == frames
+
+
+@on_devices
+def test_compiled_with_vectors_for_samples(device):
+    """Samples of any number and length."""
+    torch._dynamo.reset()
+    op = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift)
+
+    def function(x, scale, shift):
+        return op(x, scale=scale[:, None], shift=shift[:, None])
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    frames = 0
+    for samples, rows in ((3, 7), (4, 9), (5, 3)):
+        tensors = [random(*shape, 64, device=device) for shape in ((samples, rows), (samples,), (samples,))]
+        torch.testing.assert_close(gradients_of(compiled, *tensors), gradients_of(function, *tensors))
         frames = frames or counter.frame_count
     assert counter.frame_count == frames
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...norm import checks as core
 from ...norm import fused
 from ...operation import NORMS, Operation
-from . import fused_formulas, fused_functional, fused_launching
+from . import fused_dispatch, fused_formulas, fused_launching
 from .arrays import layouts_of, mean_and_rstd
 from .fused_launching import call_of
 
@@ -41,7 +41,7 @@ def forward(
     tensors, given = _told_apart(function, x, operands)
     names = tuple(tensors)
     call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype)
-    results, found = fused_functional.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
+    results, found = fused_dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
     mean = rstd = None
     if found is not None:
         mean, rstd = mean_and_rstd(found)
@@ -91,7 +91,7 @@ def backward(
     fused.check_backward(function, operation, layouts, row_dtype)
     statistics = torch.stack([others[name] for name in of_rows])
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
-    if fused_functional.at_once([*tensors.values(), *others.values()]):
+    if fused_dispatch.at_once([*tensors.values(), *others.values()]):
         call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, s_dtype)
         family = fused_launching.family(call, {name: layouts[name] for name in tensors})
         names = (*tensors, *(() if s is None else ("s",)))

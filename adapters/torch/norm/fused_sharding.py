@@ -27,7 +27,7 @@ def run(
     eps: float,
     wants_statistics: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What `of_rows`, fused_functional.run, makes of each device's rows, as DTensors."""
+    """What `of_rows`, fused_dispatch.run, makes of each device's rows, as DTensors."""
     x, *operands = tensors
     mesh = x.device_mesh
     rows = [one if _by_rows(one, x.ndim) else Replicate() for one in x.placements]
