@@ -400,6 +400,14 @@ def test_checkpoint(device, use_reentrant):
     assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
+def test_a_module_becomes_onnx():
+    pytest.importorskip("onnxscript")
+    tensors = tuple(random(2, 8, dtype=torch.float32, seed=seed) for seed in range(2))
+    program = torch.onnx.export(AddRMSNorm(8).eval(), tensors, dynamo=True, verbose=False)
+    assert {node.domain for node in program.model.graph} == {""}
+
+
 # Texts from elsewhere.
 
 TEXTS = [

@@ -26,6 +26,8 @@ def run(
 
     `tensors` are Call.names, of the type Tensor at least; `numbers` are Call.numbers.
     """
+    if torch.onnx.is_in_onnx_export():  # which knows no operators of ours
+        return _own(call, tensors, numbers, eps, wants_statistics)
     if torch.compiler.is_compiling():
         return _by_operator(call, tensors, numbers, eps, wants_statistics)
     if at_once(tensors):
