@@ -13,10 +13,18 @@ from .models.fuse import Fusion, fuse_norm_linear
 from .models.replace import Replacement, replace_norms
 from .norm.functional import layer_norm, rms_norm
 from .norm.fused_functional import add_layer_norm, add_rms_norm, layer_norm_add, rms_norm_add
-from .norm.fused_modules import AddLayerNorm, AddRMSNorm
+from .norm.fused_modulating import (
+    gate_add_layer_norm_modulate,
+    gate_add_rms_norm_modulate,
+    layer_norm_modulate,
+    rms_norm_gated,
+    rms_norm_modulate,
+)
+from .norm.fused_modules import AdaLayerNorm, AddLayerNorm, AddRMSNorm, RMSNormGated
 from .norm.modules import LayerNorm, RMSNorm
 
 __all__ = [
+    "AdaLayerNorm",
     "AddLayerNorm",
     "AddRMSNorm",
     "Float8CurrentScaling",
@@ -26,6 +34,7 @@ __all__ = [
     "MMParams",
     "QParams",
     "RMSNorm",
+    "RMSNormGated",
     "Replacement",
     "RowwiseScaling",
     "add_layer_norm",
@@ -34,13 +43,18 @@ __all__ = [
     "decompositions",
     "fp8_autocast",
     "fuse_norm_linear",
+    "gate_add_layer_norm_modulate",
+    "gate_add_rms_norm_modulate",
     "is_fp8_available",
     "layer_norm",
     "layer_norm_add",
     "layer_norm_linear",
+    "layer_norm_modulate",
     "replace_norms",
     "rms_norm",
     "rms_norm_add",
+    "rms_norm_gated",
+    "rms_norm_modulate",
     "set_recipe",
 ]
 

@@ -87,12 +87,12 @@ def backward(
     x = layouts["x"]
     known = {name: layouts[name] for name in tensors if name != "x"} | given
     fused.check_operands(function, x, known, demanded=demanded)
-    row_dtype = s_dtype or x.dtype
+    row_dtype = s_dtype or layouts.get("s", x).dtype
     fused.check_backward(function, operation, layouts, row_dtype)
     statistics = torch.stack([others[name] for name in of_rows])
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
     if fused_dispatch.at_once([*tensors.values(), *others.values()]):
-        call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, s_dtype)
+        call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, row_dtype)
         family = fused_launching.family(call, {name: layouts[name] for name in tensors})
         names = (*tensors, *(() if s is None else ("s",)))
         saved = (*tensors.values(), *(() if s is None else (s,)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .fused_functional import add_layer_norm, add_rms_norm
+from .fused_modulating import layer_norm_modulate, rms_norm_gated
 
 
 class _Options:
@@ -121,3 +122,118 @@ class AddRMSNorm(_Options, nn.RMSNorm):
         """(y, s)"""
         options = {"zero_centered_gamma": self.zero_centered_gamma, "s_dtype": self.s_dtype}
         return add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, **options)
+
+
+class RMSNormGated(nn.Module):
+    """y = x / sqrt(mean(x²) + eps) * weight * silu(z), or, unless norm_before_gate, the same norm of x * silu(z).
+
+    Parameters
+    ----------
+    hidden_size, eps, group_size, norm_before_gate, device, dtype
+        As mamba_ssm's gated RMSNorm has them. Its state_dict, `weight` alone, is also that of the gated norms of
+        Hugging Face transformers; Mamba2's and Zamba2's have norm_before_gate=False, Qwen3-Next's True.
+
+    Notes
+    -----
+    Input and output as `cunorm.torch.rms_norm_gated` has them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import RMSNormGated
+    >>> norm = RMSNormGated(4, eps=0.0, group_size=2)
+    >>> norm(torch.tensor([[3.0, 4.0, 1.0, 1.0]]), torch.full((1, 4), 100.0)).detach()
+    tensor([[ 84.8528, 113.1371, 100.0000, 100.0000]])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """weight = 1"""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """y"""
+        options = {"norm_before_gate": self.norm_before_gate, "group_size": self.group_size}
+        return rms_norm_gated(x, z, self.weight, self.eps, **options)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.weight.shape[0]}, eps={self.eps}, group_size={self.group_size}, "
+            f"norm_before_gate={self.norm_before_gate}"
+        )
+
+
+class AdaLayerNorm(nn.Module):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * (1 + scale) + shift, with (scale, shift) = linear(silu(condition)).
+
+    Parameters
+    ----------
+    embedding_dim, num_embeddings, output_dim, norm_eps, chunk_dim
+        As diffusers' AdaLayerNorm has them, and so is the state_dict: `linear`, and `emb` if there is num_embeddings.
+        Its norm has no parameters here: norm_elementwise_affine=False is the default there.
+    device, dtype
+        Of the parameters.
+
+    Raises
+    ------
+    ValueError
+        A chunk_dim that is neither 0 nor 1.
+
+    Notes
+    -----
+    y is rounded once. Input and output as `cunorm.torch.layer_norm_modulate` has them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import AdaLayerNorm
+    >>> norm = AdaLayerNorm(8, output_dim=32, chunk_dim=1)
+    >>> norm(torch.ones(2, 5, 16), temb=torch.ones(2, 8)).shape
+    torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_embeddings: int | None = None,
+        output_dim: int | None = None,
+        norm_eps: float = 1e-5,
+        chunk_dim: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if chunk_dim not in (0, 1):
+            raise ValueError(f"AdaLayerNorm: chunk_dim must be 0 or 1; got {chunk_dim!r}.")
+        self.chunk_dim, self.norm_eps = chunk_dim, norm_eps
+        options = {"device": device, "dtype": dtype}
+        self.emb = None if num_embeddings is None else nn.Embedding(num_embeddings, embedding_dim, **options)
+        self.linear = nn.Linear(embedding_dim, 2 * embedding_dim if output_dim is None else output_dim, **options)
+
+    def forward(self, x: Tensor, timestep: Tensor | None = None, temb: Tensor | None = None) -> Tensor:
+        """y; with chunk_dim=1 of x (batch, tokens, columns) and of temb (batch, embedding_dim), a vector for each."""
+        if self.emb is not None:
+            temb = self.emb(timestep)
+        temb = self.linear(nn.functional.silu(temb))
+        # diffusers has the two in either order: the first is that of CogVideoX.
+        if self.chunk_dim == 1:
+            shift, scale = (one[:, None] for one in temb.chunk(2, dim=1))
+        else:
+            scale, shift = temb.chunk(2, dim=0)
+        return layer_norm_modulate(x, scale, shift, self.norm_eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.norm_eps}, chunk_dim={self.chunk_dim}"
