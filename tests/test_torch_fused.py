@@ -163,6 +163,28 @@ def test_what_is_kept_and_allocated(stand_in):
 
 
 @needs_machine
+@pytest.mark.parametrize("name", ["add_layer_norm", "gate", "samples"])
+def test_second_derivatives_of_launches(stand_in, monkeypatch, name):
+    """What was kept serves them: a backward pass that is differentiated goes by torch's own operators."""
+    monkeypatch.setattr(functional, "launchable", lambda _: not torch.is_grad_enabled())
+    function, tensors = example(name, (2, 2, 8))
+    assert torch.autograd.gradgradcheck(function, tensors)
+
+
+@needs_machine
+@pytest.mark.parametrize("name", ["add_layer_norm", "gate", "samples"])
+def test_a_backward_pass_that_somebody_listens_to(stand_in, monkeypatch, name):
+    """By the operator, of what was kept."""
+    function, tensors = example(name, (2, 2, 8))
+    found = function(*tensors)
+    found = found if isinstance(found, tuple) else (found,)
+    cotangents = [random(*one.shape, seed=seed) for seed, one in enumerate(found)]
+    launched = torch.autograd.grad(found, tensors, cotangents, retain_graph=True)
+    monkeypatch.setattr(functional, "launchable", lambda _: False)
+    torch.testing.assert_close(torch.autograd.grad(found, tensors, cotangents), launched)
+
+
+@needs_machine
 @pytest.mark.parametrize("given", ["y", "s"])
 def test_a_result_on_which_nothing_depends(stand_in, given):
     x, residual = (random(5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
@@ -200,7 +222,7 @@ FUSED = {name: CASES[name] for name in ("add_layer_norm", "gate", "both", "modul
 
 def example(name: str, shape=(3, 2, 8), device: str = "cpu"):
     """(a function of tensors alone, the tensors)"""
-    case = FUSED[name]
+    case = CASES[name]
     x, operands, _ = leaves(make(case, shape, "float64"), device)
     numbers = {name: one for name, one in operands.items() if not isinstance(one, torch.Tensor)}
     names = [name for name in operands if name not in numbers]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...named_fusions import KINDS, OPERATIONS
+from ...named_fusions import KINDS
 from ...norm.fused import Kinds
+from ...operation import FUSIONS
 from . import checks, functional
 from .fused_dispatch import run
 from .fused_launching import Call, call_of
@@ -222,7 +223,7 @@ def _call(
     key = (function, flags, names, kinds, dtype, s_dtype)
     found = _calls.get(key)
     if found is None:
-        operation = OPERATIONS[function](**{name: bool(flag) for name, flag in flags})
+        operation = FUSIONS[function](**{name: bool(flag) for name, flag in flags})
         found = _calls[key] = call_of(function, operation, names, (), kinds, dtype, s_dtype)
     return found
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,29 +59,37 @@ def call_from(
     prologue: str,
     epilogue: str,
     names: Sequence[str],
-    numbers: int,
+    count: int,
     returns: Sequence[str],
     dtype: torch.dtype | None,
     s_dtype: torch.dtype,
 ) -> Call:
-    """The call that an operator's arguments mean. ValueError for what is none: nothing of it is compiled then."""
-    key = (norm, prologue, epilogue, tuple(names), numbers, tuple(returns))
-    count = len(names) - numbers
+    """The call that an operator's arguments mean; the first `count` operands are tensors, the others numbers.
+
+    ValueError for what is none: nothing of it is compiled then.
+    """
+    key = (norm, prologue, epilogue, tuple(names), tuple(returns))
     y, s = (None if one is None else checks.dtype_name(one) for one in (dtype, s_dtype if prologue else None))
     return call_of("fused_norm", _operation(*key), tuple(names[:count]), tuple(names[count:]), (), y, s)
 
 
 @lru_cache(maxsize=4096)
-def _operation(
-    norm: str, prologue: str, epilogue: str, names: tuple[str, ...], numbers: int, returns: tuple[str, ...]
-) -> Operation:
-    if numbers > len(names):
-        raise ValueError(f"fused_norm: names must have one for each operand; got {len(names)} and {numbers} numbers.")
+def _operation(norm: str, prologue: str, epilogue: str, names: tuple[str, ...], returns: tuple[str, ...]) -> Operation:
     before = _parsed(prologue, "x", names) if prologue else None
     after = _parsed(epilogue, "xhat", names)
     used = {*after.names, *(before.names if before else ())}
     unused = tuple(name for name in names if name not in used)  # their gradients are zero
     return composed(norm, before, Expression((*after.names, *unused), after.steps), returns)
+
+
+def _count(operands: Sequence[Any], names: Sequence[str], numbers: Sequence[float]) -> int:
+    """How many operands are tensors."""
+    if len(operands) + len(numbers) != len(names):
+        raise ValueError(
+            f"fused_norm: names must have one for each operand; got {len(names)} for {len(operands)} tensors and "
+            f"{len(numbers)} numbers."
+        )
+    return len(operands)
 
 
 def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
@@ -93,7 +102,7 @@ def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
 
 
 def _forward_cuda(x, operands, norm, prologue, epilogue, names, numbers, returns, eps, dtype, s_dtype, statistics):
-    call = call_from(norm, prologue, epilogue, names, len(numbers), returns, dtype, s_dtype)
+    call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, dtype, s_dtype)
     found = checks.raising_as_torch(fused_launching.forward, call, [x, *operands], numbers, eps, statistics)
     results, of_rows, _ = found
     by_name = dict(zip(call.operation.returns, results, strict=True))
@@ -104,7 +113,7 @@ def _forward_cuda(x, operands, norm, prologue, epilogue, names, numbers, returns
 def forward_by_formulas(
     x, operands, norm, prologue, epilogue, names, numbers, returns, eps, dtype, s_dtype, statistics
 ):
-    call = call_from(norm, prologue, epilogue, names, len(numbers), returns, dtype, s_dtype)
+    call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, dtype, s_dtype)
     _check(call, [x, *operands])
     values = values_of(call, [x, *operands], numbers)
     results, found = fused_formulas.forward(call.operation, values, eps, dtype, s_dtype)
@@ -127,7 +136,7 @@ def _check(call: Call, tensors: Sequence[Tensor]) -> None:
 def _backward_cuda(
     dy, ds, x, operands, s, statistics, norm, prologue, epilogue, names, numbers, returns, eps, s_dtype, dtypes, wanted
 ):
-    call = call_from(norm, prologue, epilogue, names, len(numbers), returns, None, s_dtype)
+    call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, None, s_dtype)
     tensors = [x, *operands]
     layouts = {
         name: fused_launching.layout(call.function, name, tensor)._replace(dtype=dtype)
@@ -149,7 +158,7 @@ def _each_once(gradients: list[Tensor]) -> list[Tensor]:
 def backward_by_formulas(
     dy, ds, x, operands, s, statistics, norm, prologue, epilogue, names, numbers, returns, eps, s_dtype, dtypes, wanted
 ):
-    call = call_from(norm, prologue, epilogue, names, len(numbers), returns, None, s_dtype)
+    call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, None, s_dtype)
     values = values_of(call, [x, *operands], numbers)
     if operators.wants_gradient(dy, ds, x, *operands, s):
         statistics = _statistics(call, values, s, s_dtype, eps)
@@ -178,7 +187,7 @@ def _statistics(call: Call, values, s: Tensor | None, s_dtype: torch.dtype, eps:
 
 @torch.library.register_fake("cunorm::fused_norm_forward", lib=_library)
 def _forward_fake(x, operands, norm, prologue, epilogue, names, numbers, returns, eps, dtype, s_dtype, statistics):
-    call = call_from(norm, prologue, epilogue, names, len(numbers), returns, dtype, s_dtype)
+    call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, dtype, s_dtype)
     _check(call, [x, *operands])
     y, absent = x.new_empty(x.shape, dtype=dtype), operators._absent(x)
     s = x.new_empty(x.shape, dtype=s_dtype) if "s" in returns else absent
@@ -192,7 +201,7 @@ def _forward_fake(x, operands, norm, prologue, epilogue, names, numbers, returns
 def _backward_fake(
     dy, ds, x, operands, s, statistics, norm, prologue, epilogue, names, numbers, returns, eps, s_dtype, dtypes, wanted
 ):
-    call_from(norm, prologue, epilogue, names, len(numbers), returns, None, s_dtype)
+    call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, None, s_dtype)
     return [
         x.new_empty(tensor.shape, dtype=getattr(torch, dtype))
         for tensor, dtype, wants in zip((x, *operands), dtypes, wanted, strict=True)
@@ -217,7 +226,7 @@ class FusedNorm(torch.autograd.Function):
         x, options, *operands = inputs
         _, s, statistics = output
         norm, prologue, epilogue, names, numbers, returns, eps, _, s_dtype, wants_statistics = options
-        call = call_from(norm, prologue, epilogue, names, len(numbers), returns, None, s_dtype)
+        call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, None, s_dtype)
         returned = "s" in returns
         ctx.mark_non_differentiable(statistics, *(() if returned else (s,)))
         ctx.set_materialize_grads(False)
