@@ -19,7 +19,7 @@ from torch_tensors import random  # noqa: E402
 import cunorm.torch  # noqa: E402
 from cunorm.operation import name_of  # noqa: E402
 from cunorm.torch.linear import operators as linear_operators  # noqa: E402
-from cunorm.torch.norm import operators  # noqa: E402
+from cunorm.torch.norm import fused_operators, operators  # noqa: E402
 from cunorm.torch.norm.functional import norm  # noqa: E402
 
 COLS, OUTS = 16, 12
@@ -158,10 +158,10 @@ def test_the_table_is_the_callers_own():
     assert {operator.namespace for operator in table} == {"cunorm"}
     assert set(table).isdisjoint(torch._decomp.decomposition_table)
     # torch takes apart into the kernels what has no kernel of its own.
-    composite = {operators.norm, linear_operators.norm_linear}
+    composite = {operators.norm, fused_operators.fused_norm, linear_operators.norm_linear}
     assert set(table) & set(torch.export.default_decompositions()) <= composite
     table.clear()
-    assert len(cunorm.torch.decompositions()) == 6
+    assert len(cunorm.torch.decompositions()) == 9
 
 
 # ONNX.

@@ -286,6 +286,18 @@ def test_opcheck(device, name):
     torch.library.opcheck(fused_operators.fused_norm_backward, (*given, wanted))
 
 
+def test_results_are_not_the_memory_of_inputs():
+    """Of formulas that hand on what they get."""
+    op = cunorm.fuse("rms_norm", prologue=lambda x, r: x + 0 * r, epilogue=lambda xhat, z: xhat + z, returns=("y", "s"))
+    x, r, z = (random(3, 8, seed=seed).requires_grad_() for seed in range(3))
+    (y, s), saved = op.forward(x, r=r, z=z)
+    dy, ds = random(3, 8, seed=4), random(3, 8, seed=5)
+    found = [*op.backward(saved, dy, ds).values(), y, s]
+    assert not {one.data_ptr() for one in (x, r, z, dy, ds)} & {one.data_ptr() for one in found}
+    options = ("x + 0 * r", "xhat + z", ["r", "z"], [], ["y", "s"], 1e-5, x.dtype, x.dtype, True)
+    torch.library.opcheck(fused_operators.fused_norm, (x, [r, z], "rms_norm", *options))
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_functorch(name):
     function, tensors = example(name)

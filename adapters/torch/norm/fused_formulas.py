@@ -7,6 +7,7 @@ one of s, whose gradient passes through it unrounded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ def forward(
     operation: Operation, values: Mapping[str, Tensor | float], eps: float, dtype: torch.dtype, s_dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Tensor]:
     """({"y": y, "s": s if there is a prologue}, statistics). `values`: x and the operands, by name."""
-    shape = values["x"].shape
+    shape, given = values["x"].shape, tuple(values.values())
     operation = operation.given(values)
     values = _wide(values, s_dtype)
     exact, s = _rows(operation, values, shape, s_dtype)
@@ -32,7 +33,7 @@ def forward(
     statistics = statistics_of(operation, rows, eps)
     xhat, _ = _normalised(rows, statistics)
     results["y"] = _full(operation.epilogue, values | {"xhat": xhat}, shape).to(dtype)
-    return results, statistics
+    return {name: _fresh(one, given) for name, one in results.items()}, statistics
 
 
 def backward(
@@ -50,6 +51,7 @@ def backward(
     """
     shape = (values["x"] if s is None else s).shape
     shapes = {name: one.shape if isinstance(one, Tensor) else () for name, one in values.items()}
+    given = (*values.values(), s, *gradients.values())
     found = derivative(operation, wanted, values)
     values = _wide({**values, **{name: one for name, one in gradients.items() if one is not None}}, s_dtype)
     values.setdefault("dy", torch.zeros_like(statistics[0])[..., None].expand(shape))
@@ -65,7 +67,12 @@ def backward(
     for name, expression in (*found.early, *found.late):
         part = _full(expression, values, shape)
         totals[name] = totals[name] + part if name in totals else part
-    return [totals[name].sum_to_size(shapes.get(name, shape[-1:])) for name in wanted]
+    return [_fresh(totals[name].sum_to_size(shapes.get(name, shape[-1:])), given) for name in wanted]
+
+
+def _fresh(result: Tensor, given: Sequence[Any]) -> Tensor:
+    """A result is not the memory of an input."""
+    return result.clone() if any(result is one for one in given) else result
 
 
 def statistics_of(operation: Operation, rows: Tensor, eps: float) -> Tensor:
