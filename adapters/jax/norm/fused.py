@@ -110,7 +110,7 @@ def _checked(
     for argument, name in (("dtype", dtype), ("s_dtype", s_dtype)):
         functional.check_x64(function, argument, name)
     arrays = {name: _placed(one, kinds[name], x.shape) for name, one in given.items()}
-    of_operands = {name: one.dtype for name, one in layouts.items()}
+    of_operands = {name: one.dtype.name for name, one in arrays.items()}
     task = Task(
         operation,
         ndim=1,
@@ -145,6 +145,8 @@ def _placed(operand: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
     to = shape[-1:] if kind == "column" else shape
     if operand.shape == to:
         return operand
+    if kind != "column":  # its gradient is a sum of what is not rounded before
+        operand = operand.astype(jnp.promote_types(operand.dtype, jnp.float32))
     return _expanded(to, operand.reshape(operand.shape[max(0, operand.ndim - len(to)) :]))
 
 
