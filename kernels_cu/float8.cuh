@@ -84,7 +84,10 @@ struct Scale {
       const float power = word_to_float(float_to_word(quotient) & 0x7f800000);
       return {power + (quotient - quotient), 1 / power + not_finite};  // NaN stays NaN
     }
-    return {quotient, largest * kOnePartInLargest + not_finite};
+    // As divided, but for what the first product lost: a second division would be a branch.
+    const float close = largest * kOnePartInLargest;
+    const float lost = multiply_add(-close, Format::kLargest, largest);
+    return {quotient, multiply_add(lost, kOnePartInLargest, close) + not_finite};
   }
 };
 

@@ -91,7 +91,9 @@ def test_the_bits_are_those_of_the_core(name, cols):
     for found, one in zip(jax.tree.leaves(mine), jax.tree.leaves(core), strict=True):
         assert same_bits(from_jax(found), one)
     for of, one in case.op.backward(saved, *gradients).items():
-        if of not in case.numbers:  # their columns are added up elsewhere
+        if case.numbers:  # baked, and folded with other constants: a rounding less
+            near(one, of_core[of].get(), "float16")
+        else:
             assert same_bits(from_jax(one), of_core[of]), of
 
 
@@ -252,9 +254,7 @@ def test_statistics_are_of_the_rounded_sum(device):
     x, residual = (random(40, COLS, device=device, seed=i).astype("bfloat16") * 100 for i in range(2))
     y, s = jax.jit(cunorm.jax.add_layer_norm)(x, residual)
     assert (s == x + residual).all()
-    wide = numpy.asarray(s, "float64")
-    expected = (wide - wide.mean(-1, keepdims=True)) / wide.std(-1, keepdims=True)
-    numpy.testing.assert_array_equal(numpy.asarray(y), expected.astype(y.dtype))
+    assert (y == jax.jit(cunorm.jax.layer_norm)(s)).all()
 
 
 @on_devices

@@ -1322,8 +1322,8 @@ MUTATIONS = (
     ),
     Mutation(
         "infinity is saturated",
-        "largest * kOnePartInLargest + not_finite",
-        "largest * kOnePartInLargest",
+        "multiply_add(lost, kOnePartInLargest, close) + not_finite",
+        "close",
         "float8, edges",
         (("results", "the scale of infinity"),),
     ),
