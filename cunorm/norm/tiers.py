@@ -179,6 +179,7 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
     )
     sms = device.sms - problem.sm_margin
+    column_words = _column_bytes(problem, shape) // 4
     alone = replace(spec, rows_per_cta=1, columns_stay=True)
     can_spread = not spec.finds_scales  # the largest of a row would be one exchange more
     if can_spread and 1 < shape.threads <= WARP and vectors > 2 and problem.rows <= 2 * sms:
@@ -188,13 +189,13 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
         if can_spread and few_threads and 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
             return replace(alone, kernel="forward_spread", shape=_in_clusters(shape, 8))
         if 4 * problem.rows <= sms:  # 32 x 16384 3.5 us, in one CTA 3.8
-            return replace(alone, shape=_in_clusters(shape, 4))
+            # Beside a row at odd addresses 160 registers of weight and bias spilled 128 bytes.
+            return replace(alone, shape=_in_clusters(shape, 4), columns_stay=column_words <= 128)
 
     working = 44 if problem.row_dtype != "float64" else 72
     if spec.scales:
         working += 12 if spec.aligned else 32
     row_words = shape.packs * pack * itemsize // 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
-    column_words = _column_bytes(problem, shape) // 4
     if not spec.aligned:
         working += _words_to_shift(spec)
     # At odd addresses a row on its way to registers takes two words for one, and a column one for each element.
@@ -217,7 +218,7 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
     narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype] and not y_words
     most, words = (1536, 28) if vectors <= 3 and narrow else (tier.resident, working)
     if y_words and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
-        words = 32 + 4 * (rows_per_cta > 1) + width // 4 * pack
+        words = 32 + 4 * (rows_per_cta > 1) + width // 4 * pack + 8 * (itemsize == 4)
         if width < 4 and vectors <= (2 if problem.norm.subtracts_mean else 3):
             most, words = 1536, 40 - y_words
     return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + max(waiting, y_words), most)))
