@@ -136,20 +136,29 @@ DEVICE uint32 past_multiple_of(const void* address) {
 // The 32 bits that begin `bits` % 32 bits after the first of `low`, behind which `high` follows.
 DEVICE uint32 funnel_shift(uint32 low, uint32 high, uint32 bits) { return __funnelshift_r(low, high, bits); }
 
-// The same address. Without it the compiler multiplies a row by its stride again for every pack that is stored.
+// The same address. Without it the compiler multiplies a row by its stride again for every pack that is stored. (On
+// sm_80 two streamed kernels spilled 4 bytes with it.)
 template <class T>
 DEVICE T* begin_of_row(T* row) {
+#if __CUDA_ARCH__ >= 900
   char* same;
   asm("mov.u64 %0, %1;" : "=l"(same) : "l"(row));
   __builtin_assume(__isGlobal(same));  // of char: NVRTC 13.0 asks of no other pointer
   return reinterpret_cast<T*>(same);
+#else
+  return row;
+#endif
 }
 
 // An index in 64 bits that stays so: sums of 32 bits are made wide for every pack, those of 64 are part of an access.
 DEVICE int64 wide_index(int index) {
+#if __CUDA_ARCH__ >= 900
   int64 wide;
   asm("cvt.s64.s32 %0, %1;" : "=l"(wide) : "r"(index));
   return wide;
+#else
+  return index;
+#endif
 }
 
 // Tells the compiler that the word may have changed, so that it keeps nothing it computed from it.

@@ -364,7 +364,7 @@ MUTATIONS = (
     Mutation(
         "no commit in turns with nothing to ask for",
         "RowsIn::kAhead - 1);\n      RowsIn::sent();",
-        "RowsIn::kAhead - 1);\n      if (row + RowsIn::kAhead * row_step < rows) RowsIn::sent();",
+        "RowsIn::kAhead - 1);\n      if (place + RowsIn::kAhead * row_step < count) RowsIn::sent();",
         "CTA",
         (
             ("results", "elements are wrong"),
