@@ -215,7 +215,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
         const Compute ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
         operation.late(xhat[i], ds, matrix_values, column_values, i, p, sums, values);
       }
-      results.store(which_rows.of(place), Shape::column(rank, p), valid, values);
+      results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);
     });
   }
 

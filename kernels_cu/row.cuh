@@ -35,10 +35,10 @@ struct RowShape {
   DEVICE static int first_column(int rank) {
     return (rank * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack;
   }
-  DEVICE static int64 column(int rank, int p) {
-    // Wide in clusters too, the backward pass of 131072 columns spilled 4 bytes.
-    if constexpr (kCluster > 1) return p * kStep + first_column(rank);
-    return wide_index(first_column(rank)) + static_cast<int64>(p) * kStep;
+  DEVICE static int64 column(int rank, int p) { return wide_index(first_column(rank)) + static_cast<int64>(p) * kStep; }
+  // Beside the sums of the backward pass wide indices in clusters spilled 4 bytes, 131072 columns.
+  DEVICE static int64 column_beside_sums(int rank, int p) {
+    return kCluster > 1 ? p * kStep + first_column(rank) : column(rank, p);
   }
 
   // Where the compiler knows that a pack lies in the row, in every thread, it needs no check. Many packs of a cluster

@@ -273,8 +273,9 @@ def _streamed_backward(
         spec = kernel_spec(part, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
         # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
         plain = {one.dtype for one in part.operands if one.kind != "per_row"} == {part.row_dtype} and spec.aligned
-        # Of more arrays, and of vectors of groups, they spilled 4 to 60 bytes.
-        plain = plain and len(spec.matrices) + len(spec.results) <= 4 and not spec.grouped
+        # Of more arrays, of two strides and of vectors of groups, they spilled 4 to 60 bytes.
+        strides = any(one.inner for one in spec.operands)
+        plain = plain and len(spec.matrices) + len(spec.results) <= 4 and not strides and not spec.grouped
         spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)
         steps.append(_step(part, spec, (_resident_groups(part, spec, device), 1, 1), 0))
     return steps, groups
