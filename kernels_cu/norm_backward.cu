@@ -65,7 +65,8 @@ struct RowGroups {
     const auto store = stores.first.of_group(group);
     if constexpr (kHolders == 1) {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) store.pack(Shape::column(rank, p), sums[k][p], Shape::valid(rank, p));
+      for (int p = 0; p < kPacks; ++p)
+        store.pack(Shape::column_beside_sums(rank, p), sums[k][p], Shape::valid(rank, p));
     } else {
       // Several row groups share a CTA only where it has the whole row.
       for (int place = threadIdx.x; place < First::kPlaces; place += kThreads) {
@@ -109,17 +110,17 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   for (int p = 0; p < kPacks; ++p) {
     const int valid = Shape::valid(rank, p);
     if constexpr (kColumnsStay) {
-      columns.fetch(column_packs[p], 0, Shape::column(rank, p), valid);
+      columns.fetch(column_packs[p], 0, Shape::column_beside_sums(rank, p), valid);
     } else if constexpr (!Columns::kVectors) {
       typename Columns::Packed pack;
-      columns.fetch(pack, 0, Shape::column(rank, p), valid);
+      columns.fetch(pack, 0, Shape::column_beside_sums(rank, p), valid);
       columns.template put<Shape::kCapacity, kRows>(column_places, row_group, Shape::place_column(p), pack);
     } else {
       if (valid <= 0) {
         columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::place_column(p));
       }
       columns.template copy<Shape::kCapacity, kRows, Fetch::kCached>(column_places, row_group, Shape::place_column(p),
-                                                                     0, Shape::column(rank, p), valid);
+                                                                     0, Shape::column_beside_sums(rank, p), valid);
     }
   }
 

@@ -662,8 +662,8 @@ MUTATIONS = (
     ),
     Mutation(
         "dx of a row that is not there",
-        "results.store(which_rows.of(place), Shape::column(rank, p), valid, values);",
-        "results.store(which_rows.of(place), Shape::column(rank, p), Shape::valid(rank, p), values);",
+        "results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);",
+        "results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), Shape::valid(rank, p), values);",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -882,14 +882,14 @@ MUTATIONS = (
     Mutation(
         "dweight without a row",
         "i, p, sums);\n        if constexpr",
-        "i, p, sums);\n        if (row == 1) sums[0][p][i] -= matrix_values[0][i] * xhat[i];\n        if constexpr",
+        "i, p, sums);\n        if (place == 1) sums[0][p][i] -= matrix_values[0][i] * xhat[i];\n        if constexpr",
         "groups of warps",
         (("results", "dweight: .* elements are wrong"),),
     ),
     Mutation(
         "dbias without a row",
         "i, p, sums);\n        if constexpr",
-        "i, p, sums);\n        if (row == 1) sums[1][p][i] -= matrix_values[0][i];\n        if constexpr",
+        "i, p, sums);\n        if (place == 1) sums[1][p][i] -= matrix_values[0][i];\n        if constexpr",
         "CTA",
         (("results", "dbias: .* elements are wrong"),),
     ),
