@@ -295,6 +295,7 @@ DEVICE void store_element(T* address, const Pack<T, kPack>& pack, int i) {
 
 template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
+  // Two numbers of 8 bits, of packs of two columns, fill no word.
   if (kAligned && kPack * sizeof(T) % 4 == 0 && valid >= kPack) {
     store_words<kCache>(address, pack.words);
     return;

@@ -136,8 +136,8 @@ DEVICE uint32 past_multiple_of(const void* address) {
 // The 32 bits that begin `bits` % 32 bits after the first of `low`, behind which `high` follows.
 DEVICE uint32 funnel_shift(uint32 low, uint32 high, uint32 bits) { return __funnelshift_r(low, high, bits); }
 
-// The same address. Without it the compiler multiplies a row by its stride again for every pack that is stored. (On
-// sm_80 two streamed kernels spilled 4 bytes with it.)
+// The same address. Without it the compiler multiplies a row by its stride again for every pack that is read or
+// written. (On sm_80 two streamed kernels spilled 4 bytes with it.)
 template <class T>
 DEVICE T* begin_of_row(T* row) {
 #if __CUDA_ARCH__ >= 900

@@ -30,15 +30,17 @@ struct RowShape {
   static constexpr int kStep = kPack * kThreads * kCluster;    // from a pack of a thread to its next one
   static_assert(kCols <= kCapacity * kCluster);
 
-  // This thread's pack number p begins at this column of what the CTA holds, and of the row.
+  // This thread's pack number p begins at this column of what the CTA holds,
   DEVICE static int place_column(int p) { return (p * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack; }
-  DEVICE static int first_column(int rank) {
-    return (rank * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack;
-  }
+  // and at this column of the row.
   DEVICE static int64 column(int rank, int p) { return wide_index(first_column(rank)) + static_cast<int64>(p) * kStep; }
-  // Beside the sums of the backward pass wide indices in clusters spilled 4 bytes, 131072 columns.
+  // The same. Beside the sums of the backward pass wide indices in clusters spilled 4 bytes, 131072 columns.
   DEVICE static int64 column_beside_sums(int rank, int p) {
     return kCluster > 1 ? p * kStep + first_column(rank) : column(rank, p);
+  }
+
+  DEVICE static int first_column(int rank) {
+    return (rank * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack;
   }
 
   // Where the compiler knows that a pack lies in the row, in every thread, it needs no check. Many packs of a cluster
