@@ -358,9 +358,9 @@ def _step_shape(spec: NormSpec) -> str:
 
 def _rows(spec: NormSpec) -> str:
     """Where rows wait (rows.cuh)."""
-    shape = _row_shape(spec)
+    shape, when = _row_shape(spec), f"{cpp(spec.ask_early)}, {cpp(spec.shifted_stay)}"
     kind = (
-        f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {cpp(spec.ask_early)}, Load>"
+        f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {when}, Load>"
         if spec.stages
         else f"RegisterRows<{shape}, Load>"
     )

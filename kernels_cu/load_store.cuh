@@ -3,10 +3,12 @@
 // Load:    Raw                                       a pack as it is in memory; Packed, what a thread keeps of it
 //          fetch(raw, row, column, valid)            starts the read of a pack
 //          keep(raw, valid)                          what is kept of it
+//          ask(asked, row, rank, active), receive(packs, asked, row, rank, active)   the same of all packs of a thread
 //          unpack(packed, values)                    its values in Compute
 //          stay_packed(packed)                       between two uses: drop the values, keep the pack
 //          copy(places, number, slot, row, column, valid)   starts the copy of a pack to shared memory
-//          read_covering(raw, places, number, slot, row, valid)  a pack of what has come, unless kVectors
+//          read_covering(raw, places, number, slot, row, valid)  a pack of what was copied, unless kVectors
+//          read_covering(raws, places, number, row, rank)   all packs of this thread
 //          clear(places, number, slot)                      zeros instead, for a pack that is never copied
 //          put(places, number, slot, packed)                a pack that is there already instead
 //          read(raw, places, number, slot)                  a pack that was copied, cleared or put
@@ -71,6 +73,19 @@ struct LoadRows {
   DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
     load_pack<kAligned, kCache>(pack, data + starts.of(row), column, valid);
   }
+  template <class Shape>
+  struct Asked {
+    Covering<T, kPack, kAligned> packs[Shape::kPacks];
+  };
+  template <class Shape>
+  DEVICE void ask(Asked<Shape>& asked, int64 row, int rank, bool active) const {
+    ask_for_packs<Shape, kAligned, kCache>(asked.packs, data + starts.of(row), rank, active);
+  }
+  template <class Shape>
+  DEVICE void receive(Packed (&packs)[Shape::kPacks], const Asked<Shape>& asked, int64 row, int rank,
+                      bool active) const {
+    receive_packs<Shape>(packs, asked.packs, data + starts.of(row), rank, active);
+  }
   template <class Compute>
   DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
     cunorm::unpack(pack, values);
@@ -78,21 +93,21 @@ struct LoadRows {
   DEVICE void stay_packed(Packed& pack) const { cunorm::stay_packed(pack); }
   static constexpr int place_bytes(int columns) { return Shared::bytes(columns); }
   template <Fetch kFetch>
-  DEVICE void copy(char* place, int slot, int64 row, int64 column, int valid) const {
+  DEVICE void copy(char* place, PackSlot slot, int64 row, int64 column, int valid) const {
     Shared::template copy<kFetch>(place, slot, data + starts.of(row), column, valid);
   }
-  DEVICE void read_covering(Packed& pack, const char* place, int slot, int64 row, int valid) const {
-    if constexpr (kAligned) {
-      Shared::read(pack, place, slot);
-    } else {
-      Shared::read_covering(pack, place, slot, data + starts.of(row), valid);
-    }
+  DEVICE void read_covering(Packed& pack, const char* place, PackSlot slot, int64 row, int valid) const {
+    Shared::read_covering(pack, place, slot, data + starts.of(row), valid);
   }
-  DEVICE void clear(char* place, int slot) const {
+  template <class Shape>
+  DEVICE void read_covering(Packed (&packs)[Shape::kPacks], const char* place, int64 row, int rank) const {
+    Shared::template read_covering<Shape>(packs, place, data + starts.of(row), rank);
+  }
+  DEVICE void clear(char* place, PackSlot slot) const {
     if constexpr (kAligned) Shared::put(place, slot, {});
   }
-  DEVICE void put(char* place, int slot, const Packed& pack) const { Shared::put(place, slot, pack); }
-  DEVICE void read(Packed& pack, char* place, int slot) const { Shared::read(pack, place, slot); }
+  DEVICE void put(char* place, PackSlot slot, const Packed& pack) const { Shared::put(place, slot, pack); }
+  DEVICE void read(Packed& pack, char* place, PackSlot slot) const { Shared::read(pack, place, slot); }
 };
 
 // A vector for all rows, or for a group of them, that begins at an odd address. It is read again for every row: shifted
@@ -118,21 +133,29 @@ struct Matrices<> {
   using Raw = Packed;
 
   DEVICE void fetch(Raw&, int64, int64, int) const {}
+  template <class Shape>
+  struct Asked {};
+  template <class Shape>
+  DEVICE void ask(Asked<Shape>&, int64, int, bool) const {}
+  template <class Shape>
+  DEVICE void receive(Packed (&)[Shape::kPacks], const Asked<Shape>&, int64, int, bool) const {}
   DEVICE Packed keep(const Raw& raw, int) const { return raw; }
   template <class Values>
   DEVICE void unpack(const Packed&, Values) const {}
   DEVICE void stay_packed(Packed&) const {}
   static constexpr int place_bytes(int) { return 0; }
   template <int kColumns, int kPlaces, Fetch kFetch>
-  DEVICE void copy(char*, int, int, int64, int64, int) const {}
+  DEVICE void copy(char*, int, PackSlot, int64, int64, int) const {}
   template <int kColumns, int kPlaces>
-  DEVICE void read_covering(Raw&, char*, int, int, int64, int) const {}
+  DEVICE void read_covering(Raw&, char*, int, PackSlot, int64, int) const {}
+  template <class Shape, int kPlaces>
+  DEVICE void read_covering(Raw (&)[Shape::kPacks], char*, int, int64, int) const {}
   template <int kColumns, int kPlaces>
-  DEVICE void clear(char*, int, int) const {}
+  DEVICE void clear(char*, int, PackSlot) const {}
   template <int kColumns, int kPlaces>
-  DEVICE void put(char*, int, int, const Packed&) const {}
+  DEVICE void put(char*, int, PackSlot, const Packed&) const {}
   template <int kColumns, int kPlaces>
-  DEVICE void read(Raw&, char*, int, int) const {}
+  DEVICE void read(Raw&, char*, int, PackSlot) const {}
 };
 
 template <class First, class... Others>
@@ -153,6 +176,26 @@ struct Matrices<First, Others...> {
     first.fetch(raw.first, row, column, valid);
     others.fetch(raw.others, row, column, valid);
   }
+  template <class Shape>
+  struct Asked {
+    typename First::template Asked<Shape> first;
+    typename Matrices<Others...>::template Asked<Shape> others;
+  };
+  template <class Shape>
+  DEVICE void ask(Asked<Shape>& asked, int64 row, int rank, bool active) const {
+    first.template ask<Shape>(asked.first, row, rank, active);
+    others.template ask<Shape>(asked.others, row, rank, active);
+  }
+  template <class Shape>
+  DEVICE void receive(Packed (&packs)[Shape::kPacks], const Asked<Shape>& asked, int64 row, int rank,
+                      bool active) const {
+    typename First::Packed own[Shape::kPacks];
+    typename Matrices<Others...>::Packed rest[Shape::kPacks];
+    first.template receive<Shape>(own, asked.first, row, rank, active);
+    others.template receive<Shape>(rest, asked.others, row, rank, active);
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) packs[p] = {own[p], rest[p]};
+  }
   DEVICE Packed keep(const Raw& raw, int) const { return raw; }
   // values: [matrix][column]
   template <class Compute>
@@ -168,29 +211,39 @@ struct Matrices<First, Others...> {
     return First::place_bytes(columns) + Matrices<Others...>::place_bytes(columns);
   }
   template <int kColumns, int kPlaces, Fetch kFetch>
-  DEVICE void copy(char* places, int number, int slot, int64 row, int64 column, int valid) const {
+  DEVICE void copy(char* places, int number, PackSlot slot, int64 row, int64 column, int valid) const {
     first.template copy<kFetch>(place<kColumns>(places, number), slot, row, column, valid);
     others.template copy<kColumns, kPlaces, kFetch>(places_of_others<kColumns, kPlaces>(places), number, slot, row,
                                                     column, valid);
   }
   template <int kColumns, int kPlaces>
-  DEVICE void read_covering(Raw& raw, char* places, int number, int slot, int64 row, int valid) const {
+  DEVICE void read_covering(Raw& raw, char* places, int number, PackSlot slot, int64 row, int valid) const {
     first.read_covering(raw.first, place<kColumns>(places, number), slot, row, valid);
     others.template read_covering<kColumns, kPlaces>(raw.others, places_of_others<kColumns, kPlaces>(places), number,
                                                      slot, row, valid);
   }
+  template <class Shape, int kPlaces>
+  DEVICE void read_covering(Raw (&raws)[Shape::kPacks], char* places, int number, int64 row, int rank) const {
+    typename First::Packed own[Shape::kPacks];
+    typename Matrices<Others...>::Packed rest[Shape::kPacks];
+    first.template read_covering<Shape>(own, place<Shape::kCapacity>(places, number), row, rank);
+    others.template read_covering<Shape, kPlaces>(rest, places_of_others<Shape::kCapacity, kPlaces>(places), number,
+                                                  row, rank);
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) raws[p] = {own[p], rest[p]};
+  }
   template <int kColumns, int kPlaces>
-  DEVICE void clear(char* places, int number, int slot) const {
+  DEVICE void clear(char* places, int number, PackSlot slot) const {
     first.clear(place<kColumns>(places, number), slot);
     others.template clear<kColumns, kPlaces>(places_of_others<kColumns, kPlaces>(places), number, slot);
   }
   template <int kColumns, int kPlaces>
-  DEVICE void put(char* places, int number, int slot, const Packed& packed) const {
+  DEVICE void put(char* places, int number, PackSlot slot, const Packed& packed) const {
     first.put(place<kColumns>(places, number), slot, packed.first);
     others.template put<kColumns, kPlaces>(places_of_others<kColumns, kPlaces>(places), number, slot, packed.others);
   }
   template <int kColumns, int kPlaces>
-  DEVICE void read(Raw& raw, char* places, int number, int slot) const {
+  DEVICE void read(Raw& raw, char* places, int number, PackSlot slot) const {
     first.read(raw.first, place<kColumns>(places, number), slot);
     others.template read<kColumns, kPlaces>(raw.others, places_of_others<kColumns, kPlaces>(places), number, slot);
   }
@@ -221,6 +274,20 @@ struct LoadSource {
   Operation operation;
 
   DEVICE void fetch(Raw& raw, int64 row, int64 column, int valid) const { inputs.fetch(raw, row, column, valid); }
+  template <class Shape>
+  using Asked = typename Inputs::template Asked<Shape>;
+  template <class Shape>
+  DEVICE void ask(Asked<Shape>& asked, int64 row, int rank, bool active) const {
+    inputs.template ask<Shape>(asked, row, rank, active);
+  }
+  template <class Shape>
+  DEVICE void receive(Packed (&packs)[Shape::kPacks], const Asked<Shape>& asked, int64 row, int rank,
+                      bool active) const {
+    Raw raws[Shape::kPacks];
+    inputs.template receive<Shape>(raws, asked, row, rank, active);
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) packs[p] = keep(raws[p], active ? Shape::valid(rank, p) : 0);
+  }
   DEVICE Packed keep(const Raw& raw, int valid) const {
     if constexpr (!kPrologue) {
       return raw.first;
@@ -238,24 +305,28 @@ struct LoadSource {
   }
   DEVICE void stay_packed(Packed& packed) const { cunorm::stay_packed(packed); }
   template <int kColumns, int kPlaces, Fetch kFetch>
-  DEVICE void copy(char* places, int number, int slot, int64 row, int64 column, int valid) const {
+  DEVICE void copy(char* places, int number, PackSlot slot, int64 row, int64 column, int valid) const {
     inputs.template copy<kColumns, kPlaces, kFetch>(places, number, slot, row, column, valid);
   }
   static constexpr int place_bytes(int columns) { return Inputs::place_bytes(columns); }
   template <int kColumns, int kPlaces>
-  DEVICE void read_covering(Raw& raw, char* places, int number, int slot, int64 row, int valid) const {
+  DEVICE void read_covering(Raw& raw, char* places, int number, PackSlot slot, int64 row, int valid) const {
     inputs.template read_covering<kColumns, kPlaces>(raw, places, number, slot, row, valid);
   }
+  template <class Shape, int kPlaces>
+  DEVICE void read_covering(Raw (&raws)[Shape::kPacks], char* places, int number, int64 row, int rank) const {
+    inputs.template read_covering<Shape, kPlaces>(raws, places, number, row, rank);
+  }
   template <int kColumns, int kPlaces>
-  DEVICE void put(char* places, int number, int slot, const Raw& raw) const {
+  DEVICE void put(char* places, int number, PackSlot slot, const Raw& raw) const {
     inputs.template put<kColumns, kPlaces>(places, number, slot, raw);
   }
   template <int kColumns, int kPlaces>
-  DEVICE void clear(char* places, int number, int slot) const {
+  DEVICE void clear(char* places, int number, PackSlot slot) const {
     inputs.template clear<kColumns, kPlaces>(places, number, slot);
   }
   template <int kColumns, int kPlaces>
-  DEVICE void read(Raw& raw, char* places, int number, int slot) const {
+  DEVICE void read(Raw& raw, char* places, int number, PackSlot slot) const {
     inputs.template read<kColumns, kPlaces>(raw, places, number, slot);
   }
 };

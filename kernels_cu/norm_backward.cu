@@ -114,13 +114,13 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     } else if constexpr (!Columns::kVectors) {
       typename Columns::Packed pack;
       columns.fetch(pack, 0, Shape::column_beside_sums(rank, p), valid);
-      columns.template put<Shape::kCapacity, kRows>(column_places, row_group, Shape::place_column(p), pack);
+      columns.template put<Shape::kCapacity, kRows>(column_places, row_group, Shape::pack_slot(p), pack);
     } else {
       if (valid <= 0) {
-        columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::place_column(p));
+        columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::pack_slot(p));
       }
-      columns.template copy<Shape::kCapacity, kRows, Fetch::kCached>(column_places, row_group, Shape::place_column(p),
-                                                                     0, Shape::column_beside_sums(rank, p), valid);
+      columns.template copy<Shape::kCapacity, kRows, Fetch::kCached>(column_places, row_group, Shape::pack_slot(p), 0,
+                                                                     Shape::column_beside_sums(rank, p), valid);
     }
   }
 
@@ -151,7 +151,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
       if constexpr (kColumnsStay) {
         columns.unpack(column_packs[kColumnsStay ? p : 0], column_values);
       } else {
-        columns.template read<Shape::kCapacity, kRows>(column_pack, column_places, row_group, Shape::place_column(p));
+        columns.template read<Shape::kCapacity, kRows>(column_pack, column_places, row_group, Shape::pack_slot(p));
         columns.unpack(column_pack, column_values);
       }
       const bool active = Shape::kThreads >= 32 || place < count;

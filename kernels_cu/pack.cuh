@@ -118,6 +118,22 @@ DEVICE void store_value(T* address, Compute value) {
 template <class T, int kPack>
 constexpr int kUnit = kPack * sizeof(T) < 16 ? kPack * sizeof(T) : 16;
 
+// Calls use(offset) where the compiler knows which multiple of kStep the offset is, from kFrom on and below kEnd: what
+// depends on it are then constants.
+template <int kStep, int kEnd, int kFrom = 0, class Use>
+DEVICE void with_known(uint32 offset, const Use& use) {
+  if constexpr (kEnd - kFrom <= kStep) {
+    use(static_cast<uint32>(kFrom));
+  } else {
+    constexpr int kMiddle = (kFrom + kEnd) / 2;
+    if (offset < kMiddle) {
+      with_known<kStep, kMiddle, kFrom>(offset, use);
+    } else {
+      with_known<kStep, kEnd, kMiddle>(offset, use);
+    }
+  }
+}
+
 // words[i] becomes the word that begins `offset` bytes after it: so many as elements of T take, fewer than 8 * kStep.
 // By halves, since registers have no index at run time.
 template <class T, int kStep, int kWords>
@@ -133,6 +149,20 @@ DEVICE void shift_down(uint32 (&words)[kWords], uint32 offset) {
 #pragma unroll
     for (int i = 0; i + 1 < kWords; ++i) words[i] = funnel_shift(words[i], words[i + 1], 8 * offset);
   }
+}
+
+// The words that hold a pack: where it begins elsewhere than at a multiple of its size, one access more.
+template <class T, int kPack, bool kAligned>
+struct Covering {
+  uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kUnit<T, kPack> / 4)];
+};
+
+template <bool kAligned, Cache kCache, class T, int kPack>
+DEVICE void load_covering(Covering<T, kPack, kAligned>& covering, const T* row, int64 column, int valid) {
+  constexpr int kSize = sizeof(T);
+  // Shared words through L1, which has them when the second lane asks.
+  load_covering_words<kAligned ? kCache : Cache::kKept, kUnit<T, kPack>, kAligned>(row, column * kSize, valid * kSize,
+                                                                                   covering.words);
 }
 
 // The first of the words as a pack of which the first `valid` columns count; the others become zero.
@@ -175,13 +205,48 @@ DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int vali
     // They are vectors of two words. Shifted, a weight of float64 spilled 8 to 36 bytes.
     load_elements(pack, row, column, valid);
   } else {
-    uint32 words[Pack<T, kPack>::kWords + (kAligned ? 0 : kBytes / 4)];
-    // Shared words through L1, which has them when the second lane asks.
-    load_covering_words<kAligned ? kCache : Cache::kKept, kBytes, kAligned>(row, column * kSize, valid * kSize, words);
-    if constexpr (!kAligned) shift_down<T, kBytes / 8>(words, past_multiple_of<kBytes>(row));
-    keep_valid(pack, words, valid > 0 ? valid : kPack);
+    Covering<T, kPack, kAligned> covering;
+    load_covering<kAligned, kCache>(covering, row, column, valid);
+    if constexpr (!kAligned) shift_down<T, kBytes / 8>(covering.words, past_multiple_of<kBytes>(row));
+    keep_valid(pack, covering.words, valid > 0 ? valid : kPack);
   }
 }
+
+// All packs that a thread has of a row: first those of all matrices are asked for, then those of each are shifted, by
+// an offset that the compiler knows.
+template <class Shape, bool kAligned, Cache kCache, class T, int kPack>
+DEVICE void ask_for_packs(Covering<T, kPack, kAligned> (&packs)[Shape::kPacks], const T* row, int rank, bool active) {
+#pragma unroll
+  for (int p = 0; p < Shape::kPacks; ++p) {
+    load_covering<kAligned, kCache>(packs[p], row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0);
+  }
+}
+template <class Shape, bool kAligned, class T, int kPack>
+DEVICE void receive_packs(Pack<T, kPack> (&packs)[Shape::kPacks],
+                          const Covering<T, kPack, kAligned> (&asked)[Shape::kPacks], const T* row, int rank,
+                          bool active) {
+  constexpr int kBytes = kUnit<T, kPack>;
+  const auto receive = [&](uint32 offset) {
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) {
+      Covering<T, kPack, kAligned> covering = asked[p];
+      const int valid = active ? Shape::valid(rank, p) : 0;
+      if constexpr (!kAligned) shift_down<T, kBytes / 8>(covering.words, offset);
+      keep_valid(packs[p], covering.words, valid > 0 ? valid : kPack);
+    }
+  };
+  if constexpr (kAligned) {
+    receive(0);
+  } else {
+    with_known<sizeof(T), kBytes>(past_multiple_of<kBytes>(row), receive);
+  }
+}
+
+// Which pack of a row that waits in shared memory: of the thread of this number, behind so many runs.
+struct PackSlot {
+  unsigned thread;
+  int run;
+};
 
 // How packs lie in shared memory: the packs that kLanes neighbouring threads read at once are a run. A pack of more
 // than 16 bytes lies there in pieces, the first pieces of all packs of the run side by side, then the second, so that
@@ -200,14 +265,13 @@ struct SharedPacks {
   static constexpr int bytes(int columns) { return columns / (kPack * kLanes) * kRun; }
 
   template <class Place>  // char, const or not
-  DEVICE static Place* piece(Place* place, int slot, int i) {
-    const int pack = slot / kPack;
-    return place + pack * kPiece + pack / kLanes * (kRun - kLanes * kPiece) + i * kLanes * kPiece;
+  DEVICE static Place* piece(Place* place, PackSlot slot, int i) {
+    return place + (slot.run + slot.thread / kLanes) * kRun + slot.thread % kLanes * kPiece + i * kLanes * kPiece;
   }
 
   // Copies the first `valid` columns, asynchronously where the pack is whole; the others become zero.
   template <Fetch kFetch>
-  DEVICE static void copy(char* place, int slot, const T* row, int64 column, int valid) {
+  DEVICE static void copy(char* place, PackSlot slot, const T* row, int64 column, int valid) {
     if constexpr (!kAligned) {
       copy_covering<kFetch>(place, slot, row, column, valid);
     } else if (valid >= kPack) {
@@ -221,8 +285,9 @@ struct SharedPacks {
     }
   }
 
-  // What was copied of a pack that does not begin at a multiple of its size.
-  DEVICE static void read_covering(Pack<T, kPack>& pack, const char* place, int slot, const T* row, int valid) {
+  // What was copied of a pack that begins `offset` bytes behind a multiple of its size, as its row does.
+  DEVICE static void read_covering(Pack<T, kPack>& pack, const char* place, PackSlot slot, const T* row, uint32 offset,
+                                   int valid) {
     uint32 words[kWords * (kPieces + 1)];
     const char* const covering = covering_place(place, slot, row);
 #pragma unroll
@@ -232,11 +297,26 @@ struct SharedPacks {
 #pragma unroll
       for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
     }
-    shift_down<T, kPiece / 8>(words, past_multiple_of<kPiece>(row));
+    shift_down<T, kPiece / 8>(words, offset);
     keep_valid(pack, words, valid);
   }
+  DEVICE static void read_covering(Pack<T, kPack>& pack, const char* place, PackSlot slot, const T* row, int valid) {
+    with_known<sizeof(T), kPiece>(past_multiple_of<kPiece>(row),
+                                  [&](uint32 offset) { read_covering(pack, place, slot, row, offset, valid); });
+  }
 
-  DEVICE static void put(char* place, int slot, const Pack<T, kPack>& pack) {
+  // All packs that this thread has of the row.
+  template <class Shape>
+  DEVICE static void read_covering(Pack<T, kPack> (&packs)[Shape::kPacks], const char* place, const T* row, int rank) {
+    with_known<sizeof(T), kPiece>(past_multiple_of<kPiece>(row), [&](uint32 offset) {
+#pragma unroll
+      for (int p = 0; p < Shape::kPacks; ++p) {
+        read_covering(packs[p], place, Shape::pack_slot(p), row, offset, Shape::valid(rank, p));
+      }
+    });
+  }
+
+  DEVICE static void put(char* place, PackSlot slot, const Pack<T, kPack>& pack) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       uint32 words[kWords];
@@ -246,7 +326,7 @@ struct SharedPacks {
     }
   }
 
-  DEVICE static void read(Pack<T, kPack>& pack, char* place, int slot) {
+  DEVICE static void read(Pack<T, kPack>& pack, char* place, PackSlot slot) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       uint32 words[kWords];
@@ -257,18 +337,18 @@ struct SharedPacks {
   }
 
  private:
-  DEVICE static int lane(int slot) { return slot / kPack % kLanes; }
+  DEVICE static int lane(PackSlot slot) { return slot.thread % kLanes; }
 
   // Where the aligned word belongs in which the pack begins. (A run begins as far behind a multiple of kRunGap as its
   // row does, but for runs of less.)
   template <class Place>
-  DEVICE static Place* covering_place(Place* place, int slot, const T* row) {
+  DEVICE static Place* covering_place(Place* place, PackSlot slot, const T* row) {
     return piece(place, slot, 0) + lane(slot) * (kBytes - kPiece) + past_multiple_of<kRunGap>(row) / kPiece * kPiece;
   }
 
   // A lane copies the words that hold its pack, but for the one in which the pack before ends: that lane copies it.
   template <Fetch kFetch>
-  DEVICE static void copy_covering(char* place, int slot, const T* row, int64 column, int valid) {
+  DEVICE static void copy_covering(char* place, PackSlot slot, const T* row, int64 column, int valid) {
     const int offset = static_cast<int>(past_multiple_of<kPiece>(row)), size = sizeof(T);
     const char* const first = reinterpret_cast<const char*>(row) - offset + column * size;
     char* const to = covering_place(place, slot, row);
@@ -295,8 +375,7 @@ DEVICE void store_element(T* address, const Pack<T, kPack>& pack, int i) {
 
 template <bool kAligned, Cache kCache, class T, int kPack>
 DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
-  // Two numbers of 8 bits, of packs of two columns, fill no word.
-  if (kAligned && kPack * sizeof(T) % 4 == 0 && valid >= kPack) {
+  if (kAligned && valid >= kPack) {
     store_words<kCache>(address, pack.words);
     return;
   }
@@ -306,41 +385,72 @@ DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
   }
 }
 
+// `size` bytes that begin `begin` bytes after the first of the words, stored `begin` bytes after `from`: a multiple of
+// their size.
+template <class T, int kSize, Cache kCache, int kWords>
+DEVICE void store_part(char* from, const uint32 (&words)[kWords], uint32 begin) {
+  if constexpr (kSize == 2) {
+    *reinterpret_cast<unsigned short*>(from + begin) = static_cast<unsigned short>(words[begin / 4] >> begin % 4 * 8);
+  } else {
+    uint32 part[kSize / 4];
+#pragma unroll
+    for (int i = 0; i < kSize / 4; ++i) {
+      part[i] = words[begin / 4 + i];
+      if (sizeof(T) == 2) part[i] = funnel_shift(part[i], words[begin / 4 + i + 1], 8 * begin);
+    }
+    store_words<kCache>(from + begin, part);
+  }
+}
+
+// The bytes of the words from `begin` on and below `end`, in as few parts as their sizes allow that are powers of two:
+// up to an aligned end the smallest first, from an aligned begin the largest.
+template <class T, bool kToAlignedEnd, Cache kCache, int kSize, int kWords>
+DEVICE void store_parts(char* from, const uint32 (&words)[kWords], uint32 begin, uint32 end) {
+  if constexpr (kSize >= static_cast<int>(sizeof(T)) && kSize <= 4 * kWords) {
+    const bool needed = (end - begin) & kSize;
+    if (needed) store_part<T, kSize, kCache>(from, words, begin);
+    store_parts<T, kToAlignedEnd, kCache, kToAlignedEnd ? 2 * kSize : kSize / 2>(from, words,
+                                                                                 needed ? begin + kSize : begin, end);
+  }
+}
+
 // The same where packs do not begin at a multiple of their size; those of kLanes neighbouring threads follow each other
-// in memory. A lane writes the aligned words that begin in its pack, of which the last ends in the next lane's, and the
-// columns at the ends of the lanes' run that no such word holds one by one. All lanes of the warp come here together.
+// in memory. A lane writes the aligned words that begin in its pack, of which the last ends in the next lane's, and at
+// the ends of the lanes' run smaller parts. All lanes of the warp come here together.
 template <int kLanes, Cache kCache, class T, int kPack>
 DEVICE void store_run(T* row, int64 column, const Pack<T, kPack>& pack, int valid) {
   constexpr int kBytes = kUnit<T, kPack>, kWords = Pack<T, kPack>::kWords;
-  uint32 words[kWords + kBytes / 4], shifted[kWords];
+  uint32 words[kWords + kBytes / 4];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) words[i] = pack.words[i];
 #pragma unroll
   for (int i = 0; i < kBytes / 4; ++i) words[kWords + i] = shuffle_down(pack.words[i]);
-  const int next_valid = shuffle_down(valid);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-
-  const uint32 head = (kBytes - past_multiple_of<kBytes>(row)) % kBytes;  // bytes before the first aligned word
-  shift_down<T, kBytes / 8>(words, head);
+  const bool ends = shuffle_down(valid) < kPack || lane == kLanes - 1;
+  if (valid < kPack) {
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) shifted[i] = words[i];
-  // Or what depends on it alone is kept from row to row: with eight packs it took all registers, 128 instead of 71.
-  uint32 known = static_cast<uint32>(valid);
-  if constexpr (kBytes > 4) forget(known);
-  valid = static_cast<int>(known);
-  const bool whole = valid >= kPack;
-  const bool in_words = whole && (head == 0 || (lane < kLanes - 1 && next_valid >= kPack));
-  char* const first = begin_of_row(reinterpret_cast<char*>(row) + head);
-  if (in_words) store_words<kCache>(first + column * sizeof(T), shifted);
-
-  // A bit for each column that no word holds. Where this pack is whole, the lane before wrote its head.
-  const uint32 all = (1u << (valid > 0 ? valid : 0)) - 1, in_head = (1u << head / sizeof(T)) - 1;
-  const uint32 left = all & ((lane > 0 && whole ? 0 : in_head) | (in_words ? 0 : ~in_head));
-  if (left == 0) return;
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-    if (left & 1u << i) store_element(row + column, pack, i);
+    for (int i = 0; i < kPack; ++i) {
+      if (i < valid) store_element(row + column, pack, i);
+    }
+    return;
   }
+  char* const from = reinterpret_cast<char*>(begin_of_row(row) + column);
+  const uint32 before_word = (kBytes - past_multiple_of<kBytes>(row)) % kBytes;
+  with_known<sizeof(T), kBytes>(before_word, [&](uint32 head) {
+    if (head == 0 || !ends) {
+      uint32 shifted[kWords + kBytes / 4];
+#pragma unroll
+      for (int i = 0; i < kWords + kBytes / 4; ++i) shifted[i] = words[i];
+      shift_down<T, kBytes / 8>(shifted, head);
+      uint32 whole[kWords];
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) whole[i] = shifted[i];
+      store_words<kCache>(from + head, whole);
+    } else {
+      store_parts<T, false, kCache, kPack* static_cast<int>(sizeof(T)) / 2>(from, words, head, 4 * kWords);
+    }
+    if (lane == 0) store_parts<T, true, kCache, static_cast<int>(sizeof(T))>(from, words, 0, head);
+  });
 }
 
 }  // namespace cunorm

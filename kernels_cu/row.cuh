@@ -1,6 +1,6 @@
 // How a row is divided among threads, and how the threads of a row add up: lane -> warp -> CTA -> cluster.
 #pragma once
-#include "platform.cuh"
+#include "pack.cuh"
 
 namespace cunorm {
 
@@ -30,7 +30,8 @@ struct RowShape {
   static constexpr int kStep = kPack * kThreads * kCluster;    // from a pack of a thread to its next one
   static_assert(kCols <= kCapacity * kCluster);
 
-  // This thread's pack number p begins at this column of what the CTA holds,
+  // This thread's pack number p among those that wait in shared memory. It begins at this column of what the CTA holds,
+  DEVICE static PackSlot pack_slot(int p) { return {threadIdx.x % kThreads, p * (kThreads / kLanes)}; }
   DEVICE static int place_column(int p) { return (p * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack; }
   // and at this column of the row.
   DEVICE static int64 column(int rank, int p) { return wide_index(first_column(rank)) + static_cast<int64>(p) * kStep; }

@@ -50,27 +50,21 @@ struct RegisterRows {
   DEVICE static void sent() {}
   DEVICE static void arrived() {}
   DEVICE void take(int64 row) {
-    typename Load::Raw raw[Shape::kPacks];
-#pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) load.fetch(raw[p], row, Shape::column(rank, p), valid(row, p));
-#pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) now[p] = load.keep(raw[p], valid(row, p));
+    typename Load::template Asked<Shape> asked;
+    // A row past the end, beside rows of the same warp that are not, counts as zeros.
+    const bool active = Shape::kThreads >= 32 || row < rows;
+    load.template ask<Shape>(asked, row, rank, active);
+    load.template receive<Shape>(now, asked, row, rank, active);
   }
   DEVICE void read(typename Load::Packed& pack, int p) const { pack = now[p]; }
   DEVICE void stay_packed(int p) { load.stay_packed(now[p]); }
-
- private:
-  // A row past the end, beside rows of the same warp that are not, counts as zeros.
-  DEVICE int valid(int64 row, int p) const {
-    const bool active = Shape::kThreads >= 32 || row < rows;
-    return active ? Shape::valid(rank, p) : 0;
-  }
 };
 
 // A ring of kStages places for each of the kRows rows of a CTA, filled by asynchronous copies: rows are under way
 // whatever the threads do, and take no registers. A thread reads only what it copied itself, so nobody waits for
-// anybody; of packs at odd addresses, what it and the lane before it copied (SharedPacks).
-template <class Shape, int kRows, int kStages, bool kAskEarly_, class Load>
+// anybody; of packs at odd addresses, what it and its neighbours copied (SharedPacks). It shifts these at every
+// reading, or once (kShiftedStay) where it has registers to keep them.
+template <class Shape, int kRows, int kStages, bool kAskEarly_, bool kShiftedStay, class Load>
 struct SharedRows {
   // Rows of neighbouring threads lie side by side: with the places of a row side by side 32 columns fell from 0.86 to
   // 0.77 of the roof, by bank conflicts.
@@ -78,8 +72,7 @@ struct SharedRows {
   static constexpr int kBytes = kPlaces * Load::place_bytes(Shape::kCapacity);
   static constexpr int kAhead = kStages - 1;
   static constexpr bool kAskEarly = kAskEarly_;
-  // Packs at odd addresses that are put in their places at once, of 64 bytes: one by one, each would wait to be read.
-  static constexpr int kTogether = sizeof(typename Load::Raw) < 64 ? 64 / sizeof(typename Load::Raw) : 1;
+  static constexpr bool kHolds = !Load::kVectors && kShiftedStay;
   // Where rows lie close together, a CTA reads their neighbours too.
   static constexpr Fetch kFetch = Shape::kThreads < 32 ? Fetch::kNeighbours : Fetch::kAlone;
   Load load;
@@ -89,6 +82,8 @@ struct SharedRows {
   int row_group;
   int taken = kStages - 1;
   bool active = true;
+  int64 row_taken = 0;
+  typename Load::Packed shifted[kHolds ? Shape::kPacks : 1];
 
   DEVICE SharedRows(Load load, int rank, int64 rows, int offset)
       : load(load),
@@ -102,7 +97,7 @@ struct SharedRows {
     for (int p = 0; p < Shape::kPacks; ++p) {
       if (Shape::valid(rank, p) > 0) continue;
       for (int stage = 0; stage < kStages; ++stage)
-        load.template clear<Shape::kCapacity, kPlaces>(places(), place(stage), Shape::place_column(p));
+        load.template clear<Shape::kCapacity, kPlaces>(places(), place(stage), Shape::pack_slot(p));
     }
   }
 
@@ -110,9 +105,9 @@ struct SharedRows {
     const int turn = taken + 1 + ahead;
     const int to = place(turn < kStages ? turn : turn - kStages);
     if (row < rows) {
-#pragma unroll(Load::kVectors ? Shape::kPacks : 1)
+#pragma unroll(Load::kVectors || kHolds ? Shape::kPacks : 1)
       for (int p = 0; p < Shape::kPacks; ++p) {
-        load.template copy<Shape::kCapacity, kPlaces, kFetch>(places(), to, Shape::place_column(p), row,
+        load.template copy<Shape::kCapacity, kPlaces, kFetch>(places(), to, Shape::pack_slot(p), row,
                                                               Shape::column(rank, p), Shape::valid(rank, p));
       }
     }
@@ -122,34 +117,31 @@ struct SharedRows {
   DEVICE void take(int64 row) {
     taken = taken == kStages - 1 ? 0 : taken + 1;
     active = Shape::kThreads >= 32 || row < rows;
-    if constexpr (!Load::kVectors) {
-      warp_barrier();  // a lane finds there what others copied
-#pragma unroll 1
-      for (int start = 0; start < Shape::kPacks; start += kTogether) {
-        typename Load::Raw raws[kTogether];
+    row_taken = row;
+    // A lane finds there what others copied, and has read what it will fill again.
+    if constexpr (!Load::kVectors) warp_barrier();
+    if constexpr (kHolds) {
+      typename Load::Raw raws[Shape::kPacks];
+      load.template read_covering<Shape, kPlaces>(raws, places(), place(taken), row, rank);
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const int p = start + i;
-          if (p < Shape::kPacks) {
-            load.template read_covering<Shape::kCapacity, kPlaces>(raws[i], places(), place(taken),
-                                                                   Shape::place_column(p), row, Shape::valid(rank, p));
-          }
-        }
-        warp_barrier();  // the places belong to other lanes' packs
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const int p = start + i;
-          if (p < Shape::kPacks) {
-            load.template put<Shape::kCapacity, kPlaces>(places(), place(taken), Shape::place_column(p), raws[i]);
-          }
-        }
-      }
+      for (int p = 0; p < Shape::kPacks; ++p) shifted[p] = load.keep(raws[p], Shape::valid(rank, p));
     }
   }
-  DEVICE void read(typename Load::Packed& pack, int p) const {
-    typename Load::Raw raw;
-    load.template read<Shape::kCapacity, kPlaces>(raw, places(), place(taken), Shape::place_column(p));
-    pack = load.keep(raw, Shape::valid(rank, p));
+  DEVICE void read(typename Load::Packed& pack, int p) {
+    if constexpr (kHolds) {
+      load.stay_packed(shifted[p]);  // or the values of the last reading are kept
+      pack = shifted[p];
+    } else {
+      typename Load::Raw raw;
+      const PackSlot slot = Shape::pack_slot(p);
+      const int valid = Shape::valid(rank, p);
+      if constexpr (Load::kVectors) {
+        load.template read<Shape::kCapacity, kPlaces>(raw, places(), place(taken), slot);
+      } else {
+        load.template read_covering<Shape::kCapacity, kPlaces>(raw, places(), place(taken), slot, row_taken, valid);
+      }
+      pack = load.keep(raw, valid);
+    }
     if (Shape::kThreads < 32 && !active) pack = {};
   }
   DEVICE void stay_packed(int) {}

@@ -29,7 +29,7 @@ SHAPES = (
     Columns(129, (1, 8, 4096, 70000), "a last pack of one column"),
     Columns(768, (1, 3, 4096, 70000), "a model's width, no power of two"),
     Columns(1000, (0, 1, 8, 4096), "whole packs that fill no warp"),
-    Columns(1034, (1, 3, 4096), "rows begin at multiples of 4 bytes, as packs of two columns of 16 bits"),
+    Columns(1998, (1, 3, 4096), "rows begin at multiples of 4 bytes"),
     Columns(3840, (1, 3, 4096), "a model's width"),
     Columns(4096, (0, 1, 8, 4096), "a full shape"),
     Columns(5120, (1, 3, 4096), "a model's width, no power of two"),

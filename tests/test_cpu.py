@@ -59,11 +59,9 @@ SHAPES = (
     Shape(3, 1000, "bfloat16", SMALL, "whole packs that fill no warp"),
     Shape(12, 1024, "float32", SMALL, "a full shape; a ring of rows"),
     Shape(40, 1024, "float16", SMALL, "gradients of four times two warps"),
-    Shape(
-        3, 1034, "bfloat16", SMALL, "packs of two columns in the forward pass, as rows begin at multiples of 4 bytes"
-    ),
-    Shape(3, 1036, "float16", SMALL, "packs of four columns, whole"),
-    Shape(3, 1037, "bfloat16", SMALL, "packs of two columns, shifted by one"),
+    Shape(3, 1034, "bfloat16", SMALL, "rows begin at multiples of 4 bytes"),
+    Shape(3, 1036, "float16", SMALL, "rows begin at multiples of 8 bytes"),
+    Shape(3, 1037, "bfloat16", SMALL, "rows begin at multiples of 2 bytes; shifted packs stay in registers"),
     Shape(3, 2500, "bfloat16", SMALL, "five packs of 64 threads"),
     Shape(20, 5000, "bfloat16", MANY_SMS, "a CTA a row, all rows at once"),
     Shape(3, 10240, "bfloat16", SMALL, "a full shape of five packs"),

@@ -172,28 +172,6 @@ def test_vectors_are_used_where_every_row_is_aligned(cols, x_stride, y_stride, a
     assert step.spec.aligned == expected
 
 
-PACKS = [
-    # (cols, dtype, columns of a pack in the forward pass)
-    (129, "bfloat16", 8),  # short rows keep packs of 16 bytes, whose sums are trees
-    (514, "bfloat16", 2),
-    (516, "bfloat16", 4),
-    (520, "bfloat16", 8),
-    (1034, "bfloat16", 2),
-    (1037, "bfloat16", 2),
-    (4097, "float16", 4),  # of longer rows a pack of two columns would be too little work for its index
-    (8192, "float16", 8),
-    (257, "float32", 2),
-    (1000, "float32", 4),
-    (257, "float64", 2),
-]
-
-
-@pytest.mark.parametrize(("cols", "dtype", "columns"), PACKS)
-def test_packs_of_rows_are_no_larger_than_what_every_row_begins_at_a_multiple_of(cols, dtype, columns):
-    """As far as a pack of two, or four of long rows, goes."""
-    assert plan(problem("forward", 8, cols, dtype), KNOWN[90]).steps[0].spec.shape.pack == columns
-
-
 def test_dx_is_contiguous_whatever_the_strides_of_x():
     changes = {"strides": {"x": 1024, "dy": 1024}}
     steps = plan(problem("backward", 10, 1023, "float16", **changes), KNOWN[90]).steps

@@ -117,7 +117,7 @@ class CastRows(OtherSpec):
             return "", f"  {template}({load}{{a, {{stride}}}}, {store}{{bytes, {{cols}}}}, {scales}, rows, cols);\n"
         shape = self.shape
         row = f"RowShape<{self.cols}, {pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
-        rows = f"SharedRows<{row}, {self.rows_per_cta}, {self.stages}, true, Load>"
+        rows = f"SharedRows<{row}, {self.rows_per_cta}, {self.stages}, true, false, Load>"
         before = f"template <class Load>\nusing Rows = {rows};\n"
         return before, (
             f"  cast_rows<{kind}, {row}, {self.rows_per_cta}, Rows>({load}{{a, {{stride}}}},\n"

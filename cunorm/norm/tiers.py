@@ -87,7 +87,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
     shapes = (
-        [_power_of_two_shape(pack, packs, 1, problem.direction)]
+        [_power_of_two_shape(pack, packs, problem.direction)]
         if not tier.packs
         else [_shape(pack, packs, choice, tier.cluster) for choice in tier.packs]
     )
@@ -124,33 +124,12 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
 PREFERRED_PACKS = {"forward": (5, 4, 6, 3, 7, 8, 2, 1), "backward": (2, 3, 4, 5, 6, 7, 8, 1)}
 
 
-# In packs of 16 bytes. Shorter rows, of float32 33 cols and of 16 bits 31 and 129, lost accuracy: lanes add up one
-# after the other what packs add up in pairs. A warp holds a row of the latter: in several warps, packs of two columns
-# would part the columns that share a scale.
-NARROW_PACKS, PACKS_OF_TWO = 64, 160
-
-
-def columns_of_pack(problem: Problem) -> int:
-    """16 bytes of columns; of long rows that begin elsewhere what begins at a multiple of its size in every row.
-
-    Of an odd number of columns packs are at odd addresses all the same, but to shift words of 4 bytes is less work than
-    to shift 16, 64 M elements of 1037 cols 0.74 of the roof and 0.50.
-    """
-    vector = pack = 16 // ITEMSIZE[problem.row_dtype]
-    if problem.cols > NARROW_PACKS * vector:
-        least = 2 if problem.cols <= PACKS_OF_TWO * vector else 4
-        while pack > least and problem.cols % pack:
-            pack //= 2
-    return pack
-
-
-def _power_of_two_shape(pack: int, packs: int, of_vector: int, direction: str) -> RowShape:
-    """Threads, a power of two, that leave the fewest places for packs empty; 16 bytes are so many packs."""
+def _power_of_two_shape(pack: int, packs: int, direction: str) -> RowShape:
+    """Threads, a power of two, that leave the fewest places for packs empty."""
 
     def badness(shape: RowShape) -> tuple:
         within_warp = shape.threads < WARP
-        vectors = ceil_div(shape.packs, of_vector)
-        order = -shape.threads if within_warp else PREFERRED_PACKS[direction].index(vectors)
+        order = -shape.threads if within_warp else PREFERRED_PACKS[direction].index(shape.packs)
         return shape.capacity, within_warp, order
 
     def allowed(shape: RowShape) -> bool:
@@ -158,7 +137,7 @@ def _power_of_two_shape(pack: int, packs: int, of_vector: int, direction: str) -
         most = {WARP: 5, 64: 4}.get(shape.threads, 3)
         if direction == "forward":
             most = 5 if shape.threads == 256 else 8  # 12288 cols by 512 threads 0.95, by 256 less than 0.94
-        return shape.packs <= most * of_vector and (shape.packs > of_vector or shape.threads == 1)
+        return shape.packs <= most and (shape.packs > 1 or shape.threads == 1)
 
     shapes = (RowShape(pack, 2**power, ceil_div(packs, 2**power)) for power in range(10))
     return min(filter(allowed, shapes), key=badness)
@@ -169,11 +148,10 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
 
     Whoever holds what of a row is the same for all, and so are the bits.
     """
-    pack, itemsize = columns_of_pack(problem), ITEMSIZE[problem.row_dtype]
-    of_vector = 16 // itemsize // pack
+    itemsize = ITEMSIZE[problem.row_dtype]
+    pack = 16 // itemsize
     packs = ceil_div(problem.cols, pack)
-    shape = _power_of_two_shape(pack, packs, of_vector, "forward")
-    vectors = ceil_div(shape.packs, of_vector)
+    shape = _power_of_two_shape(pack, packs, "forward")
     rows_per_cta = tier.cta // shape.threads if shape.threads <= WARP else 1
     spec = kernel_spec(
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
@@ -182,9 +160,9 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
     column_words = _column_bytes(problem, shape) // 4
     alone = replace(spec, rows_per_cta=1, columns_stay=True)
     can_spread = not spec.finds_scales  # the largest of a row would be one exchange more
-    if can_spread and 1 < shape.threads <= WARP and vectors > 2 and problem.rows <= 2 * sms:
+    if can_spread and 1 < shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
         return replace(alone, kernel="forward_spread")  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
-    if packs > 1024 * of_vector and device.runs_clusters(8):
+    if packs > 1024 and device.runs_clusters(8):
         few_threads = shape.threads * shape.packs <= 8 * 1024
         if can_spread and few_threads and 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
             return replace(alone, kernel="forward_spread", shape=_in_clusters(shape, 8))
@@ -208,18 +186,18 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
         # All rows at once: weight and bias are asked for with x.
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     many = _bytes_per_sm(problem, device) > RING_BYTES
-    waits = vectors > 2 and len(spec.matrices) == 1 and not spec.grouped
-    if waits and not (many and vectors <= 5 and (spec.aligned or of_vector > 1)):
-        found = _short_ring(spec, vectors, column_words, working + y_words, (32 if many else 48) << 10, device)
+    waits = shape.packs > 2 and len(spec.matrices) == 1 and not spec.grouped
+    if waits and not (many and shape.packs <= 5):
+        found = _short_ring(spec, column_words, working + y_words, (32 if many else 48) << 10, device)
         if found is not None:
             return found
     # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
     width = _widest_column(spec)
     narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype] and not y_words
-    most, words = (1536, 28) if vectors <= 3 and narrow else (tier.resident, working)
+    most, words = (1536, 28) if shape.packs <= 3 and narrow else (tier.resident, working)
     if y_words and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
         words = 32 + 4 * (rows_per_cta > 1) + width // 4 * pack + 8 * (itemsize == 4)
-        if width < 4 and vectors <= (2 if problem.norm.subtracts_mean else 3):
+        if width < 4 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
             most, words = 1536, 40 - y_words
     return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + max(waiting, y_words), most)))
 
@@ -242,21 +220,19 @@ def _in_clusters(shape: RowShape, size: int) -> RowShape:
     return replace(shape, threads=shape.threads // size, cluster=size)
 
 
-def _short_ring(
-    spec: NormSpec, vectors: int, column_words: int, working: int, under_way: int, device: Device
-) -> NormSpec | None:
+def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int, device: Device) -> NormSpec | None:
     """Two places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM.
 
     None if less than half of them fit beside weight and bias, which stay in registers.
 
     In shared memory they take 40 us to come, all SMs asking L2 for the same lines; late from L1 they cost 4 of 11 us.
     """
-    words = working + 14 + 3 * vectors
+    words = working + 14 + 3 * spec.shape.packs
     spec = replace(spec, stages=2, ask_early=True, columns_stay=True)
     needed = shared_memory(spec) + dynamic_shared(spec)
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
     ctas = min(wanted, _ctas_of(spec, words + column_words), (device.shared + 1024) // (needed + 1024))
-    return replace(spec, ctas_per_sm=ctas) if ctas and 2 * ctas + 1 >= wanted else None
+    return _with_shifted(replace(spec, ctas_per_sm=ctas)) if ctas and 2 * ctas + 1 >= wanted else None
 
 
 def _words_to_shift(spec: NormSpec) -> int:
@@ -301,12 +277,26 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
             if needed <= device.shared:
                 ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
                 most_ctas = max(1, resident // fitting.threads) if tier.cluster == 1 else 1
-                return replace(fitting, ctas_per_sm=min(most_ctas, ctas))
+                return _with_shifted(replace(fitting, ctas_per_sm=min(most_ctas, ctas)))
     # A forward pass of several matrices keeps the shape of the plain norm's rows, and so its bits: they wait in
     # registers where shared memory is too small.
     if spec.kernel == "forward" and len(spec.matrices) > 1:
         return replace(spec, rows_per_cta=whole_warps, ctas_per_sm=1)
     return None
+
+
+def _with_shifted(spec: NormSpec) -> NormSpec:
+    """The same, with packs at odd addresses kept, once shifted, where a thread has registers for them.
+
+    Beside them, the sums of its columns and what it keeps of weight and bias it takes about 80: with 24 for each pack
+    it spilled 76 bytes in 168 registers with four packs, 136 in 128 with three, and none in 128 with two.
+    """
+    words = sum(spec.shape.pack * one.itemsize // 4 for one in spec.matrices)
+    words += len(spec.sums) * spec.shape.pack * ITEMSIZE[spec.compute] // 4
+    if spec.columns_stay:
+        words += sum(spec.shape.pack * one.itemsize // 4 for one in spec.columns)
+    fit = _ctas_of(spec, 80 + words * spec.shape.packs) >= spec.ctas_per_sm
+    return replace(spec, shifted_stay=not spec.aligned and fit)
 
 
 def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple[int, int]:
