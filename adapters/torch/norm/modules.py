@@ -20,6 +20,8 @@ class _Options:
     sequence_parallel: bool | None = None
     sm_margin: int | Mapping[str, int] = 0
     autocast_output: bool = False
+    # Set by `accelerate` alone: a compiler is given torch's own operators.
+    _own_when_compiled = False
 
     def _set_options(
         self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any, autocast_output: bool
@@ -155,6 +157,8 @@ class LayerNorm(_Options, nn.LayerNorm):
 
     def forward(self, input: Tensor, fp8_output: bool = False) -> Any:
         """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
+        if self._own_when_compiled and torch.compiler.is_compiling() and not fp8_output:
+            return super().forward(input)
         return (self._float8 if fp8_output else self._norm)("layer_norm", input, self.bias)
 
 
@@ -196,6 +200,8 @@ class RMSNorm(_Options, nn.RMSNorm):
 
     def forward(self, x: Tensor, fp8_output: bool = False) -> Any:
         """As `LayerNorm.forward`."""
+        if self._own_when_compiled and torch.compiler.is_compiling() and not fp8_output:
+            return super().forward(x)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
 
 

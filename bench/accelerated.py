@@ -1,0 +1,97 @@
+"""Training steps of models of transformers, with torch's norms and after `accelerate`.
+
+    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes eager compile] [--out FILE]
+
+Copies of a model with random weights take turns in one run on one machine, in bfloat16. A line of JSON is a model and a
+mode: the median milliseconds of a step until the GPU is done and until the host is, the losses of its first and last
+step, the peak of its memory beyond what it held before, and what `accelerate` says that ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bench.results import lines_to
+from bench.torch_models import build, make_step
+from cunorm.torch import accelerate, replace_norms
+
+NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3")
+CONTENDERS = {"eager": ("torch", "replace_norms", "accelerate"), "compile": ("torch", "replace_norms", "accelerate")}
+ROUNDS, STEPS = 8, 4  # turns, and steps of each
+Step = Callable[[], torch.Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--modes", nargs="+", choices=tuple(CONTENDERS), default=("eager",))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/torch/accelerated.jsonl"))
+    arguments = parser.parse_args()
+    with lines_to(arguments.out) as write:
+        write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
+        for mode in arguments.modes:
+            for name in arguments.models:
+                started = time.perf_counter()
+                figures = measured(name, arguments.layers, mode)
+                took = round(time.perf_counter() - started, 1)
+                write("step", model=name, layers=arguments.layers, mode=mode, dtype="bfloat16", **figures, took=took)
+                torch.cuda.empty_cache()
+
+
+def measured(name: str, layers: int, mode: str) -> dict[str, object]:
+    """By contender."""
+    steps, first, peak, ran = {}, {}, {}, {}
+    for who in CONTENDERS[mode]:
+        model, inputs, labels = build(name, torch.bfloat16, layers)
+        report = {"torch": lambda _: None, "replace_norms": replace_norms, "accelerate": accelerate}[who](model)
+        steps[who] = make_step(torch.compile(model) if mode == "compile" else model, inputs, labels)
+        first[who] = float(steps[who]())
+        steps[who]()
+        peak[who] = peak_of(steps[who])
+        if who == "accelerate":
+            counts = report.ran().values()
+            ran = {"together": sum(one.together for one in counts), "apart": sum(sum(o.apart.values()) for o in counts)}
+    done, host = times_of(steps)
+    losses = {who: {"first": first[who], "last": float(step())} for who, step in steps.items()}
+    return {"ms": done, "host_ms": host, "losses": losses, "peak_bytes": peak, "ran": ran}
+
+
+def peak_of(step: Step) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def times_of(steps: dict[str, Step]) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds until the GPU is done, and until the host is, medians of turns."""
+    done: dict[str, list[float]] = {who: [] for who in steps}
+    host: dict[str, list[float]] = {who: [] for who in steps}
+    for _ in range(ROUNDS):
+        for who, step in steps.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            host[who].append((time.perf_counter() - start) / STEPS * 1e3)
+            torch.cuda.synchronize()
+            done[who].append((time.perf_counter() - start) / STEPS * 1e3)
+    return medians(done), medians(host)
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {who: round(statistics.median(values[1:]), 3) for who, values in times.items()}
+
+
+if __name__ == "__main__":
+    main()
