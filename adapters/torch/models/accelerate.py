@@ -37,7 +37,7 @@ class Acceleration:
     norms: Replacement
     joined: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    _blocks: dict[str, Block] = field(default_factory=dict, repr=False)
+    _blocks: dict[str, nn.Module] = field(default_factory=dict, repr=False)
     _own_when_compiled: list[nn.Module] = field(default_factory=list, repr=False)
     _swaps: Swaps = field(default_factory=Swaps, repr=False)
 
@@ -48,7 +48,7 @@ class Acceleration:
         """
         counts = {name: (0, {}) for name in self.joined}
         for prefix, block in self._blocks.items():
-            for (norm, reason), count in block._ran.items():
+            for (norm, reason), count in block.__dict__["_ran"].items():
                 name = _join(prefix, norm)
                 together, apart = counts[name]
                 counts[name] = (together + count, apart) if not reason else (together, apart | {reason: count})
@@ -135,11 +135,11 @@ def accelerate(model: nn.Module) -> Acceleration:
         cls = known(block)
         if cls is None or isinstance(block, Block):
             continue
-        reason = _obstacle(block, cls)
-        if reason:
-            report.left[prefix] = reason
+        joined, reason = joined_class(cls), _obstacle(block, cls)
+        if reason or joined is None:
+            report.left[prefix] = reason or f"the forward of {cls.__name__} is not the one that is known"
             continue
-        report._swaps.swap(block, joined_class(cls))
+        report._swaps.swap(block, joined)
         block.__dict__["_ran"] = Counter()
         report._blocks[prefix] = block
         report.joined |= {_join(prefix, norm): what for norm, what in joins_of(cls).items() if hasattr(block, norm)}
@@ -152,8 +152,6 @@ def _obstacle(block: nn.Module, cls: type) -> str:
         return f"{type(block).__name__} is a class made of {cls.__name__}; accelerate first what is then wrapped"
     if "forward" in block.__dict__:
         return f"the forward of this {cls.__name__} was replaced on the instance"
-    if joined_class(cls) is None:
-        return f"the forward of {cls.__name__} is not the one that is known"
     return ""
 
 
