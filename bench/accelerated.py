@@ -10,17 +10,22 @@ step, the peak of its memory beyond what it held before, and what `accelerate` s
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
+import cunorm.torch
 from bench.results import lines_to
-from bench.torch_models import build, make_step
+from bench.torch_models import alternate, build, make_step
 from cunorm.torch import accelerate, replace_norms
+from cunorm.torch.models.joins import sum_then_norm
 
 NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3")
 CONTENDERS = {"eager": ("torch", "replace_norms", "accelerate"), "compile": ("torch", "replace_norms", "accelerate")}
@@ -37,6 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with lines_to(arguments.out) as write:
         write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
+        host(write)
         for mode in arguments.modes:
             for name in arguments.models:
                 started = time.perf_counter()
@@ -44,6 +50,34 @@ def main() -> None:
                 took = round(time.perf_counter() - started, 1)
                 write("step", model=name, layers=arguments.layers, mode=mode, dtype="bfloat16", **figures, took=took)
                 torch.cuda.empty_cache()
+
+
+def host(write: Callable[..., None]) -> None:
+    """Microseconds of the host for a sum and the norm of it, both read on, forward and backward: of ten in a row."""
+    for op in ("layer_norm", "rms_norm"):
+        x, dy = torch.randn(2, 64, 1024, device="cuda", dtype=torch.bfloat16).unbind()
+        norm = (nn.LayerNorm if op == "layer_norm" else nn.RMSNorm)(1024, device="cuda", dtype=torch.bfloat16)
+        add = getattr(cunorm.torch, f"add_{op}")
+        norms = {"torch": norm, "replaced": copy.deepcopy(norm)}
+        replace_norms(norms["replaced"])
+        joins = {who: partial(apart, one) for who, one in norms.items()}
+        joins["function"] = lambda x, s, norm=norm, add=add: add(x, s, (1024,), *norm.parameters())
+        joins["joined"] = partial(sum_then_norm, norms["replaced"])
+        x.requires_grad_()
+
+        def chain(join, x=x, dy=dy):
+            y = s = x
+            for _ in range(10):
+                y, s = join(y, s)
+            y.backward(dy)
+
+        calls = {who: (partial(chain, join), 10) for who, join in joins.items()}
+        write("host", op=op, what="sum and norm of ten in a row, each", unit="us", **alternate(calls, 40, 10))
+
+
+def apart(norm: nn.Module, x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    s = x + s
+    return norm(s), s
 
 
 def measured(name: str, layers: int, mode: str) -> dict[str, object]:

@@ -20,8 +20,9 @@ from torch_tensors import on_devices, random  # noqa: E402
 
 from cunorm.torch import accelerate, fuse_norm_linear, replace_norms  # noqa: E402
 from cunorm.torch.models import accelerate as accelerate_module  # noqa: E402
-from cunorm.torch.models import blocks, rewrite  # noqa: E402
+from cunorm.torch.models import blocks, replace, rewrite  # noqa: E402
 from cunorm.torch.models.rewrite import SUM_AFTER, SUM_FIRST, rewritten  # noqa: E402
+from cunorm.torch.norm import modules  # noqa: E402
 
 # Name: how many norms are joined with a sum, of how many.
 MODELS = {
@@ -85,7 +86,7 @@ def test_logits_and_gradients_of_a_model(device, name, dtype):
         assert distance[1] <= 2 * distance[0] + room, f"{key}: {distance}, of {norm_of(expected)}"
     report.undo()
     assert [*map(type, model.modules())] == classes
-    assert not any({"_ran", "_own_when_compiled"} & set(vars(module)) for module in model.modules())
+    assert not any({"_ran", "_own_below"} & set(vars(module)) for module in model.modules())
     assert equal(loss_and_gradients(model, inputs), before) or device == "cuda"
 
 
@@ -112,6 +113,22 @@ def test_the_report():
     assert "  transformer.h.0.ln_1: LayerNorm" in lines
     assert "  transformer.h.1.ln_2: with the sum before it; ran 1" in lines
     assert doctest.testmod(accelerate_module).failed == 0
+
+
+def test_norms_of_torch_by_themselves(monkeypatch):
+    """A few elements go to torch's own operator, more to ours; those of transformers always to ours."""
+    monkeypatch.setattr(accelerate_module, "OWN_BELOW", 64)
+    ours = []
+    monkeypatch.setattr(modules, "norm", lambda *given: ours.append("torch's") or given[1])
+    monkeypatch.setattr(replace, "norm", lambda *given: ours.append("transformers'") or given[1])
+    model, _ = build("llama")
+    model = nn.Sequential(nn.LayerNorm(32), nn.RMSNorm(32), model.model.norm)
+    accelerate(model)
+    for rows, expected in ((1, []), (2, ["torch's", "torch's"])):
+        model[:2](torch.ones(rows, 32))
+        assert ours == expected
+    model[2](torch.ones(1, 64))
+    assert ours[2:] == ["transformers'"]
 
 
 def test_twice_is_once():
@@ -272,6 +289,7 @@ def test_without_memory_and_moved():
 def test_dtypes_of_a_join(name, method, one, other, weight):
     """Summands of several dtypes, as autocast makes them: the dtypes of the two operators."""
     model, _ = build(name, dtype=weight)
+    replace_norms(model)
     accelerate(model)
     block = next(module for module in model.modules() if isinstance(module, blocks.Block))
     (norm, *_) = blocks.joins_of(block._original)

@@ -8,9 +8,15 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..norm.modules import LayerNorm, RMSNorm
 from .blocks import Block, joined_class, joins_of, known
 from .classes import Swaps
 from .replace import Replacement, replace_norms
+
+# Elements of x below which a norm of torch's by itself runs torch's kernel. On an H200 the host pays some 25 us more
+# for ours, forward and backward, and a step of so few elements waits for the host; the kernels take 18 us less at 3 M
+# elements, 50 to 70 at 4 to 8 M, 100 at 16 M (bench/NOTES.md, bench/results).
+OWN_BELOW = 8 << 20
 
 
 class Ran(NamedTuple):
@@ -38,7 +44,7 @@ class Acceleration:
     joined: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     _blocks: dict[str, nn.Module] = field(default_factory=dict, repr=False)
-    _own_when_compiled: list[nn.Module] = field(default_factory=list, repr=False)
+    _norms: list[nn.Module] = field(default_factory=list, repr=False)
     _swaps: Swaps = field(default_factory=Swaps, repr=False)
 
     def ran(self) -> dict[str, Ran]:
@@ -62,9 +68,9 @@ class Acceleration:
         self.norms._swaps.check()
         self._swaps.undo("_ran")
         self._blocks.clear()
-        for norm in self._own_when_compiled:
-            norm.__dict__.pop("_own_when_compiled", None)
-        self._own_when_compiled.clear()
+        for norm in self._norms:
+            norm.__dict__.pop("_own_below", None)
+        self._norms.clear()
         self.norms.undo()
 
     def __str__(self) -> str:
@@ -77,6 +83,7 @@ class Acceleration:
             lines.append(f"  {name}: with {what}; ran {together}")
             lines += [f"    apart {count}: {reason}" for reason, count in apart.items()]
         lines += [f"  {name}: left, {reason}" for name, reason in left.items()]
+        lines.append(f"  torch's own kernel: norms of torch.nn by themselves, of fewer than {OWN_BELOW} elements")
         lines.append("  under torch.compile: the model's own operators; norms and Linears: not joined")
         return "\n".join(lines)
 
@@ -108,6 +115,10 @@ def accelerate(model: nn.Module) -> Acceleration:
     the sum after it, it rounds once less. A norm that gets a hook is called by itself again, and the hook sees what it
     saw. The last sum of a layer is not joined with the first norm of the next.
 
+    A torch.nn.LayerNorm or RMSNorm that is joined with no sum runs torch's own kernel where x has fewer than 8 M
+    elements: there a step waits for the host, which torch's operators, in C++, keep less busy. Those of transformers
+    are several operators each and always run ours.
+
     Under torch.compile and export the model's own operators are what is traced, as if nothing had been done: a compiler
     joins them itself with what stands beside them, and a call of an operator of ours costs more than the kernel gains
     (bench/results/torch/models.jsonl). `replace_norms` alone keeps the kernels there.
@@ -123,14 +134,15 @@ def accelerate(model: nn.Module) -> Acceleration:
     norms replaced 2, joined with a sum 2, left 0
       norm1: with the sum before it; ran 0
       norm2: with the sum before it; ran 1
+      torch's own kernel: norms of torch.nn by themselves, of fewer than 8388608 elements
       under torch.compile: the model's own operators; norms and Linears: not joined
     >>> accelerated.undo()
     """
     report = Acceleration(replace_norms(model))
     for name in report.norms.swapped:
         norm = model.get_submodule(name)
-        norm.__dict__["_own_when_compiled"] = True
-        report._own_when_compiled.append(norm)
+        norm.__dict__["_own_below"] = OWN_BELOW if isinstance(norm, LayerNorm | RMSNorm) else 1
+        report._norms.append(norm)
     for prefix, block in model.named_modules():
         cls = known(block)
         if cls is None or isinstance(block, Block):

@@ -126,10 +126,10 @@ class _OfTransformers:
     _form: Form
     _eps_name: str
     _original: type
-    _own_when_compiled = False  # as in cunorm's modules
+    _own_below = 0  # set by `accelerate` alone: what is compiled goes to the original
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if self._own_when_compiled and torch.compiler.is_compiling():
+        if self._own_below and torch.compiler.is_compiling():
             return self._original.forward(self, hidden_states)
         weight, eps, form = self.weight, getattr(self, self._eps_name), self._form
         dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))

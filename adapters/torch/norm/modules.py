@@ -20,8 +20,8 @@ class _Options:
     sequence_parallel: bool | None = None
     sm_margin: int | Mapping[str, int] = 0
     autocast_output: bool = False
-    # Set by `accelerate` alone: a compiler is given torch's own operators.
-    _own_when_compiled = False
+    # Set by `accelerate` alone: fewer elements than this go to torch's own operators, and so does what is compiled.
+    _own_below = 0
 
     def _set_options(
         self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any, autocast_output: bool
@@ -157,7 +157,7 @@ class LayerNorm(_Options, nn.LayerNorm):
 
     def forward(self, input: Tensor, fp8_output: bool = False) -> Any:
         """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
-        if self._own_when_compiled and torch.compiler.is_compiling() and not fp8_output:
+        if self._own_below and not fp8_output and (torch.compiler.is_compiling() or input.numel() < self._own_below):
             return super().forward(input)
         return (self._float8 if fp8_output else self._norm)("layer_norm", input, self.bias)
 
@@ -200,7 +200,7 @@ class RMSNorm(_Options, nn.RMSNorm):
 
     def forward(self, x: Tensor, fp8_output: bool = False) -> Any:
         """As `LayerNorm.forward`."""
-        if self._own_when_compiled and torch.compiler.is_compiling() and not fp8_output:
+        if self._own_below and not fp8_output and (torch.compiler.is_compiling() or x.numel() < self._own_below):
             return super().forward(x)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
 
