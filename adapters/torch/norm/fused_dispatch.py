@@ -101,8 +101,7 @@ class _Fused(torch.autograd.Function):
         return None, None, None, None, *found
 
 
-# As in functional.py, without what torch does for functorch.
-_apply = super(torch.autograd.Function, _Fused).apply
+_apply = functional.applied(_Fused)
 
 
 def _through_torch(family, names, saved, numbers, eps, dy, ds, statistics, mask):

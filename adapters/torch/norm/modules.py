@@ -37,9 +37,10 @@ class _Options:
         self.reset_parameters()
 
     def _norm(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = self.weight  # by way of Module.__getattr__, 1 us
         dtype = autocast_dtype(x) if self.autocast_output else None
-        operation = checks.zero_centered(op, self.weight) if self.zero_centered_gamma else op
-        return norm(operation, x, self.normalized_shape, self.weight, bias, self.eps, dtype, self.sm_margin)
+        operation = checks.zero_centered(op, weight) if self.zero_centered_gamma else op
+        return norm(operation, x, self.normalized_shape, weight, bias, self.eps, dtype, self.sm_margin)
 
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
