@@ -20,7 +20,7 @@ from torch_tensors import on_devices, random  # noqa: E402
 
 from cunorm.torch import accelerate, fuse_norm_linear, replace_norms  # noqa: E402
 from cunorm.torch.models import accelerate as accelerate_module  # noqa: E402
-from cunorm.torch.models import blocks, replace, rewrite  # noqa: E402
+from cunorm.torch.models import blocks, joins, replace, rewrite  # noqa: E402
 from cunorm.torch.models.rewrite import SUM_AFTER, SUM_FIRST, rewritten  # noqa: E402
 from cunorm.torch.norm import modules  # noqa: E402
 
@@ -40,6 +40,12 @@ MODELS = {
     "whisper": (6, 12),
     "t5": (0, 12),
 }
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    """Small models are joined as large ones are."""
+    monkeypatch.setattr(accelerate_module, "OWN_BELOW", 1)
 
 
 def loss_and_gradients(model: nn.Module, inputs: dict) -> dict[str, Any]:
@@ -112,11 +118,15 @@ def test_the_report():
     assert lines[0] == "norms replaced 5, joined with a sum 2, left 0"
     assert "  transformer.h.0.ln_1: LayerNorm" in lines
     assert "  transformer.h.1.ln_2: with the sum before it; ran 1" in lines
+
+
+def test_the_example(monkeypatch):
+    monkeypatch.setattr(accelerate_module, "OWN_BELOW", 8 << 20)
     assert doctest.testmod(accelerate_module).failed == 0
 
 
-def test_norms_of_torch_by_themselves(monkeypatch):
-    """A few elements go to torch's own operator, more to ours; those of transformers always to ours."""
+def test_norms_of_torch_with_few_elements(monkeypatch):
+    """A few elements go to torch's own operators, more to ours; those of transformers always to ours."""
     monkeypatch.setattr(accelerate_module, "OWN_BELOW", 64)
     ours = []
     monkeypatch.setattr(modules, "norm", lambda *given: ours.append("torch's") or given[1])
@@ -129,6 +139,12 @@ def test_norms_of_torch_by_themselves(monkeypatch):
         assert ours == expected
     model[2](torch.ones(1, 64))
     assert ours[2:] == ["transformers'"]
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    report = accelerate(layer)
+    layer(torch.ones(1, 1, 32))
+    assert report.ran()["norm1"] == (0, {joins.FEW: 1})
+    layer(torch.ones(1, 2, 32))
+    assert report.ran()["norm1"] == (1, {joins.FEW: 1})
 
 
 def test_twice_is_once():

@@ -13,9 +13,9 @@ from .blocks import Block, joined_class, joins_of, known
 from .classes import Swaps
 from .replace import Replacement, replace_norms
 
-# Elements of x below which a norm of torch's by itself runs torch's kernel. On an H200 the host pays some 25 us more
-# for ours, forward and backward, and a step of so few elements waits for the host; the kernels take 18 us less at 3 M
-# elements, 50 to 70 at 4 to 8 M, 100 at 16 M (bench/NOTES.md, bench/results).
+# Elements of x below which a norm of torch's runs torch's kernel, and no sum is joined with it. On an H200 the host pays
+# some 25 us more for ours, forward and backward, and a step of so few elements waits for the host; the kernels take
+# 18 us less at 3 M elements, 50 to 70 at 4 to 8 M, 100 at 16 M (bench/NOTES.md, bench/results).
 OWN_BELOW = 8 << 20
 
 
@@ -83,7 +83,7 @@ class Acceleration:
             lines.append(f"  {name}: with {what}; ran {together}")
             lines += [f"    apart {count}: {reason}" for reason, count in apart.items()]
         lines += [f"  {name}: left, {reason}" for name, reason in left.items()]
-        lines.append(f"  torch's own kernel: norms of torch.nn by themselves, of fewer than {OWN_BELOW} elements")
+        lines.append(f"  torch's own kernels: norms of torch.nn of fewer than {OWN_BELOW} elements")
         lines.append("  under torch.compile: the model's own operators; norms and Linears: not joined")
         return "\n".join(lines)
 
@@ -115,9 +115,9 @@ def accelerate(model: nn.Module) -> Acceleration:
     the sum after it, it rounds once less. A norm that gets a hook is called by itself again, and the hook sees what it
     saw. The last sum of a layer is not joined with the first norm of the next.
 
-    A torch.nn.LayerNorm or RMSNorm that is joined with no sum runs torch's own kernel where x has fewer than 8 M
-    elements: there a step waits for the host, which torch's operators, in C++, keep less busy. Those of transformers
-    are several operators each and always run ours.
+    A torch.nn.LayerNorm or RMSNorm runs torch's own kernel, apart from the sum, where x has fewer than 8 M elements:
+    there a step waits for the host, which torch's operators, in C++, keep less busy. Those of transformers are several
+    operators each and always run ours.
 
     Under torch.compile and export the model's own operators are what is traced, as if nothing had been done: a compiler
     joins them itself with what stands beside them, and a call of an operator of ours costs more than the kernel gains
@@ -133,8 +133,9 @@ def accelerate(model: nn.Module) -> Acceleration:
     >>> print(accelerated)
     norms replaced 2, joined with a sum 2, left 0
       norm1: with the sum before it; ran 0
-      norm2: with the sum before it; ran 1
-      torch's own kernel: norms of torch.nn by themselves, of fewer than 8388608 elements
+      norm2: with the sum before it; ran 0
+        apart 1: so few elements that a step waits for the host
+      torch's own kernels: norms of torch.nn of fewer than 8388608 elements
       under torch.compile: the model's own operators; norms and Linears: not joined
     >>> accelerated.undo()
     """

@@ -6,7 +6,8 @@ As `add_layer_norm` and its like, with what depends on dtypes alone worked out o
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from ..norm.fused_dispatch import run
 from ..norm.fused_launching import Call, call_of
 from ..norm.modules import LayerNorm, RMSNorm
 from .replace import _OfTransformers
+
+FEW = "so few elements that a step waits for the host"
 
 
 @functools.cache
@@ -47,6 +50,8 @@ def apart(norm: Any, one: Tensor, other: Tensor) -> str:
         return "the norm has sm_margin or autocast_output"
     else:
         shape = norm.normalized_shape
+    if one.numel() < norm._own_below:
+        return FEW
     if one.shape != other.shape or one.shape[-1:] != shape:
         return "the summands have several shapes, or do not fit the norm"
     if one.dtype not in FLOATING or other.dtype not in FLOATING:
@@ -58,73 +63,64 @@ def apart(norm: Any, one: Tensor, other: Tensor) -> str:
 
 def sum_then_norm(norm: Any, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(one + other), one + other)"""
-    tensors, names, eps = _given(norm, one, other)
-    y, s = run(_sum_first(_form_of(norm), names, one.dtype, other.dtype, _autocasts()), tensors, (), eps, False)[0]
+    (y, s), _ = run(*_called("add_", norm, one, other), False)
     return y, s
 
 
 def norm_then_sum(norm: Any, x: Tensor, residual: Tensor) -> Tensor:
     """residual + norm(x), rounded once"""
-    tensors, names, eps = _given(norm, x, residual)
-    return run(_sum_after(_form_of(norm), names, x.dtype, residual.dtype, _autocasts()), tensors, (), eps, False)[0][0]
+    (y,), _ = run(*_called("_add", norm, x, residual), False)
+    return y
 
 
-_autocasts = functools.partial(torch.is_autocast_enabled, "cuda")
+_calls: dict[Hashable, Call] = {}
 
 
-def _given(norm: Any, x: Tensor, residual: Tensor) -> tuple[tuple[Tensor, ...], tuple[str, ...], float]:
-    """(tensors, their names after x, eps)"""
-    weight = norm.weight
-    if isinstance(norm, _OfTransformers):
-        return (x, residual, weight), ("residual", "weight"), getattr(norm, norm._eps_name)
-    eps = norm.eps
-    if eps is None:
-        eps = checks.eps("rms_norm", eps, x)
-    if weight is None:
-        return (x, residual), ("residual",), eps
-    bias = norm.bias if isinstance(norm, LayerNorm) else None
-    if bias is None:
-        return (x, residual, weight), ("residual", "weight"), eps
-    return (x, residual, weight, bias), ("residual", "weight", "bias"), eps
+def _called(join: str, norm: Any, x: Tensor, residual: Tensor) -> tuple[Call, tuple[Tensor, ...], tuple, float]:
+    """(call, tensors, numbers, eps)"""
+    cls, weight, bias = type(norm), norm.weight, None
+    if issubclass(cls, _OfTransformers):
+        eps, zero_centered_gamma = getattr(norm, norm._eps_name), norm._form.operation != "rms_norm"
+    else:
+        eps, zero_centered_gamma = norm.eps, norm.zero_centered_gamma
+        if cls is LayerNorm:
+            bias = norm.bias
+        elif eps is None:
+            eps = checks.eps("rms_norm", eps, x)
+    tensors = (
+        (x, residual) if weight is None else (x, residual, weight) if bias is None else (x, residual, weight, bias)
+    )
+    dtypes = x.dtype, residual.dtype, None if weight is None else weight.dtype
+    key = (join, cls, zero_centered_gamma, len(tensors), dtypes, torch.is_autocast_enabled("cuda"))
+    call = _calls.get(key)
+    if call is None:
+        call = _calls[key] = _call(
+            join, cls, zero_centered_gamma, ("residual", "weight", "bias")[: len(tensors) - 1], *dtypes
+        )
+    return call, tensors, (), eps
 
 
-class _Form(NamedTuple):
-    """What two norms have in common that compute the same of x of the same dtype."""
+def _call(
+    join: str,
+    cls: Any,
+    zero_centered_gamma: bool,
+    names: tuple[str, ...],
+    x: torch.dtype,
+    residual: torch.dtype,
+    weight: torch.dtype | None,
+) -> Call:
+    """What `add_layer_norm`, `layer_norm_add` and their like make of such tensors."""
+    name = _function(cls) or ""
 
-    cls: Any
-    zero_centered_gamma: bool
-    weight: torch.dtype | None  # counts in transformers' norms alone
+    def of_norm(x: torch.dtype) -> torch.dtype:
+        return cls._form.dtypes[x, weight] if issubclass(cls, _OfTransformers) else default_dtype(name, x)
 
-
-def _form_of(norm: Any) -> _Form:
-    if issubclass(type(norm), _OfTransformers):
-        return _Form(type(norm), norm._form.operation != "rms_norm", norm.weight.dtype)
-    return _Form(type(norm), norm.zero_centered_gamma, None)
-
-
-# What autocast does is a part of the key alone.
-
-
-@functools.cache
-def _sum_first(form: _Form, names: tuple[str, ...], x: torch.dtype, residual: torch.dtype, autocast: bool) -> Call:
-    s_dtype = torch.promote_types(x, residual)
-    return _call(f"add_{_function(form.cls)}", form, names, _dtype_of(form, s_dtype), s_dtype)
-
-
-@functools.cache
-def _sum_after(form: _Form, names: tuple[str, ...], x: torch.dtype, residual: torch.dtype, autocast: bool) -> Call:
-    dtype = torch.promote_types(_dtype_of(form, x), residual)
-    return _call(f"{_function(form.cls)}_add", form, names, dtype, None)
-
-
-def _call(function: str, form: _Form, names: tuple[str, ...], dtype: torch.dtype, s_dtype: torch.dtype | None) -> Call:
-    operation = FUSIONS[function](zero_centered_gamma=form.zero_centered_gamma)
+    if join == "add_":
+        function, s_dtype = f"add_{name}", torch.promote_types(x, residual)
+        dtype = of_norm(s_dtype)
+    else:
+        function, s_dtype = f"{name}_add", None
+        dtype = torch.promote_types(of_norm(x), residual)
+    operation = FUSIONS[function](zero_centered_gamma=zero_centered_gamma)
     s_name = None if s_dtype is None else checks.dtype_name(s_dtype)
     return call_of(function, operation, names, (), KINDS, checks.dtype_name(dtype), s_name)
-
-
-def _dtype_of(form: _Form, x: torch.dtype) -> torch.dtype:
-    """What the norm returns for an x of such a dtype."""
-    if form.weight is not None:
-        return form.cls._form.dtypes[x, form.weight]
-    return default_dtype(_function(form.cls) or "", x)
