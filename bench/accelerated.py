@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ def host(write: Callable[..., None]) -> None:
         add = getattr(cunorm.torch, f"add_{op}")
         norms = {"torch": norm, "replaced": copy.deepcopy(norm)}
         replace_norms(norms["replaced"])
-        joins = {who: partial(apart, one) for who, one in norms.items()}
+        joins: dict[str, Callable[..., Any]] = {who: partial(apart, one) for who, one in norms.items()}
         joins["function"] = lambda x, s, norm=norm, add=add: add(x, s, (1024,), *norm.parameters())
         joins["joined"] = partial(sum_then_norm, norms["replaced"])
         x.requires_grad_()
@@ -92,7 +93,7 @@ def measured(name: str, layers: int, mode: str) -> dict[str, object]:
         if who == "accelerate, of any size":
             for module in model.modules():
                 if "_own_below" in vars(module):
-                    module._own_below = 1
+                    vars(module)["_own_below"] = 1
         steps[who] = make_step(torch.compile(model) if mode == "compile" else model, inputs, labels)
         first[who] = float(steps[who]())
         steps[who]()

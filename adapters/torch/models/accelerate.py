@@ -13,9 +13,9 @@ from .blocks import Block, joined_class, joins_of, known
 from .classes import Swaps
 from .replace import Replacement, replace_norms
 
-# Elements of x below which a norm of torch's runs torch's kernel, and no sum is joined with it. On an H200 the host pays
-# some 25 us more for ours, forward and backward, and a step of so few elements waits for the host; the kernels take
-# 18 us less at 3 M elements, 50 to 70 at 4 to 8 M, 100 at 16 M (bench/NOTES.md, bench/results).
+# Elements of x below which a norm of torch's runs torch's kernel, and no sum is joined with it. On an H200 the host
+# pays some 25 us more for ours, forward and backward, and a step of so few elements waits for the host; the kernels
+# take 18 us less at 3 M elements, 50 to 70 at 4 to 8 M, 100 at 16 M (bench/NOTES.md, bench/results).
 OWN_BELOW = 8 << 20
 
 
