@@ -25,7 +25,7 @@ from torch import nn
 import cunorm.torch
 from bench.results import lines_to
 from bench.torch_models import alternate, build, make_step
-from cunorm.torch import accelerate, replace_norms
+from cunorm.torch import Acceleration, accelerate, replace_norms
 from cunorm.torch.models.joins import sum_then_norm
 
 NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3")
@@ -33,7 +33,7 @@ CONTENDERS = {
     "eager": ("torch", "replace_norms", "accelerate", "accelerate, of any size"),
     "compile": ("torch", "replace_norms", "accelerate"),
 }
-ROUNDS, STEPS = 8, 4  # turns, and steps of each
+ROUNDS, STEPS = 7, 3  # turns, and steps of each
 Step = Callable[[], torch.Tensor]
 
 
@@ -84,11 +84,12 @@ def apart(norm: nn.Module, x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tens
     return norm(s), s
 
 
-def measured(name: str, layers: int, mode: str) -> dict[str, object]:
+def measured(name: str, layers: int, mode: str) -> dict[str, Any]:
     """By contender."""
     steps, first, peak, ran = {}, {}, {}, {}
+    original, inputs, labels = build(name, torch.bfloat16, layers)
     for who in CONTENDERS[mode]:
-        model, inputs, labels = build(name, torch.bfloat16, layers)
+        model = copy.deepcopy(original)
         report = {"torch": lambda _: None, "replace_norms": replace_norms}.get(who, accelerate)(model)
         if who == "accelerate, of any size":
             for module in model.modules():
@@ -98,12 +99,25 @@ def measured(name: str, layers: int, mode: str) -> dict[str, object]:
         first[who] = float(steps[who]())
         steps[who]()
         peak[who] = peak_of(steps[who])
-        if who == "accelerate":
+        if isinstance(report, Acceleration):
             counts = report.ran().values()
-            ran = {"together": sum(one.together for one in counts), "apart": sum(sum(o.apart.values()) for o in counts)}
+            ran[who] = [sum(one.together for one in counts), sum(sum(one.apart.values()) for one in counts)]
     done, host = times_of(steps)
-    losses = {who: {"first": first[who], "last": float(step())} for who, step in steps.items()}
-    return {"ms": done, "host_ms": host, "losses": losses, "peak_bytes": peak, "ran": ran}
+    losses = {who: [first[who], float(step())] for who, step in steps.items()}
+    figures = {
+        "ms": done,
+        "host_ms": host,
+        "first_and_last_loss": losses,
+        "peak_bytes": peak,
+        "together_and_apart": ran,
+    }
+    return figures | {"own_spread": spread_of(steps["torch"])}
+
+
+def spread_of(step: Step) -> float:
+    """Of torch against itself: the larger of two medians over the smaller."""
+    done, _ = times_of({"once": step, "again": step})
+    return round(max(done.values()) / min(done.values()), 4)
 
 
 def peak_of(step: Step) -> int:

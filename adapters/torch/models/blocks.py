@@ -60,24 +60,22 @@ class Block:
     def _sum_norm(self, name: str, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(one + other), one + other)"""
         norm = self._modules[name]
-        if torch.compiler.is_compiling():  # whose compiler joins them in its own way
-            total = one + other
-            return norm(total), total
-        reason = apart(norm, one, other)
-        self._ran[name, reason] += 1
-        if reason:
-            total = one + other
-            return norm(total), total
-        return sum_then_norm(norm, one, other)
+        if self._together(name, norm, one, other):
+            return sum_then_norm(norm, one, other)
+        total = one + other
+        return norm(total), total
 
     def _norm_sum(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
         """norm(x) + residual"""
         norm = self._modules[name]
-        if torch.compiler.is_compiling():
-            return residual + norm(x)
+        return norm_then_sum(norm, x, residual) if self._together(name, norm, x, residual) else residual + norm(x)
+
+    def _together(self, name: str, norm: Any, x: Tensor, residual: Tensor) -> bool:
+        if torch.compiler.is_compiling():  # a compiler joins them in its own way
+            return False
         reason = apart(norm, x, residual)
         self._ran[name, reason] += 1
-        return residual + norm(x) if reason else norm_then_sum(norm, x, residual)
+        return not reason
 
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is joined again when it is loaded."""

@@ -39,6 +39,8 @@ def apart(norm: Any, one: Tensor, other: Tensor) -> str:
     """Why a norm is to be called by itself; "" if it need not."""
     if _function(type(norm)) is None or "forward" in norm.__dict__:
         return "the norm is none of cunorm's"
+    if one.numel() < norm._own_below:
+        return FEW
     if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         return "the norm has hooks"
     if _any_global_hook():
@@ -50,8 +52,6 @@ def apart(norm: Any, one: Tensor, other: Tensor) -> str:
         return "the norm has sm_margin or autocast_output"
     else:
         shape = norm.normalized_shape
-    if one.numel() < norm._own_below:
-        return FEW
     if one.shape != other.shape or one.shape[-1:] != shape:
         return "the summands have several shapes, or do not fit the norm"
     if one.dtype not in FLOATING or other.dtype not in FLOATING:
