@@ -93,8 +93,7 @@ def measured(name: str, layers: int, mode: str) -> dict[str, Any]:
         report = {"torch": lambda _: None, "replace_norms": replace_norms}.get(who, accelerate)(model)
         if who == "accelerate, of any size":
             for module in model.modules():
-                if "_own_below" in vars(module):
-                    vars(module)["_own_below"] = 1
+                vars(module).update({name: 1 for name in ("_own_below", "_apart_below") if name in vars(module)})
         steps[who] = make_step(torch.compile(model) if mode == "compile" else model, inputs, labels)
         first[who] = float(steps[who]())
         steps[who]()

@@ -49,12 +49,13 @@ def parts(rows: int) -> dict[str, Callable[[], Any]]:
     x, dy, residual = torch.randn(3, rows, COLS, device="cuda", dtype=torch.bfloat16).unbind()
     weight, bias = torch.ones(2, COLS, device="cuda", dtype=torch.bfloat16).unbind()
     forward = ("layer_norm", x, (COLS,), weight, bias, EPS, x.dtype, 0)
-    _, statistics_, family = launching.forward(*forward, True)
+    _, kept_statistics, family = launching.forward(*forward, True)
+    statistics_: Any = kept_statistics
     everything = (True, True, True)
     backward = (family, dy, x, statistics_, weight)
     launching.backward(*backward, everything, 0)
     launching.backward(*backward, (True, False, False), 0)
-    recipe, _ = family.recipes.values()
+    recipe: Any = next(iter(family.recipes.values()))  # of all gradients
     index, stream = x.get_device(), launching._stream(x.get_device())
     pointers = tuple(one.data_ptr() for one in (dy, x, statistics_[0], statistics_[1], weight, residual, bias, bias))
     given = recipe.order(pointers)
@@ -71,7 +72,7 @@ def parts(rows: int) -> dict[str, Callable[[], Any]]:
         "empty like weight": lambda: launching._empty(*recipe.second),
         "stream": lambda: launching._stream(index),
     }
-    mean, rstd = statistics_[0][:, None], statistics_[1][:, None]
+    _, mean, rstd = torch.native_layer_norm(x, (COLS,), weight, bias, EPS)
     native = torch.ops.aten.native_layer_norm_backward
     calls["torch's native_layer_norm_backward"] = lambda: native(
         dy, x, [COLS], mean, rstd, weight, bias, list(everything)
@@ -84,6 +85,7 @@ def parts(rows: int) -> dict[str, Callable[[], Any]]:
         "add_layer_norm", operation, ("residual", "weight", "bias"), (), KINDS, "bfloat16", "bfloat16"
     )
     tensors = (x, residual, weight, bias)
+    found: Any
     (_, s), found, joined = fused_launching.forward(call, tensors, (), EPS, True)
     saved = {"s": s, "weight": weight}
     names, wanted = call.kept((True,) * 4)[0], call.wanted((True,) * 4)

@@ -45,7 +45,7 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
     """Small models are joined as large ones are."""
-    monkeypatch.setattr(accelerate_module, "OWN_BELOW", 1)
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 1)
 
 
 def loss_and_gradients(model: nn.Module, inputs: dict) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_logits_and_gradients_of_a_model(device, name, dtype):
         assert distance[1] <= 2 * distance[0] + room, f"{key}: {distance}, of {norm_of(expected)}"
     report.undo()
     assert [*map(type, model.modules())] == classes
-    assert not any({"_ran", "_own_below"} & set(vars(module)) for module in model.modules())
+    assert not any({"_ran", "_own_below", "_apart_below"} & set(vars(module)) for module in model.modules())
     assert equal(loss_and_gradients(model, inputs), before) or device == "cuda"
 
 
@@ -121,14 +121,14 @@ def test_the_report():
 
 
 def test_the_example(monkeypatch):
-    monkeypatch.setattr(accelerate_module, "OWN_BELOW", 8 << 20)
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 8 << 20)
     assert doctest.testmod(accelerate_module).failed == 0
 
 
 def test_norms_of_torch_with_few_elements(monkeypatch):
-    """A few elements go to torch's own operators, more to ours; those of transformers always to ours."""
-    monkeypatch.setattr(accelerate_module, "OWN_BELOW", 64)
-    ours = []
+    """A few elements go to torch's own operators, apart, more to ours; those of transformers to ours, apart."""
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 64)
+    ours, norm = [], replace.norm
     monkeypatch.setattr(modules, "norm", lambda *given: ours.append("torch's") or given[1])
     monkeypatch.setattr(replace, "norm", lambda *given: ours.append("transformers'") or given[1])
     model, _ = build("llama")
@@ -145,6 +145,19 @@ def test_norms_of_torch_with_few_elements(monkeypatch):
     assert report.ran()["norm1"] == (0, {joins.FEW: 1})
     layer(torch.ones(1, 2, 32))
     assert report.ran()["norm1"] == (1, {joins.FEW: 1})
+    model, inputs = build("llama")
+    inputs = {name: one[:, :1] for name, one in inputs.items()}
+    report = accelerate(model)
+    monkeypatch.setattr(replace, "norm", norm)
+    loss_of(model, inputs)  # 4 rows of 64
+    loss_of(model, {name: one[:1] for name, one in inputs.items()})
+    assert all(ran == (2, {}) for ran in report.ran().values())
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 256)
+    report.undo()
+    report = accelerate(model)
+    loss_of(model, inputs)
+    loss_of(model, {name: one[:1] for name, one in inputs.items()})
+    assert all(ran == (1, {joins.FEW: 1}) for ran in report.ran().values())
 
 
 def test_twice_is_once():

@@ -13,10 +13,10 @@ from .blocks import Block, joined_class, joins_of, known
 from .classes import Swaps
 from .replace import Replacement, replace_norms
 
-# Elements of x below which a norm of torch's runs torch's kernel, and no sum is joined with it. On an H200 the host
-# pays some 25 us more for ours, forward and backward, and a step of so few elements waits for the host; the kernels
-# take 18 us less at 3 M elements, 50 to 70 at 4 to 8 M, 100 at 16 M (bench/NOTES.md, bench/results).
-OWN_BELOW = 8 << 20
+# Elements of x below which a step waits for the host. On an H200, LayerNorm, forward and backward: the host pays 40 us
+# more for ours than for torch's, and again as much for a sum that is joined; the kernels take 18 us less at 3 M
+# elements, 50 to 70 at 4 to 8 M, 100 at 16 M (bench/NOTES.md, bench/results).
+HOST_BOUND_BELOW = 8 << 20
 
 
 class Ran(NamedTuple):
@@ -69,7 +69,8 @@ class Acceleration:
         self._swaps.undo("_ran")
         self._blocks.clear()
         for norm in self._norms:
-            norm.__dict__.pop("_own_below", None)
+            for name in ("_own_below", "_apart_below"):
+                norm.__dict__.pop(name, None)
         self._norms.clear()
         self.norms.undo()
 
@@ -83,7 +84,7 @@ class Acceleration:
             lines.append(f"  {name}: with {what}; ran {together}")
             lines += [f"    apart {count}: {reason}" for reason, count in apart.items()]
         lines += [f"  {name}: left, {reason}" for name, reason in left.items()]
-        lines.append(f"  torch's own kernels: norms of torch.nn of fewer than {OWN_BELOW} elements")
+        lines.append(f"  below {HOST_BOUND_BELOW} elements: no joins, and norms of torch.nn by torch's own kernels")
         lines.append("  under torch.compile: the model's own operators; norms and Linears: not joined")
         return "\n".join(lines)
 
@@ -115,8 +116,8 @@ def accelerate(model: nn.Module) -> Acceleration:
     the sum after it, it rounds once less. A norm that gets a hook is called by itself again, and the hook sees what it
     saw. The last sum of a layer is not joined with the first norm of the next.
 
-    A torch.nn.LayerNorm or RMSNorm runs torch's own kernel, apart from the sum, where x has fewer than 8 M elements:
-    there a step waits for the host, which torch's operators, in C++, keep less busy. Those of transformers are several
+    Where x has fewer than 8 M elements a step waits for the host, which torch's operators, in C++, keep less busy: sums
+    are not joined there, and a torch.nn.LayerNorm or RMSNorm runs torch's own kernel. Those of transformers are several
     operators each and always run ours.
 
     Under torch.compile and export the model's own operators are what is traced, as if nothing had been done: a compiler
@@ -135,14 +136,16 @@ def accelerate(model: nn.Module) -> Acceleration:
       norm1: with the sum before it; ran 0
       norm2: with the sum before it; ran 0
         apart 1: so few elements that a step waits for the host
-      torch's own kernels: norms of torch.nn of fewer than 8388608 elements
+      below 8388608 elements: no joins, and norms of torch.nn by torch's own kernels
       under torch.compile: the model's own operators; norms and Linears: not joined
     >>> accelerated.undo()
     """
     report = Acceleration(replace_norms(model))
     for name in report.norms.swapped:
         norm = model.get_submodule(name)
-        norm.__dict__["_own_below"] = OWN_BELOW if isinstance(norm, LayerNorm | RMSNorm) else 1
+        # 1: what is compiled alone
+        norm.__dict__["_own_below"] = HOST_BOUND_BELOW if isinstance(norm, LayerNorm | RMSNorm) else 1
+        norm.__dict__["_apart_below"] = HOST_BOUND_BELOW
         report._norms.append(norm)
     for prefix, block in model.named_modules():
         cls = known(block)

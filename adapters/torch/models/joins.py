@@ -39,7 +39,7 @@ def apart(norm: Any, one: Tensor, other: Tensor) -> str:
     """Why a norm is to be called by itself; "" if it need not."""
     if _function(type(norm)) is None or "forward" in norm.__dict__:
         return "the norm is none of cunorm's"
-    if one.numel() < norm._own_below:
+    if one.numel() < norm._apart_below:
         return FEW
     if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         return "the norm has hooks"

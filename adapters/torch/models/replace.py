@@ -126,7 +126,7 @@ class _OfTransformers:
     _form: Form
     _eps_name: str
     _original: type
-    _own_below = 0  # set by `accelerate` alone: what is compiled goes to the original
+    _own_below = _apart_below = 0  # as in cunorm's modules, but that few elements too go to the kernels
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self._own_below and torch.compiler.is_compiling():

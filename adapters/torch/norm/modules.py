@@ -20,8 +20,9 @@ class _Options:
     sequence_parallel: bool | None = None
     sm_margin: int | Mapping[str, int] = 0
     autocast_output: bool = False
-    # Set by `accelerate` alone: fewer elements than this go to torch's own operators, and so does what is compiled.
-    _own_below = 0
+    # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
+    # compiled; with fewer than _apart_below no sum is joined.
+    _own_below = _apart_below = 0
 
     def _set_options(
         self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any, autocast_output: bool
