@@ -8,11 +8,11 @@ cupy.cuda.Function takes 6.6 with the ten arguments of the forward pass.
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from operator import itemgetter
 
 from . import driver
 from .compile import kernel
@@ -59,7 +59,7 @@ class Prepared(threading.local):
             arguments = (*step.pointers, *((name, 0) for name in step.scalars))
             places = tuple((names.index(name), offset) for name, offset in arguments)
             if len(places) > 1 and not any(offset for _, offset in places):
-                return itemgetter(*[index for index, _ in places])  # 0.4 us less than a list
+                return operator.itemgetter(*[index for index, _ in places])  # 0.4 us less than a list
             return lambda given: [given[index] + offset for index, offset in places]
 
         self.launches = tuple((*prepare(step, device_id), picker(step)) for step in plan.steps)

@@ -15,8 +15,8 @@ from torch.nn.modules.module import _has_any_global_hook as _any_global_hook
 
 from ...named_fusions import KINDS
 from ...operation import FUSIONS
-from ..norm import checks
-from ..norm.functional import FLOATING, autocasts, default_dtype
+from ..norm import checks, functional
+from ..norm.functional import FLOATING, autocasts
 from ..norm.fused_dispatch import run
 from ..norm.fused_launching import Call, call_of
 from ..norm.modules import LayerNorm, RMSNorm
@@ -113,7 +113,9 @@ def _call(
     name = _function(cls) or ""
 
     def of_norm(x: torch.dtype) -> torch.dtype:
-        return cls._form.dtypes[x, weight] if issubclass(cls, _OfTransformers) else default_dtype(name, x)
+        if issubclass(cls, _OfTransformers):
+            return cls._form.dtypes[x, weight]
+        return functional._default_dtype(name, torch.empty(0, dtype=x))
 
     if join == "add_":
         function, s_dtype = f"add_{name}", torch.promote_types(x, residual)

@@ -138,7 +138,7 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
     else:
         margin, backward_margin, inference_margin = checks.sm_margins(NAMED[operation].norm, sm_margin)
     if dtype is None:
-        dtype = default_dtype(operation, x.dtype)
+        dtype = _default_dtype(operation, x)
     if _grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
@@ -260,7 +260,7 @@ def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_
     ndim = checks.trailing_axes(function, x, shape)
     eps = checks.eps(function, eps, x)
     if dtype is None:
-        dtype = default_dtype(operation, x.dtype)
+        dtype = _default_dtype(operation, x)
     transformed = False
     if not torch.compiler.is_compiling():
         checks.forward(operation, x, ndim, weight, bias, dtype)
@@ -301,11 +301,11 @@ def _by_operator(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options
     return operators.Norm.apply(x, weight, bias, *options)
 
 
-def default_dtype(operation: str, x: torch.dtype) -> torch.dtype:
+def _default_dtype(operation: str, x: Tensor) -> torch.dtype:
     """Of y: that of x, under autocast what torch's own norm returns. 16-bit tensors need not be converted for that."""
-    if x in HALF and AUTOCAST_TO_FLOAT32[operation] and torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled("cuda") and x.dtype in HALF and AUTOCAST_TO_FLOAT32[operation]:
         return torch.float32
-    return x
+    return x.dtype
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -26,19 +26,16 @@ def run(
 
     `tensors` are Call.names, of the type Tensor at least; `numbers` are Call.numbers.
     """
-    compiling = torch.compiler.is_compiling()
-    if not compiling and at_once(tensors):
-        if torch.is_grad_enabled():
-            for one in tensors:
-                if one.requires_grad:
-                    results = _apply(call, numbers, eps, wants_statistics, *tensors)
-                    return (results[:-1], results[-1]) if wants_statistics else (results, None)
+    if torch.compiler.is_compiling():
+        if torch.onnx.is_in_onnx_export():  # which knows no operators of ours
+            return _own(call, tensors, numbers, eps, wants_statistics)
+        return _by_operator(call, tensors, numbers, eps, wants_statistics)
+    if at_once(tensors):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            results = _apply(call, numbers, eps, wants_statistics, *tensors)
+            return (results[:-1], results[-1]) if wants_statistics else (results, None)
         results, statistics, _ = fused_launching.forward(call, tensors, numbers, eps, wants_statistics)
         return results, statistics
-    if torch.onnx.is_in_onnx_export():  # which knows no operators of ours
-        return _own(call, tensors, numbers, eps, wants_statistics)
-    if compiling:
-        return _by_operator(call, tensors, numbers, eps, wants_statistics)
     if "torch.distributed.tensor" in sys.modules:  # somebody may hand us a DTensor
         from . import fused_sharding
 
@@ -55,15 +52,10 @@ def run(
 
 def at_once(tensors: Sequence[Tensor]) -> bool:
     """As functional.py has it."""
-    plain, strided = functional.PLAIN, torch.strided
-    for one in tensors:
-        if (
-            type(one) not in plain
-            or not one.is_cuda
-            or one.is_neg()
-            or one.layout is not strided
-            or not one.is_floating_point()
-        ):
+    for tensor in tensors:
+        if type(tensor) not in functional.PLAIN or not tensor.is_cuda or tensor.is_neg():
+            return False
+        if tensor.layout is not torch.strided or not tensor.is_floating_point():
             return False
     return functional._nothing_listens()
 
@@ -74,9 +66,10 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, numbers, eps, wants_statistics, *tensors):
         results, statistics, family = fused_launching.forward(call, tensors, numbers, eps, True)
-        names, places = call.kept(ctx.needs_input_grad[4:])
-        given = (*tensors, *results)
-        ctx.save_for_backward(statistics, *[given[place] for place in places])
+        names = call.saved(call.wanted(ctx.needs_input_grad[4:]))
+        places, returns = call.names, call.operation.returns
+        saved = [results[returns.index("s")] if name == "s" else tensors[places.index(name)] for name in names]
+        ctx.save_for_backward(statistics, *saved)
         ctx.set_materialize_grads(False)
         ctx.call = family, names, numbers, eps
         if not wants_statistics:

@@ -195,7 +195,7 @@ def _named(
         if one is not None:
             checks.output_dtype(function, one)
     if dtype is None and x.is_cuda:
-        dtype = functional.default_dtype(norm, x.dtype)
+        dtype = functional._default_dtype(norm, x)
     call = _call(function, tuple(flags.items()), tuple(tensors)[1:], kinds, _name(dtype), _name(s_dtype))
     given = tuple(tensors.values())
     ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))

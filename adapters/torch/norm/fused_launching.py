@@ -5,7 +5,7 @@ As launching.py: what follows from layouts and options alone is worked out once,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,7 +38,6 @@ class Call:
     families: dict[Hashable, Family] = field(default_factory=dict)
     masks: dict[tuple[bool, ...], tuple[str, ...]] = field(default_factory=dict)
     reads: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
-    places: dict[tuple[bool, ...], tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def wanted(self, mask: tuple[bool, ...]) -> tuple[str, ...]:
         """The names of the tensors whose gradients are wanted."""
@@ -54,15 +53,6 @@ class Call:
         if found is None:
             reads = backward_reads(self.operation, wanted, (*self.names, *self.numbers))
             found = self.reads[wanted] = tuple(name for name in reads if name == "s" or name in self.names)
-        return found
-
-    def kept(self, mask: tuple[bool, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """(what is saved, where each of it is among the tensors and the results after them)"""
-        found = self.places.get(mask)
-        if found is None:
-            names = self.saved(self.wanted(mask))
-            where = (*self.names, *self.operation.returns)
-            found = self.places[mask] = names, tuple(where.index(name) for name in names)
         return found
 
 
@@ -134,14 +124,9 @@ def forward(
     if index != launching._current_device():
         with torch.cuda.device(index):
             return forward(call, tensors, numbers, eps, wants_statistics)
-    together, pointers, layouts = 0, [], []
-    for one in tensors:
-        pointer = one.data_ptr()
-        together |= pointer
-        pointers.append(pointer)
-        layouts += (one.shape, one.stride(), one.dtype, one.get_device())
-    aligned = not together & 15
-    key = (aligned, *layouts)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    aligned = _aligned(pointers)
+    key = (aligned, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
     recipe = call.recipes.get(key)
     if recipe is None:
         recipe = launching.keep(call.recipes, key, _forward_recipe(call, tensors, aligned))
@@ -226,18 +211,9 @@ def backward(
         with torch.cuda.device(index):
             return backward(family, names, saved, numbers, dy, ds, statistics, wanted)
     tensors = (dy, ds, *saved)
-    together, pointers, layouts = 0, [], []
-    for one in tensors:
-        if one is None:
-            pointers.append(0)
-            layouts.append(None)
-            continue
-        pointer = one.data_ptr()
-        together |= pointer
-        pointers.append(pointer)
-        layouts += (one.stride(), one.dtype)
-    aligned = not together & 15
-    key = (wanted, names, aligned, *layouts)
+    pointers = [0 if one is None else one.data_ptr() for one in tensors]
+    aligned = _aligned(pointers)
+    key = (wanted, names, aligned, *[None if one is None else (one.stride(), one.dtype) for one in tensors])
     recipe = family.recipes.get(key)
     if recipe is None:
         named = dict(zip(("dy", "ds", *names), tensors, strict=True))
@@ -262,8 +238,7 @@ def backward(
     scalars = scalars_of(plan, dict(zip(family.call.numbers, numbers, strict=True))) if numbers else ()
     workspace_pointer = 0 if workspace is None else workspace.data_ptr()
     launch.run(plan, index, launching._stream(index), order(pointers), scalars, workspace_pointer)
-    found = [gradients[place] for place in places]
-    return _summed(found, sums) if sums else found
+    return _summed([gradients[place] for place in places], sums)
 
 
 def _copied(tensors: Sequence[Tensor | None], copies: tuple, pointers: list[int]) -> list[Tensor | None]:
@@ -352,3 +327,11 @@ def _rstd_offset(plan: Plan | None) -> int:
     if plan is None or not plan.problem.norm.subtracts_mean:
         return 0
     return plan.problem.rows * getattr(torch, plan.problem.compute).itemsize
+
+
+def _aligned(pointers: Iterable[int]) -> bool:
+    """All of them are multiples of 16; what torch allocates is."""
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    return not together & 15
