@@ -45,7 +45,8 @@ def run(
         fused_launching.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
     ]
     fused.check_operands(call.function, x, dict(zip(call.names[1:], operands, strict=True)), demanded=call.demanded)
-    if not tensors[0].is_cuda or forward_ad._current_level >= 0 or operators.under_functorch():
+    elsewhere = not tensors[0].is_cuda or torch.onnx.is_in_onnx_export()
+    if elsewhere or forward_ad._current_level >= 0 or operators.under_functorch():
         return _own(call, tensors, numbers, eps, wants_statistics)
     return _by_operator(call, tensors, numbers, eps, wants_statistics)
 
@@ -94,7 +95,8 @@ class _Fused(torch.autograd.Function):
         return None, None, None, None, *found
 
 
-_apply = functional.applied(_Fused)
+# As in functional.py, without what torch does for functorch.
+_apply = super(torch.autograd.Function, _Fused).apply
 
 
 def _through_torch(family, names, saved, numbers, eps, dy, ds, statistics, mask):
