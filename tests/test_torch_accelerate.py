@@ -45,7 +45,8 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
     """Small models are joined as large ones are."""
-    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 1)
+    for name in ("HOST_BOUND_BELOW", "JOINED_FROM"):
+        monkeypatch.setattr(accelerate_module, name, 1)
 
 
 def loss_and_gradients(model: nn.Module, inputs: dict) -> dict[str, Any]:
@@ -122,12 +123,14 @@ def test_the_report():
 
 def test_the_example(monkeypatch):
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 8 << 20)
+    monkeypatch.setattr(accelerate_module, "JOINED_FROM", 64 << 20)
     assert doctest.testmod(accelerate_module).failed == 0
 
 
 def test_norms_of_torch_with_few_elements(monkeypatch):
     """A few elements go to torch's own operators, apart, more to ours; those of transformers to ours, apart."""
-    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 64)
+    for name in ("HOST_BOUND_BELOW", "JOINED_FROM"):
+        monkeypatch.setattr(accelerate_module, name, 64)
     ours, norm = [], replace.norm
     monkeypatch.setattr(modules, "norm", lambda *given: ours.append("torch's") or given[1])
     monkeypatch.setattr(replace, "norm", lambda *given: ours.append("transformers'") or given[1])
@@ -150,9 +153,8 @@ def test_norms_of_torch_with_few_elements(monkeypatch):
     report = accelerate(model)
     monkeypatch.setattr(replace, "norm", norm)
     loss_of(model, inputs)  # 4 rows of 64
-    loss_of(model, {name: one[:1] for name, one in inputs.items()})
-    assert all(ran == (2, {}) for ran in report.ran().values())
-    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 256)
+    assert all(ran == (1, {}) for ran in report.ran().values())
+    monkeypatch.setattr(accelerate_module, "JOINED_FROM", 256)
     report.undo()
     report = accelerate(model)
     loss_of(model, inputs)

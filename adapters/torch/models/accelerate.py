@@ -14,9 +14,12 @@ from .classes import Swaps
 from .replace import Replacement, replace_norms
 
 # Elements of x below which a step waits for the host. On an H200, LayerNorm, forward and backward: the host pays 40 us
-# more for ours than for torch's, and again as much for a sum that is joined; the kernels take 18 us less at 3 M
-# elements, 50 to 70 at 4 to 8 M, 100 at 16 M (bench/NOTES.md, bench/results).
+# more for ours than for torch's; the kernels take 18 us less at 3 M elements, 50 to 70 at 4 to 8 M, 100 at 16 M
+# (bench/NOTES.md, bench/results).
 HOST_BOUND_BELOW = 8 << 20
+# Elements from which a join was measured to gain: 0.80 to 0.85 forward and 0.66 to 0.71 backward of the two calls. At
+# 8 M elements a step of Llama gained nothing, at 3 M one of GPT-2 lost 350 us of the host for each (bench/NOTES.md).
+JOINED_FROM = 64 << 20
 
 
 class Ran(NamedTuple):
@@ -84,7 +87,7 @@ class Acceleration:
             lines.append(f"  {name}: with {what}; ran {together}")
             lines += [f"    apart {count}: {reason}" for reason, count in apart.items()]
         lines += [f"  {name}: left, {reason}" for name, reason in left.items()]
-        lines.append(f"  below {HOST_BOUND_BELOW} elements: no joins, and norms of torch.nn by torch's own kernels")
+        lines.append(f"  below {HOST_BOUND_BELOW} elements: norms of torch.nn by torch's own kernels")
         lines.append("  under torch.compile: the model's own operators; norms and Linears: not joined")
         return "\n".join(lines)
 
@@ -116,9 +119,9 @@ def accelerate(model: nn.Module) -> Acceleration:
     the sum after it, it rounds once less. A norm that gets a hook is called by itself again, and the hook sees what it
     saw. The last sum of a layer is not joined with the first norm of the next.
 
-    Where x has fewer than 8 M elements a step waits for the host, which torch's operators, in C++, keep less busy: sums
-    are not joined there, and a torch.nn.LayerNorm or RMSNorm runs torch's own kernel. Those of transformers are several
-    operators each and always run ours.
+    Where x has fewer than 8 M elements a step waits for the host, which torch's operators, in C++, keep less busy: a
+    torch.nn.LayerNorm or RMSNorm runs torch's own kernel there. Those of transformers are several operators each and
+    always run ours. Sums are joined from 64 M elements on.
 
     Under torch.compile and export the model's own operators are what is traced, as if nothing had been done: a compiler
     joins them itself with what stands beside them, and a call of an operator of ours costs more than the kernel gains
@@ -135,8 +138,8 @@ def accelerate(model: nn.Module) -> Acceleration:
     norms replaced 2, joined with a sum 2, left 0
       norm1: with the sum before it; ran 0
       norm2: with the sum before it; ran 0
-        apart 1: so few elements that a step waits for the host
-      below 8388608 elements: no joins, and norms of torch.nn by torch's own kernels
+        apart 1: too few elements to gain by it
+      below 8388608 elements: norms of torch.nn by torch's own kernels
       under torch.compile: the model's own operators; norms and Linears: not joined
     >>> accelerated.undo()
     """
@@ -145,7 +148,7 @@ def accelerate(model: nn.Module) -> Acceleration:
         norm = model.get_submodule(name)
         # 1: what is compiled alone
         norm.__dict__["_own_below"] = HOST_BOUND_BELOW if isinstance(norm, LayerNorm | RMSNorm) else 1
-        norm.__dict__["_apart_below"] = HOST_BOUND_BELOW
+        norm.__dict__["_apart_below"] = JOINED_FROM
         report._norms.append(norm)
     for prefix, block in model.named_modules():
         cls = known(block)

@@ -22,7 +22,7 @@ from ..norm.fused_launching import Call, call_of
 from ..norm.modules import LayerNorm, RMSNorm
 from .replace import _OfTransformers
 
-FEW = "so few elements that a step waits for the host"
+FEW = "too few elements to gain by it"
 
 
 @functools.cache
