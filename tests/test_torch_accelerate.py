@@ -175,7 +175,7 @@ def test_twice_is_once():
     assert len(accelerate(model).joined) == 2
 
 
-def test_what_is_patched_already():
+def test_what_is_patched_already(monkeypatch):
     """After replace_norms the sums are joined with its norms; after fuse_norm_linear the norms stay what they are."""
     model, inputs = build("llama")
     expected = loss_of(model, inputs)[1]
@@ -183,6 +183,11 @@ def test_what_is_patched_already():
     report = accelerate(model)
     assert (len(report.norms.swapped), len(report.joined)) == (0, 2)
     torch.testing.assert_close(loss_of(model, inputs)[1], expected)
+    report.undo()
+    monkeypatch.setattr(accelerate_module, "JOINED_FROM", 64 << 20)
+    report = accelerate(model)
+    loss_of(model, inputs)
+    assert all(ran == (0, {joins.FEW: 1}) for ran in report.ran().values())
     report.undo()
     replaced.undo()
     fused = fuse_norm_linear(model)

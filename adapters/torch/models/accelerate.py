@@ -148,7 +148,6 @@ def accelerate(model: nn.Module) -> Acceleration:
         norm = model.get_submodule(name)
         # 1: what is compiled alone
         norm.__dict__["_own_below"] = HOST_BOUND_BELOW if isinstance(norm, LayerNorm | RMSNorm) else 1
-        norm.__dict__["_apart_below"] = JOINED_FROM
         report._norms.append(norm)
     for prefix, block in model.named_modules():
         cls = known(block)
@@ -161,7 +160,12 @@ def accelerate(model: nn.Module) -> Acceleration:
         report._swaps.swap(block, joined)
         block.__dict__["_ran"] = Counter()
         report._blocks[prefix] = block
-        report.joined |= {_join(prefix, norm): what for norm, what in joins_of(cls).items() if hasattr(block, norm)}
+        for name, what in joins_of(cls).items():
+            norm = getattr(block, name, None)
+            if isinstance(norm, nn.Module):
+                report.joined[_join(prefix, name)] = what
+                norm.__dict__["_apart_below"] = JOINED_FROM
+                report._norms.append(norm)
     return report
 
 
