@@ -187,31 +187,35 @@ def replayed_graphs(write: Callable[..., None]) -> None:
 # Models.
 
 
-def build(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor]:
+def build(
+    name: str, dtype: torch.dtype, layers: int = LAYERS
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor]:
     """A model in training mode without dropout, inputs, labels."""
     import transformers as t
 
     torch.manual_seed(0)
-    wide = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": LAYERS, "num_attention_heads": 12}
+    wide = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": layers, "num_attention_heads": 12}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": layers, "vocab_size": 8192}
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     silent = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     cls, config = {
         "gpt2": (
             t.GPT2LMHeadModel,
-            t.GPT2Config(n_layer=LAYERS, vocab_size=8192, bos_token_id=0, eos_token_id=0, **silent),
+            t.GPT2Config(n_layer=layers, vocab_size=8192, bos_token_id=0, eos_token_id=0, **silent),
         ),
         "bert": (t.BertForMaskedLM, t.BertConfig(**wide, **quiet, vocab_size=8192)),
         "vit": (t.ViTForImageClassification, t.ViTConfig(**wide, **quiet, num_labels=100)),
         "llama": (
             t.LlamaForCausalLM,
-            t.LlamaConfig(
-                hidden_size=2048,
-                intermediate_size=5632,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=16,
-                num_key_value_heads=16,
-                vocab_size=8192,
-            ),
+            t.LlamaConfig(hidden_size=2048, intermediate_size=5632, **heads),
+        ),
+        "qwen3": (
+            t.Qwen3ForCausalLM,
+            t.Qwen3Config(hidden_size=1024, intermediate_size=3072, head_dim=64, **heads),
+        ),
+        "gemma3": (
+            t.Gemma3ForCausalLM,
+            t.Gemma3TextConfig(hidden_size=1024, intermediate_size=4096, head_dim=64, **heads),
         ),
     }[name]
     model = cls(config).to("cuda", dtype).train()

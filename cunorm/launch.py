@@ -8,6 +8,7 @@ cupy.cuda.Function takes 6.6 with the ten arguments of the forward pass.
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -42,8 +43,8 @@ def run(
         launch(stream)
         return
     given = (*pointers, workspace, *scalars)
-    for write, launch, places in launches:
-        write(*[given[index] + offset for index, offset in places])
+    for write, launch, picked in launches:
+        write(*picked(given))
         launch(stream)
 
 
@@ -53,11 +54,15 @@ class Prepared(threading.local):
     def __init__(self, plan: Plan | CastPlan, device_id: int):
         names = (*plan.problem.pointers, "workspace", *plan.problem.scalars)
 
-        def places(step: Step) -> tuple[tuple[int, int], ...]:
+        def picker(step: Step) -> Callable[[Sequence[float]], Sequence[float]]:
+            """Of all that a call is given, what one launch takes."""
             arguments = (*step.pointers, *((name, 0) for name in step.scalars))
-            return tuple((names.index(name), offset) for name, offset in arguments)
+            places = tuple((names.index(name), offset) for name, offset in arguments)
+            if len(places) > 1 and not any(offset for _, offset in places):
+                return operator.itemgetter(*[index for index, _ in places])  # 0.4 us less than a list
+            return lambda given: [given[index] + offset for index, offset in places]
 
-        self.launches = tuple((*prepare(step, device_id), places(step)) for step in plan.steps)
+        self.launches = tuple((*prepare(step, device_id), picker(step)) for step in plan.steps)
 
 
 @lru_cache(maxsize=4096)

@@ -10,8 +10,8 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-TEXT = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1}
-TEXT["eos_token_id"] = 2
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96, **SPECIAL}
 
 
 def _config(name: str) -> tuple[Any, Any]:
@@ -19,6 +19,9 @@ def _config(name: str) -> tuple[Any, Any]:
     small = {**SMALL, "vocab_size": 96}
     gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
     vit = {**SMALL, "image_size": 32, "patch_size": 8, "num_labels": 10}
+    whisper = {"vocab_size": 96, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8}
+    whisper |= {f"{one}_attention_heads": 4 for one in ("encoder", "decoder")} | SPECIAL
+    whisper |= {f"{one}_ffn_dim": 128 for one in ("encoder", "decoder")} | {"max_source_positions": 12}
     t5 = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
     t5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
     return {
@@ -26,8 +29,14 @@ def _config(name: str) -> tuple[Any, Any]:
         "bert": (t.BertForMaskedLM, t.BertConfig(**small)),
         "vit": (t.ViTForImageClassification, t.ViTConfig(**vit)),
         "llama": (t.LlamaForCausalLM, t.LlamaConfig(**TEXT)),
+        "mistral": (t.MistralForCausalLM, t.MistralConfig(**TEXT)),
+        "qwen2": (t.Qwen2ForCausalLM, t.Qwen2Config(**TEXT)),
         "qwen3": (t.Qwen3ForCausalLM, t.Qwen3Config(**TEXT)),
         "gemma": (t.GemmaForCausalLM, t.GemmaConfig(**TEXT)),
+        "gemma2": (t.Gemma2ForCausalLM, t.Gemma2Config(**TEXT)),
+        "gemma3": (t.Gemma3ForCausalLM, t.Gemma3TextConfig(**TEXT)),
+        "olmo2": (t.Olmo2ForCausalLM, t.Olmo2Config(**TEXT)),
+        "whisper": (t.WhisperForConditionalGeneration, t.WhisperConfig(**whisper)),
         "t5": (t.T5ForConditionalGeneration, t.T5Config(**t5)),
     }[name]
 
@@ -46,7 +55,9 @@ def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     else:
         ids = torch.randint(3, 96, (4, 24))
         inputs = {"input_ids": ids, "labels": ids.roll(1, 1)}
-        if name == "t5":
+        if name == "whisper":
+            inputs = {"input_features": torch.randn(4, 8, 24), "labels": inputs["labels"]}
+        if name in ("t5", "whisper"):
             inputs["decoder_input_ids"] = ids.roll(2, 1)
     inputs = {name: value.to(device) for name, value in inputs.items()}
     return model.to(device, dtype), inputs

@@ -9,6 +9,7 @@ from .linear.float8_context import autocast, fp8_autocast, is_fp8_available, set
 from .linear.functional import layer_norm_linear
 from .linear.module import LayerNormLinear
 from .linear.recipes import Float8CurrentScaling, MMParams, QParams, RowwiseScaling
+from .models.accelerate import Acceleration, accelerate
 from .models.fuse import Fusion, fuse_norm_linear
 from .models.replace import Replacement, replace_norms
 from .norm.functional import layer_norm, rms_norm
@@ -24,6 +25,7 @@ from .norm.fused_modules import AdaLayerNorm, AddLayerNorm, AddRMSNorm, RMSNormG
 from .norm.modules import LayerNorm, RMSNorm
 
 __all__ = [
+    "Acceleration",
     "AdaLayerNorm",
     "AddLayerNorm",
     "AddRMSNorm",
@@ -37,6 +39,7 @@ __all__ = [
     "RMSNormGated",
     "Replacement",
     "RowwiseScaling",
+    "accelerate",
     "add_layer_norm",
     "add_rms_norm",
     "autocast",

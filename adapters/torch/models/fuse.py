@@ -23,6 +23,7 @@ from ..linear.functional import in_one_step, norm_linear
 from ..linear.parameters import joined, lay_side_by_side
 from ..norm.functional import FLOATING, autocast_dtype
 from ..norm.modules import LayerNorm, RMSNorm
+from .classes import Swaps
 from .replace import _eps_name, _form, _may_be_rms_norm, _OfTransformers
 
 # Class of a block: its norms and what reads each, and nothing else does. Spelled as transformers does and did.
@@ -60,15 +61,14 @@ class Fusion:
 
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    _before: list[tuple[nn.Module, type]] = field(default_factory=list, repr=False)
+    _swaps: Swaps = field(default_factory=Swaps, repr=False)
 
     def undo(self) -> None:
-        """Gives every module its class back; what was trained meanwhile stays."""
-        for module, original in self._before:
-            module.__class__ = original
-            for name in ("_link", "_ready"):
-                module.__dict__.pop(name, None)
-        self._before.clear()
+        """Gives every module its class back; what was trained meanwhile stays.
+
+        RuntimeError, and nothing is undone, if a class was changed since.
+        """
+        self._swaps.undo("_link", "_ready")
 
     def __str__(self) -> str:
         lines = [f"fused {len(self.fused)}, left {len(self.left)}"]
@@ -123,15 +123,14 @@ def fuse_norm_linear(model: nn.Module) -> Fusion:
             if reason:
                 report.left[names[0]] = reason
                 continue
-            report._before += [(module, type(module)) for module in (norm, *readers)]
             if len(readers) > 1:
                 for parameters in zip(*map(_parameters, readers), strict=True):
                     if parameters[0] is not None:
                         lay_side_by_side(parameters)
             norm._link = Link(*_kind_of(norm), readers)
-            norm.__class__ = _class_with(_Norm, type(norm))
+            report._swaps.swap(norm, _class_with(_Norm, type(norm)))
             for reader in readers:
-                reader.__class__ = _class_with(_reader(reader), type(reader))
+                report._swaps.swap(reader, _class_with(_reader(reader), type(reader)))
             report.fused[names[0]] = tuple(names[1:])
     return report
 

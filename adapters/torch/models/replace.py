@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...operation import name_of
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm
+from .classes import Swaps
 
 PROBE_COLUMNS = 64
 PROBE_EPS = 0.25
@@ -36,13 +37,14 @@ class Replacement:
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    _before: list[tuple[nn.Module, type]] = field(default_factory=list, repr=False)
+    _swaps: Swaps = field(default_factory=Swaps, repr=False)
 
     def undo(self) -> None:
-        """Gives every swapped module its class back; what was trained meanwhile stays."""
-        for module, original in self._before:
-            module.__class__ = original
-        self._before.clear()
+        """Gives every swapped module its class back; what was trained meanwhile stays.
+
+        RuntimeError, and nothing is undone, if a class was changed since.
+        """
+        self._swaps.undo()
 
     def __str__(self) -> str:
         lines = [f"swapped {len(self.swapped)}, left {len(self.left)}"]
@@ -103,9 +105,8 @@ def replace_norms(model: nn.Module) -> Replacement:
         if replacement is None:
             report.left[name] = f"{original.__name__} does not compute x / sqrt(mean(x²) + eps) * weight"
             continue
-        module.__class__ = replacement
+        report._swaps.swap(module, replacement)
         report.swapped[name] = original.__name__
-        report._before.append((module, original))
     return report
 
 
@@ -125,8 +126,11 @@ class _OfTransformers:
     _form: Form
     _eps_name: str
     _original: type
+    _own_below = _apart_below = 0  # as in cunorm's modules, but that few elements too go to the kernels
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if self._own_below and torch.compiler.is_compiling():
+            return self._original.forward(self, hidden_states)
         weight, eps, form = self.weight, getattr(self, self._eps_name), self._form
         dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
         return norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype, 0)

@@ -26,9 +26,9 @@ def run(
 
     `tensors` are Call.names, of the type Tensor at least; `numbers` are Call.numbers.
     """
-    if torch.onnx.is_in_onnx_export():  # which knows no operators of ours
-        return _own(call, tensors, numbers, eps, wants_statistics)
     if torch.compiler.is_compiling():
+        if torch.onnx.is_in_onnx_export():  # which knows no operators of ours
+            return _own(call, tensors, numbers, eps, wants_statistics)
         return _by_operator(call, tensors, numbers, eps, wants_statistics)
     if at_once(tensors):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -45,7 +45,8 @@ def run(
         fused_launching.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
     ]
     fused.check_operands(call.function, x, dict(zip(call.names[1:], operands, strict=True)), demanded=call.demanded)
-    if not tensors[0].is_cuda or forward_ad._current_level >= 0 or operators.under_functorch():
+    elsewhere = not tensors[0].is_cuda or torch.onnx.is_in_onnx_export()
+    if elsewhere or forward_ad._current_level >= 0 or operators.under_functorch():
         return _own(call, tensors, numbers, eps, wants_statistics)
     return _by_operator(call, tensors, numbers, eps, wants_statistics)
 

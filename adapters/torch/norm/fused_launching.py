@@ -140,10 +140,10 @@ def forward(
         rstd_pointer = mean_pointer + rstd_offset
     if plan is None or order is None:
         return results, statistics, family
-    kept = {place: tensors[place].expand(shape).contiguous() for place, shape in copies}
-    for place, one in kept.items():
-        pointers[place] = one.data_ptr()
-    pointers += [result.data_ptr() for result in results]
+    if copies:
+        tensors = _copied(tensors, copies, pointers)
+    for result in results:
+        pointers.append(result.data_ptr())
     pointers += (mean_pointer, rstd_pointer)
     scalars = (eps,)
     if call.numbers:
@@ -223,20 +223,31 @@ def backward(
     gradients = [launching._empty(*one) for one in memory]
     if plan is None or order is None:  # sums over no rows
         return _summed([gradients[place].zero_() for place in places], sums)
-    kept = {place: tensors[place].expand(shape).contiguous() for place, shape in copies}
+    if copies:
+        tensors = _copied(tensors, copies, pointers)
     if zeros is not None:
-        kept[0] = launching._empty(*zeros).zero_()
-    for place, one in kept.items():
-        pointers[place] = one.data_ptr()
+        dy = launching._empty(*zeros).zero_()
+        pointers[0] = dy.data_ptr()
     workspace = launching._empty((plan.workspace,), (1,), torch.uint8) if plan.workspace else None
     if not statistics.is_contiguous():  # vmap may have moved its axes
         statistics = statistics.contiguous()
     mean_pointer = statistics.data_ptr()
-    pointers += (mean_pointer, mean_pointer + rstd_offset, *[gradient.data_ptr() for gradient in gradients])
+    pointers += (mean_pointer, mean_pointer + rstd_offset)
+    for gradient in gradients:
+        pointers.append(gradient.data_ptr())
     scalars = scalars_of(plan, dict(zip(family.call.numbers, numbers, strict=True))) if numbers else ()
     workspace_pointer = 0 if workspace is None else workspace.data_ptr()
     launch.run(plan, index, launching._stream(index), order(pointers), scalars, workspace_pointer)
     return _summed([gradients[place] for place in places], sums)
+
+
+def _copied(tensors: Sequence[Tensor | None], copies: tuple, pointers: list[int]) -> list[Tensor | None]:
+    """The tensors, those of `copies` made contiguous and their pointers with them. Hold them until the launch."""
+    copied = list(tensors)
+    for place, shape in copies:
+        copied[place] = tensors[place].expand(shape).contiguous()
+        pointers[place] = copied[place].data_ptr()
+    return copied
 
 
 def _summed(gradients: list[Tensor], sums: Mapping[int, tuple]) -> list[Tensor]:

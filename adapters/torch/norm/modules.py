@@ -20,6 +20,9 @@ class _Options:
     sequence_parallel: bool | None = None
     sm_margin: int | Mapping[str, int] = 0
     autocast_output: bool = False
+    # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
+    # compiled; with fewer than _apart_below no sum is joined.
+    _own_below = _apart_below = 0
 
     def _set_options(
         self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any, autocast_output: bool
@@ -35,9 +38,10 @@ class _Options:
         self.reset_parameters()
 
     def _norm(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = self.weight  # by way of Module.__getattr__, 1 us
         dtype = autocast_dtype(x) if self.autocast_output else None
-        operation = checks.zero_centered(op, self.weight) if self.zero_centered_gamma else op
-        return norm(operation, x, self.normalized_shape, self.weight, bias, self.eps, dtype, self.sm_margin)
+        operation = checks.zero_centered(op, weight) if self.zero_centered_gamma else op
+        return norm(operation, x, self.normalized_shape, weight, bias, self.eps, dtype, self.sm_margin)
 
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
@@ -155,6 +159,8 @@ class LayerNorm(_Options, nn.LayerNorm):
 
     def forward(self, input: Tensor, fp8_output: bool = False) -> Any:
         """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
+        if self._own_below and not fp8_output and (torch.compiler.is_compiling() or input.numel() < self._own_below):
+            return super().forward(input)
         return (self._float8 if fp8_output else self._norm)("layer_norm", input, self.bias)
 
 
@@ -196,6 +202,8 @@ class RMSNorm(_Options, nn.RMSNorm):
 
     def forward(self, x: Tensor, fp8_output: bool = False) -> Any:
         """As `LayerNorm.forward`."""
+        if self._own_below and not fp8_output and (torch.compiler.is_compiling() or x.numel() < self._own_below):
+            return super().forward(x)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
 
 

@@ -1,0 +1,182 @@
+"""`accelerate`: puts into a model that exists what makes it faster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from ..norm.modules import LayerNorm, RMSNorm
+from .blocks import Block, joined_class, joins_of, known
+from .classes import Swaps
+from .replace import Replacement, replace_norms
+
+# Elements of x below which a step waits for the host. On an H200, LayerNorm, forward and backward: the host pays 40 us
+# more for ours than for torch's; the kernels take 18 us less at 3 M elements, 50 to 70 at 4 to 8 M, 100 at 16 M
+# (bench/NOTES.md, bench/results).
+HOST_BOUND_BELOW = 8 << 20
+# Elements from which a join was measured to gain: 0.80 to 0.85 forward and 0.66 to 0.71 backward of the two calls. At
+# 8 M elements a step of Llama gained nothing, at 3 M one of GPT-2 lost 350 us of the host for each (bench/NOTES.md).
+JOINED_FROM = 64 << 20
+
+
+class Ran(NamedTuple):
+    """How often a norm and the sum beside it ran, outside of compiled code."""
+
+    together: int
+    apart: dict[str, int]  # by why
+
+
+@dataclass
+class Acceleration:
+    """What `accelerate` did.
+
+    Attributes
+    ----------
+    norms : Replacement
+        What `replace_norms` did: `swapped` and `left`.
+    joined : dict of str to str
+        Name of a norm in the model: the sum that it is computed with, in one kernel.
+    left : dict of str to str
+        Name of a known block whose sums were left alone: why.
+    """
+
+    norms: Replacement
+    joined: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    _blocks: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+    _norms: list[nn.Module] = field(default_factory=list, repr=False)
+    _swaps: Swaps = field(default_factory=Swaps, repr=False)
+
+    def ran(self) -> dict[str, Ran]:
+        """By name of a norm that is joined with a sum: how often it ran with it, and without it and why.
+
+        What torch.compile compiled is not counted.
+        """
+        counts = {name: (0, {}) for name in self.joined}
+        for prefix, block in self._blocks.items():
+            for (norm, reason), count in block.__dict__["_ran"].items():
+                name = _join(prefix, norm)
+                together, apart = counts[name]
+                counts[name] = (together + count, apart) if not reason else (together, apart | {reason: count})
+        return {name: Ran(*count) for name, count in counts.items()}
+
+    def undo(self) -> None:
+        """Gives every module its class back; what was trained meanwhile stays.
+
+        RuntimeError, and nothing is undone, if a class was changed since, as by fully_shard or `fuse_norm_linear`.
+        """
+        self.norms._swaps.check()
+        self._swaps.undo("_ran")
+        self._blocks.clear()
+        for norm in self._norms:
+            for name in ("_own_below", "_apart_below"):
+                norm.__dict__.pop(name, None)
+        self._norms.clear()
+        self.norms.undo()
+
+    def __str__(self) -> str:
+        ran = self.ran()
+        left = self.norms.left | self.left
+        lines = [f"norms replaced {len(self.norms.swapped)}, joined with a sum {len(self.joined)}, left {len(left)}"]
+        lines += [f"  {name}: {before}" for name, before in self.norms.swapped.items() if name not in self.joined]
+        for name, what in self.joined.items():
+            together, apart = ran[name]
+            lines.append(f"  {name}: with {what}; ran {together}")
+            lines += [f"    apart {count}: {reason}" for reason, count in apart.items()]
+        lines += [f"  {name}: left, {reason}" for name, reason in left.items()]
+        lines.append(f"  below {HOST_BOUND_BELOW} elements: norms of torch.nn by torch's own kernels")
+        lines.append("  under torch.compile: the model's own operators; norms and Linears: not joined")
+        return "\n".join(lines)
+
+
+def accelerate(model: nn.Module) -> Acceleration:
+    """Replaces, in place, the norms of a model, and joins them with the sums beside them.
+
+    The norms are those of `replace_norms`. In known blocks a residual that is added before a norm, or after it, is
+    added in the kernel of the norm: the decoder layers of Hugging Face's Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3 and
+    OLMo 2, the layers of its GPT-2, BERT, ViT and Whisper, and torch.nn.TransformerEncoderLayer and
+    TransformerDecoderLayer.
+
+    Parameters
+    ----------
+    model : Module
+        On any device, in any dtype, in DistributedDataParallel or compiled too. Its parameters, hooks and state_dict
+        stay as they are. Before fully_shard, not after it: blocks that it has wrapped are left.
+
+    Returns
+    -------
+    Acceleration
+        Printed, it says what was replaced, what was left and why, and what ran; its `undo()` takes it back. Called
+        again, `accelerate` finds nothing that is left to do.
+
+    Notes
+    -----
+    A known block is one of the class of that name whose forward method is, by its source, the one that is known: that
+    of another version is left. Joined with the sum before it, a norm computes to the bit what it computes without; with
+    the sum after it, it rounds once less. A norm that gets a hook is called by itself again, and the hook sees what it
+    saw. The last sum of a layer is not joined with the first norm of the next.
+
+    Where x has fewer than 8 M elements a step waits for the host, which torch's operators, in C++, keep less busy: a
+    torch.nn.LayerNorm or RMSNorm runs torch's own kernel there. Those of transformers are several operators each and
+    always run ours. Sums are joined from 64 M elements on.
+
+    Under torch.compile and export the model's own operators are what is traced, as if nothing had been done: a compiler
+    joins them itself with what stands beside them, and a call of an operator of ours costs more than the kernel gains
+    (bench/results/torch/models.jsonl). `replace_norms` alone keeps the kernels there.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import accelerate
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    >>> accelerated = accelerate(layer)
+    >>> y = layer(torch.ones(2, 3, 8))
+    >>> print(accelerated)
+    norms replaced 2, joined with a sum 2, left 0
+      norm1: with the sum before it; ran 0
+      norm2: with the sum before it; ran 0
+        apart 1: too few elements to gain by it
+      below 8388608 elements: norms of torch.nn by torch's own kernels
+      under torch.compile: the model's own operators; norms and Linears: not joined
+    >>> accelerated.undo()
+    """
+    report = Acceleration(replace_norms(model))
+    for name in report.norms.swapped:
+        norm = model.get_submodule(name)
+        # 1: what is compiled alone
+        norm.__dict__["_own_below"] = HOST_BOUND_BELOW if isinstance(norm, LayerNorm | RMSNorm) else 1
+        report._norms.append(norm)
+    for prefix, block in model.named_modules():
+        cls = known(block)
+        if cls is None or isinstance(block, Block):
+            continue
+        joined, reason = joined_class(cls), _obstacle(block, cls)
+        if reason or joined is None:
+            report.left[prefix] = reason or f"the forward of {cls.__name__} is not the one that is known"
+            continue
+        report._swaps.swap(block, joined)
+        block.__dict__["_ran"] = Counter()
+        report._blocks[prefix] = block
+        for name, what in joins_of(cls).items():
+            norm = getattr(block, name, None)
+            if isinstance(norm, nn.Module):
+                report.joined[_join(prefix, name)] = what
+                norm.__dict__["_apart_below"] = JOINED_FROM
+                report._norms.append(norm)
+    return report
+
+
+def _obstacle(block: nn.Module, cls: type) -> str:
+    """Why the sums of a block cannot be joined, "" if they can."""
+    if type(block) is not cls:
+        return f"{type(block).__name__} is a class made of {cls.__name__}; accelerate first what is then wrapped"
+    if "forward" in block.__dict__:
+        return f"the forward of this {cls.__name__} was replaced on the instance"
+    return ""
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

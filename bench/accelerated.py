@@ -1,0 +1,152 @@
+"""Training steps of models of transformers, with torch's norms and after `accelerate`.
+
+    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes eager compile] [--out FILE]
+
+Copies of a model with random weights take turns in one run on one machine, in bfloat16. A line of JSON is a model and a
+mode: the median milliseconds of a step until the GPU is done and until the host is, the losses of its first and last
+step, the peak of its memory beyond what it held before, and what `accelerate` says that ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import cunorm.torch
+from bench.results import lines_to
+from bench.torch_models import alternate, build, make_step
+from cunorm.torch import Acceleration, accelerate, replace_norms
+from cunorm.torch.models.joins import sum_then_norm
+
+NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3")
+CONTENDERS = {
+    "eager": ("torch", "replace_norms", "accelerate", "accelerate, of any size"),
+    "compile": ("torch", "replace_norms", "accelerate"),
+}
+ROUNDS, STEPS = 7, 3  # turns, and steps of each
+Step = Callable[[], torch.Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--modes", nargs="+", choices=tuple(CONTENDERS), default=("eager",))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/torch/accelerated.jsonl"))
+    arguments = parser.parse_args()
+    with lines_to(arguments.out) as write:
+        write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
+        host(write)
+        for mode in arguments.modes:
+            for name in arguments.models:
+                started = time.perf_counter()
+                figures = measured(name, arguments.layers, mode)
+                took = round(time.perf_counter() - started, 1)
+                write("step", model=name, layers=arguments.layers, mode=mode, dtype="bfloat16", **figures, took=took)
+                torch.cuda.empty_cache()
+
+
+def host(write: Callable[..., None]) -> None:
+    """Microseconds of the host for a sum and the norm of it, both read on, forward and backward: of ten in a row."""
+    for op in ("layer_norm", "rms_norm"):
+        x, dy = torch.randn(2, 64, 1024, device="cuda", dtype=torch.bfloat16).unbind()
+        norm = (nn.LayerNorm if op == "layer_norm" else nn.RMSNorm)(1024, device="cuda", dtype=torch.bfloat16)
+        add = getattr(cunorm.torch, f"add_{op}")
+        norms = {"torch": norm, "replaced": copy.deepcopy(norm)}
+        replace_norms(norms["replaced"])
+        joins: dict[str, Callable[..., Any]] = {who: partial(apart, one) for who, one in norms.items()}
+        joins["function"] = lambda x, s, norm=norm, add=add: add(x, s, (1024,), *norm.parameters())
+        joins["joined"] = partial(sum_then_norm, norms["replaced"])
+        x.requires_grad_()
+
+        def chain(join, x=x, dy=dy):
+            y = s = x
+            for _ in range(10):
+                y, s = join(y, s)
+            y.backward(dy)
+
+        calls = {who: (partial(chain, join), 10) for who, join in joins.items()}
+        write("host", op=op, what="sum and norm of ten in a row, each", unit="us", **alternate(calls, 40, 10))
+
+
+def apart(norm: nn.Module, x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    s = x + s
+    return norm(s), s
+
+
+def measured(name: str, layers: int, mode: str) -> dict[str, Any]:
+    """By contender."""
+    steps, first, peak, ran = {}, {}, {}, {}
+    original, inputs, labels = build(name, torch.bfloat16, layers)
+    for who in CONTENDERS[mode]:
+        model = copy.deepcopy(original)
+        report = {"torch": lambda _: None, "replace_norms": replace_norms}.get(who, accelerate)(model)
+        if who == "accelerate, of any size":
+            for module in model.modules():
+                vars(module).update({name: 1 for name in ("_own_below", "_apart_below") if name in vars(module)})
+        steps[who] = make_step(torch.compile(model) if mode == "compile" else model, inputs, labels)
+        first[who] = float(steps[who]())
+        steps[who]()
+        peak[who] = peak_of(steps[who])
+        if isinstance(report, Acceleration):
+            counts = report.ran().values()
+            ran[who] = [sum(one.together for one in counts), sum(sum(one.apart.values()) for one in counts)]
+    done, host = times_of(steps)
+    losses = {who: [first[who], float(step())] for who, step in steps.items()}
+    figures = {
+        "ms": done,
+        "host_ms": host,
+        "first_and_last_loss": losses,
+        "peak_bytes": peak,
+        "together_and_apart": ran,
+    }
+    return figures | {"own_spread": spread_of(steps["torch"])}
+
+
+def spread_of(step: Step) -> float:
+    """Of torch against itself: the larger of two medians over the smaller."""
+    done, _ = times_of({"once": step, "again": step})
+    return round(max(done.values()) / min(done.values()), 4)
+
+
+def peak_of(step: Step) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def times_of(steps: dict[str, Step]) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds until the GPU is done, and until the host is, medians of turns."""
+    done: dict[str, list[float]] = {who: [] for who in steps}
+    host: dict[str, list[float]] = {who: [] for who in steps}
+    for _ in range(ROUNDS):
+        for who, step in steps.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            host[who].append((time.perf_counter() - start) / STEPS * 1e3)
+            torch.cuda.synchronize()
+            done[who].append((time.perf_counter() - start) / STEPS * 1e3)
+    return medians(done), medians(host)
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {who: round(statistics.median(values[1:]), 3) for who, values in times.items()}
+
+
+if __name__ == "__main__":
+    main()
