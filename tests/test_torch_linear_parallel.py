@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch is without torch.distributed", allow_module_level=True)
 
-from parallel_linear import CASES, CHECKS, MANY, MISTAKES  # noqa: E402
+from parallel_linear import CASES, CHECKS, MANY, MISTAKES, ON_GPUS  # noqa: E402
 from rank_pool import Pool  # noqa: E402
 
 PROGRAM = Path(__file__).parent / "parallel_linear.py"
@@ -49,6 +49,20 @@ def test_four_ranks(pool, case):
 @pytest.mark.parametrize("check", CHECKS)
 def test_rules(pool, check):
     assert_right(pool.ask(2, "check", check))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", ON_GPUS)
+def test_rules_on_gpus(pool, check):
+    if pool.size == 4:
+        pytest.skip("there are no streams on the CPU")
+    assert_right(pool.ask(2, "check", check))
+
+
+def test_overlaps_on_four_ranks(pool):
+    if pool.size < 4:
+        pytest.skip("needs four ranks")
+    assert_right(pool.ask(4, "check", "overlaps_by_symmetric_memory"))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

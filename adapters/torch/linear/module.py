@@ -30,7 +30,8 @@ INIT_STD = 0.023  # of TransformerEngine's default init_method
 class LayerNormLinear(WeightGradients):
     """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * layer_norm_weight + layer_norm_bias.
 
-    The constructor is that of transformer_engine.pytorch.LayerNormLinear. In FP8 inside `cunorm.torch.autocast` or after `set_recipe`.
+    The constructor is that of transformer_engine.pytorch.LayerNormLinear. In FP8 inside `cunorm.torch.autocast` or
+    after `set_recipe`.
 
     Parameters
     ----------
@@ -49,8 +50,8 @@ class LayerNormLinear(WeightGradients):
     tp_size : int
         How many, where there is no tp_group: then `set_tensor_parallel_group(group)` must come before the first call.
     get_rng_state_tracker : callable, optional
-        weight is initialised inside `get_rng_state_tracker().fork()`. Without it ranks with one seed begin with the same
-        numbers.
+        weight is initialised inside `get_rng_state_tracker().fork()`. Without it ranks with one seed begin with the
+        same numbers.
     init_method : callable, optional
         Initialises weight, or every part of it. Default: N(0, 0.023).
     bias : bool
@@ -61,13 +62,13 @@ class LayerNormLinear(WeightGradients):
     params_dtype : torch.dtype, optional
         Default: torch's default dtype.
     parallel_mode : None or "column"
-        "column": each rank has out_features / tp_size rows of weight, and as many features of y. None: whole weights and
-        no communication.
+        "column": each rank has out_features / tp_size rows of weight, and as many features of y. None: whole weights
+        and no communication.
     return_layernorm_output : bool
         z is returned too, and its gradient joins that of the product before the backward pass of the norm.
     return_layernorm_output_gathered : bool
-        z of all rows instead. Its gradient is summed over the ranks: what all ranks compute alike from it must hand over
-        its gradient divided by the number of ranks. Without sequence parallelism the same z.
+        z of all rows instead. Its gradient is summed over the ranks: what all ranks compute alike from it must hand
+        over its gradient divided by the number of ranks. Without sequence parallelism the same z.
     parameters_split : sequence of str or dict of str to int, optional
         weight and bias are separate parameters `{name}_weight` and `{name}_bias`, of equal parts or of so many rows.
         They are parts of one tensor and read as one, unless they were laid apart (as by `load_state_dict(assign=True)`)
@@ -80,21 +81,21 @@ class LayerNormLinear(WeightGradients):
     ub_overlap_ag : bool
         Forward: rows of z come from the other ranks while those of this one are multiplied.
     ub_bulk_dgrad, ub_bulk_wgrad : bool
-        Backward: z comes under the product of its gradient, which is summed over the ranks under the product of weight's.
+        Backward: z comes under the product of its gradient, which is summed over the ranks under that of weight's.
     ub_overlap_rs_dgrad : bool
         Backward: the gradient of z is multiplied rank by rank, and each part sent. Switches the other two off.
     ub_overlap_rs, symmetric_ar_type
         No effect: they are of a row-parallel layer. The latter must be None, "multimem_all_reduce", "two_shot" or
         "one_shot".
     delay_wgrad_compute : bool
-        The backward pass leaves the gradients of weight and bias to `backward_dw()`, which with sequence parallelism all
-        ranks must call in the same order.
+        The backward pass leaves the gradients of weight and bias to `backward_dw()`, which with sequence parallelism
+        all ranks must call in the same order.
     ub_name, name : str, optional
         Labels.
     keep_normalized : bool
         Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
-        of one forward pass of the norm. With sequence parallelism z of all rows, which is then not gathered again. In FP8
-        nothing more is kept. Not an argument of TransformerEngine's.
+        of one forward pass of the norm. With sequence parallelism z of all rows, which is then not gathered again. In
+        FP8 nothing more is kept. Not an argument of TransformerEngine's.
 
     Attributes
     ----------

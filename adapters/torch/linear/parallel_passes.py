@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..norm import launching
 from ..norm.functional import _at_once
+from . import symmetric
 from .exchange import Exchange, Gathering, group_of, in_turn
 from .passes import Options, Sink, _Product, in_dtype_of, matrix, norm_gradients, normalise
 
@@ -52,8 +53,14 @@ class Forward(NamedTuple):
     kept: Tensor | None  # Z, if options.keep_normalized
 
 
-def exchange_of(ranks: Ranks, overlaps: bool, like: Tensor) -> Exchange:
-    return Exchange(group_of(ranks.group))
+def exchange_of(ranks: Ranks, overlaps: bool, like: Tensor, size: int = 0) -> Exchange:
+    """What suits a matrix of all rows of `size` bytes; `overlaps`: a product runs meanwhile."""
+    group = group_of(ranks.group)
+    if overlaps and size >= symmetric.LEAST:
+        found = symmetric.exchange(group, like.device)
+        if found is not None:
+            return found
+    return Exchange(group)
 
 
 def forward(x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks) -> Forward:
@@ -63,7 +70,8 @@ def forward(x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks)
         kept = z if options.keep_normalized else None
         returned = None if ranks.returned == "nothing" else z if kept is None else z.clone()
         return Forward(F.linear(z, weight, bias), returned, statistics, kept)
-    exchange = exchange_of(ranks, ranks.overlap_gather, x)
+    size = ranks.size * rows * cols * options.dtype.itemsize
+    exchange = exchange_of(ranks, ranks.overlap_gather, x, size)
     gathering = exchange.gathering(rows, cols, x, options.dtype)
     statistics = _normalise_into(gathering.own, x, ln_weight, ln_bias, options)
     gathering.start()
@@ -141,7 +149,8 @@ def gradients(
             return lambda: matrix(kept, all_rows)
         if not ranks.sequence:
             return lambda: matrix(normalise(x, ln_weight, ln_bias, options, False)[0], rows)
-        gathering = exchange_of(ranks, ranks.bulk_gather, x).gathering(rows, cols, x, options.dtype)
+        exchange = exchange_of(ranks, ranks.bulk_gather, x, all_rows * cols * options.dtype.itemsize)
+        gathering = exchange.gathering(rows, cols, x, options.dtype)
         _normalise_into(gathering.own, x, ln_weight, ln_bias, options)
         gathering.start()
         return gathering.whole
@@ -174,7 +183,8 @@ def gradients(
 def _gradient_of_z(dy: Tensor, weight: Tensor, before: Tensor | None, rows: int, ranks: Ranks) -> Callable[[], Tensor]:
     """Begins dZ = Σ over the ranks of dy W_r + `before`; its result is dz (rows, in) of the rows that this rank has."""
     overlaps = ranks.overlap_sum or ranks.bulk_sum
-    exchange = exchange_of(ranks, ranks.sequence and overlaps, dy)
+    size = len(dy) * weight.shape[1] * dy.dtype.itemsize
+    exchange = exchange_of(ranks, ranks.sequence and overlaps, dy, size)
     before = None if before is None else matrix(before, len(dy))
     if not ranks.sequence:
         return exchange.sum_for_all(dy @ weight)
