@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import math
 import os
 import pickle
@@ -30,7 +31,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from cunorm.torch import LayerNormLinear
+from cunorm.torch import Float8CurrentScaling, LayerNormLinear, RowwiseScaling, autocast
 from cunorm.torch.linear import exchange, parallel_functional, parallel_operators, parallel_passes, symmetric
 
 COLS, OUTS, EPS = 8, 24, 0.3
@@ -475,6 +476,65 @@ def streams(group: Any, device: str) -> None:
                     assert torch.equal(one, other), (flags, run)
 
 
+def float8(group: Any, device: str) -> None:
+    """One process's in FP8, where the largest numbers that scales are of lie on every rank.
+
+    12 rows a rank: by columns they are padded to 16, and what is gathered of them is not.
+    """
+    rank, ranks, cols, outs, rows = dist.get_rank(group), dist.get_world_size(group), 32, 64, 24
+    recipes = [RowwiseScaling(), RowwiseScaling(high_precision_wgrad=True), Float8CurrentScaling()]
+    random = torch.Generator().manual_seed(0)
+    x, dy, dz = (torch.randn(rows, size, generator=random).to(device) for size in (cols, outs, cols))
+    x[1] *= 50  # a tensor's scale follows from all rows, a row's does not
+    dy[:, :: outs // ranks] = 6.0
+    overlaps = dict.fromkeys(OVERLAPS[:3], True)
+    kinds = [{}, Z, ALL_Z, {"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}, ALL_Z | overlaps]
+    own_outs = slice(rank * outs // ranks, (rank + 1) * outs // ranks)
+    with symmetric_memory(device):
+        for recipe, options, sequence in itertools.product(recipes, kinds, (True, False)):
+            own = slice(rank * rows // ranks, (rank + 1) * rows // ranks) if sequence else slice(None)
+            gathered = sequence and "return_layernorm_output_gathered" in options
+            alone = LayerNormLinear(cols, outs, EPS, device=device, return_layernorm_output=True)
+            torch.nn.init.normal_(alone.bias, generator=random if device == "cpu" else None)
+            alone.weight.data[:: outs // ranks] = 1.0
+            for parameter in alone.parameters():
+                dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
+            given = {"parallel_mode": "column", "tp_group": group, "sequence_parallel": sequence, **options}
+            module = LayerNormLinear(cols, outs, EPS, device=device, **given)
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    whole = getattr(alone, name)
+                    parameter.copy_(whole if name.startswith("layer_norm") else whole[own_outs])
+                    parameter.main_grad = torch.zeros_like(parameter)
+            leaf, own_leaf = x.clone().requires_grad_(), x[own].clone().requires_grad_()
+            with autocast(recipe=recipe):
+                y, z = alone(leaf)
+                found = module(own_leaf)
+            returned = module.return_layernorm_output
+            # A gradient of each rank's of all rows is summed over the ranks.
+            torch.autograd.backward([y, z], [dy, dz * returned * (ranks if gathered else 1)])
+            if returned:
+                torch.autograd.backward(found, [dy[:, own_outs], dz if gathered else dz[own]])
+            else:
+                found.backward(dy[:, own_outs])
+            module.backward_dw()
+            results = found if returned else (found,)
+            note = str((recipe, options, sequence))
+            close = {"rtol": 1e-4, "atol": 1e-4, "msg": lambda text, note=note: f"{note}: {text}"}
+            assert_close(results[0], y[:, own_outs], **close)
+            if returned:
+                assert_close(results[1], z if gathered else z[own], **close)
+            dweight = module.weight.main_grad if module.fuse_wgrad_accumulation else module.weight.grad
+            assert_close(dweight, alone.weight.grad[own_outs], **close)
+            assert_close(module.bias.grad, alone.bias.grad[own_outs], **close)
+            assert_close(own_leaf.grad, leaf.grad[own], **close)
+            for name in ("layer_norm_weight", "layer_norm_bias"):
+                gradient = getattr(module, name).grad
+                if sequence:
+                    dist.all_reduce(gradient, group=group)
+                assert_close(gradient, getattr(alone, name).grad, **close)
+
+
 def attributes(group: Any, device: str) -> None:
     """What Megatron reads from parameters, through everything that makes new ones."""
 
@@ -623,6 +683,7 @@ CHECKS = {
         overlaps_change_nothing,
         overlaps_by_symmetric_memory,
         delays,
+        float8,
         attributes,
         group_given_later,
         no_communication,

@@ -14,7 +14,7 @@ from ...linear import problem as linear_problem
 from ...norm import checks as core
 from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
-from . import float8_functional, parallel_functional
+from . import float8_functional, parallel_float8, parallel_functional
 from .checks import check_mode, check_overlaps, check_sizes, local_features
 from .float8_context import recipe_of
 from .float8_weights import WeightCache
@@ -297,7 +297,8 @@ class LayerNormLinear(WeightGradients):
                 "cunorm.torch.autocast(), or after set_recipe()."
             )
         broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
-        run = self._run_uncompiled if broken or (recipe and is_first_microbatch is not None) else self._run
+        broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
+        run = self._run_uncompiled if broken else self._run
         results = run(inp, is_first_microbatch, recipe, fp8_output)
         if recipe is not self._fp8_outside and not torch.compiler.is_compiling() and not _in_backward_pass():
             self._fp8_outside = recipe
@@ -310,10 +311,7 @@ class LayerNormLinear(WeightGradients):
         norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
         name, sink = type(self).__name__, self._sink(is_first_microbatch)
         if self._over_ranks:
-            weight, keep = joined(self._weights), self.keep_normalized
-            y, z = parallel_functional.norm_linear(
-                name, inp, weight, applied, *norm, keep, self._parallel, recipe, sink
-            )
+            y, z = self._run_over_ranks(inp, applied, norm, sink, is_first_microbatch, recipe, fp8_output)
         elif recipe is None:
             y, z = norm_linear(name, inp, joined(self._weights), applied, *norm, self.keep_normalized, sink)
         else:
@@ -337,6 +335,25 @@ class LayerNormLinear(WeightGradients):
         if self.return_layernorm_output:
             results.append(z)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _run_over_ranks(self, inp, bias, norm, sink, is_first_microbatch, recipe: Recipe | None, fp8_output: bool):
+        name, parallel = type(self).__name__, self._parallel
+        if recipe is None:
+            weight, keep = joined(self._weights), self.keep_normalized
+            return parallel_functional.norm_linear(name, inp, weight, bias, *norm, keep, parallel, sink)
+        return parallel_float8.norm_linear(
+            name,
+            inp,
+            self._weights,
+            bias,
+            *norm,
+            recipe,
+            self._fp8_weights,
+            parallel,
+            is_first_microbatch=is_first_microbatch,
+            fp8_output=fp8_output,
+            sink=sink,
+        )
 
     @property
     def tp_group(self) -> Any:

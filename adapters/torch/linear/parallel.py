@@ -52,6 +52,13 @@ class TensorParallel:
             raise RuntimeError(f"LayerNormLinear: {NO_GROUP}")
         return self._ranks
 
+    def check_rows(self, function: str, x: Tensor) -> None:
+        if self.sequence and x.dim() < 2:
+            raise RuntimeError(
+                f"{function}: with sequence parallelism input must have an axis of rows, (rows, ..., in); got shape "
+                f"{tuple(x.shape)}."
+            )
+
     def compare(self, x: Tensor, dtype: torch.dtype) -> None:
         """A first call, and with TORCH_DISTRIBUTED_DEBUG=DETAIL every call, looks whether all ranks have such rows."""
         if self._compared and not compares_always():

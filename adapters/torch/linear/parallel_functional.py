@@ -12,7 +12,6 @@ from .functional import _check_dtypes, check, in_one_step
 from .parallel import TensorParallel
 from .parallel_passes import forward, gradients
 from .passes import Options, Sink, without_autocast
-from .recipes import Recipe
 
 
 def norm_linear(
@@ -26,12 +25,9 @@ def norm_linear(
     operation: str,
     keep_normalized: bool,
     parallel: TensorParallel,
-    recipe: Recipe | None,
     sink: Sink | None,
 ) -> tuple[Tensor, Tensor | None]:
     """(y, z), z None unless it is returned. The arguments are those of this rank."""
-    if recipe is not None:
-        raise NotImplementedError(f"{function}: FP8 over several ranks is to come; leave the context.")
     ranks = parallel.ranks()
     tensors = (x, weight, bias, ln_weight, ln_bias)
     check(function, *tensors, operation)
@@ -42,11 +38,7 @@ def norm_linear(
         tensors = (x, weight.to(cast), None if bias is None else bias.to(cast), ln_weight, ln_bias)
     if type(eps) is not float:
         eps = checks.eps(function, eps, x)
-    if ranks.sequence and x.dim() < 2:
-        raise RuntimeError(
-            f"{function}: with sequence parallelism input must have an axis of rows, (rows, ..., in); got shape "
-            f"{tuple(x.shape)}."
-        )
+    parallel.check_rows(function, x)
     if not in_one_step(*tensors):
         raise RuntimeError(
             f"{function}: over several ranks it is for plain tensors, and for first derivatives by backward(); got a "

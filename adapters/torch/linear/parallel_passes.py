@@ -182,12 +182,12 @@ def gradients(
 
 def _gradient_of_z(dy: Tensor, weight: Tensor, before: Tensor | None, rows: int, ranks: Ranks) -> Callable[[], Tensor]:
     """Begins dZ = Σ over the ranks of dy W_r + `before`; its result is dz (rows, in) of the rows that this rank has."""
+    if not ranks.sequence:
+        return reduced(dy @ weight, rows, ranks)
     overlaps = ranks.overlap_sum or ranks.bulk_sum
     size = len(dy) * weight.shape[1] * dy.dtype.itemsize
-    exchange = exchange_of(ranks, ranks.sequence and overlaps, dy, size)
+    exchange = exchange_of(ranks, overlaps, dy, size)
     before = None if before is None else matrix(before, len(dy))
-    if not ranks.sequence:
-        return exchange.sum_for_all(dy @ weight)
     summing = exchange.summing(rows, weight.shape[1], dy, dy.dtype)
     if not ranks.overlap_sum:
         _product_into(summing.terms, dy, weight, before)
@@ -197,6 +197,17 @@ def _gradient_of_z(dy: Tensor, weight: Tensor, before: Tensor | None, rows: int,
         part = slice(rank * rows, (rank + 1) * rows)
         _product_into(summing.terms[part], dy[part], weight, None if before is None else before[part])
         summing.send(rank)
+    return summing.result
+
+
+def reduced(terms: Tensor, rows: int, ranks: Ranks) -> Callable[[], Tensor]:
+    """Begins their sum over the ranks; its result is that of the rows that this rank has."""
+    if not ranks.sequence:
+        return exchange_of(ranks, False, terms).sum_for_all(terms)
+    exchange = exchange_of(ranks, ranks.bulk_sum or ranks.overlap_sum, terms, terms.numel() * terms.element_size())
+    summing = exchange.summing(rows, terms.shape[1], terms, terms.dtype)
+    summing.terms.copy_(terms)
+    summing.start()
     return summing.result
 
 
