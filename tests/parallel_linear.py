@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
+import colwise
 import numpy
 import torch
 import torch.distributed as dist
@@ -609,8 +610,7 @@ def initialised_inside_the_tracker(group: Any, device: str) -> None:
 
 def refused(group: Any, device: str) -> None:
     """Before any communication: no rank would answer it."""
-    alone = dist.new_group([0], timeout=timedelta(seconds=60))  # every rank takes part in this
-    case, rank = Case(), dist.get_rank(group)
+    alone, case, rank = GROUPS[1], Case(), dist.get_rank(group)
     raises(ValueError, "24 is not divisible by 16", lambda: make(case, None, device, tp_size=16))
     raises(
         RuntimeError,
@@ -694,6 +694,7 @@ CHECKS = {
 }
 
 
+CHECKS |= colwise.CHECKS
 ON_GPUS = {check.__name__: check for check in (graphs, streams)}
 
 
@@ -791,7 +792,7 @@ def answer(ranks: int, kind: str, name: str) -> None:
 
 def ask(ranks: int, kind: str, name: str, device: str) -> None:
     if kind == "check":
-        (CHECKS | ON_GPUS)[name](GROUPS[ranks], device)
+        (CHECKS | ON_GPUS | colwise.ON_FOUR)[name](GROUPS[ranks], device)
     else:
         against_one_process(name, GROUPS[ranks], device)
 
@@ -806,6 +807,7 @@ def main(rank: int, size: int, file: str, device: str) -> None:
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=size, timeout=timeout)
     GROUPS[size] = dist.group.WORLD
+    GROUPS[1] = dist.new_group([0], timeout=timeout)
     if size != 2:
         GROUPS[2] = dist.new_group([0, 1], timeout=timeout)
     serve(answer)

@@ -12,6 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -44,11 +45,16 @@ class Pool:
         for process in self._processes[:ranks]:
             process.stdin.write(json.dumps([ranks, *question]) + "\n")
             process.stdin.flush()
-        try:
-            return [json.loads(answers.get(timeout=SECONDS)) for answers in self._answers[:ranks]]
-        except queue.Empty:
+        end = time.monotonic() + SECONDS
+        found = []
+        for answers in self._answers[:ranks]:
+            try:
+                found.append(json.loads(answers.get(timeout=max(0.0, end - time.monotonic()))))
+            except queue.Empty:
+                found.append(f"no answer to {question} within {SECONDS} s")
+        if any(one.startswith("no answer") for one in found):
             self.close()
-            raise TimeoutError(f"a rank did not answer {question} within {SECONDS} s") from None
+        return found
 
     def close(self) -> None:
         for process in self._processes:

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch is without torch.distributed", allow_module_level=True)
 
+import colwise  # noqa: E402
 from parallel_linear import CASES, CHECKS, MANY, MISTAKES, ON_GPUS  # noqa: E402
 from rank_pool import Pool  # noqa: E402
 
@@ -59,10 +60,11 @@ def test_rules_on_gpus(pool, check):
     assert_right(pool.ask(2, "check", check))
 
 
-def test_overlaps_on_four_ranks(pool):
+@pytest.mark.parametrize("check", ["overlaps_by_symmetric_memory", "values_and_gradients", *colwise.ON_FOUR])
+def test_rules_on_four_ranks(pool, check):
     if pool.size < 4:
         pytest.skip("needs four ranks")
-    assert_right(pool.ask(4, "check", "overlaps_by_symmetric_memory"))
+    assert_right(pool.ask(4, "check", check))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -306,28 +306,29 @@ class LayerNormLinear(WeightGradients):
 
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
         self._check_dtypes(inp)
-        bias = joined(self._biases) if self.use_bias else None
-        applied = None if self.return_bias else bias
-        norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
-        name, sink = type(self).__name__, self._sink(is_first_microbatch)
         if self._over_ranks:
-            y, z = self._run_over_ranks(inp, applied, norm, sink, is_first_microbatch, recipe, fp8_output)
-        elif recipe is None:
-            y, z = norm_linear(name, inp, joined(self._weights), applied, *norm, self.keep_normalized, sink)
+            y, z, bias = self._run_over_ranks(inp, is_first_microbatch, recipe, fp8_output)
         else:
-            y, z = float8_functional.norm_linear(
-                name,
-                inp,
-                self._weights,
-                applied,
-                *norm,
-                recipe,
-                self._fp8_weights,
-                is_first_microbatch=is_first_microbatch,
-                fp8_output=fp8_output,
-                wants_z=self.return_layernorm_output,
-                sink=sink,
-            )
+            bias = joined(self._biases) if self.use_bias else None
+            applied = None if self.return_bias else bias
+            norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
+            name, sink = type(self).__name__, self._sink(is_first_microbatch)
+            if recipe is None:
+                y, z = norm_linear(name, inp, joined(self._weights), applied, *norm, self.keep_normalized, sink)
+            else:
+                y, z = float8_functional.norm_linear(
+                    name,
+                    inp,
+                    self._weights,
+                    applied,
+                    *norm,
+                    recipe,
+                    self._fp8_weights,
+                    is_first_microbatch=is_first_microbatch,
+                    fp8_output=fp8_output,
+                    wants_z=self.return_layernorm_output,
+                    sink=sink,
+                )
         results = [y]
         if self.return_bias:
             dtype = autocast_dtype(inp) or inp.dtype
@@ -336,24 +337,33 @@ class LayerNormLinear(WeightGradients):
             results.append(z)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _run_over_ranks(self, inp, bias, norm, sink, is_first_microbatch, recipe: Recipe | None, fp8_output: bool):
+    def _run_over_ranks(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool):
+        """(y, z, bias), z None where it is not returned."""
         name, parallel = type(self).__name__, self._parallel
+        weights = parallel.local(self._weights)
+        bias = joined(parallel.local(self._biases)) if self.use_bias else None
+        applied = None if self.return_bias else bias
+        of_norm = (parallel.local_of_norm(one) for one in (self.layer_norm_weight, self.layer_norm_bias))
+        norm = (*of_norm, self.eps, name_of(self.op, self.zero_centered_gamma))
+        sink = self._sink(is_first_microbatch)
         if recipe is None:
-            weight, keep = joined(self._weights), self.keep_normalized
-            return parallel_functional.norm_linear(name, inp, weight, bias, *norm, keep, parallel, sink)
-        return parallel_float8.norm_linear(
-            name,
-            inp,
-            self._weights,
-            bias,
-            *norm,
-            recipe,
-            self._fp8_weights,
-            parallel,
-            is_first_microbatch=is_first_microbatch,
-            fp8_output=fp8_output,
-            sink=sink,
-        )
+            weight, keep = joined(weights), self.keep_normalized
+            y, z = parallel_functional.norm_linear(name, inp, weight, applied, *norm, keep, parallel, sink)
+        else:
+            y, z = parallel_float8.norm_linear(
+                name,
+                inp,
+                weights,
+                applied,
+                *norm,
+                recipe,
+                self._fp8_weights,
+                parallel,
+                is_first_microbatch=is_first_microbatch,
+                fp8_output=fp8_output,
+                sink=sink,
+            )
+        return y, z, bias
 
     @property
     def tp_group(self) -> Any:

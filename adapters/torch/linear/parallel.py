@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class TensorParallel:
         self.exchanges = mode == "column" and size > 1
         self.sequence = sequence_parallel and size > 1
         self.group: Any = None
-        self._returned, self._delayed, self._overlaps = returned, delayed, overlaps
+        self.asked = returned, delayed, overlaps
         self._ranks: Ranks | None = None
         self._compared = False
 
@@ -45,7 +46,15 @@ class TensorParallel:
             )
         self.group = group
         self._compared = False
-        self._ranks = Ranks(group.group_name, size, self.sequence, self._returned, self._delayed, **self._overlaps)
+        returned, delayed, overlaps = self.asked
+        self._ranks = Ranks(group.group_name, size, self.sequence, returned, delayed, **overlaps)
+
+    def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's tensors of parameters that are split."""
+        return list(parameters)
+
+    def local_of_norm(self, parameter: Tensor | None) -> Tensor | None:
+        return parameter
 
     def ranks(self) -> Ranks:
         if self._ranks is None:
@@ -69,7 +78,7 @@ class TensorParallel:
         self._compared = True
 
     def __deepcopy__(self, memo: dict) -> TensorParallel:
-        other = TensorParallel.__new__(TensorParallel)
+        other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
 
