@@ -42,7 +42,7 @@ def limit(parts: Mapping[str, float], norm: str, product: str, exchange: str) ->
     return round(parts[norm] + 1.05 * max(parts[product], parts[exchange]), 1)
 
 
-def measured(calls: Mapping[str, Call]) -> dict[str, float]:
+def measured(calls: Mapping[str, Call]) -> dict[str, Any]:
     """Microseconds of each, of the slower rank; several calls in a row, so that the host is ahead where it can be."""
     import torch
     import torch.distributed as dist
@@ -57,21 +57,25 @@ def measured(calls: Mapping[str, Call]) -> dict[str, float]:
         stop.synchronize()
         return start.elapsed_time(stop) * 1e-3 / count
 
-    counts = {}
+    counts, failed = {}, {}
     for name, call in calls.items():
-        for _ in range(3):
-            call()
+        try:
+            for _ in range(3):
+                call()
+        except (NotImplementedError, RuntimeError) as error:  # an operator that this torch has not, on any rank
+            failed[name] = str(error)[:200]
+            continue
         found = torch.tensor([seconds(call, 3)], device="cuda")
         dist.all_reduce(found, op=dist.ReduceOp.MAX)  # as many calls on every rank
         counts[name] = max(3, min(50, int(SECONDS / found.item())))
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in counts}
     for turn in range(TURNS):
-        for name in list(calls)[:: 1 if turn % 2 else -1]:
+        for name in list(counts)[:: 1 if turn % 2 else -1]:
             times[name].append(seconds(calls[name], counts[name]))
     own = {name: round(statistics.median(found) * 1e6, 1) for name, found in times.items()}
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
-    return slower(of_ranks)
+    return slower(of_ranks) | failed
 
 
 class Bench:
