@@ -367,7 +367,8 @@ def symmetric_memory(device: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(symmetric, "LEAST", 0))
         if device == "cpu":
-            for name, stand_in in (("allocate", Shared), ("Side", AtOnce), ("why_not", lambda *_: None)):
+            stand_ins = {"allocate": lambda *a: (Shared(*a), None), "Side": AtOnce, "why_not": lambda *_: None}
+            for name, stand_in in stand_ins.items():
                 stack.enter_context(mock.patch.object(symmetric, name, stand_in))
             stack.enter_context(mock.patch.dict(symmetric._exchanges, clear=True))
         yield

@@ -69,4 +69,6 @@ def test_rules_on_four_ranks(pool, check):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(pool, mistake):
+    if pool.size < 4:
+        pytest.skip("they are found in float64, on the CPU")
     assert any("AssertionError" in answer for answer in pool.ask(2, "mistake", mistake))

@@ -137,6 +137,7 @@ class Buffer:
     """Memory of one size on each rank that all ranks can read, as large as the largest that was asked for."""
 
     memory: Any  # of torch.distributed._symmetric_memory
+    _own: Any  # what keeps it
 
     def __init__(self, group: Any, device: torch.device):
         self._group, self._device = group, device
@@ -150,7 +151,7 @@ class Buffer:
             size = math.prod(shape) * dtype.itemsize
             if size > self._size:
                 _refuse_capture(self._device)
-                self.memory = allocate(size, self._group, self._device)
+                self.memory, self._own = allocate(size, self._group, self._device)
                 self._size = size
                 self._views.clear()
             ranks = range(dist.get_world_size(self._group))
@@ -158,12 +159,13 @@ class Buffer:
         return views
 
 
-def allocate(size: int, group: Any, device: torch.device) -> Any:
-    """Symmetric memory. Every rank comes here with nothing under way, so what was there before may go."""
+def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor | None]:
+    """Symmetric memory, and this rank's tensor of it. Every rank comes here with nothing under way, so what was there before may go."""
     from torch.distributed import _symmetric_memory
 
     torch.cuda.synchronize(device)
-    return _symmetric_memory.rendezvous(_symmetric_memory.empty(size, dtype=torch.uint8, device=device), group)
+    own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    return _symmetric_memory.rendezvous(own, group), own
 
 
 class _Exchanged:
