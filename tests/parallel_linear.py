@@ -745,6 +745,26 @@ class OtherRows(exchange._Summing):
         return self.terms.chunk(self._exchange.ranks)[other].clone()
 
 
+class TooEarly(symmetric._Gathering):
+    """Rows are pulled before their rank has written them."""
+
+    def start(self):
+        exchange, (other,) = self._exchange, self._exchange.others
+        exchange.tell(self._buffer, other, symmetric.READY)
+        self._part(self._whole, other).copy_(self._part(self._of_ranks[other], other))
+        for what in (symmetric.READY, symmetric.TAKEN):
+            exchange.hear(self._buffer, other, what)
+            if what == symmetric.READY:
+                exchange.tell(self._buffer, other, symmetric.TAKEN)
+
+
+class OfTheSender(symmetric._Summing):
+    """Not the rows that this rank wants."""
+
+    def _part(self, matrix, rank):
+        return super()._part(matrix, rank if matrix is self._whole else 1 - rank)
+
+
 def unmarked(self):
     RIGHT_SETTLING(self)
     for name, parameter in self.named_parameters():
@@ -777,6 +797,8 @@ MISTAKES = {
         lambda rank, ranks: [rank] * ranks,
         "overlaps_change_nothing",
     ),
+    "rows pulled too early": (symmetric, "_Gathering", TooEarly, "delays"),
+    "terms of the sender's rows": (symmetric, "_Summing", OfTheSender, "overlaps_by_symmetric_memory"),
     "an attribute lost": (LayerNormLinear, "_settle_parameters", unmarked, "attributes"),
 }
 

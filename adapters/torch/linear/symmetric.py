@@ -160,7 +160,10 @@ class Buffer:
 
 
 def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor | None]:
-    """Symmetric memory, and this rank's tensor of it. Every rank comes here with nothing under way, so what was there before may go."""
+    """Symmetric memory, and this rank's tensor of it.
+
+    Every rank comes here with nothing under way, so what was there before may go.
+    """
     from torch.distributed import _symmetric_memory
 
     torch.cuda.synchronize(device)
