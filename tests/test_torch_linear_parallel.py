@@ -14,7 +14,10 @@ if not torch.distributed.is_available():
     pytest.skip("this torch is without torch.distributed", allow_module_level=True)
 
 import colwise  # noqa: E402
-from parallel_linear import CASES, CHECKS, MANY, MISTAKES, ON_GPUS  # noqa: E402
+import parallel_overlaps  # noqa: E402
+from parallel_cases import CASES, MANY  # noqa: E402
+from parallel_linear import CHECKS  # noqa: E402
+from parallel_mistakes import MISTAKES  # noqa: E402
 from rank_pool import Pool  # noqa: E402
 
 PROGRAM = Path(__file__).parent / "parallel_linear.py"
@@ -53,7 +56,7 @@ def test_rules(pool, check):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", ON_GPUS)
+@pytest.mark.parametrize("check", parallel_overlaps.ON_GPUS)
 def test_rules_on_gpus(pool, check):
     if pool.size == 4:
         pytest.skip("there are no streams on the CPU")
