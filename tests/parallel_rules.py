@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from cunorm.torch import Float8CurrentScaling, LayerNormLinear, RowwiseScaling, autocast
-from cunorm.torch.linear import parallel_operators
+from cunorm.torch.linear import parallel_operators, parallel_passes, passes
 
 
 def float8(group: Any, device: str) -> None:
@@ -192,6 +192,26 @@ def refused(group: Any, device: str) -> None:
     )
 
 
+def operators(group: Any, device: str) -> None:
+    """Their schemas and fake results, in torch's own test of operators."""
+    x, weight, bias, gamma, beta = (
+        torch.randn(*shape, device=device) for shape in ((2, 3, 8), (4, 8), (4,), (8,), (8,))
+    )
+    for returned, keep, sequence in itertools.product(("nothing", "local", "gathered"), (False, True), (True, False)):
+        options = passes.Options("layer_norm", 1e-5, torch.float32, keep)
+        ranks = parallel_passes.Ranks(group.group_name, 2, sequence, returned, False, *[False] * 4)
+        forward = parallel_operators.norm_linear_forward
+        arguments = (x, weight, bias, gamma, beta, *options, *ranks)
+        checked = ("test_schema", "test_faketensor")
+        torch.library.opcheck(forward, arguments, test_utils=checked)
+        y, z, statistics, kept = forward(*arguments)
+        dz = None if returned == "nothing" else torch.ones_like(z)
+        for mask in ([True] * 5, [False, True, True, False, False], [True, False, False, True, False]):
+            saved = (x, weight, gamma, beta, statistics, kept if keep else None)
+            given = (torch.ones_like(y), dz, *saved, *options, *ranks, mask)
+            torch.library.opcheck(parallel_operators.norm_linear_backward, given, test_utils=checked)
+
+
 def rows_that_differ(group: Any, device: str) -> None:
     """ValueError on every rank: at a module's first call, and with TORCH_DISTRIBUTED_DEBUG=DETAIL at each."""
     rank = dist.get_rank(group)
@@ -221,6 +241,7 @@ CHECKS = {
         no_communication,
         initialised_inside_the_tracker,
         refused,
+        operators,
         rows_that_differ,
     )
 }
