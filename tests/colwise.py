@@ -99,7 +99,7 @@ def training(group: Any, device: str) -> None:
         (module, x, dy),
         (copy.deepcopy(sharded), x.chunk(ranks, 1)[rank], dy.chunk(ranks, 2)[rank]),
     ):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         model(given).backward(upstream)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -47,7 +47,7 @@ class OwnAlone(exchange._Gathering):
 
 class OtherRows(exchange._Summing):
     def result(self):
-        self._work.wait()
+        exchange._wait(self._work)
         other = (self._exchange.rank + 1) % self._exchange.ranks
         dist.all_reduce(self.terms, group=self._exchange.group)
         return self.terms.chunk(self._exchange.ranks)[other].clone()
@@ -56,14 +56,16 @@ class OtherRows(exchange._Summing):
 class TooEarly(symmetric._Gathering):
     """Rows are pulled before their rank has written them."""
 
-    def start(self):
-        exchange, (other,) = self._exchange, self._exchange.others
-        exchange.tell(self._buffer, other, symmetric.READY)
+    def _greet(self, mark):
+        other = self._exchange.others[0]
         self._part(self._whole, other).copy_(self._part(self._of_ranks[other], other))
-        for what in (symmetric.READY, symmetric.TAKEN):
-            exchange.hear(self._buffer, other, what)
-            if what == symmetric.READY:
-                exchange.tell(self._buffer, other, symmetric.TAKEN)
+        super()._greet(mark)
+
+    def start(self, wanted_next=False):
+        with self._exchange.side.after_present() as mark:
+            self._greet(mark)
+            self._come[self._exchange.others[0]] = mark()
+            self._take_leave(mark)
 
 
 class OfTheSender(symmetric._Summing):

@@ -41,7 +41,7 @@ def overlaps_change_nothing(group: Any, device: str) -> None:
         case = Case(options, dtype=dtype, shape=(8, 2))
         plain = results(case)
         for chosen in flags:
-            with mock.patch.object(symmetric, "LEAST", math.inf):
+            with mock.patch.object(symmetric, "worth", return_value=False):
                 in_turn = results(case, **chosen)
             in_parts = {"ub_overlap_ag", "ub_overlap_rs_dgrad"} & chosen.keys()
             for name, found in results(case, **chosen).items():
@@ -99,7 +99,7 @@ class AtOnce:
 def symmetric_memory(device: str) -> Iterator[None]:
     """The exchange that GPUs have, for any size; on the CPU through files."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(symmetric, "LEAST", 0))
+        stack.enter_context(mock.patch.object(symmetric, "worth", return_value=True))
         if device == "cpu":
             stand_ins = {"allocate": lambda *a: (Shared(*a), None), "Side": AtOnce, "why_not": lambda *_: None}
             for name, stand_in in stand_ins.items():
@@ -144,7 +144,7 @@ def delays(group: Any, device: str) -> None:
             _, step = layers(group, device, 64, 96, **flags)
             dtype = torch.bfloat16 if device == "cuda" else torch.float64
             inputs = [torch.randn(rows, 64).to(device, dtype).requires_grad_() for rows in (24, 256, 96)]
-            with mock.patch.object(symmetric, "LEAST", math.inf):
+            with mock.patch.object(symmetric, "worth", return_value=False):
                 expected = [step(x) for x in inputs]
             for run in range(runs):
                 found = symmetric._exchanges.get((group.group_name, inputs[0].device))

@@ -66,19 +66,25 @@ def float8(group: Any, device: str) -> None:
             module.backward_dw()
             results = found if returned else (found,)
             note = str((recipe, options, sequence))
-            close = {"rtol": 1e-4, "atol": 1e-4, "msg": lambda text, note=note: f"{note}: {text}"}
-            assert_close(results[0], y[:, own_outs], **close)
+            # A GPU's tensor cores add up less exactly, and in another order where there are fewer columns.
+            off = 1e-4 if device == "cpu" else 4e-3
+
+            def near(one: Tensor, other: Tensor, note: str = note, off: float = off) -> None:
+                bounds = {"rtol": off, "atol": off * max(1.0, float(other.abs().max()))}
+                assert_close(one, other, **bounds, msg=lambda text: f"{note}: {text}")
+
+            near(results[0], y[:, own_outs])
             if returned:
-                assert_close(results[1], z if gathered else z[own], **close)
+                near(results[1], z if gathered else z[own])
             dweight = module.weight.main_grad if module.fuse_wgrad_accumulation else module.weight.grad
-            assert_close(dweight, alone.weight.grad[own_outs], **close)
-            assert_close(module.bias.grad, alone.bias.grad[own_outs], **close)
-            assert_close(own_leaf.grad, leaf.grad[own], **close)
+            near(dweight, alone.weight.grad[own_outs])
+            near(module.bias.grad, alone.bias.grad[own_outs])
+            near(own_leaf.grad, leaf.grad[own])
             for name in ("layer_norm_weight", "layer_norm_bias"):
                 gradient = getattr(module, name).grad
                 if sequence:
                     dist.all_reduce(gradient, group=group)
-                assert_close(gradient, getattr(alone, name).grad, **close)
+                near(gradient, getattr(alone, name).grad)
 
 
 def attributes(group: Any, device: str) -> None:

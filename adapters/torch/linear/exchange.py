@@ -24,16 +24,24 @@ class Gathering(Protocol):
 
     own: Tensor  # (rows, cols), where this rank writes its rows
 
-    def start(self) -> None:
-        """`own` is written."""
+    def start(self, wanted_next: bool = False) -> None:
+        """`own` is written. `wanted_next`: nothing is asked of the present stream before the result."""
+        ...
+
+    def heard(self) -> None:
+        """What is asked of the present stream from here on waits until all ranks have started."""
         ...
 
     def of(self, rank: int) -> Tensor:
-        """The rows of a rank, (rows, cols), for what runs on the current stream from here on."""
+        """The rows of a rank, (rows, cols), for what runs on the present stream from here on."""
+        ...
+
+    def come(self) -> Tensor:
+        """All rows, (ranks rows, cols), while other ranks may still read those of this one."""
         ...
 
     def whole(self, keep: bool = False) -> Tensor:
-        """All rows, (ranks rows, cols); the last that is asked. `keep`: also after the next gathering has begun."""
+        """All rows, and nothing is under way any more; asked at the end. `keep`: also after the next gathering."""
         ...
 
 
@@ -50,8 +58,16 @@ class Summing(Protocol):
         """All of `terms` is written, and nothing was sent."""
         ...
 
+    def heard(self) -> None:
+        """As of a Gathering."""
+        ...
+
     def result(self) -> Tensor:
         """(rows, cols), which nobody else holds."""
+        ...
+
+    def end(self) -> None:
+        """Nothing of it is under way for what runs on the present stream from here on; asked after the result."""
         ...
 
 
@@ -83,15 +99,26 @@ class Exchange:
 class _Gathering:
     def __init__(self, exchange: Exchange, rows: Tensor):
         self._exchange, self._rows = exchange, rows
-        self._parts = rows.chunk(exchange.ranks) if len(rows) else [rows] * exchange.ranks
-        self.own = self._parts[exchange.rank]
+        self._count = len(rows) // exchange.ranks
+        self.own = self._part(exchange.rank)
         self._work: Any = None
 
-    def start(self) -> None:
-        self._work = _all_gather(self._rows, self.own, group=self._exchange.group, async_op=True)
+    def _part(self, rank: int) -> Tensor:
+        return self._rows.narrow(0, rank * self._count, self._count)
+
+    def start(self, wanted_next: bool = False) -> None:
+        self._work = _all_gather(self._rows, self.own, group=self._exchange.group, async_op=not wanted_next)
+
+    def heard(self) -> None:
+        pass
 
     def of(self, rank: int) -> Tensor:
-        return self.own if rank == self._exchange.rank else self.whole().chunk(self._exchange.ranks)[rank]
+        if rank != self._exchange.rank:
+            self.come()
+        return self._part(rank)
+
+    def come(self) -> Tensor:
+        return self.whole()
 
     def whole(self, keep: bool = False) -> Tensor:
         if self._work is not None:
@@ -115,9 +142,15 @@ class _Summing:
         self._sum = terms.new_empty((len(terms) // exchange.ranks, terms.shape[1]))
         self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=True)
 
+    def heard(self) -> None:
+        pass
+
     def result(self) -> Tensor:
         _wait(self._work)
         return self._sum
+
+    def end(self) -> None:
+        pass
 
 
 def _wait(work: Any) -> None:
@@ -129,6 +162,18 @@ def _wait(work: Any) -> None:
 def in_turn(rank: int, ranks: int) -> list[int]:
     """The ranks after this one, itself last."""
     return [(rank + step) % ranks for step in range(1, ranks + 1)]
+
+
+_exchanges: dict[str, Exchange] = {}
+
+
+def exchange_by_collectives(name: str) -> Exchange:
+    """Of the group with that name."""
+    group = group_of(name)
+    found = _exchanges.get(name)
+    if found is None or found.group is not group:  # another may have had the name
+        found = _exchanges[name] = Exchange(group)
+    return found
 
 
 def group_of(name: str) -> Any:

@@ -61,19 +61,14 @@ def norm_linear(
     options = Float8Options(operation, float(eps), autocast_dtype(x) or x.dtype, recipe.scheme)
     parallel.compare(x, options.dtype)
     wants_columns = differentiated and any(t is not None and t.requires_grad for t in (x, ln_weight, ln_bias))
+    trained = differentiated and weight.requires_grad
     with without_autocast(x.device.type):
         with torch.no_grad():
-            weights = cache.of(
-                parts,
-                weight,
-                options.scheme,
-                wants_columns,
-                differentiated and weight.requires_grad,
-                is_first_microbatch,
-            )
+            weights = cache.of(parts, weight, options.scheme, wants_columns, trained, is_first_microbatch)
+            if not differentiated:
+                y, z, _, _ = forward(x, weights, bias, ln_weight, ln_bias, options, ranks)
         if differentiated:
             return _NormLinear.apply(*tensors, weights, options, ranks, sink)
-        y, z, _, _ = forward(x, weights, bias, ln_weight, ln_bias, options, ranks)
     if fp8_output:
         y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
         return (y8.view(y.shape), scale.view(y.shape[:-1])), z

@@ -51,7 +51,8 @@ def norm_linear(
     parallel.compare(x, options.dtype)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _apply(*tensors, options, ranks, sink)
-    return forward(*tensors, options, ranks)[:2]
+    with torch.no_grad():
+        return forward(*tensors, options, ranks)[:2]
 
 
 class _NormLinear(torch.autograd.Function):

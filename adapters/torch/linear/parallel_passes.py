@@ -24,7 +24,7 @@ from torch import Tensor
 from ..norm import launching
 from ..norm.functional import _at_once
 from . import symmetric
-from .exchange import Exchange, Gathering, group_of, in_turn
+from .exchange import Exchange, Gathering, exchange_by_collectives, group_of, in_turn
 from .passes import Options, Sink, _Product, in_dtype_of, matrix, norm_gradients, normalise
 
 
@@ -53,14 +53,13 @@ class Forward(NamedTuple):
     kept: Tensor | None  # Z, if options.keep_normalized
 
 
-def exchange_of(ranks: Ranks, overlaps: bool, like: Tensor, size: int = 0) -> Exchange:
-    """What suits a matrix of all rows of `size` bytes; `overlaps`: a product runs meanwhile."""
-    group = group_of(ranks.group)
-    if overlaps and size >= symmetric.LEAST:
-        found = symmetric.exchange(group, like.device)
+def exchange_of(ranks: Ranks, overlaps: bool, like: Tensor, size: int = 0, in_parts: bool = False) -> Exchange:
+    """What suits a matrix of all rows of `size` bytes; `overlaps`: a product runs meanwhile, perhaps in parts."""
+    if overlaps and symmetric.worth(size, in_parts):
+        found = symmetric.exchange(group_of(ranks.group), like.device)
         if found is not None:
             return found
-    return Exchange(group)
+    return exchange_by_collectives(ranks.group)
 
 
 def forward(x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks) -> Forward:
@@ -71,14 +70,14 @@ def forward(x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks)
         returned = None if ranks.returned == "nothing" else z if kept is None else z.clone()
         return Forward(F.linear(z, weight, bias), returned, statistics, kept)
     size = ranks.size * rows * cols * options.dtype.itemsize
-    exchange = exchange_of(ranks, ranks.overlap_gather, x, size)
+    exchange = exchange_of(ranks, ranks.overlap_gather, x, size, in_parts=True)
     gathering = exchange.gathering(rows, cols, x, options.dtype)
     statistics = _normalise_into(gathering.own, x, ln_weight, ln_bias, options)
-    gathering.start()
+    gathering.start(wanted_next=not ranks.overlap_gather)
     if ranks.overlap_gather:
         y = _product_in_parts(gathering, exchange, rows, weight, bias)
     else:
-        y = F.linear(gathering.whole(), weight, bias)
+        y = F.linear(gathering.come(), weight, bias)
     returned = kept = None
     if options.keep_normalized or ranks.returned == "gathered":
         kept = gathering.whole(keep=True)
@@ -110,9 +109,8 @@ def _product_in_parts(gathering: Gathering, exchange: Exchange, rows: int, weigh
     return y
 
 
-@torch.no_grad()
 def _normalise_into(out: Tensor, x, ln_weight, ln_bias, options: Options) -> Tensor:
-    """Statistics; `out` (rows, cols) becomes z."""
+    """Statistics; `out` (rows, cols) becomes z. Nothing is recorded where this is called."""
     if _at_once(x, ln_weight, ln_bias) and x.numel():
         operation, eps, dtype, _ = options
         call = (operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, 0, True)
@@ -143,6 +141,8 @@ def gradients(
     all_rows = rows * ranks.size if ranks.sequence else rows
     dy = x.new_zeros((all_rows, len(weight)), dtype=options.dtype) if dy is None else matrix(dy, all_rows)
 
+    ends: list[Callable[[], object]] = []
+
     def z_again() -> Callable[[], Tensor]:
         """Begins what makes z of all rows once more; a collective with sequence parallelism."""
         if kept is not None:
@@ -153,9 +153,14 @@ def gradients(
         gathering = exchange.gathering(rows, cols, x, options.dtype)
         _normalise_into(gathering.own, x, ln_weight, ln_bias, options)
         gathering.start()
-        return gathering.whole
+        if delayed:
+            return gathering.whole
+        ends.append(gathering.whole)
+        gathering.heard()
+        return gathering.come
 
-    if ranks.delayed and sink is not None:
+    delayed = ranks.delayed and sink is not None
+    if delayed:
         again = lambda: z_again()()  # noqa: E731
     elif sink is not None or wants_dweight:
         again = z_again()
@@ -163,7 +168,7 @@ def gradients(
         again = None
 
     before = dreturned if ranks.gathers_returned else None  # the sum over the ranks
-    total = _gradient_of_z(dy, weight, before, rows, ranks) if any(norm_mask) else None
+    total = _gradient_of_z(dy, weight, before, rows, ranks, ends) if any(norm_mask) else None
     product = _Product(dy, again, weight)
     if sink is not None:
         dweight, dbias = sink(product)
@@ -171,27 +176,36 @@ def gradients(
         dweight = product.weight() if wants_dweight else None
         dbias = product.bias() if wants_dbias else None
     del product, again
-    if total is None:
-        return None, dweight, dbias, None, None
-    dz = total()
-    if dreturned is not None and before is None:
-        dz = dz.add_(matrix(dreturned, rows))
-    dx, dln_weight, dln_bias = norm_gradients(dz.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
+    dx = dln_weight = dln_bias = None
+    if total is not None:
+        dz = total()
+        if dreturned is not None and before is None:
+            dz = dz.add_(matrix(dreturned, rows))
+        dx, dln_weight, dln_bias = norm_gradients(dz.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
+    for end in ends:
+        end()
     return dx, dweight, dbias, dln_weight, in_dtype_of(ln_bias, dln_bias)
 
 
-def _gradient_of_z(dy: Tensor, weight: Tensor, before: Tensor | None, rows: int, ranks: Ranks) -> Callable[[], Tensor]:
-    """Begins dZ = Σ over the ranks of dy W_r + `before`; its result is dz (rows, in) of the rows that this rank has."""
+def _gradient_of_z(
+    dy: Tensor, weight: Tensor, before: Tensor | None, rows: int, ranks: Ranks, ends: list[Callable[[], object]]
+) -> Callable[[], Tensor]:
+    """Begins dZ = Σ over the ranks of dy W_r + `before`; its result is dz (rows, in) of the rows that this rank has.
+
+    What must come at the end of the pass is added to `ends`.
+    """
     if not ranks.sequence:
         return reduced(dy @ weight, rows, ranks)
     overlaps = ranks.overlap_sum or ranks.bulk_sum
     size = len(dy) * weight.shape[1] * dy.dtype.itemsize
-    exchange = exchange_of(ranks, overlaps, dy, size)
+    exchange = exchange_of(ranks, overlaps, dy, size, in_parts=ranks.overlap_sum)
     before = None if before is None else matrix(before, len(dy))
     summing = exchange.summing(rows, weight.shape[1], dy, dy.dtype)
+    ends.append(summing.end)
     if not ranks.overlap_sum:
         _product_into(summing.terms, dy, weight, before)
         summing.start()
+        summing.heard()
         return summing.result
     for rank in in_turn(exchange.rank, exchange.ranks):
         part = slice(rank * rows, (rank + 1) * rows)
@@ -208,7 +222,14 @@ def reduced(terms: Tensor, rows: int, ranks: Ranks) -> Callable[[], Tensor]:
     summing = exchange.summing(rows, terms.shape[1], terms, terms.dtype)
     summing.terms.copy_(terms)
     summing.start()
-    return summing.result
+    summing.heard()
+
+    def result() -> Tensor:
+        found = summing.result()
+        summing.end()
+        return found
+
+    return result
 
 
 def _product_into(out: Tensor, dy: Tensor, weight: Tensor, before: Tensor | None) -> None:

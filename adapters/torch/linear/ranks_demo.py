@@ -33,6 +33,7 @@ def main(folder: Path, ranks: int, rank: int) -> None:
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=120),
+        device_id=device if on_gpus else None,
     )
     group = dist.group.WORLD
     x = torch.from_numpy(numpy.load(folder / "x.npy"))
