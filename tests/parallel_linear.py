@@ -17,7 +17,7 @@ from parallel_mistakes import MISTAKES
 from rank_pool import serve
 
 CHECKS = parallel_overlaps.CHECKS | parallel_rules.CHECKS | colwise.CHECKS  # of two ranks, on any device
-OTHERS = parallel_overlaps.ON_GPUS | colwise.ON_FOUR
+OTHERS = parallel_overlaps.ON_GPUS | colwise.ON_FOUR | {"dead": parallel_rules.beside_a_dead_rank}
 
 
 def answer(ranks: int, kind: str, name: str) -> None:

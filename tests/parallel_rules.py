@@ -198,6 +198,30 @@ def refused(group: Any, device: str) -> None:
     )
 
 
+def kept(group: Any, device: str) -> None:
+    """For the backward pass x, parameters and statistics of this rank's rows; z of all rows where it is to be kept."""
+    for keep in (False, True):
+        module = make(Case(), group, device, keep_normalized=keep)
+        x = torch.ones(6, COLS, dtype=torch.float64, device=device, requires_grad=True)
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=shapes: s.append(tuple(t.shape)), lambda t: t):
+            module(x)
+        expected = [(6, COLS), (OUTS // 2, COLS), (COLS,), (COLS,), (2, 6), *([(12, COLS)] if keep else [])]
+        assert sorted(shapes) == sorted(expected), shapes
+
+
+def beside_a_dead_rank(group: Any, device: str) -> None:
+    """torch.distributed's error, not a wait without end and not a result; asked of the first rank alone."""
+    module = LayerNormLinear(
+        COLS, OUTS, tp_group=GROUPS[2], parallel_mode="column", sequence_parallel=True, device=device
+    )
+    try:
+        module(torch.ones(2, COLS, device=device))
+    except RuntimeError:
+        return
+    raise AssertionError("a rank is dead, and nothing was raised")
+
+
 def operators(group: Any, device: str) -> None:
     """Their schemas and fake results, in torch's own test of operators."""
     x, weight, bias, gamma, beta = (
@@ -247,6 +271,7 @@ CHECKS = {
         no_communication,
         initialised_inside_the_tracker,
         refused,
+        kept,
         operators,
         rows_that_differ,
     )

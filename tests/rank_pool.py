@@ -56,6 +56,10 @@ class Pool:
             self.close()
         return found
 
+    def end(self, rank: int) -> None:
+        self._processes[rank].kill()
+        self._processes[rank].wait()
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()

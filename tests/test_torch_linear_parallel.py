@@ -20,6 +20,8 @@ from parallel_linear import CHECKS  # noqa: E402
 from parallel_mistakes import MISTAKES  # noqa: E402
 from rank_pool import Pool  # noqa: E402
 
+from cunorm.torch.linear import symmetric  # noqa: E402
+
 PROGRAM = Path(__file__).parent / "parallel_linear.py"
 pytestmark = pytest.mark.slow
 
@@ -68,6 +70,23 @@ def test_rules_on_four_ranks(pool, check):
     if pool.size < 4:
         pytest.skip("needs four ranks")
     assert_right(pool.ask(4, "check", check))
+
+
+def test_a_killed_rank(tmp_path):
+    pool = Pool(PROGRAM, 2, tmp_path, "cpu")
+    try:
+        assert_right(pool.ask(2, "case", "as it is"))
+        pool.end(1)
+        assert_right(pool.ask(1, "check", "dead"))
+    finally:
+        pool.close()
+
+
+def test_where_hiding_an_exchange_wins():
+    """Not of few bytes, and of a product in parts not before it wins as one."""
+    sizes = [1 << 20, symmetric.LEAST, symmetric.LEAST_IN_PARTS]
+    assert [symmetric.worth(size) for size in sizes] == [False, True, True]
+    assert [symmetric.worth(size, in_parts=True) for size in sizes] == [False, False, True]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

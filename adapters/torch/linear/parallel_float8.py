@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ..norm.functional import autocast_dtype
+from . import symmetric
 from .exchange import Exchange
 from .float8_casts import STEP, cast_columns, cast_rows, normalised_columns, scale_of_tensor
 from .float8_functional import _check_float8
@@ -133,7 +134,8 @@ def forward(
 
 def gathered(own: Tensor, ranks: Ranks, overlaps: bool, keep: bool = False) -> Callable[[], Tensor]:
     """Begins to gather (rows, cols) of every rank; its result is (ranks rows, cols)."""
-    exchange: Exchange = exchange_of(ranks, overlaps, own, ranks.size * own.numel() * own.element_size())
+    overlaps = overlaps and symmetric.worth(ranks.size * own.numel() * own.element_size())
+    exchange: Exchange = exchange_of(ranks, overlaps, own)
     gathering = exchange.gathering(*own.shape, own, own.dtype)
     gathering.own.copy_(own)
     gathering.start()

@@ -53,9 +53,9 @@ class Forward(NamedTuple):
     kept: Tensor | None  # Z, if options.keep_normalized
 
 
-def exchange_of(ranks: Ranks, overlaps: bool, like: Tensor, size: int = 0, in_parts: bool = False) -> Exchange:
-    """What suits a matrix of all rows of `size` bytes; `overlaps`: a product runs meanwhile, perhaps in parts."""
-    if overlaps and symmetric.worth(size, in_parts):
+def exchange_of(ranks: Ranks, overlaps: bool, like: Tensor) -> Exchange:
+    """`overlaps`: a product runs meanwhile, and hiding the exchange under it wins."""
+    if overlaps:
         found = symmetric.exchange(group_of(ranks.group), like.device)
         if found is not None:
             return found
@@ -70,11 +70,12 @@ def forward(x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks)
         returned = None if ranks.returned == "nothing" else z if kept is None else z.clone()
         return Forward(F.linear(z, weight, bias), returned, statistics, kept)
     size = ranks.size * rows * cols * options.dtype.itemsize
-    exchange = exchange_of(ranks, ranks.overlap_gather, x, size, in_parts=True)
+    in_parts = ranks.overlap_gather and symmetric.worth(size, in_parts=True)
+    exchange = exchange_of(ranks, in_parts, x)
     gathering = exchange.gathering(rows, cols, x, options.dtype)
     statistics = _normalise_into(gathering.own, x, ln_weight, ln_bias, options)
-    gathering.start(wanted_next=not ranks.overlap_gather)
-    if ranks.overlap_gather:
+    gathering.start(wanted_next=not in_parts)
+    if in_parts:
         y = _product_in_parts(gathering, exchange, rows, weight, bias)
     else:
         y = F.linear(gathering.come(), weight, bias)
@@ -149,7 +150,8 @@ def gradients(
             return lambda: matrix(kept, all_rows)
         if not ranks.sequence:
             return lambda: matrix(normalise(x, ln_weight, ln_bias, options, False)[0], rows)
-        exchange = exchange_of(ranks, ranks.bulk_gather, x, all_rows * cols * options.dtype.itemsize)
+        overlaps = ranks.bulk_gather and symmetric.worth(all_rows * cols * options.dtype.itemsize)
+        exchange = exchange_of(ranks, overlaps, x)
         gathering = exchange.gathering(rows, cols, x, options.dtype)
         _normalise_into(gathering.own, x, ln_weight, ln_bias, options)
         gathering.start()
@@ -196,13 +198,13 @@ def _gradient_of_z(
     """
     if not ranks.sequence:
         return reduced(dy @ weight, rows, ranks)
-    overlaps = ranks.overlap_sum or ranks.bulk_sum
     size = len(dy) * weight.shape[1] * dy.dtype.itemsize
-    exchange = exchange_of(ranks, overlaps, dy, size, in_parts=ranks.overlap_sum)
+    in_parts = ranks.overlap_sum and symmetric.worth(size, in_parts=True)
+    exchange = exchange_of(ranks, in_parts or (ranks.bulk_sum and symmetric.worth(size)), dy)
     before = None if before is None else matrix(before, len(dy))
     summing = exchange.summing(rows, weight.shape[1], dy, dy.dtype)
     ends.append(summing.end)
-    if not ranks.overlap_sum:
+    if not in_parts:
         _product_into(summing.terms, dy, weight, before)
         summing.start()
         summing.heard()
@@ -218,7 +220,8 @@ def reduced(terms: Tensor, rows: int, ranks: Ranks) -> Callable[[], Tensor]:
     """Begins their sum over the ranks; its result is that of the rows that this rank has."""
     if not ranks.sequence:
         return exchange_of(ranks, False, terms).sum_for_all(terms)
-    exchange = exchange_of(ranks, ranks.bulk_sum or ranks.overlap_sum, terms, terms.numel() * terms.element_size())
+    overlaps = (ranks.bulk_sum or ranks.overlap_sum) and symmetric.worth(terms.numel() * terms.element_size())
+    exchange = exchange_of(ranks, overlaps, terms)
     summing = exchange.summing(rows, terms.shape[1], terms, terms.dtype)
     summing.terms.copy_(terms)
     summing.start()

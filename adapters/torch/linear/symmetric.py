@@ -25,7 +25,7 @@ from ... import logs
 from .exchange import Exchange, in_turn
 
 READY, TAKEN = 0, 1  # channels of signals
-# Bytes of all rows below which torch.distributed is used. On two H200s, 4096 -> 12288, NCCL's microseconds and these,
+# Bytes of all rows below which ub_* change nothing. On two H200s, 4096 -> 12288, NCCL's microseconds and these,
 # of 32 MB and 64 MB: ub_overlap_ag 409 and 502, 777 and 625; the bulk flags 876 and 787, 1563 and 1386 (of 16 MB 953
 # and 982); ub_overlap_rs_dgrad 876 and 960, 1563 and 1453. Below, the host's time for more launches is what counts. In
 # a CUDA graph it does not: there and back a signal takes 11 us, and a pull of 4 MB 24 us less than NCCL's gather.
@@ -36,8 +36,11 @@ LEAST_IN_GRAPH = 4 << 20
 _exchanges: dict[tuple[str, torch.device], tuple[Any, SymmetricExchange | None]] = {}
 
 
-def worth(size: int, in_parts: bool) -> bool:
-    """Whether hiding the exchange of so many bytes wins; the same on every rank that makes the same calls."""
+def worth(size: int, in_parts: bool = False) -> bool:
+    """Whether hiding the exchange of so many bytes wins, the product in parts or one; else ub_* change nothing.
+
+    The same on every rank that makes the same calls.
+    """
     least = LEAST_IN_PARTS if in_parts else LEAST
     if size < min(least, LEAST_IN_GRAPH):
         return False
