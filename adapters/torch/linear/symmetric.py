@@ -27,11 +27,9 @@ from .exchange import Exchange, in_turn
 READY, TAKEN = 0, 1  # channels of signals
 # Bytes of all rows below which ub_* change nothing. On two H200s, 4096 -> 12288, NCCL's microseconds and these,
 # of 32 MB and 64 MB: ub_overlap_ag 409 and 502, 777 and 625; the bulk flags 876 and 787, 1563 and 1386 (of 16 MB 953
-# and 982); ub_overlap_rs_dgrad 876 and 960, 1563 and 1453. Below, the host's time for more launches is what counts. In
-# a CUDA graph it does not: there and back a signal takes 11 us, and a pull of 4 MB 24 us less than NCCL's gather.
+# and 982); ub_overlap_rs_dgrad 876 and 960, 1563 and 1453. Below, the host's time for more launches is what counts.
 LEAST_IN_PARTS = 64 << 20
 LEAST = 32 << 20
-LEAST_IN_GRAPH = 4 << 20
 
 _exchanges: dict[tuple[str, torch.device], tuple[Any, SymmetricExchange | None]] = {}
 
@@ -41,10 +39,7 @@ def worth(size: int, in_parts: bool = False) -> bool:
 
     The same on every rank that makes the same calls.
     """
-    least = LEAST_IN_PARTS if in_parts else LEAST
-    if size < min(least, LEAST_IN_GRAPH):
-        return False
-    return size >= least or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return size >= (LEAST_IN_PARTS if in_parts else LEAST)
 
 
 def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
