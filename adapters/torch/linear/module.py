@@ -376,6 +376,8 @@ class LayerNormLinear(WeightGradients):
         ------
         ValueError
             A group of another size than tp_size, or one that this process is not in.
+        RuntimeError
+            torch.distributed has no process group yet.
         """
         self._parallel.set_group(tp_group)
 
