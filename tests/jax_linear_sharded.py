@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections import Counter
 from contextlib import nullcontext
 
 if __name__ == "__main__":
@@ -15,7 +17,7 @@ import numpy
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_arrays import close
-from jax_sharded import collectives
+from jax_sharded import COLLECTIVES, collectives
 from test_jax_linear import arguments, both, compiled, gradient
 
 ROWS = 16
@@ -45,6 +47,39 @@ def check_sharded(op: str, mesh: Mesh, specs: tuple[P, ...], y_spec: P, context:
         assert found.sharding.is_equivalent_to(array.sharding, found.ndim), (found.shape, found.sharding)
     close(jax.device_get(y), jax.device_get(compiled(expected)(*arrays)), 5e-4, 1e-4)
     close(jax.device_get(gradients), jax.device_get(compiled(gradient(expected))(*arrays)), 5e-4, 1e-4)
+
+
+def check_rows_gathered(op: str, mesh: Mesh, explicit: bool) -> None:
+    """Rows of x and columns of kernel over one axis: z is gathered, in each pass once; its gradient is summed."""
+    mine, expected = both(op)
+    arrays = given(op)
+    specs = (P("model"), P(None, "model"), P("model"), P(), P())
+    sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=False)]
+    of_y = NamedSharding(mesh, P(None, None, "model"))
+
+    def run(*arrays):
+        if explicit:
+            return mine(*arrays, out_sharding=of_y)
+        return jax.lax.with_sharding_constraint(mine(*arrays), of_y)
+
+    with jax.set_mesh(mesh):
+        forward = compiled(run).lower(*sharded).compile()
+        assert counted(forward) == {"all-gather": 1}, counted(forward)
+        y = forward(*sharded)
+        assert y.sharding.is_equivalent_to(of_y, y.ndim), y.sharding
+        in_shardings = tuple(a.sharding for a in sharded)
+        backward = jax.jit(gradient(run), out_shardings=in_shardings).lower(*sharded).compile()
+        kinds = counted(backward)
+        assert kinds.pop("all-gather") == 2, kinds
+        assert set(kinds) <= {"all-reduce", "reduce-scatter"}, kinds
+        gradients = backward(*sharded)
+    close(jax.device_get(y), jax.device_get(compiled(expected)(*arrays)), 5e-4, 1e-4)
+    close(jax.device_get(gradients), jax.device_get(compiled(gradient(expected))(*arrays)), 5e-4, 1e-4)
+
+
+def counted(program) -> dict[str, int]:
+    found = Counter(re.findall(rf"= \S+ ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text()))
+    return dict(found)
 
 
 def check_kernel_split_along_in(mesh: Mesh) -> None:
@@ -98,6 +133,11 @@ def main(platform: str) -> None:
         check_sharded("layer_norm", square, COLUMN_PARALLEL, P("data", None, "model"), context=kind == "explicit")
         print(f"rows, then rows and columns of kernel, over {devices.size} devices, {kind} axes")
     check_functions_of_cunorm(line)
+    for types in (AxisType.Auto, AxisType.Explicit):
+        line = Mesh(devices, ("model",), axis_types=(types,))
+        for op in ("layer_norm", "rms_norm"):
+            check_rows_gathered(op, line, types is AxisType.Explicit)
+    print("rows and columns of kernel over one axis")
     automatic = Mesh(grid, ("data", "model"))
     check_kernel_split_along_in(automatic)
     print("kernel split along in")

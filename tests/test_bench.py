@@ -606,3 +606,12 @@ def test_products_in_8_bits_are_of_the_shapes_of_the_linear():
     from bench import linear, linear_fp8
 
     assert linear_fp8.SHAPES == linear.SHAPES
+
+
+def test_the_slower_rank_counts():
+    from bench import linear_parallel
+
+    times = linear_parallel.slower([{"norm": 16.0, "product": 500.0}, {"norm": 17.0, "product": 490.0}])
+    assert times == {"norm": 17.0, "product": 500.0}
+    assert linear_parallel.limit({**times, "gather": 91.0}, "norm", "product", "gather") == 542.0
+    assert linear_parallel.limit({**times, "gather": 600.0}, "norm", "product", "gather") == 647.0

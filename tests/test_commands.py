@@ -14,6 +14,7 @@ import pytest
 from command_line import STUBS, assert_fails_in_one_line, command, output_of
 
 import cunorm
+from cunorm.commands import info
 
 KERNEL = "0123456789abcdef0123456789abcdef01234567"
 
@@ -59,6 +60,33 @@ def test_info_says_why_a_field_cannot_be_had(tmp_path, conditions, field, reason
 @pytest.mark.parametrize("cupy", STUBS)
 def test_info_in_words_survives_a_broken_cupy(tmp_path, cupy):
     assert re.search(r"^gpus +- \(.+\)$", output_of(command(tmp_path, "info", cupy=cupy)), re.MULTILINE)
+
+
+def test_info_says_how_ranks_exchange_rows_and_why(tmp_path):
+    pytest.importorskip("torch")
+    fields = json.loads(output_of(command(tmp_path, "info", "--json", cupy="absent")))
+    assert fields["exchange"].startswith("torch.distributed (CuPy could not be imported")
+    assert list(fields["peer_access"]) == ["unavailable"]
+
+
+@pytest.mark.parametrize(
+    ("reached", "access", "exchange"),
+    [
+        ({(0, 1), (1, 0)}, "every GPU reaches the memory of every other", "symmetric memory where ub_* ask for it"),
+        ({(0, 1)}, "GPU 1 cannot reach GPU 0", "torch.distributed (GPU 1 cannot reach GPU 0)"),
+    ],
+)
+def test_info_of_two_gpus(monkeypatch, reached, access, exchange):
+    class Runtime:
+        @staticmethod
+        def deviceCanAccessPeer(one, other):  # noqa: N802
+            return (one, other) in reached
+
+    monkeypatch.setattr(info, "_gpus", lambda: [{}, {}])
+    monkeypatch.setattr(info, "_runtime", Runtime)
+    monkeypatch.setattr(info, "_distribution", lambda name: "")
+    assert info.report()["peer_access"] == access
+    assert info.report()["exchange"].startswith(exchange)
 
 
 def test_info_counts_the_files_of_the_kernel_cache(tmp_path, kernel_cache):

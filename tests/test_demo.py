@@ -96,6 +96,25 @@ def test_demo_of_8_bits_refuses_what_has_no_norm_to_them(tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_demo_of_two_ranks(tmp_path):
+    """Sums of 16 bits, of which the largest is rounded after some hundred: each within some units of 2^-11."""
+    pytest.importorskip("torch")
+    output = output_of(command(tmp_path, "demo", "--ranks", "2"))
+    assert "2 processes, on the CPU (gloo)" in output
+    assert "torch.distributed alone (tensors on cpu have no symmetric memory)" in output
+    assert "LayerNormLinear(64, 192) over 898 of 1796 rows a rank" in output
+    found = dict(re.findall(r"^(y|d\w+) +(\S+)$", output, re.MULTILINE))
+    assert list(found) == ["y", "dx", "dlayer_norm_weight", "dlayer_norm_bias", "dweight", "dbias"]
+    assert all(0 < float(error) < 4 * 2**-11 for error in found.values()), found
+
+
+@pytest.mark.parametrize(("ranks", "fragment"), [("1", "--ranks must be 2 or more; got 1"), ("1798", "has 1797")])
+def test_demo_refuses_ranks(tmp_path, ranks, fragment):
+    pytest.importorskip("torch")
+    assert_fails_in_one_line(command(tmp_path, "demo", "--ranks", ranks), 2, fragment)
+
+
 BAD_FILES = {
     "text": b"1.0 2.0 3.0\n",
     "empty": b"",

@@ -197,6 +197,32 @@ def test_partitioning():
     assert spec == jax.sharding.PartitionSpec(None, "model")
 
 
+def test_metadata_of_nnx():
+    """What nnx.Param is given besides the values, each its own."""
+    names = ("kernel", "bias", "scale", "ln_bias")
+    metadata = {f"{name}_metadata": {"label": name} for name in names}
+    module = cunorm.flax.nnx.LayerNormDense(IN, OUT, rngs=flax.nnx.Rngs(0), **metadata)
+    assert [getattr(module, name).label for name in names] == list(names)
+
+
+@frameworks
+def test_out_sharding(framework):
+    """Of y, over explicit axes: rows of x and columns of kernel over the same one."""
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:1], ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows, columns = (jax.sharding.PartitionSpec(*axes) for axes in (("model", None), (None, "model")))
+    with jax.set_mesh(mesh):
+        parameters = {"kernel": jax.device_put(jnp.ones((IN, OUT)), jax.NamedSharding(mesh, columns))}
+        x = jax.device_put(jnp.ones((2, IN)), jax.NamedSharding(mesh, rows))
+        plain = {"use_bias": False, "use_scale": False, "use_ln_bias": False}
+        if framework == "linen":
+            module = cunorm.flax.linen.LayerNormDense(OUT, **plain)
+            y = module.apply({"params": parameters}, x, out_sharding=columns)
+        else:
+            module = filled(cunorm.flax.nnx.LayerNormDense(IN, OUT, rngs=flax.nnx.Rngs(0), **plain), parameters)
+            y = module(x, out_sharding=columns)
+    assert jax.typeof(y).sharding.spec == columns
+
+
 @pytest.mark.slow
 def test_an_nnx_module_under_its_transformations():
     module = cunorm.flax.nnx.LayerNormDense(IN, OUT, rngs=flax.nnx.Rngs(0))

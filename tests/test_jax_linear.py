@@ -293,7 +293,7 @@ def arguments(device, *leading, op="layer_norm", cols=COLS, outs=OUTS):
 def both(op, keep_normalized=False):
     """cunorm's function and the definition."""
     chosen = {"eps": 0.3, "normalization": NORMALIZATION[op], "keep_normalized": keep_normalized}
-    return [lambda *a: layer_norm_linear(*a, **chosen), lambda *a: plain(*a, op=op)]
+    return [lambda *a, **others: layer_norm_linear(*a, **chosen, **others), lambda *a: plain(*a, op=op)]
 
 
 def gradient(function):

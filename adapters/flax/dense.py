@@ -49,7 +49,9 @@ def initializers(module: Any) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def norm_dense(module: Any, x: jax.Array, parameters: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+def norm_dense(
+    module: Any, x: jax.Array, parameters: Mapping[str, jax.Array], dtype: Any, out_sharding: Any
+) -> jax.Array:
     """y in `dtype`."""
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     # A kernel computes in float64 only what it reads in float64.
@@ -63,5 +65,10 @@ def norm_dense(module: Any, x: jax.Array, parameters: Mapping[str, jax.Array], d
         "ln_bias": parameters.get("ln_bias"),
     }
     op = linear.linear_problem.op(NAME, module.normalization, arrays["ln_bias"])
-    options = {"keep_normalized": module.keep_normalized, "precision": module.precision, "mixed": True}
+    options = {
+        "keep_normalized": module.keep_normalized,
+        "precision": module.precision,
+        "out_sharding": out_sharding,
+        "mixed": True,
+    }
     return linear.norm_linear(NAME, op, arrays, module.epsilon, module.zero_centered_gamma, **options)[0]

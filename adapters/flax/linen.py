@@ -213,7 +213,8 @@ class LayerNormDense(nn.Module):
 
     Notes
     -----
-    Called with x of shape (..., in) it returns y of shape (..., features). x, scale and ln_bias are read in their own
+    Called with x of shape (..., in) it returns y of shape (..., features); its `out_sharding` is that of
+    `cunorm.jax.layer_norm_linear`. x, scale and ln_bias are read in their own
     dtypes, kernel and bias are converted to that of y.
 
     Examples
@@ -250,7 +251,7 @@ class LayerNormDense(nn.Module):
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, x: Any) -> jax.Array:
+    def __call__(self, x: Any, out_sharding: Any = None) -> jax.Array:
         x = jnp.asarray(x)
         shapes = parameter_shapes(check_columns(x), self.features)
         parameters = {
@@ -258,7 +259,7 @@ class LayerNormDense(nn.Module):
             for name, initializer in initializers(self).items()
         }
         dtype = canonicalize_dtype(x, *parameters.values(), dtype=self.dtype)
-        return norm_dense(self, x, parameters, dtype)
+        return norm_dense(self, x, parameters, dtype, out_sharding)
 
 
 def _dtypes(module: nn.Module, *names: str) -> list[Any]:

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -192,6 +193,8 @@ class LayerNormDense(nnx.Module):
     epsilon, normalization, zero_centered_gamma, use_bias, use_scale, use_ln_bias, dtype, param_dtype, precision, \
 keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
         As cunorm.flax.linen.LayerNormDense has them.
+    kernel_metadata, bias_metadata, scale_metadata, ln_bias_metadata : dict
+        What nnx.Param takes besides, such as `out_sharding`.
 
     Attributes
     ----------
@@ -206,7 +209,8 @@ keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
 
     Notes
     -----
-    Called with x of shape (..., in_features) it returns y of shape (..., out_features). With a `dtype` x, scale and
+    Called with x of shape (..., in_features) it returns y of shape (..., out_features); its `out_sharding` is that of
+    `cunorm.jax.layer_norm_linear`. With a `dtype` x, scale and
     ln_bias are rounded to it before anything is computed, as flax.nnx.LayerNorm does and flax.linen's does not.
 
     Examples
@@ -240,6 +244,10 @@ keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
         scale_init: Callable[..., Any] | None = None,
         ln_bias_init: Callable[..., Any] = nnx.initializers.zeros_init(),  # noqa: B008
         rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
+        ln_bias_metadata: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.in_features = in_features
         self.out_features = out_features
@@ -260,12 +268,19 @@ keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
         check_options(self, in_features=in_features, out_features=out_features)
         shapes = parameter_shapes(in_features, out_features)
         found = initializers(self)
+        metadata = {
+            "kernel": kernel_metadata,
+            "bias": bias_metadata,
+            "scale": scale_metadata,
+            "ln_bias": ln_bias_metadata,
+        }
         for name, shape in shapes.items():
-            there = name in found
-            value = nnx.Param(found[name](rngs.params(), shape, param_dtype)) if there else nnx.data(None)
+            value = nnx.data(None)
+            if name in found:
+                value = nnx.Param(found[name](rngs.params(), shape, param_dtype), **metadata[name])
             setattr(self, name, value)
 
-    def __call__(self, x: Any) -> jax.Array:
+    def __call__(self, x: Any, out_sharding: Any = None) -> jax.Array:
         x = jnp.asarray(x)
         check_columns(x)
         parameters = {name: getattr(self, name)[...] for name in initializers(self)}
@@ -273,7 +288,7 @@ keep_normalized, kernel_init, bias_init, scale_init, ln_bias_init
         if self.dtype is not None:
             x, *others = promote_dtype((x, parameters.get("scale"), parameters.get("ln_bias")), dtype=self.dtype)
             parameters |= {name: p for name, p in zip(("scale", "ln_bias"), others, strict=True) if p is not None}
-        return norm_dense(self, x, parameters, dtype)
+        return norm_dense(self, x, parameters, dtype, out_sharding)
 
 
 def _unwidened(module: Any, x: Any, promoted: jax.Array) -> jax.Array:

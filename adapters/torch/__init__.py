@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm for PyTorch: drop-in functions and modules with autograd, on cunorm's kernels."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -32,6 +34,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Fusion",
     "LayerNorm",
+    "LayerNormColwiseParallel",
     "LayerNormLinear",
     "MMParams",
     "QParams",
@@ -60,5 +63,15 @@ __all__ = [
     "rms_norm_modulate",
     "set_recipe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch's DTensor, whose import takes longer than all else here."""
+    if name == "LayerNormColwiseParallel":
+        from .linear.colwise import LayerNormColwiseParallel
+
+        return LayerNormColwiseParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 at_hand(Tensor, Parameter)

@@ -17,7 +17,7 @@ import numpy
 from .. import device, layer_norm_backward, layer_norm_forward
 from ..norm.plan import plan
 from ..norm.problem import Problem, whole
-from . import float8_demo
+from . import float8_demo, ranks_demo
 from .info import why_no_gpu
 
 DTYPES = ("float16", "float32", "float64")  # of those that cunorm knows, what a .npy file can hold
@@ -44,7 +44,9 @@ def add_parser(commands) -> None:
         "plan, its time and its largest error against float64.",
     )
     parser.add_argument("--input", metavar="FILE.npy", help=f"an array of {KINDS}; default: 1797 digits of 64 pixels")
-    parser.add_argument("--fp8", action="store_true", help="the norm that writes 8 bits, and a product that reads them")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--fp8", action="store_true", help="the norm that writes 8 bits, and a product that reads them")
+    kinds.add_argument("--ranks", type=int, metavar="N", help="PyTorch's LayerNormLinear over N processes, a GPU each")
     parser.set_defaults(run=run)
 
 
@@ -60,9 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
         if reason:
             print(f"demo: --fp8 {reason}.", file=sys.stderr)
             return 2
+    if arguments.ranks is not None:
+        reason = ranks_demo.why_not(x, arguments.ranks)
+        if reason:
+            print(f"demo: --ranks {reason}.", file=sys.stderr)
+            return 2
     show = float8_demo.show if arguments.fp8 else _show
     inputs = _with_parameters(x)
-    print(f"input: {arguments.input or 'handwritten digits (cunorm/data)'}, {x.dtype.name} of shape {x.shape}")
+    of_input = f"input: {arguments.input or 'handwritten digits (cunorm/data)'}, {x.dtype.name} of shape {x.shape}"
+    print(of_input, flush=True)
+    if arguments.ranks is not None:
+        return ranks_demo.run(x, arguments.ranks)
     no_gpu = why_no_gpu()
     if no_gpu:
         print(f"path:  host path (NumPy): no GPU ({no_gpu})\nplan:  not run here; what an H200 would do")

@@ -50,6 +50,8 @@ def report() -> dict[str, Any]:
         "cuda_runtime": _field(_cuda_runtime),
         "nvrtc": _field(_nvrtc),
         "gpus": _field(_gpus),
+        "peer_access": _field(_peer_access),
+        "exchange": _field(_exchange),
         "kernel_cache": _field(_kernel_cache),
         "xla_call": _field(_xla_call),
     }
@@ -138,6 +140,31 @@ def _gpus() -> list[dict[str, Any]]:
     if not found:
         raise _AbsentError("the driver shows no GPU")
     return found
+
+
+def _unreachable() -> list[str]:
+    """Pairs of GPUs of which the first cannot read the second's memory."""
+    runtime = _runtime()
+    count = len(_gpus())
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    return [
+        f"GPU {one} cannot reach GPU {other}" for one, other in pairs if not runtime.deviceCanAccessPeer(one, other)
+    ]
+
+
+def _peer_access() -> str:
+    if len(_gpus()) == 1:
+        raise _AbsentError("there is one GPU")
+    return ", ".join(_unreachable()) or "every GPU reaches the memory of every other"
+
+
+def _exchange() -> str:
+    """How the ranks of PyTorch's LayerNormLinear on this machine hand each other rows."""
+    _distribution("torch")
+    reason = why_no_gpu() or ("there is one GPU" if len(_gpus()) == 1 else ", ".join(_unreachable()))
+    if reason:
+        return f"torch.distributed ({reason})"
+    return "symmetric memory where ub_* ask for it, else torch.distributed (every GPU reaches every other)"
 
 
 def _kernel_cache() -> dict[str, Any]:

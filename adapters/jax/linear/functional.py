@@ -36,6 +36,7 @@ def layer_norm_linear(
     zero_centered_gamma: bool = False,
     keep_normalized: bool = False,
     precision: Any = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """y = z kernel + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of x.
 
@@ -60,6 +61,9 @@ def layer_norm_linear(
         of one forward pass of the norm.
     precision : jax.lax.Precision, str or what else jax.lax.dot_general takes, optional
         Of the products, those of the backward pass too. Default: jax_default_matmul_precision.
+    out_sharding : jax.sharding.NamedSharding or PartitionSpec, optional
+        Of y, over explicit axes of a mesh, as jnp.dot takes it. Needed where rows of x and columns of kernel are split
+        over the same axis: XLA then gathers z, and scatters its gradient.
 
     Returns
     -------
@@ -83,7 +87,8 @@ def layer_norm_linear(
     and the parameters are kept; z is computed again only where the gradient of kernel is wanted.
 
     Rows belong in x: of single rows, `jax.vmap` over them too, products have a float32 result, which takes longer.
-    Rows may be split over devices, and kernel along `out`: no communication forward. Of a kernel that is split along
+    Rows may be split over devices, and kernel along `out`: no communication forward, unless both are over one axis
+    (sequence parallelism), where z is gathered, and once more in the backward pass. Of a kernel that is split along
     `in` XLA gathers the parts or sums over them; over explicit axes of a mesh JAX refuses it.
     kernels_cu/norm_forward.cu.
 
@@ -98,7 +103,7 @@ def layer_norm_linear(
     name = "layer_norm_linear"
     op = linear_problem.op(name, normalization, ln_bias)
     arrays = {"x": x, "kernel": kernel, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
-    options = {"keep_normalized": keep_normalized, "precision": precision}
+    options = {"keep_normalized": keep_normalized, "precision": precision, "out_sharding": out_sharding}
     return norm_linear(name, op, arrays, eps, zero_centered_gamma, **options)[0]
 
 
@@ -112,6 +117,7 @@ def norm_linear(
     statistics: bool = False,
     keep_normalized: bool = False,
     precision: Any = None,
+    out_sharding: Any = None,
     mixed: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(y, {mean, rstd}), the latter empty without `statistics`, of the arrays of a call by name, where None is none.
@@ -125,7 +131,7 @@ def norm_linear(
     axis = 0 if "kernel" in arrays else 1
     matrix = arrays["weight" if axis else "kernel"]
     task = norm_task(op, bool(zero_centered_gamma), eps, matrix.dtype.name, arrays)
-    call = Call(task, Product(axis, precision), bool(statistics), bool(keep_normalized))
+    call = Call(task, Product(axis, precision, out_sharding), bool(statistics), bool(keep_normalized))
     return FORWARD[op](call, norm_inputs(task, arrays), matrix, arrays.get("bias"))
 
 
@@ -160,6 +166,7 @@ class Product(NamedTuple):
 
     axis: int  # of the matrix: 0 of kernel (in, out), 1 of weight (out, in)
     precision: Any
+    out_sharding: Any = None
 
     def __call__(self, z: jax.Array, matrix: jax.Array) -> jax.Array:
         """Of the dtype of z, added up in float32 and rounded once; with a vector not rounded, in float32.
@@ -171,7 +178,8 @@ class Product(NamedTuple):
         """
         vector = 1 in (math.prod(z.shape[:-1]), *matrix.shape)
         dtype = jnp.promote_types(z.dtype, jnp.float32) if vector else z.dtype
-        return jax.lax.dot_general(z, matrix, (((z.ndim - 1,), (self.axis,)), ((), ())), self.precision, dtype)
+        dimensions = (((z.ndim - 1,), (self.axis,)), ((), ()))
+        return jax.lax.dot_general(z, matrix, dimensions, self.precision, dtype, out_sharding=self.out_sharding)
 
 
 class Call(NamedTuple):

@@ -1,4 +1,4 @@
-"""`LayerNormLinear`: the module of that name in TransformerEngine, on one GPU."""
+"""`LayerNormLinear`: the module of that name in TransformerEngine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ...linear import problem as linear_problem
 from ...norm import checks as core
 from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
-from . import float8_functional
-from .checks import check_parallel, check_sizes, refuse
+from . import float8_functional, parallel_float8, parallel_functional
+from .checks import check_mode, check_overlaps, check_sizes, local_features
 from .float8_context import recipe_of
 from .float8_weights import WeightCache
 from .functional import norm_linear
+from .parallel import TensorParallel, size_of
 from .parameters import joined, lay_side_by_side, parts_of
 from .recipes import Recipe
 from .weight_gradients import WeightGradients
@@ -29,8 +30,8 @@ INIT_STD = 0.023  # of TransformerEngine's default init_method
 class LayerNormLinear(WeightGradients):
     """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * layer_norm_weight + layer_norm_bias.
 
-    The constructor is that of transformer_engine.pytorch.LayerNormLinear; what it cannot do yet raises
-    NotImplementedError. In FP8 inside `cunorm.torch.autocast` or after `set_recipe`.
+    The constructor is that of transformer_engine.pytorch.LayerNormLinear. In FP8 inside `cunorm.torch.autocast` or
+    after `set_recipe`.
 
     Parameters
     ----------
@@ -38,14 +39,19 @@ class LayerNormLinear(WeightGradients):
     eps : float
         Added to the variance, inside the root.
     sequence_parallel : bool
-        Takes effect with tp_size > 1, which is not here yet.
+        With several ranks x has the rows of this rank alone, (rows of all / ranks, ..., in_features), and y those of
+        all, in rank order. The gradients of layer_norm_weight and layer_norm_bias are then of the rows of this rank,
+        for the trainer to add up over the ranks: their attribute `sequence_parallel` is True.
     fuse_wgrad_accumulation : bool
         The gradient of weight is added to `weight.main_grad` (float32 with 16-bit weights, say) by the product itself,
         and `weight.grad` stays None. `forward(is_first_microbatch=True)` overwrites main_grad instead.
-    tp_group, tp_size
-        One rank.
+    tp_group : torch.distributed.ProcessGroup, optional
+        The ranks over which weight and bias are split. Copies of the module share it, pickles leave it out.
+    tp_size : int
+        How many, where there is no tp_group: then `set_tensor_parallel_group(group)` must come before the first call.
     get_rng_state_tracker : callable, optional
-        weight is initialised inside `get_rng_state_tracker().fork()`.
+        weight is initialised inside `get_rng_state_tracker().fork()`. Without it ranks with one seed begin with the
+        same numbers.
     init_method : callable, optional
         Initialises weight, or every part of it. Default: N(0, 0.023).
     bias : bool
@@ -56,10 +62,13 @@ class LayerNormLinear(WeightGradients):
     params_dtype : torch.dtype, optional
         Default: torch's default dtype.
     parallel_mode : None or "column"
+        "column": each rank has out_features / tp_size rows of weight, and as many features of y. None: whole weights
+        and no communication.
     return_layernorm_output : bool
         z is returned too, and its gradient joins that of the product before the backward pass of the norm.
     return_layernorm_output_gathered : bool
-        On one rank the same z.
+        z of all rows instead. Its gradient is summed over the ranks: what all ranks compute alike from it must hand
+        over its gradient divided by the number of ranks. Without sequence parallelism the same z.
     parameters_split : sequence of str or dict of str to int, optional
         weight and bias are separate parameters `{name}_weight` and `{name}_bias`, of equal parts or of so many rows.
         They are parts of one tensor and read as one, unless they were laid apart (as by `load_state_dict(assign=True)`)
@@ -69,20 +78,31 @@ class LayerNormLinear(WeightGradients):
     device
         "meta" for parameters without memory. `reset_parameters` gives it to them, as TransformerEngine's does; that of
         torch.nn's modules, and of LayerNorm and RMSNorm here, leaves them on "meta".
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, symmetric_ar_type
-        Not here yet.
+    ub_overlap_ag : bool
+        Forward: rows of z come from the other ranks while those of this one are multiplied.
+    ub_bulk_dgrad, ub_bulk_wgrad : bool
+        Backward: z comes under the product of its gradient, which is summed over the ranks under that of weight's.
+    ub_overlap_rs_dgrad : bool
+        Backward: the gradient of z is multiplied rank by rank, and each part sent. Switches the other two off.
+    ub_overlap_rs, symmetric_ar_type
+        No effect: they are of a row-parallel layer. The latter must be None, "multimem_all_reduce", "two_shot" or
+        "one_shot".
     delay_wgrad_compute : bool
-        The backward pass leaves the gradients of weight and bias to `backward_dw()`.
+        The backward pass leaves the gradients of weight and bias to `backward_dw()`, which with sequence parallelism
+        all ranks must call in the same order.
     ub_name, name : str, optional
         Labels.
     keep_normalized : bool
         Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
-        of one forward pass of the norm. In FP8 nothing more is kept. Not an argument of TransformerEngine's.
+        of one forward pass of the norm. With sequence parallelism z of all rows, which is then not gathered again. In
+        FP8 nothing more is kept. Not an argument of TransformerEngine's.
 
     Attributes
     ----------
     layer_norm_weight, layer_norm_bias : Parameter, shape (in_features,)
         1 (0 if zero-centred) and 0 at first. `layer_norm_bias` is None for an RMSNorm.
+    out_features : int
+        Of this rank, as of the shapes here.
     weight : Parameter, shape (out_features, in_features)
     bias : Parameter, shape (out_features,)
         0 at first. An empty tensor that is no parameter with `bias=False`.
@@ -93,7 +113,8 @@ class LayerNormLinear(WeightGradients):
     ------
     TypeError, ValueError, RuntimeError
         An argument, or of `forward` an input, that does not fit; of TransformerEngine's types where those are not
-        assertions.
+        assertions. ValueError on every rank if their rows or dtypes differ, which a module's first call looks for, and
+        with TORCH_DISTRIBUTED_DEBUG=DETAIL every call.
     NotImplementedError
         parallel_mode="row" (a norm cannot be split along its row), and what is not here yet.
 
@@ -161,17 +182,13 @@ class LayerNormLinear(WeightGradients):
         check_sizes(in_features=in_features, out_features=out_features)
         core.check_eps("LayerNormLinear", eps)
         self.op = linear_problem.op("LayerNormLinear", normalization, None)
-        check_parallel(parallel_mode, tp_group, tp_size)
-        refuse(
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            symmetric_ar_type=symmetric_ar_type,
-        )
+        check_mode(parallel_mode)
+        check_sizes(tp_size=tp_size)
+        check_overlaps(symmetric_ar_type, delay_wgrad_compute, ub_bulk_wgrad)
+        if tp_group is not None:
+            tp_size = size_of(tp_group)
         self.in_features = in_features
-        self.out_features = out_features
+        self.out_features = local_features(out_features, parallel_mode, tp_size)
         self.eps = eps
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
@@ -180,9 +197,25 @@ class LayerNormLinear(WeightGradients):
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.parallel_mode = parallel_mode
-        self.tp_group = tp_group
-        self.tp_size = 1
-        self.sequence_parallel = False  # of one rank
+        returned = "gathered" if return_layernorm_output_gathered else "local"
+        self._parallel = TensorParallel(
+            parallel_mode,
+            tp_size,
+            sequence_parallel,
+            returned if return_layernorm_output else "nothing",
+            delay_wgrad_compute,
+            {
+                "overlap_gather": ub_overlap_ag,
+                "bulk_gather": ub_bulk_dgrad and not ub_overlap_rs_dgrad,
+                "bulk_sum": ub_bulk_wgrad and not ub_overlap_rs_dgrad,
+                "overlap_sum": ub_overlap_rs_dgrad,
+            },
+        )
+        if tp_group is not None:
+            self._parallel.set_group(tp_group)
+        self.tp_size = tp_size
+        self.sequence_parallel = self._parallel.sequence
+        self._over_ranks = self._parallel.exchanges
         self.get_rng_state_tracker = get_rng_state_tracker
         self.init_method = init_method
         self.ub_name = ub_name
@@ -190,7 +223,7 @@ class LayerNormLinear(WeightGradients):
         self.keep_normalized = keep_normalized
 
         self._fp8_weights = WeightCache()
-        self._parts = parts_of(parameters_split, out_features)
+        self._parts = parts_of(parameters_split, out_features, out_features // self.out_features)
         self._make_parameters(device, params_dtype)
         if not self.layer_norm_weight.is_meta:
             self.reset_parameters()
@@ -264,7 +297,8 @@ class LayerNormLinear(WeightGradients):
                 "cunorm.torch.autocast(), or after set_recipe()."
             )
         broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
-        run = self._run_uncompiled if broken or (recipe and is_first_microbatch is not None) else self._run
+        broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
+        run = self._run_uncompiled if broken else self._run
         results = run(inp, is_first_microbatch, recipe, fp8_output)
         if recipe is not self._fp8_outside and not torch.compiler.is_compiling() and not _in_backward_pass():
             self._fp8_outside = recipe
@@ -272,26 +306,29 @@ class LayerNormLinear(WeightGradients):
 
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
         self._check_dtypes(inp)
-        bias = joined(self._biases) if self.use_bias else None
-        applied = None if self.return_bias else bias
-        norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
-        name, sink = type(self).__name__, self._sink(is_first_microbatch)
-        if recipe is None:
-            y, z = norm_linear(name, inp, joined(self._weights), applied, *norm, self.keep_normalized, sink)
+        if self._over_ranks:
+            y, z, bias = self._run_over_ranks(inp, is_first_microbatch, recipe, fp8_output)
         else:
-            y, z = float8_functional.norm_linear(
-                name,
-                inp,
-                self._weights,
-                applied,
-                *norm,
-                recipe,
-                self._fp8_weights,
-                is_first_microbatch=is_first_microbatch,
-                fp8_output=fp8_output,
-                wants_z=self.return_layernorm_output,
-                sink=sink,
-            )
+            bias = joined(self._biases) if self.use_bias else None
+            applied = None if self.return_bias else bias
+            norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
+            name, sink = type(self).__name__, self._sink(is_first_microbatch)
+            if recipe is None:
+                y, z = norm_linear(name, inp, joined(self._weights), applied, *norm, self.keep_normalized, sink)
+            else:
+                y, z = float8_functional.norm_linear(
+                    name,
+                    inp,
+                    self._weights,
+                    applied,
+                    *norm,
+                    recipe,
+                    self._fp8_weights,
+                    is_first_microbatch=is_first_microbatch,
+                    fp8_output=fp8_output,
+                    wants_z=self.return_layernorm_output,
+                    sink=sink,
+                )
         results = [y]
         if self.return_bias:
             dtype = autocast_dtype(inp) or inp.dtype
@@ -299,6 +336,50 @@ class LayerNormLinear(WeightGradients):
         if self.return_layernorm_output:
             results.append(z)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _run_over_ranks(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool):
+        """(y, z, bias), z None where it is not returned."""
+        name, parallel = type(self).__name__, self._parallel
+        weights = parallel.local(self._weights)
+        bias = joined(parallel.local(self._biases)) if self.use_bias else None
+        applied = None if self.return_bias else bias
+        of_norm = (parallel.local_of_norm(one) for one in (self.layer_norm_weight, self.layer_norm_bias))
+        norm = (*of_norm, self.eps, name_of(self.op, self.zero_centered_gamma))
+        sink = self._sink(is_first_microbatch)
+        if recipe is None:
+            weight, keep = joined(weights), self.keep_normalized
+            y, z = parallel_functional.norm_linear(name, inp, weight, applied, *norm, keep, parallel, sink)
+        else:
+            y, z = parallel_float8.norm_linear(
+                name,
+                inp,
+                weights,
+                applied,
+                *norm,
+                recipe,
+                self._fp8_weights,
+                parallel,
+                is_first_microbatch=is_first_microbatch,
+                fp8_output=fp8_output,
+                sink=sink,
+            )
+        return y, z, bias
+
+    @property
+    def tp_group(self) -> Any:
+        return self._parallel.group
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks over which it runs, again whenever they are new.
+
+        Raises
+        ------
+        ValueError
+            A group of another size than tp_size, or one that this process is not in.
+        RuntimeError
+            torch.distributed has no process group yet.
+        """
+        self._parallel.set_group(tp_group)
 
     _run_uncompiled = torch.compiler.disable(_run)
 

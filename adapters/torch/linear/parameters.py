@@ -19,11 +19,11 @@ class Part(NamedTuple):
     rows: int
 
 
-def parts_of(split: Any, out_features: int) -> list[Part]:
-    """What `parameters_split` asks for; errors of TransformerEngine's types."""
+def parts_of(split: Any, out_features: int, ranks: int = 1) -> list[Part]:
+    """What `parameters_split` asks for, rows of one of `ranks`; errors of TransformerEngine's types."""
     name = "LayerNormLinear"
     if split is None:
-        return [Part("weight", "bias", out_features)]
+        return [Part("weight", "bias", out_features // ranks)]
     if not split:
         raise ValueError(f"{name}: parameters_split must name at least one part; got {split!r}.")
     if isinstance(split, Mapping):
@@ -45,8 +45,16 @@ def parts_of(split: Any, out_features: int) -> list[Part]:
             f"{name}: the parts of parameters_split must be positive and add up to out_features={out_features}; got "
             f"{list(sizes.values())}."
         )
+    for key, size in sizes.items():
+        if size % ranks:
+            raise RuntimeError(
+                f"{name}: every part of parameters_split must be a multiple of the number of ranks, {ranks}; got "
+                f"{key!r} of {size} rows."
+            )
     stems = [key.rstrip("_") for key in sizes]
-    return [Part(f"{stem}_weight", f"{stem}_bias", size) for stem, size in zip(stems, sizes.values(), strict=True)]
+    return [
+        Part(f"{stem}_weight", f"{stem}_bias", size // ranks) for stem, size in zip(stems, sizes.values(), strict=True)
+    ]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

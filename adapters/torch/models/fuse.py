@@ -169,6 +169,8 @@ def _obstacle(block: nn.Module, norm: nn.Module, readers: list[nn.Module]) -> st
     if len({bias is None for bias in biases}) > 1:
         return "some of its Linears have a bias, others have not"
     parameters = [parameter for parameter in (*weights, *biases) if parameter is not None]
+    if any(hasattr(parameter, "device_mesh") for parameter in (*parameters, *norm.parameters())):
+        return "its parameters are DTensors: join the modules before they are split over a mesh"
     if len({(parameter.dtype, parameter.device) for parameter in parameters}) > 1:
         return "its Linears have several dtypes or devices"
     if len(getattr(norm, "normalized_shape", (0,))) != 1:

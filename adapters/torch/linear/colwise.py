@@ -1,0 +1,154 @@
+"""`LayerNormColwiseParallel`: LayerNormLinear over a DeviceMesh, its parameters DTensors, as torch's own styles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .module import LayerNormLinear
+from .parallel import TensorParallel
+
+NAME = "LayerNormColwiseParallel"
+
+
+class LayerNormColwiseParallel(ParallelStyle):
+    """How `torch.distributed.tensor.parallel.parallelize_module` splits a `LayerNormLinear`: weight by output features.
+
+    What SequenceParallel of the norm and ColwiseParallel of a Linear are together. Parameters are DTensors afterwards,
+    those of the norm Replicate, weight and bias (every part of them) Shard(0).
+
+    Parameters
+    ----------
+    input_layouts : Shard(0), Shard(1) or Replicate()
+        Of x. Shard(1), the default, is the sequence of (batch, sequence, in_features), Shard(0) the first axis. A
+        DTensor that lies otherwise is redistributed.
+    output_layouts : Placement
+        Of y. Default: Shard(-1).
+    use_local_output : bool
+        Return this rank's Tensor instead of a DTensor.
+
+    Raises
+    ------
+    TypeError
+        Applied to another module.
+    ValueError
+        Another input layout, features that the ranks do not divide, or a module with what works on its parameters by
+        itself: tp_size, fuse_wgrad_accumulation, delay_wgrad_compute, return_layernorm_output_gathered.
+
+    Notes
+    -----
+    As with `LayerNormLinear(parallel_mode="column")` rows are gathered after the norm, and x, mean and rstd are kept;
+    `ub_*` act, and so does FP8. Under a split input gradients of the norm's parameters are Partial. With Shard(1) y is
+    laid out with the sequence before the batch, and its gradient is copied so.
+
+    Examples
+    --------
+    >>> from torch.distributed.tensor.parallel import parallelize_module  # doctest: +SKIP
+    >>> parallelize_module(model, mesh, {"qkv": LayerNormColwiseParallel()})  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ):
+        super().__init__()
+        self.input_layouts = Shard(1) if input_layouts is None else input_layouts
+        self.output_layouts = Shard(-1) if output_layouts is None else output_layouts
+        self.use_local_output = use_local_output
+        if self.input_layouts not in (Shard(0), Shard(1), Replicate()):
+            raise ValueError(
+                f"{NAME}: input_layouts must be Shard(0), Shard(1) or Replicate(); got {self.input_layouts}."
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, LayerNormLinear):
+            raise TypeError(f"{NAME}: it is for LayerNormLinear; got {type(module).__name__}.")
+        _check(module, device_mesh.size())
+        distribute_module(module, device_mesh, self._partition, self._enter, self._leave)
+        split = self.input_layouts != Replicate()
+        module._parallel = OfDTensors(module._parallel, device_mesh.get_group(), split)
+        module._over_ranks = module._parallel.exchanges
+        return module
+
+    def _partition(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            placement = Replicate() if key.startswith("layer_norm") else Shard(0)
+            found = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(key, nn.Parameter(found, requires_grad=parameter.requires_grad))
+
+    def _enter(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+        """This rank's x, rows first."""
+        x, *others = inputs
+        if isinstance(x, DTensor):
+            x = x.redistribute(mesh, [self.input_layouts]).to_local()
+        if self.input_layouts == Shard(1):
+            if x.dim() < 3:
+                raise ValueError(
+                    f"{NAME}: with input_layouts=Shard(1) x must have shape (batch, sequence, in_features); got "
+                    f"{tuple(x.shape)}. Use Shard(0)."
+                )
+            x = x.transpose(0, 1)
+        return x, *others
+
+    def _leave(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """y, and what is returned besides: bias is Shard(0), z lies as x."""
+        y, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+        if self.input_layouts == Shard(1):
+            y = y.transpose(0, 1)
+            others = [one.transpose(0, 1) if one.dim() > 1 else one for one in others]
+        results = [self._laid_out(y, mesh, Shard(y.dim() - 1), self.output_layouts)]
+        for one in others:
+            placement = Shard(0) if one.dim() == 1 else self.input_layouts
+            results.append(self._laid_out(one, mesh, placement, placement))
+        return tuple(results) if others else results[0]
+
+    def _laid_out(self, local: Tensor, mesh: DeviceMesh, placement: Placement, wanted: Placement) -> Tensor:
+        if isinstance(wanted, Shard) and wanted.dim < 0:
+            wanted = Shard(wanted.dim + local.dim())
+        if self.use_local_output and placement == wanted:
+            return local
+        found = DTensor.from_local(local, mesh, [placement], run_check=False).redistribute(mesh, [wanted])
+        return found.to_local() if self.use_local_output else found
+
+    def __repr__(self) -> str:
+        return (
+            f"{NAME}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+def _check(module: LayerNormLinear, ranks: int) -> None:
+    for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute", "return_layernorm_output_gathered"):
+        if getattr(module, name):
+            raise ValueError(f"{NAME}: it cannot split a module with {name}=True. Leave it out.")
+    if module.tp_size > 1:
+        raise ValueError(f"{NAME}: it splits a whole module; got one of tp_size={module.tp_size}.")
+    for part in module._parts:
+        if part.rows % ranks:
+            raise ValueError(
+                f"{NAME}: rows of {part.weight} must be a multiple of the number of ranks, {ranks}; got {part.rows}."
+            )
+
+
+class OfDTensors(TensorParallel):
+    """The ranks of a mesh; reads a module's DTensors as this rank's tensors."""
+
+    def __init__(self, before: TensorParallel, group: Any, sequence: bool):
+        super().__init__("column", group.size(), sequence, *before.asked)
+        self.set_group(group)
+
+    def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [parameter.to_local() for parameter in parameters]
+
+    def local_of_norm(self, parameter: Tensor | None) -> Tensor | None:
+        if parameter is None:
+            return None
+        return parameter.to_local(grad_placements=[Partial() if self.sequence else Replicate()])

@@ -1,0 +1,203 @@
+"""What the ranks of a group hand each other around a product: rows gathered, sums scattered, sums for all.
+
+A matrix of all rows holds those of rank 0 first, then those of rank 1. `Exchange` is by torch.distributed's
+collectives, on any backend; nothing is waited for before its result is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 has new names for these two, and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+
+class Gathering(Protocol):
+    """All rows, from each rank its own."""
+
+    own: Tensor  # (rows, cols), where this rank writes its rows
+
+    def start(self, wanted_next: bool = False) -> None:
+        """`own` is written. `wanted_next`: nothing is asked of the present stream before the result."""
+        ...
+
+    def heard(self) -> None:
+        """What is asked of the present stream from here on waits until all ranks have started."""
+        ...
+
+    def of(self, rank: int) -> Tensor:
+        """The rows of a rank, (rows, cols), for what runs on the present stream from here on."""
+        ...
+
+    def come(self) -> Tensor:
+        """All rows, (ranks rows, cols), while other ranks may still read those of this one."""
+        ...
+
+    def whole(self, keep: bool = False) -> Tensor:
+        """All rows, and nothing is under way any more; asked at the end. `keep`: also after the next gathering."""
+        ...
+
+
+class Summing(Protocol):
+    """The sum over the ranks of a matrix of all rows, of which each rank wants its own rows."""
+
+    terms: Tensor  # (ranks rows, cols), where this rank writes its terms
+
+    def send(self, rank: int) -> None:
+        """The rows of `terms` that `rank` wants are written. Ranks come in the order of `in_turn`."""
+        ...
+
+    def start(self) -> None:
+        """All of `terms` is written, and nothing was sent."""
+        ...
+
+    def heard(self) -> None:
+        """As of a Gathering."""
+        ...
+
+    def result(self) -> Tensor:
+        """(rows, cols), which nobody else holds."""
+        ...
+
+    def end(self) -> None:
+        """Nothing of it is under way for what runs on the present stream from here on; asked after the result."""
+        ...
+
+
+class Exchange:
+    """By the collectives of torch.distributed."""
+
+    def __init__(self, group: Any):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+
+    def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> Gathering:
+        return _Gathering(self, like.new_empty((self.ranks * rows, cols), dtype=dtype))
+
+    def summing(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> Summing:
+        return _Summing(self, like.new_empty((self.ranks * rows, cols), dtype=dtype))
+
+    def sum_for_all(self, terms: Tensor) -> Callable[[], Tensor]:
+        """Their sum over the ranks, in their place, once the result is called."""
+        work = dist.all_reduce(terms, group=self.group, async_op=True)
+
+        def result() -> Tensor:
+            _wait(work)
+            return terms
+
+        return result
+
+
+class _Gathering:
+    def __init__(self, exchange: Exchange, rows: Tensor):
+        self._exchange, self._rows = exchange, rows
+        self._count = len(rows) // exchange.ranks
+        self.own = self._part(exchange.rank)
+        self._work: Any = None
+
+    def _part(self, rank: int) -> Tensor:
+        return self._rows.narrow(0, rank * self._count, self._count)
+
+    def start(self, wanted_next: bool = False) -> None:
+        self._work = _all_gather(self._rows, self.own, group=self._exchange.group, async_op=not wanted_next)
+
+    def heard(self) -> None:
+        pass
+
+    def of(self, rank: int) -> Tensor:
+        if rank != self._exchange.rank:
+            self.come()
+        return self._part(rank)
+
+    def come(self) -> Tensor:
+        return self.whole()
+
+    def whole(self, keep: bool = False) -> Tensor:
+        if self._work is not None:
+            _wait(self._work)
+            self._work = None
+        return self._rows
+
+
+class _Summing:
+    def __init__(self, exchange: Exchange, terms: Tensor):
+        self._exchange, self.terms = exchange, terms
+        self._sent = 0
+
+    def send(self, rank: int) -> None:
+        self._sent += 1
+        if self._sent == self._exchange.ranks:
+            self.start()
+
+    def start(self) -> None:
+        exchange, terms = self._exchange, self.terms
+        self._sum = terms.new_empty((len(terms) // exchange.ranks, terms.shape[1]))
+        self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=True)
+
+    def heard(self) -> None:
+        pass
+
+    def result(self) -> Tensor:
+        _wait(self._work)
+        return self._sum
+
+    def end(self) -> None:
+        pass
+
+
+def _wait(work: Any) -> None:
+    """On the current stream for NCCL; None is of a collective that has ended."""
+    if work is not None:
+        work.wait()
+
+
+def in_turn(rank: int, ranks: int) -> list[int]:
+    """The ranks after this one, itself last."""
+    return [(rank + step) % ranks for step in range(1, ranks + 1)]
+
+
+_exchanges: dict[str, Exchange] = {}
+
+
+def exchange_by_collectives(name: str) -> Exchange:
+    """Of the group with that name."""
+    group = group_of(name)
+    found = _exchanges.get(name)
+    if found is None or found.group is not group:  # another may have had the name
+        found = _exchanges[name] = Exchange(group)
+    return found
+
+
+def group_of(name: str) -> Any:
+    """The group with that name; RuntimeError where there is none, or none any more."""
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def compare(group: Any, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError on every rank, naming all, if their rows, columns or dtypes differ. A collective."""
+    own = torch.tensor([rows, cols, _DTYPES.index(dtype)], dtype=torch.int64, device=device)
+    of_all = own.new_empty((dist.get_world_size(group), 3))
+    _all_gather(of_all.view(-1), own, group=group)
+    found = [(rows, cols, _DTYPES[index]) for rows, cols, index in of_all.tolist()]
+    if len(set(found)) > 1:
+        each = ", ".join(f"rank {rank}: {rows} x {cols}, {dtype}" for rank, (rows, cols, dtype) in enumerate(found))
+        raise ValueError(
+            f"LayerNormLinear: every rank of the group must call it with as many rows, of one length and dtype; got "
+            f"{each}."
+        )
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def compares_always() -> bool:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: every call is compared, not only a module's first."""
+    return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"

@@ -1,0 +1,291 @@
+"""An Exchange through torch's symmetric memory: each GPU pulls the others' rows by its copy engines.
+
+Every rank of a group has a buffer of the same size that all the others can read. A rank writes its rows into its own
+buffer and tells the others so (READY); each pulls what it wants on a stream beside the present one, and says that it
+has it (TAKEN). The present stream waits for all of it before the exchange ends, so the next may write the same buffer,
+in whatever stream or CUDA graph it is. No multicast is asked for.
+
+A rank that waits longer than the group's timeout ends its CUDA context: torch's kernel prints rank and channel.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import logs
+from .exchange import Exchange, in_turn
+
+READY, TAKEN = 0, 1  # channels of signals
+# Bytes of all rows below which ub_* change nothing. On two H200s, 4096 -> 12288, NCCL's microseconds and these,
+# of 32 MB and 64 MB: ub_overlap_ag 409 and 502, 777 and 625; the bulk flags 876 and 787, 1563 and 1386 (of 16 MB 953
+# and 982); ub_overlap_rs_dgrad 876 and 960, 1563 and 1453. Below, the host's time for more launches is what counts.
+LEAST_IN_PARTS = 64 << 20
+LEAST = 32 << 20
+
+_exchanges: dict[tuple[str, torch.device], tuple[Any, SymmetricExchange | None]] = {}
+
+
+def worth(size: int, in_parts: bool = False) -> bool:
+    """Whether hiding the exchange of so many bytes wins, the product in parts or one; else ub_* change nothing.
+
+    The same on every rank that makes the same calls.
+    """
+    return size >= (LEAST_IN_PARTS if in_parts else LEAST)
+
+
+def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
+    """None where torch.distributed must do: the reason is logged. A collective when it is first called for a group."""
+    key = (group.group_name, device)
+    known, found = _exchanges.get(key, (None, None))
+    if known is group:
+        return found
+    _refuse_capture(device)
+    reason = why_not(group, device)
+    if reason:
+        logs.fell_back("LayerNormLinear", "rows are exchanged by torch.distributed", reason)
+    found = None if reason else SymmetricExchange(group, device)
+    _exchanges[key] = group, found
+    return found
+
+
+def why_not(group: Any, device: torch.device) -> str | None:
+    """The same on every rank; None if all of them reach each other's memory. A collective."""
+    if device.type != "cuda":
+        return f"tensors on {device.type} have no symmetric memory"
+    own = (socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(device).uuid))
+    ranks = _of_all(group, own, device)
+    reasons = _of_all(group, _unreached(ranks, device), device)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _unreached(ranks: list[tuple[str, str, str]], device: torch.device) -> str | None:
+    if len({rank[:2] for rank in ranks}) > 1:
+        return "the group spans several hosts"
+    if len(set(ranks)) < len(ranks):
+        return "two ranks share a GPU"
+    count = torch.cuda.device_count()
+    visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(count)}
+    for _, _, uuid in ranks:  # of a GPU that only its own rank sees, rendezvous will tell
+        other = visible.get(uuid, device.index)
+        if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
+            return f"GPU {device.index} cannot reach the memory of GPU {other}"
+    return None
+
+
+def _boot() -> str:
+    """What tells containers of one host name apart that run on two."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text() if path.exists() else ""
+
+
+def _of_all(group: Any, value: Any, device: torch.device) -> list[Any]:
+    found = [None] * dist.get_world_size(group)
+    with torch.cuda.device(device):
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "LayerNormLinear: buffers for ub_* must be made before a CUDA graph is captured; got a first call, or one "
+            "of more rows than before, during capture. Call the module once with this shape before."
+        )
+
+
+class SymmetricExchange(Exchange):
+    def __init__(self, group: Any, device: torch.device):
+        super().__init__(group)
+        self._timeout = _milliseconds(group, device)
+        self.others = in_turn(self.rank, self.ranks)[:-1]
+        self.side = Side(device)
+        self._of_rows, self._of_terms = Buffer(group, device), Buffer(group, device)
+
+    def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> _Gathering:
+        return _Gathering(self, self._of_rows, rows, cols, dtype)
+
+    def summing(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> _Summing:
+        return _Summing(self, self._of_terms, rows, cols, dtype)
+
+    def tell(self, buffer: Buffer, rank: int, what: int) -> None:
+        buffer.memory.put_signal(rank, what, self._timeout)
+
+    def hear(self, buffer: Buffer, rank: int, what: int) -> None:
+        buffer.memory.wait_signal(rank, what, self._timeout)
+
+
+def _milliseconds(group: Any, device: torch.device) -> int:
+    return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+
+
+class Side:
+    """The stream beside the present one. In front of others: a signal must not wait until a product leaves it room."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    @contextmanager
+    def after_present(self) -> Iterator[Callable[[], Any]]:
+        """What is done inside comes after all that was asked of the present stream; gives what marks a point of it."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield self._stream.record_event
+
+    def wait(self, mark: Any) -> None:
+        """The present stream waits for a point of this one."""
+        torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
+
+class Buffer:
+    """Memory of one size on each rank that all ranks can read, as large as the largest that was asked for."""
+
+    memory: Any  # of torch.distributed._symmetric_memory
+    _own: Any  # what keeps it
+
+    def __init__(self, group: Any, device: torch.device):
+        self._group, self._device = group, device
+        self._size = 0
+        self._views: dict[tuple, list[Tensor]] = {}
+
+    def of_ranks(self, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+        """Such a matrix of each rank. A collective where there is not enough yet."""
+        views = self._views.get((shape, dtype))
+        if views is None:
+            size = math.prod(shape) * dtype.itemsize
+            if size > self._size:
+                _refuse_capture(self._device)
+                self.memory, self._own = allocate(size, self._group, self._device)
+                self._size = size
+                self._views.clear()
+            ranks = range(dist.get_world_size(self._group))
+            views = self._views[shape, dtype] = [self.memory.get_buffer(rank, shape, dtype) for rank in ranks]
+        return views
+
+
+def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor | None]:
+    """Symmetric memory, and this rank's tensor of it.
+
+    Every rank comes here with nothing under way, so what was there before may go.
+    """
+    from torch.distributed import _symmetric_memory
+
+    torch.cuda.synchronize(device)
+    own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    return _symmetric_memory.rendezvous(own, group), own
+
+
+class _Exchanged:
+    """A matrix of all rows in the buffer of each rank."""
+
+    def __init__(self, exchange: SymmetricExchange, buffer: Buffer, rows: int, cols: int, dtype: torch.dtype):
+        self._exchange, self._buffer, self._rows = exchange, buffer, rows
+        self._of_ranks = buffer.of_ranks((exchange.ranks * rows, cols), dtype)
+        self._whole = self._of_ranks[exchange.rank]
+        self._heard: Any = None
+        self._end: Any = None
+
+    def _part(self, matrix: Tensor, rank: int) -> Tensor:
+        return matrix[rank * self._rows : (rank + 1) * self._rows]
+
+    def _greet(self, mark: Callable[[], Any]) -> None:
+        """Beside a product that fills the GPU a signal may find no room: all are heard before anything is pulled."""
+        for rank in self._exchange.others:
+            self._exchange.tell(self._buffer, rank, READY)
+        for rank in self._exchange.others:
+            self._exchange.hear(self._buffer, rank, READY)
+        self._heard = mark()
+
+    def _take_leave(self, mark: Callable[[], Any]) -> None:
+        for rank in self._exchange.others:
+            self._exchange.tell(self._buffer, rank, TAKEN)
+        for rank in self._exchange.others:
+            self._exchange.hear(self._buffer, rank, TAKEN)
+        self._end = mark()
+
+    def heard(self) -> None:
+        self._exchange.side.wait(self._heard)
+
+    def _join(self) -> None:
+        if self._end is not None:
+            self._exchange.side.wait(self._end)
+
+
+class _Gathering(_Exchanged):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.own = self._part(self._whole, self._exchange.rank)
+        self._come: dict[int, Any] = {}
+
+    def start(self, wanted_next: bool = False) -> None:
+        with self._exchange.side.after_present() as mark:
+            self._greet(mark)
+            for rank in self._exchange.others:
+                self._part(self._whole, rank).copy_(self._part(self._of_ranks[rank], rank))
+                self._come[rank] = mark()
+            self._take_leave(mark)
+
+    def of(self, rank: int) -> Tensor:
+        if rank in self._come:
+            self._exchange.side.wait(self._come[rank])
+        return self._part(self._whole, rank)
+
+    def come(self) -> Tensor:
+        self._exchange.side.wait(self._come[self._exchange.others[-1]])
+        return self._whole
+
+    def whole(self, keep: bool = False) -> Tensor:
+        self._join()
+        return self._whole.clone() if keep else self._whole
+
+
+class _Summing(_Exchanged):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.terms = self._whole
+        self._found = self.terms.new_empty((self._exchange.ranks, self._rows, self.terms.shape[1]))
+        self._come: Any = None
+
+    def start(self) -> None:
+        with self._exchange.side.after_present() as mark:
+            self._greet(mark)
+            for sender in self._exchange.others:
+                self._pull(sender)
+            self._come = mark()
+            self._take_leave(mark)
+
+    def send(self, rank: int) -> None:
+        """While this rank sends to the n-th after it, the n-th before it sends to this one."""
+        exchange, buffer = self._exchange, self._buffer
+        with exchange.side.after_present() as mark:
+            if rank == exchange.rank:
+                self._come = mark()
+                self._take_leave(mark)
+                return
+            sender = (2 * exchange.rank - rank) % exchange.ranks
+            exchange.tell(buffer, rank, READY)
+            exchange.hear(buffer, sender, READY)
+            self._pull(sender)
+
+    def _pull(self, sender: int) -> None:
+        self._found[sender].copy_(self._part(self._of_ranks[sender], self._exchange.rank))
+
+    def end(self) -> None:
+        self._join()
+
+    def result(self) -> Tensor:
+        """In float32 (float64 of float64), in rank order, rounded once."""
+        self._exchange.side.wait(self._come)
+        own = self._part(self.terms, self._exchange.rank)
+        if self._exchange.ranks == 2:
+            return own + self._found[1 - self._exchange.rank]
+        self._found[self._exchange.rank].copy_(own)
+        return self._found.sum(0)

@@ -1,0 +1,113 @@
+"""Mistakes that a case or a rule of LayerNormLinear over ranks must find: what is put in whose place, and which."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from parallel_cases import COLS, GROUPS
+
+from cunorm.torch import LayerNormLinear
+from cunorm.torch.linear import exchange, parallel_functional, parallel_passes, symmetric
+
+
+def gathered_gradient_dropped(dy, dreturned, *others, **more):
+    return parallel_passes.gradients(dy, None, *others, **more)
+
+
+def gathered_gradient_after_the_sum(dy, dreturned, x, *others, **more):
+    ranks: parallel_passes.Ranks = others[6]
+    own = dreturned.chunk(ranks.size)[dist.get_rank(exchange.group_of(ranks.group))]
+    others = (*others[:6], ranks._replace(returned="local"), *others[7:])
+    return parallel_passes.gradients(dy, own, x, *others, **more)
+
+
+def norm_gradients_summed(*arguments):
+    dx, *sums = RIGHT_NORM_GRADIENTS(*arguments)
+    for one in sums:
+        dist.all_reduce(one, group=GROUPS[2])
+    return dx, *sums
+
+
+RIGHT_NORM_GRADIENTS = parallel_passes.norm_gradients
+
+
+class OtherOrder(exchange._Gathering):
+    def whole(self, keep=False):
+        return super().whole(keep).view(self._exchange.ranks, -1, COLS).flip(0).reshape(-1, COLS)
+
+
+class OwnAlone(exchange._Gathering):
+    def whole(self, keep=False):
+        super().whole()
+        rows = torch.zeros_like(self._rows)
+        count, rank = len(self.own), self._exchange.rank
+        rows[rank * count : (rank + 1) * count] = self.own
+        return rows
+
+
+class OtherRows(exchange._Summing):
+    def result(self):
+        exchange._wait(self._work)
+        other = (self._exchange.rank + 1) % self._exchange.ranks
+        dist.all_reduce(self.terms, group=self._exchange.group)
+        return self.terms.chunk(self._exchange.ranks)[other].clone()
+
+
+class TooEarly(symmetric._Gathering):
+    """Rows are pulled before their rank has written them."""
+
+    def _greet(self, mark):
+        other = self._exchange.others[0]
+        self._part(self._whole, other).copy_(self._part(self._of_ranks[other], other))
+        super()._greet(mark)
+
+    def start(self, wanted_next=False):
+        with self._exchange.side.after_present() as mark:
+            self._greet(mark)
+            self._come[self._exchange.others[0]] = mark()
+            self._take_leave(mark)
+
+
+class OfTheSender(symmetric._Summing):
+    """Not the rows that this rank wants."""
+
+    def _part(self, matrix, rank):
+        return super()._part(matrix, rank if matrix is self._whole else 1 - rank)
+
+
+def unmarked(self):
+    RIGHT_SETTLING(self)
+    for name, parameter in self.named_parameters():
+        if name.startswith("layer_norm"):
+            parameter.sequence_parallel = False
+
+
+RIGHT_SETTLING = LayerNormLinear._settle_parameters
+
+MISTAKES = {
+    "gradient of gathered z dropped": (
+        parallel_functional,
+        "gradients",
+        gathered_gradient_dropped,
+        "z of all rows returned",
+    ),
+    "gradient of gathered z added after the sum": (
+        parallel_functional,
+        "gradients",
+        gathered_gradient_after_the_sum,
+        "z of all rows returned",
+    ),
+    "dgamma summed over the ranks": (parallel_passes, "norm_gradients", norm_gradients_summed, "as it is"),
+    "rows in another order": (exchange, "_Gathering", OtherOrder, "as it is"),
+    "rows of another rank": (exchange, "_Summing", OtherRows, "as it is"),
+    "local z alone in the gradient of weight": (exchange, "_Gathering", OwnAlone, "as it is"),
+    "parts in another order": (
+        parallel_passes,
+        "in_turn",
+        lambda rank, ranks: [rank] * ranks,
+        "overlaps_change_nothing",
+    ),
+    "rows pulled too early": (symmetric, "_Gathering", TooEarly, "delays"),
+    "terms of the sender's rows": (symmetric, "_Summing", OfTheSender, "overlaps_by_symmetric_memory"),
+    "an attribute lost": (LayerNormLinear, "_settle_parameters", unmarked, "attributes"),
+}

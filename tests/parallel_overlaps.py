@@ -1,0 +1,218 @@
+"""What LayerNormLinear's ub_* flags are held to over the ranks of a group; symmetric memory on the CPU is files."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy
+import torch
+import torch.distributed as dist
+from parallel_cases import ALL_Z, OVERLAPS, Case, Whole, Z, make, raises, run
+from torch import Tensor
+
+from cunorm.torch import LayerNormLinear
+from cunorm.torch.linear import symmetric
+
+
+def overlaps_change_nothing(group: Any, device: str) -> None:
+    """Each ub_* flag, and all at once, to the bit of none; in 16 bits a product in parts to that of the same parts."""
+    flags = [{flag: True} for flag in OVERLAPS] + [dict.fromkeys(OVERLAPS[:3], True), dict.fromkeys(OVERLAPS, True)]
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+
+    ranks = dist.get_world_size(group)
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        """Sums of more than two terms may be added up in another order."""
+        return torch.equal(one, other) if ranks == 2 else torch.allclose(one, other, 1e-12, 1e-12)
+
+    def results(case: Case, **flags: bool) -> dict[str, Tensor]:
+        part = Whole(case, ranks).part(dist.get_rank(group))
+        found = run(make(case, group, device, **flags), case, part, False, device)
+        return {str(index): result for index, result in enumerate(found.results)} | found.gradients
+
+    for options in ({}, Z, ALL_Z, {"bias": False, "keep_normalized": True}):
+        case = Case(options, dtype=dtype, shape=(8, 2))
+        plain = results(case)
+        for chosen in flags:
+            with mock.patch.object(symmetric, "worth", return_value=True):
+                with mock.patch.object(symmetric, "exchange", return_value=None):  # by torch.distributed
+                    in_turn = results(case, **chosen)
+                overlapped = results(case, **chosen)
+            in_parts = {"ub_overlap_ag", "ub_overlap_rs_dgrad"} & chosen.keys()
+            for name, found in overlapped.items():
+                assert same(found, in_turn[name]), (chosen, name)
+                if dtype is torch.float64 or not in_parts:
+                    assert same(found, plain[name]), (chosen, name)
+
+
+class Shared:
+    """torch's symmetric memory on the CPU: files that the ranks share, a byte for each signal."""
+
+    counts: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, size: int, group: Any, device: torch.device):
+        Shared.counts[group.group_name] += 1
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._size, self._name = size, f"{sys.argv[3]}-{group.group_name}-{Shared.counts[group.group_name]}"
+        self._signals = torch.from_file(f"{self._name}-signals", True, 2 * self._ranks**2, dtype=torch.uint8)
+
+    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = torch.from_file(f"{self._name}-{rank}", True, self._size, dtype=torch.uint8)
+        return whole[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def put_signal(self, rank: int, channel: int, milliseconds: int) -> None:
+        self._turn(channel, self._rank, rank, 0, 1, milliseconds)
+
+    def wait_signal(self, rank: int, channel: int, milliseconds: int) -> None:
+        self._turn(channel, rank, self._rank, 1, 0, milliseconds)
+
+    def _turn(self, channel: int, sender: int, receiver: int, before: int, after: int, milliseconds: int) -> None:
+        place = (channel * self._ranks + sender) * self._ranks + receiver
+        end = time.monotonic() + milliseconds / 1000
+        while self._signals[place] != before:
+            if time.monotonic() > end:
+                raise TimeoutError(f"channel {channel}, from rank {sender} to {receiver}")
+            time.sleep(0)
+        self._signals[place] = after
+
+
+class AtOnce:
+    """No stream: what is asked of it is done."""
+
+    def __init__(self, device: torch.device):
+        pass
+
+    @contextlib.contextmanager
+    def after_present(self):
+        yield lambda: None
+
+    def wait(self, mark: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def symmetric_memory(device: str) -> Iterator[None]:
+    """The exchange that GPUs have, for any size; on the CPU through files."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(symmetric, "worth", return_value=True))
+        if device == "cpu":
+            stand_ins = {"allocate": lambda *a: (Shared(*a), None), "Side": AtOnce, "why_not": lambda *_: None}
+            for name, stand_in in stand_ins.items():
+                stack.enter_context(mock.patch.object(symmetric, name, stand_in))
+            stack.enter_context(mock.patch.dict(symmetric._exchanges, clear=True))
+        yield
+
+
+def overlaps_by_symmetric_memory(group: Any, device: str) -> None:
+    with symmetric_memory(device):
+        overlaps_change_nothing(group, device)
+        found = symmetric._exchanges[
+            group.group_name, torch.device(device, None if device == "cpu" else dist.get_rank())
+        ]
+        assert isinstance(found[1], symmetric.SymmetricExchange)
+
+
+def layers(group: Any, device: str, cols: int, outs: int, **flags: bool) -> tuple[list[Any], Any]:
+    """Two layers with all that overlaps, one after the other, and a function of x that returns y and all gradients."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    torch.manual_seed(dist.get_rank(group))
+    options = {"parallel_mode": "column", "tp_group": group, "sequence_parallel": True, "device": device}
+    first = LayerNormLinear(cols, outs, params_dtype=dtype, **options, **flags)
+    second = LayerNormLinear(first.out_features, outs, params_dtype=dtype, **options, **flags)
+
+    def step(x: Tensor) -> list[Tensor]:
+        y = second(first(x))
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *first.parameters(), *second.parameters()])]
+
+    return [first, second], step
+
+
+KINDS = (dict.fromkeys(OVERLAPS[:3], True), {"ub_overlap_ag": True, "ub_overlap_rs_dgrad": True})
+
+
+def delays(group: Any, device: str) -> None:
+    """Either rank late at random, what the buffers held before gone; larger and smaller calls in turn."""
+    rank, runs = dist.get_rank(group), 150 if device == "cuda" else 10
+    random = numpy.random.default_rng(rank)
+    with symmetric_memory(device):
+        for flags in KINDS:
+            _, step = layers(group, device, 64, 96, **flags)
+            dtype = torch.bfloat16 if device == "cuda" else torch.float64
+            inputs = [torch.randn(rows, 64).to(device, dtype).requires_grad_() for rows in (24, 256, 96)]
+            with mock.patch.object(symmetric, "exchange", return_value=None):  # by torch.distributed
+                expected = [step(x) for x in inputs]
+            for run in range(runs):
+                found = symmetric._exchanges.get((group.group_name, inputs[0].device))
+                for buffer in (found[1]._of_rows, found[1]._of_terms) if found else ():
+                    for views in list(buffer._views.values())[:1]:
+                        views[rank].fill_(math.nan)
+                if random.random() < 0.5:
+                    late(device, random.random())
+                for one, other in zip(step(inputs[run % 3]), expected[run % 3], strict=True):
+                    assert torch.equal(one, other), (flags, run)
+
+
+def late(device: str, part: float) -> None:
+    """By up to half a millisecond."""
+    if device == "cuda":
+        torch.cuda._sleep(int(part * 1_000_000))
+    else:
+        time.sleep(part / 2000)
+
+
+def graphs(group: Any, device: str) -> None:
+    """A captured step, replayed between other calls; and a first call in a capture."""
+    rank = dist.get_rank(group)
+    with symmetric_memory(device):
+        for flags in KINDS:
+            _, step = layers(group, device, 64, 96, **flags)
+            x = torch.randn(96, 64).to(device, torch.bfloat16).requires_grad_()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    step(x)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                captured = step(x)
+            for run in range(20):
+                with torch.no_grad():
+                    x.copy_(torch.randn(96, 64, generator=torch.Generator().manual_seed(run + rank)))
+                if (run + rank) % 2:
+                    late(device, run / 20)
+                graph.replay()
+                found = [one.clone() for one in captured]
+                for one, other in zip(found, step(x), strict=True):
+                    assert torch.equal(one, other), (flags, run)
+        _, step = layers(group, device, 128, 192, **KINDS[0])
+        x = torch.randn(1024, 128).to(device, torch.bfloat16).requires_grad_()
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            raises(RuntimeError, "must be made before a CUDA graph is captured", lambda: step(x))
+
+
+def streams(group: Any, device: str) -> None:
+    """Calls on streams of the user's, one after another."""
+    with symmetric_memory(device):
+        for flags in KINDS:
+            _, step = layers(group, device, 64, 96, **flags)
+            x = torch.randn(96, 64).to(device, torch.bfloat16).requires_grad_()
+            expected = step(x)
+            for run in range(20):
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    found = step(x)
+                torch.cuda.current_stream().wait_stream(stream)
+                for one, other in zip(found, expected, strict=True):
+                    assert torch.equal(one, other), (flags, run)
+
+
+CHECKS = {check.__name__: check for check in (overlaps_change_nothing, overlaps_by_symmetric_memory, delays)}
+ON_GPUS = {check.__name__: check for check in (graphs, streams)}

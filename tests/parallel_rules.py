@@ -1,0 +1,278 @@
+"""What holds of LayerNormLinear over ranks besides values: attributes, copies, groups, FP8, every refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+import os
+import pickle
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from parallel_cases import ALL_Z, CASES, COLS, EPS, GROUPS, OUTS, OVERLAPS, SPLIT, Case, Whole, Z, make, raises, run
+from parallel_overlaps import symmetric_memory
+from torch import Tensor
+from torch.testing import assert_close
+
+from cunorm.torch import Float8CurrentScaling, LayerNormLinear, RowwiseScaling, autocast
+from cunorm.torch.linear import parallel_operators, parallel_passes, passes
+
+
+def float8(group: Any, device: str) -> None:
+    """One process's in FP8, where the largest numbers that scales are of lie on every rank.
+
+    12 rows a rank: by columns they are padded to 16, and what is gathered of them is not.
+    """
+    rank, ranks, cols, outs, rows = dist.get_rank(group), dist.get_world_size(group), 32, 64, 24
+    recipes = [RowwiseScaling(), RowwiseScaling(high_precision_wgrad=True), Float8CurrentScaling()]
+    random = torch.Generator().manual_seed(0)
+    x, dy, dz = (torch.randn(rows, size, generator=random).to(device) for size in (cols, outs, cols))
+    x[1] *= 50  # a tensor's scale follows from all rows, a row's does not
+    dy[:, :: outs // ranks] = 6.0
+    overlaps = dict.fromkeys(OVERLAPS[:3], True)
+    kinds = [{}, Z, ALL_Z, {"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}, ALL_Z | overlaps]
+    own_outs = slice(rank * outs // ranks, (rank + 1) * outs // ranks)
+    with symmetric_memory(device):
+        for recipe, options, sequence in itertools.product(recipes, kinds, (True, False)):
+            own = slice(rank * rows // ranks, (rank + 1) * rows // ranks) if sequence else slice(None)
+            gathered = sequence and "return_layernorm_output_gathered" in options
+            alone = LayerNormLinear(cols, outs, EPS, device=device, return_layernorm_output=True)
+            torch.nn.init.normal_(alone.bias, generator=random if device == "cpu" else None)
+            alone.weight.data[:: outs // ranks] = 1.0
+            for parameter in alone.parameters():
+                dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
+            given = {"parallel_mode": "column", "tp_group": group, "sequence_parallel": sequence, **options}
+            module = LayerNormLinear(cols, outs, EPS, device=device, **given)
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    whole = getattr(alone, name)
+                    parameter.copy_(whole if name.startswith("layer_norm") else whole[own_outs])
+                    parameter.main_grad = torch.zeros_like(parameter)
+            leaf, own_leaf = x.clone().requires_grad_(), x[own].clone().requires_grad_()
+            with autocast(recipe=recipe):
+                y, z = alone(leaf)
+                found = module(own_leaf)
+            returned = module.return_layernorm_output
+            # A gradient of each rank's of all rows is summed over the ranks.
+            torch.autograd.backward([y, z], [dy, dz * returned * (ranks if gathered else 1)])
+            if returned:
+                torch.autograd.backward(found, [dy[:, own_outs], dz if gathered else dz[own]])
+            else:
+                found.backward(dy[:, own_outs])
+            module.backward_dw()
+            results = found if returned else (found,)
+            note = str((recipe, options, sequence))
+            # A GPU's tensor cores add up less exactly, and in another order where there are fewer columns.
+            off = 1e-4 if device == "cpu" else 4e-3
+
+            def near(one: Tensor, other: Tensor, note: str = note, off: float = off) -> None:
+                bounds = {"rtol": off, "atol": off * max(1.0, float(other.abs().max()))}
+                assert_close(one, other, **bounds, msg=lambda text: f"{note}: {text}")
+
+            near(results[0], y[:, own_outs])
+            if returned:
+                near(results[1], z if gathered else z[own])
+            dweight = module.weight.main_grad if module.fuse_wgrad_accumulation else module.weight.grad
+            near(dweight, alone.weight.grad[own_outs])
+            near(module.bias.grad, alone.bias.grad[own_outs])
+            near(own_leaf.grad, leaf.grad[own])
+            for name in ("layer_norm_weight", "layer_norm_bias"):
+                gradient = getattr(module, name).grad
+                if sequence:
+                    dist.all_reduce(gradient, group=group)
+                near(gradient, getattr(alone, name).grad)
+
+
+def attributes(group: Any, device: str) -> None:
+    """What Megatron reads from parameters, through everything that makes new ones."""
+
+    def check(module: LayerNormLinear) -> None:
+        assert (module.out_features, module.tp_size) == (OUTS // 2, 2)
+        for name, parameter in module.named_parameters():
+            if name.startswith("layer_norm"):
+                assert parameter.sequence_parallel is True, name
+            else:
+                found = (parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride)
+                assert found == (True, 0, 1), name
+
+    module = make(Case(SPLIT), group, "meta")
+    check(module)
+    check(module.to_empty(device=device))
+    module.reset_parameters()
+    check(module)
+    check(module.float())
+    twin = copy.deepcopy(module)
+    check(twin)
+    assert twin.tp_group is group
+    loaded = pickle.loads(pickle.dumps(module))
+    check(loaded)
+    assert loaded.tp_group is None
+    stream = io.BytesIO()
+    torch.save(module, stream)
+    x = torch.ones(2, COLS, device=device)
+    raises(RuntimeError, "Call set_tensor_parallel_group() before forward pass", lambda: loaded(x))
+    loaded.set_tensor_parallel_group(group)
+    assert_close(loaded(x), module(x))
+
+
+def group_given_later(group: Any, device: str) -> None:
+    case = CASES["as it is"]
+    module = make(case, None, device, tp_size=2)
+    x = torch.ones(2, COLS, dtype=torch.float64, device=device)
+    raises(RuntimeError, "Tensor parallel group not initialized. Call set_tensor_parallel_group()", lambda: module(x))
+    whole = Whole(case, 2)
+    module.set_tensor_parallel_group(group)
+    found = run(module, case, whole.part(dist.get_rank(group)), False, device)
+    assert_close(found.results[0].cpu(), whole.expected()[0][dist.get_rank(group)][0])
+
+
+def no_communication(group: Any, device: str) -> None:
+    """parallel_mode=None: whole weights and one rank's work, but for the mark of the norm's parameters."""
+    module = make(Case(options={"parallel_mode": None}), group, device)
+    assert module.weight.shape == (OUTS, COLS)
+    assert module.layer_norm_weight.sequence_parallel is True
+    alone = LayerNormLinear(COLS, OUTS, EPS, device=device, params_dtype=torch.float64)
+    alone.load_state_dict(module.state_dict())
+    x = torch.randn(3 + dist.get_rank(group), COLS, dtype=torch.float64, device=device)  # a gather would fail
+    assert torch.equal(module(x), alone(x))
+
+
+def initialised_inside_the_tracker(group: Any, device: str) -> None:
+    inside: list[tuple[bool, torch.Size]] = []
+    forked = [False]
+
+    class Tracker:
+        @contextlib.contextmanager
+        def fork(self):
+            forked[0] = True
+            yield
+            forked[0] = False
+
+    def init(weight: Tensor) -> None:
+        inside.append((forked[0], weight.shape))
+
+    make(Case(SPLIT), group, device, get_rng_state_tracker=Tracker, init_method=init)
+    assert inside == [(True, (4, COLS)), (True, (8, COLS))]
+
+
+def refused(group: Any, device: str) -> None:
+    """Before any communication: no rank would answer it."""
+    alone, case, rank = GROUPS[1], Case(), dist.get_rank(group)
+    raises(ValueError, "24 is not divisible by 16", lambda: make(case, None, device, tp_size=16))
+    raises(
+        RuntimeError,
+        "must be a multiple of the number of ranks, 2; got 'a' of 3 rows",
+        lambda: make(case, group, device, parameters_split={"a": 3, "b": 21}),
+    )
+    raises(
+        ValueError,
+        "delay_wgrad_compute=True",
+        lambda: make(case, group, device, delay_wgrad_compute=True, ub_bulk_wgrad=True),
+    )
+    raises(
+        ValueError,
+        "must have tp_size=3 ranks; got one of 2",
+        lambda: make(case, None, device, tp_size=3).set_tensor_parallel_group(group),
+    )
+    if rank == 0:
+        raises(
+            ValueError,
+            "must have tp_size=2 ranks; got one of 1",
+            lambda: make(case, None, device, tp_size=2).set_tensor_parallel_group(alone),
+        )
+    else:
+        raises(ValueError, "must be a rank of the tensor-parallel group", lambda: make(case, alone, device))
+    module = make(case, group, device)
+    x = torch.ones(COLS, dtype=torch.float64, device=device)
+    raises(RuntimeError, "must have an axis of rows", lambda: module(x))
+    raises(RuntimeError, "first derivatives", lambda: torch.func.vmap(module)(x.expand(2, 2, COLS)))
+    x = x.expand(2, COLS).clone().requires_grad_()
+    raises(
+        RuntimeError,
+        "first derivatives alone; got create_graph=True",
+        lambda: torch.autograd.grad(module(x).sum(), x, create_graph=True),
+    )
+
+
+def kept(group: Any, device: str) -> None:
+    """For the backward pass x, parameters and statistics of this rank's rows; z of all rows where it is to be kept."""
+    for keep in (False, True):
+        module = make(Case(), group, device, keep_normalized=keep)
+        x = torch.ones(6, COLS, dtype=torch.float64, device=device, requires_grad=True)
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=shapes: s.append(tuple(t.shape)), lambda t: t):
+            module(x)
+        expected = [(6, COLS), (OUTS // 2, COLS), (COLS,), (COLS,), (2, 6), *([(12, COLS)] if keep else [])]
+        assert sorted(shapes) == sorted(expected), shapes
+
+
+def beside_a_dead_rank(group: Any, device: str) -> None:
+    """torch.distributed's error, not a wait without end and not a result; asked of the first rank alone."""
+    module = LayerNormLinear(
+        COLS, OUTS, tp_group=GROUPS[2], parallel_mode="column", sequence_parallel=True, device=device
+    )
+    try:
+        module(torch.ones(2, COLS, device=device))
+    except RuntimeError:
+        return
+    raise AssertionError("a rank is dead, and nothing was raised")
+
+
+def operators(group: Any, device: str) -> None:
+    """Their schemas and fake results, in torch's own test of operators."""
+    x, weight, bias, gamma, beta = (
+        torch.randn(*shape, device=device) for shape in ((2, 3, 8), (4, 8), (4,), (8,), (8,))
+    )
+    for returned, keep, sequence in itertools.product(("nothing", "local", "gathered"), (False, True), (True, False)):
+        options = passes.Options("layer_norm", 1e-5, torch.float32, keep)
+        ranks = parallel_passes.Ranks(group.group_name, 2, sequence, returned, False, *[False] * 4)
+        forward = parallel_operators.norm_linear_forward
+        arguments = (x, weight, bias, gamma, beta, *options, *ranks)
+        checked = ("test_schema", "test_faketensor")
+        torch.library.opcheck(forward, arguments, test_utils=checked)
+        y, z, statistics, kept = forward(*arguments)
+        dz = None if returned == "nothing" else torch.ones_like(z)
+        for mask in ([True] * 5, [False, True, True, False, False], [True, False, False, True, False]):
+            saved = (x, weight, gamma, beta, statistics, kept if keep else None)
+            given = (torch.ones_like(y), dz, *saved, *options, *ranks, mask)
+            torch.library.opcheck(parallel_operators.norm_linear_backward, given, test_utils=checked)
+
+
+def rows_that_differ(group: Any, device: str) -> None:
+    """ValueError on every rank: at a module's first call, and with TORCH_DISTRIBUTED_DEBUG=DETAIL at each."""
+    rank = dist.get_rank(group)
+    for sequence in (True, False):
+        module = make(Case(sequence=sequence), group, device)
+        x = torch.ones(2 + rank, COLS, dtype=torch.float64, device=device)
+        raises(ValueError, "rank 0: 2 x 8, torch.float64, rank 1: 3 x 8, torch.float64", lambda: module(x))  # noqa: B023
+        module(x[:2])
+    with mock.patch.dict(os.environ, TORCH_DISTRIBUTED_DEBUG="DETAIL"):
+        raises(ValueError, "rank 0: 2 x 8, torch.float64, rank 1: 3 x 8", lambda: module(x))
+    module = make(Case(), group, device)
+    dtype = torch.float32 if rank else torch.float64
+    module.to(dtype)
+    raises(ValueError, "rank 1: 2 x 8, torch.float32", lambda: module(x[:2].to(dtype)))
+    torch._dynamo.reset()
+    compiled = torch.compile(make(Case(), group, device), backend="aot_eager", fullgraph=True)
+    parallel_operators._compared.clear()
+    raises(ValueError, "rank 0: 2 x 8, torch.float64, rank 1: 3 x 8", lambda: compiled(x))
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        float8,
+        attributes,
+        group_given_later,
+        no_communication,
+        initialised_inside_the_tracker,
+        refused,
+        kept,
+        operators,
+        rows_that_differ,
+    )
+}

@@ -1,0 +1,96 @@
+"""LayerNormLinear over the ranks of a group against one process in float64: processes with gloo on the CPU, with NCCL
+on two GPUs. What each rank does is in parallel_linear.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch is without torch.distributed", allow_module_level=True)
+
+import colwise  # noqa: E402
+import parallel_overlaps  # noqa: E402
+from parallel_cases import CASES, MANY  # noqa: E402
+from parallel_linear import CHECKS  # noqa: E402
+from parallel_mistakes import MISTAKES  # noqa: E402
+from rank_pool import Pool  # noqa: E402
+
+from cunorm.torch.linear import symmetric  # noqa: E402
+
+PROGRAM = Path(__file__).parent / "parallel_linear.py"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def pool(request, tmp_path_factory):
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    ranks = 4 if request.param == "cpu" else 2
+    found = Pool(PROGRAM, ranks, tmp_path_factory.mktemp("ranks"), request.param)
+    yield found
+    found.close()
+
+
+def assert_right(answers: list[str]) -> None:
+    assert not any(answers), "\n".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(pool, case):
+    assert_right(pool.ask(2, "case", case))
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_four_ranks(pool, case):
+    if pool.size < 4:
+        pytest.skip("needs four ranks")
+    assert_right(pool.ask(4, "case", case))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_rules(pool, check):
+    assert_right(pool.ask(2, "check", check))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", parallel_overlaps.ON_GPUS)
+def test_rules_on_gpus(pool, check):
+    if pool.size == 4:
+        pytest.skip("there are no streams on the CPU")
+    assert_right(pool.ask(2, "check", check))
+
+
+@pytest.mark.parametrize("check", ["overlaps_by_symmetric_memory", "values_and_gradients", *colwise.ON_FOUR])
+def test_rules_on_four_ranks(pool, check):
+    if pool.size < 4:
+        pytest.skip("needs four ranks")
+    assert_right(pool.ask(4, "check", check))
+
+
+def test_a_killed_rank(tmp_path):
+    pool = Pool(PROGRAM, 2, tmp_path, "cpu")
+    try:
+        assert_right(pool.ask(2, "case", "as it is"))
+        pool.end(1)
+        assert_right(pool.ask(1, "check", "dead"))
+    finally:
+        pool.close()
+
+
+def test_where_hiding_an_exchange_wins():
+    """Not of few bytes, and of a product in parts not before it wins as one."""
+    sizes = [1 << 20, symmetric.LEAST, symmetric.LEAST_IN_PARTS]
+    assert [symmetric.worth(size) for size in sizes] == [False, True, True]
+    assert [symmetric.worth(size, in_parts=True) for size in sizes] == [False, False, True]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(pool, mistake):
+    if pool.size < 4:
+        pytest.skip("they are found in float64, on the CPU")
+    assert any("AssertionError" in answer for answer in pool.ask(2, "mistake", mistake))
