@@ -163,6 +163,7 @@ DEVICE int64 wide_index(int index) {
 
 // Tells the compiler that the word may have changed, so that it keeps nothing it computed from it.
 DEVICE void forget(uint32& word) { asm volatile("" : "+r"(word)); }
+DEVICE void forget(int64& number) { asm volatile("" : "+l"(number)); }
 
 enum class Cache { kStreamed, kKept };
 

@@ -232,7 +232,7 @@ def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int,
     needed = shared_memory(spec) + dynamic_shared(spec)
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
     ctas = min(wanted, _ctas_of(spec, words + column_words), (device.shared + 1024) // (needed + 1024))
-    return _with_shifted(replace(spec, ctas_per_sm=ctas)) if ctas and 2 * ctas + 1 >= wanted else None
+    return _with_shifted(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
 
 
 def _words_to_shift(spec: NormSpec) -> int:
@@ -277,7 +277,7 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
             if needed <= device.shared:
                 ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
                 most_ctas = max(1, resident // fitting.threads) if tier.cluster == 1 else 1
-                return _with_shifted(replace(fitting, ctas_per_sm=min(most_ctas, ctas)))
+                return _with_shifted(replace(fitting, ctas_per_sm=min(most_ctas, ctas)), device)
     # A forward pass of several matrices keeps the shape of the plain norm's rows, and so its bits: they wait in
     # registers where shared memory is too small.
     if spec.kernel == "forward" and len(spec.matrices) > 1:
@@ -285,17 +285,18 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
     return None
 
 
-def _with_shifted(spec: NormSpec) -> NormSpec:
+def _with_shifted(spec: NormSpec, device: Device) -> NormSpec:
     """The same, with packs at odd addresses kept, once shifted, where a thread has registers for them.
 
     Beside them, the sums of its columns and what it keeps of weight and bias it takes about 80: with 24 for each pack
-    it spilled 76 bytes in 168 registers with four packs, 136 in 128 with three, and none in 128 with two.
+    it spilled 76 bytes in 168 registers with four packs, 136 in 128 with three, and none in 128 with two; on sm_100 36.
     """
+    working = 80 if device.arch < 100 else 88
     words = sum(spec.shape.pack * one.itemsize // 4 for one in spec.matrices)
     words += len(spec.sums) * spec.shape.pack * ITEMSIZE[spec.compute] // 4
     if spec.columns_stay:
         words += sum(spec.shape.pack * one.itemsize // 4 for one in spec.columns)
-    fit = _ctas_of(spec, 80 + words * spec.shape.packs) >= spec.ctas_per_sm
+    fit = _ctas_of(spec, working + words * spec.shape.packs) >= spec.ctas_per_sm
     return replace(spec, shifted_stay=not spec.aligned and fit)
 
 

@@ -198,6 +198,7 @@ void copies_wait() {
 }
 
 inline void forget(uint32&) {}
+inline void forget(int64&) {}
 template <class T>
 inline T* begin_of_row(T* row) {
   return row;
