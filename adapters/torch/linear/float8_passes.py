@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ...norm.float8 import NAMES
-from ..norm import float8, functional, launching
+from ..norm import float8, functional
 from .float8_casts import cast_columns, cast_rows, normalised_columns, scale_of_tensor
 from .float8_products import product
 from .float8_weights import Weights
-from .passes import Options, Sink, accumulate, in_dtype_of, matrix, norm_gradients, normalise
+from .passes import Options, Sink, accumulate, in_dtype, in_dtype_of, matrix, norm_gradients, normalise
 from .recipes import E4M3, Scheme
 
 
@@ -54,12 +54,16 @@ def forward(
     wants_z: bool,
 ) -> Forward:
     """y, and what is wanted besides."""
-    rows, cols = x.numel() // x.shape[-1], x.shape[-1]
-    z8, scale, z, statistics = _normalised(x, ln_weight, ln_bias, options, wants_statistics, wants_z)
     by_row, _, _, _, (fast, _, _), _ = options.scheme
-    scale = scale.reshape(rows) if by_row else scale
-    y = product(z8.reshape(rows, cols), scale, weights.rows, weights.row_scale, options.dtype, bias, fast=fast)
-    return Forward(y.view(*x.shape[:-1], len(weights.rows)), z, statistics, None if by_row else scale)
+    z8, scale, z, statistics = _normalised(x, ln_weight, ln_bias, options, wants_statistics, wants_z)
+    if z8.dim() != 2:
+        z8 = z8.reshape(-1, x.shape[-1])
+    if by_row and scale.dim() != 1:
+        scale = scale.reshape(-1)
+    y = product(z8, scale, weights.rows, weights.row_scale, options.dtype, bias, fast=fast)
+    if x.dim() != 2:
+        y = y.view(*x.shape[:-1], y.shape[-1])
+    return Forward(y, z, statistics, None if by_row else scale)
 
 
 def _normalised(
@@ -81,11 +85,8 @@ def _normalised(
         return cast_rows(flat, scale=scale)[0], scale, z if wants_z else None, statistics
     if not power_2 and functional._at_once(x, ln_weight, ln_bias):
         of_z = dtype if wants_z else None
-        call = (operation, x, shape, ln_weight, ln_bias, eps, "row", NAMES[E4M3], None, 0, of_z, wants_statistics)
-        if x.get_device() == launching._current_device():
-            return float8.launched(*call)
-        with torch.cuda.device(x.get_device()):
-            return float8.launched(*call)
+        call = (operation, x, shape, ln_weight, ln_bias, eps, "row", NAMES[E4M3], None, 0, of_z)
+        return float8.launched(*call, wants_statistics)
     wide = options.plain._replace(dtype=torch.float32)
     z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics)
     z8, scale, _, _ = cast_rows(z.reshape(-1, *shape), power_2_scale=power_2)
@@ -199,29 +200,28 @@ class _Rounded:
         if not scheme.by_row:
             return cast_columns(self._z, None, scale=z_scale)
         x = matrix(x, x.numel() // x.shape[-1])
-        statistics = statistics.reshape(len(statistics), len(x))
+        if statistics.dim() != 2:
+            statistics = statistics.reshape(statistics.shape[0], x.shape[0])
         operation = self._options.operation
         return normalised_columns(x, statistics, ln_weight, ln_bias, operation, power_2_scale=scheme.power_2[0])
 
     def weight(self) -> Tensor:
         if self._dy is not None:
-            return (self._dy.t() @ self._z).to(self._dtypes.weight)
-        return self._product(slice(None), self._dtypes.weight)
+            return in_dtype(self._dy.t() @ self._z, self._dtypes.weight)
+        return self._product(self._columns, self._column_scale, self._dtypes.weight)
 
     def bias(self) -> Tensor:
-        return self._sums.to(self._dtypes.bias or self.dtype)
+        return in_dtype(self._sums, self._dtypes.bias or self.dtype)
 
     def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
         if self._dy is not None:
             return accumulate(total, self._dy[:, rows], self._z, overwrite)
-        found = self._product(rows, total.dtype)
-        total.copy_(found) if overwrite else total.add_(found)
-
-    def _product(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        columns = self._columns[rows]
-        if columns.shape[1] == 0:  # no rows of x: no kernel is launched for their columns
-            return columns.new_zeros((len(columns), self._saved.x.shape[-1]), dtype=dtype)
         # A slice of the scales may lie where no product can read it.
         scale = self._column_scale if self._column_scale.dim() == 0 else self._column_scale[rows].clone()
-        fast = self._options.scheme.fast[2]
-        return product(columns, scale, *self._z_columns, dtype, fast=fast)
+        found = self._product(self._columns[rows], scale, total.dtype)
+        total.copy_(found) if overwrite else total.add_(found)
+
+    def _product(self, columns: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        if columns.shape[1] == 0:  # no rows of x: no kernel is launched for their columns
+            return columns.new_zeros((len(columns), self._saved.x.shape[-1]), dtype=dtype)
+        return product(columns, scale, *self._z_columns, dtype, fast=self._options.scheme.fast[2])

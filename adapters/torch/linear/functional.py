@@ -159,8 +159,8 @@ def in_one_step(*tensors: Tensor | None) -> bool:
 
 def check(function: str, x, weight, bias, ln_weight, ln_bias, operation: str) -> None:
     """Kinds, shapes and devices, which traced tensors have too."""
-    named = {"input": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
-    for name, tensor in named.items():
+    named = (("input", x), ("weight", weight), ("bias", bias), ("ln_weight", ln_weight), ("ln_bias", ln_bias))
+    for name, tensor in named:
         if not isinstance(tensor, Tensor) and (tensor is not None or name in ("input", "weight")):
             raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
     if weight.dim() != 2 or 0 in weight.shape:
@@ -173,13 +173,14 @@ def check(function: str, x, weight, bias, ln_weight, ln_bias, operation: str) ->
             f"{function}: the last axis of input must have the length {cols} of a row of weight; got input of shape "
             f"{tuple(x.shape)}."
         )
-    for name, tensor, size in (("bias", bias, outs), ("ln_weight", ln_weight, cols), ("ln_bias", ln_bias, cols)):
-        if tensor is not None and tuple(tensor.shape) != (size,):
+    for (name, tensor), size in zip(named[2:], (outs, cols, cols), strict=True):
+        if tensor is not None and tensor.shape != (size,):
             raise RuntimeError(f"{function}: {name} must have shape ({size},); got {tuple(tensor.shape)}.")
-    for name, tensor in named.items():
-        if tensor is not None and tensor.device != x.device:
+    device = x.device
+    for name, tensor in named[1:]:
+        if tensor is not None and tensor.device != device:
             raise RuntimeError(
-                f"{function}: {name} must be on the device of input, {x.device}; got {tensor.device}. Move one of them."
+                f"{function}: {name} must be on the device of input, {device}; got {tensor.device}. Move one of them."
             )
     if ln_weight is None and operation != NAMED[operation].norm:
         raise ValueError(f"{function}: zero_centered_gamma=True needs ln_weight; got ln_weight=None.")
