@@ -8,6 +8,7 @@ parameter's gradient in FP8 and without it, at the same weights on the same batc
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import sysconfig
@@ -130,18 +131,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file for a line of JSON by recipe")
     chosen = parser.parse_args(arguments)
     compared = (1, max(1, chosen.steps // 2))
     options = (chosen.steps, Size(), chosen.device, True)
     plain = train(None, *options, seed=chosen.seed)
     print(f"{'':<40}{'loss':>8}{'to bf16':>10}" + "".join(f"{f'step {step}':>10}" for step in compared))
     print(f"{'bfloat16':<40}{last(plain):>8.4f}")
-    within = True
+    within, lines = True, [{"recipe": None, "steps": chosen.steps, "loss": last(plain)}]
     for name, recipe in RECIPES.items():
         run = train(recipe, *options, compared, chosen.seed)
         off = last(run) / last(plain) - 1
         print(f"{name:<40}{last(run):>8.4f}{off:>+10.2%}" + "".join(f"{run.cosines[step]:>10.4f}" for step in compared))
+        lines.append({"recipe": name, "loss": last(run), "to bfloat16": off, "cosines": run.cosines})
         within &= abs(off) <= LOSS and min(run.cosines.values()) >= COSINE[name]
+    if chosen.out:
+        chosen.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     print(
         "within the bounds" if within else f"BEYOND the bounds: loss {LOSS:.1%}, cosines {sorted(set(COSINE.values()))}"
     )
