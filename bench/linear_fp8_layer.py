@@ -30,20 +30,20 @@ class Layer:
         self.xs = [torch.randn(rows, cols, **options, requires_grad=True) for _ in range(count)]
         self.dys = [torch.randn(rows, outs, **options) for _ in range(count)]
         for index in range(count):
-            self.both(index, True, True)  # keeps the bytes of weight
+            self.both(index, self.recipe, True)  # keeps the bytes of weight
 
-    def forward(self, index: int, fp8: bool) -> Any:
-        """With the bytes of weight that are kept."""
+    def forward(self, index: int, recipe: Any) -> Any:
+        """With the bytes of weight that are kept; in bfloat16 without a recipe."""
         import torch
 
-        with torch.no_grad(), self.adapter.autocast(enabled=fp8, recipe=self.recipe):
-            return self.modules[index](self.xs[index], is_first_microbatch=False if fp8 else None)
+        with torch.no_grad(), self.adapter.autocast(recipe is not None, recipe=recipe):
+            return self.modules[index](self.xs[index], is_first_microbatch=None if recipe is None else False)
 
-    def both(self, index: int, fp8: bool, first: bool | None = None) -> Any:
+    def both(self, index: int, recipe: Any, first: bool | None = None) -> Any:
         import torch
 
         module, x = self.modules[index], self.xs[index]
-        with self.adapter.autocast(enabled=fp8, recipe=self.recipe):
+        with self.adapter.autocast(recipe is not None, recipe=recipe):
             y = module(x, is_first_microbatch=first)
         return torch.autograd.grad(y, (x, *module.parameters()), self.dys[index])
 
@@ -91,15 +91,17 @@ def bare_products(layer: Layer) -> Callable[[int, str], Any]:
 def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
     moved = bytes_of_product(rows, cols, outs)
     layer = Layer(rows, cols, outs, timing.buffers_needed(moved))
-    bare = bare_products(layer)
+    recipe, bare = layer.recipe, bare_products(layer)
+    wide = layer.adapter.RowwiseScaling(high_precision_wgrad=True)
     names = ("y", "dz", "dweight")
     times = measured(
         {
-            "forward, bfloat16": layer.each(layer.forward, False),
-            "forward, weight kept": layer.each(layer.forward, True),
-            "forward and backward, bfloat16": layer.each(layer.both, False),
-            "forward and backward": layer.each(layer.both, True),
-            "forward and backward, weight kept": layer.each(layer.both, True, False),
+            "forward, bfloat16": layer.each(layer.forward, None),
+            "forward, weight kept": layer.each(layer.forward, recipe),
+            "forward and backward, bfloat16": layer.each(layer.both, None),
+            "forward and backward": layer.each(layer.both, recipe),
+            "forward and backward, weight kept": layer.each(layer.both, recipe, False),
+            "the same, high_precision_wgrad": layer.each(layer.both, wide, False),
             "weight": layer.each(layer.weights),
             "product of y": layer.each(bare, "y"),
             "three products": layer.each(lambda index: [bare(index, name) for name in names]),
@@ -149,11 +151,11 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
         return torch._scaled_mm(bytes_, weights.rows.t(), scale_a=one, scale_b=one, **options)
 
     calls = {
-        "forward, bfloat16": lambda: layer.forward(0, False),
-        "forward": lambda: layer.forward(0, True),
-        "forward and backward, bfloat16": lambda: layer.both(0, False),
-        "forward and backward": lambda: layer.both(0, True),
-        "forward and backward, weight kept": lambda: layer.both(0, True, False),
+        "forward, bfloat16": lambda: layer.forward(0, None),
+        "forward": lambda: layer.forward(0, layer.recipe),
+        "forward and backward, bfloat16": lambda: layer.both(0, None),
+        "forward and backward": lambda: layer.both(0, layer.recipe),
+        "forward and backward, weight kept": lambda: layer.both(0, layer.recipe, False),
         "contexts": context,
         "torch's linear": lambda: F.linear(x, weight, bias),
         "norm": lambda: functional.norm("layer_norm", x, shape, gamma, beta, 1e-5, torch.bfloat16, 0),
@@ -192,13 +194,13 @@ def kernels(rows: int, cols: int, outs: int) -> dict[str, Any]:
 
     layer = Layer(rows, cols, outs, 2)
     found = {}
-    for name, fp8, first in (("bfloat16", False, None), ("FP8", True, False)):
+    for name, recipe, first in (("bfloat16", None, None), ("FP8", layer.recipe, False)):
         for index in (0, 1):
-            layer.both(index, fp8, first)
+            layer.both(index, recipe, first)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as taken:
             for turn in range(PROFILED):
-                layer.both(turn % 2, fp8, first)
+                layer.both(turn % 2, recipe, first)
             torch.cuda.synchronize()
         times: dict[str, list[float]] = {}
         for event in taken.events() or ():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...norm.float8 import NAMES
 from ..norm import float8, functional
+from . import side_by_side
 from .float8_casts import cast_columns, cast_rows, normalised_columns, scale_of_tensor
 from .float8_products import product
 from .float8_weights import Weights
@@ -129,28 +130,39 @@ def gradients(
     norm_mask = (wants_dx, *wants_ln)
     x, columns, column_scale, ln_weight, ln_bias, statistics, _ = saved
     rows = x.numel() // x.shape[-1]
-    dweight = dbias = total = None
+    rounded = None
     if dy is not None:
         dy = matrix(dy, rows)
         sums = wants_dbias or (sink is not None and dtypes.bias is not None)
         rounded = _Rounded(dy, saved, options, dtypes, wants_dweight, sums)
-        if any(norm_mask):
-            scheme = options.scheme
-            total = product(rounded.rows, rounded.scale, columns, column_scale, options.dtype, fast=scheme.fast[1])
+    size = 0 if dy is None else dy.numel()
+    # Side by side what one half has read may not be written by the other.
+    held = rounded.rows if rounded is not None and side_by_side.applies(x, size) else None
+
+    def of_norm() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if not any(norm_mask) or (rounded is None and dz is None):
+            return None, None, None
+        if rounded is None:
+            return norm_gradients(dz, False, x, statistics, ln_weight, options.plain, norm_mask)
+        fast = options.scheme.fast[1]
+        total = product(rounded.rows, rounded.scale, columns, column_scale, options.dtype, fast=fast)
+        if dz is not None:
+            total.add_(matrix(dz, rows))
+        if x.dim() != 2:
+            total = total.view(x.shape)
+        return norm_gradients(total, True, x, statistics, ln_weight, options.plain, norm_mask)
+
+    def of_product() -> tuple[Tensor | None, Tensor | None]:
+        if rounded is None:
+            return None, None
         rounded.turn()
         if sink is not None:
-            dweight, dbias = sink(rounded)
-        else:
-            dweight = rounded.weight() if wants_dweight else None
-            dbias = rounded.bias() if wants_dbias else None
-        del rounded
-    if not any(norm_mask) or (total is None and dz is None):
-        return None, dweight, dbias, None, None
-    if total is None:
-        total, own = dz, False
-    else:
-        total, own = (total if dz is None else total.add_(matrix(dz, rows))).view(x.shape), True
-    dx, dln_weight, dln_bias = norm_gradients(total, own, x, statistics, ln_weight, options.plain, norm_mask)
+            return sink(rounded)
+        return rounded.weight() if wants_dweight else None, rounded.bias() if wants_dbias else None
+
+    # In this order the bytes by rows are gone before those by columns are there.
+    (dx, dln_weight, dln_bias), (dweight, dbias) = side_by_side.run(x, size, of_norm, of_product)
+    del held
     return dx, dweight, dbias, dln_weight, in_dtype_of(ln_bias, dln_bias)
 
 
@@ -176,7 +188,7 @@ class _Rounded:
         self._amax, self._tensor_scale = amax, scale
 
     def turn(self) -> None:
-        """The gradient of z has been computed: dy is read by columns, and they alone are kept for that of weight."""
+        """dy is read by columns, and they alone are kept for the gradient of weight."""
         del self.rows, self.scale
         scheme = self._options.scheme
         if self._dy is not None and not scheme.high_precision_wgrad:
