@@ -56,8 +56,8 @@ def wrong_backward(dy, dz, saved, options, *others):
     return float8_passes.gradients(dy, dz, saved, options, *others)
 
 
-def bound_without_beta(x, ln_weight, ln_bias, operation):
-    return BOUND(x, ln_weight, None, operation)
+def bound_without_beta(operation, x, ndim, ln_weight, ln_bias):
+    return BOUND(operation, x, ndim, ln_weight, None)
 
 
 BOUND, PADDED, LARGEST_OF = float8_casts.bound, float8_casts._padded, float8_casts._largest

@@ -66,7 +66,7 @@ def forward(
     scales = None
     if granularity == "tensor":
         if scale is None:
-            scales = _static_scale(function, cols, weight, bias, zero_centered_gamma, FLOAT8[name]).to(x.device)
+            scales = _static_scale(operation, x, len(shape), weight, bias, name)
         else:
             scales = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
     if not torch.compiler.is_compiling() and functional._at_once(x, weight, bias):
@@ -208,35 +208,52 @@ def _recipe(operation, shape, granularity, name, sm_margin, of_y, x, weight, bia
 
 def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
     """What kernels_cu/float8.cuh does, of float32 rows, y[rows, cols]; traceable."""
-    largest_number, dtype = FLOAT8[name], getattr(torch, name)
-    rows, cols = y.shape
-
-    def rounded(values: Tensor) -> Tensor:
-        return values.clamp(-largest_number, largest_number).to(dtype)
-
     if scales is not None:
-        return rounded(y * scales.reciprocal()), scales
+        return rounded(y * scales.reciprocal(), name), scales
+    rows, cols = y.shape
     width = BLOCK if granularity == BLOCK else cols
     blocks = -(-cols // width)
     padded = F.pad(y, (0, blocks * width - cols)).reshape(rows, blocks, width)
-    largest = padded.abs().amax(dim=2)
-    quotient = largest_number / largest
+    multiplier, scales = scaling(padded.abs().amax(dim=2), name)
+    return rounded((padded * multiplier[:, :, None]).reshape(rows, blocks * width)[:, :cols], name), scales
+
+
+def scaling(amax: Tensor, name: str, power_2: bool = False) -> tuple[Tensor, Tensor]:
+    """(q, 1 / q) for numbers of which max|v| is `amax`, as kernels_cu/float8.cuh has them."""
+    largest = FLOAT8[name]
+    quotient = largest / amax
     tiny = quotient > float8.MOST_MULTIPLIER
     multiplier = torch.where(tiny, float8.MOST_MULTIPLIER, quotient)
-    found = torch.where(tiny, torch.where(largest == 0, 1.0, 1 / float8.MOST_MULTIPLIER), largest / largest_number)
-    found = found + (largest - largest)  # NaN where the largest is not finite
-    return rounded((padded * multiplier[:, :, None]).reshape(rows, blocks * width)[:, :cols]), found
+    if power_2:
+        multiplier = power_of_2(multiplier)
+        scale = multiplier.reciprocal()
+    else:
+        scale = torch.where(tiny, 1 / float8.MOST_MULTIPLIER, amax / largest)
+    scale = torch.where(amax == 0, 1.0, scale)
+    return multiplier, scale + (amax - amax)  # NaN where amax is not finite
+
+
+def power_of_2(q: Tensor) -> Tensor:
+    """Without its mantissa, NaN as it is."""
+    return torch.where(torch.isnan(q), q, (q.view(torch.int32) & 0x7F800000).view(torch.float32))
+
+
+def rounded(values: Tensor, name: str) -> Tensor:
+    """To nearest even; what is too large becomes the largest."""
+    return values.clamp(-FLOAT8[name], FLOAT8[name]).to(getattr(torch, name))
+
+
+def bound(operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What no |y_j| exceeds, whatever x is, in float32: of the shape of the normalised axes, the last `ndim` of x."""
+    shape = x.shape[-ndim:]
+    gamma = x.new_ones(shape, dtype=torch.float32) if weight is None else formulas.gamma(operation, weight, x)
+    found = gamma.abs() * float8.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
+    return found if bias is None else found + bias.float().abs()
 
 
 def _static_scale(
-    function: str, cols: int, weight: Tensor | None, bias: Tensor | None, zero_centered_gamma: bool, largest: float
+    operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None, name: str
 ) -> Tensor:
     """As norm/float8.py has it of arrays."""
-    gamma = torch.ones((), dtype=torch.float32) if weight is None else weight.float()
-    bound = (gamma + 1 if zero_centered_gamma else gamma).abs() * math.sqrt(
-        max(1, cols - 1) if function.startswith("layer") else cols
-    )
-    if bias is not None:
-        bound = bound + bias.float().abs()
-    found = bound.amax() / largest
+    found = bound(operation, x, ndim, weight, bias).amax() / FLOAT8[name]
     return torch.where(found > 0, found, 1.0)
