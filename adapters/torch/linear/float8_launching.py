@@ -6,6 +6,8 @@ What follows from layouts and options alone is worked out once and kept, as in c
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -130,17 +132,17 @@ def normalised_columns(
             return normalised_columns(x, statistics, *more, power_2_scale=power_2_scale)
     rows, cols = x.shape
     x, statistics = _rows_contiguous(x), statistics.contiguous()
-    given = [(name, one.contiguous()) for name, one in (("weight", ln_weight), ("bias", ln_bias)) if one is not None]
+    gamma, beta = (None if one is None else one.contiguous() for one in (ln_weight, ln_bias))
     found, scales = _columns(rows, cols, dtype, None)
     if cols == 0:
         return found, scales
-    affine = tuple([(name, checks.dtype_name(one.dtype)) for name, one in given])
-    pointer, others = x.data_ptr(), [one.data_ptr() for _, one in given]
-    affine_aligned = not any(other & 15 for other in others)
-    options = (operation, dtype, power_2_scale, affine, affine_aligned)
-    key = (x.shape, x.stride(0), x.dtype, index, options, pointer & 15)
+    pointer, others = x.data_ptr(), [one.data_ptr() for one in (gamma, beta) if one is not None]
+    affine_aligned = functools.reduce(operator.or_, others, 0) & 15 == 0
+    dtypes = (x.dtype, None if gamma is None else gamma.dtype, None if beta is None else beta.dtype)
+    key = (x.shape, x.stride(0), dtypes, index, operation, dtype, power_2_scale, affine_aligned, pointer & 15)
     plan = _plans.get(key)
     if plan is None:
+        named = {name: one for name, one in (("weight", gamma), ("bias", beta)) if one is not None}
         problem = ColumnsProblem(
             rows,
             cols,
@@ -149,13 +151,13 @@ def normalised_columns(
             x.stride(0),
             pointer % 16 == 0,
             power_of_2=power_2_scale,
-            operation=NAMED[operation].given(("x", *(name for name, _ in given))),
-            affine=affine,
+            operation=NAMED[operation].given(("x", *named)),
+            affine=tuple((name, checks.dtype_name(one.dtype)) for name, one in named.items()),
             affine_aligned=affine_aligned,
         )
         plan = _plan(plan_columns, problem, x, key)
     mean = statistics.data_ptr()
-    kept = (mean, mean + 4 * rows) if len(statistics) == 2 else (mean,)
+    kept = (mean, mean + 4 * rows) if statistics.shape[0] == 2 else (mean,)
     pointers = (pointer, *others, *kept, found.data_ptr(), scales.data_ptr())
     launch.run(plan, index, launching._stream(index), pointers)
     return found, scales
