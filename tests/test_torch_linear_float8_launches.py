@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -14,7 +15,13 @@ from torch_linear_float8 import make, relative, step  # noqa: E402
 from torch_tensors import random, same  # noqa: E402
 
 from cunorm.torch import RowwiseScaling, autocast  # noqa: E402
-from cunorm.torch.linear import float8_context, float8_launching, float8_products  # noqa: E402
+from cunorm.torch.linear import (  # noqa: E402
+    float8_context,
+    float8_launching,
+    float8_passes,
+    float8_products,
+    side_by_side,
+)
 from cunorm.torch.norm import float8, launching  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,3 +139,22 @@ def test_the_current_stream_is_asked_for_at_every_launch(on_a_gpu, monkeypatch):
             on_a_gpu.streams.clear()
             step(module, x, dy)
             assert set(on_a_gpu.streams) == {stream}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_how_long_the_bytes_of_dy_are_held(monkeypatch, beside):
+    """Until both halves of the backward pass are done where they run side by side; else no longer than they are read."""
+    module, (x, dy) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(40)
+    turn, there = float8_passes._Rounded.turn, []
+
+    def watched(rounded: Any) -> None:
+        rows = weakref.ref(rounded.rows)
+        turn(rounded)
+        there.append(rows() is not None)
+
+    monkeypatch.setattr(float8_passes._Rounded, "turn", watched)
+    monkeypatch.setattr(side_by_side, "applies", lambda x, size: beside and size == dy.numel())
+    monkeypatch.setattr(side_by_side, "run", lambda x, size, first, second: (first(), second()))
+    with autocast():
+        step(module, x, dy)
+    assert there == [beside]
