@@ -143,7 +143,7 @@ def test_the_current_stream_is_asked_for_at_every_launch(on_a_gpu, monkeypatch):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_how_long_the_bytes_of_dy_are_held(monkeypatch, beside):
-    """Until both halves of the backward pass are done where they run side by side; else no longer than they are read."""
+    """Side by side until both halves of the backward pass are done, else no longer than they are read."""
     module, (x, dy) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(40)
     turn, there = float8_passes._Rounded.turn, []
 
