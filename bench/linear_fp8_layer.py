@@ -62,6 +62,7 @@ def bare_products(layer: Layer) -> Callable[[int, str], Any]:
     import torch
 
     from cunorm.torch.linear.float8_casts import cast_columns, cast_rows
+    from cunorm.torch.linear.float8_products import right
 
     def rows(a: Any) -> Any:
         return cast_rows(a.detach())[:2]
@@ -70,14 +71,13 @@ def bare_products(layer: Layer) -> Callable[[int, str], Any]:
         return cast_columns(a.detach(), a.detach().abs().amax(0).float())
 
     sets = [
-        (layer.weights(index), rows(x), rows(dy), columns(x), columns(dy))
+        (layer.weights(index), rows(x), rows(dy), right(*columns(x)), columns(dy))
         for index, (x, dy) in enumerate(zip(layer.xs, layer.dys, strict=True))
     ]
 
     def multiplied(a: Any, b: Any, fast: bool, bias: Any = None) -> Any:
-        scales = {"scale_a": a[1][:, None], "scale_b": b[1][None]}
         options = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
-        return torch._scaled_mm(a[0], b[0].t(), **scales, **options, bias=bias)
+        return torch._scaled_mm(a[0], b[0], scale_a=a[1].unsqueeze(1), scale_b=b[1], **options, bias=bias)
 
     def run(index: int, which: str) -> Any:
         weights, z, dy, z_columns, dy_columns = sets[index]
@@ -148,7 +148,7 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
 
     def of_ones() -> Any:
         options = {"out_dtype": torch.float32, "use_fast_accum": True}
-        return torch._scaled_mm(bytes_, weights.rows.t(), scale_a=one, scale_b=one, **options)
+        return torch._scaled_mm(bytes_, weights.rows, scale_a=one, scale_b=one, **options)
 
     calls = {
         "forward, bfloat16": lambda: layer.forward(0, None),

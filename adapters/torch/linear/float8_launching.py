@@ -164,7 +164,7 @@ def normalised_columns(
 
 
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """product (rows, outs) * row_scale (rows,) * column_scale (outs,) + bias (outs,), rounded once to `dtype`."""
+    """product (rows, outs) * row_scale (rows,) * column_scale (1, outs) + bias (outs,), rounded once to `dtype`."""
     index = product.get_device()
     if index != launching._current_device():
         with torch.cuda.device(index):

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from .float8_casts import cast_columns, cast_rows, scale_of_tensor
+from .float8_products import right
 from .recipes import Scheme
 
 
 class Weights(NamedTuple):
-    """Bytes of both layouts with their scales; the second is None where no gradient is asked for."""
+    """Bytes of both layouts with their scales, each the right operand of a product: that of y, and that of dz, which is
+    None where no gradient is asked for."""
 
-    rows: Tensor  # (out, in)
-    row_scale: Tensor  # (out,), or of no axes
-    columns: Tensor | None  # (in, out)
-    column_scale: Tensor | None  # (in,), or of no axes
+    rows: Tensor  # (in, out)
+    row_scale: Tensor  # (1, out), or of no axes
+    columns: Tensor | None  # (out, in)
+    column_scale: Tensor | None  # (1, in), or of no axes
 
 
 def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
@@ -29,8 +31,9 @@ def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
     wants_amax = by_row and wants_columns
     rows, row_scale, _, amax = cast_rows(weight, scale=scale, power_2_scale=power_2, column_amax=wants_amax)
     if not wants_columns:
-        return Weights(rows, row_scale, None, None)
-    return Weights(rows, row_scale, *cast_columns(weight, amax, scale=scale, power_2_scale=power_2))
+        return Weights(*right(rows, row_scale), None, None)
+    columns = cast_columns(weight, amax, scale=scale, power_2_scale=power_2)
+    return Weights(*right(rows, row_scale), *right(*columns))
 
 
 class _Kept(NamedTuple):
