@@ -1,7 +1,9 @@
 """What FP8 does to training: `python -m bench.fp8_training`, on a GPU, or by emulation on the CPU.
 
 A small GPT learns the bytes of Python's own library, once without FP8 and once by each recipe: the same weights at the
-start, the same batches. Shown are the mean loss of the last sixth of the steps, and the lowest cosine between a
+start, the same batches. The head is without FP8, as is usual: rounded logits are noise in the gradient of the softmax,
+of which the sums over tokens keep little else (lowest cosine at step 150, emulated, with RowwiseScaling 0.9926 with the
+head in FP8, 0.9994 without). Shown are the mean loss of the last sixth of the steps, and the lowest cosine between a
 parameter's gradient in FP8 and without it, at the same weights on the same batch, at the first step and half-way.
 """
 
@@ -73,7 +75,9 @@ class Gpt(nn.Module):
         x = self.tokens(read) + self.positions.weight[: read.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x).float().flatten(0, 1), wanted.flatten())
+        with autocast(enabled=False):
+            logits = self.head(x)
+        return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
 
 
 class Run(NamedTuple):

@@ -27,11 +27,17 @@ from cunorm.torch.norm import float8, launching  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 COLS, OUTS = 64, 96
+FEW, MANY = 20, 40
 CAST_ROWS = {"CastRows": 1, "ReduceColumns": 1}  # partial rows of the columns' sums and maxima are added up
 WEIGHT = Counter(CAST_ROWS | {"CastColumns": 1})
 FORWARD = Counter({"NormSpec": 1})
 # dy by rows and by columns, z by columns, the gradients of the norm, which are added up by a launch of their own.
 BACKWARD = Counter(CAST_ROWS | {"CastColumns": 2, "NormSpec": 2})
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch) -> None:
+    monkeypatch.setattr(float8_passes, "FEW_ROWS", FEW)
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def launched(launches: Launches) -> Counter:
 
 
 def test_as_many_kernels_as_need_be(on_a_gpu):
-    module, (x, dy) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(40)
+    module, (x, dy) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(MANY)
     with autocast():
         step(module, x, dy)
         assert launched(on_a_gpu) == WEIGHT + FORWARD + BACKWARD
@@ -65,6 +71,11 @@ def test_as_many_kernels_as_need_be(on_a_gpu):
         assert launched(on_a_gpu) == WEIGHT + FORWARD + BACKWARD
         step(module, x, dy, False)
         assert launched(on_a_gpu) == FORWARD + BACKWARD
+        step(module, *inputs(FEW), False)
+        few = launched(on_a_gpu)
+        with autocast(recipe=RowwiseScaling(high_precision_wgrad=True)):
+            step(module, x, dy, False)
+        assert launched(on_a_gpu) == few == FORWARD + FORWARD + Counter(CAST_ROWS | {"NormSpec": 2})
         with torch.no_grad():
             module(x, is_first_microbatch=False)
             assert launched(on_a_gpu) == FORWARD
@@ -73,9 +84,6 @@ def test_as_many_kernels_as_need_be(on_a_gpu):
             assert launched(on_a_gpu) == FORWARD + Counter(CastRows=1)
             module(x)
             assert launched(on_a_gpu) == FORWARD
-    with autocast(recipe=RowwiseScaling(high_precision_wgrad=True)):
-        step(module, x, dy, True)
-    assert launched(on_a_gpu) == WEIGHT + FORWARD + FORWARD + Counter(CAST_ROWS | {"NormSpec": 2})
 
 
 @pytest.mark.parametrize("options", [{}, {"normalization": "RMSNorm", "return_layernorm_output": True}], ids=str)
@@ -84,8 +92,8 @@ def test_a_launch_does_as_the_emulation(request, options):
     cases = []
     for dtype in (torch.bfloat16, torch.float32):
         module = make(dtype=dtype, cols=COLS, outs=OUTS, **options)
-        x, dy = inputs(40, dtype=dtype)
-        wide = random(40, 2 * COLS, dtype=dtype)[:, :COLS].requires_grad_()
+        x, dy = inputs(MANY, dtype=dtype)
+        wide = random(MANY, 2 * COLS, dtype=dtype)[:, :COLS].requires_grad_()
         cases += [(module, x, dy), (module, *inputs(2, 20, dtype=dtype)), (module, wide, dy), (module, x, dy)]
     with autocast():
         expected = [step(*case) for case in cases]

@@ -101,7 +101,7 @@ def normalised_columns(
 
 
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """product (rows, cols) in float32 by row_scale (rows,) and column_scale (1, cols), with bias (cols,), in `dtype`."""
+    """product (rows, cols) in float32 by row_scale (rows,), column_scale (1, cols), with bias (cols,), in `dtype`."""
     if product.is_cuda:
         from . import float8_launching
 

@@ -67,7 +67,7 @@ class WeightCache:
         same address and version. Not while a CUDA graph is captured: it would go on reading what may be replaced.
         """
         capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_first_microbatch is None and (trained or capturing or any(part.is_inference() for part in parts)):
+        if is_first_microbatch is None and (trained or capturing):
             return quantised(whole, scheme, wants_columns)
         if is_first_microbatch is not True and self._serves(scheme, wants_columns):
             weights, _, stamp = self._kept
@@ -75,8 +75,9 @@ class WeightCache:
                 if capturing and not any(weights is one for one in self._captured):
                     self._captured.append(weights)
                 return weights
-        found = quantised(whole, scheme, wants_columns)
-        self._kept = _Kept(found, scheme.of_weight, _stamp(parts))
+        found, stamp = quantised(whole, scheme, wants_columns), _stamp(parts)
+        if is_first_microbatch is not None or stamp is not None:
+            self._kept = _Kept(found, scheme.of_weight, stamp)
         return found
 
     def _serves(self, scheme: Scheme, wants_columns: bool) -> bool:
@@ -94,7 +95,9 @@ def _stamp(parts: Sequence[Tensor]) -> tuple | None:
 
 
 def _holds(stamp: tuple | None, parts: Sequence[Tensor]) -> bool:
-    return stamp is not None and all(
-        reference() is part and address == part.data_ptr() and version == part._version
-        for (reference, address, version), part in zip(stamp, parts, strict=True)
-    )
+    if stamp is None:
+        return False
+    for (reference, address, version), part in zip(stamp, parts, strict=True):
+        if reference() is not part or address != part.data_ptr() or version != part._version:
+            return False
+    return True

@@ -150,8 +150,9 @@ def run(
 
 def in_one_step(*tensors: Tensor | None) -> bool:
     """Whether a call that is differentiated can be one step of autograd, or one operator of a trace."""
-    if not all(tensor is None or type(tensor) in PLAIN for tensor in tensors):
-        return False
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in PLAIN:
+            return False
     if torch.compiler.is_compiling():
         return True
     return not operators.under_functorch() and forward_ad._current_level < 0
@@ -173,7 +174,7 @@ def check(function: str, x, weight, bias, ln_weight, ln_bias, operation: str) ->
             f"{function}: the last axis of input must have the length {cols} of a row of weight; got input of shape "
             f"{tuple(x.shape)}."
         )
-    for (name, tensor), size in zip(named[2:], (outs, cols, cols), strict=True):
+    for name, tensor, size in (("bias", bias, outs), ("ln_weight", ln_weight, cols), ("ln_bias", ln_bias, cols)):
         if tensor is not None and tensor.shape != (size,):
             raise RuntimeError(f"{function}: {name} must have shape ({size},); got {tuple(tensor.shape)}.")
     device = x.device
