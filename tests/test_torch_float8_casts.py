@@ -66,6 +66,8 @@ def test_rows_then_columns(kind, dtype):
             given = to(kind, a)
             found = casts.cast_rows(given, name, column_sums=True, column_amax=True, **options)
             check_rows(a, Rows(*map(back, found)), name, power_of_2=power_2)
+            rounded = casts.cast_rows(given, name, column_sums=True, sum_dtype=torch.bfloat16, **options)[2]
+            numpy.testing.assert_array_equal(back(rounded), back(found[2].bfloat16()))
             columns = casts.cast_columns(given, found[3], name, **options)
             maxima = largest_of(a.astype("float32"), 0)
             check_columns(a.astype("float32"), *map(back, columns), maxima, name, power_of_2=power_2)

@@ -31,8 +31,9 @@ def cast_rows(
     power_2_scale: bool = False,
     column_sums: bool = False,
     column_amax: bool = False,
+    sum_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(bytes (rows, cols), scale (rows,), sums (cols,) or None, max|a| (cols,) or None), all but the bytes in float32.
+    """(bytes (rows, cols), scale (rows,), sums (cols,) or None, max|a| (cols,) or None), scale and max|a| in float32.
 
     `scale` is one for all, of no axes, which is returned then.
     """
@@ -46,6 +47,7 @@ def cast_rows(
             power_2_scale=power_2_scale,
             column_sums=column_sums,
             column_amax=column_amax,
+            sum_dtype=sum_dtype,
         )
     wide = a.float()
     if scale is None:
@@ -53,7 +55,7 @@ def cast_rows(
         found = rounded(wide * multiplier[:, None], NAMES[dtype])
     else:
         found = rounded(wide * scale.reciprocal(), NAMES[dtype])
-    return found, scale, wide.sum(0) if column_sums else None, _largest(wide, 0) if column_amax else None
+    return found, scale, wide.sum(0).to(sum_dtype) if column_sums else None, _largest(wide, 0) if column_amax else None
 
 
 def cast_columns(

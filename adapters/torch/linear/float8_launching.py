@@ -42,30 +42,33 @@ def cast_rows(
     power_2_scale: bool = False,
     column_sums: bool = False,
     column_amax: bool = False,
+    sum_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(bytes (rows, cols), scale (rows,), Σ_rows a (cols,), max_rows |a| (cols,)) of a (rows, cols), read once.
 
-    The last two are float32, None unless wanted. `scale`: one float32 for all, which is returned. float64 is refused.
+    The last two are None unless wanted. `scale`: one float32 for all, which is returned. float64 is refused.
     """
     index = a.get_device()
     if index != launching._current_device():
         with torch.cuda.device(index):
             options = {"scale": scale, "power_2_scale": power_2_scale}
-            return cast_rows(a, dtype, **options, column_sums=column_sums, column_amax=column_amax)
+            wanted = {"column_sums": column_sums, "column_amax": column_amax, "sum_dtype": sum_dtype}
+            return cast_rows(a, dtype, **options, **wanted)
     rows, cols = a.shape
     a = _rows_contiguous(a)
     found = launching._empty((rows, cols), (cols, 1), FORMATS[dtype])
     scales = _vector(rows) if scale is None else scale
-    sums = _vector(cols) if column_sums else None
+    sums = launching._empty((cols,), (1,), sum_dtype) if column_sums else None
     amax = _vector(cols) if column_amax else None
     if rows == 0 or cols == 0:
         return found, scales.fill_(1) if scale is None else scales, _zeros(sums), _zeros(amax)
     flags = (scale is not None, power_2_scale, column_sums, column_amax)
     pointer = a.data_ptr()
-    key = (a.shape, a.stride(0), a.dtype, index, dtype, flags, pointer & 15)
+    key = (a.shape, a.stride(0), a.dtype, index, dtype, flags, sum_dtype, pointer & 15)
     plan = _plans.get(key)
     if plan is None:
-        problem = RowsProblem(rows, cols, _name(a), NAMES[dtype], a.stride(0), pointer % 16 == 0, *flags)
+        layout = (rows, cols, _name(a), NAMES[dtype], a.stride(0), pointer % 16 == 0)
+        problem = RowsProblem(*layout, *flags, sum_dtype=checks.dtype_name(sum_dtype))
         plan = _plan(plan_rows, problem, a, key)
     pointers = [pointer, *(() if scale is None else (scale.data_ptr(),)), found.data_ptr()]
     pointers += [one.data_ptr() for one in (None if scale is not None else scales, sums, amax) if one is not None]

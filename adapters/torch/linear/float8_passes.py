@@ -190,7 +190,13 @@ class _Rounded:
         scale = None if by_row else scale_of_tensor(dy, gradient, power_2_scale=power_2, least=least)
         columns = wants_dweight and not high_precision
         self.rows, self.scale, self._sums, amax = cast_rows(
-            dy, gradient, scale=scale, power_2_scale=power_2, column_sums=sums, column_amax=columns and by_row
+            dy,
+            gradient,
+            scale=scale,
+            power_2_scale=power_2,
+            column_sums=sums,
+            column_amax=columns and by_row,
+            sum_dtype=dtypes.bias or dy.dtype,
         )
         self._dy = dy if wants_dweight else None
         self._amax, self._tensor_scale = amax, scale
@@ -231,7 +237,7 @@ class _Rounded:
         return self._product(self._columns, self._column_scale, self._dtypes.weight)
 
     def bias(self) -> Tensor:
-        return in_dtype(self._sums, self._dtypes.bias or self.dtype)
+        return self._sums
 
     def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
         if self._dy is not None:
