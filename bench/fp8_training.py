@@ -1,13 +1,16 @@
 """What FP8 does to training: `python -m bench.fp8_training`, on a GPU, or by emulation on the CPU.
 
 A small GPT learns the bytes of Python's own library, once without FP8 and once by each recipe: the same weights at the
-start, the same batches. Shown are the mean loss of the last sixth of the steps, and the lowest cosine between a
+start, the same batches. The head is without FP8, as is usual: rounded logits are noise in the gradient of the softmax,
+of which the sums over tokens keep little else (lowest cosine at step 150, emulated, with RowwiseScaling 0.9926 with the
+head in FP8, 0.9994 without). Shown are the mean loss of the last sixth of the steps, and the lowest cosine between a
 parameter's gradient in FP8 and without it, at the same weights on the same batch, at the first step and half-way.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import sysconfig
@@ -72,7 +75,9 @@ class Gpt(nn.Module):
         x = self.tokens(read) + self.positions.weight[: read.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x).float().flatten(0, 1), wanted.flatten())
+        with autocast(enabled=False):
+            logits = self.head(x)
+        return F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
 
 
 class Run(NamedTuple):
@@ -130,18 +135,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file for a line of JSON by recipe")
     chosen = parser.parse_args(arguments)
     compared = (1, max(1, chosen.steps // 2))
     options = (chosen.steps, Size(), chosen.device, True)
     plain = train(None, *options, seed=chosen.seed)
     print(f"{'':<40}{'loss':>8}{'to bf16':>10}" + "".join(f"{f'step {step}':>10}" for step in compared))
     print(f"{'bfloat16':<40}{last(plain):>8.4f}")
-    within = True
+    within, lines = True, [{"recipe": None, "steps": chosen.steps, "loss": last(plain)}]
     for name, recipe in RECIPES.items():
         run = train(recipe, *options, compared, chosen.seed)
         off = last(run) / last(plain) - 1
         print(f"{name:<40}{last(run):>8.4f}{off:>+10.2%}" + "".join(f"{run.cosines[step]:>10.4f}" for step in compared))
+        lines.append({"recipe": name, "loss": last(run), "to bfloat16": off, "cosines": run.cosines})
         within &= abs(off) <= LOSS and min(run.cosines.values()) >= COSINE[name]
+    if chosen.out:
+        chosen.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     print(
         "within the bounds" if within else f"BEYOND the bounds: loss {LOSS:.1%}, cosines {sorted(set(COSINE.values()))}"
     )

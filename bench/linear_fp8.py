@@ -1,10 +1,13 @@
-"""LayerNormLinear in 8 bits, part by part: `python -m bench.linear_fp8 [--parts casts products layers] [--out FILE]`.
+"""LayerNormLinear in 8 bits, part by part: `python -m bench.linear_fp8 [--parts ...] [--shapes ...] [--out FILE]`.
 
     casts      what makes operands, against the roof for their bytes, 3 an element of 16 bits
     products   of rows with scales of rows, of tensors, and of ones with the scales after, in both kinds of accumulation
-    layers     cunorm.torch.LayerNormLinear with RowwiseScaling and in bfloat16, where torch's adapter has it
+    layers     cunorm.torch.LayerNormLinear with RowwiseScaling, in bfloat16, and the bare products of the same kind
+    host       microseconds until a call returns, and those of its parts
+    kernels    each kernel of a forward and backward pass, by torch's profiler
 
-Of a shape everything is replayed in turns after a warm-up; medians in microseconds, a line of JSON for each shape.
+Of a shape everything is replayed in turns after a warm-up, but for the last two, which run in eager mode; medians in
+microseconds, a line of JSON for each shape. Shapes are rows x in x out, as 128x4096x12288.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 from . import timing
 
-PARTS = ("casts", "products", "layers")
+PARTS = ("casts", "products", "layers", "host", "kernels")
 CASTS = ((65536, 1024), (16384, 4096), (8192, 8192), (8192, 12288), (2340, 28672))
 # Rows, in, out, as bench/linear.py.
 SHAPES = (
@@ -158,63 +161,38 @@ def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
     return {"us": times, "times bfloat16": shares(times, "bfloat16")}
 
 
-def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
-    """The weight in 8 bits is cached in the forward pass without gradients, and made in every other."""
-    import torch
-
-    import cunorm.torch as adapter
-
-    if not hasattr(adapter, "RowwiseScaling"):
-        return {"us": {}, "error": "cunorm.torch has no RowwiseScaling"}
-    count = timing.buffers_needed(bytes_of_product(rows, cols, outs))
-    module = adapter.LayerNormLinear(cols, outs, params_dtype=torch.bfloat16, device="cuda")
-    recipe = adapter.RowwiseScaling()
-    xs = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
-    dys = [torch.randn(rows, outs, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-
-    def forward(x: Any, enabled: bool) -> Any:
-        with torch.no_grad(), adapter.autocast(enabled=enabled, recipe=recipe):
-            return module(x)
-
-    def both(x: Any, dy: Any, enabled: bool) -> Any:
-        with adapter.autocast(enabled=enabled, recipe=recipe):
-            y = module(x)
-        return torch.autograd.grad(y, (x, *module.parameters()), dy)
-
-    kinds = {"bfloat16": False, "8 bits": True}
-    calls = {f"forward, {name}": [lambda x=x, on=on: forward(x, on) for x in xs] for name, on in kinds.items()} | {
-        f"forward and backward, {name}": [
-            lambda x=x, dy=dy, on=on: both(x, dy, on) for x, dy in zip(xs, dys, strict=True)
-        ]
-        for name, on in kinds.items()
-    }
-    times = measured(calls, bytes_of_product(rows, cols, outs))
-    return {"us": times}
+def shape_of(text: str) -> tuple[int, int, int]:
+    rows, cols, outs = map(int, text.split("x"))
+    return rows, cols, outs
 
 
-def lines(parts: Sequence[str]) -> Iterator[dict[str, Any]]:
+def lines(parts: Sequence[str], shapes: Sequence[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
     if "casts" in parts:
         from .roofs import Roofs
 
         roofs = Roofs(None)
         for rows, cols in CASTS:
             yield {"part": "casts", "shape": [rows, cols]} | casts(rows, cols, roofs)
-    for name, function in (("products", products), ("layers", layers)):
+    from .linear_fp8_layer import host, kernels, layers
+
+    functions = {"products": products, "host": host, "kernels": kernels, "layers": layers}
+    for name, function in functions.items():
         if name in parts:
-            for shape in SHAPES:
+            for shape in shapes:
                 yield {"part": name, "shape": list(shape)} | function(*shape)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--shapes", nargs="+", type=shape_of, default=SHAPES)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     import torch
 
     found = []
     with torch.cuda.stream(torch.cuda.Stream()):  # the default one cannot be captured
-        for line in lines(options.parts):
+        for line in lines(options.parts, options.shapes):
             found.append(json.dumps(line))
             print(found[-1], flush=True)
     if options.out:

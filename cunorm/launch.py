@@ -13,19 +13,42 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import Protocol
 
 from . import driver
 from .compile import kernel
-from .linear.float8_plan import CastPlan
-from .norm.plan import Plan, Step
+from .norm.plan import Step
 
 Write = Callable[..., None]
 Launch = Callable[[int], None]
 NUMBERS = {"float32": "f4x", "float64": "d"}  # as the module `struct` writes them, in 8 bytes each
 
 
+class Arguments(Protocol):
+    """The names of what a call is given, in order."""
+
+    @property
+    def pointers(self) -> tuple[str, ...]: ...
+
+    @property
+    def scalars(self) -> tuple[str, ...]: ...
+
+
+class Plan(Protocol):
+    """What is read of a plan, of whatever kernels."""
+
+    @property
+    def problem(self) -> Arguments: ...
+
+    @property
+    def steps(self) -> tuple[Step, ...]: ...
+
+    @property
+    def workspace(self) -> int: ...
+
+
 def run(
-    plan: Plan | CastPlan,
+    plan: Plan,
     device_id: int,
     stream: int,
     pointers: Sequence[int],
@@ -51,7 +74,7 @@ def run(
 class Prepared(threading.local):
     """The launches of a plan. Python calls __init__ again in every thread: each has its own blocks of arguments."""
 
-    def __init__(self, plan: Plan | CastPlan, device_id: int):
+    def __init__(self, plan: Plan, device_id: int):
         names = (*plan.problem.pointers, "workspace", *plan.problem.scalars)
 
         def picker(step: Step) -> Callable[[Sequence[float]], Sequence[float]]:
@@ -66,7 +89,7 @@ class Prepared(threading.local):
 
 
 @lru_cache(maxsize=4096)
-def prepared(plan: Plan | CastPlan, device_id: int) -> Prepared:
+def prepared(plan: Plan, device_id: int) -> Prepared:
     """Plans are told apart by identity: no comparing on every call."""
     return Prepared(plan, device_id)
 

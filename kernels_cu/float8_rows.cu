@@ -278,9 +278,9 @@ DEVICE void column_totals(Load load, To to, int64 rows, int64 cols) {
 
 // sums[column] and maxima[column] of `groups` partial rows; blockIdx.y says which of the two, where both are wanted.
 // The CTA's kSets sets of kLanes threads, four columns each, take every kSets-th partial row.
-template <class T, int kLanes, int kSets, bool kSums, bool kMaxima>
-DEVICE void reduce_columns(const float* sum_partials, const T* maximum_partials, float* sums, float* maxima,
-                           int64 groups, int64 width, int64 cols) {
+template <class T, class Sum, int kLanes, int kSets, bool kSums, bool kMaxima>
+DEVICE void reduce_columns(const float* sum_partials, const T* maximum_partials, Sum* sums, float* maxima, int64 groups,
+                           int64 width, int64 cols) {
   constexpr int kOwn = 4;
   __shared__ float of_sets[kSets][kLanes * kOwn];
   const int lane = static_cast<int>(threadIdx.x) % kLanes, set = static_cast<int>(threadIdx.x) / kLanes;
@@ -321,7 +321,11 @@ DEVICE void reduce_columns(const float* sum_partials, const T* maximum_partials,
     const float next = of_sets[other][threadIdx.x];
     total = adds ? total + next : larger(total, next);
   }
-  (adds ? sums : maxima)[mine] = total;
+  if (adds) {
+    store_value(sums + mine, total);
+  } else {
+    maxima[mine] = total;
+  }
 }
 
 }  // namespace cunorm

@@ -85,6 +85,16 @@ def xp(request):
 
 
 @pytest.fixture
+def one_thread():
+    """Of torch: small products are slower on several, and other tests run beside."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def lines(caplog):
     """What the logger says from now on, a call at a time; nothing of it above INFO."""
     caplog.set_level(logging.DEBUG, "cunorm")

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import cpu_device
 import numpy
 import pytest
-from cpu_functions import FEW_SMS
 from float8_casts import (
     Rows,
     check_columns,
@@ -21,8 +19,9 @@ from test_float8_casts import parameters, saved
 
 torch = pytest.importorskip("torch")
 
+from torch_launches import on_the_stand_in  # noqa: E402
+
 from cunorm.torch.linear import float8_launching as casts  # noqa: E402
-from cunorm.torch.norm import launching  # noqa: E402
 
 DEVICES = ["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(21, 136), (33, 1000), (5, 12288), (3, 20000)]
@@ -34,53 +33,8 @@ def kind(request, monkeypatch) -> str:
     """The device of the tensors; those on the CPU are launched on the stand-in."""
     if request.param == "cuda":
         return "cuda"
-    if cpu_device.missing():
-        pytest.skip(cpu_device.missing())
-
-    def empty(shape, stride, dtype):
-        bits = torch.full(shape, 255, dtype=torch.uint8) if dtype.itemsize == 1 else None
-        return torch.full(shape, float("nan"), dtype=dtype) if bits is None else bits.view(dtype)
-
-    class Runs:
-        @staticmethod
-        def run(plan, device_id, stream, pointers, scalars=(), workspace=0):
-            arrays = dict(zip(plan.problem.pointers, pointers, strict=True))
-            cpu_device.Machine().run(plan, {}, **{name: spans.at(pointer) for name, pointer in arrays.items()})
-
-    spans = Spans()
-    parts = {"_current_device": lambda: -1, "_stream": lambda _: 0, "_empty": empty}
-    for name, part in (parts | {"properties_of": lambda *_: FEW_SMS}).items():
-        monkeypatch.setattr(launching, name, part)
-    monkeypatch.setattr(casts, "launch", Runs)
-    monkeypatch.setattr(casts, "_plans", {})
-    monkeypatch.setattr(torch.Tensor, "data_ptr", spans.pointer(torch.Tensor.data_ptr))
+    on_the_stand_in(monkeypatch, casts)
     return "cpu"
-
-
-class Spans(dict):
-    """NumPy's views of tensors, by the pointers that a launch is given."""
-
-    def at(self, pointer: int) -> numpy.ndarray:
-        """A pointer may lead into an array: that of rstd does, behind the means."""
-        for start, array in self.items():
-            if start <= pointer < start + array.nbytes:
-                return array if start == pointer else array.reshape(-1)[(pointer - start) // array.itemsize :]
-        raise KeyError(pointer)
-
-    def pointer(self, data_ptr: Any) -> Any:
-        def found(tensor: Any) -> int:
-            self[data_ptr(tensor)] = view(tensor)
-            return data_ptr(tensor)
-
-        return found
-
-
-def view(tensor: Any) -> numpy.ndarray:
-    """Of the memory of a tensor on the host."""
-    dtype = tensor.dtype
-    if dtype.itemsize == 1:
-        return tensor.view(torch.uint8).numpy()
-    return numpy.asarray(tensor.numpy() if dtype is not torch.bfloat16 else tensor.view(torch.int16).numpy())
 
 
 def to(kind: str, array: Any) -> Any:
@@ -112,6 +66,8 @@ def test_rows_then_columns(kind, dtype):
             given = to(kind, a)
             found = casts.cast_rows(given, name, column_sums=True, column_amax=True, **options)
             check_rows(a, Rows(*map(back, found)), name, power_of_2=power_2)
+            rounded = casts.cast_rows(given, name, column_sums=True, sum_dtype=torch.bfloat16, **options)[2]
+            numpy.testing.assert_array_equal(back(rounded), back(found[2].bfloat16()))
             columns = casts.cast_columns(given, found[3], name, **options)
             maxima = largest_of(a.astype("float32"), 0)
             check_columns(a.astype("float32"), *map(back, columns), maxima, name, power_of_2=power_2)

@@ -140,8 +140,9 @@ def casts(device: Device) -> list[CastPlan]:
         for cols in CAST_COLS:
             layout = (8192, cols, dtype, name, cols, True)
             totals = product((True, False), repeat=2) if e4m3 else [(True, True)]
+            options = {"power_of_2": not e4m3, "sum_dtype": "float32" if e4m3 else dtype}
             found += [
-                float8_plan.plan_rows(RowsProblem(*layout, power_of_2=not e4m3, sums=sums, maxima=maxima), device)
+                float8_plan.plan_rows(RowsProblem(*layout, **options, sums=sums, maxima=maxima), device)
                 for sums, maxima in totals
             ]
             if e4m3:

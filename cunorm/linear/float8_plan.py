@@ -64,6 +64,7 @@ class RowsProblem:
     power_of_2: bool = False
     sums: bool = False
     maxima: bool = False
+    sum_dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
     # Partial rows of sums, then of maxima.
     first, second = Pointer("workspace"), Pointer("workspace", 4 * groups * width if problem.sums else 0)
     steps = [_renamed(step, {"sums": first, "maxima": second}) for step in steps]
-    reduce = ReduceColumns(problem.dtype, problem.sums, problem.maxima)
+    sum_dtype = problem.sum_dtype if problem.sums else "float32"
+    reduce = ReduceColumns(problem.dtype, sum_dtype, problem.sums, problem.maxima)
     grid = (ceil_div(width, REDUCE_COLUMNS), problem.sums + problem.maxima, 1)
     last = _step(reduce, grid, (groups, width, problem.cols), begins_early=device.arch >= 90)
     steps.append(_renamed(last, {"sum_partials": first, "maximum_partials": second}))

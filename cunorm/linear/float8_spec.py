@@ -167,6 +167,7 @@ class ReduceColumns(OtherSpec):
     """What becomes of partial rows: sums[cols], maxima[cols]."""
 
     dtype: str  # of the partial rows of maxima
+    sum_dtype: str  # of sums
     sums: bool
     maxima: bool
 
@@ -174,7 +175,7 @@ class ReduceColumns(OtherSpec):
     file = "float8_rows.cu"
 
     def __str__(self) -> str:
-        return f"{self.kernel} of {self.dtype}"
+        return f"{self.kernel} of {self.dtype}, sums in {self.sum_dtype}"
 
     @property
     def threads(self) -> int:
@@ -187,13 +188,14 @@ class ReduceColumns(OtherSpec):
     def parameters(self) -> dict[str, str]:
         found = {"sum_partials": "const float*"} if self.sums else {}
         found |= {"maximum_partials": f"const {CPP_TYPE[self.dtype]}*"} if self.maxima else {}
-        found |= {"sums": "float*"} if self.sums else {}
+        found |= {"sums": f"{CPP_TYPE[self.sum_dtype]}*"} if self.sums else {}
         found |= {"maxima": "float*"} if self.maxima else {}
         return found | dict.fromkeys(("groups", "width", "cols"), "int64")
 
     def text(self) -> tuple[str, str]:
+        types = f"{CPP_TYPE[self.dtype]}, {CPP_TYPE[self.sum_dtype]}"
         flags = f"{cpp(self.sums)}, {cpp(self.maxima)}"
-        template = f"reduce_columns<{CPP_TYPE[self.dtype]}, {REDUCE_LANES}, {REDUCE_SETS}, {flags}>"
+        template = f"reduce_columns<{types}, {REDUCE_LANES}, {REDUCE_SETS}, {flags}>"
         present = self.parameters()
         names = ("sum_partials", "maximum_partials", "sums", "maxima")
         given = ", ".join(name if name in present else "nullptr" for name in names)

@@ -56,16 +56,23 @@ def scales_shape(granularity: str | int, leading: tuple[int, ...], cols: int) ->
     return {"row": leading, "tensor": (), BLOCK: (*leading, -(-cols // BLOCK))}[granularity]
 
 
+def largest_normalised(subtracts_mean: bool, cols: int) -> float:
+    """What none of cols numbers with mean square 1 exceeds, with mean 0 or without a mean.
+
+    sqrt(cols - 1) with mean 0: where one is that large, the others share what is left.
+    """
+    return math.sqrt(max(1, cols - 1) if subtracts_mean else cols)
+
+
 def static_scale(
     xp: Any, layer_norm: bool, cols: int, weight: Any, bias: Any, zero_centered_gamma: bool, largest: float
 ) -> Any:
     """A scale for all of y that no value exceeds, whatever x is: (|gamma| sqrt(cols - 1) + |beta|) / F, the largest.
 
-    Of cols numbers with mean 0 and mean square 1 none is beyond sqrt(cols - 1): where one is, the others share what is
-    left. Without a mean, none is beyond sqrt(cols). `xp` is numpy or cupy.
+    `xp` is numpy, cupy or jax.numpy.
     """
     gamma = xp.ones((), "float32") if weight is None else weight.astype("float32")
-    bound = abs(gamma + 1 if zero_centered_gamma else gamma) * math.sqrt(max(1, cols - 1) if layer_norm else cols)
+    bound = abs(gamma + 1 if zero_centered_gamma else gamma) * largest_normalised(layer_norm, cols)
     if bias is not None:
         bound = bound + abs(bias.astype("float32"))
     found = (bound.max() / largest).astype("float32")

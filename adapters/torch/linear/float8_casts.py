@@ -8,15 +8,14 @@ steps of 16.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ...norm.float8 import MOST_MULTIPLIER, NAMES
+from ...norm.float8 import NAMES
 from ...norm.problem import FLOAT8
 from ..norm import formulas
+from ..norm.float8 import bound, power_of_2, rounded, scaling
 
 STEP = 16  # of a product's contraction
 
@@ -32,8 +31,9 @@ def cast_rows(
     power_2_scale: bool = False,
     column_sums: bool = False,
     column_amax: bool = False,
+    sum_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(bytes (rows, cols), scale (rows,), sums (cols,) or None, max|a| (cols,) or None), all but the bytes in float32.
+    """(bytes (rows, cols), scale (rows,), sums (cols,) or None, max|a| (cols,) or None), scale and max|a| in float32.
 
     `scale` is one for all, of no axes, which is returned then.
     """
@@ -47,14 +47,15 @@ def cast_rows(
             power_2_scale=power_2_scale,
             column_sums=column_sums,
             column_amax=column_amax,
+            sum_dtype=sum_dtype,
         )
     wide = a.float()
     if scale is None:
-        multiplier, scale = _scaling(_largest(wide, 1), dtype, power_2_scale)
-        found = _rounded(wide * multiplier[:, None], dtype)
+        multiplier, scale = scaling(_largest(wide, 1), NAMES[dtype], power_2_scale)
+        found = rounded(wide * multiplier[:, None], NAMES[dtype])
     else:
-        found = _rounded(wide * scale.reciprocal(), dtype)
-    return found, scale, wide.sum(0) if column_sums else None, _largest(wide, 0) if column_amax else None
+        found = rounded(wide * scale.reciprocal(), NAMES[dtype])
+    return found, scale, wide.sum(0).to(sum_dtype) if column_sums else None, _largest(wide, 0) if column_amax else None
 
 
 def cast_columns(
@@ -67,11 +68,11 @@ def cast_columns(
         return float8_launching.cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale)
     wide = a.float()
     if scale is None:
-        multiplier, scale = _scaling(amax, dtype, power_2_scale)
+        multiplier, scale = scaling(amax, NAMES[dtype], power_2_scale)
         found = wide * multiplier
     else:
         found = wide * scale.reciprocal()
-    return _rounded(_padded(found), dtype), scale
+    return rounded(_padded(found), NAMES[dtype]), scale
 
 
 def normalised_columns(
@@ -97,20 +98,12 @@ def normalised_columns(
             x, statistics, ln_weight, ln_bias, operation, dtype, power_2_scale=power_2_scale
         )
     z = formulas.forward(operation, x, statistics, ln_weight, ln_bias)
-    multiplier, scale = _scaling(bound(x, ln_weight, ln_bias, operation), dtype, power_2_scale)
-    return _rounded(_padded(z * multiplier), dtype), scale
-
-
-def bound(x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, operation: str) -> Tensor:
-    """What no |z_j| exceeds, (cols,) in float32."""
-    cols = x.shape[-1]
-    gamma = x.new_ones(cols, dtype=torch.float32) if ln_weight is None else formulas.gamma(operation, ln_weight, x)
-    found = gamma.abs() * math.sqrt(max(1, cols - 1) if formulas.subtracts_mean(operation) else cols)
-    return found if ln_bias is None else found + ln_bias.float().abs()
+    multiplier, scale = scaling(bound(operation, x, 1, ln_weight, ln_bias), NAMES[dtype], power_2_scale)
+    return rounded(_padded(z * multiplier), NAMES[dtype]), scale
 
 
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """product (rows, cols) in float32 by row_scale (rows,) and column_scale (cols,), with bias (cols,), in `dtype`."""
+    """product (rows, cols) in float32 by row_scale (rows,), column_scale (1, cols), with bias (cols,), in `dtype`."""
     if product.is_cuda:
         from . import float8_launching
 
@@ -131,33 +124,8 @@ def scale_of_tensor(a: Tensor, dtype: str = "e4m3", *, power_2_scale: bool = Fal
     q = LARGEST[dtype] / amax
     q = torch.where(torch.isinf(q), torch.finfo(torch.float32).max, q)
     if power_2_scale:
-        q = _power_2(q)
+        q = power_of_2(q)
     return torch.where((amax > 0) & torch.isfinite(amax), q, 1.0).reciprocal()
-
-
-def _scaling(amax: Tensor, dtype: str, power_2_scale: bool) -> tuple[Tensor, Tensor]:
-    """(q, 1 / q) as kernels_cu/float8.cuh has them."""
-    largest = LARGEST[dtype]
-    quotient = largest / amax
-    tiny = quotient > MOST_MULTIPLIER
-    multiplier = torch.where(tiny, MOST_MULTIPLIER, quotient)
-    if power_2_scale:
-        multiplier = _power_2(multiplier)
-        scale = multiplier.reciprocal()
-    else:
-        scale = torch.where(tiny, 1 / MOST_MULTIPLIER, amax / largest)
-    scale = torch.where(amax == 0, 1.0, scale)
-    return multiplier, scale + (amax - amax)  # NaN where amax is not finite
-
-
-def _power_2(q: Tensor) -> Tensor:
-    """Without its mantissa, NaN as it is."""
-    return torch.where(torch.isnan(q), q, (q.view(torch.int32) & 0x7F800000).view(torch.float32))
-
-
-def _rounded(values: Tensor, dtype: str) -> Tensor:
-    largest = LARGEST[dtype]
-    return values.clamp(-largest, largest).to(DTYPES[dtype])
 
 
 def _padded(values: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,25 +48,25 @@ def norm_linear(
     weight = joined(parts)
     tensors = (x, weight, bias, ln_weight, ln_bias)
     check(function, *tensors, operation)
-    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     _check_float8(function, *tensors)
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if fp8_output and differentiated:
         raise ValueError(
             f"{function}: fp8_output=True needs a call without gradients, as numbers of 8 bits have none; got input or "
             "parameters that want one. Use torch.no_grad()."
         )
-    dtype = autocast_dtype(x) or x.dtype
-    options = Float8Options(operation, float(eps), dtype, recipe.scheme)
+    cast = autocast_dtype(x)
+    options = Float8Options(operation, float(eps), cast or x.dtype, recipe.scheme)
     wants_columns = differentiated and any(t is not None and t.requires_grad for t in (x, ln_weight, ln_bias))
     if torch.compiler.is_compiling():
         options = (*float8_operators.flat(options), wants_z, wants_columns)
         return float8_operators.norm_linear(*tensors, *options)[:2]
-    with without_autocast(x.device.type):
-        with torch.no_grad():
-            trained = differentiated and any(part.requires_grad for part in parts)
-            weights = cache.of(parts, weight, options.scheme, wants_columns, trained, is_first_microbatch)
+    with nullcontext() if cast is None else torch.autocast(x.device.type, enabled=False):
         if differentiated:
-            return _apply(*tensors, weights, options, wants_z, sink)
+            trained = weight.requires_grad
+            fetch = partial(cache.of, parts, weight, options.scheme, wants_columns, trained, is_first_microbatch)
+            return _apply(*tensors, fetch, options, wants_z, sink)
+        weights = cache.of(parts, weight, options.scheme, False, False, is_first_microbatch)
         y, z, _, _ = forward(x, weights, bias, ln_weight, ln_bias, options, False, wants_z)
     if fp8_output:
         y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
@@ -74,16 +76,16 @@ def norm_linear(
 
 def _check_float8(function: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> None:
     """What FP8 asks beyond what every call does."""
-    for name, tensor in {"input": x, "weight": weight}.items():
-        if tensor.dtype not in FLOATING:
-            raise TypeError(
-                f"{function}: in FP8 {name} must have dtype {', '.join(map(str, FLOATING))}; got {tensor.dtype}. "
-                "Convert it, or leave the context."
-            )
+    if x.dtype not in FLOATING or weight.dtype not in FLOATING:
+        name, tensor = ("weight", weight) if x.dtype in FLOATING else ("input", x)
+        raise TypeError(
+            f"{function}: in FP8 {name} must have dtype {', '.join(map(str, FLOATING))}; got {tensor.dtype}. Convert "
+            "it, or leave the context."
+        )
     outs, cols = weight.shape
-    for name, size in (("in_features", cols), ("out_features", outs)):
-        if size % STEP:
-            raise ValueError(f"{function}: in FP8 {name} must be a multiple of {STEP}; got {size}. Pad the weight.")
+    if cols % STEP or outs % STEP:
+        name, size = ("in_features", cols) if cols % STEP else ("out_features", outs)
+        raise ValueError(f"{function}: in FP8 {name} must be a multiple of {STEP}; got {size}. Pad the weight.")
     if not in_one_step(x, weight, *others):
         raise RuntimeError(
             f"{function}: FP8 is for plain tensors, and for first derivatives by backward(); got a subclass of Tensor, "
@@ -94,10 +96,11 @@ def _check_float8(function: str, x: Tensor, weight: Tensor, *others: Tensor | No
 
 
 class _NormLinear(torch.autograd.Function):
-    """(y, z), z None unless wanted."""
+    """(y, z), z None unless wanted. `fetch()` finds the bytes of weight, here, where nothing is recorded."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, ln_weight, ln_bias, weights, options, wants_z, sink):
+    def forward(ctx, x, weight, bias, ln_weight, ln_bias, fetch, options, wants_z, sink):
+        weights = fetch()
         found = forward(x, weights, bias, ln_weight, ln_bias, options, True, wants_z)
         ctx.set_materialize_grads(False)
         columns = (weights.columns, weights.column_scale)

@@ -6,6 +6,8 @@ What follows from layouts and options alone is worked out once and kept, as in c
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -40,30 +42,33 @@ def cast_rows(
     power_2_scale: bool = False,
     column_sums: bool = False,
     column_amax: bool = False,
+    sum_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(bytes (rows, cols), scale (rows,), Σ_rows a (cols,), max_rows |a| (cols,)) of a (rows, cols), read once.
 
-    The last two are float32, None unless wanted. `scale`: one float32 for all, which is returned. float64 is refused.
+    The last two are None unless wanted. `scale`: one float32 for all, which is returned. float64 is refused.
     """
     index = a.get_device()
     if index != launching._current_device():
         with torch.cuda.device(index):
             options = {"scale": scale, "power_2_scale": power_2_scale}
-            return cast_rows(a, dtype, **options, column_sums=column_sums, column_amax=column_amax)
+            wanted = {"column_sums": column_sums, "column_amax": column_amax, "sum_dtype": sum_dtype}
+            return cast_rows(a, dtype, **options, **wanted)
     rows, cols = a.shape
     a = _rows_contiguous(a)
     found = launching._empty((rows, cols), (cols, 1), FORMATS[dtype])
     scales = _vector(rows) if scale is None else scale
-    sums = _vector(cols) if column_sums else None
+    sums = launching._empty((cols,), (1,), sum_dtype) if column_sums else None
     amax = _vector(cols) if column_amax else None
     if rows == 0 or cols == 0:
         return found, scales.fill_(1) if scale is None else scales, _zeros(sums), _zeros(amax)
     flags = (scale is not None, power_2_scale, column_sums, column_amax)
     pointer = a.data_ptr()
-    key = (a.shape, a.stride(0), a.dtype, index, dtype, flags, pointer & 15)
+    key = (a.shape, a.stride(0), a.dtype, index, dtype, flags, sum_dtype, pointer & 15)
     plan = _plans.get(key)
     if plan is None:
-        problem = RowsProblem(rows, cols, _name(a), NAMES[dtype], a.stride(0), pointer % 16 == 0, *flags)
+        layout = (rows, cols, _name(a), NAMES[dtype], a.stride(0), pointer % 16 == 0)
+        problem = RowsProblem(*layout, *flags, sum_dtype=checks.dtype_name(sum_dtype))
         plan = _plan(plan_rows, problem, a, key)
     pointers = [pointer, *(() if scale is None else (scale.data_ptr(),)), found.data_ptr()]
     pointers += [one.data_ptr() for one in (None if scale is not None else scales, sums, amax) if one is not None]
@@ -130,17 +135,17 @@ def normalised_columns(
             return normalised_columns(x, statistics, *more, power_2_scale=power_2_scale)
     rows, cols = x.shape
     x, statistics = _rows_contiguous(x), statistics.contiguous()
-    given = [(name, one.contiguous()) for name, one in (("weight", ln_weight), ("bias", ln_bias)) if one is not None]
+    gamma, beta = (None if one is None else one.contiguous() for one in (ln_weight, ln_bias))
     found, scales = _columns(rows, cols, dtype, None)
     if cols == 0:
         return found, scales
-    affine = tuple([(name, checks.dtype_name(one.dtype)) for name, one in given])
-    pointer, others = x.data_ptr(), [one.data_ptr() for _, one in given]
-    affine_aligned = not any(other & 15 for other in others)
-    options = (operation, dtype, power_2_scale, affine, affine_aligned)
-    key = (x.shape, x.stride(0), x.dtype, index, options, pointer & 15)
+    pointer, others = x.data_ptr(), [one.data_ptr() for one in (gamma, beta) if one is not None]
+    affine_aligned = functools.reduce(operator.or_, others, 0) & 15 == 0
+    dtypes = (x.dtype, None if gamma is None else gamma.dtype, None if beta is None else beta.dtype)
+    key = (x.shape, x.stride(0), dtypes, index, operation, dtype, power_2_scale, affine_aligned, pointer & 15)
     plan = _plans.get(key)
     if plan is None:
+        named = {name: one for name, one in (("weight", gamma), ("bias", beta)) if one is not None}
         problem = ColumnsProblem(
             rows,
             cols,
@@ -149,20 +154,20 @@ def normalised_columns(
             x.stride(0),
             pointer % 16 == 0,
             power_of_2=power_2_scale,
-            operation=NAMED[operation].given(("x", *(name for name, _ in given))),
-            affine=affine,
+            operation=NAMED[operation].given(("x", *named)),
+            affine=tuple((name, checks.dtype_name(one.dtype)) for name, one in named.items()),
             affine_aligned=affine_aligned,
         )
         plan = _plan(plan_columns, problem, x, key)
     mean = statistics.data_ptr()
-    kept = (mean, mean + 4 * rows) if len(statistics) == 2 else (mean,)
+    kept = (mean, mean + 4 * rows) if statistics.shape[0] == 2 else (mean,)
     pointers = (pointer, *others, *kept, found.data_ptr(), scales.data_ptr())
     launch.run(plan, index, launching._stream(index), pointers)
     return found, scales
 
 
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """product (rows, outs) * row_scale (rows,) * column_scale (outs,) + bias (outs,), rounded once to `dtype`."""
+    """product (rows, outs) * row_scale (rows,) * column_scale (1, outs) + bias (outs,), rounded once to `dtype`."""
     index = product.get_device()
     if index != launching._current_device():
         with torch.cuda.device(index):

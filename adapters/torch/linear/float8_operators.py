@@ -85,8 +85,8 @@ def _forward_fake(x, weight, bias, ln_weight, ln_bias, operation, eps, dtype, by
         x.new_empty(x.shape, dtype=dtype) if wants_z else _absent(x),
         x.new_empty((1 + formulas.subtracts_mean(operation), *leading), dtype=torch.float32),
         _absent(x) if by_row else scale(),
-        x.new_empty((cols, outs), dtype=DTYPES[E4M3]) if wants_columns else _absent(x),
-        scale(cols) if wants_columns else _absent(x),
+        x.new_empty((cols, outs), dtype=DTYPES[E4M3]).t() if wants_columns else _absent(x),
+        scale(1, cols) if wants_columns else _absent(x),
     )
 
 
@@ -94,7 +94,7 @@ def _forward_fake(x, weight, bias, ln_weight, ln_bias, operation, eps, dtype, by
 def _backward_fake(dy, dz, x, columns, column_scale, ln_weight, ln_bias, *others):
     *_, weight_dtype, bias_dtype, mask = others
     cols = x.shape[-1]
-    outs = (dy if dy is not None else columns).shape[-1]
+    outs = columns.shape[0] if dy is None else dy.shape[-1]
     ln_dtype = x.dtype if ln_weight is None else ln_weight.dtype
     results = (
         x.new_empty(x.shape),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .float8_casts import scaled
+from .passes import in_dtype
 
 # To so many rows the product goes with unit scales, and its result is scaled after. On an H200, torch 2.11, with scales
 # for rows and so, us: 16 rows of 4096 -> 12288 18.4 and 15.8, 32 rows 20.2 and 18.8, 64 rows 17.6 and 19.6; 16 rows of
@@ -27,21 +28,30 @@ def product(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """(a a_scale) (b b_scale)ᵀ + bias (out,), in `dtype`.
+    """(a a_scale) (b b_scale) + bias (out,), in `dtype`.
 
-    a (rows, in), b (out, in), in and out multiples of 16; scales in float32, (rows,) and (out,), or both of no axes.
-    `fast` as in RowwiseScaling. On the CPU by a product of the numbers that the bytes stand for, in float32.
+    a (rows, in), b and b_scale as `right` makes them, in and out multiples of 16; scales in float32, that of a (rows,),
+    or both of no axes. `fast` as in RowwiseScaling. On the CPU by a product of the numbers that the bytes stand for, in
+    float32.
     """
     if a.numel() == 0:  # no rows, or nothing to add up
-        y = a.new_zeros((len(a), len(b)), dtype=dtype)
+        y = a.new_zeros((a.shape[0], b.shape[1]), dtype=dtype)
         return y if bias is None else y + bias.to(dtype)
     return (_by_torch if a.is_cuda else _emulated)(a, a_scale, b, b_scale, dtype, bias, fast)
+
+
+def right(bytes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The right operand of a product, (in, out) and (1, out), of bytes (out, in) and scales (out,) or of no axes.
+
+    Views, which take 2 us of the host each: of weight they are made once.
+    """
+    return bytes.t(), scale.unsqueeze(0) if scale.dim() else scale
 
 
 def _emulated(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    y = _numbers(a, a_scale) @ _numbers(b, b_scale).t()
+    y = _numbers(a, a_scale) @ _numbers(b.t(), b_scale.squeeze(0)).t()
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
@@ -49,21 +59,22 @@ def _by_torch(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
     by_row = a_scale.dim() == 1
-    if by_row and len(a) <= FEW_ROWS:
+    if by_row and a.shape[0] <= FEW_ROWS:
         one = _one(a)
-        whole = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        whole = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)
         return scaled(whole, a_scale, b_scale, bias, dtype)
+    of_product = dtype
     if by_row:
-        a_scale, b_scale = a_scale[:, None], b_scale[None, :]
-    # cuBLASLt writes float32 without a bias alone, and elsewhere than on Hopper torch has scales for rows from CUTLASS,
-    # in bfloat16.
-    of_product = dtype if not by_row or _is_hopper(a.get_device()) else torch.bfloat16
-    inside = bias if dtype is of_product and dtype is not torch.float32 else None
-    inside = None if inside is None else inside.to(dtype)
-    y = torch._scaled_mm(a, b.t(), a_scale, b_scale, bias=inside, out_dtype=of_product, use_fast_accum=fast)
+        a_scale = a_scale.unsqueeze(1)
+        # Elsewhere than on Hopper torch has scales for rows from CUTLASS, in bfloat16.
+        of_product = dtype if _is_hopper(a.get_device()) else torch.bfloat16
+    inside = None
+    if bias is not None and dtype is of_product and dtype is not torch.float32:  # which cuBLASLt writes without a bias
+        inside = in_dtype(bias, dtype)
+    y = torch._scaled_mm(a, b, a_scale, b_scale, bias=inside, out_dtype=of_product, use_fast_accum=fast)
     if bias is not None and inside is None:
         y = y + bias
-    return y.to(dtype)
+    return in_dtype(y, dtype)
 
 
 def _numbers(bytes: Tensor, scale: Tensor) -> Tensor:

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from .float8_casts import cast_columns, cast_rows, scale_of_tensor
+from .float8_products import right
 from .recipes import Scheme
 
 
 class Weights(NamedTuple):
-    """Bytes of both layouts with their scales; the second is None where no gradient is asked for."""
+    """Bytes of both layouts with their scales, each the right operand of a product: that of y, and that of dz, which is
+    None where no gradient is asked for."""
 
-    rows: Tensor  # (out, in)
-    row_scale: Tensor  # (out,), or of no axes
-    columns: Tensor | None  # (in, out)
-    column_scale: Tensor | None  # (in,), or of no axes
+    rows: Tensor  # (in, out)
+    row_scale: Tensor  # (1, out), or of no axes
+    columns: Tensor | None  # (out, in)
+    column_scale: Tensor | None  # (1, in), or of no axes
 
 
 def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
@@ -29,8 +31,9 @@ def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
     wants_amax = by_row and wants_columns
     rows, row_scale, _, amax = cast_rows(weight, scale=scale, power_2_scale=power_2, column_amax=wants_amax)
     if not wants_columns:
-        return Weights(rows, row_scale, None, None)
-    return Weights(rows, row_scale, *cast_columns(weight, amax, scale=scale, power_2_scale=power_2))
+        return Weights(*right(rows, row_scale), None, None)
+    columns = cast_columns(weight, amax, scale=scale, power_2_scale=power_2)
+    return Weights(*right(rows, row_scale), *right(*columns))
 
 
 class _Kept(NamedTuple):
@@ -64,7 +67,7 @@ class WeightCache:
         same address and version. Not while a CUDA graph is captured: it would go on reading what may be replaced.
         """
         capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_first_microbatch is None and (trained or capturing or any(part.is_inference() for part in parts)):
+        if is_first_microbatch is None and (trained or capturing):
             return quantised(whole, scheme, wants_columns)
         if is_first_microbatch is not True and self._serves(scheme, wants_columns):
             weights, _, stamp = self._kept
@@ -72,8 +75,9 @@ class WeightCache:
                 if capturing and not any(weights is one for one in self._captured):
                     self._captured.append(weights)
                 return weights
-        found = quantised(whole, scheme, wants_columns)
-        self._kept = _Kept(found, scheme.of_weight, _stamp(parts))
+        found, stamp = quantised(whole, scheme, wants_columns), _stamp(parts)
+        if is_first_microbatch is not None or stamp is not None:
+            self._kept = _Kept(found, scheme.of_weight, stamp)
         return found
 
     def _serves(self, scheme: Scheme, wants_columns: bool) -> bool:
@@ -91,7 +95,9 @@ def _stamp(parts: Sequence[Tensor]) -> tuple | None:
 
 
 def _holds(stamp: tuple | None, parts: Sequence[Tensor]) -> bool:
-    return stamp is not None and all(
-        reference() is part and address == part.data_ptr() and version == part._version
-        for (reference, address, version), part in zip(stamp, parts, strict=True)
-    )
+    if stamp is None:
+        return False
+    for (reference, address, version), part in zip(stamp, parts, strict=True):
+        if reference() is not part or address != part.data_ptr() or version != part._version:
+            return False
+    return True

@@ -150,8 +150,9 @@ def run(
 
 def in_one_step(*tensors: Tensor | None) -> bool:
     """Whether a call that is differentiated can be one step of autograd, or one operator of a trace."""
-    if not all(tensor is None or type(tensor) in PLAIN for tensor in tensors):
-        return False
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in PLAIN:
+            return False
     if torch.compiler.is_compiling():
         return True
     return not operators.under_functorch() and forward_ad._current_level < 0
@@ -159,8 +160,8 @@ def in_one_step(*tensors: Tensor | None) -> bool:
 
 def check(function: str, x, weight, bias, ln_weight, ln_bias, operation: str) -> None:
     """Kinds, shapes and devices, which traced tensors have too."""
-    named = {"input": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
-    for name, tensor in named.items():
+    named = (("input", x), ("weight", weight), ("bias", bias), ("ln_weight", ln_weight), ("ln_bias", ln_bias))
+    for name, tensor in named:
         if not isinstance(tensor, Tensor) and (tensor is not None or name in ("input", "weight")):
             raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
     if weight.dim() != 2 or 0 in weight.shape:
@@ -174,12 +175,13 @@ def check(function: str, x, weight, bias, ln_weight, ln_bias, operation: str) ->
             f"{tuple(x.shape)}."
         )
     for name, tensor, size in (("bias", bias, outs), ("ln_weight", ln_weight, cols), ("ln_bias", ln_bias, cols)):
-        if tensor is not None and tuple(tensor.shape) != (size,):
+        if tensor is not None and tensor.shape != (size,):
             raise RuntimeError(f"{function}: {name} must have shape ({size},); got {tuple(tensor.shape)}.")
-    for name, tensor in named.items():
-        if tensor is not None and tensor.device != x.device:
+    device = x.device
+    for name, tensor in named[1:]:
+        if tensor is not None and tensor.device != device:
             raise RuntimeError(
-                f"{function}: {name} must be on the device of input, {x.device}; got {tensor.device}. Move one of them."
+                f"{function}: {name} must be on the device of input, {device}; got {tensor.device}. Move one of them."
             )
     if ln_weight is None and operation != NAMED[operation].norm:
         raise ValueError(f"{function}: zero_centered_gamma=True needs ln_weight; got ln_weight=None.")

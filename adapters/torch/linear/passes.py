@@ -103,7 +103,12 @@ def gradients(
 
 
 def in_dtype_of(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None or parameter is None else gradient.to(parameter.dtype)
+    return gradient if gradient is None or parameter is None else in_dtype(gradient, parameter.dtype)
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`to`, which takes 2 us of the host where there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 class _Product:
@@ -158,7 +163,9 @@ def norm_gradients(dz, own: bool, x, statistics, ln_weight, options: Options, ma
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:
     """(rows, columns) as a product reads it: an expanded gradient would be copied by every one."""
-    return tensor.reshape(rows, tensor.shape[-1]).contiguous()
+    if tensor.dim() != 2:
+        tensor = tensor.reshape(rows, tensor.shape[-1])
+    return tensor.contiguous()
 
 
 def without_autocast(kind: str) -> AbstractContextManager:

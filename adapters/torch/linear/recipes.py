@@ -44,7 +44,8 @@ class RowwiseScaling:
     fast_accumulation : bool
         Of the forward product: sums are kept in the tensor cores' own registers for longer. The backward pass never.
     high_precision_wgrad : bool
-        The gradient of weight by a product in the dtype of y.
+        The gradient of weight by a product in the dtype of y. Over up to 128 rows of 16 bits it is so anyway: that is
+        faster.
     """
 
     power_2_scale: bool = False

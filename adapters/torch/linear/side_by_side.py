@@ -23,9 +23,14 @@ MOST = 128 << 20  # bytes that may be held at once beyond what one half after th
 _streams: dict[tuple[int, int], Any] = {}
 
 
+def applies(x: Tensor, size: int) -> bool:
+    """Whether `run` has the two side by side."""
+    return x.is_cuda and size <= MOST and torch.cuda.is_current_stream_capturing()
+
+
 def run(x: Tensor, size: int, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
     """(first(), second()) on the device of x; side by side they hold `size` bytes more at once."""
-    if not x.is_cuda or size > MOST or not torch.cuda.is_current_stream_capturing():
+    if not applies(x, size):
         return first(), second()
     # Whatever the second stream allocates it reuses only behind another wait for the present stream: there is one for
     # each, and all that was freed meanwhile was used in its order.

@@ -28,6 +28,12 @@ class Recipe(NamedTuple):
 
     plan: Plan | None
     copies: tuple[bool, ...]  # which of x, weight and bias must be made contiguous
+    copied: bool  # any of them
+    found: tuple  # (shape, strides, dtype) of y in 8 bits
+    scales: tuple
+    y: tuple | None
+    statistics: tuple
+    rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
     order: Callable[..., Any]
 
 
@@ -60,13 +66,12 @@ def forward(
     scales = None
     if granularity == "tensor":
         if scale is None:
-            scales = _static_scale(function, cols, weight, bias, zero_centered_gamma, FLOAT8[name]).to(x.device)
+            scales = _static_scale(operation, x, len(shape), weight, bias, name)
         else:
             scales = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
     if not torch.compiler.is_compiling() and functional._at_once(x, weight, bias):
-        with torch.cuda.device(x.get_device()):
-            of_y = x.dtype if output else None
-            return launched(operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, of_y)[:3]
+        of_y = x.dtype if output else None
+        return launched(operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, of_y)[:3]
     arguments = (operation, x, torch.Size(shape), weight, bias, eps)
     y = functional.norm(*arguments, torch.float32, sm_margin)
     found, scales = quantise(y.reshape(-1, cols), granularity, name, scales)
@@ -120,42 +125,58 @@ def launched(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(y in 8 bits, scale, y in the dtype `of_y` if there is one, statistics as formulas.py has them if wanted).
 
-    By the kernel, for arguments that are checked, on the current device.
+    By the kernel, for arguments that are checked. `scales` is one for all, of no axes, which is returned then.
     """
-    aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in (x, weight, bias))
-    layouts = [None if one is None else (one.shape, one.stride(), one.dtype) for one in (x, weight, bias)]
-    key = (operation, shape, granularity, name, sm_margin, of_y, aligned, x.get_device(), *layouts)
+    index = x.get_device()
+    if index != launching._current_device():
+        with torch.cuda.device(index):
+            call = (operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, of_y)
+            return launched(*call, wants_statistics)
+    x_pointer = x.data_ptr()
+    weight_pointer = bias_pointer = y_pointer = mean_pointer = rstd_pointer = 0
+    weight_key = bias_key = y = statistics = None
+    if weight is not None:
+        weight_pointer = weight.data_ptr()
+        weight_key = (weight.dtype, weight.is_contiguous())
+    if bias is not None:
+        bias_pointer = bias.data_ptr()
+        bias_key = (bias.dtype, bias.is_contiguous())
+    aligned = (x_pointer | weight_pointer | bias_pointer) & 15 == 0
+    options = (operation, shape, granularity, name, sm_margin, of_y)
+    key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
-        recipe = _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, of_y, aligned)
-        launching.keep(_recipes, key, recipe)
-    leading = tuple(x.shape[: x.dim() - len(shape)])
-    found = torch.empty(x.shape, dtype=getattr(torch, name), device=x.device)
-    y = None if of_y is None else torch.empty(x.shape, dtype=of_y, device=x.device)
-    statistics, mean, rstd = None, 0, 0
-    if wants_statistics:
-        count = 1 + formulas.subtracts_mean(operation)
-        statistics = torch.empty((count, *leading), dtype=torch.float32, device=x.device)
-        mean, rstd = statistics[0].data_ptr(), statistics[-1].data_ptr()  # rms_norm's kernels write no mean
+        recipe = launching.keep(_recipes, key, _recipe(*options, x, weight, bias, aligned))
+    found = launching._empty(*recipe.found)
     if scales is None:
-        of = float8.scales_shape(granularity, leading, math.prod(shape))
-        scales = torch.empty(of, dtype=torch.float32, device=x.device)
-    if recipe.plan is not None:
+        scales = launching._empty(*recipe.scales)
+    if of_y is not None:
+        y = launching._empty(*recipe.y)
+        y_pointer = y.data_ptr()
+    if wants_statistics:
+        statistics = launching._empty(*recipe.statistics)
+        mean_pointer = statistics.data_ptr()  # rms_norm's kernels write none
+        rstd_pointer = mean_pointer + recipe.rstd_offset
+    if recipe.plan is None:
+        return found, scales, y, statistics
+    if recipe.copied:
         x, weight, bias = launching._contiguous((x, weight, bias), recipe.copies)
-        given = map(launching._pointer, (x, weight, bias, scales, found, y))
-        index = found.get_device()
-        launch.run(recipe.plan, index, launching._stream(index), recipe.order((*given, mean, rstd)), (eps,))
+        x_pointer, weight_pointer, bias_pointer = map(launching._pointer, (x, weight, bias))
+    given = (x_pointer, weight_pointer, bias_pointer, scales.data_ptr(), found.data_ptr(), y_pointer)
+    pointers = recipe.order((*given, mean_pointer, rstd_pointer))
+    launch.run(recipe.plan, index, launching._stream(index), pointers, (eps,))
     return found, scales, y, statistics
 
 
-def _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, of_y, aligned) -> Recipe:
+def _recipe(operation, shape, granularity, name, sm_margin, of_y, x, weight, bias, aligned) -> Recipe:
     norm = checks.function_of(operation)
-    cols, rows = math.prod(shape), launching._row_strides(x, len(shape))
-    copies = (rows is None, *(one is not None and not one.is_contiguous() for one in (weight, bias)))
+    cols, x_rows = math.prod(shape), launching._row_strides(x, len(shape))
+    copies = (x_rows is None, *(one is not None and not one.is_contiguous() for one in (weight, bias)))
     logs.copied(f"{norm}_fp8", ("x", "weight", "bias"), (x, weight, bias), copies)
+    rows = math.prod(x.shape) // cols
     problem = float8_problem(
         norm,
-        math.prod(x.shape) // cols,
+        rows,
         cols,
         checks.dtype_name(x.dtype),
         None if weight is None else checks.dtype_name(weight.dtype),
@@ -164,45 +185,75 @@ def _recipe(operation, x, shape, weight, bias, granularity, name, sm_margin, of_
         granularity=granularity,
         y=None if of_y is None else checks.dtype_name(of_y),
         zero_centered_gamma=operation != norm,
-        x_rows=rows,
+        x_rows=x_rows,
         sm_margin=sm_margin,
         aligned=aligned,
     )
     properties = launching.properties_of(norm, x)
-    return Recipe(plan(problem, properties) if problem.rows else None, copies, pointer_order(problem, FORWARD8))
+    leading = tuple(x.shape[: x.dim() - len(shape)])
+    has_mean = formulas.subtracts_mean(operation)
+    contiguously = launching._contiguously
+    return Recipe(
+        plan=plan(problem, properties) if problem.rows else None,
+        copies=copies,
+        copied=any(copies),
+        found=contiguously(x.shape, getattr(torch, name)),
+        scales=contiguously(float8.scales_shape(granularity, leading, cols), torch.float32),
+        y=None if of_y is None else contiguously(x.shape, of_y),
+        statistics=contiguously((1 + has_mean, *leading), torch.float32),
+        rstd_offset=4 * rows * has_mean,
+        order=pointer_order(problem, FORWARD8),
+    )
 
 
 def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
     """What kernels_cu/float8.cuh does, of float32 rows, y[rows, cols]; traceable."""
-    largest_number, dtype = FLOAT8[name], getattr(torch, name)
-    rows, cols = y.shape
-
-    def rounded(values: Tensor) -> Tensor:
-        return values.clamp(-largest_number, largest_number).to(dtype)
-
     if scales is not None:
-        return rounded(y * scales.reciprocal()), scales
+        return rounded(y * scales.reciprocal(), name), scales
+    rows, cols = y.shape
     width = BLOCK if granularity == BLOCK else cols
     blocks = -(-cols // width)
     padded = F.pad(y, (0, blocks * width - cols)).reshape(rows, blocks, width)
-    largest = padded.abs().amax(dim=2)
-    quotient = largest_number / largest
+    multiplier, scales = scaling(padded.abs().amax(dim=2), name)
+    return rounded((padded * multiplier[:, :, None]).reshape(rows, blocks * width)[:, :cols], name), scales
+
+
+def scaling(amax: Tensor, name: str, power_2: bool = False) -> tuple[Tensor, Tensor]:
+    """(q, 1 / q) for numbers of which max|v| is `amax`, as kernels_cu/float8.cuh has them."""
+    largest = FLOAT8[name]
+    quotient = largest / amax
     tiny = quotient > float8.MOST_MULTIPLIER
     multiplier = torch.where(tiny, float8.MOST_MULTIPLIER, quotient)
-    found = torch.where(tiny, torch.where(largest == 0, 1.0, 1 / float8.MOST_MULTIPLIER), largest / largest_number)
-    found = found + (largest - largest)  # NaN where the largest is not finite
-    return rounded((padded * multiplier[:, :, None]).reshape(rows, blocks * width)[:, :cols]), found
+    if power_2:
+        multiplier = power_of_2(multiplier)
+        scale = multiplier.reciprocal()
+    else:
+        scale = torch.where(tiny, 1 / float8.MOST_MULTIPLIER, amax / largest)
+    scale = torch.where(amax == 0, 1.0, scale)
+    return multiplier, scale + (amax - amax)  # NaN where amax is not finite
+
+
+def power_of_2(q: Tensor) -> Tensor:
+    """Without its mantissa, NaN as it is."""
+    return torch.where(torch.isnan(q), q, (q.view(torch.int32) & 0x7F800000).view(torch.float32))
+
+
+def rounded(values: Tensor, name: str) -> Tensor:
+    """To nearest even; what is too large becomes the largest."""
+    return values.clamp(-FLOAT8[name], FLOAT8[name]).to(getattr(torch, name))
+
+
+def bound(operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What no |y_j| exceeds, whatever x is, in float32: of the shape of the normalised axes, the last `ndim` of x."""
+    shape = x.shape[-ndim:]
+    gamma = x.new_ones(shape, dtype=torch.float32) if weight is None else formulas.gamma(operation, weight, x)
+    found = gamma.abs() * float8.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
+    return found if bias is None else found + bias.float().abs()
 
 
 def _static_scale(
-    function: str, cols: int, weight: Tensor | None, bias: Tensor | None, zero_centered_gamma: bool, largest: float
+    operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None, name: str
 ) -> Tensor:
     """As norm/float8.py has it of arrays."""
-    gamma = torch.ones((), dtype=torch.float32) if weight is None else weight.float()
-    bound = (gamma + 1 if zero_centered_gamma else gamma).abs() * math.sqrt(
-        max(1, cols - 1) if function.startswith("layer") else cols
-    )
-    if bias is not None:
-        bound = bound + bias.float().abs()
-    found = bound.amax() / largest
+    found = bound(operation, x, ndim, weight, bias).amax() / FLOAT8[name]
     return torch.where(found > 0, found, 1.0)

@@ -310,7 +310,7 @@ def _default_dtype(operation: str, x: Tensor) -> torch.dtype:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast would convert x to before a product; None where it leaves it."""
-    kind = x.device.type
+    kind = "cuda" if x.is_cuda else x.device.type  # a device takes 0.6 us
     return torch.get_autocast_dtype(kind) if x.dtype is not torch.float64 and autocasts(kind) else None
 
 

@@ -1,0 +1,97 @@
+"""LayerNormLinear in FP8 under torch.compile, and its operators."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import _dynamo  # noqa: E402
+from torch_linear_float8 import RECIPES, inputs, make  # noqa: E402
+from torch_tensors import on_devices, same  # noqa: E402
+
+from cunorm.torch import RowwiseScaling, autocast, set_recipe  # noqa: E402
+from cunorm.torch.linear import float8_operators, float8_passes  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@on_devices
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        (RECIPES["row"], {}),
+        (RECIPES["row, wide wgrad"], {"parameters_split": ("a", "b"), "normalization": "RMSNorm"}),
+        (RECIPES["tensor, hybrid"], {}),
+    ],
+    ids=["row", "row, wide wgrad", "tensor"],
+)
+def test_compiled_whole(device, recipe, options, backend):
+    """One graph, the bits of eager mode; another recipe is compiled anew."""
+    _dynamo.reset()
+    module = make(device, return_bias=True, return_layernorm_output=True, **options)
+    compiled = torch.compile(module, fullgraph=True, backend=backend, dynamic=True)
+
+    def gradients(call, x, dy):
+        y, bias, z = call(x)
+        return [y, *torch.autograd.grad((y * dy + bias).sum() + z.sin().sum(), [x, *module.parameters()])]
+
+    for rows in (48, 200):
+        x, dy = inputs(device, rows=rows)
+        with autocast(recipe=recipe):
+            found, expected = gradients(compiled, x, dy), gradients(module, x, dy)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    with autocast(recipe=recipe), torch.no_grad():
+        torch.testing.assert_close(compiled(x), module(x))
+    torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(expected[0], module(x)[0])
+    with autocast(enabled=False):
+        torch.testing.assert_close(compiled(x)[0], module(x)[0], rtol=1e-4, atol=1e-4)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [RECIPES["row"], RECIPES["tensor, hybrid"]], ids=["row", "tensor"])
+@pytest.mark.parametrize("wants", [False, True])
+def test_opcheck(device, wants, recipe):
+    module, (x, dy) = make(device), inputs(device, rows=32)
+    options = float8_operators.flat(float8_passes.Float8Options("layer_norm", 1e-5, torch.float32, recipe.scheme))
+    given = [t.detach() for t in (x, module.weight, module.bias, module.layer_norm_weight, module.layer_norm_bias)]
+    forward, backward = float8_operators.norm_linear_forward, float8_operators.norm_linear_backward
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(forward, (*given, *options, wants, wants), test_utils=tests)
+    _, z, statistics, z_scale, columns, column_scale = forward(*given, *options, True, True)
+    saved = (given[0], columns, column_scale, *given[3:], statistics, z_scale)
+    for dz, mask in ((z, [True] * 5), (None, [False, True, wants, False, False])):
+        arguments = (dy, dz, *saved, *options, torch.float32, torch.float32, mask)
+        torch.library.opcheck(backward, arguments, test_utils=tests[1:])  # torch compares no inputs of 8 bits
+
+
+@on_devices
+def test_compiled_with_torch_autocast_and_a_recipe_of_its_own(device):
+    _dynamo.reset()
+    module = set_recipe(make(device), RowwiseScaling())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x, dy = inputs(device)
+    with torch.autocast(device, torch.bfloat16):
+        found, expected = compiled(x), module(x)
+    assert found.dtype is torch.bfloat16
+    assert same(found, expected)
+    a, b = (torch.autograd.grad(y, [x, *module.parameters()], dy.bfloat16()) for y in (found, expected))
+    assert all(same(one, other) for one, other in zip(a, b, strict=True))
+
+
+@on_devices
+def test_compiled_with_a_break_in_the_graph(device):
+    _dynamo.reset()
+    module = make(device).requires_grad_(False)
+    compiled = torch.compile(module, backend="aot_eager")
+    x = inputs(device)[0].detach()
+    with autocast():
+        assert same(compiled(x, is_first_microbatch=True), module(x))
+        kept = module._fp8_weights._kept
+        assert same(compiled(x, is_first_microbatch=False), module(x))
+        assert module._fp8_weights._kept is kept
+        found, expected = compiled(x, fp8_output=True), module(x, fp8_output=True)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
