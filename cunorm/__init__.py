@@ -34,6 +34,7 @@ from .modulating import (
     rms_norm_modulate_backward,
     rms_norm_modulate_forward,
 )
+from .sandwich import rms_norm_add_rms_norm, rms_norm_add_rms_norm_backward, rms_norm_add_rms_norm_forward
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,9 @@ __all__ = [
     "rms_norm_add",
     "rms_norm_add_backward",
     "rms_norm_add_forward",
+    "rms_norm_add_rms_norm",
+    "rms_norm_add_rms_norm_backward",
+    "rms_norm_add_rms_norm_forward",
     "rms_norm_backward",
     "rms_norm_forward",
     "rms_norm_fp8",

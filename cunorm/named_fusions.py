@@ -13,7 +13,7 @@ from .norm.fused import Kinds
 from .operation import FUSIONS, NORMS, Operation
 
 # What these operands must be, whatever the shape of x.
-KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "column"))
+KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "column"), ("second_weight", "column"))
 
 
 def _operation(function: str, weight: Any, flags: Mapping[str, Any]) -> Operation:

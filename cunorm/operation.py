@@ -41,6 +41,9 @@ NORMS = {
 }
 
 
+X = parse("x", ("x",))
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """`defaults` are the numbers that stand for operands which a call leaves out."""
@@ -101,6 +104,20 @@ def norm_added(norm: str, zero_centered_gamma: bool = False) -> Operation:
     of_norm = affine(norm, zero_centered_gamma)
     total = trace(lambda xhat, residual, of_norm: residual + of_norm)
     return replace(of_norm, epilogue=substitute(total, {"of_norm": of_norm.epilogue}))
+
+
+@cache
+def sandwiched(zero_centered_gamma: bool = False) -> tuple[Operation, Operation, Operation]:
+    """rms_norm_add_rms_norm: (what makes s of x, what makes y of s, what the backward pass of the latter is of).
+
+    That one has s as its prologue too: s is returned, so its gradient is added to what comes through the norm.
+    """
+    if zero_centered_gamma:
+        epilogue, one = trace(lambda xhat, second_weight: xhat * (1 + second_weight)), 0.0
+    else:
+        epilogue, one = trace(lambda xhat, second_weight: xhat * second_weight), 1.0
+    then = Operation("rms_norm", epilogue, defaults=(("second_weight", one),))
+    return norm_added("rms_norm", zero_centered_gamma), then, replace(then, prologue=X, returns=("y", "s"))
 
 
 @cache
@@ -183,9 +200,6 @@ def derivative(operation: Operation, wanted: Iterable[str], present: Collection[
         tuple((name, found[name]) for name in early_names),
         tuple((name, late[name]) for name in late_names),
     )
-
-
-X = parse("x", ("x",))
 
 
 def _with_numbers(expression: Expression, numbers: dict[str, float]) -> Expression:

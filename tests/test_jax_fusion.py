@@ -278,6 +278,25 @@ def test_named_functions_forward_and_backward(device):
 
 
 @on_devices
+def test_a_norm_before_and_after_a_sum(device):
+    """The functions of JAX, and those with `_forward` and `_backward`, have what NumPy's family has."""
+    x, residual, dy, ds = (random(5, COLS, device=device, seed=i) for i in range(4))
+    weight, second = (random(COLS, device=device, seed=i) for i in range(2))
+    given = x, residual, weight, second
+    kept = cunorm.rms_norm_add_rms_norm_forward(*map(numpy.asarray, given))
+    expected = cunorm.rms_norm_add_rms_norm_backward(
+        *map(numpy.asarray, (dy, ds, x)), *kept[1:], *map(numpy.asarray, given[2:])
+    )
+    results, pull = jax.vjp(jax.jit(cunorm.jax.rms_norm_add_rms_norm), *given)
+    close([*results], [*map(jnp.asarray, kept[:2])])
+    close([*pull((dy, ds))], [*map(jnp.asarray, expected)], 1e-3, 1e-4)
+    mine = cunorm.rms_norm_add_rms_norm_forward(*given)
+    close([*mine], [*map(jnp.asarray, kept)])
+    found = cunorm.rms_norm_add_rms_norm_backward(dy, ds, x, *mine[1:], *given[2:])
+    close([*found], [*map(jnp.asarray, expected)], 1e-3, 1e-4)
+
+
+@on_devices
 def test_numbers(device):
     """A Python number stands in the program; an array without axes may change and has a gradient, in any dtype."""
     op = cunorm.fuse("rms_norm", epilogue=lambda xhat, scale, shift: xhat * scale + shift)

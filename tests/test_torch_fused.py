@@ -12,9 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import cpu_cupy  # noqa: E402
 import cpu_device  # noqa: E402
-from cpu_functions import SMALL  # noqa: E402
 from test_fusion import CASES, EPS, Case, close, expected, make  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -32,34 +30,9 @@ from cunorm.torch import (  # noqa: E402
     decompositions,
     rms_norm_gated,
 )
-from cunorm.torch.norm import functional, fused_dispatch, fused_launching, fused_operators, launching  # noqa: E402
+from cunorm.torch.norm import functional, fused_operators  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
-
-
-@pytest.fixture
-def stand_in(monkeypatch):
-    """Tensors on the CPU play those of a GPU: what is launched is run on the stand-in."""
-    runs = cpu_cupy.Runs(cpu_device.Machine())
-
-    def empty(shape, stride, dtype):
-        runs.allocated.append(tuple(shape))
-        found = torch.empty_strided(shape, stride, dtype=dtype)
-        return found.fill_(float("nan")) if dtype.is_floating_point else found
-
-    runs.allocated = []
-    for name, part in {
-        "_current_device": lambda: -1,
-        "_stream": lambda _: 0,
-        "_empty": empty,
-        "properties_of": lambda *_: SMALL,
-    }.items():
-        monkeypatch.setattr(launching, name, part)
-    monkeypatch.setattr(fused_launching, "launch", runs)
-    monkeypatch.setattr(fused_launching, "_calls", {})
-    monkeypatch.setattr(fused_dispatch, "at_once", lambda _: True)
-    monkeypatch.setattr(functional, "launchable", lambda _: True)
-    return runs
 
 
 def leaves(made: Any, device: str) -> tuple[Any, dict[str, Any], list[Any]]:

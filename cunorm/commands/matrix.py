@@ -30,7 +30,7 @@ from ..norm.problem import (
 )
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
-from ..operation import FUSIONS, NAMED
+from ..operation import FUSIONS, NAMED, sandwiched
 
 OPS = ("layer_norm", "rms_norm")
 KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
@@ -171,11 +171,9 @@ def named_fusions() -> list[Problem]:
     Gradients that are the same, as those of x and residual in their sum, are one.
     """
     problems = []
-    for of, flags in ((of, flags) for of in FUSIONS.values() for flags in ({}, {"norm_before_gate": False})):
-        try:
-            operation = of(**flags)
-        except TypeError:  # it has no such flag
-            continue
+    _, *of_sum = sandwiched()  # the first of its operations is rms_norm_add's
+    operations = [of() for of in FUSIONS.values()]
+    for operation in (*operations, FUSIONS["rms_norm_gated"](norm_before_gate=False), *of_sum):
         kinds = {name: KINDS_OF_FUSIONS.get(name, "column") for name in operation.operands}
         wanted = [name for name in ("x", *operation.operands) if name != "residual" or "gate" in kinds]
         for dtype, cols, (rows, groups) in product(("bfloat16", "float32"), (128, 4096, 16384), GROUPED_ROWS):

@@ -82,17 +82,20 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, *gradients):
         family, names, numbers, eps = ctx.call
         statistics, *saved = ctx.saved_tensors
-        mask = ctx.needs_input_grad[4:]
         # With statistics there is one more of these, None.
         given = dict(zip(family.call.operation.returns, gradients, strict=False))
         dy, ds = given.get("y"), given.get("s")
-        if (dy is None or functional.launchable(dy)) and (ds is None or functional.launchable(ds)):
-            wanted = family.call.wanted(mask)
-            of_wanted = iter(fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, wanted))
-            found = [next(of_wanted) if one else None for one in mask]
-        else:
-            found = _through_torch(family, names, saved, numbers, eps, dy, ds, statistics, mask)
+        found = gradients_of(family, names, saved, numbers, eps, dy, ds, statistics, ctx.needs_input_grad[4:])
         return None, None, None, None, *found
+
+
+def gradients_of(family, names, saved, numbers, eps, dy, ds, statistics, mask) -> list[Tensor | None]:
+    """The gradients of the tensors of a call, None where `mask` says so."""
+    if not all(one is None or functional.launchable(one) for one in (dy, ds)):
+        return _through_torch(family, names, saved, numbers, eps, dy, ds, statistics, mask)
+    wanted = family.call.wanted(mask)
+    found = iter(fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, wanted))
+    return [next(found) if one else None for one in mask]
 
 
 # As in functional.py, without what torch does for functorch.

@@ -181,11 +181,7 @@ def _named(
     **flags: bool,
 ) -> tuple[Tensor, ...]:
     """The results of a named function, in order. Operands that may be left out are None then."""
-    tensors = {"x": x} | {name: one for name, one in operands.items() if one is not None or name not in OPTIONAL}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            name = "input" if name == "x" else name
-            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    tensors = given_of(function, x, operands)
     norm = "layer_norm" if "layer_norm" in function else "rms_norm"
     if flags.get("zero_centered_gamma"):
         checks.zero_centered(norm, operands["weight"])
@@ -208,7 +204,17 @@ def _named(
     return tuple(one.reshape(x.shape) for one in results) if ndim > 1 else tuple(results)
 
 
-OPTIONAL = ("weight", "bias")
+def given_of(function: str, x: Any, operands: dict[str, Any]) -> dict[str, Tensor]:
+    """x and the operands that there are: tensors."""
+    tensors = {"x": x} | {name: one for name, one in operands.items() if one is not None or name not in OPTIONAL}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            name = "input" if name == "x" else name
+            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    return tensors
+
+
+OPTIONAL = ("weight", "bias", "second_weight")
 
 
 @torch.compiler.assume_constant_result
