@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .named_fusions import backward, forward
+from .named_fusions import backward, dropout, forward
 
 
 def add_layer_norm(
@@ -17,8 +17,10 @@ def add_layer_norm(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
 ) -> tuple[Any, Any]:
-    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axis.
+    """s = residual + dropout(x), y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axis.
 
     Parameters
     ----------
@@ -33,6 +35,12 @@ def add_layer_norm(
         Multiply by 1 + weight instead of weight.
     dtype, s_dtype : dtype or str, optional
         Of y and of s. Default: those of x.
+    dropout_p : float
+        Of x so much is replaced by 0, and the rest multiplied by 1 / (1 - dropout_p): at least 0 and less than 1,
+        rounded to a multiple of 2^-16.
+    seed : array of one int64 or two uint32
+        On the device of x; needed where dropout_p is not 0. What is dropped follows from the seed, the row and the
+        column alone.
 
     Returns
     -------
@@ -42,12 +50,13 @@ def add_layer_norm(
     Raises
     ------
     TypeError, ValueError
-        As of `layer_norm`.
+        As of `layer_norm`. ValueError for a dropout_p that is not one, or without a seed.
 
     Notes
     -----
     s is rounded before its statistics are taken, and read by nobody else in between: two arrays are read and two
-    written. The backward pass takes s: `add_layer_norm_backward`.
+    written. The backward pass takes s: `add_layer_norm_backward`. What is dropped is drawn by Philox4x32-10, again in
+    the backward pass, and never stored; a call with the same seed drops the same.
 
     Examples
     --------
@@ -57,7 +66,7 @@ def add_layer_norm(
     (array([[-1.225,  0.   ,  1.225]]), array([[1., 2., 3.]]))
     """
     operands = {"residual": residual, "weight": weight, "bias": bias}
-    return forward("add_layer_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+    return _added("add_layer_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma, dropout_p, seed)
 
 
 def add_rms_norm(
@@ -69,8 +78,10 @@ def add_rms_norm(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
 ) -> tuple[Any, Any]:
-    """s = x + residual, y = s / sqrt(mean(s²) + eps) * weight, over the last axis.
+    """s = residual + dropout(x), y = s / sqrt(mean(s²) + eps) * weight, over the last axis.
 
     Parameters, results and errors as in `add_layer_norm`.
 
@@ -82,7 +93,7 @@ def add_rms_norm(
     (array([[0.849, 1.131]]), array([[3., 4.]]))
     """
     operands = {"residual": residual, "weight": weight}
-    return forward("add_rms_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+    return _added("add_rms_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma, dropout_p, seed)
 
 
 def add_layer_norm_forward(
@@ -95,6 +106,8 @@ def add_layer_norm_forward(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """`add_layer_norm` with what its backward pass needs: (y, s, mean, rstd), those of s.
 
@@ -115,7 +128,7 @@ def add_layer_norm_forward(
     (array([2.]), array([1.225]))
     """
     operands = {"residual": residual, "weight": weight, "bias": bias}
-    return forward("add_layer_norm_forward", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+    return _added("add_layer_norm_forward", x, operands, eps, dtype, s_dtype, zero_centered_gamma, dropout_p, seed)
 
 
 def add_rms_norm_forward(
@@ -127,6 +140,8 @@ def add_rms_norm_forward(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
 ) -> tuple[Any, Any, Any]:
     """`add_rms_norm` with what its backward pass needs: (y, s, rstd).
 
@@ -140,7 +155,7 @@ def add_rms_norm_forward(
     array([0.283])
     """
     operands = {"residual": residual, "weight": weight}
-    return forward("add_rms_norm_forward", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+    return _added("add_rms_norm_forward", x, operands, eps, dtype, s_dtype, zero_centered_gamma, dropout_p, seed)
 
 
 def add_layer_norm_backward(
@@ -152,11 +167,14 @@ def add_layer_norm_backward(
     weight: Any = None,
     *,
     zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Any, Any, Any]:
-    """dx = ds + rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    output_mask: tuple[bool, bool, bool, bool] = (True, True, True, True),
+) -> tuple[Any, Any, Any, Any]:
+    """dresidual = ds + rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
 
-    dx is the gradient of x and that of residual: they are equal. g = dy * weight, xhat = (s - mean) * rstd.
+    dx = dropout(dresidual), of the same elements as in the forward pass; without dropout both are one array. g =
+    dy * weight, xhat = (s - mean) * rstd.
 
     Parameters
     ----------
@@ -167,14 +185,14 @@ def add_layer_norm_backward(
     s, mean, rstd : array
         What `add_layer_norm_forward` returned.
     weight : array, shape (columns,), optional
-    zero_centered_gamma : bool
+    zero_centered_gamma, dropout_p, seed
         As in the forward pass.
-    output_mask : tuple of three bool
-        Which of (dx, dweight, dbias) are wanted; the others are not computed and come as None.
+    output_mask : tuple of four bool
+        Which of (dx, dresidual, dweight, dbias) are wanted; the others are not computed and come as None.
 
     Returns
     -------
-    dx : array, shape and dtype of s
+    dx, dresidual : array, shape and dtype of s
     dweight, dbias : array, shape (columns,), dtype of weight (of s without a weight)
 
     Raises
@@ -187,20 +205,13 @@ def add_layer_norm_backward(
     >>> import numpy, cunorm
     >>> x, residual = numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]])
     >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual)
-    >>> dx, dweight, dbias = cunorm.add_layer_norm_backward(numpy.array([[1.0, 0.0, 0.0]]), s * 0, s, mean, rstd)
+    >>> dx, _, _, dbias = cunorm.add_layer_norm_backward(numpy.array([[1.0, 0.0, 0.0]]), s * 0, s, mean, rstd)
     >>> dx.round(3), dbias
     (array([[ 0.204, -0.408,  0.204]]), array([1., 0., 0.]))
     """
-    # x and bias are not read: s and weight have their shapes and dtypes.
-    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
-    return backward(
-        "add_layer_norm_backward",
-        arrays,
-        ("x", "weight", "bias"),
-        output_mask,
-        "s",
-        zero_centered_gamma=zero_centered_gamma,
-    )
+    # x, residual and bias are not read: s and weight have their shapes and dtypes.
+    arrays = {"s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
+    return _added_backward("add_layer_norm_backward", arrays, output_mask, zero_centered_gamma, dropout_p, seed)
 
 
 def add_rms_norm_backward(
@@ -211,24 +222,55 @@ def add_rms_norm_backward(
     weight: Any = None,
     *,
     zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool] = (True, True),
-) -> tuple[Any, Any]:
-    """dx = ds + rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = s * rstd.
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Any, Any, Any]:
+    """dresidual = ds + rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat; g = dy * weight, xhat = s * rstd.
 
-    Parameters, results and errors as in `add_layer_norm_backward`; `output_mask` is for (dx, dweight).
+    dx, parameters, results and errors as in `add_layer_norm_backward`; `output_mask` is for (dx, dresidual, dweight).
 
     Examples
     --------
     >>> import numpy, cunorm
     >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
-    >>> dx, dweight = cunorm.add_rms_norm_backward(numpy.array([[1.0, 0.0]]), numpy.ones((1, 2)), s, rstd)
+    >>> dx, _, dweight = cunorm.add_rms_norm_backward(numpy.array([[1.0, 0.0]]), numpy.ones((1, 2)), s, rstd)
     >>> dx.round(3), dweight.round(3)
     (array([[1.181, 0.864]]), array([0.849, 0.   ]))
     """
-    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "rstd": rstd, "weight": weight}
-    return backward(
-        "add_rms_norm_backward", arrays, ("x", "weight"), output_mask, "s", zero_centered_gamma=zero_centered_gamma
-    )
+    arrays = {"s": s, "dy": dy, "ds": ds, "rstd": rstd, "weight": weight}
+    return _added_backward("add_rms_norm_backward", arrays, output_mask, zero_centered_gamma, dropout_p, seed)
+
+
+def _added(
+    function: str,
+    x: Any,
+    operands: dict[str, Any],
+    eps: float,
+    dtype: Any,
+    s_dtype: Any,
+    zero_centered_gamma: bool,
+    dropout_p: float,
+    seed: Any,
+) -> tuple[Any, ...]:
+    of_dropout = dropout(function, dropout_p, seed)
+    flags: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "dropout": bool(of_dropout)}
+    return forward(function, x, operands | of_dropout, eps, dtype, s_dtype, **flags)
+
+
+def _added_backward(
+    function: str,
+    arrays: dict[str, Any],
+    output_mask: tuple[bool, ...],
+    zero_centered_gamma: bool,
+    dropout_p: float,
+    seed: Any,
+) -> tuple[Any, ...]:
+    of_dropout = dropout(function, dropout_p, seed)
+    flags: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "dropout": bool(of_dropout)}
+    names = ("x", "residual", *(name for name in ("weight", "bias") if name in arrays))
+    arrays = {"x": arrays["s"], "residual": arrays["s"], **arrays, **of_dropout}
+    return backward(function, arrays, names, output_mask, "s", **flags)
 
 
 def layer_norm_add(

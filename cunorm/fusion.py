@@ -177,6 +177,9 @@ def fuse(
         groups of rows, such as (batch, 1, columns) beside (batch, tokens, columns), or (heads, columns) beside (...,
         heads, columns). Other shapes are expanded to that of x. Any of the four dtypes, each independently of x.
 
+        An operand called seed is an array of one int64 or two uint32, and in the functions a uniform random number for
+        each element, a multiple of 2^-16 from 0 up to 1, that follows from the seed, the row and the column alone.
+
     Raises
     ------
     TypeError

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from .expression import gradients, silu, substitute, trace
+from .expression import gradients, silu, substitute, trace, where
 from .expression_grammar import parse
 from .expression_value import Expression
 
@@ -42,6 +42,8 @@ NORMS = {
 
 
 X = parse("x", ("x",))
+# The operand of this name is an array of 8 bytes, of which each element gets a random number (norm/philox.py).
+SEED = "seed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,18 @@ def affine(norm: str, zero_centered_gamma: bool = False) -> Operation:
 
 
 @cache
-def added(norm: str, zero_centered_gamma: bool = False) -> Operation:
-    """add_layer_norm and add_rms_norm: the same of s = x + residual, which is returned too."""
-    return replace(
-        affine(norm, zero_centered_gamma),
-        prologue=trace(lambda x, residual: x + residual, role="prologue"),
-        returns=("y", "s"),
-    )
+def added(norm: str, zero_centered_gamma: bool = False, dropout: bool = False) -> Operation:
+    """add_layer_norm and add_rms_norm: the same of s = x + residual, which is returned too.
+
+    With dropout what is `dropped` of x has a random number below it, and what is kept is scaled.
+    """
+    if dropout:
+        prologue = trace(
+            lambda x, residual, seed, dropped, scale: residual + where(seed < dropped, 0, x * scale), role="prologue"
+        )
+    else:
+        prologue = trace(lambda x, residual: x + residual, role="prologue")
+    return replace(affine(norm, zero_centered_gamma), prologue=prologue, returns=("y", "s"))
 
 
 @cache

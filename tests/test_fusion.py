@@ -477,20 +477,20 @@ def test_named_operations_are_those_of_fuse(xp, norm, zero_centered_gamma):
     in_order = {"y": dy, "s": ds}
     gradients = named.op.backward(saved, *(in_order[name] for name in named.op.operation.returns))
     found = getattr(cunorm, f"add_{norm}_backward")(dy, ds, s, *statistics, parameters[0], **options)
-    for name, one in zip(("x", *named.columns), found, strict=True):
+    for name, one in zip(("x", "residual", *named.columns), found, strict=True):
         assert abs(on_host(one - gradients[name])).max() < 1e-4, name
     only = getattr(cunorm, f"add_{norm}_backward")(
-        dy, None, s, *statistics, parameters[0], output_mask=(False, True, False)[: len(found)], **options
+        dy, None, s, *statistics, parameters[0], output_mask=(False, False, True, False)[: len(found)], **options
     )
-    assert [one is None for one in only] == [True, False, True][: len(found)]
-    assert same_bits(on_host(only[1]), on_host(found[1]))
+    assert [one is None for one in only] == [True, True, False, True][: len(found)]
+    assert same_bits(on_host(only[2]), on_host(found[2]))
 
 
 def test_without_a_weight_its_gradient_has_the_dtype_of_s(xp):
     x = xp.asarray(numpy.linspace(-1, 1, 12, dtype="float16").reshape(3, 4))
     y, s, mean, rstd = cunorm.add_layer_norm_forward(x, x, s_dtype="float32", dtype="float64")
     assert (y.dtype, s.dtype, rstd.dtype) == ("float64", "float32", "float32")
-    dx, dweight, dbias = cunorm.add_layer_norm_backward(y, None, s, mean, rstd)
+    dx, _, dweight, dbias = cunorm.add_layer_norm_backward(y, None, s, mean, rstd)
     assert {one.dtype.name for one in (dx, dweight, dbias)} == {"float32"}
     assert dweight.shape == dbias.shape == (4,)
 

@@ -109,7 +109,7 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 # core.
 
 LAYERS = (
-    {"logs", "driver"},
+    {"logs", "driver", "norm.philox"},
     {"device", "expression_value", "linear.gemm", "recipes"},
     {"expression_grammar"},
     {"expression", "expression_texts"},
@@ -167,6 +167,7 @@ FOR_ADAPTERS = {
     "norm.problem",
     "norm.checks",
     "norm.float8",
+    "norm.philox",
     "norm.plan",
     "linear.problem",
     "linear.float8_spec",

@@ -67,7 +67,9 @@ def check(shape, dtype, as_array, zero_centered_gamma=False):
         assert same_bits(on_host(alone[place]), on_host(gradient)) or dtype in ("float16", "bfloat16", "float32")
     # The gradients of the two calls, one after the other.
     _, of_norm = cunorm.rms_norm_forward(between, None, passed[3], EPS, **options)
-    dresidual, dnext = cunorm.add_rms_norm_backward(arrays["dy"], arrays["ds"], between, of_norm, passed[3], **options)
+    dresidual, _, dnext = cunorm.add_rms_norm_backward(
+        arrays["dy"], arrays["ds"], between, of_norm, passed[3], **options
+    )
     dx, dweight = cunorm.rms_norm_add_backward(dresidual, arrays["x"], rstd, passed[2], **options)
     for one, two in zip(of_all, (dx, dresidual, dweight, dnext), strict=True):
         assert same_bits(on_host(one), on_host(two))

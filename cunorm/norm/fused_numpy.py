@@ -11,8 +11,9 @@ import numpy
 from ..expression_texts import evaluate
 from ..expression_value import Expression
 from ..numpy_arrays import layout, numpy_dtype, rounded, sum_of_rows
-from ..operation import NORMS, Operation, derivative
+from ..operation import NORMS, SEED, Operation, derivative
 from . import checks, fused
+from .philox import uniform
 from .problem import compute_dtype
 
 
@@ -36,7 +37,7 @@ def forward(
     operation = operation.given(operands)
     y_dtype = numpy_dtype(function, dtype or of_x.dtype)
     row_dtype = numpy_dtype(function, s_dtype or of_x.dtype)
-    values = {name: _wide(array) for name, array in {"x": x, **operands}.items()}
+    values = {name: _wide(name, array, x.shape) for name, array in {"x": x, **operands}.items()}
     with numpy.errstate(all="ignore"):
         rows, mean, rstd = values["x"], None, None
         s = None
@@ -84,8 +85,8 @@ def backward(
     dtypes = {name: of.dtype for name, of in given.items() if isinstance(of, checks.Layout)}
     same = fused.same_gradients(operation, wanted, operands, kinds, dtypes)
     found = derivative(operation, dict.fromkeys(same.values()), operands)
-    values = {name: _wide(array) for name, array in arrays.items()}
     shape = of_x.shape
+    values = {name: _wide(name, array, shape) for name, array in arrays.items()}
     values.setdefault("dy", numpy.zeros(shape))
     with numpy.errstate(all="ignore"):
         rows = values.get("s", values["x"])
@@ -128,13 +129,16 @@ def _given(function: str, name: str, array: Any) -> fused.Given:
     if isinstance(array, numbers.Real):
         return fused.number(function, name, array)
     found = layout(function, name, array)
-    if found.shape or name == "x":
+    if found.shape or name in ("x", SEED):
         return found
     checks.check_dtype(function, name, found)
     return float(array)
 
 
-def _wide(array: Any) -> Any:
+def _wide(name: str, array: Any, shape: tuple[int, ...]) -> Any:
+    if name == SEED:
+        seed = numpy.ascontiguousarray(array).reshape(-1).view(numpy.int64)[0]
+        return uniform(seed, shape, numpy)
     return float(array) if isinstance(array, numbers.Real) else array.astype(numpy.float64)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ...norm import checks, fused
 from ...norm.checks import Layout
-from ...operation import NORMS, Operation
+from ...operation import NORMS, SEED, Operation
 from . import formulas, functional, sharding
 from .arrays import cunorm_backward
 from .formulas import Task
@@ -105,7 +105,7 @@ def _checked(
         name: fused.number(function, name, one) for name, one in operands.items() if isinstance(one, numbers.Real)
     }
     given = {name: array(function, name, one) for name, one in operands.items() if name not in literals}
-    layouts = {name: _layout(one, of_x) for name, one in given.items()}
+    layouts = {name: _layout(one, None if name == SEED else of_x) for name, one in given.items()}
     kinds = fused.check_operands(function, of_x, layouts | literals, demanded=demanded)
     for argument, name in (("dtype", dtype), ("s_dtype", s_dtype)):
         functional.check_x64(function, argument, name)
@@ -121,7 +121,9 @@ def _checked(
         dtypes=tuple((dict.fromkeys(("x", *operation.operands), of_x.dtype) | of_operands).items()),
         s_dtype=None if operation.prologue is None else s_dtype or of_x.dtype,
         kinds=tuple(
-            (name, "group" if kinds[name] == "group" else "full") for name in arrays if kinds[name] != "column"
+            (name, "group" if kinds[name] == "group" else "full")
+            for name in arrays
+            if kinds[name] not in ("column", "seed")
         ),
         numbers=tuple(literals.items()),
         group_axes=_group_axes(arrays, kinds, x.shape),
@@ -140,6 +142,8 @@ def _group_axes(arrays: Mapping[str, jax.Array], kinds: Mapping[str, str], shape
 
 def _placed(operand: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
     """In the shape of its kind: a column's one axis, that of x, or for groups ones where they have no axis of x."""
+    if kind == "seed":
+        return operand.reshape(-1)
     if kind == "group":
         return operand.reshape((1,) * (len(shape) - operand.ndim) + operand.shape)
     to = shape[-1:] if kind == "column" else shape

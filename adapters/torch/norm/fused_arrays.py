@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...norm import checks as core
 from ...norm import fused
-from ...operation import NORMS, Operation
+from ...operation import NORMS, SEED, Operation
 from . import fused_dispatch, fused_formulas, fused_launching
 from .arrays import layouts_of, mean_and_rstd
 from .fused_launching import call_of
@@ -53,8 +53,8 @@ def _told_apart(function: str, x: Tensor, operands: Mapping[str, Any]) -> tuple[
     tensors, given = {"x": x}, {}
     for name, one in operands.items():
         if isinstance(one, Tensor):
-            tensors[name] = one.expand(x.shape[-1:]) if one.dim() == 0 and x.dim() else one
-        elif isinstance(one, numbers.Real) or type(one) is torch.SymFloat:
+            tensors[name] = one.expand(x.shape[-1:]) if one.dim() == 0 and x.dim() and name != SEED else one
+        elif (isinstance(one, numbers.Real) and name != SEED) or type(one) is torch.SymFloat:
             given[name] = fused.number(function, name, one)
         else:
             raise TypeError(

@@ -56,7 +56,8 @@ def at_once(tensors: Sequence[Tensor]) -> bool:
     for tensor in tensors:
         if type(tensor) not in functional.PLAIN or not tensor.is_cuda or tensor.is_neg():
             return False
-        if tensor.layout is not torch.strided or not tensor.is_floating_point():
+        # Of int64 a seed is; the launch refuses others.
+        if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.dtype is torch.int64):
             return False
     return functional._nothing_listens()
 
