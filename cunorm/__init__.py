@@ -7,12 +7,6 @@ from .adding import (
     add_rms_norm,
     add_rms_norm_backward,
     add_rms_norm_forward,
-    layer_norm_add,
-    layer_norm_add_backward,
-    layer_norm_add_forward,
-    rms_norm_add,
-    rms_norm_add_backward,
-    rms_norm_add_forward,
 )
 from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
 from .compile import CompileError
@@ -33,6 +27,14 @@ from .modulating import (
     rms_norm_modulate,
     rms_norm_modulate_backward,
     rms_norm_modulate_forward,
+)
+from .norm_add import (
+    layer_norm_add,
+    layer_norm_add_backward,
+    layer_norm_add_forward,
+    rms_norm_add,
+    rms_norm_add_backward,
+    rms_norm_add_forward,
 )
 from .sandwich import rms_norm_add_rms_norm, rms_norm_add_rms_norm_backward, rms_norm_add_rms_norm_forward
 

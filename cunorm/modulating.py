@@ -7,7 +7,15 @@ from typing import Any
 from .named_fusions import backward, forward
 
 
-def layer_norm_modulate(x: Any, scale: Any, shift: Any, eps: float = 1e-5, *, dtype: Any = None) -> Any:
+def layer_norm_modulate(
+    x: Any,
+    scale: Any,
+    shift: Any,
+    eps: float = 1e-5,
+    *,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> Any:
     """y = (x - mean(x)) / sqrt(var(x) + eps) * (1 + scale) + shift, over the last axis.
 
     Parameters
@@ -39,11 +47,17 @@ def layer_norm_modulate(x: Any, scale: Any, shift: Any, eps: float = 1e-5, *, dt
     (1, 2, 3)
     """
     scale, shift = _of_samples(x, scale, shift)
-    return forward("layer_norm_modulate", x, {"scale": scale, "shift": shift}, eps, dtype)[0]
+    return forward("layer_norm_modulate", x, {"scale": scale, "shift": shift}, eps, dtype, sm_margin=sm_margin)[0]
 
 
 def layer_norm_modulate_forward(
-    x: Any, scale: Any, shift: Any, eps: float = 1e-5, *, dtype: Any = None
+    x: Any,
+    scale: Any,
+    shift: Any,
+    eps: float = 1e-5,
+    *,
+    dtype: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any]:
     """`layer_norm_modulate` with what its backward pass needs: (y, mean, rstd), as of `add_layer_norm_forward`.
 
@@ -58,7 +72,7 @@ def layer_norm_modulate_forward(
     (1, 2)
     """
     scale, shift = _of_samples(x, scale, shift)
-    return forward("layer_norm_modulate_forward", x, {"scale": scale, "shift": shift}, eps, dtype)
+    return forward("layer_norm_modulate_forward", x, {"scale": scale, "shift": shift}, eps, dtype, sm_margin=sm_margin)
 
 
 def layer_norm_modulate_backward(
@@ -69,6 +83,7 @@ def layer_norm_modulate_backward(
     scale: Any,
     *,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any]:
     """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), dscale = Σ dy * xhat, dshift = Σ dy.
 
@@ -107,7 +122,9 @@ def layer_norm_modulate_backward(
     (of_samples,) = _of_samples(x, scale)
     # shift is not read: scale has its shape and dtype.
     arrays = {"x": x, "dy": dy, "mean": mean, "rstd": rstd, "scale": of_samples, "shift": of_samples}
-    gradients = backward("layer_norm_modulate_backward", arrays, ("x", "scale", "shift"), output_mask)
+    gradients = backward(
+        "layer_norm_modulate_backward", arrays, ("x", "scale", "shift"), output_mask, sm_margin=sm_margin
+    )
     return _as_given(gradients, x, scale, scale)
 
 
@@ -121,6 +138,7 @@ def gate_add_layer_norm_modulate(
     *,
     dtype: Any = None,
     s_dtype: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any]:
     """s = residual + gate * x, y = (s - mean(s)) / sqrt(var(s) + eps) * (1 + scale) + shift, over the last axis.
 
@@ -140,7 +158,15 @@ def gate_add_layer_norm_modulate(
     array([[[ 0.,  2.,  4.],
             [ 6.,  8., 10.]]])
     """
-    return forward("gate_add_layer_norm_modulate", x, _gated(x, residual, gate, scale, shift), eps, dtype, s_dtype)
+    return forward(
+        "gate_add_layer_norm_modulate",
+        x,
+        _gated(x, residual, gate, scale, shift),
+        eps,
+        dtype,
+        s_dtype,
+        sm_margin=sm_margin,
+    )
 
 
 def gate_add_layer_norm_modulate_forward(
@@ -153,6 +179,7 @@ def gate_add_layer_norm_modulate_forward(
     *,
     dtype: Any = None,
     s_dtype: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any, Any]:
     """`gate_add_layer_norm_modulate` with what its backward pass needs: (y, s, mean, rstd), those of s.
 
@@ -167,7 +194,7 @@ def gate_add_layer_norm_modulate_forward(
     (1, 2)
     """
     operands = _gated(x, residual, gate, scale, shift)
-    return forward("gate_add_layer_norm_modulate_forward", x, operands, eps, dtype, s_dtype)
+    return forward("gate_add_layer_norm_modulate_forward", x, operands, eps, dtype, s_dtype, sm_margin=sm_margin)
 
 
 def gate_add_layer_norm_modulate_backward(
@@ -181,6 +208,7 @@ def gate_add_layer_norm_modulate_backward(
     scale: Any,
     *,
     output_mask: tuple[bool, bool, bool, bool, bool] = (True, True, True, True, True),
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """dx = gate * t, dresidual = t, dgate = Σ t * x, dscale = Σ dy * xhat, dshift = Σ dy.
 
@@ -226,11 +254,19 @@ def gate_add_layer_norm_modulate_backward(
     arrays = {"x": x, "residual": s, "s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd}
     arrays |= {"gate": of_gate, "scale": of_scale, "shift": of_scale}
     names = ("x", "residual", "gate", "scale", "shift")
-    gradients = backward("gate_add_layer_norm_modulate_backward", arrays, names, output_mask)
+    gradients = backward("gate_add_layer_norm_modulate_backward", arrays, names, output_mask, sm_margin=sm_margin)
     return _as_given(gradients, x, s, gate, scale, scale)
 
 
-def rms_norm_modulate(x: Any, scale: Any, shift: Any, eps: float = 1e-6, *, dtype: Any = None) -> Any:
+def rms_norm_modulate(
+    x: Any,
+    scale: Any,
+    shift: Any,
+    eps: float = 1e-6,
+    *,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> Any:
     """y = x / sqrt(mean(x²) + eps) * (1 + scale) + shift, over the last axis.
 
     Parameters, results and errors as in `layer_norm_modulate`.
@@ -243,11 +279,17 @@ def rms_norm_modulate(x: Any, scale: Any, shift: Any, eps: float = 1e-6, *, dtyp
     (1, 2, 3)
     """
     scale, shift = _of_samples(x, scale, shift)
-    return forward("rms_norm_modulate", x, {"scale": scale, "shift": shift}, eps, dtype)[0]
+    return forward("rms_norm_modulate", x, {"scale": scale, "shift": shift}, eps, dtype, sm_margin=sm_margin)[0]
 
 
 def rms_norm_modulate_forward(
-    x: Any, scale: Any, shift: Any, eps: float = 1e-6, *, dtype: Any = None
+    x: Any,
+    scale: Any,
+    shift: Any,
+    eps: float = 1e-6,
+    *,
+    dtype: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any]:
     """`rms_norm_modulate` with what its backward pass needs: (y, rstd), as of `add_rms_norm_forward`.
 
@@ -262,7 +304,7 @@ def rms_norm_modulate_forward(
     (1, 2)
     """
     scale, shift = _of_samples(x, scale, shift)
-    return forward("rms_norm_modulate_forward", x, {"scale": scale, "shift": shift}, eps, dtype)
+    return forward("rms_norm_modulate_forward", x, {"scale": scale, "shift": shift}, eps, dtype, sm_margin=sm_margin)
 
 
 def rms_norm_modulate_backward(
@@ -272,6 +314,7 @@ def rms_norm_modulate_backward(
     scale: Any,
     *,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any]:
     """dx = rstd * (g - xhat * mean(g * xhat)), dscale = Σ dy * xhat, dshift = Σ dy.
 
@@ -310,7 +353,9 @@ def rms_norm_modulate_backward(
     (of_samples,) = _of_samples(x, scale)
     # shift is not read: scale has its shape and dtype.
     arrays = {"x": x, "dy": dy, "rstd": rstd, "scale": of_samples, "shift": of_samples}
-    gradients = backward("rms_norm_modulate_backward", arrays, ("x", "scale", "shift"), output_mask)
+    gradients = backward(
+        "rms_norm_modulate_backward", arrays, ("x", "scale", "shift"), output_mask, sm_margin=sm_margin
+    )
     return _as_given(gradients, x, scale, scale)
 
 
@@ -324,6 +369,7 @@ def gate_add_rms_norm_modulate(
     *,
     dtype: Any = None,
     s_dtype: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any]:
     """s = residual + gate * x, y = s / sqrt(mean(s²) + eps) * (1 + scale) + shift, over the last axis.
 
@@ -343,7 +389,15 @@ def gate_add_rms_norm_modulate(
     array([[[ 0.,  2.,  4.],
             [ 6.,  8., 10.]]])
     """
-    return forward("gate_add_rms_norm_modulate", x, _gated(x, residual, gate, scale, shift), eps, dtype, s_dtype)
+    return forward(
+        "gate_add_rms_norm_modulate",
+        x,
+        _gated(x, residual, gate, scale, shift),
+        eps,
+        dtype,
+        s_dtype,
+        sm_margin=sm_margin,
+    )
 
 
 def gate_add_rms_norm_modulate_forward(
@@ -356,6 +410,7 @@ def gate_add_rms_norm_modulate_forward(
     *,
     dtype: Any = None,
     s_dtype: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any]:
     """`gate_add_rms_norm_modulate` with what its backward pass needs: (y, s, rstd), those of s.
 
@@ -370,7 +425,7 @@ def gate_add_rms_norm_modulate_forward(
     (1, 2)
     """
     operands = _gated(x, residual, gate, scale, shift)
-    return forward("gate_add_rms_norm_modulate_forward", x, operands, eps, dtype, s_dtype)
+    return forward("gate_add_rms_norm_modulate_forward", x, operands, eps, dtype, s_dtype, sm_margin=sm_margin)
 
 
 def gate_add_rms_norm_modulate_backward(
@@ -383,6 +438,7 @@ def gate_add_rms_norm_modulate_backward(
     scale: Any,
     *,
     output_mask: tuple[bool, bool, bool, bool, bool] = (True, True, True, True, True),
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """dx = gate * t, dresidual = t, dgate = Σ t * x, dscale = Σ dy * xhat, dshift = Σ dy.
 
@@ -428,7 +484,7 @@ def gate_add_rms_norm_modulate_backward(
     arrays = {"x": x, "residual": s, "s": s, "dy": dy, "ds": ds, "rstd": rstd}
     arrays |= {"gate": of_gate, "scale": of_scale, "shift": of_scale}
     names = ("x", "residual", "gate", "scale", "shift")
-    gradients = backward("gate_add_rms_norm_modulate_backward", arrays, names, output_mask)
+    gradients = backward("gate_add_rms_norm_modulate_backward", arrays, names, output_mask, sm_margin=sm_margin)
     return _as_given(gradients, x, s, gate, scale, scale)
 
 

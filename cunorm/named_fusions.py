@@ -51,6 +51,7 @@ def forward(
     s_dtype: Any = None,
     *,
     kinds: Kinds = KINDS,
+    sm_margin: int = 0,
     **flags: Any,
 ) -> tuple[Any, ...]:
     """The results in order; of a function `..._forward` also what the norm keeps of a row."""
@@ -68,6 +69,7 @@ def forward(
         dtype=dtype,
         s_dtype=s_dtype,
         statistics=statistics,
+        sm_margin=sm_margin,
     )
     kept = {"mean": mean, "rstd": rstd}
     of_rows = (kept[name] for name in NORMS[operation.norm].statistics) if statistics else ()
@@ -82,6 +84,7 @@ def backward(
     x_is: str = "x",
     *,
     kinds: Kinds = KINDS,
+    sm_margin: int = 0,
     **flags: Any,
 ) -> tuple[Any, ...]:
     """The gradients of `names`, None where output_mask says so. `x_is` is what the caller knows x by."""
@@ -98,5 +101,6 @@ def backward(
         tuple(name for name, wanted in zip(names, mask, strict=True) if wanted),
         demanded=kinds,
         s_dtype=None,
+        sm_margin=sm_margin,
     )
     return tuple(map(gradients.get, names))

@@ -23,6 +23,7 @@ def rms_norm_add_rms_norm(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any]:
     """s = residual + x / sqrt(mean(x²) + eps) * weight, y = s / sqrt(mean(s²) + eps) * second_weight.
 
@@ -65,7 +66,17 @@ def rms_norm_add_rms_norm(
     """
     function = "rms_norm_add_rms_norm"
     y, s, _, _ = _forward(
-        function, x, residual, weight, second_weight, eps, zero_centered_gamma, dtype, s_dtype, statistics=False
+        function,
+        x,
+        residual,
+        weight,
+        second_weight,
+        eps,
+        zero_centered_gamma,
+        dtype,
+        s_dtype,
+        statistics=False,
+        sm_margin=sm_margin,
     )
     return y, s
 
@@ -80,6 +91,7 @@ def rms_norm_add_rms_norm_forward(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any, Any]:
     """`rms_norm_add_rms_norm` with what its backward pass needs: (y, s, rstd, second_rstd), of x and of s.
 
@@ -101,7 +113,17 @@ def rms_norm_add_rms_norm_forward(
     """
     function = "rms_norm_add_rms_norm_forward"
     return _forward(
-        function, x, residual, weight, second_weight, eps, zero_centered_gamma, dtype, s_dtype, statistics=True
+        function,
+        x,
+        residual,
+        weight,
+        second_weight,
+        eps,
+        zero_centered_gamma,
+        dtype,
+        s_dtype,
+        statistics=True,
+        sm_margin=sm_margin,
     )
 
 
@@ -117,6 +139,7 @@ def rms_norm_add_rms_norm_backward(
     *,
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any, Any]:
     """dresidual = t = ds + second_rstd * (g - ŝ * mean(g * ŝ)), dsecond_weight = Σ dy * ŝ,
     dx = rstd * (h - xhat * mean(h * xhat)), dweight = Σ t * xhat.
@@ -163,7 +186,7 @@ def rms_norm_add_rms_norm_backward(
     if dy is None and ds is None:
         raise ValueError(f"{function}: dy or ds must be an array; got None for both.")
     first, _, then = sandwiched(bool(zero_centered_gamma))
-    options: dict[str, Any] = {"demanded": KINDS, "s_dtype": None}
+    options: dict[str, Any] = {"demanded": KINDS, "s_dtype": None, "sm_margin": sm_margin}
     arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "rstd": second_rstd, "second_weight": second_weight}
     wanted = _names(x=wants_x or wants_residual or wants_weight, second_weight=wants_second)
     of_s = fused_of(function, s, "s").backward(function, then, arrays, wanted, **options)
@@ -192,12 +215,13 @@ def _forward(
     s_dtype: Any,
     *,
     statistics: bool,
+    sm_margin: int,
 ) -> tuple[Any, Any, Any, Any]:
     _check_weights(function, weight, second_weight, zero_centered_gamma)
     first, then, _ = sandwiched(bool(zero_centered_gamma))
     dtype, s_dtype = (None if one is None else checks.dtype_name(function, one) for one in (dtype, s_dtype))
     family = fused_of(function, x)
-    options: dict[str, Any] = {"demanded": KINDS, "s_dtype": None, "statistics": statistics}
+    options: dict[str, Any] = {"demanded": KINDS, "s_dtype": None, "statistics": statistics, "sm_margin": sm_margin}
     operands = {"residual": residual} | ({} if weight is None else {"weight": weight})
     results, _, rstd = family.forward(function, first, x, operands, eps, dtype=s_dtype, **options)
     s = results["y"]

@@ -138,7 +138,7 @@ LAYERS = (
     {"linear.float8_numpy", "linear.float8_cupy"},
     {"families"},
     {"api", "float8", "fusion", "named_fusions", "linear.api"},
-    {"adding", "modulating", "gating", "sandwich"},
+    {"adding", "norm_add", "modulating", "gating", "sandwich"},
 )
 PURE = set().union(*LAYERS[:12]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.

@@ -214,7 +214,17 @@ def by_operator(name: str):
     names = [name for name in operands if name not in numbers]
     operation = op.operation
     options = [operation.norm, operation.prologue.text if operation.prologue else "", operation.epilogue.text]
-    options += [[*names, *numbers], [*numbers.values()], [*operation.returns], 0.1, torch.float64, torch.float64, True]
+    options += [
+        [*names, *numbers],
+        [*numbers.values()],
+        [*operation.returns],
+        0.1,
+        torch.float64,
+        torch.float64,
+        True,
+        0,
+        0,
+    ]
 
     def function(x, *tensors, call=fused_operators.fused_norm):
         found = dict(zip(("y", "s"), call(x, list(tensors), *options), strict=False))
@@ -256,7 +266,7 @@ def test_opcheck(device, name):
     # Each gradient once: those of x and of residual may be equal.
     wanted = [name != "residual" for name in ("x", *options[3][: len(operands)])]
     given = (y.cos(), None if s is None else s.cos(), x, operands, s, statistics, *options[:7], torch.float64, dtypes)
-    torch.library.opcheck(fused_operators.fused_norm_backward, (*given, wanted))
+    torch.library.opcheck(fused_operators.fused_norm_backward, (*given, wanted, 0))
 
 
 def test_results_are_not_the_memory_of_inputs():
@@ -267,7 +277,7 @@ def test_results_are_not_the_memory_of_inputs():
     dy, ds = random(3, 8, seed=4), random(3, 8, seed=5)
     found = [*op.backward(saved, dy, ds).values(), y, s]
     assert not {one.data_ptr() for one in (x, r, z, dy, ds)} & {one.data_ptr() for one in found}
-    options = ("x + 0 * r", "xhat + z", ["r", "z"], [], ["y", "s"], 1e-5, x.dtype, x.dtype, True)
+    options = ("x + 0 * r", "xhat + z", ["r", "z"], [], ["y", "s"], 1e-5, x.dtype, x.dtype, True, 0, 0)
     torch.library.opcheck(fused_operators.fused_norm, (x, [r, z], "rms_norm", *options))
 
 
@@ -439,7 +449,7 @@ TEXTS = [
 @pytest.mark.parametrize(("prologue", "epilogue", "message"), TEXTS, ids=[message for *_, message in TEXTS])
 def test_a_text_that_is_not_of_the_grammar_is_refused(device, prologue, epilogue, message):
     x, residual, weight = (random(*shape, device=device) for shape in ((3, 8), (3, 8), (8,)))
-    options = (prologue, epilogue, ["residual", "weight"], [], ["y", "s"], 1e-5, x.dtype, x.dtype, True)
+    options = (prologue, epilogue, ["residual", "weight"], [], ["y", "s"], 1e-5, x.dtype, x.dtype, True, 0, 0)
     for call in (fused_operators.fused_norm, fused_operators.fused_norm_forward):
         with pytest.raises(ValueError, match=re.escape(message)):
             call(x, [residual, weight], "rms_norm", *options)
@@ -456,7 +466,7 @@ def test_other_arguments_from_elsewhere_are_refused(change):
     names = [*names, "bias"] if change == "count" else names
     with pytest.raises((ValueError, RuntimeError)):
         fused_operators.fused_norm_forward(
-            x, [weight], norm, "", epilogue, names, [], returns, 1e-5, x.dtype, x.dtype, True
+            x, [weight], norm, "", epilogue, names, [], returns, 1e-5, x.dtype, x.dtype, True, 0, 0
         )
 
 

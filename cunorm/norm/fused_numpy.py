@@ -28,12 +28,14 @@ def forward(
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
+    sm_margin: int,
 ) -> tuple[dict[str, numpy.ndarray], numpy.ndarray | None, numpy.ndarray | None]:
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for."""
     of_x = layout(function, "x", x)
     given = {name: _given(function, name, array) for name, array in {"x": x, **operands}.items()}
     fused.check_operands(function, of_x, {name: given[name] for name in operands}, demanded=demanded)
     eps = checks.check_eps(function, eps)
+    checks.check_sm_margin(function, sm_margin, None)
     operation = operation.given(operands)
     y_dtype = numpy_dtype(function, dtype or of_x.dtype)
     row_dtype = numpy_dtype(function, s_dtype or of_x.dtype)
@@ -68,10 +70,12 @@ def backward(
     *,
     demanded: fused.Kinds,
     s_dtype: str | None,
+    sm_margin: int,
 ) -> dict[str, numpy.ndarray]:
     """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
     is none.
     """
+    checks.check_sm_margin(function, sm_margin, None)
     needed = ("x", *NORMS[operation.norm].statistics)
     arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
     given = {name: _given(function, name, array) for name, array in arrays.items()}

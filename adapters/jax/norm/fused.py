@@ -34,11 +34,12 @@ def forward(
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
+    sm_margin: int,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for. All are
     differentiable.
     """
-    arrays, task = _checked(function, operation, x, operands, demanded, eps, dtype, s_dtype)
+    arrays, task = _checked(function, operation, x, operands, demanded, eps, dtype, s_dtype, sm_margin)
     results = functional.FORWARD[operation.norm](task, bool(statistics), arrays)
     return {name: results[name] for name in operation.returns}, results.get("mean"), results.get("rstd")
 
@@ -51,6 +52,7 @@ def backward(
     *,
     demanded: fused.Kinds,
     s_dtype: str | None,
+    sm_margin: int,
 ) -> dict[str, jax.Array]:
     """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
     is none.
@@ -65,7 +67,7 @@ def backward(
         for name, one in operands.items()
         if isinstance(one, numbers.Real) and name in wanted
     }
-    given, task = _checked(function, operation, x, operands, demanded, 0.0, None, s_dtype)
+    given, task = _checked(function, operation, x, operands, demanded, 0.0, None, s_dtype, sm_margin)
     others = {
         name: array(function, name, arrays.get(name))
         for name in ("dy", "ds", "s", "mean", "rstd")
@@ -97,6 +99,7 @@ def _checked(
     eps: float,
     dtype: str | None,
     s_dtype: str | None,
+    sm_margin: int,
 ) -> tuple[dict[str, jax.Array], Task]:
     """The arrays of a call, as the primitives take them, and the rest of it."""
     x = array(function, "x", x)
@@ -116,7 +119,7 @@ def _checked(
         ndim=1,
         eps=checks.check_eps(function, eps),
         dtype=dtype or of_x.dtype,
-        sm_margin=0,
+        sm_margin=checks.check_sm_margin(function, sm_margin, None),
         # Of an operand that was left out the gradient has the dtype of x.
         dtypes=tuple((dict.fromkeys(("x", *operation.operands), of_x.dtype) | of_operands).items()),
         s_dtype=None if operation.prologue is None else s_dtype or of_x.dtype,

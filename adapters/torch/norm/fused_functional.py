@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def add_layer_norm(
     s_dtype: torch.dtype | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> tuple[Tensor, Tensor]:
     """s = residual + dropout(x), y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias.
 
@@ -58,6 +59,8 @@ def add_layer_norm(
         On the device of input; needed where dropout_p is not 0. What is dropped follows from the seed, the row and the
         column alone: ``torch.randint(2**63 - 1, (1,), device=input.device)`` is another one in each replay of a CUDA
         graph.
+    sm_margin : int or dict
+        So many multiprocessors are left to others, as in `layer_norm`.
 
     Returns
     -------
@@ -93,6 +96,7 @@ def add_layer_norm(
         s_dtype,
         drops=_dropout("add_layer_norm", dropout_p, seed),
         zero_centered_gamma=zero_centered_gamma,
+        sm_margin=sm_margin,
     )
 
 
@@ -108,6 +112,7 @@ def add_rms_norm(
     s_dtype: torch.dtype | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> tuple[Tensor, Tensor]:
     """s = residual + dropout(x), y = s / sqrt(mean(s²) + eps) * weight, over the last axes of x = input.
 
@@ -131,6 +136,7 @@ def add_rms_norm(
         s_dtype,
         drops=_dropout("add_rms_norm", dropout_p, seed),
         zero_centered_gamma=zero_centered_gamma,
+        sm_margin=sm_margin,
     )
 
 
@@ -144,6 +150,7 @@ def layer_norm_add(
     *,
     zero_centered_gamma: bool = False,
     dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> Tensor:
     """y = residual + (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axes of x = input.
 
@@ -158,7 +165,14 @@ def layer_norm_add(
     """
     operands = {"residual": residual, "weight": weight, "bias": bias}
     (y,) = _named(
-        "layer_norm_add", input, normalized_shape, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma
+        "layer_norm_add",
+        input,
+        normalized_shape,
+        operands,
+        eps,
+        dtype,
+        zero_centered_gamma=zero_centered_gamma,
+        sm_margin=sm_margin,
     )
     return y
 
@@ -172,6 +186,7 @@ def rms_norm_add(
     *,
     zero_centered_gamma: bool = False,
     dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> Tensor:
     """y = residual + x / sqrt(mean(x²) + eps) * weight, over the last axes of x = input.
 
@@ -186,7 +201,14 @@ def rms_norm_add(
     """
     operands = {"residual": residual, "weight": weight}
     (y,) = _named(
-        "rms_norm_add", input, normalized_shape, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma
+        "rms_norm_add",
+        input,
+        normalized_shape,
+        operands,
+        eps,
+        dtype,
+        zero_centered_gamma=zero_centered_gamma,
+        sm_margin=sm_margin,
     )
     return y
 
@@ -202,6 +224,7 @@ def _named(
     *,
     kinds: Kinds = KINDS,
     drops: dict[str, Any] | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
     **flags: bool,
 ) -> tuple[Tensor, ...]:
     """The results of a named function, in order. Operands that may be left out are None then; `drops` are those of
@@ -223,7 +246,8 @@ def _named(
             checks.output_dtype(function, one)
     if dtype is None and x.is_cuda:
         dtype = functional._default_dtype(norm, x)
-    call = _call(function, tuple(flags.items()), tuple(tensors)[1:], kinds, _name(dtype), _name(s_dtype))
+    margins = (sm_margin,) * 3 if type(sm_margin) is int and sm_margin >= 0 else checks.sm_margins(function, sm_margin)
+    call = _call(function, tuple(flags.items()), tuple(tensors)[1:], kinds, _name(dtype), _name(s_dtype), margins)
     given = tuple(tensors.values())
     ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
     if ndim > 1:
@@ -262,13 +286,14 @@ def _call(
     kinds: Kinds,
     dtype: str | None,
     s_dtype: str | None,
+    sm_margins: tuple[int, int, int],
 ) -> Call:
-    key = (function, flags, names, kinds, dtype, s_dtype)
+    key = (function, flags, names, kinds, dtype, s_dtype, sm_margins)
     found = _calls.get(key)
     if found is None:
         operation = FUSIONS[function](**{name: bool(flag) for name, flag in flags})
         of_dropout = ("dropped", "scale") if SEED in names else ()
-        found = _calls[key] = call_of(function, operation, names, of_dropout, kinds, dtype, s_dtype)
+        found = _calls[key] = call_of(function, operation, names, of_dropout, kinds, dtype, s_dtype, sm_margins)
     return found
 
 

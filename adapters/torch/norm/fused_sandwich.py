@@ -4,7 +4,7 @@ add up the gradients of s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ def rms_norm_add_rms_norm(
     zero_centered_gamma: bool = False,
     dtype: torch.dtype | None = None,
     s_dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> tuple[Tensor, Tensor]:
     """s = residual + x / sqrt(mean(x²) + eps) * weight, y = s / sqrt(mean(s²) + eps) * second_weight.
 
@@ -54,7 +55,8 @@ def rms_norm_add_rms_norm(
             checks.output_dtype(function, one)
     if dtype is None:
         dtype = (functional._default_dtype("rms_norm", input) if input.is_cuda else None) or input.dtype
-    calls = _calls_of(bool(zero_centered_gamma), tuple(tensors)[1:], _name(dtype), _name(s_dtype))
+    margins = checks.sm_margins(function, sm_margin)
+    calls = _calls_of(bool(zero_centered_gamma), tuple(tensors)[1:], _name(dtype), _name(s_dtype), margins)
     ndim = checks.trailing_axes(function, input, checks.shape(function, normalized_shape))
     given = tuple(tensors.values())
     if ndim > 1:
@@ -73,8 +75,14 @@ class _Calls(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def _calls_of(zero_centered_gamma: bool, names: tuple[str, ...], dtype: str | None, s_dtype: str | None) -> _Calls:
-    key = (zero_centered_gamma, names, dtype, s_dtype)
+def _calls_of(
+    zero_centered_gamma: bool,
+    names: tuple[str, ...],
+    dtype: str | None,
+    s_dtype: str | None,
+    sm_margins: tuple[int, int, int],
+) -> _Calls:
+    key = (zero_centered_gamma, names, dtype, s_dtype, sm_margins)
     found = _calls.get(key)
     if found is None:
         of_first = tuple(name for name in names if name != "second_weight")
@@ -82,9 +90,9 @@ def _calls_of(zero_centered_gamma: bool, names: tuple[str, ...], dtype: str | No
         first, then, backward = sandwiched(zero_centered_gamma)
         function = "rms_norm_add_rms_norm"
         found = _calls[key] = _Calls(
-            call_of(function, first, of_first, (), KINDS, s_dtype, None),
-            call_of(function, then, of_next, (), KINDS, dtype, None),
-            call_of(function, backward, of_next, (), KINDS, dtype, None),
+            call_of(function, first, of_first, (), KINDS, s_dtype, None, sm_margins),
+            call_of(function, then, of_next, (), KINDS, dtype, None, sm_margins),
+            call_of(function, backward, of_next, (), KINDS, dtype, None, sm_margins),
         )
     return found
 
@@ -110,8 +118,12 @@ class _NormAddNorm(torch.autograd.Function):
     def forward(ctx, calls, eps, *tensors):
         count = len(calls.first.names)
         given, after = tensors[:count], tensors[count:]
-        (s,), of_x, first = fused_launching.forward(calls.first, given, (), eps, True)
-        (y,), of_s, then = fused_launching.forward(calls.then, (s, *after), (), eps, True)
+        (s,), of_x, first = fused_launching.forward(
+            calls.first, given, (), eps, True, sm_margin=calls.first.sm_margins[0]
+        )
+        (y,), of_s, then = fused_launching.forward(
+            calls.then, (s, *after), (), eps, True, sm_margin=calls.then.sm_margins[0]
+        )
         wants_s = any(ctx.needs_input_grad[2 : 2 + count])
         masks = ctx.needs_input_grad[2 : 2 + count], (wants_s, *ctx.needs_input_grad[2 + count :])
         names = calls.first.saved(calls.first.wanted(masks[0]))
