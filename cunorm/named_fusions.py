@@ -39,7 +39,7 @@ def dropout(function: str, dropout_p: Any, seed: Any) -> dict[str, Any]:
     if seed is None:
         raise ValueError(f"{function}: dropout_p={dropout_p} needs a seed, an array of one int64; got seed=None.")
     dropped = min(round(dropout_p * 2**16), 2**16 - 1) / 2**16
-    return {SEED: seed, "dropped": dropped, "scale": 1 / (1 - dropped)}
+    return {SEED: seed, "dropped": dropped, "factor": 1 / (1 - dropped)}
 
 
 def forward(

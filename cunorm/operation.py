@@ -98,7 +98,7 @@ def added(norm: str, zero_centered_gamma: bool = False, dropout: bool = False) -
     """
     if dropout:
         prologue = trace(
-            lambda x, residual, seed, dropped, scale: residual + where(seed < dropped, 0, x * scale), role="prologue"
+            lambda x, residual, seed, dropped, factor: residual + where(seed < dropped, 0, x * factor), role="prologue"
         )
     else:
         prologue = trace(lambda x, residual: x + residual, role="prologue")

@@ -292,7 +292,7 @@ def _call(
     found = _calls.get(key)
     if found is None:
         operation = FUSIONS[function](**{name: bool(flag) for name, flag in flags})
-        of_dropout = ("dropped", "scale") if SEED in names else ()
+        of_dropout = ("dropped", "factor") if SEED in names else ()
         found = _calls[key] = call_of(function, operation, names, of_dropout, kinds, dtype, s_dtype, sm_margins)
     return found
 
