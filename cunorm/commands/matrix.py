@@ -172,9 +172,9 @@ def named_fusions() -> list[Problem]:
     Gradients that are the same, as those of x and residual in their sum, are one.
     """
     problems = []
-    _, *of_sum = sandwiched()  # the first of its operations is rms_norm_add's
+    _, of_sum, back_from_it = sandwiched()  # the first of its operations is rms_norm_add's
     operations = [of() for of in FUSIONS.values()]
-    operations += [FUSIONS["rms_norm_gated"](norm_before_gate=False), *of_sum]
+    operations += [FUSIONS["rms_norm_gated"](norm_before_gate=False), of_sum, back_from_it]
     operations += [FUSIONS[f"add_{norm}"](dropout=True) for norm in OPS]
     for operation in operations:
         kinds = {name: KINDS_OF_FUSIONS.get(name, "column") for name in operation.operands}
@@ -188,10 +188,9 @@ def named_fusions() -> list[Problem]:
                 name: dtype for name in ("s", "ds") if operation.prologue and (name == "s" or "s" in operation.returns)
             }
             shared = {"kinds": kinds, "groups": groups if "group" in kinds.values() else None}
-            problems += [
-                forward_problem(operation, rows, cols, dtypes, **shared),
-                backward_problem(operation, rows, cols, dtypes, wanted, **shared),
-            ]
+            if operation is not back_from_it:
+                problems.append(forward_problem(operation, rows, cols, dtypes, **shared))
+            problems.append(backward_problem(operation, rows, cols, dtypes, wanted, **shared))
     return problems
 
 
