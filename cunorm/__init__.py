@@ -12,15 +12,17 @@ from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, 
 from .compile import CompileError
 from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
 from .fusion import fuse
-from .gating import rms_norm_gated, rms_norm_gated_backward, rms_norm_gated_forward
-from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
-from .modulating import (
+from .gate_modulating import (
     gate_add_layer_norm_modulate,
     gate_add_layer_norm_modulate_backward,
     gate_add_layer_norm_modulate_forward,
     gate_add_rms_norm_modulate,
     gate_add_rms_norm_modulate_backward,
     gate_add_rms_norm_modulate_forward,
+)
+from .gating import rms_norm_gated, rms_norm_gated_backward, rms_norm_gated_forward
+from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
+from .modulating import (
     layer_norm_modulate,
     layer_norm_modulate_backward,
     layer_norm_modulate_forward,

@@ -139,6 +139,7 @@ LAYERS = (
     {"families"},
     {"api", "float8", "fusion", "named_fusions", "linear.api"},
     {"adding", "norm_add", "modulating", "gating", "sandwich"},
+    {"gate_modulating"},
 )
 PURE = set().union(*LAYERS[:12]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
