@@ -35,15 +35,15 @@ struct RandomRows {
   static constexpr bool kVectors = true;
   struct Packed {
     int64 row;
-    int64 column;
+    uint32 column;
   };
   uint32 low_seed;
   uint32 high_seed;
 
-  DEVICE void fetch(Packed& pack, int64 row, int64 column, int) const { pack = {row, column}; }
+  DEVICE void fetch(Packed& pack, int64 row, int64 column, int) const { pack = {row, static_cast<uint32>(column)}; }
   template <class Compute>
   DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
-    const Philox drawn(low_seed, high_seed, pack.row, static_cast<uint32>(pack.column / 8));
+    const Philox drawn(low_seed, high_seed, pack.row, pack.column / 8);
     // An index that only a launch knows would put the words into memory.
     uint32 words[4];
 #pragma unroll
@@ -69,7 +69,7 @@ struct RandomRows {
   DEVICE void clear(char*, int) const {}
   DEVICE void put(char*, int, const Packed&) const {}
   DEVICE void read(Packed&, const char*, int) const {}
-  DEVICE void stands_at(Packed& pack, int64 row, int64 column) const { pack = {row, column}; }
+  DEVICE void stands_at(Packed& pack, int64 row, int64 column) const { pack = {row, static_cast<uint32>(column)}; }
 };
 
 }  // namespace cunorm

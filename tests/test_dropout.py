@@ -22,6 +22,8 @@ from cunorm.commands.compilation import fault
 from cunorm.compile import compile_for
 from cunorm.device import KNOWN
 from cunorm.norm.philox import COLUMNS, draw, uniform
+from cunorm.norm.plan import plan
+from cunorm.norm.problem import backward_problem, compute_dtype, forward_problem
 from cunorm.operation import added
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
@@ -241,3 +243,22 @@ def test_no_kernel_spills(arch):
     problems = [problem for problem in matrix.named_fusions() if problem.operation in operations]
     for spec in matrix.kernels_of(problems, KNOWN[arch])[::3]:
         assert not fault(spec, compile_for(spec, arch))
+
+
+ODD = [("float16", 20001), ("bfloat16", 1002), ("float32", 1001), ("float64", 1000), ("bfloat16", 300000)]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("dtype", "cols"), ODD)
+def test_no_kernel_of_odd_rows_spills(dtype, cols):
+    """Nor of packs of fewer than eight columns, nor streamed."""
+    operation, compute = added("layer_norm", dropout=True), compute_dtype(dtype)
+    names = ("x", "y", "s", "dy", "ds", "residual", "weight", "bias")
+    dtypes = dict.fromkeys(names, dtype) | {"seed": "int64", "dropped": compute, "factor": compute}
+    kinds = {"residual": "full", "dropped": "scalar", "factor": "scalar"}
+    for problem in (
+        forward_problem(operation, 300, cols, dtypes, kinds=kinds),
+        backward_problem(operation, 300, cols, dtypes, ("x", "residual", "weight", "bias"), kinds=kinds),
+    ):
+        for step in plan(problem, KNOWN[90]).steps:
+            assert not fault(step.spec, compile_for(step.spec, 90))
