@@ -1,7 +1,7 @@
 // Uniform random numbers that nobody stores: of a seed, a row and a column they are the same in every kernel, whoever
 // holds them, and on the host (cunorm/norm/philox.py).
 #pragma once
-#include "platform.cuh"
+#include "pack.cuh"
 
 namespace cunorm {
 
@@ -40,7 +40,7 @@ struct RandomRows {
   uint32 low_seed;
   uint32 high_seed;
 
-  DEVICE void fetch(Packed& pack, int64 row, int64 column, int) const { pack = {row, static_cast<uint32>(column)}; }
+  DEVICE void fetch(Packed& pack, int64 row, int64 column, int) const { stands_at(pack, row, column); }
   template <class Compute>
   DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
     const Philox drawn(low_seed, high_seed, pack.row, pack.column / 8);
@@ -62,13 +62,27 @@ struct RandomRows {
     }
   }
   DEVICE void stay_packed(Packed&) const {}
+
+  template <class Shape>
+  struct Asked {};
+  template <class Shape>
+  DEVICE void ask(Asked<Shape>&, int64, int, bool) const {}
+  template <class Shape>
+  DEVICE void receive(Packed (&packs)[Shape::kPacks], const Asked<Shape>&, int64 row, int rank, bool) const {
+    read_covering<Shape>(packs, nullptr, row, rank);
+  }
   static constexpr int place_bytes(int) { return 0; }
   template <Fetch kFetch>
-  DEVICE void copy(char*, int, int64, int64, int) const {}
-  DEVICE void read_covering(Packed&, const char*, int, int64, int) const {}
-  DEVICE void clear(char*, int) const {}
-  DEVICE void put(char*, int, const Packed&) const {}
-  DEVICE void read(Packed&, const char*, int) const {}
+  DEVICE void copy(char*, PackSlot, int64, int64, int) const {}
+  DEVICE void read_covering(Packed&, const char*, PackSlot, int64, int) const {}
+  template <class Shape>
+  DEVICE void read_covering(Packed (&packs)[Shape::kPacks], const char*, int64 row, int rank) const {
+#pragma unroll
+    for (int p = 0; p < Shape::kPacks; ++p) stands_at(packs[p], row, Shape::column(rank, p));
+  }
+  DEVICE void clear(char*, PackSlot) const {}
+  DEVICE void put(char*, PackSlot, const Packed&) const {}
+  DEVICE void read(Packed&, const char*, PackSlot) const {}
   DEVICE void stands_at(Packed& pack, int64 row, int64 column) const { pack = {row, static_cast<uint32>(column)}; }
 };
 

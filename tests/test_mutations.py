@@ -149,7 +149,10 @@ FLOAT8 = {
 }
 
 
-DROPPED = {f"dropout, {name}": test_dropout.RUNS[name] for name in ("rows share a warp", "packs of four", "a cluster")}
+DROPPED = {
+    f"dropout, {name}": test_dropout.RUNS[name]
+    for name in ("rows share a warp", "a warp", "packs of four", "a cluster")
+}
 
 
 class Mutation(NamedTuple):
@@ -1170,15 +1173,15 @@ MUTATIONS = (
     ),
     Mutation(
         "in the backward pass what the next row drops",
-        "now = row;",
-        "now = row + 1;",
-        "dropout, rows share a warp",
+        "row_taken = row;",
+        "row_taken = row + 1;",
+        "dropout, a warp",
         (("results", "dx: .* elements are dropped that are not"),),
     ),
     Mutation(
         "each CTA of a cluster drops what the first does",
-        "load.stands_at(raw, now, Shape::column(rank, p));",
-        "load.stands_at(raw, now, Shape::place_column(p));",
+        "load.stands_at(raw, row_taken, Shape::column(rank, p));",
+        "load.stands_at(raw, row_taken, Shape::place_column(p));",
         "dropout, a cluster",
         (("results", "(s|dx): .* elements are dropped that are not"),),
     ),
