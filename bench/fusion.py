@@ -108,6 +108,16 @@ NAMED = {
     "layer_norm_modulate": Named(MODULATE, "dy x mean rstd scale", (1, 1), (2, 1)),
     "rms_norm_modulate": Named(MODULATE, "dy x rstd scale", (1, 1), (2, 1)),
     "gate_add_layer_norm_modulate": Named(GATE_ADD, "dy ds x s mean rstd gate scale", (2, 2), (4, 2)),
+    "add_rms_norm, dropout": Named(
+        "residual:full weight:column", "dy ds s rstd weight", (2, 2), (3, 2), {"dropout_p": 0.1}
+    ),
+    # As many tensors as one kernel for both norms would move: two launches move 5 and 7.
+    "rms_norm_add_rms_norm": Named(
+        "residual:full weight:column second_weight:column",
+        "dy ds x s first_rstd rstd weight second_weight",
+        (2, 2),
+        (4, 2),
+    ),
     "rms_norm_gated": Named(GATE, "dy x rstd z weight", (2, 1), (3, 2)),
     "rms_norm_gated, gate first": Named(GATE, "dy x rstd z weight", (2, 1), (3, 2), {"norm_before_gate": False}),
     "rms_norm_gated, groups of 128": Named(GATE, "dy x rstd z weight", (2, 1), (3, 2), {"group_size": 128}),
@@ -125,12 +135,14 @@ def measure_named(write: Callable[..., None], name: str, cols: int, elements: in
     operands = {one: made(shapes[kind]) for one, kind in (pair.split(":") for pair in case.operands.split())}
     arrays = {"x": made(shape), **operands, "dy": made(shape), "ds": made(shape)}
     passed = [arrays[one] for one in ("x", *operands)]
-    returned = getattr(cunorm, f"{function}_forward")(*passed, **case.options)
+    options = case.options | ({"seed": cupy.array([7])} if "dropout_p" in case.options else {})
+    returned = getattr(cunorm, f"{function}_forward")(*passed, **options)
     *results, rstd = returned
-    arrays |= {"rstd": rstd, "mean": results[-1]} | ({"s": results[1]} if "ds " in case.takes else {})
+    arrays |= {"rstd": rstd, "mean": results[-1], "first_rstd": results[-1]}
+    arrays |= {"s": results[1]} if "ds " in case.takes else {}
     of_backward = [arrays[one] for one in case.takes.split()]
     forward, backward = getattr(cunorm, function), getattr(cunorm, f"{function}_backward")
-    calls = [lambda: forward(*passed, **case.options), lambda: backward(*of_backward, **case.options)]
+    calls = [lambda: forward(*passed, **options), lambda: backward(*of_backward, **options)]
     for kind, (reads, writes), time in zip(
         ("forward", "backward"), (case.forward, case.backward), milliseconds(calls), strict=True
     ):

@@ -7,26 +7,22 @@ from .adding import (
     add_rms_norm,
     add_rms_norm_backward,
     add_rms_norm_forward,
-    layer_norm_add,
-    layer_norm_add_backward,
-    layer_norm_add_forward,
-    rms_norm_add,
-    rms_norm_add_backward,
-    rms_norm_add_forward,
 )
 from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
 from .compile import CompileError
 from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
 from .fusion import fuse
-from .gating import rms_norm_gated, rms_norm_gated_backward, rms_norm_gated_forward
-from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
-from .modulating import (
+from .gate_modulating import (
     gate_add_layer_norm_modulate,
     gate_add_layer_norm_modulate_backward,
     gate_add_layer_norm_modulate_forward,
     gate_add_rms_norm_modulate,
     gate_add_rms_norm_modulate_backward,
     gate_add_rms_norm_modulate_forward,
+)
+from .gating import rms_norm_gated, rms_norm_gated_backward, rms_norm_gated_forward
+from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
+from .modulating import (
     layer_norm_modulate,
     layer_norm_modulate_backward,
     layer_norm_modulate_forward,
@@ -34,6 +30,15 @@ from .modulating import (
     rms_norm_modulate_backward,
     rms_norm_modulate_forward,
 )
+from .norm_add import (
+    layer_norm_add,
+    layer_norm_add_backward,
+    layer_norm_add_forward,
+    rms_norm_add,
+    rms_norm_add_backward,
+    rms_norm_add_forward,
+)
+from .sandwich import rms_norm_add_rms_norm, rms_norm_add_rms_norm_backward, rms_norm_add_rms_norm_forward
 
 __version__ = "0.1.0"
 
@@ -70,6 +75,9 @@ __all__ = [
     "rms_norm_add",
     "rms_norm_add_backward",
     "rms_norm_add_forward",
+    "rms_norm_add_rms_norm",
+    "rms_norm_add_rms_norm_backward",
+    "rms_norm_add_rms_norm_forward",
     "rms_norm_backward",
     "rms_norm_forward",
     "rms_norm_fp8",

@@ -1,10 +1,10 @@
-"""A norm of a sum, and a sum with a norm: the residual stream of transformers."""
+"""A norm of a sum: the residual stream of transformers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .named_fusions import backward, forward
+from .named_fusions import backward, dropout, forward
 
 
 def add_layer_norm(
@@ -17,8 +17,11 @@ def add_layer_norm(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any]:
-    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axis.
+    """s = residual + dropout(x), y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axis.
 
     Parameters
     ----------
@@ -33,6 +36,14 @@ def add_layer_norm(
         Multiply by 1 + weight instead of weight.
     dtype, s_dtype : dtype or str, optional
         Of y and of s. Default: those of x.
+    dropout_p : float
+        Of x so much is replaced by 0, and the rest multiplied by 1 / (1 - dropout_p): at least 0 and less than 1,
+        rounded to a multiple of 2^-16.
+    seed : array of one int64 or two uint32
+        On the device of x; needed where dropout_p is not 0. What is dropped follows from the seed, the row and the
+        column alone.
+    sm_margin : int
+        So many multiprocessors are left to others, as in `layer_norm`.
 
     Returns
     -------
@@ -42,12 +53,13 @@ def add_layer_norm(
     Raises
     ------
     TypeError, ValueError
-        As of `layer_norm`.
+        As of `layer_norm`. ValueError for a dropout_p that is not one, or without a seed.
 
     Notes
     -----
     s is rounded before its statistics are taken, and read by nobody else in between: two arrays are read and two
-    written. The backward pass takes s: `add_layer_norm_backward`.
+    written. The backward pass takes s: `add_layer_norm_backward`. What is dropped is drawn by Philox4x32-10, again in
+    the backward pass, and never stored; a call with the same seed drops the same.
 
     Examples
     --------
@@ -57,7 +69,9 @@ def add_layer_norm(
     (array([[-1.225,  0.   ,  1.225]]), array([[1., 2., 3.]]))
     """
     operands = {"residual": residual, "weight": weight, "bias": bias}
-    return forward("add_layer_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+    return _added(
+        "add_layer_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma, dropout_p, seed, sm_margin=sm_margin
+    )
 
 
 def add_rms_norm(
@@ -69,8 +83,11 @@ def add_rms_norm(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any]:
-    """s = x + residual, y = s / sqrt(mean(s²) + eps) * weight, over the last axis.
+    """s = residual + dropout(x), y = s / sqrt(mean(s²) + eps) * weight, over the last axis.
 
     Parameters, results and errors as in `add_layer_norm`.
 
@@ -82,7 +99,9 @@ def add_rms_norm(
     (array([[0.849, 1.131]]), array([[3., 4.]]))
     """
     operands = {"residual": residual, "weight": weight}
-    return forward("add_rms_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+    return _added(
+        "add_rms_norm", x, operands, eps, dtype, s_dtype, zero_centered_gamma, dropout_p, seed, sm_margin=sm_margin
+    )
 
 
 def add_layer_norm_forward(
@@ -95,6 +114,9 @@ def add_layer_norm_forward(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any, Any]:
     """`add_layer_norm` with what its backward pass needs: (y, s, mean, rstd), those of s.
 
@@ -115,7 +137,18 @@ def add_layer_norm_forward(
     (array([2.]), array([1.225]))
     """
     operands = {"residual": residual, "weight": weight, "bias": bias}
-    return forward("add_layer_norm_forward", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+    return _added(
+        "add_layer_norm_forward",
+        x,
+        operands,
+        eps,
+        dtype,
+        s_dtype,
+        zero_centered_gamma,
+        dropout_p,
+        seed,
+        sm_margin=sm_margin,
+    )
 
 
 def add_rms_norm_forward(
@@ -127,6 +160,9 @@ def add_rms_norm_forward(
     zero_centered_gamma: bool = False,
     dtype: Any = None,
     s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any]:
     """`add_rms_norm` with what its backward pass needs: (y, s, rstd).
 
@@ -140,7 +176,18 @@ def add_rms_norm_forward(
     array([0.283])
     """
     operands = {"residual": residual, "weight": weight}
-    return forward("add_rms_norm_forward", x, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma)
+    return _added(
+        "add_rms_norm_forward",
+        x,
+        operands,
+        eps,
+        dtype,
+        s_dtype,
+        zero_centered_gamma,
+        dropout_p,
+        seed,
+        sm_margin=sm_margin,
+    )
 
 
 def add_layer_norm_backward(
@@ -152,11 +199,15 @@ def add_layer_norm_backward(
     weight: Any = None,
     *,
     zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Any, Any, Any]:
-    """dx = ds + rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    output_mask: tuple[bool, bool, bool, bool] = (True, True, True, True),
+    sm_margin: int = 0,
+) -> tuple[Any, Any, Any, Any]:
+    """dresidual = ds + rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
 
-    dx is the gradient of x and that of residual: they are equal. g = dy * weight, xhat = (s - mean) * rstd.
+    dx = dropout(dresidual), of the same elements as in the forward pass; without dropout both are one array. g =
+    dy * weight, xhat = (s - mean) * rstd.
 
     Parameters
     ----------
@@ -167,14 +218,14 @@ def add_layer_norm_backward(
     s, mean, rstd : array
         What `add_layer_norm_forward` returned.
     weight : array, shape (columns,), optional
-    zero_centered_gamma : bool
+    zero_centered_gamma, dropout_p, seed
         As in the forward pass.
-    output_mask : tuple of three bool
-        Which of (dx, dweight, dbias) are wanted; the others are not computed and come as None.
+    output_mask : tuple of four bool
+        Which of (dx, dresidual, dweight, dbias) are wanted; the others are not computed and come as None.
 
     Returns
     -------
-    dx : array, shape and dtype of s
+    dx, dresidual : array, shape and dtype of s
     dweight, dbias : array, shape (columns,), dtype of weight (of s without a weight)
 
     Raises
@@ -187,19 +238,14 @@ def add_layer_norm_backward(
     >>> import numpy, cunorm
     >>> x, residual = numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]])
     >>> y, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual)
-    >>> dx, dweight, dbias = cunorm.add_layer_norm_backward(numpy.array([[1.0, 0.0, 0.0]]), s * 0, s, mean, rstd)
+    >>> dx, _, _, dbias = cunorm.add_layer_norm_backward(numpy.array([[1.0, 0.0, 0.0]]), s * 0, s, mean, rstd)
     >>> dx.round(3), dbias
     (array([[ 0.204, -0.408,  0.204]]), array([1., 0., 0.]))
     """
-    # x and bias are not read: s and weight have their shapes and dtypes.
-    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
-    return backward(
-        "add_layer_norm_backward",
-        arrays,
-        ("x", "weight", "bias"),
-        output_mask,
-        "s",
-        zero_centered_gamma=zero_centered_gamma,
+    # x, residual and bias are not read: s and weight have their shapes and dtypes.
+    arrays = {"s": s, "dy": dy, "ds": ds, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
+    return _added_backward(
+        "add_layer_norm_backward", arrays, output_mask, zero_centered_gamma, dropout_p, seed, sm_margin=sm_margin
     )
 
 
@@ -211,181 +257,59 @@ def add_rms_norm_backward(
     weight: Any = None,
     *,
     zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool] = (True, True),
-) -> tuple[Any, Any]:
-    """dx = ds + rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = s * rstd.
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+    sm_margin: int = 0,
+) -> tuple[Any, Any, Any]:
+    """dresidual = ds + rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat; g = dy * weight, xhat = s * rstd.
 
-    Parameters, results and errors as in `add_layer_norm_backward`; `output_mask` is for (dx, dweight).
+    dx, parameters, results and errors as in `add_layer_norm_backward`; `output_mask` is for (dx, dresidual, dweight).
 
     Examples
     --------
     >>> import numpy, cunorm
     >>> y, s, rstd = cunorm.add_rms_norm_forward(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
-    >>> dx, dweight = cunorm.add_rms_norm_backward(numpy.array([[1.0, 0.0]]), numpy.ones((1, 2)), s, rstd)
+    >>> dx, _, dweight = cunorm.add_rms_norm_backward(numpy.array([[1.0, 0.0]]), numpy.ones((1, 2)), s, rstd)
     >>> dx.round(3), dweight.round(3)
     (array([[1.181, 0.864]]), array([0.849, 0.   ]))
     """
-    arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "rstd": rstd, "weight": weight}
-    return backward(
-        "add_rms_norm_backward", arrays, ("x", "weight"), output_mask, "s", zero_centered_gamma=zero_centered_gamma
+    arrays = {"s": s, "dy": dy, "ds": ds, "rstd": rstd, "weight": weight}
+    return _added_backward(
+        "add_rms_norm_backward", arrays, output_mask, zero_centered_gamma, dropout_p, seed, sm_margin=sm_margin
     )
 
 
-def layer_norm_add(
+def _added(
+    function: str,
     x: Any,
-    residual: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
+    operands: dict[str, Any],
+    eps: float,
+    dtype: Any,
+    s_dtype: Any,
+    zero_centered_gamma: bool,
+    dropout_p: float,
+    seed: Any,
     *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-) -> Any:
-    """y = residual + (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axis.
-
-    Parameters and errors as in `add_layer_norm`.
-
-    Returns
-    -------
-    y : array, shape of x
-        Rounded once, after the sum.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> cunorm.layer_norm_add(numpy.array([[1.0, 2.0, 3.0]]), numpy.array([[1.0, 1.0, 0.0]])).round(3)
-    array([[-0.225,  1.   ,  1.225]])
-    """
-    operands = {"residual": residual, "weight": weight, "bias": bias}
-    return forward("layer_norm_add", x, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma)[0]
+    sm_margin: int,
+) -> tuple[Any, ...]:
+    of_dropout = dropout(function, dropout_p, seed)
+    flags: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "dropout": bool(of_dropout)}
+    return forward(function, x, operands | of_dropout, eps, dtype, s_dtype, **flags, sm_margin=sm_margin)
 
 
-def rms_norm_add(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    eps: float = 1e-6,
+def _added_backward(
+    function: str,
+    arrays: dict[str, Any],
+    output_mask: tuple[bool, ...],
+    zero_centered_gamma: bool,
+    dropout_p: float,
+    seed: Any,
     *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-) -> Any:
-    """y = residual + x / sqrt(mean(x²) + eps) * weight, over the last axis.
-
-    Parameters and errors as in `add_layer_norm`; y as in `layer_norm_add`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> cunorm.rms_norm_add(numpy.array([[3.0, 4.0]]), numpy.array([[1.0, 0.0]])).round(3)
-    array([[1.849, 1.131]])
-    """
-    operands = {"residual": residual, "weight": weight}
-    return forward("rms_norm_add", x, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma)[0]
-
-
-def layer_norm_add_forward(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-) -> tuple[Any, Any, Any]:
-    """`layer_norm_add` with what its backward pass needs: (y, mean, rstd), those of x.
-
-    Parameters and errors as in `add_layer_norm`; mean and rstd as in `add_layer_norm_forward`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, mean, rstd = cunorm.layer_norm_add_forward(numpy.array([[1.0, 2.0, 3.0]]), numpy.ones((1, 3)))
-    >>> mean, rstd.round(3)
-    (array([2.]), array([1.225]))
-    """
-    operands = {"residual": residual, "weight": weight, "bias": bias}
-    return forward("layer_norm_add_forward", x, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma)
-
-
-def rms_norm_add_forward(
-    x: Any,
-    residual: Any,
-    weight: Any = None,
-    eps: float = 1e-6,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: Any = None,
-) -> tuple[Any, Any]:
-    """`rms_norm_add` with what its backward pass needs: (y, rstd).
-
-    Parameters and errors as in `add_layer_norm`; rstd as in `add_layer_norm_forward`.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> y, rstd = cunorm.rms_norm_add_forward(numpy.array([[3.0, 4.0]]), numpy.ones((1, 2)))
-    >>> rstd.round(3)
-    array([0.283])
-    """
-    operands = {"residual": residual, "weight": weight}
-    return forward("rms_norm_add_forward", x, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma)
-
-
-def layer_norm_add_backward(
-    dy: Any,
-    x: Any,
-    mean: Any,
-    rstd: Any,
-    weight: Any = None,
-    *,
-    zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Any, Any, Any]:
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), dweight = Σ dy * xhat, dbias = Σ dy.
-
-    The gradient of residual is dy itself. g = dy * weight, xhat = (x - mean) * rstd. Parameters, results and errors as
-    in `add_layer_norm_backward`, with x in the place of s.
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> x = numpy.array([[1.0, 2.0, 3.0]])
-    >>> y, mean, rstd = cunorm.layer_norm_add_forward(x, x)
-    >>> dx, dweight, dbias = cunorm.layer_norm_add_backward(numpy.array([[1.0, 0.0, 0.0]]), x, mean, rstd)
-    >>> dx.round(3), dbias
-    (array([[ 0.204, -0.408,  0.204]]), array([1., 0., 0.]))
-    """
-    arrays = {"x": x, "dy": dy, "mean": mean, "rstd": rstd, "weight": weight, "bias": weight}
-    return backward(
-        "layer_norm_add_backward", arrays, ("x", "weight", "bias"), output_mask, zero_centered_gamma=zero_centered_gamma
-    )
-
-
-def rms_norm_add_backward(
-    dy: Any,
-    x: Any,
-    rstd: Any,
-    weight: Any = None,
-    *,
-    zero_centered_gamma: bool = False,
-    output_mask: tuple[bool, bool] = (True, True),
-) -> tuple[Any, Any]:
-    """dx = rstd * (g - xhat * mean(g * xhat)), dweight = Σ dy * xhat, with g = dy * weight and xhat = x * rstd.
-
-    The gradient of residual is dy itself. Parameters, results and errors as in `add_layer_norm_backward`, with x in the
-    place of s; `output_mask` is for (dx, dweight).
-
-    Examples
-    --------
-    >>> import numpy, cunorm
-    >>> x = numpy.array([[3.0, 4.0]])
-    >>> y, rstd = cunorm.rms_norm_add_forward(x, x)
-    >>> dx, dweight = cunorm.rms_norm_add_backward(numpy.array([[1.0, 0.0]]), x, rstd)
-    >>> dx.round(3), dweight.round(3)
-    (array([[ 0.181, -0.136]]), array([0.849, 0.   ]))
-    """
-    arrays = {"x": x, "dy": dy, "rstd": rstd, "weight": weight}
-    return backward(
-        "rms_norm_add_backward", arrays, ("x", "weight"), output_mask, zero_centered_gamma=zero_centered_gamma
-    )
+    sm_margin: int,
+) -> tuple[Any, ...]:
+    of_dropout = dropout(function, dropout_p, seed)
+    flags: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "dropout": bool(of_dropout)}
+    names = ("x", "residual", *(name for name in ("weight", "bias") if name in arrays))
+    arrays = {"x": arrays["s"], "residual": arrays["s"], **arrays, **of_dropout}
+    return backward(function, arrays, names, output_mask, "s", **flags, sm_margin=sm_margin)

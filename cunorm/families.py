@@ -111,6 +111,7 @@ class Fused(Protocol):
         dtype: str | None,
         s_dtype: str | None,
         statistics: bool,
+        sm_margin: int,
     ) -> tuple[dict[str, Any], Any, Any]:
         """Return (what the operation returns, by name, mean, rstd), statistics None unless asked for."""
         ...
@@ -124,6 +125,7 @@ class Fused(Protocol):
         *,
         demanded: tuple[tuple[str, str], ...],
         s_dtype: str | None,
+        sm_margin: int,
     ) -> dict[str, Any]:
         """Return the gradients by name. Of `arrays` all are there but dy or ds, and s if it was not returned."""
         ...

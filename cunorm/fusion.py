@@ -12,12 +12,12 @@ from .expression_grammar import parse
 from .expression_value import Expression
 from .families import fused_of
 from .norm import checks
-from .operation import NORMS, Operation
+from .operation import NORMS, SEED, Operation
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
 # Names that an operand cannot have: those of the call, and those that the text of a kernel has itself.
-OF_THE_CALL = ("x", "xhat", "y", "s", "dx", "dxhat", "dy", "ds", "mean", "rstd", "eps", "rows", "out")
+OF_THE_CALL = ("x", "xhat", "y", "s", "dx", "dxhat", "dy", "ds", "mean", "rstd", "eps", "rows", "out", "sm_margin")
 OF_THE_TEXT = """
     beside bfloat16 centred column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm
     operation p prologue results rounded source sums term value
@@ -58,18 +58,20 @@ class Fused:
             f"<cunorm.fuse({operation.norm!r}{prologue}, epilogue={operation.epilogue.text!r}) -> {operation.returns}>"
         )
 
-    def __call__(self, /, x: Any, *, eps: float | None = None, **operands: Any) -> Any:
+    def __call__(self, /, x: Any, *, eps: float | None = None, sm_margin: int = 0, **operands: Any) -> Any:
         """The results, in the order of `returns`; one alone comes without a tuple."""
-        results, _, _ = self._run(x, eps, operands, statistics=False)
+        results, _, _ = self._run(x, eps, sm_margin, operands, statistics=False)
         return self._in_order(results)
 
-    def forward(self, /, x: Any, *, eps: float | None = None, **operands: Any) -> tuple[Any, Saved]:
+    def forward(self, /, x: Any, *, eps: float | None = None, sm_margin: int = 0, **operands: Any) -> tuple[Any, Saved]:
         """(results as of a call, what `backward` needs). The arrays themselves are saved, not copies of them."""
-        results, mean, rstd = self._run(x, eps, operands, statistics=True)
+        results, mean, rstd = self._run(x, eps, sm_margin, operands, statistics=True)
         saved = Saved(self.operation, (self.dtype, self.s_dtype), x, operands, results.get("s"), mean, rstd)
         return self._in_order(results), saved
 
-    def backward(self, /, saved: Saved, *gradients: Any, wanted: Sequence[str] = ()) -> dict[str, Any]:
+    def backward(
+        self, /, saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0
+    ) -> dict[str, Any]:
         """The gradients of x and of operands, by name.
 
         Parameters
@@ -80,6 +82,8 @@ class Fused:
             Of each result, in the order of `returns`; None for one on which nothing depends.
         wanted : sequence of str
             Names of operands, or "x"; all by default. The others are not computed.
+        sm_margin : int
+            As in a call.
 
         Returns
         -------
@@ -104,16 +108,24 @@ class Fused:
         given = {f"d{name}": one for name, one in zip(operation.returns, gradients, strict=True)}
         if all(one is None for one in gradients):
             raise ValueError(f"{self.function}: one gradient at least must be an array; got None for each.")
-        known = ("x", *operation.operands)
+        known = ("x", *(name for name in operation.operands if name != SEED))
         if isinstance(wanted, str) or not isinstance(wanted, Sequence):
             raise TypeError(f"{self.function}: wanted must be a tuple of names; got {wanted!r}.")
         _check_names(self.function, "wanted", wanted, known)
         arrays = {"x": saved.x, **saved.operands, **given, "s": saved.s, "mean": saved.mean, "rstd": saved.rstd}
         return fused_of(self.function, saved.x).backward(
-            self.function, operation, arrays, tuple(wanted) or known, demanded=(), s_dtype=self.s_dtype
+            self.function,
+            operation,
+            arrays,
+            tuple(wanted) or known,
+            demanded=(),
+            s_dtype=self.s_dtype,
+            sm_margin=sm_margin,
         )
 
-    def _run(self, x: Any, eps: float | None, operands: dict[str, Any], *, statistics: bool) -> tuple[dict, Any, Any]:
+    def _run(
+        self, x: Any, eps: float | None, sm_margin: int, operands: dict[str, Any], *, statistics: bool
+    ) -> tuple[dict, Any, Any]:
         operation = self.operation
         if operands.keys() != set(operation.operands):
             unknown = [name for name in operands if name not in operation.operands]
@@ -131,6 +143,7 @@ class Fused:
             dtype=self.dtype,
             s_dtype=self.s_dtype,
             statistics=statistics,
+            sm_margin=sm_margin,
         )
 
     def _in_order(self, results: dict[str, Any]) -> Any:
@@ -167,7 +180,8 @@ def fuse(
     Returns
     -------
     op : callable
-        - ``op(x, *, eps, **operands)`` returns the results, in the order of `returns`. eps: 1e-5, of an RMSNorm 1e-6.
+        - ``op(x, *, eps, sm_margin=0, **operands)`` returns the results, in the order of `returns`. eps: 1e-5, of an
+          RMSNorm 1e-6. sm_margin: so many multiprocessors are left to others.
         - ``op.forward(x, *, eps, **operands)`` returns (results, saved).
         - ``op.backward(saved, *gradients, wanted=())`` returns the gradients of x and of the operands, by name, from
           those of the results.
@@ -176,6 +190,9 @@ def fuse(
         array that broadcasts against x: of the shape of x; a vector for all rows, of shape (columns,); or vectors for
         groups of rows, such as (batch, 1, columns) beside (batch, tokens, columns), or (heads, columns) beside (...,
         heads, columns). Other shapes are expanded to that of x. Any of the four dtypes, each independently of x.
+
+        An operand called seed is an array of one int64 or two uint32, and in the functions a uniform random number for
+        each element, a multiple of 2^-16 from 0 up to 1, that follows from the seed, the row and the column alone.
 
     Raises
     ------

@@ -22,6 +22,7 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     dtype: Any = None,
+    sm_margin: int = 0,
 ) -> Any:
     """y = x / sqrt(mean(x²) + eps) * weight * silu(z), or, unless norm_before_gate, the same norm of s = x * silu(z).
 
@@ -59,7 +60,9 @@ def rms_norm_gated(
     """
     function = "rms_norm_gated"
     of_x, operands = _in_groups(function, group_size, x, z, weight)
-    (y,) = forward(function, of_x, operands, eps, dtype, kinds=KINDS, norm_before_gate=norm_before_gate)
+    (y,) = forward(
+        function, of_x, operands, eps, dtype, kinds=KINDS, norm_before_gate=norm_before_gate, sm_margin=sm_margin
+    )
     return y.reshape(x.shape)
 
 
@@ -72,6 +75,7 @@ def rms_norm_gated_forward(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     dtype: Any = None,
+    sm_margin: int = 0,
 ) -> tuple[Any, Any]:
     """`rms_norm_gated` with what its backward pass needs: (y, rstd).
 
@@ -93,7 +97,9 @@ def rms_norm_gated_forward(
     """
     function = "rms_norm_gated_forward"
     of_x, operands = _in_groups(function, group_size, x, z, weight)
-    y, rstd = forward(function, of_x, operands, eps, dtype, kinds=KINDS, norm_before_gate=norm_before_gate)
+    y, rstd = forward(
+        function, of_x, operands, eps, dtype, kinds=KINDS, norm_before_gate=norm_before_gate, sm_margin=sm_margin
+    )
     return y.reshape(x.shape), rstd
 
 
@@ -107,6 +113,7 @@ def rms_norm_gated_backward(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
+    sm_margin: int = 0,
 ) -> tuple[Any, Any, Any]:
     """dx = rstd * (g - xhat * mean(g * xhat)), dz = dy * weight * xhat * silu'(z), dweight = Σ dy * silu(z) * xhat.
 
@@ -148,7 +155,9 @@ def rms_norm_gated_backward(
     arrays = {"x": of_x, "rstd": rstd, **operands}
     *mask, of_weight = checks.check_flags(function, output_mask, 3)
     mask = (*mask, of_weight and weight is not None)
-    gradients = backward(function, arrays, NAMES, mask, kinds=KINDS, norm_before_gate=norm_before_gate)
+    gradients = backward(
+        function, arrays, NAMES, mask, kinds=KINDS, norm_before_gate=norm_before_gate, sm_margin=sm_margin
+    )
     shapes = (x.shape, x.shape, x.shape[-1:])
     dx, dz, dweight = (
         None if one is None else one.reshape(shape) for one, shape in zip(gradients, shapes, strict=True)

@@ -4,16 +4,17 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .families import fused_of
 from .norm import checks
 from .norm.fused import Kinds
-from .operation import FUSIONS, NORMS, Operation
+from .operation import FUSIONS, NORMS, SEED, Operation
 
 # What these operands must be, whatever the shape of x.
-KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "column"))
+KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "column"), ("second_weight", "column"))
 
 
 def _operation(function: str, weight: Any, flags: Mapping[str, Any]) -> Operation:
@@ -21,6 +22,24 @@ def _operation(function: str, weight: Any, flags: Mapping[str, Any]) -> Operatio
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
     of = FUSIONS[function.removesuffix("_forward").removesuffix("_backward")]
     return of(**{name: bool(flag) for name, flag in flags.items()})
+
+
+def dropout(function: str, dropout_p: Any, seed: Any) -> dict[str, Any]:
+    """The operands that dropout adds; none where nothing is dropped.
+
+    A kernel compares 16 bits, so dropout_p is rounded to a multiple of 2^-16, and so is what scales the rest.
+    """
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"{function}: dropout_p must be a real number; got {type(dropout_p).__name__}.")
+    dropout_p = float(dropout_p)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"{function}: dropout_p must be at least 0 and less than 1; got {dropout_p}.")
+    if dropout_p == 0:
+        return {}
+    if seed is None:
+        raise ValueError(f"{function}: dropout_p={dropout_p} needs a seed, an array of one int64; got seed=None.")
+    dropped = min(round(dropout_p * 2**16), 2**16 - 1) / 2**16
+    return {SEED: seed, "dropped": dropped, "factor": 1 / (1 - dropped)}
 
 
 def forward(
@@ -32,6 +51,7 @@ def forward(
     s_dtype: Any = None,
     *,
     kinds: Kinds = KINDS,
+    sm_margin: int = 0,
     **flags: Any,
 ) -> tuple[Any, ...]:
     """The results in order; of a function `..._forward` also what the norm keeps of a row."""
@@ -49,6 +69,7 @@ def forward(
         dtype=dtype,
         s_dtype=s_dtype,
         statistics=statistics,
+        sm_margin=sm_margin,
     )
     kept = {"mean": mean, "rstd": rstd}
     of_rows = (kept[name] for name in NORMS[operation.norm].statistics) if statistics else ()
@@ -63,6 +84,7 @@ def backward(
     x_is: str = "x",
     *,
     kinds: Kinds = KINDS,
+    sm_margin: int = 0,
     **flags: Any,
 ) -> tuple[Any, ...]:
     """The gradients of `names`, None where output_mask says so. `x_is` is what the caller knows x by."""
@@ -79,5 +101,6 @@ def backward(
         tuple(name for name, wanted in zip(names, mask, strict=True) if wanted),
         demanded=kinds,
         s_dtype=None,
+        sm_margin=sm_margin,
     )
     return tuple(map(gradients.get, names))

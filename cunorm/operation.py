@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from .expression import gradients, silu, substitute, trace
+from .expression import gradients, silu, substitute, trace, where
 from .expression_grammar import parse
 from .expression_value import Expression
 
@@ -39,6 +39,11 @@ NORMS = {
     "layer_norm": Norm("LayerNorm", True, 2, 3, 4, 2),
     "rms_norm": Norm("RmsNorm", False, 1, 1, 1, 1),
 }
+
+
+X = parse("x", ("x",))
+# The operand of this name is an array of 8 bytes, of which each element gets a random number (norm/philox.py).
+SEED = "seed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +91,18 @@ def affine(norm: str, zero_centered_gamma: bool = False) -> Operation:
 
 
 @cache
-def added(norm: str, zero_centered_gamma: bool = False) -> Operation:
-    """add_layer_norm and add_rms_norm: the same of s = x + residual, which is returned too."""
-    return replace(
-        affine(norm, zero_centered_gamma),
-        prologue=trace(lambda x, residual: x + residual, role="prologue"),
-        returns=("y", "s"),
-    )
+def added(norm: str, zero_centered_gamma: bool = False, dropout: bool = False) -> Operation:
+    """add_layer_norm and add_rms_norm: the same of s = x + residual, which is returned too.
+
+    With dropout what is `dropped` of x has a random number below it, and what is kept is scaled.
+    """
+    if dropout:
+        prologue = trace(
+            lambda x, residual, seed, dropped, factor: residual + where(seed < dropped, 0, x * factor), role="prologue"
+        )
+    else:
+        prologue = trace(lambda x, residual: x + residual, role="prologue")
+    return replace(affine(norm, zero_centered_gamma), prologue=prologue, returns=("y", "s"))
 
 
 @cache
@@ -101,6 +111,20 @@ def norm_added(norm: str, zero_centered_gamma: bool = False) -> Operation:
     of_norm = affine(norm, zero_centered_gamma)
     total = trace(lambda xhat, residual, of_norm: residual + of_norm)
     return replace(of_norm, epilogue=substitute(total, {"of_norm": of_norm.epilogue}))
+
+
+@cache
+def sandwiched(zero_centered_gamma: bool = False) -> tuple[Operation, Operation, Operation]:
+    """rms_norm_add_rms_norm: (what makes s of x, what makes y of s, what the backward pass of the latter is of).
+
+    That one has s as its prologue too: s is returned, so its gradient is added to what comes through the norm.
+    """
+    if zero_centered_gamma:
+        epilogue, one = trace(lambda xhat, second_weight: xhat * (1 + second_weight)), 0.0
+    else:
+        epilogue, one = trace(lambda xhat, second_weight: xhat * second_weight), 1.0
+    then = Operation("rms_norm", epilogue, defaults=(("second_weight", one),))
+    return norm_added("rms_norm", zero_centered_gamma), then, replace(then, prologue=X, returns=("y", "s"))
 
 
 @cache
@@ -183,9 +207,6 @@ def derivative(operation: Operation, wanted: Iterable[str], present: Collection[
         tuple((name, found[name]) for name in early_names),
         tuple((name, late[name]) for name in late_names),
     )
-
-
-X = parse("x", ("x",))
 
 
 def _with_numbers(expression: Expression, numbers: dict[str, float]) -> Expression:

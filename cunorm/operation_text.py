@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .expression import substitute
 from .expression_grammar import parse
 from .expression_texts import cuda
-from .expression_value import Expression
+from .expression_value import COMPARISONS, Expression
 from .norm.spec import NormSpec
 from .operation import Operation, derivative
 
@@ -92,7 +92,7 @@ def backward_struct(
     return _struct(spec, scalars, facts, functions), sums, results
 
 
-_SAFE = {"name", "constant", "+", "-", "*", "negative"}  # of zeros they make numbers
+_SAFE = {"name", "constant", "+", "-", "*", "negative", "where", *COMPARISONS}  # of zeros they make numbers
 
 
 def _sum(expression: Expression, name: str, *, minus: bool = False) -> Expression:

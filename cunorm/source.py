@@ -110,7 +110,7 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
         return found | {"groups": "int64", "cols": "int64"}
     sums = {one.name for one in spec.sums} if not spec.final else set()
     found = {
-        one.name: f"{'' if one.written else 'const '}{CPP_TYPE[spec.compute if one.name in sums else one.dtype]}*"
+        one.name: _pointer(one, spec.compute if one.name in sums else one.dtype)
         for one in spec.operands
         if one.kind != "scalar"
     }
@@ -118,6 +118,11 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     found["rows"] = "int64"
     found |= dict.fromkeys((name for one in spec.operands for name in _row_numbers(one)), "int64")
     return found | dict.fromkeys(GROUP_NUMBERS if spec.grouped else (), "int64")
+
+
+def _pointer(operand: Operand, dtype: str) -> str:
+    kind = "uint32" if operand.kind == "seed" else CPP_TYPE[dtype]  # the two halves of a seed
+    return f"{'' if operand.written else 'const '}{kind}*"
 
 
 def _row_numbers(operand: Operand) -> tuple[str, ...]:
@@ -274,6 +279,8 @@ def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
 
 def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
     """LoadRows or StoreRows; the latter may store by elements."""
+    if operand.kind == "seed":
+        return f"RandomRows<{spec.shape.pack}>"
     layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.has_vectors(operand))}"
     options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
     if operand.kind == "group" and not _of_one_group(spec):
@@ -287,6 +294,8 @@ def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
     text = "{}"
     for name in reversed(list(names)):
         start, starts = name, _row_numbers(by_name[name]) or ("0",)
+        if by_name[name].kind == "seed":
+            start, starts = f"{name}[0]", (f"{name}[1]",)
         if by_name[name].kind == "group":
             if _of_one_group(spec):
                 start, starts = f"{name} + blockIdx.z * {name}_stride", ("0",)

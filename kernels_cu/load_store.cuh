@@ -12,11 +12,13 @@
 //          clear(places, number, slot)                      zeros instead, for a pack that is never copied
 //          put(places, number, slot, packed)                a pack that is there already instead
 //          read(raw, places, number, slot)                  a pack that was copied, cleared or put
+//          stands_at(raw, row, column)                      after read: for what is made where it is used (philox.cuh)
 //          place_bytes(columns)                             of shared memory for a row
 // Store:   store(row, column, valid, values)
 #pragma once
 #include "functions.cuh"
 #include "pack.cuh"
+#include "philox.cuh"
 
 namespace cunorm {
 
@@ -108,6 +110,7 @@ struct LoadRows {
   }
   DEVICE void put(char* place, PackSlot slot, const Packed& pack) const { Shared::put(place, slot, pack); }
   DEVICE void read(Packed& pack, char* place, PackSlot slot) const { Shared::read(pack, place, slot); }
+  DEVICE void stands_at(Packed&, int64, int64) const {}
 };
 
 // A vector for all rows, or for a group of them, that begins at an odd address. It is read again for every row: shifted
@@ -156,6 +159,7 @@ struct Matrices<> {
   DEVICE void put(char*, int, PackSlot, const Packed&) const {}
   template <int kColumns, int kPlaces>
   DEVICE void read(Raw&, char*, int, PackSlot) const {}
+  DEVICE void stands_at(Raw&, int64, int64) const {}
 };
 
 template <class First, class... Others>
@@ -247,6 +251,10 @@ struct Matrices<First, Others...> {
     first.read(raw.first, place<kColumns>(places, number), slot);
     others.template read<kColumns, kPlaces>(raw.others, places_of_others<kColumns, kPlaces>(places), number, slot);
   }
+  DEVICE void stands_at(Raw& raw, int64 row, int64 column) const {
+    first.stands_at(raw.first, row, column);
+    others.stands_at(raw.others, row, column);
+  }
 
  private:
   template <int kColumns>
@@ -329,6 +337,7 @@ struct LoadSource {
   DEVICE void read(Raw& raw, char* places, int number, PackSlot slot) const {
     inputs.template read<kColumns, kPlaces>(raw, places, number, slot);
   }
+  DEVICE void stands_at(Raw& raw, int64 row, int64 column) const { inputs.stands_at(raw, row, column); }
 };
 
 // Where they are not kAligned all lanes of a warp store together, or each its elements one by one. So go numbers of 8

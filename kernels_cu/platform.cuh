@@ -453,6 +453,14 @@ struct Mailbox {
 };
 
 // Functions of the mathematics library, for functions.cuh.
+// Within an ulp, and 0 of infinity. A division has a branch with a call for its rare cases, between any two of which
+// the compiler moves nothing: the backward pass of rms_norm_gated had 32 in a row of 1024 columns.
+DEVICE float reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+DEVICE double reciprocal(double value) { return 1.0 / value; }
 DEVICE float exponential(float value) { return expf(value); }
 DEVICE double exponential(double value) { return exp(value); }
 DEVICE float logarithm(float value) { return logf(value); }

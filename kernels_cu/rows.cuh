@@ -144,6 +144,7 @@ struct SharedRows {
       } else {
         load.template read_covering<Shape::kCapacity, kPlaces>(raw, places(), place(taken), slot, of, valid);
       }
+      load.stands_at(raw, row_taken, Shape::column(rank, p));
       pack = load.keep(raw, valid);
     }
     if (Shape::kThreads < 32 && !active) pack = {};

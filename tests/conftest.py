@@ -107,3 +107,11 @@ def lines(caplog):
         return messages
 
     return said
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """What torch launches of fused operations is run on the stand-in for a GPU, and kept."""
+    import torch_stand_in
+
+    return torch_stand_in.play(monkeypatch)

@@ -26,7 +26,7 @@ from test_float8 import check as check_bytes  # noqa: E402
 from test_jax_functions import call, plain  # noqa: E402
 
 from cunorm import fuse  # noqa: E402
-from cunorm.jax import add_layer_norm, layer_norm_fp8_forward  # noqa: E402
+from cunorm.jax import add_layer_norm, add_rms_norm, layer_norm_fp8_forward  # noqa: E402
 
 ROWS, COLS = 16, 256
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
@@ -215,6 +215,23 @@ def check_groups(mesh: Mesh, shape: tuple[int, ...], of_scale: PartitionSpec, su
     close(jax.device_get(results), jax.device_get(expected), atol=1e-4)
 
 
+def check_dropout(mesh: Mesh) -> None:
+    """However x is split, what is dropped follows from the number of a row among all."""
+    x, weight = (jnp.asarray(numpy.random.default_rng(0).standard_normal(shape), "float32") for shape in ((8, 64), 64))
+    seed = jnp.asarray([1, 2], "uint32")
+
+    def step(x, weight, seed):
+        results, pull = jax.vjp(lambda *arrays: add_rms_norm(*arrays, dropout_p=0.3, seed=seed), x, x, weight)
+        return results, pull(results)
+
+    expected = jax.tree.leaves(jax.jit(step)(x, weight, seed))
+    split = jax.device_put(x, NamedSharding(mesh, PartitionSpec(mesh.axis_names[0])))
+    with jax.set_mesh(mesh):
+        found = jax.tree.leaves(jax.jit(step)(split, weight, seed))
+    for one, other in zip(found, expected, strict=True):
+        numpy.testing.assert_allclose(numpy.asarray(one), numpy.asarray(other), rtol=1e-4, atol=1e-5)
+
+
 def main(platform: str) -> None:
     devices = jax.devices(platform)
     meshes = {
@@ -234,6 +251,7 @@ def main(platform: str) -> None:
         check_fused(mesh, PartitionSpec("data"))
         check_groups(mesh, (ROWS, 1, COLS), PartitionSpec("data"), summed=False)
         check_groups(mesh, (5, COLS), PartitionSpec(), summed=True)
+        check_dropout(mesh)
         print(f"add_layer_norm, vectors for groups of rows: rows sharded, {kind} axes")
     for mesh in meshes.values():
         check_columns_sharded(mesh)

@@ -86,12 +86,13 @@ def test_the_bits_are_those_of_the_core(name, cols):
     )
     core, saved = case.op.forward(x, **operands, eps=EPS)
     of_core = case.op.backward(saved, *gradients)
-    x, operands, gradients = (put(part, "cuda") for part in made)
+    # A number is an array without axes here: one that stands in the program is no run-time argument, as the core's is.
+    x, operands, gradients = (put(part, "cuda") for part in made._replace(operands=as_arrays(made)))
     mine, saved = case.op.forward(x, **operands, eps=EPS)
     for found, one in zip(jax.tree.leaves(mine), jax.tree.leaves(core), strict=True):
         assert same_bits(from_jax(found), one)
     for of, one in case.op.backward(saved, *gradients).items():
-        if case.numbers:  # baked, and folded with other constants: a rounding less
+        if of in case.numbers:  # the sum of its columns' gradients is JAX's own
             near(one, of_core[of].get(), "float16")
         else:
             assert same_bits(from_jax(one), of_core[of]), of
@@ -271,9 +272,28 @@ def test_named_functions_forward_and_backward(device):
         )
         close([*of_mine], [*map(jnp.asarray, gradients)], 1e-4, 1e-4)
     _, s, rstd = cunorm.add_rms_norm_forward(put(x, device), put(residual, device))
-    dx, dweight = cunorm.add_rms_norm_backward(None, s, s, rstd, output_mask=(True, False))
+    dx, _, dweight = cunorm.add_rms_norm_backward(None, s, s, rstd, output_mask=(True, False, False))
     assert dweight is None
     numpy.testing.assert_array_equal(dx, s)
+
+
+@on_devices
+def test_a_norm_before_and_after_a_sum(device):
+    """The functions of JAX, and those with `_forward` and `_backward`, have what NumPy's family has."""
+    x, residual, dy, ds = (random(5, COLS, device=device, seed=i) for i in range(4))
+    weight, second = (random(COLS, device=device, seed=i) for i in range(2))
+    given = x, residual, weight, second
+    kept = cunorm.rms_norm_add_rms_norm_forward(*map(numpy.asarray, given))
+    expected = cunorm.rms_norm_add_rms_norm_backward(
+        *map(numpy.asarray, (dy, ds, x)), *kept[1:], *map(numpy.asarray, given[2:])
+    )
+    results, pull = jax.vjp(jax.jit(cunorm.jax.rms_norm_add_rms_norm), *given)
+    close([*results], [*map(jnp.asarray, kept[:2])])
+    close([*pull((dy, ds))], [*map(jnp.asarray, expected)], 1e-3, 1e-4)
+    mine = cunorm.rms_norm_add_rms_norm_forward(*given)
+    close([*mine], [*map(jnp.asarray, kept)])
+    found = cunorm.rms_norm_add_rms_norm_backward(dy, ds, x, *mine[1:], *given[2:])
+    close([*found], [*map(jnp.asarray, expected)], 1e-3, 1e-4)
 
 
 @on_devices

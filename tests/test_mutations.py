@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import cpu_cupy
 import numpy
 import pytest
+import test_dropout
 import test_float8
 import test_float8_casts
 import test_fusion
@@ -145,6 +146,12 @@ FLOAT8 = {
     "casts, not finite": lambda _, machine: test_float8_casts.what_is_not_finite(machine, 130, "bfloat16", SMALL),
     "casts, normalised": lambda _, machine: test_float8_casts.normalised_ones(machine, "layer_norm"),
     "casts, zero-centred": lambda _, machine: test_float8_casts.normalised_ones(machine, "zero_centered_rms_norm"),
+}
+
+
+DROPPED = {
+    f"dropout, {name}": test_dropout.RUNS[name]
+    for name in ("rows share a warp", "a warp", "packs of four", "a cluster")
 }
 
 
@@ -1142,6 +1149,42 @@ MUTATIONS = (
         "fused, streamed",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
+    # Dropout
+    Mutation(
+        "a round too few",
+        "round < 10",
+        "round < 9",
+        "dropout, rows share a warp",
+        (("results", "s: .* elements are dropped that are not"),),
+    ),
+    Mutation(
+        "the halves of a word in the other order",
+        "upper ? of_two >> 16 : of_two & 0xffff",
+        "upper ? of_two & 0xffff : of_two >> 16",
+        "dropout, rows share a warp",
+        (("results", "s: .* elements are dropped that are not"),),
+    ),
+    Mutation(
+        "the first half of a draw for the second",
+        "second_half ? words[2] : words[0]",
+        "words[0]",
+        "dropout, packs of four",
+        (("results", "s: .* elements are dropped that are not"),),
+    ),
+    Mutation(
+        "in the backward pass what the next row drops",
+        "row_taken = row;",
+        "row_taken = row + 1;",
+        "dropout, a warp",
+        (("results", "dx: .* elements are dropped that are not"),),
+    ),
+    Mutation(
+        "each CTA of a cluster drops what the first does",
+        "load.stands_at(raw, row_taken, Shape::column(rank, p));",
+        "load.stands_at(raw, row_taken, Shape::place_column(p));",
+        "dropout, a cluster",
+        (("results", "(s|dx): .* elements are dropped that are not"),),
+    ),
     # Groups of rows
     Mutation(
         "a row reads the vector of its neighbour's sample",
@@ -1488,6 +1531,11 @@ class Edit:
 def run(case: str, machine: Machine) -> None:
     if case in FUSED:
         run_fused(FUSED[case], machine)
+        return
+    if case in DROPPED:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            cpu_cupy.play(monkeypatch, DROPPED[case].device, machine)
+            test_dropout.check_run(DROPPED[case], "add_rms_norm")
         return
     if case in FLOAT8:
         with pytest.MonkeyPatch.context() as monkeypatch:

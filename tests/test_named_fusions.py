@@ -107,8 +107,8 @@ GATE_FIRST, BY_GROUPS = (("norm_before_gate", False),), (("group_size", size_of_
 GATED = {"residual": FULL, "gate": SAMPLE} | MODULATION
 CENTRED = (("zero_centered_gamma", True),)
 TABLE: dict[str, Named] = {
-    "add_layer_norm": Named(add_norm(layer_norm), WITH_BIAS, "dy ds s mean rstd weight", "x weight bias"),
-    "add_rms_norm": Named(add_norm(rms_norm), RESIDUAL, "dy ds s rstd weight", "x weight"),
+    "add_layer_norm": Named(add_norm(layer_norm), WITH_BIAS, "dy ds s mean rstd weight", "x residual weight bias"),
+    "add_rms_norm": Named(add_norm(rms_norm), RESIDUAL, "dy ds s rstd weight", "x residual weight"),
     "layer_norm_add": Named(norm_add(layer_norm), WITH_BIAS, "dy x mean rstd weight", "x weight bias"),
     "rms_norm_add": Named(norm_add(rms_norm), RESIDUAL, "dy x rstd weight", "x weight"),
     "rms_norm_add, 1 + weight": Named(norm_add(rms_norm, 1.0), RESIDUAL, "dy x rstd weight", "x weight", CENTRED),

@@ -109,7 +109,7 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 # core.
 
 LAYERS = (
-    {"logs", "driver"},
+    {"logs", "driver", "norm.philox"},
     {"device", "expression_value", "linear.gemm", "recipes"},
     {"expression_grammar"},
     {"expression", "expression_texts"},
@@ -138,7 +138,8 @@ LAYERS = (
     {"linear.float8_numpy", "linear.float8_cupy"},
     {"families"},
     {"api", "float8", "fusion", "named_fusions", "linear.api"},
-    {"adding", "modulating", "gating"},
+    {"adding", "norm_add", "modulating", "gating", "sandwich"},
+    {"gate_modulating"},
 )
 PURE = set().union(*LAYERS[:12]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
@@ -167,6 +168,7 @@ FOR_ADAPTERS = {
     "norm.problem",
     "norm.checks",
     "norm.float8",
+    "norm.philox",
     "norm.plan",
     "linear.problem",
     "linear.float8_spec",

@@ -6,6 +6,7 @@ from .named import (
     add_rms_norm,
     layer_norm_fp8,
     layer_norm_fp8_forward,
+    rms_norm_add_rms_norm,
     rms_norm_fp8,
     rms_norm_fp8_forward,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "layer_norm_fp8_forward",
     "layer_norm_linear",
     "rms_norm",
+    "rms_norm_add_rms_norm",
     "rms_norm_fp8",
     "rms_norm_fp8_forward",
 ]

@@ -11,6 +11,7 @@ from .. import (
     add_rms_norm,
     layer_norm_fp8,
     layer_norm_fp8_forward,
+    rms_norm_add_rms_norm,
     rms_norm_fp8,
     rms_norm_fp8_forward,
 )
@@ -37,5 +38,6 @@ add_layer_norm = _of_jax(add_layer_norm)
 add_rms_norm = _of_jax(add_rms_norm)
 layer_norm_fp8 = _of_jax(layer_norm_fp8)
 layer_norm_fp8_forward = _of_jax(layer_norm_fp8_forward)
+rms_norm_add_rms_norm = _of_jax(rms_norm_add_rms_norm)
 rms_norm_fp8 = _of_jax(rms_norm_fp8)
 rms_norm_fp8_forward = _of_jax(rms_norm_fp8_forward)

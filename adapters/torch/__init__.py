@@ -24,6 +24,7 @@ from .norm.fused_modulating import (
     rms_norm_modulate,
 )
 from .norm.fused_modules import AdaLayerNorm, AddLayerNorm, AddRMSNorm, RMSNormGated
+from .norm.fused_sandwich import rms_norm_add_rms_norm
 from .norm.modules import LayerNorm, RMSNorm
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "replace_norms",
     "rms_norm",
     "rms_norm_add",
+    "rms_norm_add_rms_norm",
     "rms_norm_gated",
     "rms_norm_modulate",
     "set_recipe",

@@ -30,10 +30,11 @@ from ..norm.problem import (
 )
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
-from ..operation import FUSIONS, NAMED
+from ..operation import FUSIONS, NAMED, SEED, sandwiched
 
 OPS = ("layer_norm", "rms_norm")
 KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
+KINDS_OF_FUSIONS |= {SEED: "seed", "dropped": "scalar", "factor": "scalar"}
 GROUPED_ROWS = ((2**16, Groups(2**12, 2**4)), (64, Groups(16, 4)))
 ROWS = 2**24  # of more rows kernels do not depend on how many
 FEW_ROWS = (16384, 2000, 100, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
@@ -171,23 +172,25 @@ def named_fusions() -> list[Problem]:
     Gradients that are the same, as those of x and residual in their sum, are one.
     """
     problems = []
-    for of, flags in ((of, flags) for of in FUSIONS.values() for flags in ({}, {"norm_before_gate": False})):
-        try:
-            operation = of(**flags)
-        except TypeError:  # it has no such flag
-            continue
+    _, of_sum, back_from_it = sandwiched()  # the first of its operations is rms_norm_add's
+    operations = [of() for of in FUSIONS.values()]
+    operations += [FUSIONS["rms_norm_gated"](norm_before_gate=False), of_sum, back_from_it]
+    operations += [FUSIONS[f"add_{norm}"](dropout=True) for norm in OPS]
+    for operation in operations:
         kinds = {name: KINDS_OF_FUSIONS.get(name, "column") for name in operation.operands}
-        wanted = [name for name in ("x", *operation.operands) if name != "residual" or "gate" in kinds]
+        wanted = [name for name, kind in {"x": "full", **kinds}.items() if kind not in ("seed", "scalar")]
+        if "gate" not in kinds and SEED not in kinds:
+            wanted = [name for name in wanted if name != "residual"]
         for dtype, cols, (rows, groups) in product(("bfloat16", "float32"), (128, 4096, 16384), GROUPED_ROWS):
             dtypes = dict.fromkeys(("x", "y", "dy", *operation.operands), dtype)
+            dtypes |= {name: "float32" for name, kind in kinds.items() if kind == "scalar"}
             dtypes |= {
                 name: dtype for name in ("s", "ds") if operation.prologue and (name == "s" or "s" in operation.returns)
             }
             shared = {"kinds": kinds, "groups": groups if "group" in kinds.values() else None}
-            problems += [
-                forward_problem(operation, rows, cols, dtypes, **shared),
-                backward_problem(operation, rows, cols, dtypes, wanted, **shared),
-            ]
+            if operation is not back_from_it:
+                problems.append(forward_problem(operation, rows, cols, dtypes, **shared))
+            problems.append(backward_problem(operation, rows, cols, dtypes, wanted, **shared))
     return problems
 
 

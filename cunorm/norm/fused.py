@@ -12,7 +12,7 @@ import math
 import numbers
 from collections.abc import Collection, Iterable, Mapping
 
-from ..operation import NORMS, Operation, derivative
+from ..operation import NORMS, SEED, Operation, derivative
 from .checks import Layout, check_dtype, check_same_device
 from .problem import MOST_GROUPS, Groups, compute_dtype
 
@@ -21,7 +21,12 @@ Kinds = tuple[tuple[str, str], ...]
 
 
 def number(function: str, name: str, value: numbers.Real) -> float:
-    """An operand that is a number, as a Python float."""
+    """An operand that is a number, as a Python float; a seed is none."""
+    if name == SEED:
+        raise TypeError(
+            f"{function}: {SEED} must be an array of one int64 or two uint32, on the device of x; got "
+            f"{type(value).__name__}."
+        )
     if isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be an array or a number; got bool. Pass float({name}).")
     return float(value)
@@ -73,7 +78,24 @@ def _groups(shape: tuple[int, ...], to: tuple[int, ...]) -> Groups | None:
     return Groups(math.prod(to[own[-1] + 1 : -1]), count) if count <= MOST_GROUPS else None
 
 
+# The dtypes of a seed, and how many numbers it is: 8 bytes.
+SEEDS = {"int64": 1, "uint32": 2}
+
+
+def _check_seed(function: str, seed: Given, x: Layout) -> None:
+    must_be = f"{function}: {SEED} must be an array of one int64 or two uint32"
+    assert isinstance(seed, Layout)  # `number` refuses others
+    if seed.dtype not in SEEDS:
+        raise TypeError(f"{must_be}; got dtype {seed.dtype}.")
+    if math.prod(seed.shape) != SEEDS[seed.dtype]:
+        raise ValueError(f"{must_be}; got {seed.dtype} of shape {seed.shape}.")
+    check_same_device(function, SEED, seed, x)
+
+
 def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | None) -> str:
+    if name == SEED:
+        _check_seed(function, operand, x)
+        return "seed"
     if not isinstance(operand, Layout):
         if expected:
             raise TypeError(f"{function}: {name} must be an array; got a number. Leave it out, or pass an array.")

@@ -12,7 +12,7 @@ import cupy
 from .. import device, launch
 from ..cupy_arrays import layout
 from ..numpy_arrays import numpy_dtype
-from ..operation import NORMS, Operation
+from ..operation import NORMS, SEED, Operation
 from ..recipes import Recipes
 from . import checks, fused
 from .fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
@@ -32,11 +32,12 @@ def forward(
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
+    sm_margin: int,
 ) -> tuple[dict[str, cupy.ndarray], cupy.ndarray | None, cupy.ndarray | None]:
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for."""
     arrays = {"x": x, **operands}
     eps = checks.check_eps(function, eps)
-    options = (operation, demanded, dtype, s_dtype)
+    options = (operation, demanded, dtype, s_dtype, checks.check_sm_margin(function, sm_margin, None))
     recipe = _recipes.of((function, options, _key(arrays)), _forward_recipe, function, arrays, *options)
     with cupy.cuda.Device(x.data.device_id):
         results = {name: cupy.ndarray(shape, kind) for name, shape, kind in recipe.written}
@@ -46,9 +47,15 @@ def forward(
     return results, of_rows.get("mean"), of_rows.get("rstd")
 
 
-def _forward_recipe(function, arrays, operation, demanded, dtype, s_dtype) -> Recipe:
+def _forward_recipe(function, arrays, operation, demanded, dtype, s_dtype, sm_margin) -> Recipe:
     given = {name: _given(function, name, array) for name, array in arrays.items()}
-    options = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "aligned": _aligned(arrays)}
+    options = {
+        "demanded": demanded,
+        "dtype": dtype,
+        "s_dtype": s_dtype,
+        "sm_margin": sm_margin,
+        "aligned": _aligned(arrays),
+    }
     gpu = device.current(arrays["x"].data.device_id)
     return forward_recipe(function, operation, given, gpu, **options).with_dtypes(partial(numpy_dtype, function))
 
@@ -61,13 +68,14 @@ def backward(
     *,
     demanded: fused.Kinds,
     s_dtype: str | None,
+    sm_margin: int,
 ) -> dict[str, cupy.ndarray]:
     """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
     is none.
     """
     needed = ("x", *NORMS[operation.norm].statistics)
     arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
-    options = (operation, demanded, tuple(wanted), s_dtype)
+    options = (operation, demanded, tuple(wanted), s_dtype, checks.check_sm_margin(function, sm_margin, None))
     recipe = _recipes.of((function, options, _key(arrays)), _backward_recipe, function, arrays, *options)
     with cupy.cuda.Device(arrays["x"].data.device_id):
         # Sums over no rows are zero.
@@ -84,9 +92,9 @@ def backward(
     return gradients
 
 
-def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype) -> Recipe:
+def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype, sm_margin) -> Recipe:
     given = {name: _given(function, name, array) for name, array in arrays.items()}
-    options = {"demanded": demanded, "s_dtype": s_dtype, "aligned": _aligned(arrays)}
+    options = {"demanded": demanded, "s_dtype": s_dtype, "sm_margin": sm_margin, "aligned": _aligned(arrays)}
     gpu = device.current(arrays["x"].data.device_id)
     return backward_recipe(function, operation, given, wanted, gpu, **options).with_dtypes(
         partial(numpy_dtype, function)
@@ -111,7 +119,7 @@ def _key(arrays: Mapping[str, Any]) -> Hashable:
     pointers, layouts = 0, []
     for name, array in arrays.items():
         if isinstance(array, cupy.ndarray):
-            pointers |= array.data.ptr
+            pointers |= array.data.ptr if name != SEED else 0
             layouts.append((name, array.shape, array.strides, array.dtype, array.data.device_id))
         else:
             layouts.append((name, type(array)))
@@ -126,5 +134,5 @@ def _given(function: str, name: str, array: Any) -> fused.Given:
 
 
 def _aligned(arrays: Mapping[str, Any]) -> bool:
-    """All arrays begin at multiples of 16 bytes; memory that CuPy allocates does."""
-    return all(one.data.ptr % 16 == 0 for one in arrays.values() if isinstance(one, cupy.ndarray))
+    """All arrays begin at multiples of 16 bytes but for the seed; memory that CuPy allocates does."""
+    return all(one.data.ptr % 16 == 0 for name, one in arrays.items() if isinstance(one, cupy.ndarray) and name != SEED)

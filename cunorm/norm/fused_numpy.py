@@ -11,8 +11,9 @@ import numpy
 from ..expression_texts import evaluate
 from ..expression_value import Expression
 from ..numpy_arrays import layout, numpy_dtype, rounded, sum_of_rows
-from ..operation import NORMS, Operation, derivative
+from ..operation import NORMS, SEED, Operation, derivative
 from . import checks, fused
+from .philox import uniform
 from .problem import compute_dtype
 
 
@@ -27,16 +28,18 @@ def forward(
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
+    sm_margin: int,
 ) -> tuple[dict[str, numpy.ndarray], numpy.ndarray | None, numpy.ndarray | None]:
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for."""
     of_x = layout(function, "x", x)
     given = {name: _given(function, name, array) for name, array in {"x": x, **operands}.items()}
     fused.check_operands(function, of_x, {name: given[name] for name in operands}, demanded=demanded)
     eps = checks.check_eps(function, eps)
+    checks.check_sm_margin(function, sm_margin, None)
     operation = operation.given(operands)
     y_dtype = numpy_dtype(function, dtype or of_x.dtype)
     row_dtype = numpy_dtype(function, s_dtype or of_x.dtype)
-    values = {name: _wide(array) for name, array in {"x": x, **operands}.items()}
+    values = {name: _wide(name, array, x.shape) for name, array in {"x": x, **operands}.items()}
     with numpy.errstate(all="ignore"):
         rows, mean, rstd = values["x"], None, None
         s = None
@@ -67,10 +70,12 @@ def backward(
     *,
     demanded: fused.Kinds,
     s_dtype: str | None,
+    sm_margin: int,
 ) -> dict[str, numpy.ndarray]:
     """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
     is none.
     """
+    checks.check_sm_margin(function, sm_margin, None)
     needed = ("x", *NORMS[operation.norm].statistics)
     arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
     given = {name: _given(function, name, array) for name, array in arrays.items()}
@@ -84,8 +89,8 @@ def backward(
     dtypes = {name: of.dtype for name, of in given.items() if isinstance(of, checks.Layout)}
     same = fused.same_gradients(operation, wanted, operands, kinds, dtypes)
     found = derivative(operation, dict.fromkeys(same.values()), operands)
-    values = {name: _wide(array) for name, array in arrays.items()}
     shape = of_x.shape
+    values = {name: _wide(name, array, shape) for name, array in arrays.items()}
     values.setdefault("dy", numpy.zeros(shape))
     with numpy.errstate(all="ignore"):
         rows = values.get("s", values["x"])
@@ -128,13 +133,16 @@ def _given(function: str, name: str, array: Any) -> fused.Given:
     if isinstance(array, numbers.Real):
         return fused.number(function, name, array)
     found = layout(function, name, array)
-    if found.shape or name == "x":
+    if found.shape or name in ("x", SEED):
         return found
     checks.check_dtype(function, name, found)
     return float(array)
 
 
-def _wide(array: Any) -> Any:
+def _wide(name: str, array: Any, shape: tuple[int, ...]) -> Any:
+    if name == SEED:
+        seed = numpy.ascontiguousarray(array).reshape(-1).view(numpy.int64)[0]
+        return uniform(seed, shape, numpy)
     return float(array) if isinstance(array, numbers.Real) else array.astype(numpy.float64)
 
 

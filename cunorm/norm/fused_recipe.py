@@ -65,6 +65,7 @@ def forward_recipe(
     demanded: fused.Kinds,
     dtype: str | None,
     s_dtype: str | None,
+    sm_margin: int,
     aligned: bool,
 ) -> Recipe:
     """Of the forward pass of x and the operands, `given`, which are checked here."""
@@ -86,6 +87,7 @@ def forward_recipe(
         kinds=_of_kernels(kinds),
         strides=_strides(given, kinds),
         groups=groups,
+        sm_margin=checks.check_sm_margin(function, sm_margin, device.sms),
         aligned=aligned,
     )
     return Recipe(
@@ -107,6 +109,7 @@ def backward_recipe(
     *,
     demanded: fused.Kinds,
     s_dtype: str | None,
+    sm_margin: int,
     aligned: bool,
 ) -> Recipe:
     """Of the gradients `wanted`. `given`: x, dy, ds, s, mean, rstd and the operands, absent where there is none; they
@@ -142,6 +145,7 @@ def backward_recipe(
         kinds=_of_kernels(kinds),
         strides=_strides(given, kinds),
         groups=groups,
+        sm_margin=checks.check_sm_margin(function, sm_margin, device.sms),
         aligned=aligned,
     )
     columns = x.shape[-1:]

@@ -333,14 +333,15 @@ def _sum_partials(problem: Problem, device: Device, sums: tuple[str, ...], group
     """A launch for each dtype."""
     threads = _partial_row(problem) // SUM_COLUMNS
     row = _partial_row(problem) * ITEMSIZE[problem.compute]
-    # About 256 CTAs for dweight and for dbias, of 8 to 256 threads beside each other: 132 partial rows of 1024 columns
-    # 2.4 us, of 8192 3.1; 28 of 65536 3.7, with 8 threads beside each other 7.2.
-    lanes = next((lanes for lanes in (8, 16, 32, 64, 128) if lanes * 256 >= threads), SUM_THREADS)
     steps = []
     for dtype, kind in dict.fromkeys((problem.by_name[name].dtype, problem.by_name[name].kind) for name in sums):
         names = [name for name in sums if (problem.by_name[name].dtype, problem.by_name[name].kind) == (dtype, kind)]
         # blockIdx.z: of which group of rows.
         count = problem.groups.count if problem.groups and kind == "group" else 1
+        # About 256 CTAs for dweight and for dbias, of 8 to 256 threads beside each other: 132 partial rows of 1024
+        # columns 2.4 us, of 8192 3.1; 28 of 65536 3.7, with 8 threads beside each other 7.2. All groups of rows
+        # together have as many: of each there are few partial rows.
+        lanes = next((lanes for lanes in (8, 16, 32, 64, 128) if lanes * 256 >= threads * count), SUM_THREADS)
         pack = 16 // ITEMSIZE[problem.row_dtype]
         spec = SumSpec(problem.compute, dtype, pack, lanes, len(names), count > 1, SUM_THREADS)
         partials = (Pointer("workspace", sums.index(name) * groups * row) for name in names)

@@ -12,7 +12,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from ..operation import NAMED, NORMS, Norm, Operation, derivative, name_of
+from ..operation import NAMED, NORMS, SEED, Norm, Operation, derivative, name_of
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # the largest number of each; y alone may have them
@@ -56,7 +56,7 @@ class Operand:
     name: str
     # "full": rows x cols; "column": one vector for all rows; "group": one for each group of rows; "per_row": a number
     # for each row; "per_block": for each BLOCK columns of a row; "one": a number in memory; "scalar": a number that the
-    # launch is given.
+    # launch is given; "seed": 8 bytes in memory, of which a kernel makes random numbers, rows x cols.
     kind: str
     dtype: str
     written: bool = False
@@ -87,12 +87,15 @@ class Operand:
 
     @property
     def itemsize(self) -> int:
+        if self.kind == "seed":
+            return 8
         return 1 if self.dtype in FLOAT8 else ITEMSIZE[self.dtype]
 
     def size(self, rows: int, cols: int) -> int:
         """How many numbers it holds."""
         blocks = rows * -(-cols // BLOCK)
         sizes = {"full": rows * cols, "column": cols, "per_row": rows, "per_block": blocks, "one": 1, "scalar": 1}
+        sizes["seed"] = 1
         sizes["group"] = self.groups.count * cols if self.groups else 0
         return sizes[self.kind]
 
@@ -256,9 +259,10 @@ def _operands(
 ) -> tuple[Operand, ...]:
     found = []
     for name in names:
-        kind = "full" if name == "x" else kinds.get(name, "column")
+        kind = "full" if name == "x" else "seed" if name == SEED else kinds.get(name, "column")
         rows = _row_strides(name, cols, strides) if kind in ("full", "group") else ()
-        found.append(Operand(name, kind, dtypes[name], False, *rows, groups=groups if kind == "group" else None))
+        dtype = "int64" if kind == "seed" else dtypes[name]
+        found.append(Operand(name, kind, dtype, False, *rows, groups=groups if kind == "group" else None))
     return tuple(found)
 
 

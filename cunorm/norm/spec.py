@@ -110,8 +110,8 @@ class NormSpec:
 
     @property
     def matrices(self) -> tuple[Operand, ...]:
-        """What is read by rows."""
-        return tuple(one for one in self.read if one.kind == "full")
+        """What is read by rows, or made of a seed by rows."""
+        return tuple(one for one in self.read if one.kind in ("full", "seed"))
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
@@ -261,7 +261,11 @@ def dynamic_shared(spec: KernelSpec) -> int:
         """One of each for each of the rows of a CTA."""
         packs = threads * shape.packs
         gaps = packs // shape.lanes * RUN_GAP
-        return sum(packs * shape.pack * one.itemsize + gaps * (not spec.has_vectors(one)) for one in operands)
+        return sum(
+            packs * shape.pack * one.itemsize + gaps * (not spec.has_vectors(one))
+            for one in operands
+            if one.kind != "seed"
+        )
 
     if spec.kernel == "forward":
         return spec.stages * places((*spec.inputs, *spec.beside))

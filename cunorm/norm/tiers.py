@@ -12,6 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ..device import Device
+from ..expression_value import FUNCTIONS
 from .problem import ITEMSIZE, Problem
 from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
 
@@ -174,6 +175,8 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
     if spec.scales:
         working += 12 if spec.aligned else 32
     row_words = shape.packs * pack * itemsize // 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
+    if device.arch < 90 and any(step.function in FUNCTIONS for step in problem.operation.epilogue.steps):
+        working += 16  # a gate's sigmoid spilled 4 bytes, few rows of 4096 cols
     if not spec.aligned:
         working += _words_to_shift(spec)
     # At odd addresses a row on its way to registers takes two words for one, and a column one for each element.

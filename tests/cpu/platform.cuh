@@ -242,6 +242,8 @@ struct Mailbox {
 };
 
 // Functions of the mathematics library, for functions.cuh.
+inline float reciprocal(float value) { return 1.0f / value; }
+inline double reciprocal(double value) { return 1.0 / value; }
 inline float exponential(float value) { return std::exp(value); }
 inline double exponential(double value) { return std::exp(value); }
 inline float logarithm(float value) { return std::log(value); }

@@ -19,7 +19,8 @@ from jax.core import ShapedArray
 from ...expression_texts import evaluate
 from ...expression_value import Expression
 from ...norm.problem import Groups, Problem, backward_problem, compute_dtype, forward_problem
-from ...operation import NORMS, Derivative, Norm, Operation, derivative
+from ...operation import NORMS, SEED, Derivative, Norm, Operation, derivative
+from .philox import uniform
 
 Arrays = Mapping[str, jax.Array]
 Names = tuple[str, ...]
@@ -65,6 +66,8 @@ class Task:
 
     def kind(self, name: str) -> str:
         """How an array lies beside x, in the words of norm/problem.py; a gradient as what it is the gradient of."""
+        if name == SEED:
+            return SEED
         if name in FULL or name in PER_ROW:
             return "full" if name in FULL else "per_row"
         of = name if name in self.operation.operands else name.removeprefix("d")
@@ -200,13 +203,16 @@ def kept(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
 
 def sources(task: Task) -> Names:
     """What results are differentiated with respect to."""
-    return ("x", *(name for name in task.operation.operands if name not in dict(task.numbers)))
+    return ("x", *(name for name in task.operation.operands if name not in dict(task.numbers) and name != SEED))
 
 
 def _values(task: Task, arrays: Arrays) -> dict[str, jax.Array | float]:
     """What expressions are of, in the dtype of the arithmetic: what was given of x, the operands, dy and ds."""
     names = ("x", *task.operation.operands, "dy", "ds")
-    wide = {name: arrays[name].astype(task.compute) for name in names if name in arrays}
+    wide = {name: arrays[name].astype(task.compute) for name in names if name in arrays and name != SEED}
+    if SEED in arrays:
+        shape = next(array.shape for name, array in arrays.items() if task.kind(name) == "full")
+        wide[SEED] = uniform(arrays[SEED], shape, task.compute)
     return wide | dict(task.numbers)
 
 

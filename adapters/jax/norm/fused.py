@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ...norm import checks, fused
 from ...norm.checks import Layout
-from ...operation import NORMS, Operation
+from ...operation import NORMS, SEED, Operation
 from . import formulas, functional, sharding
 from .arrays import cunorm_backward
 from .formulas import Task
@@ -34,11 +34,12 @@ def forward(
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
+    sm_margin: int,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for. All are
     differentiable.
     """
-    arrays, task = _checked(function, operation, x, operands, demanded, eps, dtype, s_dtype)
+    arrays, task = _checked(function, operation, x, operands, demanded, eps, dtype, s_dtype, sm_margin)
     results = functional.FORWARD[operation.norm](task, bool(statistics), arrays)
     return {name: results[name] for name in operation.returns}, results.get("mean"), results.get("rstd")
 
@@ -51,6 +52,7 @@ def backward(
     *,
     demanded: fused.Kinds,
     s_dtype: str | None,
+    sm_margin: int,
 ) -> dict[str, jax.Array]:
     """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
     is none.
@@ -65,7 +67,7 @@ def backward(
         for name, one in operands.items()
         if isinstance(one, numbers.Real) and name in wanted
     }
-    given, task = _checked(function, operation, x, operands, demanded, 0.0, None, s_dtype)
+    given, task = _checked(function, operation, x, operands, demanded, 0.0, None, s_dtype, sm_margin)
     others = {
         name: array(function, name, arrays.get(name))
         for name in ("dy", "ds", "s", "mean", "rstd")
@@ -97,6 +99,7 @@ def _checked(
     eps: float,
     dtype: str | None,
     s_dtype: str | None,
+    sm_margin: int,
 ) -> tuple[dict[str, jax.Array], Task]:
     """The arrays of a call, as the primitives take them, and the rest of it."""
     x = array(function, "x", x)
@@ -105,7 +108,7 @@ def _checked(
         name: fused.number(function, name, one) for name, one in operands.items() if isinstance(one, numbers.Real)
     }
     given = {name: array(function, name, one) for name, one in operands.items() if name not in literals}
-    layouts = {name: _layout(one, of_x) for name, one in given.items()}
+    layouts = {name: _layout(one, None if name == SEED else of_x) for name, one in given.items()}
     kinds = fused.check_operands(function, of_x, layouts | literals, demanded=demanded)
     for argument, name in (("dtype", dtype), ("s_dtype", s_dtype)):
         functional.check_x64(function, argument, name)
@@ -116,12 +119,14 @@ def _checked(
         ndim=1,
         eps=checks.check_eps(function, eps),
         dtype=dtype or of_x.dtype,
-        sm_margin=0,
+        sm_margin=checks.check_sm_margin(function, sm_margin, None),
         # Of an operand that was left out the gradient has the dtype of x.
         dtypes=tuple((dict.fromkeys(("x", *operation.operands), of_x.dtype) | of_operands).items()),
         s_dtype=None if operation.prologue is None else s_dtype or of_x.dtype,
         kinds=tuple(
-            (name, "group" if kinds[name] == "group" else "full") for name in arrays if kinds[name] != "column"
+            (name, "group" if kinds[name] == "group" else "full")
+            for name in arrays
+            if kinds[name] not in ("column", "seed")
         ),
         numbers=tuple(literals.items()),
         group_axes=_group_axes(arrays, kinds, x.shape),
@@ -140,6 +145,8 @@ def _group_axes(arrays: Mapping[str, jax.Array], kinds: Mapping[str, str], shape
 
 def _placed(operand: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
     """In the shape of its kind: a column's one axis, that of x, or for groups ones where they have no axis of x."""
+    if kind == "seed":
+        return operand.reshape(-1)
     if kind == "group":
         return operand.reshape((1,) * (len(shape) - operand.ndim) + operand.shape)
     to = shape[-1:] if kind == "column" else shape

@@ -25,6 +25,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ...norm import fused
 from ...norm.problem import MOST_GROUPS
+from ...operation import SEED
 from . import formulas, sharding
 from .formulas import DOT, Arrays, Names, Task
 
@@ -163,13 +164,23 @@ ad.primitive_transposes[tangent_p] = _transpose_of_tangent
 # vmap.
 
 
+def _batch_by_formula(arrays, dims, *, call, task, names, wanted):
+    """What is drawn of a seed follows from the number of a row in a sample: a batch is not more rows."""
+    function = partial(_formula, task, names, wanted)
+    return jax.vmap(function, dims)(*arrays), [0] * len(wanted)
+
+
 def _batch_forward(arrays, dims, *, call, task, names, wanted):
+    if SEED in task.operation.operands:
+        return _batch_by_formula(arrays, dims, call=call, task=task, names=names, wanted=wanted)
     task, arrays = _in_rows(task, *batch_in_front(arrays, dims, names))
     results = bind(forward_p, sharding.call, task, arrays, wanted)
     return [results[name] for name in wanted], [0] * len(wanted)
 
 
 def _batch_backward(arrays, dims, *, call, task, names, wanted):
+    if SEED in task.operation.operands:
+        return _batch_by_formula(arrays, dims, call=call, task=task, names=names, wanted=wanted)
     arrays, mapped = batch_in_front(arrays, dims, names)
     in_rows, all_rows = _in_rows(task, arrays, mapped, {name.removeprefix("d") for name in wanted})
     of_rows = tuple(name for name in wanted if task.kind(name) == "full" or in_rows.kind(name) == "group")

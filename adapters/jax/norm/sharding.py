@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ...operation import SEED
 from ..xla import call as xla_call
 from .formulas import Arrays, Names, Task
 
@@ -41,7 +42,7 @@ def prepared(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
     sharding = jax.typeof(arrays["x"]).sharding
     if not sharding.mesh.explicit_axes:
         return arrays
-    rows = _rows_by_type(arrays["x"], arrays["x"].ndim - task.ndim)
+    rows = _rows_by_type(task, arrays["x"], arrays["x"].ndim - task.ndim)
     return {
         name: jax.sharding.reshard(array, NamedSharding(sharding.mesh, _spec(task, name, rows)))
         for name, array in arrays.items()
@@ -57,7 +58,7 @@ def call(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[j
     mesh = jax.typeof(x).sharding.mesh
     if not mesh.explicit_axes:
         return _partitioned(task, names, wanted, leading)(*arrays)
-    rows = _rows_by_type(x, leading)
+    rows = _rows_by_type(task, x, leading)
     return jax.shard_map(
         partial(_of_a_device, task, names, wanted, rows),
         mesh=mesh,
@@ -83,7 +84,14 @@ def _place_of_rows(task: Task, names: Names) -> int:
     return next(place for place, name in enumerate(names) if task.kind(name) == "full")
 
 
-def _rows_by_type(x: jax.Array, leading: int) -> Rows:
+def _splits(task: Task) -> bool:
+    """Whether rows may be split: what is drawn of a seed follows from the number of a row among all of them."""
+    return SEED not in task.operation.operands
+
+
+def _rows_by_type(task: Task, x: jax.Array, leading: int) -> Rows:
+    if not _splits(task):
+        return ((),) * leading
     spec = jax.typeof(x).sharding.spec
     return tuple(_axes(entry) for entry in (*spec, *(None,) * leading)[:leading])
 
@@ -104,7 +112,14 @@ def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> custo
     rows = [f"r{i}" for i in range(leading)]
     columns = [f"c{i}" for i in range(task.ndim)]
     of_groups = [row if axis in task.group_axes else f"g{axis}" for axis, row in enumerate(rows)]
-    axes = {"full": rows + columns, "per_row": rows, "per_block": [*rows, "b"], "column": columns, "one": []}
+    axes = {
+        "full": rows + columns,
+        "per_row": rows,
+        "per_block": [*rows, "b"],
+        "column": columns,
+        "one": [],
+        SEED: ["k"],
+    }
     axes["group"] = of_groups + columns
 
     def factors(name: str) -> str:
@@ -114,7 +129,12 @@ def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> custo
     partitioned.def_partition(
         partition=partial(_partition, task, names, wanted, leading),
         sharding_rule=f"{', '.join(map(factors, names))} -> {', '.join(map(factors, wanted))}",
-        need_replication_factors=(*columns, *(["b"] if "per_block" in map(task.kind, wanted) else ())),
+        need_replication_factors=(
+            *(() if _splits(task) else rows),
+            *columns,
+            *(["b"] if "per_block" in map(task.kind, wanted) else ()),
+            *(["k"] if SEED in names else ()),
+        ),
     )
     return partitioned
 
@@ -122,7 +142,7 @@ def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> custo
 def _partition(task: Task, names: Names, wanted: Names, leading: int, mesh: Mesh, arguments, results):
     """(mesh, what each device does, shardings of the results, shardings of the arguments)."""
     x = arguments[_place_of_rows(task, names)]
-    rows = _row_axes(x, leading, mesh)
+    rows = _row_axes(x, leading, mesh) if _splits(task) else ((),) * leading
     return (
         mesh,
         partial(_of_a_device, task, names, wanted, rows),

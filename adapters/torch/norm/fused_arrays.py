@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...norm import checks as core
 from ...norm import fused
-from ...operation import NORMS, Operation
+from ...operation import NORMS, SEED, Operation
 from . import fused_dispatch, fused_formulas, fused_launching
 from .arrays import layouts_of, mean_and_rstd
 from .fused_launching import call_of
@@ -32,6 +32,7 @@ def forward(
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
+    sm_margin: int,
 ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for. y and s are
     differentiable.
@@ -40,7 +41,8 @@ def forward(
         eps = core.check_eps(function, eps)
     tensors, given = _told_apart(function, x, operands)
     names = tuple(tensors)
-    call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype)
+    margins = (core.check_sm_margin(function, sm_margin, None),) * 3
+    call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype, margins)
     results, found = fused_dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
     mean = rstd = None
     if found is not None:
@@ -53,8 +55,8 @@ def _told_apart(function: str, x: Tensor, operands: Mapping[str, Any]) -> tuple[
     tensors, given = {"x": x}, {}
     for name, one in operands.items():
         if isinstance(one, Tensor):
-            tensors[name] = one.expand(x.shape[-1:]) if one.dim() == 0 and x.dim() else one
-        elif isinstance(one, numbers.Real) or type(one) is torch.SymFloat:
+            tensors[name] = one.expand(x.shape[-1:]) if one.dim() == 0 and x.dim() and name != SEED else one
+        elif (isinstance(one, numbers.Real) and name != SEED) or type(one) is torch.SymFloat:
             given[name] = fused.number(function, name, one)
         else:
             raise TypeError(
@@ -73,10 +75,12 @@ def backward(
     *,
     demanded: fused.Kinds,
     s_dtype: str | None,
+    sm_margin: int,
 ) -> dict[str, Tensor]:
     """The gradients `wanted`, by name. `arrays`: x, dy, ds, s, mean, rstd and the operands, None or absent where there
     is none.
     """
+    margins = (core.check_sm_margin(function, sm_margin, None),) * 3
     of_rows = NORMS[operation.norm].statistics
     needed = ("x", *of_rows)
     arrays = {name: one for name, one in arrays.items() if one is not None or name in needed}
@@ -92,7 +96,7 @@ def backward(
     statistics = torch.stack([others[name] for name in of_rows])
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
     if fused_dispatch.at_once([*tensors.values(), *others.values()]):
-        call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, row_dtype)
+        call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, row_dtype, margins)
         family = fused_launching.family(call, {name: layouts[name] for name in tensors})
         names = (*tensors, *(() if s is None else ("s",)))
         saved = (*tensors.values(), *(() if s is None else (s,)))

@@ -34,7 +34,10 @@ def run(
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             results = _apply(call, numbers, eps, wants_statistics, *tensors)
             return (results[:-1], results[-1]) if wants_statistics else (results, None)
-        results, statistics, _ = fused_launching.forward(call, tensors, numbers, eps, wants_statistics)
+        margin = call.sm_margins[2]
+        results, statistics, _ = fused_launching.forward(
+            call, tensors, numbers, eps, wants_statistics, sm_margin=margin
+        )
         return results, statistics
     if "torch.distributed.tensor" in sys.modules:  # somebody may hand us a DTensor
         from . import fused_sharding
@@ -56,7 +59,8 @@ def at_once(tensors: Sequence[Tensor]) -> bool:
     for tensor in tensors:
         if type(tensor) not in functional.PLAIN or not tensor.is_cuda or tensor.is_neg():
             return False
-        if tensor.layout is not torch.strided or not tensor.is_floating_point():
+        # Of int64 a seed is; the launch refuses others.
+        if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.dtype is torch.int64):
             return False
     return functional._nothing_listens()
 
@@ -66,7 +70,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, numbers, eps, wants_statistics, *tensors):
-        results, statistics, family = fused_launching.forward(call, tensors, numbers, eps, True)
+        margin = call.sm_margins[0]
+        results, statistics, family = fused_launching.forward(call, tensors, numbers, eps, True, sm_margin=margin)
         names = call.saved(call.wanted(ctx.needs_input_grad[4:]))
         places, returns = call.names, call.operation.returns
         saved = [results[returns.index("s")] if name == "s" else tensors[places.index(name)] for name in names]
@@ -82,17 +87,20 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, *gradients):
         family, names, numbers, eps = ctx.call
         statistics, *saved = ctx.saved_tensors
-        mask = ctx.needs_input_grad[4:]
         # With statistics there is one more of these, None.
         given = dict(zip(family.call.operation.returns, gradients, strict=False))
         dy, ds = given.get("y"), given.get("s")
-        if (dy is None or functional.launchable(dy)) and (ds is None or functional.launchable(ds)):
-            wanted = family.call.wanted(mask)
-            of_wanted = iter(fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, wanted))
-            found = [next(of_wanted) if one else None for one in mask]
-        else:
-            found = _through_torch(family, names, saved, numbers, eps, dy, ds, statistics, mask)
+        found = gradients_of(family, names, saved, numbers, eps, dy, ds, statistics, ctx.needs_input_grad[4:])
         return None, None, None, None, *found
+
+
+def gradients_of(family, names, saved, numbers, eps, dy, ds, statistics, mask) -> list[Tensor | None]:
+    """The gradients of the tensors of a call, None where `mask` says so."""
+    if not all(one is None or functional.launchable(one) for one in (dy, ds)):
+        return _through_torch(family, names, saved, numbers, eps, dy, ds, statistics, mask)
+    wanted = family.call.wanted(mask)
+    found = iter(fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, wanted))
+    return [next(found) if one else None for one in mask]
 
 
 # As in functional.py, without what torch does for functorch.
@@ -111,14 +119,17 @@ def _through_torch(family, names, saved, numbers, eps, dy, ds, statistics, mask)
     options = _options(call, numbers, eps, dtypes[0])
     *operation, eps, _, s_dtype = options
     return fused_operators.gradients(
-        call, (*operation, eps, s_dtype), dy, ds, tensors, given.get("s"), statistics, mask, dtypes
+        call, (*operation, eps, s_dtype, call.sm_margins[1]), dy, ds, tensors, given.get("s"), statistics, mask, dtypes
     )
 
 
 def _by_operator(call, tensors, numbers, eps, wants_statistics):
     x, *operands = tensors
-    statistics = wants_statistics or operators.wants_gradient(*tensors)
-    options = (*_options(call, numbers, eps, checks.dtype_name(x.dtype)), statistics)
+    wants_gradient = operators.wants_gradient(*tensors)
+    forward, backward, inference = call.sm_margins
+    margins = (forward if wants_gradient else inference, backward)
+    statistics = wants_statistics or wants_gradient
+    options = (*_options(call, numbers, eps, checks.dtype_name(x.dtype)), statistics, *margins)
     if torch.compiler.is_compiling():
         y, s, found = fused_operators.fused_norm(x, operands, *options)
     else:
@@ -128,7 +139,7 @@ def _by_operator(call, tensors, numbers, eps, wants_statistics):
 
 
 def _options(call: Call, numbers: Sequence[float], eps: float, x_dtype: str) -> tuple:
-    """As the operators take them, but for wants_statistics."""
+    """As the operators take them, up to s_dtype."""
     norm, prologue, epilogue, names = fused_operators.texts_of(call)
     dtype, s_dtype = (getattr(torch, one or x_dtype) for one in (call.dtype, call.s_dtype))
     return norm, prologue, epilogue, names, [*numbers], [*call.operation.returns], eps, dtype, s_dtype

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...expression_texts import evaluate
 from ...expression_value import Expression
+from ...norm.philox import uniform
 from ...norm.problem import compute_dtype
-from ...operation import NORMS, Operation, derivative
+from ...operation import NORMS, SEED, Operation, derivative
 
 # x (..., cols); statistics as in formulas.py: (mean, rstd) or (rstd,) of every row, shape (2 or 1, ...).
 
@@ -26,7 +27,7 @@ def forward(
     """({"y": y, "s": s if there is a prologue}, statistics). `values`: x and the operands, by name."""
     shape, given = values["x"].shape, tuple(values.values())
     operation = operation.given(values)
-    values = _wide(values, s_dtype)
+    values = _wide(values, s_dtype, shape)
     exact, s = _rows(operation, values, shape, s_dtype)
     results = {} if operation.prologue is None else {"s": s}
     rows = _rounded(exact, s)
@@ -53,7 +54,7 @@ def backward(
     shapes = {name: one.shape if isinstance(one, Tensor) else () for name, one in values.items()}
     given = (*values.values(), s, *gradients.values())
     found = derivative(operation, wanted, values)
-    values = _wide({**values, **{name: one for name, one in gradients.items() if one is not None}}, s_dtype)
+    values = _wide({**values, **{name: one for name, one in gradients.items() if one is not None}}, s_dtype, shape)
     values.setdefault("dy", torch.zeros_like(statistics[0])[..., None].expand(shape))
     rows = _rounded(*_rows(operation, values, shape, s_dtype)) if s is None else s.to(statistics.dtype)
     values["xhat"], rstd = _normalised(rows, statistics)
@@ -85,7 +86,8 @@ def statistics_of(operation: Operation, rows: Tensor, eps: float) -> Tensor:
 
 def rows_of(operation: Operation, values: Mapping[str, Tensor | float], s_dtype: torch.dtype) -> Tensor:
     """s, made again, in the dtype of the arithmetic."""
-    return _rounded(*_rows(operation, _wide(values, s_dtype), values["x"].shape, s_dtype))
+    shape = values["x"].shape
+    return _rounded(*_rows(operation, _wide(values, s_dtype, shape), shape, s_dtype))
 
 
 def _normalised(rows: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,9 +112,17 @@ def _rounded(exact: Tensor, s: Tensor) -> Tensor:
     return exact + change.detach()
 
 
-def _wide(values: Mapping[str, Tensor | float], s_dtype: torch.dtype) -> dict[str, Tensor | float]:
+def _wide(
+    values: Mapping[str, Tensor | float], s_dtype: torch.dtype, shape: Sequence[int]
+) -> dict[str, Tensor | float]:
+    """In the dtype of the arithmetic; of a seed the numbers for every element of x."""
     compute = getattr(torch, compute_dtype(str(s_dtype).removeprefix("torch.")))
-    return {name: one.to(compute) if isinstance(one, Tensor) else one for name, one in values.items()}
+    wide = {name: one.to(compute) if isinstance(one, Tensor) else one for name, one in values.items()}
+    seed = values.get(SEED)
+    if isinstance(seed, Tensor) and not seed.is_floating_point():  # what stands for one that is not read is
+        one = seed.reshape(-1).view(torch.int64)[0] if seed.dtype is not torch.int64 else seed.reshape(())
+        wide[SEED] = uniform(one, tuple(shape), torch, device=seed.device).to(compute)
+    return wide
 
 
 def _full(expression: Expression, values: Mapping[str, Tensor | float], shape: Sequence[int]) -> Tensor:

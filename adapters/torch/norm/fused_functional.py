@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...named_fusions import KINDS
+from ...named_fusions import KINDS, dropout
 from ...norm.fused import Kinds
-from ...operation import FUSIONS
+from ...operation import FUSIONS, SEED
 from . import checks, functional
 from .fused_dispatch import run
 from .fused_launching import Call, call_of
@@ -28,8 +28,13 @@ def add_layer_norm(
     zero_centered_gamma: bool = False,
     dtype: torch.dtype | None = None,
     s_dtype: torch.dtype | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> tuple[Tensor, Tensor]:
-    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axes of x = input.
+    """s = residual + dropout(x), y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias.
+
+    Over the last axes of x = input.
 
     Parameters
     ----------
@@ -47,6 +52,15 @@ def add_layer_norm(
         Of y. Default: that of input; under autocast as in `layer_norm`.
     s_dtype : torch.dtype, optional
         Of s, such as float32 for a residual stream beside 16-bit layers. Default: that of input.
+    dropout_p : float
+        Of x so much is replaced by 0, and the rest multiplied by 1 / (1 - dropout_p): at least 0 and less than 1,
+        rounded to a multiple of 2^-16.
+    seed : Tensor of one int64
+        On the device of input; needed where dropout_p is not 0. What is dropped follows from the seed, the row and the
+        column alone: ``torch.randint(2**63 - 1, (1,), device=input.device)`` is another one in each replay of a CUDA
+        graph.
+    sm_margin : int or dict
+        So many multiprocessors are left to others, as in `layer_norm`.
 
     Returns
     -------
@@ -56,12 +70,13 @@ def add_layer_norm(
     Raises
     ------
     RuntimeError, NotImplementedError, TypeError, ValueError
-        As `layer_norm`.
+        As `layer_norm`. ValueError for a dropout_p that is not one, or without a seed.
 
     Notes
     -----
-    s is rounded before its statistics are taken. For the backward pass s, mean, rstd and weight are kept, input and
-    residual are not; their gradients are one tensor, written once, unless their dtypes differ.
+    s is rounded before its statistics are taken. For the backward pass s, mean, rstd, weight and seed are kept, input
+    and residual are not, nor is what was dropped: it is drawn again. Without dropout the gradients of input and
+    residual are one tensor, written once, unless their dtypes differ.
 
     Examples
     --------
@@ -79,7 +94,9 @@ def add_layer_norm(
         eps,
         dtype,
         s_dtype,
+        drops=_dropout("add_layer_norm", dropout_p, seed),
         zero_centered_gamma=zero_centered_gamma,
+        sm_margin=sm_margin,
     )
 
 
@@ -93,8 +110,11 @@ def add_rms_norm(
     zero_centered_gamma: bool = False,
     dtype: torch.dtype | None = None,
     s_dtype: torch.dtype | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> tuple[Tensor, Tensor]:
-    """s = x + residual, y = s / sqrt(mean(s²) + eps) * weight, over the last axes of x = input.
+    """s = residual + dropout(x), y = s / sqrt(mean(s²) + eps) * weight, over the last axes of x = input.
 
     Parameters, results and errors as in `add_layer_norm`; `eps=None` as in `rms_norm`.
 
@@ -107,7 +127,16 @@ def add_rms_norm(
     """
     operands = {"residual": residual, "weight": weight}
     return _named(
-        "add_rms_norm", input, normalized_shape, operands, eps, dtype, s_dtype, zero_centered_gamma=zero_centered_gamma
+        "add_rms_norm",
+        input,
+        normalized_shape,
+        operands,
+        eps,
+        dtype,
+        s_dtype,
+        drops=_dropout("add_rms_norm", dropout_p, seed),
+        zero_centered_gamma=zero_centered_gamma,
+        sm_margin=sm_margin,
     )
 
 
@@ -121,6 +150,7 @@ def layer_norm_add(
     *,
     zero_centered_gamma: bool = False,
     dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> Tensor:
     """y = residual + (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axes of x = input.
 
@@ -135,7 +165,14 @@ def layer_norm_add(
     """
     operands = {"residual": residual, "weight": weight, "bias": bias}
     (y,) = _named(
-        "layer_norm_add", input, normalized_shape, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma
+        "layer_norm_add",
+        input,
+        normalized_shape,
+        operands,
+        eps,
+        dtype,
+        zero_centered_gamma=zero_centered_gamma,
+        sm_margin=sm_margin,
     )
     return y
 
@@ -149,6 +186,7 @@ def rms_norm_add(
     *,
     zero_centered_gamma: bool = False,
     dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> Tensor:
     """y = residual + x / sqrt(mean(x²) + eps) * weight, over the last axes of x = input.
 
@@ -163,7 +201,14 @@ def rms_norm_add(
     """
     operands = {"residual": residual, "weight": weight}
     (y,) = _named(
-        "rms_norm_add", input, normalized_shape, operands, eps, dtype, zero_centered_gamma=zero_centered_gamma
+        "rms_norm_add",
+        input,
+        normalized_shape,
+        operands,
+        eps,
+        dtype,
+        zero_centered_gamma=zero_centered_gamma,
+        sm_margin=sm_margin,
     )
     return y
 
@@ -178,14 +223,19 @@ def _named(
     s_dtype: torch.dtype | None = None,
     *,
     kinds: Kinds = KINDS,
+    drops: dict[str, Any] | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
     **flags: bool,
 ) -> tuple[Tensor, ...]:
-    """The results of a named function, in order. Operands that may be left out are None then."""
-    tensors = {"x": x} | {name: one for name, one in operands.items() if one is not None or name not in OPTIONAL}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            name = "input" if name == "x" else name
-            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    """The results of a named function, in order. Operands that may be left out are None then; `drops` are those of
+    dropout.
+    """
+    numbers: Sequence[float] = ()
+    if drops:
+        seed, *numbers = drops.values()
+        operands = operands | {SEED: seed}
+        flags["dropout"] = True
+    tensors = given_of(function, x, operands)
     norm = "layer_norm" if "layer_norm" in function else "rms_norm"
     if flags.get("zero_centered_gamma"):
         checks.zero_centered(norm, operands["weight"])
@@ -196,19 +246,36 @@ def _named(
             checks.output_dtype(function, one)
     if dtype is None and x.is_cuda:
         dtype = functional._default_dtype(norm, x)
-    call = _call(function, tuple(flags.items()), tuple(tensors)[1:], kinds, _name(dtype), _name(s_dtype))
+    margins = (sm_margin,) * 3 if type(sm_margin) is int and sm_margin >= 0 else checks.sm_margins(function, sm_margin)
+    call = _call(function, tuple(flags.items()), tuple(tensors)[1:], kinds, _name(dtype), _name(s_dtype), margins)
     given = tuple(tensors.values())
     ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
     if ndim > 1:
-        given = tuple(_rows(tensor, ndim) for tensor in given)
+        given = tuple(
+            tensor if name == SEED else _rows(tensor, ndim) for name, tensor in zip(tensors, given, strict=True)
+        )
     if torch.compiler.is_compiling():  # the operators raise as torch does
-        results, _ = run(call, given, (), eps, False)
+        results, _ = run(call, given, numbers, eps, False)
     else:
-        results, _ = checks.raising_as_torch(run, call, given, (), eps, False)
+        results, _ = checks.raising_as_torch(run, call, given, numbers, eps, False)
     return tuple(one.reshape(x.shape) for one in results) if ndim > 1 else tuple(results)
 
 
-OPTIONAL = ("weight", "bias")
+def _dropout(function: str, dropout_p: float, seed: Tensor | None) -> dict[str, Any]:
+    return dropout(function, dropout_p, seed) if dropout_p or type(dropout_p) is not float else {}
+
+
+def given_of(function: str, x: Any, operands: dict[str, Any]) -> dict[str, Tensor]:
+    """x and the operands that there are: tensors."""
+    tensors = {"x": x} | {name: one for name, one in operands.items() if one is not None or name not in OPTIONAL}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            name = "input" if name == "x" else name
+            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    return tensors
+
+
+OPTIONAL = ("weight", "bias", "second_weight")
 
 
 @torch.compiler.assume_constant_result
@@ -219,12 +286,14 @@ def _call(
     kinds: Kinds,
     dtype: str | None,
     s_dtype: str | None,
+    sm_margins: tuple[int, int, int],
 ) -> Call:
-    key = (function, flags, names, kinds, dtype, s_dtype)
+    key = (function, flags, names, kinds, dtype, s_dtype, sm_margins)
     found = _calls.get(key)
     if found is None:
         operation = FUSIONS[function](**{name: bool(flag) for name, flag in flags})
-        found = _calls[key] = call_of(function, operation, names, (), kinds, dtype, s_dtype)
+        of_dropout = ("dropped", "factor") if SEED in names else ()
+        found = _calls[key] = call_of(function, operation, names, of_dropout, kinds, dtype, s_dtype, sm_margins)
     return found
 
 

@@ -5,7 +5,7 @@ As launching.py: what follows from layouts and options alone is worked out once,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ...norm.checks import Layout
 from ...norm.fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
 from ...norm.plan import Plan
 from ...norm.problem import backward_reads, pointer_order
-from ...operation import NORMS, Operation
+from ...operation import NORMS, SEED, Operation
 from . import checks, launching
 
 
@@ -34,6 +34,7 @@ class Call:
     demanded: fused.Kinds
     dtype: str | None
     s_dtype: str | None
+    sm_margins: tuple[int, int, int] = (0, 0, 0)  # forward, backward, forward where nobody will go back
     recipes: dict[Hashable, Forward] = field(default_factory=dict)
     families: dict[Hashable, Family] = field(default_factory=dict)
     masks: dict[tuple[bool, ...], tuple[str, ...]] = field(default_factory=dict)
@@ -67,13 +68,14 @@ def call_of(
     demanded: fused.Kinds,
     dtype: str | None,
     s_dtype: str | None,
+    sm_margins: tuple[int, int, int] = (0, 0, 0),
 ) -> Call:
     """`names`: of the operands that are tensors."""
-    key = (function, operation, names, numbers, demanded, dtype, s_dtype)
+    key = (function, operation, names, numbers, demanded, dtype, s_dtype, sm_margins)
     found = None if torch.compiler.is_compiling() else _calls.get(key)
     if found is None:
         whole = operation.given((*names, *numbers))
-        found = Call(function, operation, whole, ("x", *names), numbers, demanded, dtype, s_dtype)
+        found = Call(function, operation, whole, ("x", *names), numbers, demanded, dtype, s_dtype, sm_margins)
         if not torch.compiler.is_compiling():  # nothing of it is needed after the trace
             launching.keep(_calls, key, found)
     return found
@@ -117,19 +119,25 @@ class Backward(NamedTuple):
 
 
 def forward(
-    call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float, wants_statistics: bool
+    call: Call,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
+    eps: float,
+    wants_statistics: bool,
+    *,
+    sm_margin: int,
 ) -> tuple[list[Tensor], Tensor | None, Family]:
     """(results in the order of `returns`, statistics as formulas.py has them, what `backward` wants)"""
     index = tensors[0].get_device()
     if index != launching._current_device():
         with torch.cuda.device(index):
-            return forward(call, tensors, numbers, eps, wants_statistics)
+            return forward(call, tensors, numbers, eps, wants_statistics, sm_margin=sm_margin)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    aligned = _aligned(pointers)
-    key = (aligned, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
+    aligned = _aligned(call.names, pointers)
+    key = (aligned, sm_margin, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
     recipe = call.recipes.get(key)
     if recipe is None:
-        recipe = launching.keep(call.recipes, key, _forward_recipe(call, tensors, aligned))
+        recipe = launching.keep(call.recipes, key, _forward_recipe(call, tensors, sm_margin, aligned))
     plan, copies, memory, memory_of_statistics, rstd_offset, order, family = recipe
     results = [launching._empty(*one) for one in memory]
     statistics = None
@@ -152,7 +160,7 @@ def forward(
     return results, statistics, family
 
 
-def _forward_recipe(call: Call, tensors: Sequence[Tensor], aligned: bool) -> Forward:
+def _forward_recipe(call: Call, tensors: Sequence[Tensor], sm_margin: int, aligned: bool) -> Forward:
     layouts = {name: layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
     recipe = forward_recipe(
         call.function,
@@ -162,6 +170,7 @@ def _forward_recipe(call: Call, tensors: Sequence[Tensor], aligned: bool) -> For
         demanded=call.demanded,
         dtype=call.dtype,
         s_dtype=call.s_dtype,
+        sm_margin=sm_margin,
         aligned=aligned,
     )
     leading = tensors[0].shape[:-1]
@@ -212,7 +221,7 @@ def backward(
             return backward(family, names, saved, numbers, dy, ds, statistics, wanted)
     tensors = (dy, ds, *saved)
     pointers = [0 if one is None else one.data_ptr() for one in tensors]
-    aligned = _aligned(pointers)
+    aligned = _aligned(("dy", "ds", *names), pointers)
     key = (wanted, names, aligned, *[None if one is None else (one.stride(), one.dtype) for one in tensors])
     recipe = family.recipes.get(key)
     if recipe is None:
@@ -278,6 +287,7 @@ def _backward_recipe(
         launching.properties_of(call.function, statistics),
         demanded=call.demanded,
         s_dtype=call.s_dtype,
+        sm_margin=call.sm_margins[1],
         aligned=aligned,
     )
     written = [name for name, _, _ in recipe.written]
@@ -329,9 +339,11 @@ def _rstd_offset(plan: Plan | None) -> int:
     return plan.problem.rows * getattr(torch, plan.problem.compute).itemsize
 
 
-def _aligned(pointers: Iterable[int]) -> bool:
-    """All of them are multiples of 16; what torch allocates is."""
+def _aligned(names: Sequence[str], pointers: Sequence[int]) -> bool:
+    """All of them are multiples of 16, but for that of a seed; what torch allocates is."""
     together = 0
     for pointer in pointers:
         together |= pointer
+    if together & 15 and SEED in names:
+        return not any(pointer & 15 for name, pointer in zip(names, pointers, strict=True) if name != SEED)
     return not together & 15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +13,13 @@ from .fused_functional import _named
 
 
 def layer_norm_modulate(
-    input: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5, *, dtype: torch.dtype | None = None
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> Tensor:
     """y = (x - mean(x)) / sqrt(var(x) + eps) * (1 + scale) + shift, over the last axis of x = input.
 
@@ -44,12 +51,26 @@ def layer_norm_modulate(
     >>> layer_norm_modulate(torch.tensor([[[1.0, 2.0, 3.0]]]), torch.ones(1, 1, 3), torch.zeros(1, 1, 3))
     tensor([[[-2.4495,  0.0000,  2.4495]]])
     """
-    (y,) = _named("layer_norm_modulate", input, input.shape[-1:], {"scale": scale, "shift": shift}, eps, dtype)
+    (y,) = _named(
+        "layer_norm_modulate",
+        input,
+        input.shape[-1:],
+        {"scale": scale, "shift": shift},
+        eps,
+        dtype,
+        sm_margin=sm_margin,
+    )
     return y
 
 
 def rms_norm_modulate(
-    input: Tensor, scale: Tensor, shift: Tensor, eps: float | None = None, *, dtype: torch.dtype | None = None
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> Tensor:
     """y = x / sqrt(mean(x²) + eps) * (1 + scale) + shift, over the last axis of x = input.
 
@@ -62,7 +83,9 @@ def rms_norm_modulate(
     >>> rms_norm_modulate(torch.tensor([[3.0, 4.0]]), torch.ones(2), torch.zeros(2), 0.0)
     tensor([[1.6971, 2.2627]])
     """
-    (y,) = _named("rms_norm_modulate", input, input.shape[-1:], {"scale": scale, "shift": shift}, eps, dtype)
+    (y,) = _named(
+        "rms_norm_modulate", input, input.shape[-1:], {"scale": scale, "shift": shift}, eps, dtype, sm_margin=sm_margin
+    )
     return y
 
 
@@ -76,6 +99,7 @@ def gate_add_layer_norm_modulate(
     *,
     dtype: torch.dtype | None = None,
     s_dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> tuple[Tensor, Tensor]:
     """s = residual + gate * x, y = (s - mean(s)) / sqrt(var(s) + eps) * (1 + scale) + shift, over the last axis.
 
@@ -90,7 +114,9 @@ def gate_add_layer_norm_modulate(
     (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[2., 4., 6.]]))
     """
     operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
-    return _named("gate_add_layer_norm_modulate", input, input.shape[-1:], operands, eps, dtype, s_dtype)
+    return _named(
+        "gate_add_layer_norm_modulate", input, input.shape[-1:], operands, eps, dtype, s_dtype, sm_margin=sm_margin
+    )
 
 
 def gate_add_rms_norm_modulate(
@@ -103,6 +129,7 @@ def gate_add_rms_norm_modulate(
     *,
     dtype: torch.dtype | None = None,
     s_dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> tuple[Tensor, Tensor]:
     """s = residual + gate * x, y = s / sqrt(mean(s²) + eps) * (1 + scale) + shift, over the last axis.
 
@@ -117,7 +144,9 @@ def gate_add_rms_norm_modulate(
     (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
-    return _named("gate_add_rms_norm_modulate", input, input.shape[-1:], operands, eps, dtype, s_dtype)
+    return _named(
+        "gate_add_rms_norm_modulate", input, input.shape[-1:], operands, eps, dtype, s_dtype, sm_margin=sm_margin
+    )
 
 
 def rms_norm_gated(
@@ -129,6 +158,7 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> Tensor:
     """y = x / sqrt(mean(x²) + eps) * weight * silu(z), or, unless norm_before_gate, the same norm of s = x * silu(z).
 
@@ -169,7 +199,7 @@ def rms_norm_gated(
     function, operands = "rms_norm_gated", {"z": z, "weight": weight}
     flags = {"norm_before_gate": bool(norm_before_gate)}
     if group_size is None:
-        (y,) = _named(function, input, input.shape[-1:], operands, eps, dtype, **flags)
+        (y,) = _named(function, input, input.shape[-1:], operands, eps, dtype, sm_margin=sm_margin, **flags)
         return y
     columns = input.shape[-1]
     if isinstance(group_size, bool) or not isinstance(group_size, numbers.Integral):
@@ -183,5 +213,7 @@ def rms_norm_gated(
     # An axis for the groups; a weight is then one for each of them.
     given = {name: one.unflatten(-1, groups) if isinstance(one, Tensor) else one for name, one in operands.items()}
     kinds = tuple(kind for kind in KINDS if kind[0] != "weight")
-    (y,) = _named(function, input.unflatten(-1, groups), group_size, given, eps, dtype, kinds=kinds, **flags)
+    (y,) = _named(
+        function, input.unflatten(-1, groups), group_size, given, eps, dtype, kinds=kinds, sm_margin=sm_margin, **flags
+    )
     return y.flatten(-2)

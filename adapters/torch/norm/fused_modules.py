@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import checks
 from .fused_functional import add_layer_norm, add_rms_norm
 from .fused_modulating import layer_norm_modulate, rms_norm_gated
 
@@ -17,14 +18,35 @@ class _Options:
 
     zero_centered_gamma: bool
     s_dtype: torch.dtype | None
+    dropout_p: float
+    sm_margin: int | Mapping[str, int]
+    training: bool
 
-    def _set_options(self, zero_centered_gamma: bool, s_dtype: torch.dtype | None) -> None:
+    def _set_options(
+        self, zero_centered_gamma: bool, s_dtype: torch.dtype | None, dropout_p: float, sm_margin: Any
+    ) -> None:
         name = type(self).__name__
         if zero_centered_gamma and self.weight is None:
             raise ValueError(f"{name}: zero_centered_gamma=True needs a weight; got elementwise_affine=False.")
+        if not 0 <= dropout_p < 1:
+            raise ValueError(f"{name}: dropout_p must be at least 0 and less than 1; got {dropout_p}.")
         self.zero_centered_gamma = zero_centered_gamma
         self.s_dtype = s_dtype
+        self.dropout_p = float(dropout_p)
+        checks.sm_margins(name, sm_margin)
+        self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
         self.reset_parameters()
+
+    def _options(self, x: Tensor) -> dict[str, Any]:
+        """Of a call. The seed is drawn by torch's generator of the device: torch.manual_seed repeats it, checkpoints
+        draw the same again, and a replay of a CUDA graph another one.
+        """
+        options: dict[str, Any] = {"zero_centered_gamma": self.zero_centered_gamma, "s_dtype": self.s_dtype}
+        options["sm_margin"] = self.sm_margin
+        if self.dropout_p and self.training:
+            seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+            options |= {"dropout_p": self.dropout_p, "seed": seed}
+        return options
 
     def reset_parameters(self) -> None:
         """weight = 1, or 0 if it is centred there; bias = 0."""
@@ -36,11 +58,12 @@ class _Options:
         shown = [super().extra_repr()]
         shown += ["zero_centered_gamma=True"] if self.zero_centered_gamma else []
         shown += [f"s_dtype={self.s_dtype}"] if self.s_dtype is not None else []
+        shown += [f"dropout_p={self.dropout_p}"] if self.dropout_p else []
         return ", ".join(shown)
 
 
 class AddLayerNorm(_Options, nn.LayerNorm):
-    """s = x + residual, y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axes.
+    """s = residual + dropout(x), y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axes.
 
     Parameters
     ----------
@@ -50,6 +73,10 @@ class AddLayerNorm(_Options, nn.LayerNorm):
         Multiply by 1 + weight; weight begins as 0.
     s_dtype : torch.dtype, optional
         Of s, such as float32 for a residual stream beside 16-bit layers. Default: that of x.
+    dropout_p : float
+        As in `cunorm.torch.add_layer_norm`, in training mode alone; each call draws a seed by torch's generator.
+    sm_margin : int or dict
+        As in `cunorm.torch.layer_norm`.
 
     Raises
     ------
@@ -80,18 +107,20 @@ class AddLayerNorm(_Options, nn.LayerNorm):
         *,
         zero_centered_gamma: bool = False,
         s_dtype: torch.dtype | None = None,
+        dropout_p: float = 0.0,
+        sm_margin: int | Mapping[str, int] = 0,
     ):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self._set_options(zero_centered_gamma, s_dtype)
+        self._set_options(zero_centered_gamma, s_dtype, dropout_p, sm_margin)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(y, s)"""
-        options = {"zero_centered_gamma": self.zero_centered_gamma, "s_dtype": self.s_dtype}
+        options = self._options(input)
         return add_layer_norm(input, residual, self.normalized_shape, self.weight, self.bias, self.eps, **options)
 
 
 class AddRMSNorm(_Options, nn.RMSNorm):
-    """s = x + residual, y = s / sqrt(mean(s²) + eps) * weight, over the last axes.
+    """s = residual + dropout(x), y = s / sqrt(mean(s²) + eps) * weight, over the last axes.
 
     Parameters and errors as in `AddLayerNorm`, without bias; `eps=None` as in `cunorm.torch.rms_norm`.
 
@@ -114,14 +143,15 @@ class AddRMSNorm(_Options, nn.RMSNorm):
         *,
         zero_centered_gamma: bool = False,
         s_dtype: torch.dtype | None = None,
+        dropout_p: float = 0.0,
+        sm_margin: int | Mapping[str, int] = 0,
     ):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        self._set_options(zero_centered_gamma, s_dtype)
+        self._set_options(zero_centered_gamma, s_dtype, dropout_p, sm_margin)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(y, s)"""
-        options = {"zero_centered_gamma": self.zero_centered_gamma, "s_dtype": self.s_dtype}
-        return add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, **options)
+        return add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, **self._options(x))
 
 
 class RMSNormGated(nn.Module):

@@ -33,14 +33,14 @@ _library = operators._library
 _OPERATION = "str norm, str prologue, str epilogue, str[] names, float[] numbers, str[] returns"
 _FORWARD = (
     f"(Tensor x, Tensor[] operands, {_OPERATION}, float eps, ScalarType dtype, ScalarType s_dtype, "
-    "bool wants_statistics) -> (Tensor y, Tensor s, Tensor statistics)"
+    "bool wants_statistics, int sm_margin, int backward_sm_margin) -> (Tensor y, Tensor s, Tensor statistics)"
 )
 _library.define(f"fused_norm{_FORWARD}")
 _library.define(f"fused_norm_forward{_FORWARD}")
 # Of x and operands that are not read the shape alone counts; `dtypes` are those of all of them.
 _library.define(
     f"fused_norm_backward(Tensor? dy, Tensor? ds, Tensor x, Tensor[] operands, Tensor? s, Tensor statistics, "
-    f"{_OPERATION}, float eps, ScalarType s_dtype, str[] dtypes, bool[] wanted) -> Tensor[]"
+    f"{_OPERATION}, float eps, ScalarType s_dtype, str[] dtypes, bool[] wanted, int sm_margin) -> Tensor[]"
 )
 fused_norm = torch.ops.cunorm.fused_norm.default
 fused_norm_forward = torch.ops.cunorm.fused_norm_forward.default
@@ -63,6 +63,7 @@ def call_from(
     returns: Sequence[str],
     dtype: torch.dtype | None,
     s_dtype: torch.dtype,
+    sm_margin: int = 0,
 ) -> Call:
     """The call that an operator's arguments mean; the first `count` operands are tensors, the others numbers.
 
@@ -70,7 +71,9 @@ def call_from(
     """
     key = (norm, prologue, epilogue, tuple(names), tuple(returns))
     y, s = (None if one is None else checks.dtype_name(one) for one in (dtype, s_dtype if prologue else None))
-    return call_of("fused_norm", _operation(*key), tuple(names[:count]), tuple(names[count:]), (), y, s)
+    return call_of(
+        "fused_norm", _operation(*key), tuple(names[:count]), tuple(names[count:]), (), y, s, (sm_margin,) * 3
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -101,9 +104,14 @@ def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
 # The kernels, and torch's own operators for the CPU.
 
 
-def _forward_cuda(x, operands, norm, prologue, epilogue, names, numbers, returns, eps, dtype, s_dtype, statistics):
+def _forward_cuda(
+    x, operands, norm, prologue, epilogue, names, numbers, returns, eps, dtype, s_dtype, statistics, sm_margin, _
+):
     call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, dtype, s_dtype)
-    found = checks.raising_as_torch(fused_launching.forward, call, [x, *operands], numbers, eps, statistics)
+    tensors = [x, *operands]
+    found = checks.raising_as_torch(
+        fused_launching.forward, call, tensors, numbers, eps, statistics, sm_margin=sm_margin
+    )
     results, of_rows, _ = found
     by_name = dict(zip(call.operation.returns, results, strict=True))
     absent = operators._absent(x)
@@ -111,7 +119,7 @@ def _forward_cuda(x, operands, norm, prologue, epilogue, names, numbers, returns
 
 
 def forward_by_formulas(
-    x, operands, norm, prologue, epilogue, names, numbers, returns, eps, dtype, s_dtype, statistics
+    x, operands, norm, prologue, epilogue, names, numbers, returns, eps, dtype, s_dtype, statistics, sm_margin, _
 ):
     call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, dtype, s_dtype)
     _check(call, [x, *operands])
@@ -134,9 +142,27 @@ def _check(call: Call, tensors: Sequence[Tensor]) -> None:
 
 
 def _backward_cuda(
-    dy, ds, x, operands, s, statistics, norm, prologue, epilogue, names, numbers, returns, eps, s_dtype, dtypes, wanted
+    dy,
+    ds,
+    x,
+    operands,
+    s,
+    statistics,
+    norm,
+    prologue,
+    epilogue,
+    names,
+    numbers,
+    returns,
+    eps,
+    s_dtype,
+    dtypes,
+    wanted,
+    sm_margin,
 ):
-    call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, None, s_dtype)
+    call = call_from(
+        norm, prologue, epilogue, names, _count(operands, names, numbers), returns, None, s_dtype, sm_margin
+    )
     tensors = [x, *operands]
     layouts = {
         name: fused_launching.layout(call.function, name, tensor)._replace(dtype=dtype)
@@ -156,7 +182,23 @@ def _each_once(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def backward_by_formulas(
-    dy, ds, x, operands, s, statistics, norm, prologue, epilogue, names, numbers, returns, eps, s_dtype, dtypes, wanted
+    dy,
+    ds,
+    x,
+    operands,
+    s,
+    statistics,
+    norm,
+    prologue,
+    epilogue,
+    names,
+    numbers,
+    returns,
+    eps,
+    s_dtype,
+    dtypes,
+    wanted,
+    sm_margin,
 ):
     call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, None, s_dtype)
     values = values_of(call, [x, *operands], numbers)
@@ -186,7 +228,9 @@ def _statistics(call: Call, values, s: Tensor | None, s_dtype: torch.dtype, eps:
 
 
 @torch.library.register_fake("cunorm::fused_norm_forward", lib=_library)
-def _forward_fake(x, operands, norm, prologue, epilogue, names, numbers, returns, eps, dtype, s_dtype, statistics):
+def _forward_fake(
+    x, operands, norm, prologue, epilogue, names, numbers, returns, eps, dtype, s_dtype, statistics, sm_margin, _
+):
     call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, dtype, s_dtype)
     _check(call, [x, *operands])
     y, absent = x.new_empty(x.shape, dtype=dtype), operators._absent(x)
@@ -199,7 +243,23 @@ def _forward_fake(x, operands, norm, prologue, epilogue, names, numbers, returns
 
 @torch.library.register_fake("cunorm::fused_norm_backward", lib=_library)
 def _backward_fake(
-    dy, ds, x, operands, s, statistics, norm, prologue, epilogue, names, numbers, returns, eps, s_dtype, dtypes, wanted
+    dy,
+    ds,
+    x,
+    operands,
+    s,
+    statistics,
+    norm,
+    prologue,
+    epilogue,
+    names,
+    numbers,
+    returns,
+    eps,
+    s_dtype,
+    dtypes,
+    wanted,
+    sm_margin,
 ):
     call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, None, s_dtype)
     return [
@@ -225,8 +285,9 @@ class FusedNorm(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         x, options, *operands = inputs
         _, s, statistics = output
-        norm, prologue, epilogue, names, numbers, returns, eps, _, s_dtype, wants_statistics = options
-        call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, None, s_dtype)
+        norm, prologue, epilogue, names, numbers, returns, eps, _, s_dtype, wants_statistics, _, sm_margin = options
+        count = _count(operands, names, numbers)
+        call = call_from(norm, prologue, epilogue, names, count, returns, None, s_dtype, sm_margin)
         returned = "s" in returns
         ctx.mark_non_differentiable(statistics, *(() if returned else (s,)))
         ctx.set_materialize_grads(False)
@@ -239,7 +300,7 @@ class FusedNorm(torch.autograd.Function):
             for name, one in zip(call.names, (x, *operands), strict=True)
         ]
         ctx.save_for_backward(s if returned else None, statistics if wants_statistics else None, *kept)
-        ctx.call, ctx.options = call, (norm, prologue, epilogue, names, numbers, returns, eps, s_dtype)
+        ctx.call, ctx.options = call, (norm, prologue, epilogue, names, numbers, returns, eps, s_dtype, sm_margin)
         ctx.dtypes = [checks.dtype_name(one.dtype) for one in (x, *operands)]
 
     @staticmethod
@@ -266,7 +327,7 @@ def gradients(
 
     `options` are the operation's, as fused_norm_backward takes them.
     """
-    *operation, eps, s_dtype = options
+    *operation, eps, s_dtype, sm_margin = options
     numbers = operation[4]
     values = values_of(call, tensors, numbers)
     if statistics is None or torch.is_grad_enabled():
@@ -284,7 +345,7 @@ def gradients(
     first = dict.fromkeys(same.values())
     wanted = [name in first for name in call.names]
     found = fused_norm_backward(
-        dy, ds, tensors[0], list(tensors[1:]), s, statistics, *operation, eps, s_dtype, dtypes, wanted
+        dy, ds, tensors[0], list(tensors[1:]), s, statistics, *operation, eps, s_dtype, dtypes, wanted, sm_margin
     )
     by_name = dict(zip((name for name in call.names if name in first), found, strict=True))
     return [by_name[same[name]] if name in same else None for name in call.names]

@@ -1,8 +1,8 @@
 """Fused operations on DTensors: each device has whole rows, and runs the operation on what it has of them.
 
 x stays as its rows are sharded; one whose normalised axis is sharded, or that is a sum yet to be made, is gathered
-first. An operand is sharded as x along the axes that it has in common with it, and is whole along those where it is
-repeated: there its gradient is a sum yet to be made.
+first, as is x beside a seed. An operand is sharded as x along the axes that it has in common with it, and is whole
+along those where it is repeated: there its gradient is a sum yet to be made.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+from ...operation import SEED
 
 
 def is_sharded(tensors: Sequence[Tensor]) -> bool:
@@ -30,9 +32,14 @@ def run(
     """What `of_rows`, fused_dispatch.run, makes of each device's rows, as DTensors."""
     x, *operands = tensors
     mesh = x.device_mesh
-    rows = [one if _by_rows(one, x.ndim) else Replicate() for one in x.placements]
+    # What is drawn follows from the number of a row among all of them.
+    whole = SEED in call.names
+    rows = [one if _by_rows(one, x.ndim) and not whole else Replicate() for one in x.placements]
     local = [_placed(x, rows).to_local()]
     for name, operand in zip(call.names[1:], operands, strict=True):
+        if name == SEED and not isinstance(operand, DTensor):
+            local.append(operand)
+            continue
         if not isinstance(operand, DTensor):
             raise TypeError(f"{call.function}: {name} must be a DTensor, as x is; got {type(operand).__name__}.")
         places = [_of_operand(operand, x, one) for one in rows]

@@ -1,0 +1,156 @@
+"""rms_norm_add_rms_norm of tensors: two launches forward, and two backward, where autograd alone would take a third to
+add up the gradients of s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...named_fusions import KINDS
+from ...operation import sandwiched
+from . import checks, functional, fused_dispatch, fused_launching
+from .fused_functional import _name, _rows, given_of
+from .fused_launching import Call, call_of
+
+
+def rms_norm_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    second_weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: torch.dtype | None = None,
+    s_dtype: torch.dtype | None = None,
+    sm_margin: int | Mapping[str, int] = 0,
+) -> tuple[Tensor, Tensor]:
+    """s = residual + x / sqrt(mean(x²) + eps) * weight, y = s / sqrt(mean(s²) + eps) * second_weight.
+
+    Over the last axes of x = input. Parameters, results and errors as in `add_layer_norm`; `eps=None` as in `rms_norm`.
+    zero_centered_gamma is for both weights.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cunorm.torch import rms_norm_add_rms_norm
+    >>> rms_norm_add_rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]), 2, eps=0.0)
+    (tensor([[1.2062, 0.7383]]), tensor([[1.8485, 1.1314]]))
+    """
+    function = "rms_norm_add_rms_norm"
+    operands = {"residual": residual, "weight": weight, "second_weight": second_weight}
+    tensors = given_of(function, input, operands)
+    if zero_centered_gamma:
+        checks.zero_centered("rms_norm", weight)
+        checks.zero_centered("rms_norm", second_weight)
+    if type(eps) is not float:
+        eps = checks.eps("rms_norm", eps, input)
+    for one in (dtype, s_dtype):
+        if one is not None:
+            checks.output_dtype(function, one)
+    if dtype is None:
+        dtype = (functional._default_dtype("rms_norm", input) if input.is_cuda else None) or input.dtype
+    margins = checks.sm_margins(function, sm_margin)
+    calls = _calls_of(bool(zero_centered_gamma), tuple(tensors)[1:], _name(dtype), _name(s_dtype), margins)
+    ndim = checks.trailing_axes(function, input, checks.shape(function, normalized_shape))
+    given = tuple(tensors.values())
+    if ndim > 1:
+        given = tuple(_rows(one, ndim) for one in given)
+    if torch.compiler.is_compiling():  # the operators raise as torch does
+        y, s = _run(calls, given, eps)
+    else:
+        y, s = checks.raising_as_torch(_run, calls, given, eps)
+    return (y.reshape(input.shape), s.reshape(input.shape)) if ndim > 1 else (y, s)
+
+
+class _Calls(NamedTuple):
+    first: Call  # makes s of x
+    then: Call  # makes y of s
+    backward: Call  # what the backward pass of `then` is of: it adds the gradient of s
+
+
+@torch.compiler.assume_constant_result
+def _calls_of(
+    zero_centered_gamma: bool,
+    names: tuple[str, ...],
+    dtype: str | None,
+    s_dtype: str | None,
+    sm_margins: tuple[int, int, int],
+) -> _Calls:
+    key = (zero_centered_gamma, names, dtype, s_dtype, sm_margins)
+    found = _calls.get(key)
+    if found is None:
+        of_first = tuple(name for name in names if name != "second_weight")
+        of_next = tuple(name for name in names if name == "second_weight")
+        first, then, backward = sandwiched(zero_centered_gamma)
+        function = "rms_norm_add_rms_norm"
+        found = _calls[key] = _Calls(
+            call_of(function, first, of_first, (), KINDS, s_dtype, None, sm_margins),
+            call_of(function, then, of_next, (), KINDS, dtype, None, sm_margins),
+            call_of(function, backward, of_next, (), KINDS, dtype, None, sm_margins),
+        )
+    return found
+
+
+_calls: dict[tuple, _Calls] = {}
+
+
+def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+    """(y, s)"""
+    count = len(calls.first.names)
+    wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if wants_gradient and not torch.compiler.is_compiling() and fused_dispatch.at_once(tensors):
+        return _apply(calls, eps, *tensors)
+    (s,), _ = fused_dispatch.run(calls.first, tensors[:count], (), eps, False)
+    (y,), _ = fused_dispatch.run(calls.then, (s, *tensors[count:]), (), eps, False)
+    return y, s
+
+
+class _NormAddNorm(torch.autograd.Function):
+    """On plain CUDA tensors in eager mode."""
+
+    @staticmethod
+    def forward(ctx, calls, eps, *tensors):
+        count = len(calls.first.names)
+        given, after = tensors[:count], tensors[count:]
+        (s,), of_x, first = fused_launching.forward(
+            calls.first, given, (), eps, True, sm_margin=calls.first.sm_margins[0]
+        )
+        (y,), of_s, then = fused_launching.forward(
+            calls.then, (s, *after), (), eps, True, sm_margin=calls.then.sm_margins[0]
+        )
+        wants_s = any(ctx.needs_input_grad[2 : 2 + count])
+        masks = ctx.needs_input_grad[2 : 2 + count], (wants_s, *ctx.needs_input_grad[2 + count :])
+        names = calls.first.saved(calls.first.wanted(masks[0]))
+        saved = [given[calls.first.names.index(name)] for name in names]
+        ctx.save_for_backward(of_x, of_s, s, *after, *saved)
+        ctx.set_materialize_grads(False)
+        ctx.call = calls, eps, masks, first, fused_launching.family(calls.backward, then.layouts), names
+        return y, s
+
+    @staticmethod
+    def backward(ctx, dy, ds):
+        calls, eps, masks, first, then, names = ctx.call
+        of_x, of_s, s, *others = ctx.saved_tensors
+        after, saved = others[: len(masks[1]) - 1], others[len(masks[1]) - 1 :]
+        own = (*calls.then.names[1:], "s")
+        dresidual, *found = fused_dispatch.gradients_of(then, own, (*after, s), (), eps, dy, ds, of_s, masks[1])
+        dx = [None] * len(masks[0])
+        if any(masks[0]):
+            # That of residual, x and operands in the order of `names`, is what comes in.
+            mask = tuple(wants and name != "residual" for name, wants in zip(calls.first.names, masks[0], strict=True))
+            if any(mask):
+                dx = fused_dispatch.gradients_of(first, names, saved, (), eps, dresidual, None, of_x, mask)
+            place = calls.first.names.index("residual")
+            if masks[0][place]:
+                dx[place] = dresidual.to(getattr(torch, first.layouts["residual"].dtype))
+        return None, None, *dx, *found
+
+
+# As in functional.py, without what torch does for functorch.
+_apply = super(torch.autograd.Function, _NormAddNorm).apply

@@ -1,0 +1,245 @@
+"""What a call of a fused operation takes and returns, and what is refused before anything is compiled."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import cpu_cupy
+import cpu_device
+import numpy
+import pytest
+from arrays import in_wider_rows, misplaced, on_host, same_bits
+from test_fusion import CASES, make
+
+import cunorm
+from cunorm.fusion import Fused
+
+needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
+
+# What a call takes and returns.
+
+
+def small(xp: Any, name: str = "add_layer_norm") -> tuple[Fused, Any, dict[str, Any], tuple[Any, ...]]:
+    made = make(CASES[name], (3, 7), "float32")
+    operands = {key: xp.asarray(one) if hasattr(one, "dtype") else one for key, one in made.operands.items()}
+    return CASES[name].op, xp.asarray(made.x), operands, tuple(map(xp.asarray, made.gradients))
+
+
+def test_one_gradient_serves_x_and_residual(xp):
+    op, x, operands, gradients = small(xp)
+    _, saved = op.forward(x, **operands)
+    found = op.backward(saved, *gradients)
+    assert found["x"] is found["residual"]
+    assert found["weight"] is not found["bias"]
+    operands["residual"] = operands["residual"].astype("float16")
+    _, saved = op.forward(x, **operands)
+    assert op.backward(saved, *gradients)["residual"].dtype == "float16"
+
+
+def test_gradients_that_are_wanted_are_those_of_all(xp):
+    op, x, operands, gradients = small(xp, "gate")
+    _, saved = op.forward(x, **operands)
+    every = op.backward(saved, *gradients)
+    for name, gradient in every.items():
+        (alone,) = op.backward(saved, *gradients, wanted=[name]).values()
+        assert abs(on_host(alone - gradient)).max() <= 1e-5 * abs(on_host(gradient)).max(), name
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_a_result_on_which_nothing_depends_has_no_gradient(xp, left_out):
+    op, x, operands, gradients = small(xp, "both")
+    _, saved = op.forward(x, **operands)
+    given = [None if place == left_out else one for place, one in enumerate(gradients)]
+    zeros = [xp.zeros_like(x) if one is None else one for one in given]
+    found, same = op.backward(saved, *given), op.backward(saved, *zeros)
+    for name in found:
+        assert abs(on_host(found[name] - same[name])).max() < 1e-6, name
+
+
+def test_numbers_may_change_from_call_to_call(xp):
+    op, x, operands, _ = small(xp, "modulated")
+    first, second = op(x, **operands), op(x, **operands | {"shift": operands["shift"] + 1})
+    assert abs(on_host(second - first) - 1).max() < 1e-6
+    assert same_bits(
+        on_host(op(x, **operands | {"shift": 2})), on_host(op(x, **operands | {"shift": numpy.float32(2)}))
+    )
+
+
+def test_vectors_may_have_ones_before_their_columns(xp):
+    op, x, operands, gradients = small(xp)
+    y, _ = op(x, **operands)
+    operands["weight"] = operands["weight"][None]
+    results, saved = op.forward(x, **operands)
+    assert same_bits(on_host(results[0]), on_host(y))
+    assert op.backward(saved, *gradients)["weight"].shape == (1, 7)
+
+
+def test_a_row_alone_needs_no_second_axis(xp):
+    op, x, operands, gradients = small(xp)
+    results, saved = op.forward(x[0], **operands | {"residual": operands["residual"][0]})
+    assert same_bits(on_host(results[0]), on_host(op(x, **operands)[0][0]))
+    assert op.backward(saved, *(one[0] for one in gradients))["bias"].shape == (7,)
+
+
+def test_arrays_may_lie_anyhow(xp):
+    op, x, operands, gradients = small(xp)
+    expected_y, expected_s = op(x, **operands)
+    strided = {
+        "a misplaced x": (misplaced(x, 3), operands),
+        "rows in wider rows": (in_wider_rows(x, 5), operands | {"residual": in_wider_rows(operands["residual"], 2)}),
+        "transposed": (xp.asarray(x.T.copy()).T, operands),
+        "every second column": (x, operands | {"weight": xp.repeat(operands["weight"], 2)[::2]}),
+    }
+    for name, (x, operands) in strided.items():
+        (y, s), saved = op.forward(x, **operands)
+        assert same_bits(on_host(y), on_host(expected_y)), name
+        assert same_bits(on_host(s), on_host(expected_s)), name
+        turned = [xp.asarray(one.T.copy()).T for one in gradients]
+        found, same = op.backward(saved, *turned), op.backward(saved, *gradients)
+        assert all(same_bits(on_host(found[key]), on_host(same[key])) for key in found), name
+
+
+@needs_machine
+def test_arrays_may_lie_anyhow_on_the_stand_in(monkeypatch):
+    cpu_cupy.play(monkeypatch)
+    op, x, operands, gradients = small(numpy)
+    expected_y, _ = op(x, **operands)
+    wide = cpu_cupy.asarray(numpy.pad(x, ((0, 0), (0, 4))))[:, :7]
+    turned = cpu_cupy.asarray(operands["residual"].T).T
+    operands = {name: cpu_cupy.asarray(one) for name, one in operands.items()} | {"residual": turned}
+    operands["weight"] = cpu_cupy.asarray(numpy.repeat(operands["weight"].get(), 2))[::2]
+    (y, _), saved = op.forward(wide, **operands)
+    assert abs(y.get() - expected_y).max() < 1e-5
+    op.backward(saved, *map(cpu_cupy.asarray, gradients))
+
+
+def test_no_rows_give_empty_results_and_gradients_of_zero(xp):
+    op, x, operands, gradients = small(xp, "gate")
+    operands |= {name: operands[name][:0] for name in ("residual", "z")}
+    y, saved = op.forward(x[:0], **operands)
+    assert y.shape == (0, 7)
+    found = op.backward(saved, gradients[0][:0])
+    assert found["x"].shape == (0, 7)
+    assert not on_host(found["weight"]).any()
+    assert found["factor"].shape == ()
+    assert float(found["factor"]) == 0
+
+
+# What is refused, before anything is compiled.
+
+
+def add(x, residual):
+    return x + residual
+
+
+REFUSED_BY_FUSE = [
+    ({"norm": "batch_norm"}, ValueError, "norm must be one of layer_norm, rms_norm; got 'batch_norm'"),
+    ({"epilogue": lambda xhat, w: xhat if w else w}, TypeError, "has no truth"),
+    ({"epilogue": 3}, TypeError, "epilogue"),
+    ({"epilogue": lambda: 1.0}, ValueError, "first parameter is xhat"),
+    ({"epilogue": lambda w, xhat: xhat * w}, ValueError, "xhat must be the epilogue's first parameter"),
+    ({"epilogue": lambda xhat, x: xhat * x}, ValueError, "got 'x': rename"),
+    ({"epilogue": lambda xhat, dy: xhat * dy}, ValueError, "got 'dy': rename"),
+    ({"epilogue": lambda xhat, matrices: xhat * matrices}, ValueError, "got 'matrices': rename"),
+    ({"epilogue": lambda xhat, aB: xhat * aB}, ValueError, "got 'aB': rename"),  # noqa: N803
+    ({"epilogue": lambda xhat, a_stride: xhat * a_stride}, ValueError, "got 'a_stride': rename"),
+    ({"epilogue": lambda xhat, a, da: xhat * a * da}, ValueError, "'da' is the gradient of 'a'"),
+    ({"returns": "y"}, TypeError, "returns must be a tuple"),
+    ({"returns": ()}, ValueError, "returns must have 'y'"),
+    ({"returns": ("s",), "prologue": add}, ValueError, "returns must have 'y'"),
+    ({"returns": ("y", "y")}, ValueError, "each name once"),
+    ({"returns": ("y", "mean")}, ValueError, "names out of y, s; got 'mean'"),
+    ({"returns": ("y", "s")}, ValueError, "needs a prologue"),
+    ({"s_dtype": "float32"}, ValueError, "needs a prologue"),
+    ({"dtype": "int8"}, TypeError, "dtype must be one of"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"), REFUSED_BY_FUSE, ids=[message for _, _, message in REFUSED_BY_FUSE]
+)
+def test_fuse_refuses(arguments, error, message):
+    arguments = {"norm": "layer_norm"} | arguments
+    with pytest.raises(error, match=re.escape(message)):
+        cunorm.fuse(arguments.pop("norm"), **arguments)
+
+
+REFUSED_BY_A_CALL = [
+    ({"residual": None}, TypeError, "residual must be a"),
+    ({"weight": ...}, TypeError, "'weight' is missing"),
+    ({"scale": 1.0}, TypeError, "got 'scale' too"),
+    ({"residual": numpy.ones((2, 7), "float32")}, ValueError, "against x, whose shape is (3, 7), or be a number"),
+    ({"residual": numpy.ones((1, 3, 7), "float32")}, ValueError, "pass broadcast_to(residual, x.shape)"),
+    ({"weight": numpy.ones(7, "int64")}, TypeError, "weight must have dtype"),
+    ({"weight": True}, TypeError, "got bool"),
+    ({"weight": 1j}, TypeError, "got complex"),
+    ({"x": numpy.ones((3, 7), "int64")}, TypeError, "x must have dtype"),
+    ({"x": numpy.ones((3, 0), "float32")}, ValueError, "not an empty one"),
+    ({"x": numpy.float32(1)}, TypeError, "x must be"),
+    ({"x": [1.0]}, TypeError, "x must be"),
+    ({"eps": -1.0}, ValueError, "eps must be finite"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"), REFUSED_BY_A_CALL, ids=[message for _, _, message in REFUSED_BY_A_CALL]
+)
+def test_a_call_refuses(xp, arguments, error, message):
+    op, x, operands, _ = small(xp)
+    changed = {k: xp.asarray(v) if isinstance(v, numpy.ndarray) else v for k, v in arguments.items()}
+    given = {name: one for name, one in ({"x": x} | operands | changed).items() if one is not ...}
+    for call in (op, op.forward):
+        with pytest.raises(error, match=re.escape(message)):
+            call(given["x"], **{name: one for name, one in given.items() if name != "x"})
+
+
+def test_backward_refuses(xp):
+    op, x, operands, (dy, ds) = small(xp)
+    _, saved = op.forward(x, **operands)
+    other = cunorm.fuse("layer_norm")
+    for error, message, call in (
+        (ValueError, "a gradient of each of y, s; got 1", lambda: op.backward(saved, dy)),
+        (ValueError, "got None for each", lambda: op.backward(saved, None, None)),
+        (ValueError, "got that of 'xhat * weight + bias' for 'xhat'", lambda: other.backward(saved, dy)),
+        (TypeError, "saved must be what forward returned", lambda: op.backward(x, dy, ds)),
+        (ValueError, "got 'gain'", lambda: op.backward(saved, dy, ds, wanted=["gain"])),
+        (ValueError, "each name once", lambda: op.backward(saved, dy, ds, wanted=["x", "x"])),
+        (TypeError, "wanted must be a tuple", lambda: op.backward(saved, dy, ds, wanted="x")),
+        (ValueError, "dy must have the shape of x", lambda: op.backward(saved, dy[:2], ds)),
+        (TypeError, "ds must have dtype", lambda: op.backward(saved, dy, ds.astype("int32"))),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            call()
+
+
+def test_named_operations_refuse(xp):
+    _, x, operands, (dy, ds) = small(xp)
+    residual, weight = operands["residual"], operands["weight"]
+    _, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual, weight)
+    for error, message, call in (
+        (TypeError, "residual must be a", lambda: cunorm.add_layer_norm(x, None)),
+        (TypeError, "residual must be an array; got a number", lambda: cunorm.add_rms_norm(x, 1.0)),
+        (ValueError, "residual must have the shape of x", lambda: cunorm.add_layer_norm(x, residual[0])),
+        (ValueError, "weight must have the shape of the last axis", lambda: cunorm.add_rms_norm(x, residual, x)),
+        (TypeError, "dtype must be one of", lambda: cunorm.add_rms_norm(x, residual, s_dtype="int8")),
+        (ValueError, "needs a weight", lambda: cunorm.add_rms_norm(x, residual, zero_centered_gamma=True)),
+        (ValueError, "None for both", lambda: cunorm.add_layer_norm_backward(None, None, s, mean, rstd)),
+        (ValueError, "rstd must have the shape", lambda: cunorm.add_layer_norm_backward(dy, ds, s, mean, rstd[:2])),
+        (TypeError, "mean must be a", lambda: cunorm.add_layer_norm_backward(dy, ds, s, None, rstd)),
+        (TypeError, "rstd must be a", lambda: cunorm.add_layer_norm_backward(dy, ds, s, mean, None)),
+        (TypeError, "s must be a", lambda: cunorm.add_layer_norm_backward(dy, ds, None, mean, rstd)),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            call()
+
+
+@pytest.mark.gpu
+def test_arrays_of_two_kinds_are_refused():
+    import cupy
+
+    op, x, operands, _ = small(cupy)
+    with pytest.raises(TypeError, match="weight must be a CuPy array"):
+        op(x, **operands | {"weight": numpy.ones(7, "float32")})
+    with pytest.raises(ValueError, match=re.escape("Pass float(weight)")):
+        op(x, **operands | {"weight": cupy.float32(2) * cupy.ones((), "float32")})

@@ -1,0 +1,99 @@
+"""The text of fused operations' kernels: that it compiles, spills nothing and takes no operand's name."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from cpu_functions import SMALL
+from nvrtc import needs_nvrtc
+from test_fusion import CASES
+
+import cunorm
+from cunorm.commands.compilation import fault
+from cunorm.compile import compile_for
+from cunorm.device import KNOWN
+from cunorm.expression import trace
+from cunorm.fusion import OF_THE_CALL, RESERVED
+from cunorm.norm.plan import plan
+from cunorm.norm.problem import Groups, backward_problem, forward_problem
+from cunorm.norm.spec import shared_memory
+from cunorm.operation import Operation
+from cunorm.source import source
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", [75, 90, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_and_those_of_named_operations_spill_nothing(name, arch):
+    case = CASES[name]
+    kinds = dict.fromkeys((*case.full, *case.odd), "full") | dict.fromkeys(case.columns, "column")
+    groups = case.samples or case.heads  # of one sort; the other is expanded
+    kinds |= dict.fromkeys((*case.samples, *case.heads), "full") | dict.fromkeys(groups, "group")
+    kinds |= dict.fromkeys(case.numbers, "scalar")
+    shared = {"kinds": kinds, "groups": Groups(256, 16) if groups else None}
+    operands = tuple(kinds)
+    dtypes = dict.fromkeys(("x", "y", "dy", "ds", *operands), "bfloat16") | dict.fromkeys(case.numbers, "float32")
+    if case.op.operation.prologue:
+        dtypes["s"] = case.op.s_dtype or "bfloat16"
+    wanted = [one for one in ("x", *operands) if one != "residual" or not name.startswith("add")]
+    for cols in (1024, 8192) if name.startswith("add") else (2048,):
+        for problem in (
+            forward_problem(case.op.operation, 4096, cols, dtypes, **shared),
+            backward_problem(case.op.operation, 4096, cols, dtypes, wanted, **shared),
+        ):
+            for step in plan(problem, KNOWN[arch]).steps:
+                used = compile_for(step.spec, arch)
+                assert used.shared == shared_memory(step.spec)
+                # The backward pass of add_layer_norm on sm_100 spills 20 bytes at 8192 columns.
+                assert arch == 100 or not name.startswith("add") or not fault(step.spec, used)
+
+
+@needs_nvrtc
+def test_a_kernel_that_does_not_compile_is_shown_with_its_expressions(monkeypatch):
+    """As one of an operand whose name is the kernel's own would be, were it not refused."""
+    operation = Operation("rms_norm", trace(lambda xhat, rstd: xhat * rstd), trace(lambda x, half: x + half))
+    problem = forward_problem(operation, 4, 64, dict.fromkeys(("x", "y", "s", "rstd", "half"), "float16"))
+    with pytest.raises(cunorm.CompileError, match=re.escape("of s = x + half, y = xhat * rstd")):
+        compile_for(plan(problem, SMALL).steps[0].spec, 90)
+
+
+def test_every_name_in_the_text_of_a_kernel_is_reserved():
+    """What stands in the generated lines and is no operand, no function of cunorm:: and no keyword."""
+    case = CASES["gate"]
+    kinds = dict.fromkeys(case.full, "full") | dict.fromkeys(case.columns, "column")
+    kinds |= dict.fromkeys(case.numbers, "scalar")
+    dtypes = dict.fromkeys(("x", "y", "s", "dy", *kinds), "float32")
+    found = set()
+    for cols, of_weight in ((1000, "column"), (2**20, "column"), (1000, "group"), (2**20, "group")):
+        kinds["weight"] = of_weight
+        shared = {"kinds": kinds, "groups": Groups(3, 50)}
+        problems = [forward_problem(case.op.operation, 3, cols, dtypes, **shared)]
+        wanted = ("x", "residual", "z", "weight")
+        problems.append(backward_problem(case.op.operation, 300, cols, dtypes, wanted, **shared))
+        for problem in problems:
+            for step in plan(problem, SMALL).steps:
+                _, _, text = source(step.spec).rpartition("using namespace cunorm;")
+                text = re.sub(r'"[^"]*"|cunorm::\w+|\w+::|//.*', "", text)
+                found |= set(re.findall(r"(?<![\w.])[a-z]\w*", text)) - set(kinds) - {f"d{name}" for name in kinds}
+    keywords = {"bool", "class", "const", "constexpr", "double", "extern", "false", "float", "int", "nullptr"}
+    keywords |= {"return", "static", "static_cast", "struct", "template", "true", "using", "void"}
+    found = {name for name in found - keywords if not re.fullmatch(r"t\d+", name)}
+    assert [name for name in sorted(found) if not RESERVED.fullmatch(name)] == []
+    assert {"x", "eps", "matrices", "of_norm"} <= found
+    assert all(RESERVED.fullmatch(name) for name in OF_THE_CALL)
+
+
+@pytest.mark.gpu
+def test_the_first_call_takes_half_a_second_at_most():
+    import cupy
+
+    x = cupy.ones((64, 1000), "float32")
+    cunorm.rms_norm(x)
+    start = time.perf_counter()
+    seed = time.time_ns() % 1000003  # a text that no cache has
+    op = cunorm.fuse("rms_norm", epilogue=lambda xhat, weight: xhat * weight + seed)
+    op(x, weight=x[0])
+    cupy.cuda.runtime.deviceSynchronize()
+    assert time.perf_counter() - start < 0.5

@@ -1,0 +1,148 @@
+"""rms_norm_add_rms_norm: values and gradients are those of its formula in float64, bits those of the two calls."""
+
+from __future__ import annotations
+
+import re
+
+import cpu_cupy
+import cpu_device
+import numpy
+import pytest
+import torch
+from arrays import on_host, same_bits
+from cpu_functions import SMALL, WITHOUT_CLUSTERS
+from reference import FORMATS, narrow
+from test_fusion import EPS, close, tensor
+from test_named_fusions import rms_norm
+
+import cunorm
+
+NAMES = ("x", "residual", "weight", "second_weight")
+MASKS = [tuple(other == place for other in range(4)) for place in range(4)]
+needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
+
+
+def given(shape, dtype):
+    random = numpy.random.default_rng(0)
+    shapes = dict.fromkeys((*NAMES[:2], "dy", "ds"), shape) | dict.fromkeys(NAMES[2:], shape[-1:])
+    return {name: narrow(random.standard_normal(of) + 0.25, dtype) for name, of in shapes.items()}
+
+
+def expected(values, dtype, one=0.0):
+    """((y, s), gradients by name) in float64, s rounded."""
+    leaves = {name: tensor(values[name]).requires_grad_() for name in NAMES}
+    exact = leaves["residual"] + rms_norm(leaves["x"]) * (one + leaves["weight"])
+    s = exact + (tensor(narrow(exact.detach().numpy(), dtype)) - exact).detach()
+    y = rms_norm(s) * (one + leaves["second_weight"])
+    total = (y * tensor(values["dy"])).sum() + (s * tensor(values["ds"])).sum()
+    gradients = torch.autograd.grad(total, list(leaves.values()))
+    return (y.detach().numpy(), s.detach().numpy()), dict(zip(NAMES, (g.numpy() for g in gradients), strict=True))
+
+
+def check(shape, dtype, as_array, zero_centered_gamma=False):
+    values = given(shape, dtype)
+    (y, s), gradients = expected(values, dtype, float(zero_centered_gamma))
+    arithmetic = "float64" if dtype == "float64" else "float32"
+    arrays = {name: as_array(one) for name, one in values.items()}
+    passed, weights = [arrays[name] for name in NAMES], [arrays[name] for name in NAMES[2:]]
+    options = {"zero_centered_gamma": zero_centered_gamma}
+    *found, rstd, second_rstd = cunorm.rms_norm_add_rms_norm_forward(*passed, EPS, **options)
+    # A rounding of s in float32 to the neighbour shows in y of 16 bits; the bits of the two calls are held below.
+    close("s", found[1], s, arithmetic)
+    if dtype in ("float32", "float64"):
+        close("y", found[0], y, arithmetic)
+    for one, again in zip(found, cunorm.rms_norm_add_rms_norm(*passed, EPS, **options), strict=True):
+        assert same_bits(on_host(one), on_host(again)), "statistics change nothing"
+    between = cunorm.rms_norm_add(*passed[:3], EPS, **options)
+    assert same_bits(on_host(found[1]), on_host(between))
+    assert same_bits(on_host(found[0]), on_host(cunorm.rms_norm(between, None, passed[3], EPS, **options)))
+    takes = (arrays["dy"], arrays["ds"], arrays["x"], found[1], rstd, second_rstd, *weights)
+    of_all = cunorm.rms_norm_add_rms_norm_backward(*takes, **options)
+    for place, (name, gradient) in enumerate(zip(NAMES, of_all, strict=True)):
+        assert (gradient.dtype, gradient.shape) == (values[name].dtype, values[name].shape)
+        if dtype in ("float32", "float64"):
+            close(f"d{name}", gradient, gradients[name], arithmetic)
+        alone = cunorm.rms_norm_add_rms_norm_backward(*takes, output_mask=MASKS[place], **options)
+        assert [one is not None for one in alone] == list(MASKS[place])
+        assert same_bits(on_host(alone[place]), on_host(gradient)) or dtype in ("float16", "bfloat16", "float32")
+    # The gradients of the two calls, one after the other.
+    _, of_norm = cunorm.rms_norm_forward(between, None, passed[3], EPS, **options)
+    dresidual, _, dnext = cunorm.add_rms_norm_backward(
+        arrays["dy"], arrays["ds"], between, of_norm, passed[3], **options
+    )
+    dx, dweight = cunorm.rms_norm_add_backward(dresidual, arrays["x"], rstd, passed[2], **options)
+    for one, two in zip(of_all, (dx, dresidual, dweight, dnext), strict=True):
+        assert same_bits(on_host(one), on_host(two))
+
+
+@pytest.mark.parametrize("zero_centered_gamma", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", [(5, 33), (2, 3, 129)], ids=str)
+def test_values_and_gradients(xp, shape, dtype, zero_centered_gamma):
+    check(shape, dtype, xp.asarray, zero_centered_gamma)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((300, 4096), "bfloat16"), ((3, 7, 1001), "float32"), ((2, 70000), "float32")], ids=str
+)
+def test_on_a_gpu(shape, dtype):
+    import cupy
+
+    check(shape, dtype, cupy.asarray)
+
+
+@needs_machine
+@pytest.mark.parametrize(
+    ("shape", "dtype", "device"),
+    [((13, 33), "float16", SMALL), ((3, 1000), "float32", SMALL), ((2, 17000), "float32", WITHOUT_CLUSTERS)],
+    ids=["rows share a warp", "a CTA", "streamed"],
+)
+def test_kernels_on_the_stand_in(monkeypatch, shape, dtype, device):
+    runs = cpu_cupy.play(monkeypatch, device)
+    check(shape, dtype, cpu_cupy.asarray)
+    assert [plan.problem.operation.norm for plan in runs.plans[:2]] == ["rms_norm", "rms_norm"]
+
+
+def test_what_may_be_left_out(xp):
+    x, residual = (xp.asarray(given((3, 4), "float64")[name]) for name in NAMES[:2])
+    y, s, rstd, second_rstd = cunorm.rms_norm_add_rms_norm_forward(x, residual)
+    ones = xp.ones(4)
+    for one, other in zip((y, s), cunorm.rms_norm_add_rms_norm(x, residual, ones, ones), strict=True):
+        assert abs(on_host(one - other)).max() < 1e-12
+    of_y = cunorm.rms_norm_add_rms_norm_backward(y, None, x, s, rstd, second_rstd)
+    of_s = cunorm.rms_norm_add_rms_norm_backward(None, s, x, s, rstd, second_rstd)
+    both = cunorm.rms_norm_add_rms_norm_backward(y, s, x, s, rstd, second_rstd)
+    for one, other, together in zip(of_y, of_s, both, strict=True):
+        assert abs(on_host(one + other - together)).max() < 1e-12
+    y, s = cunorm.rms_norm_add_rms_norm(x.astype("float16"), residual, s_dtype="float32")
+    assert (y.dtype, s.dtype) == ("float16", "float32")
+
+
+REFUSED = [
+    (TypeError, "residual must be a", lambda x: cunorm.rms_norm_add_rms_norm(x, None)),
+    (ValueError, "residual must have the shape of x", lambda x: cunorm.rms_norm_add_rms_norm(x, x[0])),
+    (ValueError, "second_weight must have the shape", lambda x: cunorm.rms_norm_add_rms_norm(x, x, x[0], x)),
+    (ValueError, "rms_norm_add_rms_norm: eps must be", lambda x: cunorm.rms_norm_add_rms_norm(x, x, eps=-1.0)),
+    (
+        ValueError,
+        "needs a second_weight",
+        lambda x: cunorm.rms_norm_add_rms_norm(x, x, x[0], zero_centered_gamma=True),
+    ),
+    (
+        ValueError,
+        "dy or ds must be an array",
+        lambda x: cunorm.rms_norm_add_rms_norm_backward(None, None, x, x, x[:, 0], x[:, 0]),
+    ),
+    (
+        ValueError,
+        "must have 4 entries",
+        lambda x: cunorm.rms_norm_add_rms_norm_backward(x, x, x, x, x[:, 0], x[:, 0], output_mask=(True,)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED, ids=[message for _, message, _ in REFUSED])
+def test_refusals(xp, error, message, call):
+    with pytest.raises(error, match=re.escape(message)):
+        call(xp.ones((3, 7), "float32"))

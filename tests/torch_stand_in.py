@@ -1,0 +1,36 @@
+"""Torch's launches of fused operations run on the stand-in for a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cpu_cupy
+import cpu_device
+import torch
+from cpu_functions import SMALL
+
+from cunorm.torch.norm import functional, fused_dispatch, fused_launching, launching
+
+
+def play(monkeypatch: Any) -> cpu_cupy.Runs:
+    """Tensors on the CPU play those of a GPU: what is launched is run on the stand-in."""
+    runs: Any = cpu_cupy.Runs(cpu_device.Machine())
+
+    def empty(shape, stride, dtype):
+        runs.allocated.append(tuple(shape))
+        found = torch.empty_strided(shape, stride, dtype=dtype)
+        return found.fill_(float("nan")) if dtype.is_floating_point else found
+
+    runs.allocated = []
+    for name, part in {
+        "_current_device": lambda: -1,
+        "_stream": lambda _: 0,
+        "_empty": empty,
+        "properties_of": lambda *_: SMALL,
+    }.items():
+        monkeypatch.setattr(launching, name, part)
+    monkeypatch.setattr(fused_launching, "launch", runs)
+    monkeypatch.setattr(fused_launching, "_calls", {})
+    monkeypatch.setattr(fused_dispatch, "at_once", lambda _: True)
+    monkeypatch.setattr(functional, "launchable", lambda _: True)
+    return runs
