@@ -253,9 +253,8 @@ class Kernels:
             function = module.get_function("stream")
             driver = cupy.cuda.driver
             shared = variant.dynamic_shared
-            if shared > 48 << 10:
+            if shared:  # 48 KB and the ring's barriers are more than 48 KB too
                 driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-            if shared:
                 driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
             self._loaded[variant] = function
         return self._loaded[variant]

@@ -145,7 +145,7 @@ def gradients(
         rounded = _Rounded(dy, saved, options, dtypes, wants_dweight, sums)
     size = 0 if dy is None else dy.numel()
     # Side by side what one half has read may not be written by the other.
-    held = rounded.rows if rounded is not None and side_by_side.applies(x, size) else None
+    held = (rounded.rows, rounded.scale) if rounded is not None and side_by_side.applies(x, size) else None
 
     def of_norm() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if not any(norm_mask) or (rounded is None and dz is None):
