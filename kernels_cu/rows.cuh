@@ -105,7 +105,8 @@ struct SharedRows {
     const int turn = taken + 1 + ahead;
     const int to = place(turn < kStages ? turn : turn - kStages);
     if (row < rows) {
-#pragma unroll(Load::kVectors || kHolds ? Shape::kPacks : 1)
+      // By ones six packs at odd addresses spilled 4 bytes, by twos four of them 44.
+#pragma unroll(Load::kVectors || kHolds ? Shape::kPacks : Shape::kPacks > 4 ? 2 : 1)
       for (int p = 0; p < Shape::kPacks; ++p) {
         load.template copy<Shape::kCapacity, kPlaces, kFetch>(places(), to, Shape::pack_slot(p), row,
                                                               Shape::column(rank, p), Shape::valid(rank, p));
