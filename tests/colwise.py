@@ -108,6 +108,7 @@ def training(group: Any, device: str) -> None:
             continue
         assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
         for one, other in zip(model.parameters(), module.parameters(), strict=True):
+            assert one.grad.placements == one.placements  # what optimizers add to a parameter lies as it does
             assert_close(one.full_tensor(), other)
     empty = parallelize_module(
         LayerNormLinear(COLS, OUTS, EPS, device="meta", params_dtype=torch.float64), mesh, LayerNormColwiseParallel()

@@ -43,8 +43,8 @@ class LayerNormColwiseParallel(ParallelStyle):
     Notes
     -----
     As with `LayerNormLinear(parallel_mode="column")` rows are gathered after the norm, and x, mean and rstd are kept;
-    `ub_*` act, and so does FP8. Under a split input gradients of the norm's parameters are Partial. With Shard(1) y is
-    laid out with the sequence before the batch, and its gradient is copied so.
+    `ub_*` act, and so does FP8. Under a split input gradients of the norm's parameters are summed over the ranks in the
+    backward pass. With Shard(1) y is laid out with the sequence before the batch, and its gradient is copied so.
 
     Examples
     --------
@@ -151,4 +151,9 @@ class OfDTensors(TensorParallel):
     def local_of_norm(self, parameter: Tensor | None) -> Tensor | None:
         if parameter is None:
             return None
-        return parameter.to_local(grad_placements=[Partial() if self.sequence else Replicate()])
+        if not self.sequence:
+            return parameter.to_local(grad_placements=[Replicate()])
+        # The gradient is summed here, as of any Replicate parameter: left Partial, a clipped step of an optimizer was
+        # wrong on two GPUs with torch 2.11.
+        same = parameter.redistribute(parameter.device_mesh, parameter.placements)
+        return same.to_local(grad_placements=[Partial()])
