@@ -697,8 +697,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a copy of a row that is not there",
-        "if (row < rows) {\n#pragma",
-        "{\n#pragma",
+        "if (row < rows) {\n      // By ones",
+        "{\n      // By ones",
         "lanes",
         (("memory", "a copy of what is in no array"),),
     ),
