@@ -296,6 +296,8 @@ def _with_shifted(spec: NormSpec, device: Device) -> NormSpec:
     In clusters RMSNorm, with 16 for each of five packs, spilled 20 bytes in 168.
     """
     working = 96 if spec.cluster > 1 else 80 if device.arch < 100 else 88
+    if any(one.itemsize > ITEMSIZE[spec.row_dtype] for one in spec.written if one.kind == "full"):
+        working += 16  # y of float64 beside 16 bits spilled 4 bytes in 128
     words = sum(spec.shape.pack * one.itemsize // 4 for one in spec.matrices)
     words += len(spec.sums) * spec.shape.pack * ITEMSIZE[spec.compute] // 4
     if spec.columns_stay:
