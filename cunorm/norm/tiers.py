@@ -293,9 +293,11 @@ def _with_shifted(spec: NormSpec, device: Device) -> NormSpec:
 
     Beside them, the sums of its columns and what it keeps of weight and bias it takes about 80: with 24 for each pack
     it spilled 76 bytes in 168 registers with four packs, 136 in 128 with three, and none in 128 with two; on sm_100 36.
-    In clusters RMSNorm, with 16 for each of five packs, spilled 20 bytes in 168.
+    In clusters RMSNorm, with 16 for each of five packs, spilled 20 bytes in 168, and with 16 for each of six 12 in 255.
     """
-    working = 96 if spec.cluster > 1 else 80 if device.arch < 100 else 88
+    working = 80 if device.arch < 100 else 88
+    if spec.cluster > 1:
+        working = 96 if spec.shape.packs < 6 else 112
     if any(one.itemsize > ITEMSIZE[spec.row_dtype] for one in spec.written if one.kind == "full"):
         working += 16  # y of float64 beside 16 bits spilled 4 bytes in 128
     words = sum(spec.shape.pack * one.itemsize // 4 for one in spec.matrices)
