@@ -33,7 +33,9 @@ from cunorm.source import Baked
 
 STAND_IN = Path(__file__).parent / "cpu"
 # -ffp-contract=off, as kernels are compiled for a GPU with -fmad=false: what is fused is written as multiply_add.
-OPTIONS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
+# Kernels are not optimised: compiling one takes longer than running it, with -O1 the sanitizers' cases took 1.6 times
+# as long in all.
+OPTIONS = ("-std=c++20", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
 POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
 ORDERS = ("ascending", "descending", "even before odd")
 SECONDS = 120  # that a launch may take
@@ -192,17 +194,30 @@ def missing() -> str:
 @functools.cache
 def program(text: str, build: str) -> Path:
     """The program that runs a kernel's text."""
-    objects = _runtime(build)
-    headers = "".join(path.read_text() for path in sorted(STAND_IN.glob("*.?uh")) + sorted(STAND_IN.glob("*.hpp")))
-    key = _key(text, headers, str(objects), *BUILDS[build].kernel)
+    objects, headers = _runtime(build), _headers(build)
+    key = _key(text, str(objects), str(headers), *BUILDS[build].kernel)
 
     def make(folder: Path) -> Path:
         (folder / "kernel.cpp").write_text(text)
-        _compile(*OPTIONS, *BUILDS[build].kernel, "-c", folder / "kernel.cpp", "-o", folder / "kernel.o")
+        first = ("-include", headers.with_suffix(""))  # g++ looks for the same name with .gch
+        _compile(*OPTIONS, *BUILDS[build].kernel, *first, "-c", folder / "kernel.cpp", "-o", folder / "kernel.o")
         _compile(*BUILDS[build].link, folder / "kernel.o", *objects, "-pthread", "-o", folder / "program")
         return folder / "program"
 
     return _cached(f"{key}.program", make)
+
+
+@functools.cache
+def _headers(build: str) -> Path:
+    """platform.cuh with all that it includes, compiled once: a kernel takes 0.2 s less."""
+    headers = "".join(path.read_text() for path in sorted(STAND_IN.glob("*.?uh")) + sorted(STAND_IN.glob("*.hpp")))
+
+    def make(folder: Path) -> Path:
+        (folder / "headers.hpp").write_text('#include "platform.cuh"\n')
+        _compile(*OPTIONS, *BUILDS[build].kernel, folder / "headers.hpp", "-o", folder / "headers.gch")
+        return folder / "headers.gch"
+
+    return _cached(f"{_key(headers, *BUILDS[build].kernel)}.hpp.gch", make)
 
 
 @functools.cache
@@ -213,7 +228,7 @@ def _runtime(build: str) -> tuple[Path, ...]:
     for file in sorted(STAND_IN.glob("*.cpp")):
 
         def make(folder: Path, file=file) -> Path:
-            _compile(*OPTIONS, *BUILDS[build].runtime, "-c", file, "-o", folder / "object")
+            _compile(*OPTIONS, "-O1", *BUILDS[build].runtime, "-c", file, "-o", folder / "object")
             return folder / "object"
 
         objects.append(_cached(f"{_key(everything, file.name, *BUILDS[build].runtime)}.o", make))
