@@ -1,6 +1,6 @@
 // dweight and dbias on their way out of a kernel that adds them up.
 #pragma once
-#include "pack.cuh"
+#include "pack_access.cuh"
 
 namespace cunorm {
 

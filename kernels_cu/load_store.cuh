@@ -17,8 +17,8 @@
 // Store:   store(row, column, valid, values)
 #pragma once
 #include "functions.cuh"
-#include "pack.cuh"
 #include "philox.cuh"
+#include "shared_packs.cuh"
 
 namespace cunorm {
 

@@ -1,7 +1,7 @@
 // Uniform random numbers that nobody stores: of a seed, a row and a column they are the same in every kernel, whoever
 // holds them, and on the host (cunorm/norm/philox.py).
 #pragma once
-#include "pack.cuh"
+#include "row.cuh"
 
 namespace cunorm {
 

@@ -4,6 +4,12 @@
 
 namespace cunorm {
 
+// Which pack of a row that waits in shared memory: of the thread of this number, behind so many runs.
+struct PackSlot {
+  unsigned thread;
+  int run;
+};
+
 // A row of kCols columns is held by kThreads threads in each of kCluster CTAs, kPacks packs of kPack columns a thread.
 //   kThreads < 32    several rows share a warp         (power of two)
 //   kThreads == 32   a warp holds a row
