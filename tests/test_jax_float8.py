@@ -202,6 +202,14 @@ def test_of_float64_it_is_refused():
         cunorm.layer_norm_fp8(jnp.ones((2, 32)))
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_wide_numbers_of_others_change_nothing(granularity):
+    x = random(3, 200, dtype="bfloat16")
+    expected = float8("layer_norm", x, granularity=granularity)
+    with jax.enable_x64(True):
+        assert same(float8("layer_norm", x, granularity=granularity), expected)
+
+
 COLUMNS = (33, 1024, 16384, 524296)
 
 

@@ -153,7 +153,7 @@ def quantise(y: jax.Array, granularity: str | int, name: str, scale: jax.Array |
     # By their bits NaN is the largest; of floats XLA's maximum on the CPU lost it.
     bits = jax.lax.bitcast_convert_type(abs(y), jnp.int32)
     padding = ((0, 0), (0, blocks * width - cols))
-    bits = jax.lax.reduce_window(bits, 0, jax.lax.max, (1, width), (1, width), padding)
+    bits = jax.lax.reduce_window(bits, jnp.int32(0), jax.lax.max, (1, width), (1, width), padding)
     largest = jax.lax.bitcast_convert_type(bits, jnp.float32)
     # An array: by one number XLA divides by multiplying by its reciprocal, which rounds once more.
     largest_number = jnp.where(largest > 0, jnp.float32(FLOAT8[name]), 1)
