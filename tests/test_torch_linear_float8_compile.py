@@ -83,6 +83,18 @@ def test_compiled_with_torch_autocast_and_a_recipe_of_its_own(device):
 
 
 @on_devices
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(device, strict):
+    module = set_recipe(make(device), RowwiseScaling())
+    x = inputs(device)[0].detach()
+    rows = {"inp": {0: torch.export.Dim("rows")}}
+    program = torch.export.export(module, (x,), dynamic_shapes=rows, strict=strict)
+    assert [node.target for node in program.graph.nodes if "fp8" in str(node.target)] == [float8_operators.norm_linear]
+    for some in (x, x[:5]):
+        assert same(program.module()(some), module(some))
+
+
+@on_devices
 def test_compiled_with_a_break_in_the_graph(device):
     _dynamo.reset()
     module = make(device).requires_grad_(False)

@@ -85,6 +85,9 @@ def test_recipes_of_modules():
     assert set_recipe(model, RECIPES["tensor, hybrid"], filter=lambda name, _: name == "b") is model
     assert not hasattr(model["c"], "fp8_recipe")
     assert model["a"].fp8_recipe is None
+    with pytest.raises(ZeroDivisionError):  # of the second module: the first has nothing of it
+        set_recipe(model, RowwiseScaling(), filter=lambda name, _: name == "a" or 1 / 0)
+    assert model["a"].fp8_recipe is None
     for some in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             assert fp8_of(copy.deepcopy(some["b"]), x) == "tensor, hybrid"

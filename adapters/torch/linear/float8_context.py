@@ -114,9 +114,13 @@ def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module],
     True
     """
     found = None if recipe is None else recognised("set_recipe", recipe)
-    for name, module in model.named_modules():
-        if hasattr(type(module), "fp8_recipe") and (filter is None or filter(name, module)):
-            module.fp8_recipe = found
+    chosen = [
+        module
+        for name, module in model.named_modules()
+        if hasattr(type(module), "fp8_recipe") and (filter is None or filter(name, module))
+    ]
+    for module in chosen:
+        module.fp8_recipe = found
     return model
 
 

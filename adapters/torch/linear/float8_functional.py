@@ -86,7 +86,8 @@ def _check_float8(function: str, x: Tensor, weight: Tensor, *others: Tensor | No
     if cols % STEP or outs % STEP:
         name, size = ("in_features", cols) if cols % STEP else ("out_features", outs)
         raise ValueError(f"{function}: in FP8 {name} must be a multiple of {STEP}; got {size}. Pad the weight.")
-    if not in_one_step(x, weight, *others):
+    # torch.export traces tensors of a class of its own, which the operator takes.
+    if not torch.compiler.is_exporting() and not in_one_step(x, weight, *others):
         raise RuntimeError(
             f"{function}: FP8 is for plain tensors, and for first derivatives by backward(); got a subclass of Tensor, "
             "or a call under functorch or forward-mode differentiation. Leave the context."
