@@ -207,6 +207,7 @@ def test_backward_refuses(xp):
         (ValueError, "each name once", lambda: op.backward(saved, dy, ds, wanted=["x", "x"])),
         (TypeError, "wanted must be a tuple", lambda: op.backward(saved, dy, ds, wanted="x")),
         (ValueError, "dy must have the shape of x", lambda: op.backward(saved, dy[:2], ds)),
+        (TypeError, "dy must be an array; got a number", lambda: op.backward(saved, 1.0, ds)),
         (TypeError, "ds must have dtype", lambda: op.backward(saved, dy, ds.astype("int32"))),
     ):
         with pytest.raises(error, match=re.escape(message)):

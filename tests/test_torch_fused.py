@@ -5,6 +5,7 @@ that looks at a call.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import numpy
@@ -172,6 +173,7 @@ def test_views_of_two_strides_are_not_copied(stand_in, lines):
 
 def test_errors_of_objects():
     op, x = cunorm.fuse("rms_norm", epilogue=lambda xhat, weight: xhat * weight), random(3, 8)
+    dropped = partial(cunorm.add_rms_norm, dropout_p=0.5)
     for error, message, call in (
         (TypeError, "'weight' is missing", lambda: op(x)),
         (TypeError, "got 'bias' too", lambda: op(x, weight=x[0], bias=x[0])),
@@ -182,6 +184,9 @@ def test_errors_of_objects():
         (ValueError, "eps must be finite", lambda: op(x, weight=x[0], eps=-1.0)),
         (ValueError, "last axis to normalise", lambda: op(x[:, :0], weight=x[0, :0])),
         (TypeError, "pass it as an operand", lambda: cunorm.fuse("rms_norm", epilogue=lambda xhat: xhat * x[0])),
+        (TypeError, "residual must be a torch.Tensor, as x is; got float", lambda: cunorm.add_rms_norm(x, 1.0)),
+        (TypeError, "weight must be a torch.Tensor, as x is; got int", lambda: cunorm.add_rms_norm(x, x, 2)),
+        (TypeError, "seed must be a torch.Tensor, as x is; got int", lambda: dropped(x, x, seed=7)),
         (TypeError, "dy must be a torch.Tensor", lambda: op.backward(op.forward(x, weight=x[0])[1], numpy.ones(8))),
         (ValueError, "dy must have the shape of x", lambda: op.backward(op.forward(x, weight=x[0])[1], x[:2])),
     ):

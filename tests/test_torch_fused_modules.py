@@ -18,6 +18,7 @@ from cunorm.torch import (  # noqa: E402
     AddRMSNorm,
     RMSNormGated,
     add_layer_norm,
+    layer_norm_modulate,
     rms_norm_gated,
 )
 
@@ -182,6 +183,9 @@ def test_errors_of_gates():
         (RuntimeError, "z must have shape", lambda: rms_norm_gated(x, x[0], weight, group_size=2)),
         (RuntimeError, "z must have the shape of x", lambda: rms_norm_gated(x, x[0], weight)),
         (TypeError, "z must be a torch.Tensor", lambda: rms_norm_gated(x, None, weight)),
+        (TypeError, "input must be a torch.Tensor", lambda: rms_norm_gated(None, x, weight, group_size=2)),
+        (TypeError, "input must be a torch.Tensor", lambda: layer_norm_modulate(None, weight, weight)),
+        (RuntimeError, "last axis to normalise", lambda: layer_norm_modulate(x[0, 0], weight, weight)),
         (ValueError, "chunk_dim must be 0 or 1", lambda: AdaLayerNorm(8, chunk_dim=2)),
     ):
         with pytest.raises(error, match=re.escape(message)):

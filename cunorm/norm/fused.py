@@ -137,8 +137,10 @@ def check_backward(function: str, operation: Operation, arrays: Mapping[str, Giv
     }
     for name, (shape, dtype) in expected.items():
         array = arrays.get(name)
-        if not isinstance(array, Layout):
+        if array is None:
             continue
+        if not isinstance(array, Layout):
+            raise TypeError(f"{function}: {name} must be an array; got a number. Pass an array of shape {shape}.")
         check_dtype(function, name, array)
         check_same_device(function, name, array, x)
         if array.shape != shape:

@@ -39,7 +39,7 @@ def forward(
     """
     if not torch.compiler.is_compiling() and not (type(eps) is float and 0 <= eps < math.inf):
         eps = core.check_eps(function, eps)
-    tensors, given = _told_apart(function, x, operands)
+    tensors, given = _told_apart(function, x, operands, demanded)
     names = tuple(tensors)
     margins = (core.check_sm_margin(function, sm_margin, None),) * 3
     call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype, margins)
@@ -50,18 +50,21 @@ def forward(
     return dict(zip(operation.returns, results, strict=True)), mean, rstd
 
 
-def _told_apart(function: str, x: Tensor, operands: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """(x and the operands that are tensors, those that are numbers)"""
+def _told_apart(
+    function: str, x: Tensor, operands: Mapping[str, Any], demanded: fused.Kinds
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(x and the operands that are tensors, those that are numbers, which none of a demanded kind is)"""
     tensors, given = {"x": x}, {}
+    no_numbers = (SEED, *dict(demanded))
     for name, one in operands.items():
         if isinstance(one, Tensor):
             tensors[name] = one.expand(x.shape[-1:]) if one.dim() == 0 and x.dim() and name != SEED else one
-        elif (isinstance(one, numbers.Real) and name != SEED) or type(one) is torch.SymFloat:
+        elif name not in no_numbers and (isinstance(one, numbers.Real) or type(one) is torch.SymFloat):
             given[name] = fused.number(function, name, one)
         else:
+            or_number = "" if name in no_numbers else ", or a number"
             raise TypeError(
-                f"{function}: {name} must be a torch.Tensor, as x is, or a number; got {type(one).__name__}. Convert "
-                "it."
+                f"{function}: {name} must be a torch.Tensor, as x is{or_number}; got {type(one).__name__}. Convert it."
             )
     return tensors, given
 
@@ -85,7 +88,7 @@ def backward(
     needed = ("x", *of_rows)
     arrays = {name: one for name, one in arrays.items() if one is not None or name in needed}
     operands = {name: arrays[name] for name in operation.operands if name in arrays}
-    tensors, given = _told_apart(function, arrays["x"], operands)
+    tensors, given = _told_apart(function, arrays["x"], operands, demanded)
     others = {name: arrays[name] for name in ("dy", "ds", "s", *of_rows) if name in arrays}
     layouts = layouts_of(function, {**tensors, **others}, required=tuple(others))
     x = layouts["x"]

@@ -228,7 +228,7 @@ def _named(
     **flags: bool,
 ) -> tuple[Tensor, ...]:
     """The results of a named function, in order. Operands that may be left out are None then; `drops` are those of
-    dropout.
+    dropout. normalized_shape is None for the last axis, whatever it is.
     """
     numbers: Sequence[float] = ()
     if drops:
@@ -249,7 +249,9 @@ def _named(
     margins = (sm_margin,) * 3 if type(sm_margin) is int and sm_margin >= 0 else checks.sm_margins(function, sm_margin)
     call = _call(function, tuple(flags.items()), tuple(tensors)[1:], kinds, _name(dtype), _name(s_dtype), margins)
     given = tuple(tensors.values())
-    ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
+    ndim = 1
+    if normalized_shape is not None:
+        ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
     if ndim > 1:
         given = tuple(
             tensor if name == SEED else _rows(tensor, ndim) for name, tensor in zip(tensors, given, strict=True)

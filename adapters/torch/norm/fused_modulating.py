@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...named_fusions import KINDS
-from .fused_functional import _named
+from .fused_functional import _named, given_of
 
 
 def layer_norm_modulate(
@@ -54,7 +54,7 @@ def layer_norm_modulate(
     (y,) = _named(
         "layer_norm_modulate",
         input,
-        input.shape[-1:],
+        None,
         {"scale": scale, "shift": shift},
         eps,
         dtype,
@@ -83,9 +83,7 @@ def rms_norm_modulate(
     >>> rms_norm_modulate(torch.tensor([[3.0, 4.0]]), torch.ones(2), torch.zeros(2), 0.0)
     tensor([[1.6971, 2.2627]])
     """
-    (y,) = _named(
-        "rms_norm_modulate", input, input.shape[-1:], {"scale": scale, "shift": shift}, eps, dtype, sm_margin=sm_margin
-    )
+    (y,) = _named("rms_norm_modulate", input, None, {"scale": scale, "shift": shift}, eps, dtype, sm_margin=sm_margin)
     return y
 
 
@@ -114,9 +112,7 @@ def gate_add_layer_norm_modulate(
     (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[2., 4., 6.]]))
     """
     operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
-    return _named(
-        "gate_add_layer_norm_modulate", input, input.shape[-1:], operands, eps, dtype, s_dtype, sm_margin=sm_margin
-    )
+    return _named("gate_add_layer_norm_modulate", input, None, operands, eps, dtype, s_dtype, sm_margin=sm_margin)
 
 
 def gate_add_rms_norm_modulate(
@@ -144,9 +140,7 @@ def gate_add_rms_norm_modulate(
     (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
-    return _named(
-        "gate_add_rms_norm_modulate", input, input.shape[-1:], operands, eps, dtype, s_dtype, sm_margin=sm_margin
-    )
+    return _named("gate_add_rms_norm_modulate", input, None, operands, eps, dtype, s_dtype, sm_margin=sm_margin)
 
 
 def rms_norm_gated(
@@ -199,8 +193,9 @@ def rms_norm_gated(
     function, operands = "rms_norm_gated", {"z": z, "weight": weight}
     flags = {"norm_before_gate": bool(norm_before_gate)}
     if group_size is None:
-        (y,) = _named(function, input, input.shape[-1:], operands, eps, dtype, sm_margin=sm_margin, **flags)
+        (y,) = _named(function, input, None, operands, eps, dtype, sm_margin=sm_margin, **flags)
         return y
+    given_of(function, input, operands)
     columns = input.shape[-1]
     if isinstance(group_size, bool) or not isinstance(group_size, numbers.Integral):
         raise TypeError(f"{function}: group_size must be an integer; got {type(group_size).__name__}.")
