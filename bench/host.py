@@ -6,6 +6,7 @@ of a CuPy RawKernel: one with the ten arguments of the forward pass and one with
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import timeit
 from collections.abc import Callable
@@ -78,6 +79,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     times = host_microseconds(calls())
     call, forward, run = times["layer_norm"], times["gpu.forward"], times["launch.run"]
     raw, written, allocated = times["cuLaunchKernel, prepared"], times["arguments written"], times["cupy.ndarray"]
