@@ -154,6 +154,7 @@ def refused_styles(group: Any, device: str) -> None:
     style = LayerNormColwiseParallel()
     cases = [
         (ValueError, "input_layouts must be", lambda: LayerNormColwiseParallel(input_layouts=Shard(2))),
+        (TypeError, "output_layouts must be a Placement", lambda: LayerNormColwiseParallel(output_layouts=1)),
         (TypeError, "it is for LayerNormLinear; got Linear", lambda: style._apply(torch.nn.Linear(2, 2), mesh)),
         (
             ValueError,

@@ -67,6 +67,11 @@ class LayerNormColwiseParallel(ParallelStyle):
             raise ValueError(
                 f"{NAME}: input_layouts must be Shard(0), Shard(1) or Replicate(); got {self.input_layouts}."
             )
+        if not isinstance(self.output_layouts, Placement):
+            raise TypeError(
+                f"{NAME}: output_layouts must be a Placement, such as Shard(-1); got "
+                f"{type(self.output_layouts).__name__}."
+            )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, LayerNormLinear):
