@@ -18,6 +18,7 @@ from cunorm.torch import (  # noqa: E402
     AddRMSNorm,
     RMSNormGated,
     add_layer_norm,
+    gate_add_rms_norm_modulate,
     layer_norm_modulate,
     rms_norm_gated,
 )
@@ -95,6 +96,11 @@ SAMPLE = (2, 1, 8)
 # By function: shapes of the operands after x, options, and what torch makes of them.
 NAMED = {
     "layer_norm_modulate": ((SAMPLE, SAMPLE), {}, lambda x, scale, shift: layer(x) * (1 + scale) + shift),
+    "layer_norm_modulate, two axes": (
+        ((2, 8), (2, 8)),
+        {},
+        lambda x, scale, shift: layer(x) * (1 + scale[:, None]) + shift[:, None],
+    ),
     "rms_norm_modulate": ((SAMPLE, (8,)), {}, lambda x, scale, shift: rms(x) * (1 + scale) + shift),
     "gate_add_layer_norm_modulate": (
         ((2, 3, 8), SAMPLE, SAMPLE, SAMPLE),
@@ -105,6 +111,11 @@ NAMED = {
         ((2, 3, 8), SAMPLE, SAMPLE, SAMPLE),
         {},
         lambda x, r, gate, scale, shift: (rms(r + gate * x) * (1 + scale) + shift, r + gate * x),
+    ),
+    "gate_add_rms_norm_modulate, two axes": (
+        ((2, 3, 8), (2, 8), (2, 8), (2, 8)),
+        {},
+        lambda x, r, *vectors: gate_add_rms_norm_modulate(x, r, *(one[:, None] for one in vectors), eps=1e-3),
     ),
     "rms_norm_gated": (
         ((2, 3, 8), (8,)),

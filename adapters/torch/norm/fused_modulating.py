@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...modulating import of_samples
 from ...named_fusions import KINDS
 from .fused_functional import _named, given_of
 
@@ -27,9 +28,8 @@ def layer_norm_modulate(
     ----------
     input : Tensor, shape (..., columns)
         float16, bfloat16, float32 or float64.
-    scale, shift : Tensor
-        What broadcasts against input, of any of the four dtypes: (batch, 1, columns) beside (batch, tokens, columns) is
-        a vector for each sample.
+    scale, shift : Tensor, shape (batch, columns) or (batch, 1, ..., columns)
+        A vector for each sample, of any of the four dtypes. Also any other shape that broadcasts against input.
     eps : float
         Added to the variance, inside the root.
     dtype : torch.dtype, optional
@@ -51,6 +51,7 @@ def layer_norm_modulate(
     >>> layer_norm_modulate(torch.tensor([[[1.0, 2.0, 3.0]]]), torch.ones(1, 1, 3), torch.zeros(1, 1, 3))
     tensor([[[-2.4495,  0.0000,  2.4495]]])
     """
+    scale, shift = of_samples(input, scale, shift)
     (y,) = _named(
         "layer_norm_modulate",
         input,
@@ -101,7 +102,7 @@ def gate_add_layer_norm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """s = residual + gate * x, y = (s - mean(s)) / sqrt(var(s) + eps) * (1 + scale) + shift, over the last axis.
 
-    Parameters, results and errors as in `layer_norm_modulate` and `add_layer_norm`; gate broadcasts as scale and shift.
+    Parameters, results and errors as in `layer_norm_modulate` and `add_layer_norm`; gate is as scale and shift.
 
     Examples
     --------
@@ -111,6 +112,7 @@ def gate_add_layer_norm_modulate(
     >>> gate_add_layer_norm_modulate(x, x, torch.ones(3), zeros, zeros)
     (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[2., 4., 6.]]))
     """
+    gate, scale, shift = of_samples(input, gate, scale, shift)
     operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
     return _named("gate_add_layer_norm_modulate", input, None, operands, eps, dtype, s_dtype, sm_margin=sm_margin)
 
@@ -139,6 +141,7 @@ def gate_add_rms_norm_modulate(
     >>> gate_add_rms_norm_modulate(x, x, torch.ones(2), zeros, zeros, 0.0)
     (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
+    gate, scale, shift = of_samples(input, gate, scale, shift)
     operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
     return _named("gate_add_rms_norm_modulate", input, None, operands, eps, dtype, s_dtype, sm_margin=sm_margin)
 

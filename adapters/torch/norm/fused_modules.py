@@ -262,7 +262,8 @@ class AdaLayerNorm(nn.Module):
         if self.chunk_dim == 1:
             shift, scale = (one[:, None] for one in temb.chunk(2, dim=1))
         else:
-            scale, shift = temb.chunk(2, dim=0)
+            first = (None,) * (x.dim() - temb.dim())  # beside the last axes of x, as diffusers has them
+            scale, shift = (one[first] for one in temb.chunk(2, dim=0))
         return layer_norm_modulate(x, scale, shift, self.norm_eps)
 
     def extra_repr(self) -> str:
