@@ -132,9 +132,8 @@ def backward(
 def layout(function: str, name: str, array: Any) -> Layout:
     """The layout of a NumPy array; TypeError for anything else."""
     if not isinstance(array, numpy.ndarray) or isinstance(array, numpy.ma.MaskedArray):
-        raise TypeError(
-            f"{function}: {name} must be a NumPy array, as x is; got {type(array).__name__}. Convert one of them."
-        )
+        must_be = "a NumPy array" if name == "x" else "a NumPy array, as x is"
+        raise TypeError(f"{function}: {name} must be {must_be}; got {type(array).__name__}. Convert it.")
     itemsize = array.dtype.itemsize or 1
     return Layout(array.shape, tuple(stride // itemsize for stride in array.strides), array.dtype.name, "cpu")
 

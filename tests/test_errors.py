@@ -342,6 +342,12 @@ class Exporter:
         raise BufferError("nothing to export")
 
 
+def test_numbers_and_masked_arrays_of_numpy():
+    for x, name in ((numpy.float32(1), "float32"), (numpy.ma.ones((2, 8)), "MaskedArray")):
+        with pytest.raises(TypeError, match=f"layer_norm: x must be a NumPy array; got {name}"):
+            cunorm.layer_norm(x)
+
+
 @pytest.mark.parametrize("x", [Exporter(1), memoryview(b"1234"), bytearray(8)], ids=["DLPack", "memoryview", "bytes"])
 def test_host_arrays_of_other_libraries(x):
     with pytest.raises(TypeError, match=r"^layer_norm: x must be"):

@@ -242,6 +242,7 @@ WRONG = [
     ({"dtype": "float16"}, TypeError, "dtype must be 'e4m3' or 'e5m2'"),
     ({"granularity": "block"}, ValueError, "granularity must be 'row', 'tensor' or 128"),
     ({"granularity": 64}, ValueError, "granularity must be"),
+    ({"granularity": [1, 128]}, ValueError, "granularity must be"),
     ({"scale": 1.0}, ValueError, "scale is for granularity='tensor'"),
     ({"granularity": "tensor", "scale": 0.0}, ValueError, "positive and finite"),
     ({"granularity": "tensor", "scale": numpy.ones(2, "float32")}, TypeError, "one float32"),

@@ -31,7 +31,7 @@ def check_format(function: str, dtype: object) -> str:
 
 def check_granularity(function: str, granularity: object, scale: Any) -> None:
     """Its kind, and that of a scale that is given."""
-    if isinstance(granularity, bool) or granularity not in SCALES:
+    if isinstance(granularity, bool) or granularity not in tuple(SCALES):
         raise ValueError(f"{function}: granularity must be 'row', 'tensor' or {BLOCK}; got {granularity!r}.")
     if scale is None:
         return
