@@ -24,16 +24,21 @@ def _operation(function: str, weight: Any, flags: Mapping[str, Any]) -> Operatio
     return of(**{name: bool(flag) for name, flag in flags.items()})
 
 
-def dropout(function: str, dropout_p: Any, seed: Any) -> dict[str, Any]:
-    """The operands that dropout adds; none where nothing is dropped.
-
-    A kernel compares 16 bits, so dropout_p is rounded to a multiple of 2^-16, and so is what scales the rest.
-    """
+def check_dropout_p(function: str, dropout_p: Any) -> float:
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
         raise TypeError(f"{function}: dropout_p must be a real number; got {type(dropout_p).__name__}.")
     dropout_p = float(dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{function}: dropout_p must be at least 0 and less than 1; got {dropout_p}.")
+    return dropout_p
+
+
+def dropout(function: str, dropout_p: Any, seed: Any) -> dict[str, Any]:
+    """The operands that dropout adds; none where nothing is dropped.
+
+    A kernel compares 16 bits, so dropout_p is rounded to a multiple of 2^-16, and so is what scales the rest.
+    """
+    dropout_p = check_dropout_p(function, dropout_p)
     if dropout_p == 0:
         return {}
     if seed is None:

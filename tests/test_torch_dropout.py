@@ -215,3 +215,5 @@ def test_errors():
             add_rms_norm(x, x, 4, **options)
     with pytest.raises(ValueError, match="dropout_p must be at least 0"):
         AddRMSNorm(4, dropout_p=1.5)
+    with pytest.raises(TypeError, match="AddRMSNorm: dropout_p must be a real number; got str"):
+        AddRMSNorm(4, dropout_p="0.5")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...named_fusions import check_dropout_p
 from . import checks
 from .fused_functional import add_layer_norm, add_rms_norm
 from .fused_modulating import layer_norm_modulate, rms_norm_gated
@@ -28,11 +29,9 @@ class _Options:
         name = type(self).__name__
         if zero_centered_gamma and self.weight is None:
             raise ValueError(f"{name}: zero_centered_gamma=True needs a weight; got elementwise_affine=False.")
-        if not 0 <= dropout_p < 1:
-            raise ValueError(f"{name}: dropout_p must be at least 0 and less than 1; got {dropout_p}.")
         self.zero_centered_gamma = zero_centered_gamma
         self.s_dtype = s_dtype
-        self.dropout_p = float(dropout_p)
+        self.dropout_p = check_dropout_p(name, dropout_p)
         checks.sm_margins(name, sm_margin)
         self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
         self.reset_parameters()
