@@ -109,6 +109,14 @@ def test_demo_of_two_ranks(tmp_path):
     assert all(0 < float(error) < 4 * 2**-11 for error in found.values()), found
 
 
+@pytest.mark.slow
+def test_demo_of_ranks_with_any_number_of_columns(tmp_path):
+    pytest.importorskip("torch")
+    numpy.save(tmp_path / "x.npy", numpy.random.default_rng(0).standard_normal((6, 33)))
+    output = output_of(command(tmp_path, "demo", "--ranks", "2", "--input", str(tmp_path / "x.npy")))
+    assert "LayerNormLinear(33, 100) over 3 of 6 rows a rank" in output
+
+
 @pytest.mark.parametrize(("ranks", "fragment"), [("1", "--ranks must be 2 or more; got 1"), ("1798", "has 1797")])
 def test_demo_refuses_ranks(tmp_path, ranks, fragment):
     pytest.importorskip("torch")

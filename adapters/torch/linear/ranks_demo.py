@@ -38,20 +38,21 @@ def main(folder: Path, ranks: int, rank: int) -> None:
     group = dist.group.WORLD
     x = torch.from_numpy(numpy.load(folder / "x.npy"))
     rows, cols = len(x) // ranks, x.shape[1]
+    features = -(-3 * cols // ranks) * ranks
     x = x[: ranks * rows].to(device)
     reason = symmetric.why_not(group, device)
     if rank == 0:
         print(f"path:  {ranks} processes, {'a GPU each (NCCL)' if on_gpus else 'on the CPU (gloo)'}")
         way = f"torch.distributed alone ({reason})" if reason else "symmetric memory under the products (ub_*)"
-        print(f"exchange: {way}\n\nLayerNormLinear({cols}, {3 * cols}) over {rows} of {len(x)} rows a rank")
+        print(f"exchange: {way}\n\nLayerNormLinear({cols}, {features}) over {rows} of {len(x)} rows a rank")
     torch.manual_seed(0)
     overlaps = dict.fromkeys(("ub_overlap_ag", "ub_bulk_dgrad", "ub_bulk_wgrad"), True)
     options = {"parallel_mode": "column", "sequence_parallel": True, "tp_group": group, **overlaps}
     weight, bias, dy = (
-        torch.randn(*shape, device=device) for shape in ((3 * cols, cols), (3 * cols,), (len(x), 3 * cols))
+        torch.randn(*shape, device=device) for shape in ((features, cols), (features,), (len(x), features))
     )
     weight, bias, dy = (t.to(x.dtype) for t in (weight / cols**0.5, bias, dy))
-    module = LayerNormLinear(cols, 3 * cols, EPS, params_dtype=x.dtype, device=device, **options)
+    module = LayerNormLinear(cols, features, EPS, params_dtype=x.dtype, device=device, **options)
     outs = slice(rank * module.out_features, (rank + 1) * module.out_features)
     with torch.no_grad():
         module.weight.copy_(weight[outs])
