@@ -24,7 +24,7 @@ from ..linear.parameters import joined, lay_side_by_side
 from ..norm.functional import FLOATING, autocast_dtype
 from ..norm.modules import LayerNorm, RMSNorm
 from .classes import Swaps
-from .replace import _eps_name, _form, _may_be_rms_norm, _OfTransformers
+from .replace import _eps_name, _may_be_rms_norm, _OfTransformers, form_of
 
 # Class of a block: its norms and what reads each, and nothing else does. Spelled as transformers does and did.
 BLOCKS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
@@ -199,7 +199,7 @@ def _kind_of(norm: nn.Module) -> tuple[str, str] | None:
     if isinstance(norm, _OfTransformers):
         return norm._form.operation, norm._eps_name
     if _may_be_rms_norm(norm):
-        form = _form(original, _eps_name(norm))
+        form = form_of(original, _eps_name(norm))
         if form is not None:
             return form.operation, _eps_name(norm)
     return None

@@ -166,15 +166,16 @@ def _eps_name(module: nn.Module) -> str | None:
 
 @functools.cache
 def _replacement(original: type, eps_name: str) -> type | None:
-    form = _form(original, eps_name)
+    form = form_of(original, eps_name)
     if form is None:
         return None
     attributes = {"_form": form, "_eps_name": eps_name, "_original": original, "__module__": original.__module__}
     return type(original.__name__, (_OfTransformers, original), attributes)
 
 
-def _form(original: type, eps_name: str) -> Form | None:
-    """Tried on an instance made by hand."""
+@functools.cache
+def form_of(original: type, eps_name: str) -> Form | None:
+    """Tried on an instance made by hand; None of a class that computes something else."""
     probe = original.__new__(original)
     nn.Module.__init__(probe)
     x, weight = torch.randn(2, PROBE_COLUMNS, generator=torch.Generator().manual_seed(0))
