@@ -84,7 +84,7 @@ def test_a_subclass_is_left():
     assert report.left == {"0": "ScaledNorm is neither a LayerNorm nor an RMSNorm"}
 
 
-NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "t5")
+NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "t5", "mamba2")
 
 
 @on_devices
@@ -134,7 +134,7 @@ def test_copies_of_a_replaced_model(name):
         torch.testing.assert_close(loss_of(twin, inputs)[1], before)
         copied = twin.get_submodule(next(iter(report.swapped)))
         assert type(copied) is type(module)
-        assert isinstance(copied, type(module).__mro__[2])
+        assert isinstance(copied, type(module)._original)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "t5"])
@@ -154,11 +154,50 @@ def test_the_dtype_that_the_original_returns(name):
             )
 
 
-def test_a_gated_norm_of_transformers_is_left():
-    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    model = nn.Sequential(modeling.Qwen3NextRMSNormGated(8))
-    report = replace_norms(model)
-    assert report.left == {"0": "Qwen3NextRMSNormGated does not compute x / sqrt(mean(x²) + eps) * weight"}
+GATED = {
+    "mamba2": ("Mamba", False),
+    "qwen3_next": ("Qwen3Next", False),
+    "kimi_linear": ("KimiLinear", False),  # gated by sigmoid
+    "zamba2": ("Zamba2", True),  # in groups of columns
+}
+
+
+def gated_norm(name: str) -> nn.Module:
+    modeling = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    norm = getattr(modeling, f"{GATED[name][0]}RMSNormGated")(64, **({"group_size": 16} if GATED[name][1] else {}))
+    norm.weight = nn.Parameter(random(64, dtype=torch.float32, seed=9))
+    return norm
+
+
+@on_devices
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("name", [name for name, (_, left) in GATED.items() if not left])
+def test_a_gated_norm_of_transformers(device, name, dtypes):
+    """Value, gradients and their dtypes, rounded once; its gate may be absent where the original's may."""
+    x_dtype, weight_dtype = (getattr(torch, one) for one in dtypes)
+    norm = gated_norm(name).to(device, weight_dtype)
+    x, gate = (random(5, 64, dtype=x_dtype, device=device, seed=seed).requires_grad_() for seed in range(2))
+    exact, ours = copy.deepcopy(norm).double(), pickle.loads(pickle.dumps(norm))
+    assert list(replace_norms(ours).swapped) == [""]
+    results = []
+    for which in (exact, norm, copy.deepcopy(ours)):
+        given = (x.double(), gate.double()) if which is exact else (x, gate)
+        y = which(*given)
+        results.append([y, *torch.autograd.grad(y.sum(), [which.weight, x, gate])])
+    assert [one.dtype for one in results[2]] == [one.dtype for one in results[1]]
+    for reference, found in zip(results[0], results[2], strict=True):
+        room = 1e-5 if found.dtype is torch.float32 and x_dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(found.to(reference.dtype), reference, rtol=room, atol=room)
+    if name == "mamba2":
+        assert torch.equal(ours(x), norm(x))
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, gate), ours(x, gate))
+
+
+def test_a_norm_of_groups_of_columns_is_left():
+    report = replace_norms(nn.Sequential(gated_norm("zamba2")))
+    assert report.left == {"0": "Zamba2RMSNormGated does not compute x / sqrt(mean(x²) + eps) * weight, gated or not"}
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from ..norm.functional import FLOATING, autocasts
 from ..norm.fused_dispatch import run
 from ..norm.fused_launching import Call, call_of
 from ..norm.modules import LayerNorm, RMSNorm
-from .replace import _OfTransformers
+from .replace import OfTransformers
 
 FEW = "too few elements to gain by it"
 
@@ -30,7 +30,7 @@ def _function(cls: type) -> str | None:
     """The function that the forward of a class calls, of cunorm's norms and those that `replace_norms` made."""
     if cls is LayerNorm:
         return "layer_norm"
-    if cls is RMSNorm or (issubclass(cls, _OfTransformers) and cls.forward is _OfTransformers.forward):
+    if cls is RMSNorm or (issubclass(cls, OfTransformers) and cls.forward is OfTransformers.forward):
         return "rms_norm"
     return None
 
@@ -45,7 +45,7 @@ def apart(norm: Any, one: Tensor, other: Tensor) -> str:
         return "the norm has hooks"
     if _any_global_hook():
         return "every module has hooks"
-    if issubclass(type(norm), _OfTransformers):
+    if issubclass(type(norm), OfTransformers):
         weight = norm.weight
         shape = weight.shape if weight.dtype in FLOATING else None
     elif norm.sm_margin or norm.autocast_output:
@@ -79,7 +79,7 @@ _calls: dict[Hashable, Call] = {}
 def _called(join: str, norm: Any, x: Tensor, residual: Tensor) -> tuple[Call, tuple[Tensor, ...], tuple, float]:
     """(call, tensors, numbers, eps)"""
     cls, weight, bias = type(norm), norm.weight, None
-    if issubclass(cls, _OfTransformers):
+    if issubclass(cls, OfTransformers):
         eps, zero_centered_gamma = getattr(norm, norm._eps_name), norm._form.operation != "rms_norm"
     else:
         eps, zero_centered_gamma = norm.eps, norm.zero_centered_gamma
@@ -113,7 +113,7 @@ def _call(
     name = _function(cls) or ""
 
     def of_norm(x: torch.dtype) -> torch.dtype:
-        if issubclass(cls, _OfTransformers):
+        if issubclass(cls, OfTransformers):
             return cls._form.dtypes[x, weight]
         return functional._default_dtype(name, torch.empty(0, dtype=x))
 

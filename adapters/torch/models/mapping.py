@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...expression import sigmoid, silu
-from ...fusion import fuse
 from ..norm.functional import norm
-from .replace import form_of
+from .forms import ACTIVATIONS, Form, form_of, gated_norm
 
 
 def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
@@ -94,10 +92,7 @@ class RMSNormZeroCentered(nn.Module):
         return norm("zero_centered_rms_norm", x, weight.shape, weight, None, self.eps, x.dtype, 0)
 
 
-_GATED = {
-    "silu": fuse("rms_norm", epilogue=lambda xhat, gate, weight: xhat * weight * silu(gate)),
-    "sigmoid": fuse("rms_norm", epilogue=lambda xhat, gate, weight: xhat * weight * sigmoid(gate)),
-}
+_GATED = {activation: gated_norm(activation) for activation in ACTIVATIONS}
 
 
 class RMSNormGated(nn.Module):
@@ -115,4 +110,4 @@ class RMSNormGated(nn.Module):
 def _result_dtype(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
     """Of two dtypes some of these classes return the wider one, others that of x."""
     form = form_of(cls, "variance_epsilon")
-    return x if form is None else form.dtypes.get((x, weight), x)
+    return form.dtypes.get((x, weight), x) if isinstance(form, Form) else x
