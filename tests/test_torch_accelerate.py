@@ -116,7 +116,7 @@ def test_the_report():
     report = accelerate(model)
     loss_of(model, inputs)
     lines = str(report).splitlines()
-    assert lines[0] == "norms replaced 5, joined with a sum 2, left 0"
+    assert lines[0] == "norms replaced 5, joined 2, left 0"
     assert "  transformer.h.0.ln_1: LayerNorm" in lines
     assert "  transformer.h.1.ln_2: with the sum before it; ran 1" in lines
 
@@ -328,7 +328,7 @@ def test_dtypes_of_a_join(name, method, one, other, weight):
     replace_norms(model)
     accelerate(model)
     block = next(module for module in model.modules() if isinstance(module, blocks.Block))
-    (norm, *_) = blocks.joins_of(block._original)
+    (norm, *_) = block._known.joins
     a, b = random(3, 64, dtype=one), random(3, 64, dtype=other, seed=1)
     found = getattr(block, method)(norm, a, b)
     module = block.get_submodule(norm)

@@ -84,18 +84,15 @@ def replace_norms(model: nn.Module) -> Replacement:
         original = type(module)
         if original in (LayerNorm, RMSNorm) or issubclass(original, _Swapped):
             continue
-        if original is not nn.LayerNorm and original is not nn.RMSNorm and not may_be_rms_norm(module):
+        replacement = _of_torch(module)
+        if replacement is None and not may_be_rms_norm(module):
             if "norm" in original.__name__.lower() and not list(module.children()):
                 report.left[name] = f"{original.__name__} is neither a LayerNorm nor an RMSNorm"
             continue
         if "forward" in module.__dict__:
             report.left[name] = f"the forward of this {original.__name__} was replaced on the instance"
             continue
-        if original is nn.LayerNorm:
-            replacement = LayerNorm
-        elif original is nn.RMSNorm:
-            replacement = RMSNorm
-        else:
+        if replacement is None:
             replacement = _replacement(original, eps_name(module), module.__dict__.get("activation"))
         if replacement is None:
             report.left[name] = f"{original.__name__} does not compute x / sqrt(mean(x²) + eps) * weight, gated or not"
@@ -103,6 +100,15 @@ def replace_norms(model: nn.Module) -> Replacement:
         report._swaps.swap(module, replacement)
         report.swapped[name] = original.__name__
     return report
+
+
+def _of_torch(module: nn.Module) -> type | None:
+    """Ours for a norm of torch, or for timm's LayerNorm, which calls torch's unless it was made for its fast norm."""
+    original = type(module)
+    of_timm = (original.__module__.partition(".")[0], original.__name__) == ("timm", "LayerNorm")
+    if original is nn.LayerNorm or (of_timm and module.__dict__.get("_fast_norm") is False):
+        return LayerNorm
+    return RMSNorm if original is nn.RMSNorm else None
 
 
 # The RMSNorms of transformers: not one class but one for each model.
