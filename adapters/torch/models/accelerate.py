@@ -24,6 +24,9 @@ JOINED_FROM = 64 << 20
 # A norm with its modulation is four operators, with a gated sum six. Llama's RMSNorm, five, was measured to gain by one
 # kernel; these were not measured yet.
 MODULATED_FROM = 1
+# Elements from which compiled code has our kernel for the backward pass of a norm, and torch's operators for its
+# forward pass. None: never. `python -m bench.accelerated --modes compile` times it; it was not measured yet.
+COMPILED_FROM: int | None = None
 
 
 class Ran(NamedTuple):
@@ -76,7 +79,7 @@ class Acceleration:
         self._swaps.undo("_ran")
         self._blocks.clear()
         for norm in self._norms:
-            for name in ("_own_below", "_apart_below"):
+            for name in ("_own_below", "_apart_below", "_compiled_from"):
                 norm.__dict__.pop(name, None)
         self._norms.clear()
         self.norms.undo()
@@ -92,7 +95,10 @@ class Acceleration:
             lines += [f"    apart {count}: {reason}" for reason, count in apart.items()]
         lines += [f"  {name}: left, {reason}" for name, reason in left.items()]
         lines.append(f"  below {HOST_BOUND_BELOW} elements: norms of torch.nn by torch's own kernels")
-        lines.append("  under torch.compile: the model's own operators; norms and Linears: not joined")
+        compiled = "the model's own operators"
+        if COMPILED_FROM is not None:
+            compiled += f", norms of {COMPILED_FROM} elements and more with our backward pass"
+        lines.append(f"  under torch.compile: {compiled}; norms and Linears: not joined")
         return "\n".join(lines)
 
 
@@ -153,6 +159,7 @@ def accelerate(model: nn.Module) -> Acceleration:
         norm = model.get_submodule(name)
         # 1: what is compiled alone
         norm.__dict__["_own_below"] = HOST_BOUND_BELOW if isinstance(norm, LayerNorm | RMSNorm) else 1
+        norm.__dict__["_compiled_from"] = COMPILED_FROM
         report._norms.append(norm)
     for prefix, block in model.named_modules():
         found = known(block)

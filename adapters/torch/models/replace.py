@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..norm import compiled
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm
 from .classes import Swaps
@@ -120,7 +121,9 @@ class _Swapped:
     _eps_name: str
     _original: type
     _key: tuple[str, str | None]  # of form_of
-    _own_below = _apart_below = 0  # as in cunorm's modules, but that few elements too go to the kernels
+    # As in cunorm's modules, but that few elements too go to the kernels.
+    _own_below = _apart_below = 0
+    _compiled_from = None
 
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is swapped when it is loaded."""
@@ -133,10 +136,12 @@ class OfTransformers(_Swapped):
     _form: Form
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if self._own_below and torch.compiler.is_compiling():
-            return self._original.forward(self, hidden_states)
         weight, eps, form = self.weight, getattr(self, self._eps_name), self._form
         dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
+        if self._own_below and torch.compiler.is_compiling():
+            if not compiled.is_wanted(hidden_states, self._compiled_from):
+                return self._original.forward(self, hidden_states)
+            return compiled.norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype)
         return norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype, 0)
 
 
