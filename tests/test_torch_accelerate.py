@@ -199,6 +199,32 @@ def test_what_is_patched_already(monkeypatch):
     fused.undo()
 
 
+@pytest.mark.parametrize("first", ["part", "whole"])
+def test_a_part_that_is_patched_already(first):
+    """What is left is joined, and each report takes back its own, in any order."""
+    model, inputs = build("llama")
+    expected = loss_of(model, inputs)[1]
+    reports = {"part": accelerate(model.model.layers[0]), "whole": accelerate(model)}
+    assert [list(one.joined) for one in reports.values()] == [
+        ["post_attention_layernorm"],
+        ["model.layers.1.post_attention_layernorm"],
+    ]
+    for report in (reports.pop(first), *reports.values()):
+        torch.testing.assert_close(loss_of(model, inputs)[1], expected)
+        report.undo()
+    assert torch.equal(loss_of(model, inputs)[1], expected)
+
+
+def test_what_fails_halfway_is_not_done_at_all(monkeypatch):
+    model, _ = build("llama")
+    classes, joined = [*map(type, model.modules())], iter([blocks.joined_class])
+    monkeypatch.setattr(accelerate_module, "joined_class", lambda found: next(joined)(found))
+    with pytest.raises(StopIteration):
+        accelerate(model)
+    assert [*map(type, model.modules())] == classes
+    assert not any({"_ran", "_own_below", "_apart_below"} & set(vars(module)) for module in model.modules())
+
+
 def test_undone_in_another_order_nothing_is_done():
     model, _ = build("llama")
     report = accelerate(model)
@@ -408,6 +434,22 @@ def test_under_torch_compile_the_original_is_traced(name):
     assert graphs[1] == graphs[0]
     report = accelerate(compiled)  # finds what is in the wrapper
     assert not report.joined
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_was_compiled_and_has_run(whole):
+    """Compiled anew with the classes that it has then."""
+    model, inputs = build("gpt2")
+    expected = loss_of(model, inputs)[1]
+    torch._dynamo.reset()
+    for part in (model,) if whole else model.transformer.h:
+        part.compile(backend="eager")
+    loss_of(model, inputs)
+    report = accelerate(model)
+    assert len(report.joined) == 2
+    torch.testing.assert_close(loss_of(model, inputs)[1], expected)
+    report.undo()
+    torch.testing.assert_close(loss_of(model, inputs)[1], expected)
 
 
 # What is read from the source.

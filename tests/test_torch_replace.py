@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch_models import build, loss_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
-from cunorm.torch import LayerNorm, RMSNorm, replace_norms  # noqa: E402
+from cunorm.torch import LayerNorm, RMSNorm, accelerate, fuse_norm_linear, replace_norms  # noqa: E402
 
 
 def small_model():
@@ -81,7 +81,29 @@ def test_a_subclass_is_left():
 
     report = replace_norms(nn.Sequential(ScaledNorm(8)))
     assert not report.swapped
-    assert report.left == {"0": "ScaledNorm is neither a LayerNorm nor an RMSNorm"}
+    assert report.left == {"0": "ScaledNorm is a class made of LayerNorm, not LayerNorm itself"}
+
+
+def test_what_is_wrapped_or_compiled_says_so():
+    """Nothing of it is replaced, and it computes what it did."""
+    parametrized = nn.LayerNorm(8)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
+    model = nn.Sequential(parametrized, torch.jit.script(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))))
+    x = random(3, 8, dtype=torch.float32)
+    expected = model(x)
+    report = replace_norms(model)
+    assert report.left == {
+        "0": "ParametrizedLayerNorm is a class made of LayerNorm, not LayerNorm itself",
+        "1.0": "torch.jit has compiled this LayerNorm: replace first what is then compiled",
+    }
+    assert not report.swapped
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("function", [accelerate, fuse_norm_linear, replace_norms])
+def test_what_is_no_model(function):
+    with pytest.raises(TypeError, match=rf"^{function.__name__}: model must be a torch.nn.Module; got list\.$"):
+        function([nn.LayerNorm(8)])
 
 
 NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "t5", "mamba2")

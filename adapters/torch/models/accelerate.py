@@ -10,7 +10,7 @@ from torch import nn
 
 from ..norm.modules import LayerNorm, RMSNorm
 from .blocks import Block, joined_class, known
-from .classes import Swaps
+from .classes import Swaps, check_module
 from .replace import Replacement, replace_norms
 from .rewrite import SUM_AFTER, SUM_FIRST
 
@@ -154,7 +154,17 @@ def accelerate(model: nn.Module) -> Acceleration:
       under torch.compile: the model's own operators; norms and Linears: not joined
     >>> accelerated.undo()
     """
+    check_module("accelerate", model)
     report = Acceleration(replace_norms(model))
+    try:
+        _join_blocks(model, report)
+    except BaseException:
+        report.undo()
+        raise
+    return report
+
+
+def _join_blocks(model: nn.Module, report: Acceleration) -> None:
     for name in report.norms.swapped:
         norm = model.get_submodule(name)
         # 1: what is compiled alone
@@ -178,7 +188,6 @@ def accelerate(model: nn.Module) -> Acceleration:
                 report.joined[_join(prefix, name)] = what
                 norm.__dict__["_apart_below"] = JOINED_FROM if what in (SUM_FIRST, SUM_AFTER) else MODULATED_FROM
                 report._norms.append(norm)
-    return report
 
 
 def _obstacle(block: nn.Module, cls: type) -> str:

@@ -23,7 +23,7 @@ from ..linear.functional import in_one_step, norm_linear
 from ..linear.parameters import joined, lay_side_by_side
 from ..norm.functional import FLOATING, autocast_dtype
 from ..norm.modules import LayerNorm, RMSNorm
-from .classes import Swaps
+from .classes import Swaps, check_module
 from .forms import Form, eps_name, form_of, may_be_rms_norm
 from .replace import OfTransformers
 
@@ -112,6 +112,7 @@ def fuse_norm_linear(model: nn.Module) -> Fusion:
       norm2: with linear1
     >>> fusion.undo()
     """
+    check_module("fuse_norm_linear", model)
     report = Fusion()
     for prefix, block in model.named_modules():
         for norm_name, reader_names in _pairs(block):

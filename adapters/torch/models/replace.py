@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..norm import compiled
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm
-from .classes import Swaps
-from .forms import Form, GatedForm, eps_name, form_of, may_be_rms_norm
+from .classes import Swaps, check_module
+from .forms import PACKAGES, Form, GatedForm, eps_name, form_of, may_be_rms_norm
 
 
 @dataclass
@@ -80,6 +80,7 @@ def replace_norms(model: nn.Module) -> Replacement:
       2: left, BatchNorm1d is neither a LayerNorm nor an RMSNorm
     >>> replaced.undo()
     """
+    check_module("replace_norms", model)
     report = Replacement()
     for name, module in model.named_modules():
         original = type(module)
@@ -87,8 +88,9 @@ def replace_norms(model: nn.Module) -> Replacement:
             continue
         replacement = _of_torch(module)
         if replacement is None and not may_be_rms_norm(module):
-            if "norm" in original.__name__.lower() and not list(module.children()):
-                report.left[name] = f"{original.__name__} is neither a LayerNorm nor an RMSNorm"
+            reason = _why_left(module)
+            if reason:
+                report.left[name] = reason
             continue
         if "forward" in module.__dict__:
             report.left[name] = f"the forward of this {original.__name__} was replaced on the instance"
@@ -110,6 +112,24 @@ def _of_torch(module: nn.Module) -> type | None:
     if original is nn.LayerNorm or (of_timm and module.__dict__.get("_fast_norm") is False):
         return LayerNorm
     return RMSNorm if original is nn.RMSNorm else None
+
+
+def _why_left(module: nn.Module) -> str:
+    """Of a module that is no norm known here; "" if it is no norm at all."""
+    original = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        scripted = "norm" in module.original_name.lower() and not list(module.children())
+        return (
+            f"torch.jit has compiled this {module.original_name}: replace first what is then compiled"
+            if scripted
+            else ""
+        )
+    for cls in original.__mro__[1:]:
+        of_package = cls.__module__.partition(".")[0] in PACKAGES and "norm" in cls.__name__.lower()
+        if cls is nn.LayerNorm or cls is nn.RMSNorm or (of_package and not list(module.children())):
+            return f"{original.__name__} is a class made of {cls.__name__}, not {cls.__name__} itself"
+    is_norm = "norm" in original.__name__.lower() and not list(module.children())
+    return f"{original.__name__} is neither a LayerNorm nor an RMSNorm" if is_norm else ""
 
 
 # The RMSNorms of transformers: not one class but one for each model.
