@@ -13,14 +13,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import cpu_device  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_diffusers import build, output_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
 from cunorm.torch import accelerate, replace_norms  # noqa: E402
-from cunorm.torch.models import blocks  # noqa: E402
+from cunorm.torch.models import blocks, joins  # noqa: E402
 from cunorm.torch.models.rewrite import GATED, MODULATED, rewritten  # noqa: E402
 from cunorm.torch.models.settle import Settle  # noqa: E402
+
+needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
 # Name: how many norms are joined, of how many.
 MODELS = {"dit": (4, 5), "pixart": (4, 5), "sd3": (8, 16), "sd3.5": (7, 18), "flux": (11, 23)}
@@ -355,3 +358,37 @@ def test_a_vit_of_timm(module_of, monkeypatch):
     monkeypatch.setitem(block.norm2.__dict__, "_apart_below", 1)
     torch.testing.assert_close(block(x, None, None, None), expected)
     assert report.ran() == {"norm2": (1, {})}
+
+
+# What a GPU launches.
+
+
+@needs_machine
+@pytest.mark.parametrize("join", [MODULATED, GATED])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_launches_of_a_join(stand_in, lines, norm, join):
+    """Conditions are read where they lie, in the parts of one product; each pass is one plan."""
+    ours = norm(64, 1e-5, elementwise_affine=False)
+    replace_norms(ours)
+    x, residual = (random(2, 5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
+    product = random(2, 6 * 64, dtype=torch.float32, seed=2).requires_grad_()
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        gate, scale, shift = (one[:, None] for one in product.to(dtype).chunk(6, dim=1)[2:5])
+        given = [one.to(dtype) for one in (x, residual)]
+        if dtype is torch.float32 and join == MODULATED:
+            found = [joins.norm_then_modulation(ours, given[0], scale, shift)]
+        elif dtype is torch.float32:
+            found = [*joins.gated_sum_then_modulation(ours, given[0], gate, given[1], scale, shift)]
+        else:
+            s = given[1] + gate * given[0] if join == GATED else given[0]
+            y = torch.nn.functional.layer_norm if norm is nn.LayerNorm else torch.nn.functional.rms_norm
+            y = y(s, (64,), eps=1e-5) * (1 + scale) + shift
+            found = [y, s] if join == GATED else [y]
+        leaves = [x, product] if join == MODULATED else [x, residual, product]
+        found += torch.autograd.grad(sum(one.square().sum() for one in found), leaves)
+        results.append(found)
+    for expected, one in zip(*results, strict=True):
+        torch.testing.assert_close(one, expected.to(one.dtype), rtol=1e-4, atol=1e-4)
+    assert [plan.problem.direction for plan in stand_in.plans] == ["forward", "backward"]
+    assert not [line for line in lines() if "copied" in line or "expanded" in line]

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import cpu_device  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_models import build, loss_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
@@ -215,6 +216,26 @@ def test_a_gated_norm_of_transformers(device, name, dtypes):
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, gate), ours(x, gate))
+
+
+@pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
+@pytest.mark.parametrize("name", ["mamba2", "kimi_linear"])
+def test_what_a_gated_norm_launches(stand_in, lines, name):
+    """One kernel forward, one plan backward; x and a gate that is a part of a product are read where they lie."""
+    norm = gated_norm(name).to(torch.bfloat16)
+    x = random(5, 64, dtype=torch.bfloat16).requires_grad_()
+    product, dy = random(5, 3 * 64, dtype=torch.bfloat16, seed=1).requires_grad_(), random(5, 64, dtype=x.dtype, seed=2)
+    results = []
+    for which in (copy.deepcopy(norm).double(), norm):
+        if which is norm:
+            replace_norms(norm)
+        given = x, product.chunk(3, -1)[1]
+        y = which(*(one.double() if which is not norm else one for one in given))
+        results.append([y, *torch.autograd.grad(y, [which.weight, x, product], dy.to(y.dtype))])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected.double(), rtol=2e-2, atol=2e-2)
+    assert [plan.problem.direction for plan in stand_in.plans] == ["forward", "backward"]
+    assert not [line for line in lines() if "copied" in line]
 
 
 def test_a_norm_of_groups_of_columns_is_left():
