@@ -1,6 +1,6 @@
-"""Training steps of models of transformers, with torch's norms and after `accelerate`.
+"""Training steps of models of transformers and diffusers, with torch's norms and after `accelerate`.
 
-    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes eager compile] [--out FILE]
+    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes eager compile ...] [--out FILE]
 
 Copies of a model with random weights take turns in one run on one machine, in bfloat16. A line of JSON is a model and a
 mode: the median milliseconds of a step until the GPU is done and until the host is, the losses of its first and last
@@ -28,10 +28,16 @@ from bench.torch_models import alternate, build, make_step
 from cunorm.torch import Acceleration, accelerate, replace_norms
 from cunorm.torch.models.joins import sum_then_norm
 
-NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3")
+NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3", "whisper", "dit")
 CONTENDERS = {
     "eager": ("torch", "replace_norms", "accelerate", "accelerate, of any size"),
-    "compile": ("torch", "replace_norms", "accelerate"),
+    "compile": ("torch", "replace_norms", "accelerate", "accelerate, backward passes ours"),
+    "reduce-overhead": ("torch", "replace_norms", "accelerate", "accelerate, backward passes ours"),
+}
+# What `accelerate` chose, for every size: attributes of the norms.
+SET_TO_ONE = {
+    "accelerate, of any size": ("_own_below", "_apart_below"),
+    "accelerate, backward passes ours": ("_compiled_from",),
 }
 ROUNDS, STEPS = 7, 3  # turns, and steps of each
 Step = Callable[[], torch.Tensor]
@@ -91,10 +97,11 @@ def measured(name: str, layers: int, mode: str) -> dict[str, Any]:
     for who in CONTENDERS[mode]:
         model = copy.deepcopy(original)
         report = {"torch": lambda _: None, "replace_norms": replace_norms}.get(who, accelerate)(model)
-        if who == "accelerate, of any size":
-            for module in model.modules():
-                vars(module).update({name: 1 for name in ("_own_below", "_apart_below") if name in vars(module)})
-        steps[who] = make_step(torch.compile(model) if mode == "compile" else model, inputs, labels)
+        for module in model.modules():
+            vars(module).update({name: 1 for name in SET_TO_ONE.get(who, ()) if name in vars(module)})
+        if mode != "eager":
+            model = torch.compile(model, mode=None if mode == "compile" else mode)
+        steps[who] = make_step(model, inputs, labels)
         first[who] = float(steps[who]())
         steps[who]()
         peak[who] = peak_of(steps[who])

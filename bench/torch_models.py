@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,8 @@ def build(
     wide = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": layers, "num_attention_heads": 12}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": layers, "vocab_size": 8192}
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    whisper = {"d_model": 768, "encoder_attention_heads": 12, "encoder_ffn_dim": 3072, "encoder_layers": layers}
+    whisper |= {"max_source_positions": SEQUENCE, "dropout": 0.0, "decoder_layers": 1}
     silent = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     cls, config = {
         "gpt2": (
@@ -217,8 +220,19 @@ def build(
             t.Gemma3ForCausalLM,
             t.Gemma3TextConfig(hidden_size=1024, intermediate_size=4096, head_dim=64, **heads),
         ),
+        "whisper": (whisper_encoder, t.WhisperConfig(**whisper)),
+        "dit": (partial(dit, layers), None),
     }[name]
-    model = cls(config).to("cuda", dtype).train()
+    model = (cls(config) if config is not None else cls()).to("cuda", dtype).train()
+    if name == "whisper":
+        features = torch.randn(BATCH, 80, 2 * SEQUENCE, device="cuda", dtype=dtype)
+        return model, {"input_features": features}, torch.randint(0, 768, (BATCH, SEQUENCE), device="cuda")
+    if name == "dit":
+        for block in model.transformer_blocks:
+            block.norm1.emb.class_embedder.dropout_prob = 0.0
+        picture = torch.randn(16, 4, 32, 32, device="cuda", dtype=dtype)
+        numbers = {name: torch.randint(0, 1000, (16,), device="cuda") for name in ("timestep", "class_labels")}
+        return model, {"hidden_states": picture} | numbers, torch.randint(0, 32, (16, 8, 32), device="cuda")
     if name == "vit":
         inputs = {"pixel_values": torch.randn(16, 3, 224, 224, device="cuda", dtype=dtype)}
         return model, inputs, torch.randint(0, 100, (16,), device="cuda")
@@ -226,8 +240,21 @@ def build(
     return model, {"input_ids": ids}, ids.roll(-1, 1)
 
 
+def whisper_encoder(config):
+    from transformers import WhisperModel
+
+    return WhisperModel(config).get_encoder()
+
+
+def dit(layers: int):
+    """DiT-XL's width, 256 tokens."""
+    from diffusers import DiTTransformer2DModel
+
+    return DiTTransformer2DModel(num_attention_heads=16, attention_head_dim=72, num_layers=layers, out_channels=8)
+
+
 def loss_of(model, inputs, labels) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(**inputs).logits
+    logits = model(**inputs)[0]  # or what else comes first: its last axis is read as logits
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()), logits
 
 

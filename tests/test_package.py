@@ -157,6 +157,7 @@ FOR_ADAPTERS = {
     "device",
     "launch",
     "operation",
+    "expression",
     "expression_grammar",
     "expression_texts",
     "expression_value",

@@ -39,6 +39,7 @@ MODELS = {
     "olmo2": (4, 9),
     "whisper": (6, 12),
     "t5": (0, 12),
+    "mamba2": (0, 5),
 }
 
 
@@ -115,7 +116,7 @@ def test_the_report():
     report = accelerate(model)
     loss_of(model, inputs)
     lines = str(report).splitlines()
-    assert lines[0] == "norms replaced 5, joined with a sum 2, left 0"
+    assert lines[0] == "norms replaced 5, joined 2, left 0"
     assert "  transformer.h.0.ln_1: LayerNorm" in lines
     assert "  transformer.h.1.ln_2: with the sum before it; ran 1" in lines
 
@@ -196,6 +197,32 @@ def test_what_is_patched_already(monkeypatch):
     assert set(report.ran()["model.layers.0.post_attention_layernorm"].apart) == {"the norm is none of cunorm's"}
     report.undo()
     fused.undo()
+
+
+@pytest.mark.parametrize("first", ["part", "whole"])
+def test_a_part_that_is_patched_already(first):
+    """What is left is joined, and each report takes back its own, in any order."""
+    model, inputs = build("llama")
+    expected = loss_of(model, inputs)[1]
+    reports = {"part": accelerate(model.model.layers[0]), "whole": accelerate(model)}
+    assert [list(one.joined) for one in reports.values()] == [
+        ["post_attention_layernorm"],
+        ["model.layers.1.post_attention_layernorm"],
+    ]
+    for report in (reports.pop(first), *reports.values()):
+        torch.testing.assert_close(loss_of(model, inputs)[1], expected)
+        report.undo()
+    assert torch.equal(loss_of(model, inputs)[1], expected)
+
+
+def test_what_fails_halfway_is_not_done_at_all(monkeypatch):
+    model, _ = build("llama")
+    classes, joined = [*map(type, model.modules())], iter([blocks.joined_class])
+    monkeypatch.setattr(accelerate_module, "joined_class", lambda found: next(joined)(found))
+    with pytest.raises(StopIteration):
+        accelerate(model)
+    assert [*map(type, model.modules())] == classes
+    assert not any({"_ran", "_own_below", "_apart_below"} & set(vars(module)) for module in model.modules())
 
 
 def test_undone_in_another_order_nothing_is_done():
@@ -327,7 +354,7 @@ def test_dtypes_of_a_join(name, method, one, other, weight):
     replace_norms(model)
     accelerate(model)
     block = next(module for module in model.modules() if isinstance(module, blocks.Block))
-    (norm, *_) = blocks.joins_of(block._original)
+    (norm, *_) = block._known.joins
     a, b = random(3, 64, dtype=one), random(3, 64, dtype=other, seed=1)
     found = getattr(block, method)(norm, a, b)
     module = block.get_submodule(norm)
@@ -407,6 +434,22 @@ def test_under_torch_compile_the_original_is_traced(name):
     assert graphs[1] == graphs[0]
     report = accelerate(compiled)  # finds what is in the wrapper
     assert not report.joined
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_was_compiled_and_has_run(whole):
+    """Compiled anew with the classes that it has then."""
+    model, inputs = build("gpt2")
+    expected = loss_of(model, inputs)[1]
+    torch._dynamo.reset()
+    for part in (model,) if whole else model.transformer.h:
+        part.compile(backend="eager")
+    loss_of(model, inputs)
+    report = accelerate(model)
+    assert len(report.joined) == 2
+    torch.testing.assert_close(loss_of(model, inputs)[1], expected)
+    report.undo()
+    torch.testing.assert_close(loss_of(model, inputs)[1], expected)
 
 
 # What is read from the source.

@@ -10,11 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import cpu_device  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_models import build, loss_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
-from cunorm.torch import LayerNorm, RMSNorm, replace_norms  # noqa: E402
+from cunorm.torch import LayerNorm, RMSNorm, accelerate, fuse_norm_linear, replace_norms  # noqa: E402
 
 
 def small_model():
@@ -81,10 +82,32 @@ def test_a_subclass_is_left():
 
     report = replace_norms(nn.Sequential(ScaledNorm(8)))
     assert not report.swapped
-    assert report.left == {"0": "ScaledNorm is neither a LayerNorm nor an RMSNorm"}
+    assert report.left == {"0": "ScaledNorm is a class made of LayerNorm, not LayerNorm itself"}
 
 
-NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "t5")
+def test_what_is_wrapped_or_compiled_says_so():
+    """Nothing of it is replaced, and it computes what it did."""
+    parametrized = nn.LayerNorm(8)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
+    model = nn.Sequential(parametrized, torch.jit.script(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))))
+    x = random(3, 8, dtype=torch.float32)
+    expected = model(x)
+    report = replace_norms(model)
+    assert report.left == {
+        "0": "ParametrizedLayerNorm is a class made of LayerNorm, not LayerNorm itself",
+        "1.0": "torch.jit has compiled this LayerNorm: replace first what is then compiled",
+    }
+    assert not report.swapped
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("function", [accelerate, fuse_norm_linear, replace_norms])
+def test_what_is_no_model(function):
+    with pytest.raises(TypeError, match=rf"^{function.__name__}: model must be a torch.nn.Module; got list\.$"):
+        function([nn.LayerNorm(8)])
+
+
+NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma", "t5", "mamba2")
 
 
 @on_devices
@@ -134,7 +157,7 @@ def test_copies_of_a_replaced_model(name):
         torch.testing.assert_close(loss_of(twin, inputs)[1], before)
         copied = twin.get_submodule(next(iter(report.swapped)))
         assert type(copied) is type(module)
-        assert isinstance(copied, type(module).__mro__[2])
+        assert isinstance(copied, type(module)._original)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "t5"])
@@ -154,11 +177,70 @@ def test_the_dtype_that_the_original_returns(name):
             )
 
 
-def test_a_gated_norm_of_transformers_is_left():
-    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    model = nn.Sequential(modeling.Qwen3NextRMSNormGated(8))
-    report = replace_norms(model)
-    assert report.left == {"0": "Qwen3NextRMSNormGated does not compute x / sqrt(mean(x²) + eps) * weight"}
+GATED = {
+    "mamba2": ("Mamba", False),
+    "qwen3_next": ("Qwen3Next", False),
+    "kimi_linear": ("KimiLinear", False),  # gated by sigmoid
+    "zamba2": ("Zamba2", True),  # in groups of columns
+}
+
+
+def gated_norm(name: str) -> nn.Module:
+    modeling = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    norm = getattr(modeling, f"{GATED[name][0]}RMSNormGated")(64, **({"group_size": 16} if GATED[name][1] else {}))
+    norm.weight = nn.Parameter(random(64, dtype=torch.float32, seed=9))
+    return norm
+
+
+@on_devices
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("name", [name for name, (_, left) in GATED.items() if not left])
+def test_a_gated_norm_of_transformers(device, name, dtypes):
+    """Value, gradients and their dtypes, rounded once; its gate may be absent where the original's may."""
+    x_dtype, weight_dtype = (getattr(torch, one) for one in dtypes)
+    norm = gated_norm(name).to(device, weight_dtype)
+    x, gate = (random(5, 64, dtype=x_dtype, device=device, seed=seed).requires_grad_() for seed in range(2))
+    exact, ours = copy.deepcopy(norm).double(), pickle.loads(pickle.dumps(norm))
+    assert list(replace_norms(ours).swapped) == [""]
+    results = []
+    for which in (exact, norm, copy.deepcopy(ours)):
+        given = (x.double(), gate.double()) if which is exact else (x, gate)
+        y = which(*given)
+        results.append([y, *torch.autograd.grad(y.sum(), [which.weight, x, gate])])
+    assert [one.dtype for one in results[2]] == [one.dtype for one in results[1]]
+    for reference, found in zip(results[0], results[2], strict=True):
+        room = 1e-5 if found.dtype is torch.float32 and x_dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(found.to(reference.dtype), reference, rtol=room, atol=room)
+    if name == "mamba2":
+        assert torch.equal(ours(x), norm(x))
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, gate), ours(x, gate))
+
+
+@pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
+@pytest.mark.parametrize("name", ["mamba2", "kimi_linear"])
+def test_what_a_gated_norm_launches(stand_in, lines, name):
+    """One kernel forward, one plan backward; x and a gate that is a part of a product are read where they lie."""
+    norm = gated_norm(name).to(torch.bfloat16)
+    x = random(5, 64, dtype=torch.bfloat16).requires_grad_()
+    product, dy = random(5, 3 * 64, dtype=torch.bfloat16, seed=1).requires_grad_(), random(5, 64, dtype=x.dtype, seed=2)
+    results = []
+    for which in (copy.deepcopy(norm).double(), norm):
+        if which is norm:
+            replace_norms(norm)
+        given = x, product.chunk(3, -1)[1]
+        y = which(*(one.double() if which is not norm else one for one in given))
+        results.append([y, *torch.autograd.grad(y, [which.weight, x, product], dy.to(y.dtype))])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected.double(), rtol=2e-2, atol=2e-2)
+    assert [plan.problem.direction for plan in stand_in.plans] == ["forward", "backward"]
+    assert not [line for line in lines() if "copied" in line]
+
+
+def test_a_norm_of_groups_of_columns_is_left():
+    report = replace_norms(nn.Sequential(gated_norm("zamba2")))
+    assert report.left == {"0": "Zamba2RMSNormGated does not compute x / sqrt(mean(x²) + eps) * weight, gated or not"}
 
 
 @pytest.mark.gpu

@@ -24,6 +24,8 @@ def _config(name: str) -> tuple[Any, Any]:
     whisper |= {f"{one}_ffn_dim": 128 for one in ("encoder", "decoder")} | {"max_source_positions": 12}
     t5 = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
     t5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
+    mamba2 = {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8}
+    mamba2 |= {"num_hidden_layers": 2, "vocab_size": 96, **SPECIAL}
     return {
         "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(**gpt2)),
         "bert": (t.BertForMaskedLM, t.BertConfig(**small)),
@@ -37,6 +39,7 @@ def _config(name: str) -> tuple[Any, Any]:
         "gemma3": (t.Gemma3ForCausalLM, t.Gemma3TextConfig(**TEXT)),
         "olmo2": (t.Olmo2ForCausalLM, t.Olmo2Config(**TEXT)),
         "whisper": (t.WhisperForConditionalGeneration, t.WhisperConfig(**whisper)),
+        "mamba2": (t.Mamba2ForCausalLM, t.Mamba2Config(**mamba2)),
         "t5": (t.T5ForConditionalGeneration, t.T5Config(**t5)),
     }[name]
 

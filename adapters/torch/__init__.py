@@ -13,6 +13,7 @@ from .linear.module import LayerNormLinear
 from .linear.recipes import Float8CurrentScaling, MMParams, QParams, RowwiseScaling
 from .models.accelerate import Acceleration, accelerate
 from .models.fuse import Fusion, fuse_norm_linear
+from .models.mapping import kernel_mapping
 from .models.replace import Replacement, replace_norms
 from .norm.functional import layer_norm, rms_norm
 from .norm.fused_functional import add_layer_norm, add_rms_norm, layer_norm_add, rms_norm_add
@@ -53,6 +54,7 @@ __all__ = [
     "gate_add_layer_norm_modulate",
     "gate_add_rms_norm_modulate",
     "is_fp8_available",
+    "kernel_mapping",
     "layer_norm",
     "layer_norm_add",
     "layer_norm_linear",

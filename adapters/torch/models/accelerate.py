@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torch import nn
 
 from ..norm.modules import LayerNorm, RMSNorm
-from .blocks import Block, joined_class, joins_of, known
-from .classes import Swaps
+from .blocks import Block, joined_class, known
+from .classes import Swaps, check_module
 from .replace import Replacement, replace_norms
+from .rewrite import SUM_AFTER, SUM_FIRST
 
 # Elements of x below which a step waits for the host. On an H200, LayerNorm, forward and backward: the host pays 40 us
 # more for ours than for torch's; the kernels take 18 us less at 3 M elements, 50 to 70 at 4 to 8 M, 100 at 16 M
@@ -20,10 +21,16 @@ HOST_BOUND_BELOW = 8 << 20
 # Elements from which a join was measured to gain: 0.80 to 0.85 forward and 0.66 to 0.71 backward of the two calls. At
 # 8 M elements a step of Llama gained nothing, at 3 M one of GPT-2 lost 350 us of the host for each (bench/NOTES.md).
 JOINED_FROM = 64 << 20
+# A norm with its modulation is four operators, with a gated sum six. Llama's RMSNorm, five, was measured to gain by one
+# kernel; these were not measured yet.
+MODULATED_FROM = 1
+# Elements from which compiled code has our kernel for the backward pass of a norm, and torch's operators for its
+# forward pass. None: never. `python -m bench.accelerated --modes compile` times it; it was not measured yet.
+COMPILED_FROM: int | None = None
 
 
 class Ran(NamedTuple):
-    """How often a norm and the sum beside it ran, outside of compiled code."""
+    """How often a norm and what stands beside it ran, outside of compiled code."""
 
     together: int
     apart: dict[str, int]  # by why
@@ -38,9 +45,9 @@ class Acceleration:
     norms : Replacement
         What `replace_norms` did: `swapped` and `left`.
     joined : dict of str to str
-        Name of a norm in the model: the sum that it is computed with, in one kernel.
+        Name of a norm in the model: the sum or the modulation that it is computed with, in one kernel.
     left : dict of str to str
-        Name of a known block whose sums were left alone: why.
+        Name of a known block of which nothing was joined: why.
     """
 
     norms: Replacement
@@ -51,7 +58,7 @@ class Acceleration:
     _swaps: Swaps = field(default_factory=Swaps, repr=False)
 
     def ran(self) -> dict[str, Ran]:
-        """By name of a norm that is joined with a sum: how often it ran with it, and without it and why.
+        """By name of a norm that is joined: how often it ran with what stands beside it, and without it and why.
 
         What torch.compile compiled is not counted.
         """
@@ -72,7 +79,7 @@ class Acceleration:
         self._swaps.undo("_ran")
         self._blocks.clear()
         for norm in self._norms:
-            for name in ("_own_below", "_apart_below"):
+            for name in ("_own_below", "_apart_below", "_compiled_from"):
                 norm.__dict__.pop(name, None)
         self._norms.clear()
         self.norms.undo()
@@ -80,7 +87,7 @@ class Acceleration:
     def __str__(self) -> str:
         ran = self.ran()
         left = self.norms.left | self.left
-        lines = [f"norms replaced {len(self.norms.swapped)}, joined with a sum {len(self.joined)}, left {len(left)}"]
+        lines = [f"norms replaced {len(self.norms.swapped)}, joined {len(self.joined)}, left {len(left)}"]
         lines += [f"  {name}: {before}" for name, before in self.norms.swapped.items() if name not in self.joined]
         for name, what in self.joined.items():
             together, apart = ran[name]
@@ -88,17 +95,21 @@ class Acceleration:
             lines += [f"    apart {count}: {reason}" for reason, count in apart.items()]
         lines += [f"  {name}: left, {reason}" for name, reason in left.items()]
         lines.append(f"  below {HOST_BOUND_BELOW} elements: norms of torch.nn by torch's own kernels")
-        lines.append("  under torch.compile: the model's own operators; norms and Linears: not joined")
+        compiled = "the model's own operators"
+        if COMPILED_FROM is not None:
+            compiled += f", norms of {COMPILED_FROM} elements and more with our backward pass"
+        lines.append(f"  under torch.compile: {compiled}; norms and Linears: not joined")
         return "\n".join(lines)
 
 
 def accelerate(model: nn.Module) -> Acceleration:
-    """Replaces, in place, the norms of a model, and joins them with the sums beside them.
+    """Replaces, in place, the norms of a model, and joins them with the sums and modulations beside them.
 
     The norms are those of `replace_norms`. In known blocks a residual that is added before a norm, or after it, is
     added in the kernel of the norm: the decoder layers of Hugging Face's Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3 and
-    OLMo 2, the layers of its GPT-2, BERT, ViT and Whisper, and torch.nn.TransformerEncoderLayer and
-    TransformerDecoderLayer.
+    OLMo 2, the layers of its GPT-2, BERT, ViT and Whisper, timm's ViT, and torch.nn.TransformerEncoderLayer and
+    TransformerDecoderLayer. In diffusers' AdaLayerNorm and its like and in the blocks of DiT, PixArt, SD3 and Flux a
+    norm is modulated in its kernel, in the latter two with the gated residual before it.
 
     Parameters
     ----------
@@ -116,12 +127,12 @@ def accelerate(model: nn.Module) -> Acceleration:
     -----
     A known block is one of the class of that name whose forward method is, by its source, the one that is known: that
     of another version is left. Joined with the sum before it, a norm computes to the bit what it computes without; with
-    the sum after it, it rounds once less. A norm that gets a hook is called by itself again, and the hook sees what it
-    saw. The last sum of a layer is not joined with the first norm of the next.
+    the sum after it, or with a modulation, it rounds less often. A norm that gets a hook is called by itself again, and
+    the hook sees what it saw. The last sum of a layer is not joined with the first norm of the next.
 
     Where x has fewer than 8 M elements a step waits for the host, which torch's operators, in C++, keep less busy: a
     torch.nn.LayerNorm or RMSNorm runs torch's own kernel there. Those of transformers are several operators each and
-    always run ours. Sums are joined from 64 M elements on.
+    always run ours. Sums are joined from 64 M elements on, modulations always.
 
     Under torch.compile and export the model's own operators are what is traced, as if nothing had been done: a compiler
     joins them itself with what stands beside them, and a call of an operator of ours costs more than the kernel gains
@@ -135,7 +146,7 @@ def accelerate(model: nn.Module) -> Acceleration:
     >>> accelerated = accelerate(layer)
     >>> y = layer(torch.ones(2, 3, 8))
     >>> print(accelerated)
-    norms replaced 2, joined with a sum 2, left 0
+    norms replaced 2, joined 2, left 0
       norm1: with the sum before it; ran 0
       norm2: with the sum before it; ran 0
         apart 1: too few elements to gain by it
@@ -143,30 +154,40 @@ def accelerate(model: nn.Module) -> Acceleration:
       under torch.compile: the model's own operators; norms and Linears: not joined
     >>> accelerated.undo()
     """
+    check_module("accelerate", model)
     report = Acceleration(replace_norms(model))
+    try:
+        _join_blocks(model, report)
+    except BaseException:
+        report.undo()
+        raise
+    return report
+
+
+def _join_blocks(model: nn.Module, report: Acceleration) -> None:
     for name in report.norms.swapped:
         norm = model.get_submodule(name)
         # 1: what is compiled alone
         norm.__dict__["_own_below"] = HOST_BOUND_BELOW if isinstance(norm, LayerNorm | RMSNorm) else 1
+        norm.__dict__["_compiled_from"] = COMPILED_FROM
         report._norms.append(norm)
     for prefix, block in model.named_modules():
-        cls = known(block)
-        if cls is None or isinstance(block, Block):
+        found = known(block)
+        if found is None or isinstance(block, Block):
             continue
-        joined, reason = joined_class(cls), _obstacle(block, cls)
+        joined, reason = joined_class(found), _obstacle(block, found.cls)
         if reason or joined is None:
-            report.left[prefix] = reason or f"the forward of {cls.__name__} is not the one that is known"
+            report.left[prefix] = reason or f"the forward of {found.cls.__name__} is not the one that is known"
             continue
         report._swaps.swap(block, joined)
         block.__dict__["_ran"] = Counter()
         report._blocks[prefix] = block
-        for name, what in joins_of(cls).items():
+        for name, what in found.joins.items():
             norm = getattr(block, name, None)
             if isinstance(norm, nn.Module):
                 report.joined[_join(prefix, name)] = what
-                norm.__dict__["_apart_below"] = JOINED_FROM
+                norm.__dict__["_apart_below"] = JOINED_FROM if what in (SUM_FIRST, SUM_AFTER) else MODULATED_FROM
                 report._norms.append(norm)
-    return report
 
 
 def _obstacle(block: nn.Module, cls: type) -> str:

@@ -1,21 +1,25 @@
-"""Known blocks of transformers and torch: which of their sums are joined with a norm, and their classes then."""
+"""Known blocks of transformers, diffusers, timm and torch: what is joined with their norms, and their classes then."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .joins import apart, norm_then_sum, sum_then_norm
-from .rewrite import SUM_AFTER, SUM_FIRST, Joins, rewritten
+from .joins import apart, gated_sum_then_modulation, norm_then_modulation, norm_then_sum, sum_then_norm
+from .rewrite import GATED, MODULATED, SUM_AFTER, SUM_FIRST, Joins, Settled, rewritten
 
 _LLAMA = {"post_attention_layernorm": SUM_FIRST}
 _SANDWICH = {"post_attention_layernorm": SUM_AFTER, "post_feedforward_layernorm": SUM_AFTER}
 _BERT = {"LayerNorm": SUM_FIRST}
 _WHISPER = {"encoder_attn_layer_norm": SUM_FIRST, "final_layer_norm": SUM_FIRST}
+
+_CONDITIONED = {"norm": MODULATED}
+_OF_TWO_STREAMS = {"norm2": GATED, "norm2_context": GATED}
 
 # Package and class of a block: what of its forward is joined.
 BLOCKS: dict[tuple[str, str], Joins] = {
@@ -35,25 +39,59 @@ BLOCKS: dict[tuple[str, str], Joins] = {
     ("transformers", "ViTLayer"): {"layernorm_after": SUM_FIRST},
     ("transformers", "WhisperEncoderLayer"): {"final_layer_norm": SUM_FIRST},
     ("transformers", "WhisperDecoderLayer"): _WHISPER,
+    ("diffusers", "AdaLayerNorm"): _CONDITIONED,
+    ("diffusers", "AdaLayerNormContinuous"): _CONDITIONED,
+    ("diffusers", "AdaLayerNormZero"): _CONDITIONED,
+    ("diffusers", "AdaLayerNormZeroSingle"): _CONDITIONED,
+    ("diffusers", "FluxTransformerBlock"): _OF_TWO_STREAMS,
+    ("timm", "Block"): {"norm2": SUM_FIRST},
+}
+# The same of blocks whose forward does several things, by an attribute that __init__ sets: DiT's and PixArt's, SD3's.
+KINDS_OF_BLOCKS: dict[tuple[str, str], dict[tuple[str, Any], Joins]] = {
+    ("diffusers", "BasicTransformerBlock"): {
+        ("norm_type", "ada_norm_zero"): {"norm3": MODULATED},
+        ("norm_type", "ada_norm_single"): {"norm1": MODULATED, "norm2": MODULATED},
+    },
+    ("diffusers", "JointTransformerBlock"): {
+        ("use_dual_attention", False): _OF_TWO_STREAMS,
+        ("use_dual_attention", True): _OF_TWO_STREAMS,
+    },
 }
 
 
-def known(block: nn.Module) -> type | None:
-    """The class of BLOCKS that a module is of, perhaps by way of a class of its own."""
+class Known(NamedTuple):
+    """A class of these, and the attributes that say what its forward does."""
+
+    cls: type
+    settled: Settled = ()
+
+    @property
+    def joins(self) -> Joins:
+        key = _key(self.cls)
+        return KINDS_OF_BLOCKS[key][self.settled[0]] if self.settled else BLOCKS[key]
+
+
+def known(block: nn.Module) -> Known | None:
+    """The class that a module is of, perhaps by way of a class of its own."""
     for cls in type(block).__mro__:
-        if (cls.__module__.partition(".")[0], cls.__name__) in BLOCKS and not issubclass(cls, Block):
-            return cls
+        if issubclass(cls, Block):
+            continue
+        if _key(cls) in BLOCKS:
+            return Known(cls)
+        for name, value in KINDS_OF_BLOCKS.get(_key(cls), ()):
+            if block.__dict__.get(name) == value:
+                return Known(cls, ((name, value),))
     return None
 
 
-def joins_of(cls: type) -> Joins:
-    return BLOCKS[cls.__module__.partition(".")[0], cls.__name__]
+def _key(cls: type) -> tuple[str, str]:
+    return cls.__module__.partition(".")[0], cls.__name__
 
 
 class Block:
     """Mixed into the class of a block whose forward is rewritten."""
 
-    _original: type
+    _known: Known
     _modules: dict[str, Any]
     _ran: Counter[tuple[str, str]]  # by name of a norm, and why it was called by itself, "" where it was not
 
@@ -70,28 +108,46 @@ class Block:
         norm = self._modules[name]
         return norm_then_sum(norm, x, residual) if self._together(name, norm, x, residual) else residual + norm(x)
 
-    def _together(self, name: str, norm: Any, x: Tensor, residual: Tensor) -> bool:
+    def _norm_modulate(self, name: str, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """norm(x) * (1 + scale) + shift"""
+        norm = self._modules[name]
+        if self._together(name, norm, x, x, (scale, shift)):
+            return norm_then_modulation(norm, x, scale, shift)
+        return norm(x) * (1 + scale) + shift
+
+    def _gate_sum_norm_modulate(
+        self, name: str, x: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(s) * (1 + scale) + shift, s) of s = residual + gate * x"""
+        norm = self._modules[name]
+        if self._together(name, norm, x, residual, (gate, scale, shift)):
+            return gated_sum_then_modulation(norm, x, gate, residual, scale, shift)
+        total = residual + gate * x
+        return norm(total) * (1 + scale) + shift, total
+
+    def _together(self, name: str, norm: Any, x: Tensor, residual: Tensor, vectors: Sequence[Tensor] = ()) -> bool:
         if torch.compiler.is_compiling():  # a compiler joins them in its own way
             return False
-        reason = apart(norm, x, residual)
+        reason = apart(norm, x, residual, vectors)
         self._ran[name, reason] += 1
         return not reason
 
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is joined again when it is loaded."""
-        return _unpickled, (self._original,), self.__getstate__()
+        return _unpickled, tuple(self._known), self.__getstate__()
 
 
 @functools.cache
-def joined_class(original: type) -> type | None:
-    """A class of BLOCKS with its forward rewritten; None if that is not the forward that is known."""
-    forward = rewritten(original.forward, joins_of(original))
+def joined_class(known: Known) -> type | None:
+    """A class with its forward rewritten; None if that is not the forward that is known."""
+    original = known.cls
+    forward = rewritten(original.forward, known.joins, known.settled)
     if forward is None:
         return None
-    attributes = {"_original": original, "forward": forward, "__module__": original.__module__}
+    attributes = {"_known": known, "forward": forward, "__module__": original.__module__}
     return type(original.__name__, (Block, original), attributes)
 
 
-def _unpickled(original: type) -> nn.Module:
-    cls = joined_class(original) or original
+def _unpickled(original: type, settled: Settled) -> nn.Module:
+    cls = joined_class(Known(original, settled)) or original
     return cls.__new__(cls)

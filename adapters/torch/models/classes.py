@@ -5,6 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 
+def check_module(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: model must be a torch.nn.Module; got {type(model).__name__}.")
+
+
 class Swaps:
     """Modules whose class was changed."""
 
@@ -12,8 +17,9 @@ class Swaps:
         self._made: list[tuple[nn.Module, type, type]] = []  # module, its class before, and since
 
     def swap(self, module: nn.Module, cls: type) -> None:
-        self._made.append((module, type(module), cls))
+        before = type(module)
         module.__class__ = cls
+        self._made.append((module, before, cls))
 
     def check(self) -> None:
         """RuntimeError if somebody else has changed a class since: it would be lost."""

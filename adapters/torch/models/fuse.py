@@ -23,8 +23,9 @@ from ..linear.functional import in_one_step, norm_linear
 from ..linear.parameters import joined, lay_side_by_side
 from ..norm.functional import FLOATING, autocast_dtype
 from ..norm.modules import LayerNorm, RMSNorm
-from .classes import Swaps
-from .replace import _eps_name, _form, _may_be_rms_norm, _OfTransformers
+from .classes import Swaps, check_module
+from .forms import Form, eps_name, form_of, may_be_rms_norm
+from .replace import OfTransformers
 
 # Class of a block: its norms and what reads each, and nothing else does. Spelled as transformers does and did.
 BLOCKS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
@@ -111,6 +112,7 @@ def fuse_norm_linear(model: nn.Module) -> Fusion:
       norm2: with linear1
     >>> fusion.undo()
     """
+    check_module("fuse_norm_linear", model)
     report = Fusion()
     for prefix, block in model.named_modules():
         for norm_name, reader_names in _pairs(block):
@@ -196,12 +198,12 @@ def _kind_of(norm: nn.Module) -> tuple[str, str] | None:
         return name_of("layer_norm", getattr(norm, "zero_centered_gamma", False)), "eps"
     if original in (nn.RMSNorm, RMSNorm):
         return name_of("rms_norm", getattr(norm, "zero_centered_gamma", False)), "eps"
-    if isinstance(norm, _OfTransformers):
+    if isinstance(norm, OfTransformers):
         return norm._form.operation, norm._eps_name
-    if _may_be_rms_norm(norm):
-        form = _form(original, _eps_name(norm))
-        if form is not None:
-            return form.operation, _eps_name(norm)
+    if may_be_rms_norm(norm):
+        form = form_of(original, eps_name(norm))
+        if isinstance(form, Form):
+            return form.operation, eps_name(norm)
     return None
 
 

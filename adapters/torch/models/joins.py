@@ -6,7 +6,7 @@ As `add_layer_norm` and its like, with what depends on dtypes alone worked out o
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..norm.functional import FLOATING, autocasts
 from ..norm.fused_dispatch import run
 from ..norm.fused_launching import Call, call_of
 from ..norm.modules import LayerNorm, RMSNorm
-from .replace import _OfTransformers
+from .replace import OfTransformers
 
 FEW = "too few elements to gain by it"
 
@@ -30,13 +30,16 @@ def _function(cls: type) -> str | None:
     """The function that the forward of a class calls, of cunorm's norms and those that `replace_norms` made."""
     if cls is LayerNorm:
         return "layer_norm"
-    if cls is RMSNorm or (issubclass(cls, _OfTransformers) and cls.forward is _OfTransformers.forward):
+    if cls is RMSNorm or (issubclass(cls, OfTransformers) and cls.forward is OfTransformers.forward):
         return "rms_norm"
     return None
 
 
-def apart(norm: Any, one: Tensor, other: Tensor) -> str:
-    """Why a norm is to be called by itself; "" if it need not."""
+def apart(norm: Any, one: Tensor, other: Tensor, vectors: Sequence[Tensor] = ()) -> str:
+    """Why a norm is to be called by itself; "" if it need not.
+
+    `one` and `other` are summands; `vectors`, such as a scale and a shift, broadcast against them.
+    """
     if _function(type(norm)) is None or "forward" in norm.__dict__:
         return "the norm is none of cunorm's"
     if one.numel() < norm._apart_below:
@@ -45,7 +48,7 @@ def apart(norm: Any, one: Tensor, other: Tensor) -> str:
         return "the norm has hooks"
     if _any_global_hook():
         return "every module has hooks"
-    if issubclass(type(norm), _OfTransformers):
+    if issubclass(type(norm), OfTransformers):
         weight = norm.weight
         shape = weight.shape if weight.dtype in FLOATING else None
     elif norm.sm_margin or norm.autocast_output:
@@ -58,6 +61,18 @@ def apart(norm: Any, one: Tensor, other: Tensor) -> str:
         return "the summands have a dtype that no kernel reads"
     if not one.is_cuda and autocasts(one.device.type):
         return "autocast is on for another device than a GPU"
+    return _apart_from(norm, one.shape, vectors) if vectors else ""
+
+
+def _apart_from(norm: Any, shape: torch.Size, vectors: Sequence[Tensor]) -> str:
+    if norm.weight is not None or getattr(norm, "bias", None) is not None:
+        return "the norm has a weight or a bias beside the modulation"
+    for vector in vectors:
+        if vector.dtype not in FLOATING:
+            return "the modulation has a dtype that no kernel reads"
+        axes = zip(reversed(vector.shape), reversed(shape), strict=False)
+        if vector.dim() > len(shape) or any(length not in (1, of_x) for length, of_x in axes):
+            return "the modulation is larger than what is modulated"
     return ""
 
 
@@ -73,13 +88,53 @@ def norm_then_sum(norm: Any, x: Tensor, residual: Tensor) -> Tensor:
     return y
 
 
+def norm_then_modulation(norm: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """norm(x) * (1 + scale) + shift, rounded once"""
+    (y,), _ = run(*_modulated("", norm, x, scale, shift), False)
+    return y
+
+
+def gated_sum_then_modulation(
+    norm: Any, x: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(norm(s) * (1 + scale) + shift, s) of s = residual + gate * x, each rounded once"""
+    (y, s), _ = run(*_modulated("gate_add_", norm, x, residual, gate, scale, shift), False)
+    return y, s
+
+
 _calls: dict[Hashable, Call] = {}
+
+
+def _modulated(join: str, norm: Any, *tensors: Tensor) -> tuple[Call, tuple[Tensor, ...], tuple, float]:
+    """As `_called`; the last two tensors are scale and shift."""
+    cls, eps = type(norm), norm.eps
+    if eps is None:
+        eps = checks.eps("rms_norm", eps, tensors[0])
+    dtypes = tuple(tensor.dtype for tensor in tensors)
+    key = (join, cls, dtypes, torch.is_autocast_enabled("cuda"))
+    call = _calls.get(key)
+    if call is None:
+        call = _calls[key] = _modulated_call(join, cls, dtypes)
+    return call, tensors, (), eps
+
+
+def _modulated_call(join: str, cls: type, dtypes: tuple[torch.dtype, ...]) -> Call:
+    """The dtypes of the operators: those of s, and of y by way of the norm of s."""
+    name = _function(cls) or ""
+    function = f"{join}{name}_modulate"
+    *summed, scale, shift = dtypes
+    s_dtype = functools.reduce(torch.promote_types, summed)
+    normed = functional._default_dtype(name, torch.empty(0, dtype=s_dtype))
+    dtype = functools.reduce(torch.promote_types, (normed, scale, shift))
+    names = ("residual", "gate", "scale", "shift")[-len(dtypes) + 1 :]
+    s_name = checks.dtype_name(s_dtype) if join else None
+    return call_of(function, FUSIONS[function](), names, (), KINDS, checks.dtype_name(dtype), s_name)
 
 
 def _called(join: str, norm: Any, x: Tensor, residual: Tensor) -> tuple[Call, tuple[Tensor, ...], tuple, float]:
     """(call, tensors, numbers, eps)"""
     cls, weight, bias = type(norm), norm.weight, None
-    if issubclass(cls, _OfTransformers):
+    if issubclass(cls, OfTransformers):
         eps, zero_centered_gamma = getattr(norm, norm._eps_name), norm._form.operation != "rms_norm"
     else:
         eps, zero_centered_gamma = norm.eps, norm.zero_centered_gamma
@@ -113,7 +168,7 @@ def _call(
     name = _function(cls) or ""
 
     def of_norm(x: torch.dtype) -> torch.dtype:
-        if issubclass(cls, _OfTransformers):
+        if issubclass(cls, OfTransformers):
             return cls._form.dtypes[x, weight]
         return functional._default_dtype(name, torch.empty(0, dtype=x))
 

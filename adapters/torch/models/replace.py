@@ -6,21 +6,16 @@ A module stays the object that it is, with its parameters, hooks and attributes;
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...operation import name_of
+from ..norm import compiled
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm
-from .classes import Swaps
-
-PROBE_COLUMNS = 64
-PROBE_EPS = 0.25
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from .classes import Swaps, check_module
+from .forms import PACKAGES, Form, GatedForm, eps_name, form_of, may_be_rms_norm
 
 
 @dataclass
@@ -68,8 +63,9 @@ def replace_norms(model: nn.Module) -> Replacement:
 
     Notes
     -----
-    A norm of transformers is recognised by what it computes: x / sqrt(mean(x²) + eps) times weight or 1 + weight, tried
-    on a few numbers, and its result keeps the dtype that the original gives it. Where the original rounds to 16 bits
+    A norm of transformers, or of diffusers, is recognised by what it computes: x / sqrt(mean(x²) + eps) times weight or
+    1 + weight, tried on a few numbers; or times weight and silu or sigmoid of a gate, or of x times them first, as
+    Mamba 2's. Its result keeps the dtype that the original gives it. Where the original rounds to 16 bits
     before it multiplies by weight and once more after, as Llama's, the replacement rounds once.
 
     Examples
@@ -84,114 +80,112 @@ def replace_norms(model: nn.Module) -> Replacement:
       2: left, BatchNorm1d is neither a LayerNorm nor an RMSNorm
     >>> replaced.undo()
     """
+    check_module("replace_norms", model)
     report = Replacement()
     for name, module in model.named_modules():
         original = type(module)
-        if original in (LayerNorm, RMSNorm) or issubclass(original, _OfTransformers):
+        if original in (LayerNorm, RMSNorm) or issubclass(original, _Swapped):
             continue
-        if original is not nn.LayerNorm and original is not nn.RMSNorm and not _may_be_rms_norm(module):
-            if "norm" in original.__name__.lower() and not list(module.children()):
-                report.left[name] = f"{original.__name__} is neither a LayerNorm nor an RMSNorm"
+        replacement = _of_torch(module)
+        if replacement is None and not may_be_rms_norm(module):
+            reason = _why_left(module)
+            if reason:
+                report.left[name] = reason
             continue
         if "forward" in module.__dict__:
             report.left[name] = f"the forward of this {original.__name__} was replaced on the instance"
             continue
-        if original is nn.LayerNorm:
-            replacement = LayerNorm
-        elif original is nn.RMSNorm:
-            replacement = RMSNorm
-        else:
-            replacement = _replacement(original, _eps_name(module))
         if replacement is None:
-            report.left[name] = f"{original.__name__} does not compute x / sqrt(mean(x²) + eps) * weight"
+            replacement = _replacement(original, eps_name(module), module.__dict__.get("activation"))
+        if replacement is None:
+            report.left[name] = f"{original.__name__} does not compute x / sqrt(mean(x²) + eps) * weight, gated or not"
             continue
         report._swaps.swap(module, replacement)
         report.swapped[name] = original.__name__
     return report
 
 
+def _of_torch(module: nn.Module) -> type | None:
+    """Ours for a norm of torch, or for timm's LayerNorm, which calls torch's unless it was made for its fast norm."""
+    original = type(module)
+    of_timm = (original.__module__.partition(".")[0], original.__name__) == ("timm", "LayerNorm")
+    if original is nn.LayerNorm or (of_timm and module.__dict__.get("_fast_norm") is False):
+        return LayerNorm
+    return RMSNorm if original is nn.RMSNorm else None
+
+
+def _why_left(module: nn.Module) -> str:
+    """Of a module that is no norm known here; "" if it is no norm at all."""
+    original = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        scripted = "norm" in module.original_name.lower() and not list(module.children())
+        return (
+            f"torch.jit has compiled this {module.original_name}: replace first what is then compiled"
+            if scripted
+            else ""
+        )
+    for cls in original.__mro__[1:]:
+        of_package = cls.__module__.partition(".")[0] in PACKAGES and "norm" in cls.__name__.lower()
+        if cls is nn.LayerNorm or cls is nn.RMSNorm or (of_package and not list(module.children())):
+            return f"{original.__name__} is a class made of {cls.__name__}, not {cls.__name__} itself"
+    is_norm = "norm" in original.__name__.lower() and not list(module.children())
+    return f"{original.__name__} is neither a LayerNorm nor an RMSNorm" if is_norm else ""
+
+
 # The RMSNorms of transformers: not one class but one for each model.
 
 
-class Form(NamedTuple):
-    """What such a class computes."""
+class _Swapped:
+    """Mixed into a class of transformers or diffusers: its attributes and isinstance stay."""
 
-    operation: str  # a name of cunorm.operation.NAMED
-    dtypes: dict[tuple[torch.dtype, torch.dtype], torch.dtype]  # of y, by those of x and weight
-
-
-class _OfTransformers:
-    """Mixed into a class of transformers: its attributes and isinstance stay, forward goes to the kernels."""
-
-    _form: Form
     _eps_name: str
     _original: type
-    _own_below = _apart_below = 0  # as in cunorm's modules, but that few elements too go to the kernels
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if self._own_below and torch.compiler.is_compiling():
-            return self._original.forward(self, hidden_states)
-        weight, eps, form = self.weight, getattr(self, self._eps_name), self._form
-        dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
-        return norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype, 0)
+    _key: tuple[str, str | None]  # of form_of
+    # As in cunorm's modules, but that few elements too go to the kernels.
+    _own_below = _apart_below = 0
+    _compiled_from = None
 
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is swapped when it is loaded."""
-        return _unpickled, (self._original, self._eps_name), self.__getstate__()
+        return _unpickled, (self._original, *self._key), self.__getstate__()
 
 
-def _unpickled(original: type, eps_name: str) -> nn.Module:
-    replacement = _replacement(original, eps_name) or original
+class OfTransformers(_Swapped):
+    """An RMSNorm, whose forward goes to the kernels."""
+
+    _form: Form
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight, eps, form = self.weight, getattr(self, self._eps_name), self._form
+        dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
+        if self._own_below and torch.compiler.is_compiling():
+            if not compiled.is_wanted(hidden_states, self._compiled_from):
+                return self._original.forward(self, hidden_states)
+            return compiled.norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype)
+        return norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype, 0)
+
+
+class _GatedOfTransformers(_Swapped):
+    _form: GatedForm
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        weight = self.weight
+        gated = self._form.operations.get((hidden_states.dtype, weight.dtype))
+        if gate is None or gated is None or (self._own_below and torch.compiler.is_compiling()):
+            return self._original.forward(self, hidden_states, gate)
+        return gated(hidden_states, eps=getattr(self, self._eps_name), gate=gate, weight=weight)
+
+
+def _unpickled(original: type, eps_name: str, activation: str | None) -> nn.Module:
+    replacement = _replacement(original, eps_name, activation) or original
     return replacement.__new__(replacement)
 
 
-def _may_be_rms_norm(module: nn.Module) -> bool:
-    """A class of transformers, or of code loaded by it, that has the parts of an RMSNorm."""
-    package = type(module).__module__.partition(".")[0]
-    parameters = dict(module.named_parameters(recurse=False))
-    return (
-        package in ("transformers", "transformers_modules")
-        and list(parameters) == ["weight"]
-        and parameters["weight"].dim() == 1
-        and not list(module.children())
-        and not list(module.buffers(recurse=False))
-        and _eps_name(module) is not None
-    )
-
-
-def _eps_name(module: nn.Module) -> str | None:
-    names = ("variance_epsilon", "eps", "epsilon")
-    return next((name for name in names if isinstance(module.__dict__.get(name), float)), None)
-
-
 @functools.cache
-def _replacement(original: type, eps_name: str) -> type | None:
-    form = _form(original, eps_name)
+def _replacement(original: type, eps_name: str, activation: str | None) -> type | None:
+    form = form_of(original, eps_name, activation)
     if form is None:
         return None
-    attributes = {"_form": form, "_eps_name": eps_name, "_original": original, "__module__": original.__module__}
-    return type(original.__name__, (_OfTransformers, original), attributes)
-
-
-def _form(original: type, eps_name: str) -> Form | None:
-    """Tried on an instance made by hand."""
-    probe = original.__new__(original)
-    nn.Module.__init__(probe)
-    x, weight = torch.randn(2, PROBE_COLUMNS, generator=torch.Generator().manual_seed(0))
-    setattr(probe, eps_name, PROBE_EPS)
-
-    def result(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> Tensor:
-        probe.weight = nn.Parameter(weight.to(weight_dtype), requires_grad=False)
-        return original.forward(probe, x.to(x_dtype)[None])[0]
-
-    try:
-        with torch.no_grad():
-            y = result(torch.float32, torch.float32)
-            dtypes = {pair: result(*pair).dtype for pair in itertools.product(DTYPES, DTYPES)}
-    except Exception:  # it wants more than this: it is something else
-        return None
-    xhat = x / (x.square().mean() + PROBE_EPS).sqrt()
-    for zero_centered_gamma in (False, True):
-        if torch.allclose(y, xhat * (weight + zero_centered_gamma), rtol=1e-4, atol=1e-5):
-            return Form(name_of("rms_norm", zero_centered_gamma), dtypes)
-    return None
+    mixin = OfTransformers if isinstance(form, Form) else _GatedOfTransformers
+    attributes = {"_form": form, "_eps_name": eps_name, "_original": original, "_key": (eps_name, activation)}
+    return type(original.__name__, (mixin, original), {**attributes, "__module__": original.__module__})

@@ -1,13 +1,16 @@
 """A block's forward, rewritten so that a sum and the norm beside it are one call.
 
-What the method computes is read from its source, and three forms of statements are joined:
+What the method computes is read from its source, and these forms of statements are joined:
 
     a = b + c; r = a; a = self.norm(a)   ->   normed, a = self._sum_norm("norm", b, c); r = a; a = normed
     a = self.norm(b + c)                 ->   a, _ = self._sum_norm("norm", b, c)
     a = self.norm(b); a = r + a          ->   a = self._norm_sum("norm", b, r)
+    a = self.norm(b) * (1 + c) + d       ->   a = self._norm_modulate("norm", b, c, d)
+    a = g * a; s = r + a; n = self.norm(s) * (1 + c) + d
+                                         ->   n, s = self._gate_sum_norm_modulate("norm", a, g, r, c, d)
 
-The rest of the method stays as it is. What the two calls do is decided when they run (blocks.py): a rewritten method
-whose norm has a hook computes the sum and calls the norm, as the original does.
+The rest of the method stays as it is. What the calls do is decided when they run (blocks.py): a rewritten method whose
+norm has a hook computes what stands beside it and calls the norm, as the original does.
 """
 
 from __future__ import annotations
@@ -15,17 +18,32 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from .settle import Settle
 
 SUM_FIRST = "the sum before it"
 SUM_AFTER = "the sum after it"
-METHODS = {SUM_FIRST: "_sum_norm", SUM_AFTER: "_norm_sum"}
-Joins = dict[str, str]  # name of a norm, an attribute of the block: SUM_FIRST or SUM_AFTER
+MODULATED = "the modulation after it"
+GATED = "the gated sum before it and the modulation after it"
+METHODS = {
+    SUM_FIRST: "_sum_norm",
+    SUM_AFTER: "_norm_sum",
+    MODULATED: "_norm_modulate",
+    GATED: "_gate_sum_norm_modulate",
+}
+Joins = dict[str, str]  # name of a norm, an attribute of the block: one of METHODS
+Settled = tuple[tuple[str, Any], ...]  # attributes of the block and their values
+Found = tuple[list[ast.stmt], list[ast.stmt]]  # what replaces the first statements, and those after them
 
 
-def rewritten(forward: Callable, joins: Joins) -> FunctionType | None:
-    """`forward` with these sums and norms joined, each at least once, and no others; None if it is another method."""
+def rewritten(forward: Callable, joins: Joins, settled: Settled = ()) -> FunctionType | None:
+    """`forward` with these norms joined, each at least once, and no others; None if it is another method.
+
+    It is for instances whose attributes `settled` have these values.
+    """
     if not isinstance(forward, FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
         return None
     try:
@@ -37,7 +55,10 @@ def rewritten(forward: Callable, joins: Joins) -> FunctionType | None:
     definition = _definition(tree, forward)
     if definition is None or _compiled(tree, forward) != forward.__code__:
         return None
-    writer = _Writer(definition.args.args[0].arg, joins)
+    instance = definition.args.args[0].arg
+    if settled:
+        definition = Settle(instance, dict(settled)).visit(definition)
+    writer = _Writer(instance, joins)
     definition.body = writer.statements(definition.body)
     code = _compiled(ast.fix_missing_locations(tree), forward)
     return _function(code, forward) if code is not None and writer.joined == joins else None
@@ -80,26 +101,32 @@ class _Writer:
         self.joined: Joins = {}
         self.count = 0
 
-    def statements(self, given: list[ast.stmt]) -> list[ast.stmt]:
-        """A list of statements that run one after the other."""
+    def statements(self, given: list[ast.stmt], after: Iterable[ast.stmt] = ()) -> list[ast.stmt]:
+        """A list of statements that run one after the other, and `after` after them."""
         written: list[ast.stmt] = []
         left = list(given)
         while left:
-            found = self._sum_then_norm(left) or self._distributed(left) or self._norm_then_sum(left)
+            found = (
+                self._sum_then_norm(left)
+                or self._distributed(left, after)
+                or self._norm_then_sum(left)
+                or self._norm_then_modulation(left)
+                or self._gated_sum_then_modulation(left, after)
+            )
             if found is not None:
                 replaced, left = found
                 written += replaced
                 continue
             statement = left.pop(0)
             if isinstance(statement, ast.If):
-                statement.body = self.statements(statement.body)
-                statement.orelse = self.statements(statement.orelse)
+                statement.body = self.statements(statement.body, (*left, *after))
+                statement.orelse = self.statements(statement.orelse, (*left, *after))
             else:
                 self._norm_of_sum(statement)
             written.append(statement)
         return written
 
-    def _sum_then_norm(self, left: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]] | None:
+    def _sum_then_norm(self, left: list[ast.stmt]) -> Found | None:
         """a = b + c, names for a, and a statement that computes the norm of a."""
         match left[0]:
             case ast.Assign([ast.Name(total)], ast.BinOp(b, ast.Add(), c)):
@@ -121,7 +148,7 @@ class _Writer:
         reader = _Replace(call, ast.Name(normed, ast.Load())).visit(left[place])
         return [first, *left[1:place]], [reader, *left[place + 1 :]]
 
-    def _distributed(self, left: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]] | None:
+    def _distributed(self, left: list[ast.stmt], after: Iterable[ast.stmt]) -> Found | None:
         """a = b + c; if d is not None: ...; rest   as   if d is not None: a = b + c; ...; rest   else: a = b + c; rest
 
         if the norm of a follows in either.
@@ -135,12 +162,12 @@ class _Writer:
             case _:
                 return None
         before = self.count
-        inside, without = (self.statements(copy.deepcopy(way)) for way in ways)
+        inside, without = (self.statements(copy.deepcopy(way), after) for way in ways)
         if self.count == before:
             return None
         return [ast.copy_location(ast.If(test, inside, without), branch)], []
 
-    def _norm_then_sum(self, left: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]] | None:
+    def _norm_then_sum(self, left: list[ast.stmt]) -> Found | None:
         """a = norm(b); a = r + a"""
         match left[:2]:
             case [
@@ -156,6 +183,64 @@ class _Writer:
         joined = self._call(SUM_AFTER, name, call.args[0], residual, like=left[0])
         target = ast.Name(total, ast.Store())
         return [ast.copy_location(ast.Assign([target], joined), left[0])], left[2:]
+
+    def _norm_then_modulation(self, left: list[ast.stmt]) -> Found | None:
+        found = self._modulation(left, MODULATED)
+        if found is None:
+            return None
+        joined = self._call(MODULATED, found.name, found.argument, found.scale, found.shift, like=left[0])
+        target = ast.Name(found.target, ast.Store())
+        return [ast.copy_location(ast.Assign([target], joined), left[0])], left[found.count :]
+
+    def _gated_sum_then_modulation(self, left: list[ast.stmt], after: Iterable[ast.stmt]) -> Found | None:
+        """a = gate * a; s = r + a; the modulated norm of s: a is then not what it was, and must not be read again."""
+        match left[:2]:
+            case [
+                ast.Assign([ast.Name(gated)], ast.BinOp(gate, ast.Mult(), ast.Name(x))),
+                ast.Assign([ast.Name(total)], ast.BinOp(ast.Name(one), ast.Add(), ast.Name(other))),
+            ] if gated == x != total and (one == gated) != (other == gated):
+                found = self._modulation(left[2:], GATED)
+            case _:
+                return None
+        if found is None or found.argument.id != total or not _is_vector(gate):
+            return None
+        rest = left[2 + found.count :]
+        changed = {gated, total}
+        if any(_reads(part, changed) for part in (gate, found.scale, found.shift)) or found.target in changed:
+            return None
+        if any(_reads(statement, {gated}) for statement in (*rest, *after)):
+            return None
+        residual = ast.Name(other if one == gated else one, ast.Load())
+        arguments = (ast.Name(gated, ast.Load()), gate, residual, found.scale, found.shift)
+        joined = self._call(GATED, found.name, *arguments, like=left[0])
+        targets = ast.Tuple([ast.Name(found.target, ast.Store()), ast.Name(total, ast.Store())], ast.Store())
+        return [ast.copy_location(ast.Assign([targets], joined), left[0])], rest
+
+    def _modulation(self, left: list[ast.stmt], join: str) -> _Modulation | None:
+        """n = norm(b) * (1 + scale) + shift, in one statement or n = norm(b) and the rest in two."""
+        match left[:2]:
+            case [
+                ast.Assign(
+                    [ast.Name(target)], ast.BinOp(ast.BinOp(ast.Call() as call, ast.Mult(), factor), ast.Add(), shift)
+                ),
+                *_,
+            ]:
+                count = 1
+            case [
+                ast.Assign([ast.Name(target)], ast.Call() as call),
+                ast.Assign(
+                    [ast.Name(again)], ast.BinOp(ast.BinOp(ast.Name(normed), ast.Mult(), factor), ast.Add(), shift)
+                ),
+            ] if again == normed == target:
+                count = 2
+            case _:
+                return None
+        name, scale = self._norm_of(call, None, join), _scale(factor)
+        if name is None or scale is None or not isinstance(call.args[0], ast.Name) or not _is_vector(shift):
+            return None
+        if count == 2 and (_reads(scale, {target}) or _reads(shift, {target})):
+            return None
+        return _Modulation(name, call.args[0], target, scale, shift, count)
 
     def _norm_of_sum(self, statement: ast.stmt) -> None:
         """norm(b + c), in place."""
@@ -179,6 +264,43 @@ class _Writer:
         self.count += 1
         function = ast.Attribute(ast.Name(self.instance, ast.Load()), METHODS[join], ast.Load())
         return ast.copy_location(ast.Call(function, [ast.Constant(name), *arguments], []), like)
+
+
+class _Modulation(NamedTuple):
+    name: str  # of the norm
+    argument: ast.Name
+    target: str
+    scale: ast.expr
+    shift: ast.expr
+    count: int  # of statements
+
+
+def _scale(factor: ast.expr) -> ast.expr | None:
+    """s of 1 + s; s[...] of (1 + s)[...]"""
+    match factor:
+        case ast.BinOp(ast.Constant(1), ast.Add(), scale) if _is_vector(scale):
+            return scale
+        case ast.Subscript(ast.BinOp(ast.Constant(1), ast.Add(), scale), place):
+            found = ast.copy_location(ast.Subscript(scale, place, ast.Load()), factor)
+            return found if _is_vector(found) else None
+    return None
+
+
+def _is_vector(node: ast.expr) -> bool:
+    """A name, or a view of one, that may be taken sooner or later without a difference."""
+    match node:
+        case ast.Name():
+            return True
+        case ast.Subscript(value, place):
+            constant = (ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
+            return _is_vector(value) and all(isinstance(one, constant) for one in ast.walk(place))
+        case ast.Call(ast.Attribute(value, "unsqueeze"), [ast.Constant()], []):
+            return _is_vector(value)
+    return False
+
+
+def _reads(node: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(one, ast.Name) and one.id in names for one in ast.walk(node))
 
 
 class _Replace(ast.NodeTransformer):

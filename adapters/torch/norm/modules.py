@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks, float8
+from . import checks, compiled, float8
 from .functional import autocast_dtype, norm
 
 
@@ -21,8 +21,9 @@ class _Options:
     sm_margin: int | Mapping[str, int] = 0
     autocast_output: bool = False
     # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
-    # compiled; with fewer than _apart_below no sum is joined.
+    # compiled, but for the backward pass of _compiled_from elements; with fewer than _apart_below no sum is joined.
     _own_below = _apart_below = 0
+    _compiled_from = None
 
     def _set_options(
         self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any, autocast_output: bool
@@ -42,6 +43,10 @@ class _Options:
         dtype = autocast_dtype(x) if self.autocast_output else None
         operation = checks.zero_centered(op, weight) if self.zero_centered_gamma else op
         return norm(operation, x, self.normalized_shape, weight, bias, self.eps, dtype, self.sm_margin)
+
+    def _decomposed(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        """For a norm that torch's class made: without options."""
+        return compiled.norm(op, x, self.normalized_shape, self.weight, bias, self.eps)
 
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
@@ -159,8 +164,12 @@ class LayerNorm(_Options, nn.LayerNorm):
 
     def forward(self, input: Tensor, fp8_output: bool = False) -> Any:
         """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
-        if self._own_below and not fp8_output and (torch.compiler.is_compiling() or input.numel() < self._own_below):
-            return super().forward(input)
+        if self._own_below and not fp8_output:
+            if torch.compiler.is_compiling():
+                decomposed = compiled.is_wanted(input, self._compiled_from)
+                return self._decomposed("layer_norm", input, self.bias) if decomposed else super().forward(input)
+            if input.numel() < self._own_below:
+                return super().forward(input)
         return (self._float8 if fp8_output else self._norm)("layer_norm", input, self.bias)
 
 
@@ -202,8 +211,12 @@ class RMSNorm(_Options, nn.RMSNorm):
 
     def forward(self, x: Tensor, fp8_output: bool = False) -> Any:
         """As `LayerNorm.forward`."""
-        if self._own_below and not fp8_output and (torch.compiler.is_compiling() or x.numel() < self._own_below):
-            return super().forward(x)
+        if self._own_below and not fp8_output:
+            if torch.compiler.is_compiling():
+                decomposed = compiled.is_wanted(x, self._compiled_from)
+                return self._decomposed("rms_norm", x, None) if decomposed else super().forward(x)
+            if x.numel() < self._own_below:
+                return super().forward(x)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
 
 

@@ -1,0 +1,113 @@
+"""`kernel_mapping`: cunorm's norms for the layers that Hugging Face's package `kernels` replaces by name.
+
+`kernels.kernelize` gives a marked module the forward of a layer: a class of that one method, without state of its own,
+whose `self` is the module. A layer is found here, in this process; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..norm.functional import norm
+from .forms import ACTIVATIONS, Form, form_of, gated_norm
+
+
+def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
+    """The RMSNorms of models on cunorm's kernels, for `use_kernel_mapping` and `register_kernel_mapping` of `kernels`.
+
+    Three names, on CUDA devices, for training and inference, with and without torch.compile: `RMSNorm` reads a module's
+    `weight` and `variance_epsilon`; `RMSNormZeroCentered`, which multiplies by 1 + weight, its `weight` and `eps`;
+    `RMSNormGated` its `weight`, `variance_epsilon` and `activation`, "silu" or "sigmoid": with another one it runs as
+    the model has it.
+
+    Returns
+    -------
+    dict
+        A new one with every call. Joined with what is registered already, it takes the place of these names alone.
+
+    Raises
+    ------
+    ImportError
+        The package `kernels` is not installed.
+
+    Notes
+    -----
+    A result has the dtype that the model's own module gives it, and is rounded once. transformers 5.17 marks its
+    classes only where a version of `kernels` from 0.16 to before 0.17 is installed. Its own
+    `model.set_use_kernels(True)` registers another mapping before it replaces anything: call `kernelize` of `kernels`.
+
+    Examples
+    --------
+    >>> from cunorm.torch import kernel_mapping
+    >>> from kernels import Mode, kernelize, use_kernel_mapping  # doctest: +SKIP
+    >>> with use_kernel_mapping(kernel_mapping()):  # doctest: +SKIP
+    ...     model = kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)
+    """
+    try:
+        from kernels import Mode
+    except ImportError as error:
+        raise ImportError(
+            "kernel_mapping: Hugging Face's package kernels must be installed; it could not be imported "
+            f"({error}). pip install 'kernels>=0.16,<0.17', which transformers 5.17 takes."
+        ) from error
+    mode = Mode.TRAINING | Mode.TORCH_COMPILE  # what serves this serves every mode
+    return {layer.__name__: {"cuda": {mode: _Here(layer)}} for layer in (RMSNorm, RMSNormZeroCentered, RMSNormGated)}
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What `kernels` takes for a repository."""
+
+    layer: type[nn.Module]
+
+    @property
+    def layer_name(self) -> str:
+        return self.layer.__name__
+
+    def load(self) -> type[nn.Module]:
+        return self.layer
+
+
+class RMSNorm(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight, dtype = self.weight, hidden_states.dtype
+        if weight.dtype is not dtype:
+            dtype = _result_dtype(type(self), dtype, weight.dtype)
+        return norm("rms_norm", hidden_states, weight.shape, weight, None, self.variance_epsilon, dtype, 0)
+
+
+class RMSNormZeroCentered(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        return norm("zero_centered_rms_norm", x, weight.shape, weight, None, self.eps, x.dtype, 0)
+
+
+_GATED = {activation: gated_norm(activation) for activation in ACTIVATIONS}
+
+
+class RMSNormGated(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        gated = _GATED.get(self.activation)
+        if gated is None:
+            return type(self).forward(self, hidden_states, gate)  # what kernelize replaced on the instance alone
+        return gated(hidden_states, eps=self.variance_epsilon, gate=gate, weight=self.weight)
+
+
+@torch.compiler.assume_constant_result
+def _result_dtype(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+    """Of two dtypes some of these classes return the wider one, others that of x."""
+    form = form_of(cls, "variance_epsilon")
+    return form.dtypes.get((x, weight), x) if isinstance(form, Form) else x

@@ -1,0 +1,76 @@
+"""A norm for compiled code: its forward pass in torch's own operators, its backward pass our kernel.
+
+    torch.ops.cunorm.decomposed_norm -> (y, statistics)         as torch.ops.cunorm.norm, but for what is left of it
+
+The compiler sees reductions and products in the forward pass, and joins them with what stands beside them; in the
+backward pass it sees one call, torch.ops.cunorm.norm_backward. Nobody but `accelerate` asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...operation import NAMED
+from . import checks, formulas, functional, operators
+
+operators._library.define(f"decomposed_norm{operators._FORWARD}")
+
+
+class DecomposedNorm(operators.Norm):
+    """The same derivative of other operators."""
+
+    @staticmethod
+    def forward(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, *_):
+        """y comes of mean and rstd, not of `statistics`, which would have to be in memory before y is begun."""
+        checks.forward(operation, x, ndim, weight, bias, dtype)
+        axes, wide = tuple(range(-ndim, 0)), x.to(formulas.compute_dtype(x))
+        if formulas.subtracts_mean(operation):
+            variance, mean = torch.var_mean(wide, axes, correction=0, keepdim=True)
+            of_rows = [mean, (variance + eps).rsqrt()]
+            y = (wide - mean) * of_rows[1]
+        else:
+            of_rows = [(wide.square().mean(axes, keepdim=True) + eps).rsqrt()]
+            y = wide * of_rows[0]
+        if weight is not None:
+            y = y * formulas.gamma(operation, weight, x)
+        if bias is not None:
+            y = y + bias.to(y.dtype)
+        if not wants_statistics:
+            return y.to(dtype), y.new_empty(0)
+        kept = [one.reshape(1, *x.shape[:-ndim]) for one in of_rows]
+        return y.to(dtype), torch.cat(kept) if len(kept) > 1 else kept[0]
+
+
+operators._library.impl("decomposed_norm", DecomposedNorm.apply, "CompositeImplicitAutograd")
+
+
+def norm(
+    operation: str,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As functional.norm, of tensors that a kernel reads, while torch.compile traces."""
+    function = NAMED[operation].norm
+    ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
+    eps = checks.eps(function, eps, x)
+    dtype = functional._default_dtype(operation, x) if dtype is None else dtype
+    wants_statistics = operators.wants_gradient(x, weight, bias)
+    options = (operation, ndim, eps, dtype, wants_statistics, 0, 0)
+    return torch.ops.cunorm.decomposed_norm.default(x, weight, bias, *options)[0]
+
+
+def is_wanted(x: Tensor, at_least: int | None) -> bool:
+    """Whether this road is taken of `at_least` elements, if of any."""
+    return (
+        at_least is not None
+        and x.dtype in functional.FLOATING
+        and x.numel() >= at_least
+        and not torch.compiler.is_exporting()
+    )
