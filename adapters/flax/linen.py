@@ -1,5 +1,6 @@
 """`LayerNorm` and `RMSNorm` of flax.linen, same constructors, parameters and results, on cunorm's kernels;
-`AddLayerNorm` and `AddRMSNorm`, which add a residual first; and `LayerNormDense`, a norm with the Dense that reads it.
+`AddLayerNorm` and `AddRMSNorm`, which add a residual first; `AdaLayerNorm`, with scale and shift of a condition; and
+`LayerNormDense`, a norm with the Dense that reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from flax import linen as nn
 from flax.linen.dtypes import canonicalize_dtype
 
 from ..jax import layer_norm, rms_norm
-from . import adding
+from . import adding, modulating
 from .coverage import covered_row, normalise
 from .dense import check_columns, check_options, initializers, norm_dense, parameter_shapes
 
@@ -171,6 +172,64 @@ class AddRMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
         return _add_norm(self, x, residual)
+
+
+class AdaLayerNorm(nn.Module):
+    """y = (x - mean(x)) / sqrt(var(x) + epsilon) * (1 + scale) + shift, where (shift, scale) = Dense(silu(condition)).
+
+    Parameters
+    ----------
+    epsilon : float
+    dtype : dtype, optional
+        Of y, and of the Dense. Default: that to which x, condition and the parameters promote.
+    param_dtype : dtype
+        In which parameters are initialized.
+    kernel_init, bias_init : initializers
+        Of the Dense. With zeros for both, as diffusion transformers begin, y is the norm of x.
+
+    Attributes
+    ----------
+    linear : parameters kernel, shape (features, 2 * columns), and bias, shape (2 * columns,)
+        Those of flax.linen.Dense. The first half makes shift, the second scale, as in DiT.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `cunorm.layer_norm_modulate`.
+
+    Notes
+    -----
+    Called with x of shape (batch, ..., columns) and condition of shape (batch, features) it returns y of the shape of
+    x: one kernel forward, in which y is rounded once.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from cunorm.flax.linen import AdaLayerNorm
+    >>> x, condition = jnp.arange(12.0).reshape(2, 3, 2), jnp.ones((2, 8))
+    >>> norm = AdaLayerNorm()
+    >>> norm.apply(norm.init(jax.random.key(0), x, condition), x, condition).shape
+    (2, 3, 2)
+    """
+
+    epsilon: float = 1e-6
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nn.initializers.lecun_normal()
+    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, x: Any, condition: Any) -> jax.Array:
+        x, condition = modulating.check_condition(x, condition)
+        linear = nn.Dense(
+            2 * x.shape[-1],
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            name="linear",
+        )
+        return modulating.modulate(x, linear(nn.silu(condition)), self.epsilon, self.dtype)
 
 
 class LayerNormDense(nn.Module):

@@ -1,5 +1,6 @@
 """`LayerNorm` and `RMSNorm` of flax.nnx, same constructors, parameters and results, on cunorm's kernels;
-`AddLayerNorm` and `AddRMSNorm`, which add a residual first; and `LayerNormDense`, a norm with the Linear that reads it.
+`AddLayerNorm` and `AddRMSNorm`, which add a residual first; `AdaLayerNorm`, with scale and shift of a condition; and
+`LayerNormDense`, a norm with the Linear that reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from ..jax import layer_norm, rms_norm
-from . import adding
+from . import adding, modulating
 from .coverage import covered_row, normalise
 from .dense import check_columns, check_options, initializers, norm_dense, parameter_shapes
 
@@ -179,6 +180,58 @@ class AddRMSNorm(nnx.Module):
 
     def __call__(self, x: Any, residual: Any) -> tuple[jax.Array, jax.Array]:
         return _add_norm(self, x, residual)
+
+
+class AdaLayerNorm(nnx.Module):
+    """y = (x - mean(x)) / sqrt(var(x) + epsilon) * (1 + scale) + shift, where (shift, scale) = Linear(silu(condition)).
+
+    Parameters
+    ----------
+    condition_features, num_features : int
+        Columns of the condition, and of x.
+    rngs : nnx.Rngs
+    epsilon, dtype, param_dtype, kernel_init, bias_init
+        As cunorm.flax.linen.AdaLayerNorm has them.
+
+    Attributes
+    ----------
+    linear : nnx.Linear
+        The first half of what it gives is shift, the second scale, as in DiT.
+
+    Raises and notes as in cunorm.flax.linen.AdaLayerNorm.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from cunorm.flax.nnx import AdaLayerNorm
+    >>> from flax import nnx
+    >>> norm = AdaLayerNorm(8, 2, rngs=nnx.Rngs(0))
+    >>> norm(jnp.arange(12.0).reshape(2, 3, 2), jnp.ones((2, 8))).shape
+    (2, 3, 2)
+    """
+
+    def __init__(
+        self,
+        condition_features: int,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        bias_init: Callable[..., Any] = nnx.initializers.zeros_init(),  # noqa: B008
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.epsilon = epsilon
+        self.dtype = dtype
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        self.linear = nnx.Linear(
+            condition_features, 2 * num_features, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs, **options
+        )
+
+    def __call__(self, x: Any, condition: Any) -> jax.Array:
+        x, condition = modulating.check_condition(x, condition)
+        return modulating.modulate(x, self.linear(nnx.silu(condition)), self.epsilon, self.dtype)
 
 
 class LayerNormDense(nnx.Module):
