@@ -8,6 +8,12 @@ from .adding import (
     add_rms_norm_backward,
     add_rms_norm_forward,
 )
+from .adding_float8 import (
+    add_layer_norm_fp8,
+    add_layer_norm_fp8_forward,
+    add_rms_norm_fp8,
+    add_rms_norm_fp8_forward,
+)
 from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
 from .compile import CompileError
 from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
@@ -47,9 +53,13 @@ __all__ = [
     "add_layer_norm",
     "add_layer_norm_backward",
     "add_layer_norm_forward",
+    "add_layer_norm_fp8",
+    "add_layer_norm_fp8_forward",
     "add_rms_norm",
     "add_rms_norm_backward",
     "add_rms_norm_forward",
+    "add_rms_norm_fp8",
+    "add_rms_norm_fp8_forward",
     "fuse",
     "gate_add_layer_norm_modulate",
     "gate_add_layer_norm_modulate_backward",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
+from .norm.float8 import Float8Store
 from .operation import Operation
 
 
@@ -112,8 +113,14 @@ class Fused(Protocol):
         s_dtype: str | None,
         statistics: bool,
         sm_margin: int,
+        float8: Float8Store | None = None,
+        scale: Any = None,
     ) -> tuple[dict[str, Any], Any, Any]:
-        """Return (what the operation returns, by name, mean, rstd), statistics None unless asked for."""
+        """Return (what the operation returns, by name, mean, rstd), statistics None unless asked for.
+
+        With `float8` there are y8 and y8_scale, and y if that is wide. Of one scale for all `scale` is it, None for one
+        that no value exceeds.
+        """
         ...
 
     def backward(

@@ -12,15 +12,17 @@ from .expression_grammar import parse
 from .expression_value import Expression
 from .families import fused_of
 from .norm import checks
+from .norm.float8 import Float8Store, store_of
 from .operation import NORMS, SEED, Operation
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
 # Names that an operand cannot have: those of the call, and those that the text of a kernel has itself.
 OF_THE_CALL = ("x", "xhat", "y", "s", "dx", "dxhat", "dy", "ds", "mean", "rstd", "eps", "rows", "out", "sm_margin")
+OF_THE_CALL += ("dtype", "granularity", "y_scale")
 OF_THE_TEXT = """
     beside bfloat16 centred column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm
-    operation p prologue results rounded source sums term value
+    operation p prologue results rounded source sums term value y8 y8_scale
 """
 PATTERNS = r"(sum|next|value|group)_.*|.*_stride|cunorm.*|norm_(forward|backward).*|.*[A-Z].*"
 RESERVED = re.compile("|".join((*OF_THE_CALL, *OF_THE_TEXT.split(), PATTERNS)))
@@ -68,6 +70,69 @@ class Fused:
         results, mean, rstd = self._run(x, eps, sm_margin, operands, statistics=True)
         saved = Saved(self.operation, (self.dtype, self.s_dtype), x, operands, results.get("s"), mean, rstd)
         return self._in_order(results), saved
+
+    def fp8(
+        self,
+        /,
+        x: Any,
+        *,
+        eps: float | None = None,
+        granularity: str | int = "row",
+        y_scale: Any = None,
+        dtype: Any = "e4m3",
+        sm_margin: int = 0,
+        **operands: Any,
+    ) -> tuple[Any, ...]:
+        """The results with (bytes, scale) in place of y, as `layer_norm_fp8` returns them: y ~ bytes * scale.
+
+        Parameters
+        ----------
+        x, eps, sm_margin, **operands
+            As in a call, but no x of float64 and no tensor that wants a gradient.
+        granularity, dtype
+            As in `layer_norm_fp8`: "row", "tensor" or 128, and "e4m3" or "e5m2".
+        y_scale : float or array of one float32, optional
+            For "tensor", and needed there: the scale.
+
+        Returns
+        -------
+        tuple of arrays
+            In the order of `returns`; s keeps its dtype. Bytes and scale as of `layer_norm_fp8`, over the last axis.
+        """
+        return self._run8(x, eps, granularity, y_scale, dtype, sm_margin, operands, wide=False)
+
+    def fp8_forward(
+        self,
+        /,
+        x: Any,
+        *,
+        eps: float | None = None,
+        granularity: str | int = "row",
+        y_scale: Any = None,
+        dtype: Any = "e4m3",
+        sm_margin: int = 0,
+        **operands: Any,
+    ) -> tuple[Any, ...]:
+        """`fp8` with y itself, of the same kernel: (bytes, scale, y) in place of y."""
+        return self._run8(x, eps, granularity, y_scale, dtype, sm_margin, operands, wide=True)
+
+    def _run8(
+        self,
+        x: Any,
+        eps: float | None,
+        granularity: str | int,
+        y_scale: Any,
+        dtype: Any,
+        sm_margin: int,
+        operands: dict[str, Any],
+        *,
+        wide: bool,
+    ) -> tuple[Any, ...]:
+        if granularity == "tensor" and y_scale is None:
+            raise ValueError(f"{self.function}: granularity='tensor' needs a y_scale; got y_scale=None.")
+        store = store_of(self.function, dtype, granularity, y_scale, wide=wide)
+        results, _, _ = self._run(x, eps, sm_margin, operands, statistics=False, float8=store, scale=y_scale)
+        return tuple(results[name] for name in store.results(self.operation.returns))
 
     def backward(
         self, /, saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0
@@ -124,7 +189,15 @@ class Fused:
         )
 
     def _run(
-        self, x: Any, eps: float | None, sm_margin: int, operands: dict[str, Any], *, statistics: bool
+        self,
+        x: Any,
+        eps: float | None,
+        sm_margin: int,
+        operands: dict[str, Any],
+        *,
+        statistics: bool,
+        float8: Float8Store | None = None,
+        scale: Any = None,
     ) -> tuple[dict, Any, Any]:
         operation = self.operation
         if operands.keys() != set(operation.operands):
@@ -144,6 +217,8 @@ class Fused:
             s_dtype=self.s_dtype,
             statistics=statistics,
             sm_margin=sm_margin,
+            float8=float8,
+            scale=scale,
         )
 
     def _in_order(self, results: dict[str, Any]) -> Any:
@@ -185,6 +260,8 @@ def fuse(
         - ``op.forward(x, *, eps, **operands)`` returns (results, saved).
         - ``op.backward(saved, *gradients, wanted=())`` returns the gradients of x and of the operands, by name, from
           those of the results.
+        - ``op.fp8(x, *, eps, granularity="row", y_scale=None, dtype="e4m3", **operands)`` returns (bytes, scale) in
+          place of y, as `layer_norm_fp8`; ``op.fp8_forward`` (bytes, scale, y).
 
         x is a NumPy, CuPy or JAX array, or a tensor. An operand is a number, which may differ from call to call, or an
         array that broadcasts against x: of the shape of x; a vector for all rows, of shape (columns,); or vectors for

@@ -10,6 +10,7 @@ from typing import Any
 
 from .families import fused_of
 from .norm import checks
+from .norm.float8 import store_of
 from .norm.fused import Kinds
 from .operation import FUSIONS, NORMS, SEED, Operation
 
@@ -18,10 +19,14 @@ KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "co
 
 
 def _operation(function: str, weight: Any, flags: Mapping[str, Any]) -> Operation:
-    if flags.get("zero_centered_gamma") and weight is None:
-        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
+    check_zero_centered(function, weight, flags.get("zero_centered_gamma"))
     of = FUSIONS[function.removesuffix("_forward").removesuffix("_backward")]
     return of(**{name: bool(flag) for name, flag in flags.items()})
+
+
+def check_zero_centered(function: str, weight: Any, zero_centered_gamma: Any) -> None:
+    if zero_centered_gamma and weight is None:
+        raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
 
 
 def check_dropout_p(function: str, dropout_p: Any) -> float:
@@ -79,6 +84,40 @@ def forward(
     kept = {"mean": mean, "rstd": rstd}
     of_rows = (kept[name] for name in NORMS[operation.norm].statistics) if statistics else ()
     return (*(results[name] for name in operation.returns), *of_rows)
+
+
+def forward8(
+    function: str,
+    operation: Operation,
+    x: Any,
+    operands: Mapping[str, Any],
+    eps: float,
+    s_dtype: Any,
+    *,
+    granularity: str | int,
+    scale: Any,
+    dtype: Any,
+    sm_margin: int,
+) -> tuple[Any, ...]:
+    """The results in order with (bytes, scale) in place of y, of a function `..._fp8_forward` (bytes, scale, y)."""
+    wide = function.endswith("_forward")
+    store = store_of(function, dtype, granularity, scale, wide=wide)
+    s_dtype = None if s_dtype is None else checks.dtype_name(function, s_dtype)
+    results, _, _ = fused_of(function, x).forward(
+        function,
+        operation,
+        x,
+        operands,
+        eps,
+        demanded=KINDS,
+        dtype=None,
+        s_dtype=s_dtype,
+        statistics=False,
+        sm_margin=sm_margin,
+        float8=store,
+        scale=scale,
+    )
+    return tuple(results[name] for name in store.results(operation.returns))
 
 
 def backward(

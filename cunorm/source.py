@@ -183,6 +183,9 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
     before = forward_struct(spec, inputs, beside, columns, scalars)
     cache_x, cache_y = (_cache(flag) for flag in (spec.streamed_x, spec.streamed_y))
     load = f"{{{_matrices(spec, inputs)}, operation}}"
+    # Beside y8 rows of y at odd addresses go by elements: shifted those of 24577 columns spilled 28 bytes. Those of s
+    # do where lanes do not store together; where they do, by elements those of 65537 columns spilled 4.
+    by_elements = "y8" in by_name and not spec.aligned
     s = by_name.get("s")
     call = "\n      ".join(
         (
@@ -190,8 +193,8 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
             f"{_matrices_type(spec, inputs, cache_x)}>{load},",
             f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)},",
             f"{_columns_type(spec, columns)}{_matrices(spec, columns)},",
-            f"{_store(spec, s, cache_y) if s and s.written else 'NoStore{}'},",
-            f"{_store_y(spec, by_name, cache_y)},",
+            f"{_store(spec, s, cache_y, by_elements and not spec.finds_scales) if s and s.written else 'NoStore{}'},",
+            f"{_store_y(spec, by_name, cache_y, by_elements)},",
             f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
         )
     )
@@ -324,10 +327,8 @@ def _store(spec: NormSpec, operand: Operand, cache: str, by_elements: bool = Fal
     return f"{_rows_type('Store', spec, operand, cache, by_elements)}{{{arguments}}}"
 
 
-def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], cache: str) -> str:
+def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], cache: str, by_elements: bool) -> str:
     """Where y goes: to y, or to y8 with its scales, and to y as well if it is wanted."""
-    # Beside y8 rows at odd addresses go by elements: shifted those of 24577 columns spilled 28 bytes.
-    by_elements = "y8" in by_name and not spec.aligned
     wide = _store(spec, by_name["y"], cache, by_elements) if "y" in by_name else "NoStore{}"
     if "y8" not in by_name:
         return wide

@@ -62,6 +62,15 @@ def test_no_kernel_of_a_named_fusion_spills(arch, part):
     assert not faults_of(matrix.kernels_of(problems, KNOWN[arch])[part::8], arch)
 
 
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_no_kernel_of_a_fusion_in_8_bits_spills(arch, part):
+    specs = matrix.kernels_of(matrix.fused_float8(), KNOWN[arch])
+    assert not faults_of(specs[part :: 4 if arch == WHOLE else 12], arch)
+
+
 def faults_of(specs, arch):
     with compiler(keep=False) as compile_one:
         return [

@@ -235,3 +235,33 @@ def test_a_program_for_cuda_has_the_launch_of_the_plan(cols, granularity):
     assert "stablehlo.rsqrt" not in text
     batched = lowered(jax.vmap(function, (0, None, None)), x.update(shape=(3, 100, cols)), parameter, parameter)
     assert [one[:4] for one in calls(batched)] == expected
+
+
+@on_devices
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_of_a_sum(device, granularity):
+    """The bytes and scales of the norm of s, alone and under vmap."""
+    x, residual, weight = (random(*shape, device=device) for shape in ((6, 300), (6, 300), (300,)))
+
+    def function(x, residual, weight):
+        return cunorm.jax.add_rms_norm_fp8_forward(x, residual, weight, granularity=granularity)
+
+    found, scale, y, s = function(x, residual, weight)
+    assert same([s, y], cunorm.jax.add_rms_norm(x, residual, weight)[::-1])
+    check(host(y), host(found), host(scale), granularity, "e4m3")
+    batched = jax.vmap(function, (0, 0, None))(x.reshape(2, 3, 300), residual.reshape(2, 3, 300), weight)
+    assert same((batched[0].reshape(6, 300), batched[3].reshape(6, 300)), (found, s))
+    weights = jnp.stack([weight, weight])
+    for sample in jax.vmap(function, (None, None, 0))(x, residual, weights)[0]:
+        assert (host(sample) != host(found)).mean() < 1e-2
+    with pytest.raises(ValueError, match="must not be differentiated"):
+        jax.grad(lambda x: function(x, residual, weight)[1].sum())(x)
+
+
+@on_devices
+def test_of_an_object(device):
+    x, scale = random(2, 5, 300, device=device), random(2, 1, 300, device=device)
+    epilogue = {"epilogue": lambda xhat, scale, shift: xhat * (1 + scale) + shift}
+    found, scales, y = cunorm.fuse("layer_norm", **epilogue).fp8_forward(x, scale=scale, shift=0.5)
+    assert scales.shape == (2, 5)
+    check(host(y).reshape(10, 300), host(found).reshape(10, 300), host(scales), "row", "e4m3")

@@ -13,6 +13,7 @@ import pytest
 import test_dropout
 import test_float8
 import test_float8_casts
+import test_fused_float8
 import test_fusion
 import test_views
 from arrays import inputs, misplaced
@@ -139,6 +140,14 @@ FLOAT8 = {
     "float8, blocks": float8(224, "bfloat16", 128),
     "float8, a scale for all": float8(224, "bfloat16", "tensor"),
     "float8, streamed": float8(17001, "float32", "row", WITHOUT_CLUSTERS),
+    "float8 of a sum, streamed": lambda monkeypatch, machine: test_fused_float8.check_on_stand_in(
+        monkeypatch,
+        test_fused_float8.Run("add_rms_norm", (3, 17001), "float32", "row", WITHOUT_CLUSTERS, ""),
+        machine,
+    ),
+    "float8 of a sum, CTA": lambda monkeypatch, machine: test_fused_float8.check_on_stand_in(
+        monkeypatch, test_fused_float8.Run("add_rms_norm", (3, 4096), "bfloat16", "row", SMALL, ""), machine
+    ),
     "float8, edges": float8_edges,
     "float8, rounding": float8_rounding,
     "casts, rows": lambda _, machine: test_float8_casts.rows_and_columns(machine, 37, 1000, "float16"),
@@ -1404,6 +1413,20 @@ MUTATIONS = (
         "return LargestExchange::largest(largest_exchange.slots[turn % 2], larger);",
         "float8, CTA",
         (("races", "race:"),),
+    ),
+    Mutation(
+        "the sum is stored with no pass over a streamed row",
+        "y_of(column, valid, values, true);",
+        "y_of(column, valid, values, false);",
+        "float8 of a sum, streamed",
+        (("results", "s is the sum"),),
+    ),
+    Mutation(
+        "y itself is multiplied as its bytes are",
+        "wide.store(row, column, valid, values);\n    bytes.store(row, column, valid, scaled);\n  }\n};\n\n// Whether",
+        "wide.store(row, column, valid, scaled);\n    bytes.store(row, column, valid, scaled);\n  }\n};\n\n// Whether",
+        "float8 of a sum, CTA",
+        (("results", "y is as it is without 8 bits"),),
     ),
     # Operands of products in 8 bits
     Mutation(

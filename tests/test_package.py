@@ -125,11 +125,11 @@ LAYERS = (
     {"compile"},
     {"launch"},
     {"numpy_arrays", "cupy_arrays"},
+    {"norm.float8_numpy"},
     {
         "dlpack",
         "norm.fused_numpy",
         "norm.fused_cupy",
-        "norm.float8_numpy",
         "norm.float8_cupy",
         "linear.numpy_arrays",
         "linear.cupy_arrays",
@@ -138,7 +138,7 @@ LAYERS = (
     {"linear.float8_numpy", "linear.float8_cupy"},
     {"families"},
     {"api", "float8", "fusion", "named_fusions", "linear.api"},
-    {"adding", "norm_add", "modulating", "gating", "sandwich"},
+    {"adding", "adding_float8", "norm_add", "modulating", "gating", "sandwich"},
     {"gate_modulating"},
 )
 PURE = set().union(*LAYERS[:12]) - {"linear.gemm"}

@@ -3,7 +3,11 @@
 from .linear.functional import layer_norm_linear
 from .named import (
     add_layer_norm,
+    add_layer_norm_fp8,
+    add_layer_norm_fp8_forward,
     add_rms_norm,
+    add_rms_norm_fp8,
+    add_rms_norm_fp8_forward,
     layer_norm_fp8,
     layer_norm_fp8_forward,
     rms_norm_add_rms_norm,
@@ -14,7 +18,11 @@ from .norm.functional import layer_norm, rms_norm
 
 __all__ = [
     "add_layer_norm",
+    "add_layer_norm_fp8",
+    "add_layer_norm_fp8_forward",
     "add_rms_norm",
+    "add_rms_norm_fp8",
+    "add_rms_norm_fp8_forward",
     "layer_norm",
     "layer_norm_fp8",
     "layer_norm_fp8_forward",

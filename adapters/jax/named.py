@@ -8,7 +8,11 @@ from typing import Any, TypeVar, cast
 
 from .. import (
     add_layer_norm,
+    add_layer_norm_fp8,
+    add_layer_norm_fp8_forward,
     add_rms_norm,
+    add_rms_norm_fp8,
+    add_rms_norm_fp8_forward,
     layer_norm_fp8,
     layer_norm_fp8_forward,
     rms_norm_add_rms_norm,
@@ -35,7 +39,11 @@ def _of_jax(function: Function) -> Function:
 
 
 add_layer_norm = _of_jax(add_layer_norm)
+add_layer_norm_fp8 = _of_jax(add_layer_norm_fp8)
+add_layer_norm_fp8_forward = _of_jax(add_layer_norm_fp8_forward)
 add_rms_norm = _of_jax(add_rms_norm)
+add_rms_norm_fp8 = _of_jax(add_rms_norm_fp8)
+add_rms_norm_fp8_forward = _of_jax(add_rms_norm_fp8_forward)
 layer_norm_fp8 = _of_jax(layer_norm_fp8)
 layer_norm_fp8_forward = _of_jax(layer_norm_fp8_forward)
 rms_norm_add_rms_norm = _of_jax(rms_norm_add_rms_norm)

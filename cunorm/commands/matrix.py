@@ -194,6 +194,29 @@ def named_fusions() -> list[Problem]:
     return problems
 
 
+def fused_float8() -> list[Problem]:
+    """Fused operations with y in 8 bits: of a sum, of vectors for groups, and of a matrix beside xhat."""
+    problems = []
+    for function in ("add_layer_norm", "add_rms_norm", "layer_norm_modulate", "rms_norm_gated"):
+        operation = FUSIONS[function]()
+        kinds = {name: KINDS_OF_FUSIONS.get(name, "column") for name in operation.operands}
+        for dtype, granularity, (rows, groups) in product(("bfloat16", "float32"), SCALES, GROUPED_ROWS):
+            dtypes = dict.fromkeys(("x", *operation.operands), dtype) | {"y8": next(iter(FLOAT8))}
+            dtypes |= {"s": dtype} if operation.prologue else {}
+            for cols, wide in ((128, True), (4096, False), (16384, True), (16393, False), (65536, False)):
+                problems.append(
+                    forward_problem(
+                        operation,
+                        rows,
+                        cols,
+                        dtypes | ({"y": dtype} if wide else {}),
+                        kinds=kinds | {"y8_scale": SCALES[granularity]},
+                        groups=groups if "group" in kinds.values() else None,
+                    )
+                )
+    return problems
+
+
 def every_number_of_rows(problem: Problem) -> list[Problem]:
     """The problem with as many rows as kernels may depend on."""
     return [replace(problem, rows=rows) for rows in NUMBERS_OF_ROWS]

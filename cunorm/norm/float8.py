@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from ..operation import NORMS, Operation
 from . import checks
 from .checks import Layout
 from .problem import BLOCK, FLOAT8, SCALES
@@ -14,16 +16,38 @@ NAMES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 MOST_MULTIPLIER = 2.0**100  # kernels_cu/float8.cuh: beyond it a row counts as too small
 
 
+class Float8Store(NamedTuple):
+    """How a fused operation writes y in 8 bits: y8, and y8_scale. y itself is written only if it is `wide`."""
+
+    format: str  # a key of FLOAT8
+    granularity: str | int
+    wide: bool
+
+    def results(self, returns: tuple[str, ...]) -> tuple[str, ...]:
+        """What a call returns for `returns`, in order."""
+        of_y = ("y8", "y8_scale", *(("y",) if self.wide else ()))
+        return tuple(one for name in returns for one in (of_y if name == "y" else (name,)))
+
+
 def check_x(function: str, x: Layout) -> None:
     checks.check_dtype(function, "x", x)
     if x.dtype == "float64":
         raise TypeError(f"{function}: x must have dtype float16, bfloat16 or float32; got float64. Convert it.")
 
 
+def check_rows(function: str, x: Layout, s_dtype: str | None) -> None:
+    """Of a fused operation: x, and what is normalised."""
+    check_x(function, x)
+    if s_dtype == "float64":
+        raise TypeError(f"{function}: s_dtype must be float16, bfloat16 or float32; got float64.")
+
+
 def check_format(function: str, dtype: object) -> str:
     """The full name of the format."""
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    name = NAMES.get(str(name), str(name))
+    named = isinstance(dtype, str)
+    name = dtype if named else getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = str(name).removeprefix("torch.")
+    name = NAMES.get(name, name)
     if name not in FLOAT8:
         raise TypeError(f"{function}: dtype must be 'e4m3' or 'e5m2'; got {dtype!r}.")
     return name
@@ -52,6 +76,12 @@ def _dtype_name(array: Any) -> str:
     return getattr(dtype, "name", str(dtype).removeprefix("torch."))
 
 
+def store_of(function: str, dtype: object, granularity: Any, scale: Any, *, wide: bool) -> Float8Store:
+    """What such arguments of a call ask for."""
+    check_granularity(function, granularity, scale)
+    return Float8Store(check_format(function, dtype), granularity, wide)
+
+
 def scales_shape(granularity: str | int, leading: tuple[int, ...], cols: int) -> tuple[int, ...]:
     return {"row": leading, "tensor": (), BLOCK: (*leading, -(-cols // BLOCK))}[granularity]
 
@@ -62,6 +92,21 @@ def largest_normalised(subtracts_mean: bool, cols: int) -> float:
     sqrt(cols - 1) with mean 0: where one is that large, the others share what is left.
     """
     return math.sqrt(max(1, cols - 1) if subtracts_mean else cols)
+
+
+def scale_of(
+    xp: Any, operation: Operation, float8: Float8Store, cols: int, operands: Mapping[str, Any], scale: Any
+) -> Any:
+    """The scale of all of y, where it has one: an array without axes.
+
+    That which is given, or of an affine operation (operation.py) the one that no value exceeds.
+    """
+    if scale is None:
+        weight = operands.get("weight")
+        zero_centered = weight is not None and dict(operation.defaults)["weight"] == 0
+        norm, largest = NORMS[operation.norm], FLOAT8[float8.format]
+        return static_scale(xp, norm.subtracts_mean, cols, weight, operands.get("bias"), zero_centered, largest)
+    return xp.asarray(scale, "float32").reshape(())
 
 
 def static_scale(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import cupy
+import numpy
 
 from .. import device, launch
 from ..cupy_arrays import layout
@@ -15,8 +16,10 @@ from ..numpy_arrays import numpy_dtype
 from ..operation import NORMS, SEED, Operation
 from ..recipes import Recipes
 from . import checks, fused
+from .float8 import Float8Store, scale_of
 from .fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
 from .plan import Plan
+from .problem import FLOAT8
 
 _recipes: Recipes[Recipe] = Recipes()
 
@@ -33,21 +36,27 @@ def forward(
     s_dtype: str | None,
     statistics: bool,
     sm_margin: int,
+    float8: Float8Store | None = None,
+    scale: Any = None,
 ) -> tuple[dict[str, cupy.ndarray], cupy.ndarray | None, cupy.ndarray | None]:
-    """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for."""
+    """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for; with `float8` y8 and
+    y8_scale, and y if it is wide.
+    """
     arrays = {"x": x, **operands}
     eps = checks.check_eps(function, eps)
-    options = (operation, demanded, dtype, s_dtype, checks.check_sm_margin(function, sm_margin, None))
+    options = (operation, demanded, dtype, s_dtype, checks.check_sm_margin(function, sm_margin, None), float8)
     recipe = _recipes.of((function, options, _key(arrays)), _forward_recipe, function, arrays, *options)
     with cupy.cuda.Device(x.data.device_id):
         results = {name: cupy.ndarray(shape, kind) for name, shape, kind in recipe.written}
         of_rows = {name: cupy.ndarray(shape, kind) for name, shape, kind in recipe.statistics if statistics}
+        if float8 and float8.granularity == "tensor":
+            results["y8_scale"] = scale_of(cupy, operation, float8, x.shape[-1], operands, scale)
         if recipe.plan is not None:
             _launch(recipe, recipe.plan, arrays | {"eps": eps}, results | of_rows)
     return results, of_rows.get("mean"), of_rows.get("rstd")
 
 
-def _forward_recipe(function, arrays, operation, demanded, dtype, s_dtype, sm_margin) -> Recipe:
+def _forward_recipe(function, arrays, operation, demanded, dtype, s_dtype, sm_margin, float8) -> Recipe:
     given = {name: _given(function, name, array) for name, array in arrays.items()}
     options = {
         "demanded": demanded,
@@ -55,9 +64,15 @@ def _forward_recipe(function, arrays, operation, demanded, dtype, s_dtype, sm_ma
         "s_dtype": s_dtype,
         "sm_margin": sm_margin,
         "aligned": _aligned(arrays),
+        "float8": float8,
     }
     gpu = device.current(arrays["x"].data.device_id)
-    return forward_recipe(function, operation, given, gpu, **options).with_dtypes(partial(numpy_dtype, function))
+    return forward_recipe(function, operation, given, gpu, **options).with_dtypes(partial(_dtype, function))
+
+
+def _dtype(function: str, name: str) -> numpy.dtype:
+    """CuPy has no formats of 8 bits: their numbers are bytes."""
+    return numpy.dtype(numpy.uint8) if name in FLOAT8 else numpy_dtype(function, name)
 
 
 def backward(

@@ -13,6 +13,8 @@ from ..expression_value import Expression
 from ..numpy_arrays import layout, numpy_dtype, rounded, sum_of_rows
 from ..operation import NORMS, SEED, Operation, derivative
 from . import checks, fused
+from .float8 import Float8Store, check_rows, scale_of, scales_shape
+from .float8_numpy import quantise
 from .philox import uniform
 from .problem import compute_dtype
 
@@ -29,13 +31,21 @@ def forward(
     s_dtype: str | None,
     statistics: bool,
     sm_margin: int,
+    float8: Float8Store | None = None,
+    scale: Any = None,
 ) -> tuple[dict[str, numpy.ndarray], numpy.ndarray | None, numpy.ndarray | None]:
-    """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for."""
+    """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for; with `float8` y8 and
+    y8_scale, and y if it is wide.
+    """
     of_x = layout(function, "x", x)
     given = {name: _given(function, name, array) for name, array in {"x": x, **operands}.items()}
     fused.check_operands(function, of_x, {name: given[name] for name in operands}, demanded=demanded)
     eps = checks.check_eps(function, eps)
     checks.check_sm_margin(function, sm_margin, None)
+    if float8:
+        check_rows(function, of_x, s_dtype)
+        if float8.granularity == "tensor":
+            scale = scale_of(numpy, operation, float8, x.shape[-1], operands, scale)
     operation = operation.given(operands)
     y_dtype = numpy_dtype(function, dtype or of_x.dtype)
     row_dtype = numpy_dtype(function, s_dtype or of_x.dtype)
@@ -53,9 +63,19 @@ def forward(
             rows -= lost
             mean = mean + lost
         rstd = 1 / numpy.sqrt((rows * rows).mean(-1, keepdims=True) + eps)
-        y = rounded(_full(operation.epilogue, values | {"xhat": rows * rstd}, x.shape), y_dtype)
-        of_names = {"y": y, "s": s}
-        results = {name: of_names[name] for name in operation.returns}
+        exact = _full(operation.epilogue, values | {"xhat": rows * rstd}, x.shape)
+        of_names: dict[str, Any] = {"s": s}
+        if float8 is None or float8.wide:
+            of_names["y"] = rounded(exact, y_dtype)
+        returns = operation.returns
+        if float8:
+            y8, y8_scale = quantise(
+                exact.astype(numpy.float32).reshape(-1, x.shape[-1]), float8.granularity, float8.format, scale
+            )
+            shape = scales_shape(float8.granularity, x.shape[:-1], x.shape[-1])
+            of_names |= {"y8": y8.reshape(x.shape), "y8_scale": y8_scale.reshape(shape)}
+            returns = float8.results(returns)
+        results = {name: of_names[name] for name in returns}
         if not statistics:
             return results, None, None
         kind = compute_dtype(row_dtype.name)

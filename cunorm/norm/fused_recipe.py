@@ -15,8 +15,9 @@ from ..device import Device
 from ..operation import NORMS, Operation
 from . import checks, fused
 from .checks import Layout
+from .float8 import Float8Store, check_rows, scales_shape
 from .plan import Plan, plan
-from .problem import Groups, RowStrides, backward_problem, compute_dtype, forward_problem
+from .problem import SCALES, Groups, RowStrides, backward_problem, compute_dtype, forward_problem
 
 # Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.
 Memory = tuple[str, tuple[int, ...], Any]
@@ -67,6 +68,7 @@ def forward_recipe(
     s_dtype: str | None,
     sm_margin: int,
     aligned: bool,
+    float8: Float8Store | None = None,
 ) -> Recipe:
     """Of the forward pass of x and the operands, `given`, which are checked here."""
     given = dict(given)
@@ -79,12 +81,22 @@ def forward_recipe(
     dtypes = _dtypes(given, compute) | {"y": dtype or x.dtype}
     if operation.prologue is not None:
         dtypes["s"] = row_dtype
+    kinds_of_kernels, returns, shapes = _of_kernels(kinds), operation.returns, {}
+    if float8:
+        check_rows(function, x, s_dtype)
+        dtypes |= {"y8": float8.format, "y8_scale": "float32"}
+        if not float8.wide:
+            del dtypes["y"]
+        kinds_of_kernels["y8_scale"] = SCALES[float8.granularity]
+        shapes["y8_scale"] = scales_shape(float8.granularity, x.shape[:-1], x.shape[-1])
+        # One scale for all is read.
+        returns = [name for name in float8.results(returns) if name != "y8_scale" or float8.granularity != "tensor"]
     task = forward_problem(
         operation,
         math.prod(x.shape[:-1]),
         x.shape[-1],
         dtypes,
-        kinds=_of_kernels(kinds),
+        kinds=kinds_of_kernels,
         strides=_strides(given, kinds),
         groups=groups,
         sm_margin=checks.check_sm_margin(function, sm_margin, device.sms),
@@ -95,7 +107,7 @@ def forward_recipe(
         shape=x.shape,
         expanded=_expanded(kinds),
         copies=_copies(function, given, kinds),
-        written=tuple((name, x.shape, dtypes[name]) for name in operation.returns),
+        written=tuple((name, shapes.get(name, x.shape), dtypes[name]) for name in returns),
         statistics=tuple((name, x.shape[:-1], compute) for name in NORMS[operation.norm].statistics),
     )
 

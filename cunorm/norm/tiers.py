@@ -200,7 +200,9 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
     most, words = (1536, 28) if shape.packs <= 3 and narrow else (tier.resident, working)
     if y_words and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
         words = 32 + 4 * (rows_per_cta > 1) + width // 4 * pack + 8 * (itemsize == 4)
-        if width < 4 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
+        # Beside a residual 64 registers for four packs spilled 4 bytes; on sm_100 108 for seven 8.
+        words += (8 if device.arch < 100 else 16) * (len(spec.matrices) - 1)
+        if width < 4 and len(spec.matrices) == 1 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
             most, words = 1536, 40 - y_words
     return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + max(waiting, y_words), most)))
 

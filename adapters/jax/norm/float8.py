@@ -1,4 +1,4 @@
-"""The norms with y in 8 bits on JAX arrays: one kernel on CUDA, elsewhere jax.numpy.
+"""The norms, and fused operations, with y in 8 bits on JAX arrays: one kernel on CUDA, elsewhere jax.numpy.
 
 A primitive of their own, beside those of primitives.py: leading axes are rows, so vmap moves its axis to the front; a
 derivative there is none.
@@ -6,26 +6,26 @@ derivative there is none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.interpreters import ad, batching
 
 from ...norm import float8
 from ...norm.checks import Layout
-from ...norm.problem import BLOCK, FLOAT8, SCALES, Problem, forward_problem
+from ...norm.problem import BLOCK, FLOAT8, SCALES
+from ...operation import SEED
 from . import formulas, functional, primitives, sharding
 from .formulas import Arrays, Names, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float8Task(Task):
-    """The forward pass with the results y8, y8_scale (an argument where one is for all) and y."""
+    """The forward pass with the results y8, y8_scale (an argument where one is for all), y, and s if it is returned."""
 
     y8: str  # its dtype
     granularity: str | int
@@ -33,31 +33,27 @@ class Float8Task(Task):
     @property
     def wide(self) -> Task:
         """Of which y is what is rounded."""
-        return Task(self.operation, self.ndim, self.eps, "float32", self.sm_margin, self.dtypes)
-
-    def kind(self, name: str) -> str:
-        kinds = {"y8": "full", "y8_scale": SCALES[self.granularity]}
-        return kinds.get(name) or Task.kind(self, name)
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(Task)}
+        return Task(**values | {"dtype": "float32"})
 
     def results(self, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-        return self.rounded(formulas.forward(self.wide, arrays)["y"], arrays)
+        return self.rounded(formulas.forward(self.wide, arrays), arrays)
 
-    def rounded(self, y: jax.Array, arrays: Arrays) -> dict[str, jax.Array]:
-        """All results, of y in float32."""
+    def rounded(self, found: Arrays, arrays: Arrays) -> dict[str, jax.Array]:
+        """All results, of those with y in float32."""
+        y = found["y"]
         leading = y.shape[: y.ndim - self.ndim]
         _, cols = self.rows_and_cols(y.shape)
-        found, scales = quantise(y.reshape(-1, cols), self.granularity, self.y8, arrays.get("y8_scale"))
+        y8, scales = quantise(y.reshape(-1, cols), self.granularity, self.y8, arrays.get("y8_scale"))
         scales = scales.reshape(float8.scales_shape(self.granularity, leading, cols))
-        return {"y8": found.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
+        return {**found, "y8": y8.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
 
-    def problem(self, avals: Mapping[str, ShapedArray], wanted: Names) -> Problem:
-        return forward_problem(
-            self.operation,
-            *self.rows_and_cols(avals["x"].shape),
-            {name: aval.dtype.name for name, aval in avals.items()},
-            kinds={"y8_scale": SCALES[self.granularity]},
-            sm_margin=self.sm_margin,
-        )
+
+def task8(task: Task, y8: str, granularity: str | int) -> Float8Task:
+    """The same with y in 8 bits."""
+    values: dict[str, Any] = {one.name: getattr(task, one.name) for one in fields(Task)}
+    kinds = (*task.kinds, ("y8", "full"), ("y8_scale", SCALES[granularity]))
+    return Float8Task(**values | {"kinds": kinds}, y8=y8, granularity=granularity)
 
 
 def forward(
@@ -82,32 +78,31 @@ def forward(
     arrays, task = functional.checked(
         function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, None, sm_margin
     )
-    task = Float8Task(
-        task.operation,
-        task.ndim,
-        task.eps,
-        task.dtype,
-        task.sm_margin,
-        task.dtypes,
-        y8=name,
-        granularity=granularity,
-    )
-    if granularity == "tensor":
-        if scale is None:
-            _, cols = task.rows_and_cols(x.shape)
-            parameters = (arrays.get("weight"), arrays.get("bias"), zero_centered_gamma)
-            # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
-            largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[name]))
-            scale = float8.static_scale(jnp, task.norm.subtracts_mean, cols, *parameters, largest)
-        arrays = sharding.prepared(task, arrays | {"y8_scale": jnp.asarray(scale, jnp.float32).reshape(())})
-    results = arrays | cunorm_float8(task, output, arrays)
+    results = results8(task8(task, name, granularity), arrays, scale, wide=output)
     return results["y8"], results["y8_scale"], results.get("y")
 
 
+def results8(task: Float8Task, arrays: dict[str, jax.Array], scale: Any, *, wide: bool) -> dict[str, jax.Array]:
+    """y8, y8_scale, y if it is wide, and s if it is returned. `scale` is one for all, None for the one that no value
+    of an affine operation exceeds.
+    """
+    if task.granularity == "tensor":
+        if scale is None:
+            _, cols = task.rows_and_cols(arrays["x"].shape)
+            zero_centered = "weight" in arrays and dict(task.operation.defaults)["weight"] == 0
+            parameters = (arrays.get("weight"), arrays.get("bias"), zero_centered)
+            # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
+            largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[task.y8]))
+            scale = float8.static_scale(jnp, task.norm.subtracts_mean, cols, *parameters, largest)
+        arrays = sharding.prepared(task, arrays | {"y8_scale": jnp.asarray(scale, jnp.float32).reshape(())})
+    return arrays | cunorm_float8(task, wide, arrays)
+
+
 @partial(jax.jit, static_argnums=(0, 1))
-def cunorm_float8(task: Float8Task, output: bool, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def cunorm_float8(task: Float8Task, wide: bool, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """One program for all calls alike."""
-    wanted = ("y8", *(() if "y8_scale" in arrays else ("y8_scale",)), *(("y",) if output else ()))
+    returned = [name for name in task.operation.returns if name != "y" or wide]
+    wanted = ("y8", *(() if "y8_scale" in arrays else ("y8_scale",)), *returned)
     return primitives.bind(float8_p, sharding.call, task, arrays, wanted)
 
 
@@ -116,13 +111,15 @@ float8_p = primitives.primitive("cunorm_float8")
 
 def _refuse_derivatives(primals, tangents, *, call, task, names, wanted):
     raise ValueError(
-        f"{task.operation.norm}_fp8: x, weight and bias must not be differentiated, as y in 8 bits has no gradient; "
-        "got one that is. Pass jax.lax.stop_gradient of it."
+        f"{task.operation.norm}_fp8: x and operands must not be differentiated, as y in 8 bits has no gradient; got "
+        "one that is. Pass jax.lax.stop_gradient of it."
     )
 
 
 def _batch(arrays, dims, *, call, task, names, wanted):
-    if {name for name, dim in zip(names, dims, strict=True) if dim is not None} == {"x"}:
+    by_rows = {name for name in names if task.kind(name) == "full"}
+    mapped = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
+    if mapped == by_rows and not task.group_axes and SEED not in names:
         moved, _ = primitives.batch_in_front(arrays, dims, names)
         results = primitives.bind(float8_p, sharding.call, task, moved, wanted)
         return [results[name] for name in wanted], [0] * len(wanted)
@@ -134,7 +131,7 @@ def _in_two(task: Float8Task, names: Names, wanted: Names, *arrays: jax.Array) -
     """The results of the norm in float32, and what is made of it."""
     given = dict(zip(names, arrays, strict=True))
     of_norm = {name: array for name, array in given.items() if name != "y8_scale"}
-    results = task.rounded(primitives.forward(task.wide, of_norm, statistics=False)["y"], given)
+    results = task.rounded(primitives.forward(task.wide, of_norm, statistics=False), given)
     return [results[name] for name in wanted]
 
 

@@ -94,7 +94,7 @@ class Task:
             dtypes["s"] = self.s_dtype
         kinds = dict(self.kinds) | dict.fromkeys(numbers, "scalar")
         options = {"kinds": kinds, "groups": self.groups(shape), "sm_margin": self.sm_margin}
-        if "y" in wanted:
+        if "y" in wanted or "y8" in wanted:
             return forward_problem(self.operation, rows, cols, dtypes, **options)
         sources = [name.removeprefix("d") for name in wanted]
         return backward_problem(self.operation, rows, cols, dtypes, sources, **options)

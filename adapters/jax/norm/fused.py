@@ -16,9 +16,11 @@ import jax.numpy as jnp
 
 from ...norm import checks, fused
 from ...norm.checks import Layout
+from ...norm.float8 import Float8Store, check_rows
 from ...operation import NORMS, SEED, Operation
 from . import formulas, functional, sharding
 from .arrays import cunorm_backward
+from .float8 import results8, task8
 from .formulas import Task
 from .functional import array
 
@@ -35,11 +37,17 @@ def forward(
     s_dtype: str | None,
     statistics: bool,
     sm_margin: int,
+    float8: Float8Store | None = None,
+    scale: Any = None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for. All are
-    differentiable.
+    differentiable. With `float8` y8 and y8_scale, and y if it is wide: nothing is differentiable.
     """
     arrays, task = _checked(function, operation, x, operands, demanded, eps, dtype, s_dtype, sm_margin)
+    if float8:
+        check_rows(function, Layout((), (), x.dtype.name, ""), s_dtype)
+        found = results8(task8(task, float8.format, float8.granularity), arrays, scale, wide=float8.wide)
+        return {name: found[name] for name in float8.results(operation.returns)}, None, None
     results = functional.FORWARD[operation.norm](task, bool(statistics), arrays)
     return {name: results[name] for name in operation.returns}, results.get("mean"), results.get("rstd")
 

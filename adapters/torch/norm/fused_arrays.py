@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ...norm import checks as core
 from ...norm import fused
+from ...norm.float8 import Float8Store
 from ...operation import NORMS, SEED, Operation
-from . import fused_dispatch, fused_formulas, fused_launching
+from . import fused_dispatch, fused_float8, fused_formulas, fused_launching
 from .arrays import layouts_of, mean_and_rstd
 from .fused_launching import call_of
 
@@ -33,15 +34,21 @@ def forward(
     s_dtype: str | None,
     statistics: bool,
     sm_margin: int,
+    float8: Float8Store | None = None,
+    scale: Any = None,
 ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for. y and s are
-    differentiable.
+    differentiable. With `float8` y8 and y8_scale, and y if it is wide: nothing is differentiable.
     """
     if not torch.compiler.is_compiling() and not (type(eps) is float and 0 <= eps < math.inf):
         eps = core.check_eps(function, eps)
     tensors, given = _told_apart(function, x, operands, demanded)
     names = tuple(tensors)
     margins = (core.check_sm_margin(function, sm_margin, None),) * 3
+    if float8:
+        options: dict[str, Any] = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": margins[0]}
+        found = fused_float8.forward(function, operation, tensors, given, eps, **options, store=float8, scale=scale)
+        return found, None, None
     call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype, margins)
     results, found = fused_dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
     mean = rstd = None

@@ -1,0 +1,114 @@
+"""Fused operations of torch tensors with y in 8 bits: the definition's bytes by launches, operators and compile."""
+
+from __future__ import annotations
+
+import cpu_device
+import numpy
+import pytest
+from test_float8 import GRANULARITIES, check
+
+torch = pytest.importorskip("torch")
+
+from cpu_functions import FEW_SMS  # noqa: E402
+from torch_launches import on_the_stand_in  # noqa: E402
+from torch_tensors import array, on_devices, random, same  # noqa: E402
+
+import cunorm  # noqa: E402
+import cunorm.torch  # noqa: E402
+from cunorm.torch.norm import fused_dispatch, fused_float8, fused_launching  # noqa: E402
+
+modulated = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift)
+wide = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift, dtype="float32")
+
+
+def check_adding(x, residual, weight, granularity, **options) -> None:
+    found, scale, y, s = cunorm.add_rms_norm_fp8_forward(x, residual, weight, granularity=granularity, **options)
+    exact, s_alone = cunorm.add_rms_norm(x, residual, weight, dtype="float32")
+    check(*(array(one.cpu()) for one in (exact, found.view(torch.uint8), scale)), granularity, "e4m3")
+    assert found.dtype is torch.float8_e4m3fn
+    assert same(s, s_alone)
+    assert same(y, cunorm.add_rms_norm(x, residual, weight)[0])
+    fewer = cunorm.add_rms_norm_fp8(x, residual, weight, granularity=granularity, **options)
+    assert all(same(a.reshape(-1), b.reshape(-1)) for a, b in zip(fewer, (found, scale, s), strict=True))
+
+
+@on_devices
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(("rows", "cols"), [(33, 1000), (5, 4096), (3, 20000)])
+def test_bytes_scales_and_the_sum(device, rows, cols, granularity):
+    x, residual = (random(rows, cols, device=device, dtype=torch.bfloat16) for _ in range(2))
+    check_adding(x, residual, random(cols, device=device, dtype=torch.float32), granularity)
+
+
+@on_devices
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_of_an_object(device, granularity):
+    x, scale = (random(*shape, device=device, dtype=torch.float16) for shape in ((2, 5, 300), (2, 1, 300)))
+    y_scale = None if granularity != "tensor" else torch.tensor([0.02], device=device)
+    found, scales = modulated.fp8(x, scale=scale, shift=0.5, granularity=granularity, y_scale=y_scale)
+    exact = wide(x, scale=scale, shift=0.5).reshape(10, 300)
+    check(*(array(one.cpu()) for one in (exact, found.view(torch.uint8).reshape(10, 300), scales)), granularity, "e4m3")
+    assert scales.shape == {"row": (2, 5), "tensor": (), 128: (2, 5, 3)}[granularity]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_launch(monkeypatch, granularity):
+    """One, of contiguous rows and of some that are copied."""
+    if cpu_device.missing():
+        pytest.skip(cpu_device.missing())
+    launches = on_the_stand_in(monkeypatch, fused_launching, fused_float8)
+    monkeypatch.setattr(fused_dispatch, "at_once", lambda _: True)
+    monkeypatch.setattr(fused_launching, "_calls", {})
+    x, residual = (random(7, 264, device="cpu", dtype=torch.float16) for _ in range(2))
+    weight = random(264, device="cpu", dtype=torch.float32)
+    found, scale, s = cunorm.add_rms_norm_fp8(x, residual, weight, granularity=granularity)
+    assert len(launches.plans) == 1
+    assert launches.plans[0].device == FEW_SMS
+    check_adding(x, residual, weight, granularity)
+    odd = residual.T.contiguous().T
+    again = cunorm.add_rms_norm_fp8(x, odd, weight, granularity=granularity)
+    expected = (found, scale, s)
+    assert all(same(a.reshape(-1), b.reshape(-1)) for a, b in zip(again, expected, strict=True))
+    empty = cunorm.add_rms_norm_fp8(x[:0], odd[:0], weight, granularity=granularity)
+    assert [tuple(one.shape) for one in empty] == [(0, 264), scale[:0].shape if scale.dim() else (), (0, 264)]
+
+
+@on_devices
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_under_compile(device, granularity):
+    x, residual, weight = (random(*shape, device=device, dtype=torch.float32) for shape in ((9, 512), (9, 512), (512,)))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def both(x, residual, weight):
+        added = cunorm.add_rms_norm_fp8_forward(x, residual, weight, granularity=granularity)
+        return *added, *modulated.fp8_forward(x, scale=weight, shift=0.5, granularity=granularity, y_scale=y_scale)
+
+    y_scale = 0.01 if granularity == "tensor" else None
+    found, scale, y, s, *of_object = both(x, residual, weight)
+    assert same(s, x + residual)
+    for one in ((y, found, scale), (of_object[2], *of_object[:2])):
+        wide, narrow, scales = one
+        check(*(array(part.cpu()) for part in (wide, narrow.view(torch.uint8), scales)), granularity, "e4m3")
+
+
+@on_devices
+def test_a_gradient_is_refused(device):
+    x = random(3, 32, device=device, dtype=torch.float32)
+    weight = random(32, device=device, dtype=torch.float32).requires_grad_()
+    with pytest.raises(ValueError, match="must want no gradient"):
+        cunorm.add_rms_norm_fp8(x, x, weight)
+    with torch.no_grad():
+        cunorm.add_rms_norm_fp8(x, x, weight)
+
+
+def test_what_is_wrong_is_said():
+    x = torch.ones(2, 32)
+    with pytest.raises(TypeError, match="got float64"):
+        cunorm.add_rms_norm_fp8(x.double(), x)
+    with pytest.raises(TypeError, match="dtype must be 'e4m3' or 'e5m2'"):
+        cunorm.add_rms_norm_fp8(x, x, dtype=torch.float16)
+    found, *_ = cunorm.add_rms_norm_fp8(x, x, dtype=torch.float8_e5m2)
+    assert found.dtype is torch.float8_e5m2
+    with pytest.raises(TypeError, match="one float32"):
+        modulated.fp8(x, scale=0.0, shift=0.0, granularity="tensor", y_scale=numpy.ones(2, "float32"))
