@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from .norm.float8 import Float8Store
 from .operation import Operation
@@ -135,6 +135,28 @@ class Fused(Protocol):
         sm_margin: int,
     ) -> dict[str, Any]:
         """Return the gradients by name. Of `arrays` all are there but dy or ds, and s if it was not returned."""
+        ...
+
+
+@runtime_checkable
+class FusedTwice(Protocol):
+    """What a family of fused operations offers besides if kernels of it run an operation with a second norm."""
+
+    def forward_twice(
+        self,
+        function: str,
+        operation: Operation,
+        x: Any,
+        operands: Mapping[str, Any],
+        eps: float,
+        *,
+        demanded: tuple[tuple[str, str], ...],
+        dtype: str | None,
+        s_dtype: str | None,
+        statistics: bool,
+        sm_margin: int,
+    ) -> dict[str, Any] | None:
+        """Return y, s and statistics by name, these if asked for; None where one kernel does not do it."""
         ...
 
 

@@ -48,13 +48,17 @@ SEED = "seed"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`defaults` are the numbers that stand for operands which a call leaves out."""
+    """`defaults` are the numbers that stand for operands which a call leaves out.
+
+    With `second` the epilogue makes s, which is rounded, and y = second(normalise(s), ...): a forward pass alone.
+    """
 
     norm: str
     epilogue: Expression
     prologue: Expression | None = None
     returns: tuple[str, ...] = ("y",)
     defaults: tuple[tuple[str, float], ...] = ()
+    second: Expression | None = None
 
     @property
     def before(self) -> tuple[str, ...]:
@@ -69,7 +73,13 @@ class Operation:
     @property
     def operands(self) -> tuple[str, ...]:
         """All of them, each once."""
-        return tuple(dict.fromkeys((*self.before, *self.after)))
+        return tuple(dict.fromkeys((*self.before, *self.after, *(self.second.names[1:] if self.second else ()))))
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """What the forward pass keeps of a row."""
+        of_norm = NORMS[self.norm].statistics
+        return (*of_norm, *(f"second_{name}" for name in of_norm)) if self.second else of_norm
 
     def given(self, names: Collection[str]) -> Operation:
         """The same with numbers in place of the operands that are not among `names`."""
@@ -77,7 +87,8 @@ class Operation:
         if not absent:
             return self
         left = tuple((name, number) for name, number in self.defaults if name in names)
-        return replace(self, epilogue=_with_numbers(self.epilogue, absent), defaults=left)
+        second = None if self.second is None else _with_numbers(self.second, absent)
+        return replace(self, epilogue=_with_numbers(self.epilogue, absent), defaults=left, second=second)
 
 
 @cache
@@ -125,6 +136,15 @@ def sandwiched(zero_centered_gamma: bool = False) -> tuple[Operation, Operation,
         epilogue, one = trace(lambda xhat, second_weight: xhat * second_weight), 1.0
     then = Operation("rms_norm", epilogue, defaults=(("second_weight", one),))
     return norm_added("rms_norm", zero_centered_gamma), then, replace(then, prologue=X, returns=("y", "s"))
+
+
+@cache
+def sandwiched_at_once(zero_centered_gamma: bool = False) -> Operation:
+    """The first two of them as one."""
+    of_sum, then, _ = sandwiched(zero_centered_gamma)
+    defaults = (*(one for one in of_sum.defaults if one[0] == "weight"), *then.defaults)
+    of_weight = of_sum.given(("residual", "weight"))
+    return replace(of_weight, returns=("y", "s"), defaults=defaults, second=then.epilogue)
 
 
 @cache

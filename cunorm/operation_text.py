@@ -37,8 +37,11 @@ def forward_struct(
     beside: Sequence[str],
     columns: Sequence[str],
     scalars: Sequence[str],
+    second_columns: Sequence[str] = (),
 ) -> str:
-    """The struct of a forward pass: the prologue of `inputs`, and the epilogue of xhat, `beside` and `columns`."""
+    """The struct of a forward pass: the prologue of `inputs`, the epilogue of xhat, `beside` and `columns`, and what
+    comes after a second norm.
+    """
     operation = spec.operation
     places = {name: f"inputs[{i}][i]" for i, name in enumerate(inputs)}
     functions = []
@@ -46,6 +49,9 @@ def forward_struct(
         functions.append(_function("prologue", ("inputs",), operation.prologue, places, spec))
     places = _places(beside=beside, columns=columns) | {"xhat": "xhat"}
     functions.append(_function("epilogue", ("Compute xhat", "beside", "columns"), operation.epilogue, places, spec))
+    if operation.second:
+        places = _places(columns=second_columns) | {"xhat": "xhat"}
+        functions.append(_function("second", ("Compute xhat", "columns"), operation.second, places, spec))
     return _struct(spec, scalars, {"kPrologue": operation.prologue is not None}, functions)
 
 

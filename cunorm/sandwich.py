@@ -1,16 +1,17 @@
 """A norm after a sublayer and one before the next: what stands between the sublayers of Gemma.
 
-Two launches, `rms_norm_add` and `rms_norm`: the second reads s, which the first wrote, from memory again.
+One launch where a CTA holds a row, else two, `rms_norm_add` and `rms_norm`: the second reads s, which the first wrote,
+from memory again. The backward pass is two launches.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .families import fused_of
+from .families import FusedTwice, fused_of
 from .named_fusions import KINDS
 from .norm import checks
-from .operation import sandwiched
+from .operation import sandwiched, sandwiched_at_once
 
 
 def rms_norm_add_rms_norm(
@@ -55,7 +56,8 @@ def rms_norm_add_rms_norm(
 
     Notes
     -----
-    s is rounded before it is normalised. Two launches: x, residual and s are read, s and y written.
+    s is rounded before it is normalised. One launch, in which x and residual are read and s and y written, of CuPy
+    arrays with rows of up to 64 KB and s in the dtype of x; else two, and s is read too.
 
     Examples
     --------
@@ -221,6 +223,22 @@ def _forward(
     first, then, _ = sandwiched(bool(zero_centered_gamma))
     dtype, s_dtype = (None if one is None else checks.dtype_name(function, one) for one in (dtype, s_dtype))
     family = fused_of(function, x)
+    if isinstance(family, FusedTwice):
+        given = {"residual": residual, "weight": weight, "second_weight": second_weight}
+        found = family.forward_twice(
+            function,
+            sandwiched_at_once(bool(zero_centered_gamma)),
+            x,
+            {name: one for name, one in given.items() if one is not None or name == "residual"},
+            eps,
+            demanded=KINDS,
+            dtype=dtype,
+            s_dtype=s_dtype,
+            statistics=statistics,
+            sm_margin=sm_margin,
+        )
+        if found is not None:
+            return found["y"], found["s"], found.get("rstd"), found.get("second_rstd")
     options: dict[str, Any] = {"demanded": KINDS, "s_dtype": None, "statistics": statistics, "sm_margin": sm_margin}
     operands = {"residual": residual} | ({} if weight is None else {"weight": weight})
     results, _, rstd = family.forward(function, first, x, operands, eps, dtype=s_dtype, **options)

@@ -35,6 +35,7 @@ FILES = {
     "forward": "norm_forward.cu",
     "forward_spread": "norm_forward_spread.cu",
     "forward_streamed": "norm_forward_streamed.cu",
+    "forward_twice": "norm_forward_twice.cu",
     "backward": "norm_backward.cu",
     "backward_streamed": "norm_backward_streamed.cu",
     "column_gradients": "weight_gradient.cu",
@@ -210,6 +211,32 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
         f"{cpp(spec.once)}, Operation::Compute>"
     )
     return before + _rows(spec), _call(scalars, f"{template}({call}, rows, eps)")
+
+
+def _forward_twice(spec: NormSpec) -> tuple[str, str]:
+    operation, by_name = spec.operation, {one.name: one for one in spec.operands}
+    beside = [one.name for one in spec.beside]
+    first, second = (
+        [one.name for one in spec.columns if expression and one.name in expression.uses]
+        for expression in (operation.epilogue, operation.second)
+    )
+    before = forward_struct(spec, ["x"], beside, first, [], second)
+    cache_x, cache_y = (_cache(flag) for flag in (spec.streamed_x, spec.streamed_y))
+    call = ",\n      ".join(
+        (
+            f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.pack}, Operation, "
+            f"{_matrices_type(spec, ['x'], cache_x)}>{{{_matrices(spec, ['x'])}, operation}}",
+            f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)}",
+            *(f"{_columns_type(spec, names)}{_matrices(spec, names)}" for names in (first, second)),
+            *(_store(spec, by_name[name], cache_y) for name in ("s", "y")),
+            "rstd, second_rstd, rows, eps",
+        )
+    )
+    template = (
+        f"norm_forward_twice<{NORMS[operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, "
+        f"{CPP_TYPE[spec.row_dtype]}, Operation::Compute>"
+    )
+    return before, _call([], f"{template}({call})")
 
 
 def _backward(spec: NormSpec) -> tuple[str, str]:
@@ -394,6 +421,7 @@ _KERNELS = {
     "forward": _forward,
     "forward_spread": _forward,
     "forward_streamed": _forward,
+    "forward_twice": _forward_twice,
     "backward": _backward,
     "backward_streamed": _backward,
     "column_gradients": _backward,

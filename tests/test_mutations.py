@@ -15,6 +15,7 @@ import test_float8
 import test_float8_casts
 import test_fused_float8
 import test_fusion
+import test_sandwich
 import test_views
 from arrays import inputs, misplaced
 from cpu_device import ORDERS, Machine, missing
@@ -148,6 +149,7 @@ FLOAT8 = {
     "float8 of a sum, CTA": lambda monkeypatch, machine: test_fused_float8.check_on_stand_in(
         monkeypatch, test_fused_float8.Run("add_rms_norm", (3, 4096), "bfloat16", "row", SMALL, ""), machine
     ),
+    "norms one after the other": lambda monkeypatch, machine: test_sandwich.check_turns(monkeypatch, machine),
     "float8, edges": float8_edges,
     "float8, rounding": float8_rounding,
     "casts, rows": lambda _, machine: test_float8_casts.rows_and_columns(machine, 37, 1000, "float16"),
@@ -1427,6 +1429,21 @@ MUTATIONS = (
         "wide.store(row, column, valid, scaled);\n    bytes.store(row, column, valid, scaled);\n  }\n};\n\n// Whether",
         "float8 of a sum, CTA",
         (("results", "y is as it is without 8 bits"),),
+    ),
+    # Two norms, one after the other
+    Mutation(
+        "both norms of a row in one set of slots",
+        "statistics_of(turn + 1,",
+        "statistics_of(turn,",
+        "norms one after the other",
+        (("races", "race:"),),
+    ),
+    Mutation(
+        "the second norm by the statistics of the first",
+        "second.normalise(values);",
+        "first.normalise(values);",
+        "norms one after the other",
+        (("results", "y"),),
     ),
     # Operands of products in 8 bits
     Mutation(

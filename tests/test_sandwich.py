@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from arrays import on_host, same_bits
-from cpu_functions import SMALL, WITHOUT_CLUSTERS
+from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
 from reference import FORMATS, narrow
 from test_fusion import EPS, close, tensor
 from test_named_fusions import rms_norm
@@ -95,13 +95,56 @@ def test_on_a_gpu(shape, dtype):
 @needs_machine
 @pytest.mark.parametrize(
     ("shape", "dtype", "device"),
-    [((13, 33), "float16", SMALL), ((3, 1000), "float32", SMALL), ((2, 17000), "float32", WITHOUT_CLUSTERS)],
-    ids=["rows share a warp", "a CTA", "streamed"],
+    [
+        ((13, 33), "float16", SMALL),
+        ((2, 3, 1600), "bfloat16", SMALL),
+        ((3, 1000), "float32", SMALL),
+        ((2, 4097), "float64", SMALL),
+        ((3, 10240), "bfloat16", MANY_SMS),
+    ],
+    ids=["rows share a warp, odd", "a warp of seven packs", "a CTA", "a CTA of float64, odd", "few rows of many warps"],
 )
-def test_kernels_on_the_stand_in(monkeypatch, shape, dtype, device):
+def test_one_launch_has_the_bits_of_two_on_the_stand_in(monkeypatch, shape, dtype, device):
     runs = cpu_cupy.play(monkeypatch, device)
     check(shape, dtype, cpu_cupy.asarray)
+    assert [plan.steps[0].spec.kernel for plan in runs.plans[:2]] == ["forward_twice", "forward_twice"]
+
+
+@needs_machine
+@pytest.mark.parametrize(
+    ("shape", "s_dtype", "device"),
+    [((2, 17000), None, WITHOUT_CLUSTERS), ((2, 17000), None, SMALL), ((3, 100), "float64", SMALL)],
+    ids=["streamed", "clusters", "s of another dtype"],
+)
+def test_where_no_cta_holds_a_row_there_are_two_launches(monkeypatch, shape, s_dtype, device):
+    runs = cpu_cupy.play(monkeypatch, device)
+    if s_dtype is None:
+        check(shape, "float32", cpu_cupy.asarray)
+    else:
+        x = cpu_cupy.asarray(given(shape, "float32")["x"])
+        y, s = cunorm.rms_norm_add_rms_norm(x, x, s_dtype=s_dtype)
+        assert (y.dtype, s.dtype) == ("float32", s_dtype)
     assert [plan.problem.operation.norm for plan in runs.plans[:2]] == ["rms_norm", "rms_norm"]
+    assert all(plan.steps[0].spec.kernel != "forward_twice" for plan in runs.plans)
+
+
+def check_turns(monkeypatch, machine, shape=(7, 1600), dtype="float32"):
+    """A CTA that takes several rows, one after the other: the bits of the two calls."""
+    runs = cpu_cupy.play(monkeypatch, MANY_SMS, machine)
+    x, residual, weight, second_weight = (cpu_cupy.asarray(given(shape, dtype)[name]) for name in NAMES)
+    y, s = cunorm.rms_norm_add_rms_norm(x, residual, weight, second_weight, sm_margin=39)
+    between = cunorm.rms_norm_add(x, residual, weight)
+    assert same_bits(on_host(s), on_host(between)), "s"
+    assert same_bits(on_host(y), on_host(cunorm.rms_norm(between, None, second_weight))), "y"
+    return runs.plans[0].steps[0]
+
+
+@needs_machine
+@pytest.mark.parametrize("build", ["results", "memory", "races"])
+@pytest.mark.parametrize(("shape", "dtype"), [((9, 1600), "float32"), ((9, 1601), "bfloat16")], ids=str)
+def test_a_cta_takes_several_rows(monkeypatch, shape, dtype, build):
+    step = check_turns(monkeypatch, cpu_device.Machine(build), shape, dtype)
+    assert step.grid[0] * step.spec.rows_per_cta < shape[0]
 
 
 def test_what_may_be_left_out(xp):

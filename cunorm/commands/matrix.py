@@ -30,7 +30,7 @@ from ..norm.problem import (
 )
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
-from ..operation import FUSIONS, NAMED, SEED, sandwiched
+from ..operation import FUSIONS, NAMED, SEED, sandwiched, sandwiched_at_once
 
 OPS = ("layer_norm", "rms_norm")
 KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
@@ -174,7 +174,7 @@ def named_fusions() -> list[Problem]:
     problems = []
     _, of_sum, back_from_it = sandwiched()  # the first of its operations is rms_norm_add's
     operations = [of() for of in FUSIONS.values()]
-    operations += [FUSIONS["rms_norm_gated"](norm_before_gate=False), of_sum, back_from_it]
+    operations += [FUSIONS["rms_norm_gated"](norm_before_gate=False), of_sum, back_from_it, sandwiched_at_once()]
     operations += [FUSIONS[f"add_{norm}"](dropout=True) for norm in OPS]
     for operation in operations:
         kinds = {name: KINDS_OF_FUSIONS.get(name, "column") for name in operation.operands}
@@ -185,12 +185,15 @@ def named_fusions() -> list[Problem]:
             dtypes = dict.fromkeys(("x", "y", "dy", *operation.operands), dtype)
             dtypes |= {name: "float32" for name, kind in kinds.items() if kind == "scalar"}
             dtypes |= {
-                name: dtype for name in ("s", "ds") if operation.prologue and (name == "s" or "s" in operation.returns)
+                name: dtype
+                for name in ("s", "ds")
+                if (operation.prologue or operation.second) and (name == "s" or "s" in operation.returns)
             }
             shared = {"kinds": kinds, "groups": groups if "group" in kinds.values() else None}
             if operation is not back_from_it:
                 problems.append(forward_problem(operation, rows, cols, dtypes, **shared))
-            problems.append(backward_problem(operation, rows, cols, dtypes, wanted, **shared))
+            if not operation.second:
+                problems.append(backward_problem(operation, rows, cols, dtypes, wanted, **shared))
     return problems
 
 

@@ -17,7 +17,7 @@ from ..operation import NORMS, SEED, Operation
 from ..recipes import Recipes
 from . import checks, fused
 from .float8 import Float8Store, scale_of
-from .fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
+from .fused_recipe import Recipe, backward_recipe, forward_recipe, one_kernel_norms_twice, scalars_of
 from .plan import Plan
 from .problem import FLOAT8
 
@@ -54,6 +54,36 @@ def forward(
         if recipe.plan is not None:
             _launch(recipe, recipe.plan, arrays | {"eps": eps}, results | of_rows)
     return results, of_rows.get("mean"), of_rows.get("rstd")
+
+
+def forward_twice(
+    function: str,
+    operation: Operation,
+    x: cupy.ndarray,
+    operands: Mapping[str, Any],
+    eps: float,
+    *,
+    demanded: fused.Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+    statistics: bool,
+    sm_margin: int,
+) -> dict[str, cupy.ndarray] | None:
+    """y, s and the statistics of both norms, by name, of an operation with a second norm; None where one kernel does
+    not do it.
+    """
+    if not one_kernel_norms_twice(layout(function, "x", x), s_dtype):
+        return None
+    arrays = {"x": x, **operands}
+    eps = checks.check_eps(function, eps)
+    options = (operation, demanded, dtype, None, checks.check_sm_margin(function, sm_margin, None), None)
+    recipe = _recipes.of((function, options, _key(arrays)), _forward_recipe, function, arrays, *options)
+    with cupy.cuda.Device(x.data.device_id):
+        of_rows = recipe.statistics if statistics else ()
+        results = {name: cupy.ndarray(shape, kind) for name, shape, kind in (*recipe.written, *of_rows)}
+        if recipe.plan is not None:
+            _launch(recipe, recipe.plan, arrays | {"eps": eps}, results)
+    return results
 
 
 def _forward_recipe(function, arrays, operation, demanded, dtype, s_dtype, sm_margin, float8) -> Recipe:

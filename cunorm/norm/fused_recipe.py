@@ -12,12 +12,13 @@ from typing import Any
 
 from .. import logs
 from ..device import Device
-from ..operation import NORMS, Operation
+from ..operation import Operation
 from . import checks, fused
 from .checks import Layout
 from .float8 import Float8Store, check_rows, scales_shape
 from .plan import Plan, plan
-from .problem import SCALES, Groups, RowStrides, backward_problem, compute_dtype, forward_problem
+from .problem import ITEMSIZE, SCALES, Groups, RowStrides, backward_problem, compute_dtype, forward_problem
+from .tiers import holds_twice
 
 # Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.
 Memory = tuple[str, tuple[int, ...], Any]
@@ -79,7 +80,7 @@ def forward_recipe(
     row_dtype = s_dtype or x.dtype
     compute = compute_dtype(row_dtype)
     dtypes = _dtypes(given, compute) | {"y": dtype or x.dtype}
-    if operation.prologue is not None:
+    if operation.prologue is not None or operation.second is not None:
         dtypes["s"] = row_dtype
     kinds_of_kernels, returns, shapes = _of_kernels(kinds), operation.returns, {}
     if float8:
@@ -108,8 +109,15 @@ def forward_recipe(
         expanded=_expanded(kinds),
         copies=_copies(function, given, kinds),
         written=tuple((name, shapes.get(name, x.shape), dtypes[name]) for name in returns),
-        statistics=tuple((name, x.shape[:-1], compute) for name in NORMS[operation.norm].statistics),
+        statistics=tuple((name, x.shape[:-1], compute) for name in operation.statistics),
     )
+
+
+def one_kernel_norms_twice(x: Layout, s_dtype: str | None) -> bool:
+    """Whether an operation with a second norm runs at all, for such x and s: else its norms run one by one."""
+    if s_dtype not in (None, x.dtype) or not x.shape or x.dtype not in ITEMSIZE or 0 in x.shape:
+        return False
+    return holds_twice(x.dtype, x.shape[-1])
 
 
 def backward_recipe(

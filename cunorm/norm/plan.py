@@ -15,7 +15,7 @@ from ..device import Device
 from ..operation import derivative
 from .problem import ITEMSIZE, Problem, backward_problem
 from .spec import SUM_COLUMNS, WARP, KernelSpec, NormSpec, RowShape, SumSpec, dynamic_shared, shared_memory
-from .tiers import SHORT, Tier, ceil_div, choose, kernel_spec
+from .tiers import SHORT, Tier, ceil_div, choose, forward_twice, kernel_spec
 
 
 class Pointer(NamedTuple):
@@ -94,7 +94,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def _tier(spec: NormSpec) -> str:
-    if spec.kernel not in ("forward", "forward_spread", "backward"):
+    if spec.kernel not in ("forward", "forward_spread", "forward_twice", "backward"):
         return "streamed"
     if spec.shape.cluster > 1:
         return "cluster"
@@ -102,6 +102,11 @@ def _tier(spec: NormSpec) -> str:
 
 
 def _plan_forward(problem: Problem, device: Device) -> Plan:
+    if problem.operation.second:
+        spec = forward_twice(problem)
+        groups = min(ceil_div(problem.rows, spec.rows_per_cta), GRID_LIMIT)
+        groups = _resident_groups(problem, spec, device) if problem.sm_margin else groups
+        return Plan(problem, device, _tier(spec), (_step(problem, spec, (groups, 1, 1), 0),))
     choice = choose(problem, device)
     if choice is None:
         shape = RowShape(16 // ITEMSIZE[problem.row_dtype], STREAMED_THREADS, 1)

@@ -191,7 +191,7 @@ def forward_problem(
     if "y8" in dtypes:
         scales = (Operand("y8_scale", kinds["y8_scale"], "float32"),)
         read, written = (read + scales, written) if kinds["y8_scale"] == "one" else (read, written + scales)
-    statistics = (Operand(name, "per_row", compute, True) for name in NORMS[operation.norm].statistics)
+    statistics = (Operand(name, "per_row", compute, True) for name in operation.statistics)
     operands = (*read, *(replace(one, written=True) for one in written), *statistics, Operand("eps", "scalar", compute))
     return Problem(operation, "forward", rows, cols, row_dtype, operands, sm_margin, aligned)
 

@@ -48,7 +48,8 @@ class RowShape:
 class NormSpec:
     """A kernel that reads rows. `operands` are in the order of its parameters, without their strides."""
 
-    # "forward", "forward_spread", "forward_streamed", "backward", "backward_streamed" or "column_gradients"
+    # "forward", "forward_spread", "forward_streamed", "forward_twice", "backward", "backward_streamed" or
+    # "column_gradients"
     kernel: str
     operation: Operation
     cols: int
@@ -71,9 +72,10 @@ class NormSpec:
     def __str__(self) -> str:
         """The kernel in short, for logs and messages."""
         shape, operation = self.shape, self.operation
+        y = operation.second or operation.epilogue
         arrays = ", ".join(f"{one.name} {one.dtype}" for one in self.operands if one.kind != "scalar")
         return (
-            f"{self.kernel} {operation.norm}, {self.cols} cols, {arrays}; y = {operation.epilogue.text}; "
+            f"{self.kernel} {operation.norm}, {self.cols} cols, {arrays}; y = {y.text}; "
             f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} a row, "
             f"cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
         )

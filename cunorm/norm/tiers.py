@@ -197,6 +197,7 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
     # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
     width = _widest_column(spec)
     narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype] and not y_words
+    narrow = narrow and not (spec.grouped and spec.scales)  # 4 bytes spilled on sm_80, 128 cols
     most, words = (1536, 28) if shape.packs <= 3 and narrow else (tier.resident, working)
     if y_words and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
         words = 32 + 4 * (rows_per_cta > 1) + width // 4 * pack + 8 * (itemsize == 4)
@@ -205,6 +206,26 @@ def _short_forward(problem: Problem, tier: Tier, device: Device) -> NormSpec:
         if width < 4 and len(spec.matrices) == 1 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
             most, words = 1536, 40 - y_words
     return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, words + max(waiting, y_words), most)))
+
+
+def holds_twice(row_dtype: str, cols: int) -> bool:
+    """Whether one kernel does two norms of such rows, one after the other: those that a CTA holds."""
+    return ceil_div(cols, 16 // ITEMSIZE[row_dtype]) <= SHORT[-1].most
+
+
+def forward_twice(problem: Problem) -> NormSpec:
+    """That kernel. A row has the shape of either norm's own, and so its bits."""
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    packs = ceil_div(problem.cols, pack)
+    shape = _power_of_two_shape(pack, packs, "forward")
+    rows_per_cta = SHORT[0].cta // shape.threads if shape.threads <= WARP else 1
+    spec = kernel_spec(
+        problem, "forward_twice", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
+    )
+    # x and residual wait at once; of either norm's vectors a pack comes late, from L1.
+    working = (52 if problem.row_dtype != "float64" else 88) + _words_to_shift(spec) * (1 if spec.aligned else 4)
+    waiting = shape.packs * sum(pack * one.itemsize // 4 for one in spec.matrices) * (1 if spec.aligned else 2)
+    return replace(spec, ctas_per_sm=max(1, _ctas_of(spec, working + waiting, SHORT[0].resident)))
 
 
 def _widest_column(spec: NormSpec) -> int:
