@@ -57,7 +57,7 @@ def rms_norm_add_rms_norm(
     Notes
     -----
     s is rounded before it is normalised. One launch, in which x and residual are read and s and y written, of CuPy
-    arrays with rows of up to 64 KB and s in the dtype of x; else two, and s is read too.
+    arrays with rows of up to 48 KB and s in the dtype of x; else two, and s is read too.
 
     Examples
     --------

@@ -60,12 +60,18 @@ def test_derivatives(device):
 
 
 @needs_machine
-def test_two_launches_forward_and_two_backward(stand_in):
-    tensors = given("cpu", 5, 129)
+@pytest.mark.parametrize(
+    ("cols", "launches"),
+    [(129, [["x", "residual", "y", "s"]]), (17000, [["x", "residual", "y"], ["x", "y"]])],
+    ids=["a CTA holds a row", "a cluster"],
+)
+def test_one_launch_forward_or_two_and_two_backward(stand_in, cols, launches):
+    tensors = given("cpu", 3, cols)
     (y, s), found = gradients(mine, tensors)
-    assert [plan.problem.direction for plan in stand_in.plans] == ["forward"] * 2 + ["backward"] * 2
+    directions = [plan.problem.direction for plan in stand_in.plans]
+    assert directions == ["forward"] * len(launches) + ["backward"] * 2
     reads = [[one.name for one in plan.problem.operands if one.kind == "full"] for plan in stand_in.plans]
-    assert reads == [["x", "residual", "y"], ["x", "y"], ["dy", "ds", "s", "dx"], ["dy", "x", "dx"]]
+    assert reads == [*launches, ["dy", "ds", "s", "dx"], ["dy", "x", "dx"]]
     expected, of_calls = gradients(
         lambda *ones: two_calls(*ones), [one.detach().double().requires_grad_() for one in tensors]
     )

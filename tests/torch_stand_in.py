@@ -9,7 +9,7 @@ import cpu_device
 import torch
 from cpu_functions import SMALL
 
-from cunorm.torch.norm import functional, fused_dispatch, fused_launching, launching
+from cunorm.torch.norm import functional, fused_dispatch, fused_launching, launching, sandwich_launching
 
 
 def play(monkeypatch: Any) -> cpu_cupy.Runs:
@@ -29,7 +29,9 @@ def play(monkeypatch: Any) -> cpu_cupy.Runs:
         "properties_of": lambda *_: SMALL,
     }.items():
         monkeypatch.setattr(launching, name, part)
-    monkeypatch.setattr(fused_launching, "launch", runs)
+    for module in (fused_launching, sandwich_launching):
+        monkeypatch.setattr(module, "launch", runs)
+    monkeypatch.setattr(sandwich_launching, "_recipes", {})
     monkeypatch.setattr(fused_launching, "_calls", {})
     monkeypatch.setattr(fused_dispatch, "at_once", lambda _: True)
     monkeypatch.setattr(functional, "launchable", lambda _: True)

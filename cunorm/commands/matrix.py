@@ -29,7 +29,7 @@ from ..norm.problem import (
     whole,
 )
 from ..norm.spec import KernelSpec
-from ..norm.tiers import TABLES, Tier, choose
+from ..norm.tiers import TABLES, Tier, choose, holds_twice
 from ..operation import FUSIONS, NAMED, SEED, sandwiched, sandwiched_at_once
 
 OPS = ("layer_norm", "rms_norm")
@@ -189,6 +189,8 @@ def named_fusions() -> list[Problem]:
                 for name in ("s", "ds")
                 if (operation.prologue or operation.second) and (name == "s" or "s" in operation.returns)
             }
+            if operation.second and not holds_twice(dtype, cols):
+                continue
             shared = {"kinds": kinds, "groups": groups if "group" in kinds.values() else None}
             if operation is not back_from_it:
                 problems.append(forward_problem(operation, rows, cols, dtypes, **shared))

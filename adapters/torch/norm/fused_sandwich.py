@@ -1,5 +1,5 @@
-"""rms_norm_add_rms_norm of tensors: two launches forward, and two backward, where autograd alone would take a third to
-add up the gradients of s.
+"""rms_norm_add_rms_norm of tensors: one launch forward where a CTA holds a row, else two, and two backward, where
+autograd alone would take a third to add up the gradients of s.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...named_fusions import KINDS
-from ...operation import sandwiched
-from . import checks, functional, fused_dispatch, fused_launching
+from ...operation import sandwiched, sandwiched_at_once
+from . import checks, functional, fused_dispatch, fused_launching, sandwich_launching
 from .fused_functional import _name, _rows, given_of
 from .fused_launching import Call, call_of
 
@@ -72,6 +72,7 @@ class _Calls(NamedTuple):
     first: Call  # makes s of x
     then: Call  # makes y of s
     backward: Call  # what the backward pass of `then` is of: it adds the gradient of s
+    at_once: Call  # makes both
 
 
 @torch.compiler.assume_constant_result
@@ -93,6 +94,7 @@ def _calls_of(
             call_of(function, first, of_first, (), KINDS, s_dtype, None, sm_margins),
             call_of(function, then, of_next, (), KINDS, dtype, None, sm_margins),
             call_of(function, backward, of_next, (), KINDS, dtype, None, sm_margins),
+            call_of(function, sandwiched_at_once(zero_centered_gamma), names, (), KINDS, dtype, None, sm_margins),
         )
     return found
 
@@ -104,8 +106,13 @@ def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, 
     """(y, s)"""
     count = len(calls.first.names)
     wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if wants_gradient and not torch.compiler.is_compiling() and fused_dispatch.at_once(tensors):
-        return _apply(calls, eps, *tensors)
+    if not torch.compiler.is_compiling() and fused_dispatch.at_once(tensors):
+        if wants_gradient:
+            return _apply(calls, eps, *tensors)
+        margin = calls.at_once.sm_margins[2]
+        found = sandwich_launching.forward(calls.at_once, calls.first.dtype, tensors, eps, False, margin)
+        if found is not None:
+            return found[:2]
     (s,), _ = fused_dispatch.run(calls.first, tensors[:count], (), eps, False)
     (y,), _ = fused_dispatch.run(calls.then, (s, *tensors[count:]), (), eps, False)
     return y, s
@@ -118,12 +125,14 @@ class _NormAddNorm(torch.autograd.Function):
     def forward(ctx, calls, eps, *tensors):
         count = len(calls.first.names)
         given, after = tensors[:count], tensors[count:]
-        (s,), of_x, first = fused_launching.forward(
-            calls.first, given, (), eps, True, sm_margin=calls.first.sm_margins[0]
-        )
-        (y,), of_s, then = fused_launching.forward(
-            calls.then, (s, *after), (), eps, True, sm_margin=calls.then.sm_margins[0]
-        )
+        margin = calls.at_once.sm_margins[0]
+        at_once = sandwich_launching.forward(calls.at_once, calls.first.dtype, tensors, eps, True, margin)
+        if at_once is not None:
+            y, s, of_x, of_s = at_once
+            first, then = _family(calls.first, given), _family(calls.then, (s, *after))
+        else:
+            (s,), of_x, first = fused_launching.forward(calls.first, given, (), eps, True, sm_margin=margin)
+            (y,), of_s, then = fused_launching.forward(calls.then, (s, *after), (), eps, True, sm_margin=margin)
         wants_s = any(ctx.needs_input_grad[2 : 2 + count])
         masks = ctx.needs_input_grad[2 : 2 + count], (wants_s, *ctx.needs_input_grad[2 + count :])
         names = calls.first.saved(calls.first.wanted(masks[0]))
@@ -150,6 +159,13 @@ class _NormAddNorm(torch.autograd.Function):
             if masks[0][place]:
                 dx[place] = dresidual.to(getattr(torch, first.layouts["residual"].dtype))
         return None, None, *dx, *found
+
+
+def _family(call: Call, tensors: Sequence[Tensor]) -> fused_launching.Family:
+    layouts = {
+        name: fused_launching.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
+    }
+    return fused_launching.family(call, layouts)
 
 
 # As in functional.py, without what torch does for functorch.

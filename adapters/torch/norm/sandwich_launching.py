@@ -1,0 +1,91 @@
+"""rms_norm_add_rms_norm on plain CUDA tensors in one launch, where a CTA holds a row; as fused_launching.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...norm.fused_recipe import forward_recipe, one_kernel_norms_twice
+from ...norm.plan import Plan
+from ...norm.problem import pointer_order
+from . import fused_launching, launching
+from .fused_launching import Call, Memory
+
+
+class Recipe(NamedTuple):
+    """`plan` is None where there is nothing to compute."""
+
+    plan: Plan | None
+    copies: tuple[tuple[int, tuple[int, ...]], ...]
+    y: Memory
+    s: Memory
+    statistics: Memory  # of either norm
+    order: Callable[[Sequence[int]], tuple[int, ...]] | None
+
+
+def forward(
+    call: Call, s_dtype: str | None, tensors: Sequence[Tensor], eps: float, wants_statistics: bool, sm_margin: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
+    """(y, s, statistics of x, statistics of s), these as formulas.py has them; None where two launches are needed."""
+    index = tensors[0].get_device()
+    if index != launching._current_device():
+        with torch.cuda.device(index):
+            return forward(call, s_dtype, tensors, eps, wants_statistics, sm_margin)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    aligned = fused_launching._aligned(call.names, pointers)
+    key = (aligned, s_dtype, sm_margin, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
+    if key not in _recipes.setdefault(call, {}):
+        launching.keep(_recipes[call], key, _recipe(call, s_dtype, tensors, sm_margin, aligned))
+    recipe = _recipes[call][key]
+    if recipe is None:
+        return None
+    plan, copies, memory_of_y, memory_of_s, memory_of_statistics, order = recipe
+    y, s = launching._empty(*memory_of_y), launching._empty(*memory_of_s)
+    of_x = of_s = None
+    pointers_of_statistics = (0, 0)
+    if wants_statistics:
+        of_x, of_s = launching._empty(*memory_of_statistics), launching._empty(*memory_of_statistics)
+        pointers_of_statistics = (of_x.data_ptr(), of_s.data_ptr())
+    if plan is None or order is None:
+        return y, s, of_x, of_s
+    if copies:
+        tensors = fused_launching._copied(tensors, copies, pointers)
+    given = (*pointers, y.data_ptr(), s.data_ptr(), *pointers_of_statistics)
+    launch.run(plan, index, launching._stream(index), order(given), (eps,))
+    return y, s, of_x, of_s
+
+
+_recipes: dict[Call, dict] = {}
+
+
+def _recipe(call: Call, s_dtype: str | None, tensors: Sequence[Tensor], sm_margin: int, aligned: bool) -> Recipe | None:
+    layouts = {
+        name: fused_launching.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
+    }
+    if not one_kernel_norms_twice(layouts["x"], s_dtype):
+        return None
+    found = forward_recipe(
+        call.function,
+        call.operation,
+        fused_launching.given_of(call, layouts),
+        launching.properties_of(call.function, tensors[0]),
+        demanded=call.demanded,
+        dtype=call.dtype,
+        s_dtype=None,
+        sm_margin=sm_margin,
+        aligned=aligned,
+    )
+    (y, s), (_, _, compute) = found.written, found.statistics[0]
+    names = (*call.names, "y", "s", "rstd", "second_rstd")
+    return Recipe(
+        plan=found.plan,
+        copies=fused_launching._copies(found, call.names, {name: one.shape for name, one in layouts.items()}),
+        y=fused_launching._memory(*y[1:]),
+        s=fused_launching._memory(*s[1:]),
+        statistics=fused_launching._memory((1, *found.shape[:-1]), compute),
+        order=None if found.plan is None else pointer_order(found.plan.problem, names),
+    )
