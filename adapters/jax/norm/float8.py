@@ -34,7 +34,8 @@ class Float8Task(Task):
     def wide(self) -> Task:
         """Of which y is what is rounded."""
         values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(Task)}
-        return Task(**values | {"dtype": "float32"})
+        values["dtype"] = "float32"
+        return Task(**values)
 
     def results(self, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
         return self.rounded(formulas.forward(self.wide, arrays), arrays)
@@ -52,8 +53,8 @@ class Float8Task(Task):
 def task8(task: Task, y8: str, granularity: str | int) -> Float8Task:
     """The same with y in 8 bits."""
     values: dict[str, Any] = {one.name: getattr(task, one.name) for one in fields(Task)}
-    kinds = (*task.kinds, ("y8", "full"), ("y8_scale", SCALES[granularity]))
-    return Float8Task(**values | {"kinds": kinds}, y8=y8, granularity=granularity)
+    values["kinds"] = (*task.kinds, ("y8", "full"), ("y8_scale", SCALES[granularity]))
+    return Float8Task(**values, y8=y8, granularity=granularity)
 
 
 def forward(
