@@ -111,7 +111,7 @@ NAMED = {
     "add_rms_norm, dropout": Named(
         "residual:full weight:column", "dy ds s rstd weight", (2, 2), (3, 2), {"dropout_p": 0.1}
     ),
-    # As many tensors as one kernel for both norms would move: two launches move 5 and 7.
+    # As many tensors as one kernel for both norms moves; the two launches of the backward pass move 7.
     "rms_norm_add_rms_norm": Named(
         "residual:full weight:column second_weight:column",
         "dy ds x s first_rstd rstd weight second_weight",
