@@ -11,15 +11,25 @@ from .named_fusions import check_zero_centered, forward8
 from .operation import NORMS, Operation, added
 
 RESIDUAL = ("residual",)
-# By norm, zero_centered_gamma and the operands that are given: torch.compile cannot trace how an expression is made,
-# nor how its text is, which a hash asks for.
-OPERATIONS: dict[tuple[str, bool, tuple[str, ...]], Operation] = {
-    (norm, flag, names): added(norm, flag).given(names)
-    for norm, flag in product(NORMS, (False, True))
-    for names in (RESIDUAL, (*RESIDUAL, "weight"), (*RESIDUAL, "bias"), (*RESIDUAL, "weight", "bias"))
-}
-for _operation in OPERATIONS.values():
-    hash(_operation)
+Key = tuple[str, bool, tuple[str, ...]]  # norm, zero_centered_gamma and the operands that are given
+_operations: dict[Key, Operation] = {}
+
+
+def prepare() -> None:
+    """Make every operation, for calls that are traced, as torch.compile does: it can trace neither how an expression is
+    made nor how its text is, which a hash asks for.
+    """
+    given = (RESIDUAL, (*RESIDUAL, "weight"), (*RESIDUAL, "bias"), (*RESIDUAL, "weight", "bias"))
+    for key in product(NORMS, (False, True), given):
+        hash(_operation(key))
+
+
+def _operation(key: Key) -> Operation:
+    found = _operations.get(key)
+    if found is None:
+        norm, zero_centered_gamma, names = key
+        found = _operations[key] = added(norm, zero_centered_gamma).given(names)
+    return found
 
 
 def add_layer_norm_fp8(
@@ -178,6 +188,6 @@ def _added(
     check_zero_centered(function, operands["weight"], zero_centered_gamma)
     norm = "layer_norm" if "layer_norm" in function else "rms_norm"
     given = (*RESIDUAL, *(name for name in ("weight", "bias") if operands.get(name) is not None))
-    operation = OPERATIONS[norm, bool(zero_centered_gamma), given]
+    operation = _operation((norm, bool(zero_centered_gamma), given))
     operands = {name: operands[name] for name in given}
     return forward8(function, operation, x, operands, eps, s_dtype, **options)

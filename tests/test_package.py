@@ -153,6 +153,7 @@ AT_ONCE = {
 }
 FOR_ADAPTERS = {
     "",  # what users call
+    "adding_float8",
     "logs",
     "device",
     "launch",

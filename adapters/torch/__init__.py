@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..adding_float8 import prepare
 from ..families import at_hand
 from .decomposition import decompositions
 from .linear.float8_context import autocast, fp8_autocast, is_fp8_available, set_recipe
@@ -79,3 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 at_hand(Tensor, Parameter)
+prepare()
