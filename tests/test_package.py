@@ -155,6 +155,7 @@ FOR_ADAPTERS = {
     "",  # what users call
     "adding_float8",
     "logs",
+    "modulating",
     "device",
     "launch",
     "operation",
