@@ -116,7 +116,9 @@ LAYERS = (
     {"operation"},
     {"norm.problem"},
     {"norm.checks", "norm.spec"},
-    {"norm.tiers", "norm.fused", "norm.float8", "linear.problem"},
+    {"norm.registers", "norm.shapes", "norm.fused", "norm.float8", "linear.problem"},
+    {"norm.short_forward"},
+    {"norm.tiers"},
     {"norm.plan"},
     {"norm.fused_recipe"},
     {"operation_text"},
@@ -141,7 +143,7 @@ LAYERS = (
     {"adding", "adding_float8", "norm_add", "modulating", "gating", "sandwich"},
     {"gate_modulating"},
 )
-PURE = set().union(*LAYERS[:12]) - {"linear.gemm"}
+PURE = set().union(*LAYERS[:14]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {
     "cupy_arrays",

@@ -28,8 +28,9 @@ from ..norm.problem import (
     plain,
     whole,
 )
+from ..norm.short_forward import holds_twice
 from ..norm.spec import KernelSpec
-from ..norm.tiers import TABLES, Tier, choose, holds_twice
+from ..norm.tiers import TABLES, Tier, choose
 from ..operation import FUSIONS, NAMED, SEED, sandwiched, sandwiched_at_once
 
 OPS = ("layer_norm", "rms_norm")

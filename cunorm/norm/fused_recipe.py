@@ -18,7 +18,7 @@ from .checks import Layout
 from .float8 import Float8Store, check_rows, scales_shape
 from .plan import Plan, plan
 from .problem import ITEMSIZE, SCALES, Groups, RowStrides, backward_problem, compute_dtype, forward_problem
-from .tiers import holds_twice
+from .short_forward import holds_twice
 
 # Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.
 Memory = tuple[str, tuple[int, ...], Any]

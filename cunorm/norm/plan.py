@@ -14,8 +14,10 @@ from typing import NamedTuple
 from ..device import Device
 from ..operation import derivative
 from .problem import ITEMSIZE, Problem, backward_problem
+from .shapes import ceil_div, kernel_spec
+from .short_forward import forward_twice
 from .spec import SUM_COLUMNS, WARP, KernelSpec, NormSpec, RowShape, SumSpec, dynamic_shared, shared_memory
-from .tiers import SHORT, Tier, ceil_div, choose, forward_twice, kernel_spec
+from .tiers import SHORT, Tier, choose
 
 
 class Pointer(NamedTuple):

@@ -1,0 +1,126 @@
+"""The forward kernels of rows that one CTA may hold.
+
+How a row is divided follows from its length, and how it waits from how many rows there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..device import Device
+from ..expression_value import FUNCTIONS
+from .problem import ITEMSIZE, Problem
+from .registers import column_bytes, ctas_of, widest_column, with_shifted, words_to_shift
+from .shapes import ceil_div, in_clusters, kernel_spec, power_of_two_shape
+from .spec import WARP, NormSpec, dynamic_shared, shared_memory
+
+THREADS = 128  # of a CTA of rows that a warp or less holds
+RESIDENT = 1024  # threads that an SM is to hold at once, where rows are many
+# Of rows to each SM. Of more, rows in registers are faster than a ring: 64 M elements 0.95 and 0.91; 8 M 0.83 and 0.92.
+RING_BYTES = 512 << 10
+
+
+def short_forward(problem: Problem, device: Device) -> NormSpec:
+    """Rows of up to 4096 packs. How they wait follows from how many there are.
+
+    Whoever holds what of a row is the same for all, and so are the bits.
+    """
+    itemsize = ITEMSIZE[problem.row_dtype]
+    pack = 16 // itemsize
+    packs = ceil_div(problem.cols, pack)
+    shape = power_of_two_shape(pack, packs, "forward")
+    rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
+    spec = kernel_spec(
+        problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
+    )
+    sms = device.sms - problem.sm_margin
+    column_words = column_bytes(problem, shape) // 4
+    alone = replace(spec, rows_per_cta=1, columns_stay=True)
+    can_spread = not spec.finds_scales  # the largest of a row would be one exchange more
+    if can_spread and 1 < shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
+        return replace(alone, kernel="forward_spread")  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
+    if packs > 1024 and device.runs_clusters(8):
+        few_threads = shape.threads * shape.packs <= 8 * 1024
+        if can_spread and few_threads and 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
+            return replace(alone, kernel="forward_spread", shape=in_clusters(shape, 8))
+        if 4 * problem.rows <= sms:  # 32 x 16384 3.5 us, in one CTA 3.8
+            # Beside a row at odd addresses 160 registers of weight and bias spilled 128 bytes.
+            return replace(alone, shape=in_clusters(shape, 4), columns_stay=column_words <= 128)
+
+    working = 44 if problem.row_dtype != "float64" else 72
+    if spec.scales:
+        working += 12 if spec.aligned else 32
+    row_words = shape.packs * pack * itemsize // 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
+    if device.arch < 90 and any(step.function in FUNCTIONS for step in problem.operation.epilogue.steps):
+        working += 16  # a gate's sigmoid spilled 4 bytes, few rows of 4096 cols
+    if not spec.aligned:
+        working += words_to_shift(spec)
+    # At odd addresses a row on its way to registers takes two words for one, and a column one for each element.
+    waiting = row_words if spec.aligned else 2 * row_words
+    at_once = waiting + (column_words if spec.columns_aligned else 2 * column_words)
+    # While the largest of a row is looked for, y is held as float32.
+    y_words = shape.packs * pack if spec.scales == "per_row" else 0
+    ctas = ctas_of(spec, working + max(at_once, y_words))
+    if ctas and problem.rows <= sms * ctas * rows_per_cta:
+        # All rows at once: weight and bias are asked for with x.
+        return replace(spec, ctas_per_sm=ctas, columns_stay=True)
+    many = bytes_per_sm(problem, device) > RING_BYTES
+    waits = shape.packs > 2 and len(spec.matrices) == 1 and not spec.grouped
+    if waits and not (many and shape.packs <= 5):
+        found = _short_ring(spec, column_words, working + y_words, (32 if many else 48) << 10, device)
+        if found is not None:
+            return found
+    # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
+    width = widest_column(spec)
+    narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype] and not y_words
+    narrow = narrow and not (spec.grouped and spec.scales)  # 4 bytes spilled on sm_80, 128 cols
+    most, words = (1536, 28) if shape.packs <= 3 and narrow else (RESIDENT, working)
+    if y_words and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
+        words = 32 + 4 * (rows_per_cta > 1) + width // 4 * pack + 8 * (itemsize == 4)
+        # Beside a residual 64 registers for four packs spilled 4 bytes; on sm_100 108 for seven 8.
+        words += (8 if device.arch < 100 else 16) * (len(spec.matrices) - 1)
+        if width < 4 and len(spec.matrices) == 1 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
+            most, words = 1536, 40 - y_words
+    return replace(spec, ctas_per_sm=max(1, ctas_of(spec, words + max(waiting, y_words), most)))
+
+
+def holds_twice(row_dtype: str, cols: int) -> bool:
+    """Whether one kernel does two norms of such rows, one after the other: a CTA holds them in six packs a thread.
+
+    With eight, at odd addresses, it spilled 48 bytes on sm_100.
+    """
+    return ceil_div(cols, 16 // ITEMSIZE[row_dtype]) <= 3072
+
+
+def forward_twice(problem: Problem) -> NormSpec:
+    """That kernel. A row has the shape of either norm's own, and so its bits."""
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    packs = ceil_div(problem.cols, pack)
+    shape = power_of_two_shape(pack, packs, "forward")
+    rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
+    spec = kernel_spec(
+        problem, "forward_twice", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
+    )
+    # x and residual wait at once; of either norm's vectors a pack comes late, from L1.
+    working = (52 if problem.row_dtype != "float64" else 88) + words_to_shift(spec) * (1 if spec.aligned else 4)
+    waiting = shape.packs * sum(pack * one.itemsize // 4 for one in spec.matrices) * (1 if spec.aligned else 2)
+    return replace(spec, ctas_per_sm=max(1, ctas_of(spec, working + waiting, RESIDENT)))
+
+
+def bytes_per_sm(problem: Problem, device: Device) -> float:
+    return problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] / device.sms
+
+
+def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int, device: Device) -> NormSpec | None:
+    """Two places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM.
+
+    None if less than half of them fit beside weight and bias, which stay in registers.
+
+    In shared memory they take 40 us to come, all SMs asking L2 for the same lines; late from L1 they cost 4 of 11 us.
+    """
+    words = working + 14 + 3 * spec.shape.packs
+    spec = replace(spec, stages=2, ask_early=True, columns_stay=True)
+    needed = shared_memory(spec) + dynamic_shared(spec)
+    wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
+    ctas = min(wanted, ctas_of(spec, words + column_words), (device.shared + 1024) // (needed + 1024))
+    return with_shifted(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
