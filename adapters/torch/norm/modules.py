@@ -39,7 +39,7 @@ class _Options:
         self.reset_parameters()
 
     def _norm(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = self.weight  # by way of Module.__getattr__, 1 us
+        weight = self._parameter("weight")
         dtype = autocast_dtype(x) if self.autocast_output else None
         operation = checks.zero_centered(op, weight) if self.zero_centered_gamma else op
         return norm(operation, x, self.normalized_shape, weight, bias, self.eps, dtype, self.sm_margin)
@@ -47,6 +47,11 @@ class _Options:
     def _decomposed(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
         """For a norm that torch's class made: without options."""
         return compiled.norm(op, x, self.normalized_shape, self.weight, bias, self.eps)
+
+    def _parameter(self, name: str) -> Tensor | None:
+        """As `getattr`, which finds it by way of Module.__getattr__: 0.6 us more."""
+        parameter = self._parameters.get(name)
+        return getattr(self, name) if parameter is None else parameter  # such as one that is parametrised
 
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
@@ -170,7 +175,7 @@ class LayerNorm(_Options, nn.LayerNorm):
                 return self._decomposed("layer_norm", input, self.bias) if decomposed else super().forward(input)
             if input.numel() < self._own_below:
                 return super().forward(input)
-        return (self._float8 if fp8_output else self._norm)("layer_norm", input, self.bias)
+        return (self._float8 if fp8_output else self._norm)("layer_norm", input, self._parameter("bias"))
 
 
 class RMSNorm(_Options, nn.RMSNorm):
