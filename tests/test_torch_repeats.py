@@ -146,22 +146,25 @@ def results(op: str, x: Any, weight: Any, bias: Any, dy: Any, context: Any, froz
     return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_repeated_calls_have_the_bits_of_first_ones(on_a_gpu, op):
-    """In turns, each with those before it still known."""
-    cases: dict[str, Any] = {name: (*case, name == "frozen weight") for name, case in calls().items()}
+def first_then_repeated(cases: dict[str, Any], run: Any) -> None:
+    """In turns, each with those before it still known: the bits of a call that nothing is known of."""
     first = {}
     for name, case in cases.items():
         for kept in (launching._calls, launching._families, launching._recipes):
             kept.clear()
-        first[name] = results(op, *case)
-    launched = len(on_a_gpu.plans)
-    for _ in range(3):
+        first[name] = run(*case)
+    for _ in range(2):
         for name, case in cases.items():
-            found = results(op, *case)
+            found = run(*case)
             assert len(found) == len(first[name]), name
             assert all(same(one, other) for one, other in zip(found, first[name], strict=True)), name
-    assert len(on_a_gpu.plans) == 4 * launched
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_repeated_calls_have_the_bits_of_first_ones(on_a_gpu, op):
+    """In turns, each with those before it still known."""
+    cases: dict[str, Any] = {name: (*case, name == "frozen weight") for name, case in calls().items()}
+    first_then_repeated(cases, lambda *case: results(op, *case))
 
 
 def test_a_repeated_call_makes_no_key(on_a_gpu, monkeypatch):
@@ -204,3 +207,79 @@ def test_modes_of_functions_and_duals_are_seen(on_a_gpu):
         layer_norm(x, (COLS,))
     assert seen
     assert len(on_a_gpu.plans) == launched
+
+
+def linear_calls() -> dict[str, Any]:
+    """(x, dy, module, context) that follow one another in `layer_norm_linear`'s modules."""
+    from cunorm.torch import LayerNormLinear
+
+    def module(**options: Any) -> Any:
+        torch.manual_seed(0)
+        return LayerNormLinear(COLS, 32, device="cpu", **options)
+
+    single: dict[str, Any] = {"dtype": torch.float32}
+    x, dy = random(ROWS, COLS, **single), random(ROWS, 32, seed=3, **single)
+    plain, own, wide = contextlib.nullcontext, module(), random(ROWS, 2 * COLS, **single)[:, :COLS]
+    frozen = module()
+    frozen.weight.requires_grad_(False)
+    return {
+        "plain": (x, dy, own, plain),
+        "other values": (x + 1, dy, own, plain),
+        "a view": (wide, dy, own, plain),
+        "misaligned": (misaligned(ROWS, COLS, **single), dy, own, plain),
+        "expanded gradient": (x, dy[:1].expand(ROWS, 32), own, plain),
+        "three axes": (x.view(2, 3, COLS), dy.view(2, 3, 32), own, plain),
+        "z kept": (x, dy, module(keep_normalized=True), plain),
+        "no bias": (x, dy, module(bias=False), plain),
+        "RMSNorm": (x, dy, module(normalization="RMSNorm"), plain),
+        "other eps": (x, dy, module(eps=1.0), plain),
+        "centred": (x, dy, module(zero_centered_gamma=True), plain),
+        "frozen weight": (x, dy, frozen, plain),
+        "two parts": (x, dy, module(parameters_split=("q", "k")), plain),
+        "without gradients": (x, None, own, torch.no_grad),
+    }
+
+
+def linear_results(x: Any, dy: Any, module: Any, context: Any) -> list[Any]:
+    leaf = x.detach().requires_grad_()
+    wanted = [leaf, *(one for one in module.parameters() if one.requires_grad)]
+    with context():
+        y = module(leaf)
+    return [y.detach(), *(() if dy is None else torch.autograd.grad(y, wanted, dy.to(y.dtype)))]
+
+
+def test_repeated_calls_with_a_product(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first_then_repeated(linear_calls(), linear_results)
+
+
+def test_a_dtype_is_refused_after_a_call_that_had_it_right(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, _, module, _ = linear_calls()["plain"]
+    for _ in range(2):
+        module(x)
+    with pytest.raises(TypeError, match="one dtype"):
+        module(x.half())
+    with pytest.raises(RuntimeError, match="last axis"):
+        module(x[:, :8])
+    with pytest.raises(TypeError, match=r"torch\.Tensor"):
+        module(x.tolist())
+
+
+@pytest.mark.gpu
+def test_autocast_follows_calls_without_it():
+    """Its dtype may change from call to call, of which torch's question tells nothing."""
+    from cunorm.torch import LayerNormLinear
+
+    module, x = LayerNormLinear(COLS, 32, normalization="RMSNorm"), random(ROWS, COLS, dtype=torch.float32).cuda()
+    expected = module(x)
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cuda", dtype):
+                found = module(x)
+                y = layer_norm(x.to(dtype), (COLS,))
+            assert found.dtype is dtype
+            assert y.dtype is torch.float32
+            torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+        assert same(module(x), expected)
+        assert layer_norm(x.half(), (COLS,)).dtype is torch.float16

@@ -14,11 +14,10 @@ from ...linear import problem as linear_problem
 from ...norm import checks as core
 from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
-from . import float8_functional, parallel_float8, parallel_functional
+from . import float8_functional, functional, parallel_float8, parallel_functional
 from .checks import check_mode, check_overlaps, check_sizes, local_features
 from .float8_context import recipe_of
 from .float8_weights import WeightCache
-from .functional import norm_linear
 from .parallel import TensorParallel, size_of
 from .parameters import joined, lay_side_by_side, parts_of
 from .recipes import Recipe
@@ -305,7 +304,16 @@ class LayerNormLinear(WeightGradients):
         return results
 
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
-        self._check_dtypes(inp)
+        if recipe is None and not self._over_ranks and not self.return_bias and not torch.compiler.is_compiling():
+            found = self._run_known(inp, is_first_microbatch)
+            if found is not None:
+                return found if self.return_layernorm_output else found[0]
+        found = None
+        alone = not self._over_ranks and not self.return_bias and len(self._parts) == 1
+        if recipe is not None and alone and not torch.compiler.is_compiling():
+            found = self._known_in_float8(inp)
+        if found is None:
+            self._check_dtypes(inp)
         if self._over_ranks:
             y, z, bias = self._run_over_ranks(inp, is_first_microbatch, recipe, fp8_output)
         else:
@@ -314,7 +322,8 @@ class LayerNormLinear(WeightGradients):
             norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
             name, sink = type(self).__name__, self._sink(is_first_microbatch)
             if recipe is None:
-                y, z = norm_linear(name, inp, joined(self._weights), applied, *norm, self.keep_normalized, sink)
+                weight, keep = joined(self._weights), self.keep_normalized
+                y, z = functional.norm_linear(name, inp, weight, applied, *norm, keep, sink)
             else:
                 y, z = float8_functional.norm_linear(
                     name,
@@ -328,6 +337,7 @@ class LayerNormLinear(WeightGradients):
                     fp8_output=fp8_output,
                     wants_z=self.return_layernorm_output,
                     sink=sink,
+                    found=found,
                 )
         results = [y]
         if self.return_bias:
@@ -336,6 +346,20 @@ class LayerNormLinear(WeightGradients):
         if self.return_layernorm_output:
             results.append(z)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _run_known(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor] | None:
+        """(y, z) of a call like an earlier one, which was checked."""
+        weight = joined(self._weights)
+        bias = joined(self._biases) if self.use_bias else None
+        operation = name_of(self.op, self.zero_centered_gamma)
+        tensors = (inp, weight, bias, self.layer_norm_weight, self.layer_norm_bias)
+        call = functional.known(type(self).__name__, *tensors, self.eps, operation, self.keep_normalized)
+        return None if call is None else functional.run_known(call, *tensors, self._sink(is_first_microbatch))
+
+    def _known_in_float8(self, inp: Tensor) -> Any:
+        bias = joined(self._biases) if self.use_bias else None
+        norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
+        return float8_functional.known_call(type(self).__name__, self._weights, inp, bias, *norm)
 
     def _run_over_ranks(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool):
         """(y, z, bias), z None where it is not returned."""

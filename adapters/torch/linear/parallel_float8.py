@@ -161,7 +161,8 @@ def gradients(
     all_rows = rows * ranks.size if ranks.sequence else rows
     dy = x.new_zeros((all_rows, outs), dtype=options.dtype) if dy is None else matrix(dy, all_rows)
     sums = wants_dbias or (sink is not None and dtypes.bias is not None)
-    rounded = _RoundedOverRanks(dy, saved, options, dtypes, wants_dweight, sums, ranks)
+    high_precision = options.scheme.high_precision_wgrad
+    rounded = _RoundedOverRanks(dy, saved, options, dtypes, wants_dweight, sums, high_precision, ranks)
     if (sink is not None or wants_dweight) and not (ranks.delayed and sink is not None):
         rounded.begin()
     before = dreturned if ranks.gathers_returned else None  # the sum over the ranks

@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 from ...operation import NAMED
 from . import checks, formulas, launching, operators
 from .launching import Call
-from .repeats import remember
 
 PLAIN = (Tensor, torch.nn.Parameter)
 HALF = (torch.float16, torch.bfloat16)
@@ -133,17 +132,15 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
         # That of a module is a tuple, most often of one number. What compares equal to a shape need not be one.
         if type(shape) is torch.Size or (type(shape) is tuple and len(shape) == 1 and type(shape[0]) is int):
             key = (operation, shape, eps, dtype, sm_margin, x.shape, x.dtype, weight is None, bias is None)
-            for known, call in launching._calls.get(key, ()):
-                same = known(x, weight, bias) if bias is not None else known(x) if weight is None else known(x, weight)
-                if same and _nothing_else_listens():
-                    return _run(call, x, weight, bias)
+            call = launching.known_call(key, x, weight, bias)
+            if call is not None and nothing_else_listens():
+                return _run(call, x, weight, bias)
     if not _at_once(x, weight, bias):
         checks.tensors(NAMED[operation].norm, x, weight, bias)
         return _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
     call = _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
-    if key is not None and (weight is not None or bias is None):
-        tensors = tuple(one for one in (x, weight, bias) if one is not None)
-        remember(launching._calls, key, tensors, call, launching.RECIPES)
+    if key is not None:
+        launching.remember_call(key, x, weight, bias, call)
     return _run(call, x, weight, bias)
 
 
@@ -213,9 +210,29 @@ def _nothing_listens() -> bool:
     )
 
 
-def _nothing_else_listens() -> bool:
+def nothing_else_listens() -> bool:
     """Nothing that a direct launch would bypass, and that repeats.py does not see."""
     return _function_modes() == 0 and forward_ad._current_level < 0
+
+
+def launched_gradients(
+    family: launching.Family,
+    dy: Tensor,
+    x: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    mask: tuple[bool, bool, bool],
+    sm_margin: int,
+    in_place: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+    """As `launching.backward`; None where dy cannot go straight to the launch."""
+    recipe = launching.known_backward(family, dy, x, weight, mask, sm_margin)
+    if recipe is not None and not _grad_enabled() and nothing_else_listens():
+        return launching.backward_by(recipe, dy, x, statistics, weight, mask, in_place)
+    if not launchable(dy):
+        return None
+    launching.remember_backward(family, dy, x, weight, mask, sm_margin)
+    return launching.backward(family, dy, x, statistics, weight, mask, sm_margin, in_place)
 
 
 class _Norm(torch.autograd.Function):
@@ -233,15 +250,11 @@ class _Norm(torch.autograd.Function):
         x, statistics, weight = ctx.saved_tensors
         recipe, eps, _, sm_margin, bias_dtype = ctx.call
         mask = ctx.needs_input_grad[:3]
-        known = launching.known_backward(recipe.family, dy, x, weight, mask, sm_margin)
-        if known is not None and not _grad_enabled() and _nothing_else_listens():
-            dx, dweight, dbias = launching.backward_by(known, dy, x, statistics, weight, mask)
-        elif launchable(dy):
-            dx, dweight, dbias = launching.backward(recipe.family, dy, x, statistics, weight, mask, sm_margin)
-            launching.remember_backward(recipe.family, dy, x, weight, mask, sm_margin)
-        else:
+        gradients = launched_gradients(recipe.family, dy, x, statistics, weight, mask, sm_margin)
+        if gradients is None:
             operation = recipe.family.operation
-            dx, dweight, dbias = operators.backward(dy, x, statistics, weight, operation, eps, mask, sm_margin)
+            gradients = operators.backward(dy, x, statistics, weight, operation, eps, mask, sm_margin)
+        dx, dweight, dbias = gradients
         if dbias is not None and dbias.dtype is not bias_dtype:
             dbias = dbias.to(bias_dtype)
         return dx, dweight, dbias, None
