@@ -16,7 +16,7 @@ from .float8_casts import STEP, cast_rows
 from .float8_context import check_available
 from .float8_passes import Dtypes, Float8Options, Saved, forward, gradients
 from .float8_weights import WeightCache
-from .functional import check, in_one_step, known, remember_known
+from .functional import NO_MARGINS, check, in_one_step, known, margins_of_pass, remember_known
 from .parameters import joined
 from .passes import Sink, without_autocast
 from .recipes import Recipe
@@ -58,6 +58,7 @@ def norm_linear(
     fp8_output: bool,
     wants_z: bool,
     sink: Sink | None,
+    sm_margins: tuple[int, int, int] = NO_MARGINS,
     found: Call | None = None,
 ) -> tuple[Any, Tensor | None]:
     """(y, z): y (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z if it is wanted.
@@ -81,7 +82,8 @@ def norm_linear(
             f"{function}: fp8_output=True needs a call without gradients, as numbers of 8 bits have none; got input or "
             "parameters that want one. Use torch.no_grad()."
         )
-    options = Float8Options(operation, float(eps), cast or x.dtype, recipe.scheme)
+    margins = margins_of_pass(sm_margins, differentiated)
+    options = Float8Options(operation, float(eps), cast or x.dtype, recipe.scheme, *margins)
     wants_columns = differentiated and of_norm
     if torch.compiler.is_compiling():
         options = (*float8_operators.flat(options), wants_z, wants_columns)

@@ -36,11 +36,13 @@ class Float8Options(NamedTuple):
     eps: float
     dtype: torch.dtype  # of y, and of z where it is returned
     scheme: Scheme
+    sm_margin: int = 0  # as in Options
+    backward_sm_margin: int = 0
 
     @property
     def plain(self) -> Options:
         """For the norm and its gradients, which are as without FP8."""
-        return Options(self.operation, self.eps, self.dtype, False)
+        return Options(self.operation, self.eps, self.dtype, False, self.sm_margin, self.backward_sm_margin)
 
 
 class Forward(NamedTuple):
@@ -82,26 +84,26 @@ def _normalised(
     wants_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(z8, scale, z, statistics): of rows from z in float32, in one kernel; of the tensor from z as it is returned."""
-    operation, eps, dtype, scheme = options
+    operation, eps, dtype, scheme, sm_margin, _ = options
     shape = x.shape[-1:]
     power_2, least = scheme.power_2[0], scheme.least[0]
     if not scheme.by_row:
-        z, statistics = normalise(x, ln_weight, ln_bias, options.plain, wants_statistics)
+        z, statistics = normalise(x, ln_weight, ln_bias, options.plain, wants_statistics, sm_margin)
         flat = z.reshape(-1, *shape)
         scale = scale_of_tensor(flat, power_2_scale=power_2, least=least)
         return cast_rows(flat, scale=scale)[0], scale, z if wants_z else None, statistics
     if not power_2:
         of_z = dtype if wants_z else None
-        key = ("in 8 bits", operation, of_z, x.shape, ln_weight is None, ln_bias is None)
+        key = ("in 8 bits", operation, of_z, sm_margin, x.shape, ln_weight is None, ln_bias is None)
         recipe = launching.known_call(key, x, ln_weight, ln_bias)
         if recipe is not None and functional.nothing_else_listens():
             return float8.launched_by(recipe, x, ln_weight, ln_bias, eps, None, wants_statistics)
         if functional._at_once(x, ln_weight, ln_bias):
-            recipe = float8.recipe_of(x, ln_weight, ln_bias, (operation, shape, "row", NAMES[E4M3], 0, of_z))
+            recipe = float8.recipe_of(x, ln_weight, ln_bias, (operation, shape, "row", NAMES[E4M3], sm_margin, of_z))
             launching.remember_call(key, x, ln_weight, ln_bias, recipe)
             return float8.launched_by(recipe, x, ln_weight, ln_bias, eps, None, wants_statistics)
     wide = options.plain._replace(dtype=torch.float32)
-    z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics)
+    z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics, sm_margin)
     z8, scale, _, _ = cast_rows(z.reshape(-1, *shape), power_2_scale=power_2)
     return z8, scale, z.to(dtype) if wants_z else None, statistics
 
@@ -230,7 +232,8 @@ class _Rounded:
     def _z(self) -> Tensor:
         """(rows, in) as the norm returns it."""
         x, _, _, ln_weight, ln_bias, _, _ = self._saved
-        z, _ = normalise(x, ln_weight, ln_bias, self._options.plain, False)
+        options = self._options.plain
+        z, _ = normalise(x, ln_weight, ln_bias, options, False, options.backward_sm_margin)
         return matrix(z, x.numel() // x.shape[-1])
 
     @cached_property

@@ -10,6 +10,7 @@ not the normalised tensor, which is computed once more. A call takes one of thre
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ def layer_norm_linear(
     normalization: str = "LayerNorm",
     zero_centered_gamma: bool = False,
     keep_normalized: bool = False,
+    sm_margin: int | Mapping[str, int] = 0,
 ) -> Tensor:
     """y = z weightᵀ + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of input x.
 
@@ -68,6 +70,9 @@ def layer_norm_linear(
     keep_normalized : bool
         Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
         of one forward pass of the norm.
+    sm_margin : int or dict
+        Multiprocessors that the norm's kernels leave to other work, as in `layer_norm`; the product's take all. What
+        the backward pass computes once more belongs to the backward pass.
 
     Returns
     -------
@@ -100,7 +105,15 @@ def layer_norm_linear(
     """
     name = "layer_norm_linear"
     operation = name_of(linear_problem.op(name, normalization, ln_bias), zero_centered_gamma)
-    return norm_linear(name, input, weight, bias, ln_weight, ln_bias, eps, operation, keep_normalized)[0]
+    arguments = (input, weight, bias, ln_weight, ln_bias, eps, operation, keep_normalized)
+    return norm_linear(name, *arguments, margins_of(name, sm_margin))[0]
+
+
+NO_MARGINS = (0, 0, 0)  # forward, backward, inference
+
+
+def margins_of(function: str, sm_margin: int | Mapping[str, int]) -> tuple[int, int, int]:
+    return NO_MARGINS if type(sm_margin) is int and sm_margin == 0 else checks.sm_margins(function, sm_margin)
 
 
 def norm_linear(
@@ -113,12 +126,13 @@ def norm_linear(
     eps: float,
     operation: str,
     keep_normalized: bool,
+    sm_margins: tuple[int, int, int] = NO_MARGINS,
     sink: Sink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y, z), z the normalised tensor: as `layer_norm_linear`, with errors in the name of `function`."""
     tensors = (x, weight, bias, ln_weight, ln_bias)
     if not torch.compiler.is_compiling():
-        call = known(function, *tensors, eps, operation, keep_normalized)
+        call = known((function, sm_margins), *tensors, eps, operation, keep_normalized)
         if call is not None:
             return run_known(call, *tensors, sink)
     check(function, *tensors, operation)
@@ -127,10 +141,18 @@ def norm_linear(
         _check_dtypes(function, x, weight=weight, bias=bias)
     if type(eps) is not float:
         eps = checks.eps(function, eps, x)
-    options = Options(operation, eps, cast or x.dtype, keep_normalized)
-    if cast is None and not torch.compiler.is_compiling():
-        _remember(function, *tensors, options)
+    differentiable = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    margins = margins_of_pass(sm_margins, differentiable and torch.is_grad_enabled())
+    options = Options(operation, eps, cast or x.dtype, keep_normalized, *margins)
+    if cast is None and not torch.compiler.is_compiling() and sm_margins[0] == sm_margins[2]:
+        _remember((function, sm_margins), *tensors, options, differentiable)
     return run(*tensors, options, cast, sink)[:2]
+
+
+def margins_of_pass(sm_margins: tuple[int, int, int], differentiated: bool) -> tuple[int, int]:
+    """Of a forward pass and of the backward one after it."""
+    forward, backward, inference = sm_margins
+    return forward if differentiated else inference, backward
 
 
 class Call(NamedTuple):
@@ -141,12 +163,14 @@ class Call(NamedTuple):
     differentiable: bool  # some tensor requires a gradient
 
 
-def _remember(function, x, weight, bias, ln_weight, ln_bias, options: Options) -> None:
+def _remember(function, x, weight, bias, ln_weight, ln_bias, options: Options, differentiable: bool) -> None:
     tensors = (x, weight, bias, ln_weight, ln_bias)
-    recipe = recipe_at_once(x, ln_weight, ln_bias, options.operation, options.dtype) if in_one_step(*tensors) else None
+    if not in_one_step(*tensors):
+        return
+    operation, eps, dtype, keep_normalized, sm_margin, _ = options
+    recipe = recipe_at_once(x, ln_weight, ln_bias, operation, dtype, sm_margin)
     if recipe is not None:
-        call = Call(options, recipe, any(tensor is not None and tensor.requires_grad for tensor in tensors))
-        operation, eps, _, keep_normalized = options
+        call = Call(options, recipe, differentiable)
         remember_known(call, function, *tensors, eps, operation, keep_normalized)
 
 
@@ -212,12 +236,14 @@ def run(
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if (compiling or differentiated) and in_one_step(*tensors):
         return linear_operators.norm_linear(*tensors, *options) if compiling else _apply(*tensors, options, None, sink)
-    operation, eps, dtype, _ = options
+    operation, eps, dtype, _, forward_margin, backward_margin = options
     statistics = None
     if wants_statistics:
-        z, statistics = norm_with_statistics(operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, 0)
+        z, statistics = norm_with_statistics(operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, forward_margin)
     else:
-        z = norm(operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, 0)
+        margins = {"forward": forward_margin, "backward": backward_margin, "inference": forward_margin}
+        sm_margin = forward_margin if forward_margin == backward_margin else margins
+        z = norm(operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, sm_margin)
     return F.linear(z, weight, bias), z, statistics
 
 
@@ -279,7 +305,7 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, ln_weight, ln_bias, options, recipe, sink):
         if recipe is None:
-            z, statistics = normalise(x, ln_weight, ln_bias, options, True)
+            z, statistics = normalise(x, ln_weight, ln_bias, options, True, options.sm_margin)
         else:
             z, statistics = launching.forward_by(recipe, x, ln_weight, ln_bias, options.eps, True)
         y = F.linear(z, weight, bias)

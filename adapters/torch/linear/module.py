@@ -95,6 +95,11 @@ class LayerNormLinear(WeightGradients):
         Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
         of one forward pass of the norm. With sequence parallelism z of all rows, which is then not gathered again. In
         FP8 nothing more is kept. Not an argument of TransformerEngine's.
+    sm_margin : int or dict
+        Multiprocessors that the norm's kernels leave to other work, such as communication; a dict has any of the keys
+        `forward`, `backward` and `inference`, as in `LayerNorm`. What the backward pass computes once more belongs to
+        it. TransformerEngine's module takes them from the environment, NVTE_FWD_LAYERNORM_SM_MARGIN,
+        NVTE_BWD_LAYERNORM_SM_MARGIN and NVTE_INF_LAYERNORM_SM_MARGIN, which are not read here.
 
     Attributes
     ----------
@@ -142,6 +147,7 @@ class LayerNormLinear(WeightGradients):
     """
 
     fp8_recipe: Recipe | None = None
+    sm_margin: int | Mapping[str, int] = 0  # of modules that were pickled before there was one
     _fp8_outside: Recipe | bool | None = False  # of the last call outside a backward pass; False: there was none
 
     def __init__(
@@ -176,6 +182,7 @@ class LayerNormLinear(WeightGradients):
         name: str | None = None,
         *,
         keep_normalized: bool = False,
+        sm_margin: int | Mapping[str, int] = 0,
     ):
         super().__init__(fuse_wgrad_accumulation, delay_wgrad_compute)
         check_sizes(in_features=in_features, out_features=out_features)
@@ -220,6 +227,8 @@ class LayerNormLinear(WeightGradients):
         self.ub_name = ub_name
         self.name = name
         self.keep_normalized = keep_normalized
+        functional.margins_of("LayerNormLinear", sm_margin)
+        self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
 
         self._fp8_weights = WeightCache()
         self._parts = parts_of(parameters_split, out_features, out_features // self.out_features)
@@ -323,7 +332,7 @@ class LayerNormLinear(WeightGradients):
             name, sink = type(self).__name__, self._sink(is_first_microbatch)
             if recipe is None:
                 weight, keep = joined(self._weights), self.keep_normalized
-                y, z = functional.norm_linear(name, inp, weight, applied, *norm, keep, sink)
+                y, z = functional.norm_linear(name, inp, weight, applied, *norm, keep, self._sm_margins, sink)
             else:
                 y, z = float8_functional.norm_linear(
                     name,
@@ -337,6 +346,7 @@ class LayerNormLinear(WeightGradients):
                     fp8_output=fp8_output,
                     wants_z=self.return_layernorm_output,
                     sink=sink,
+                    sm_margins=self._sm_margins,
                     found=found,
                 )
         results = [y]
@@ -353,7 +363,8 @@ class LayerNormLinear(WeightGradients):
         bias = joined(self._biases) if self.use_bias else None
         operation = name_of(self.op, self.zero_centered_gamma)
         tensors = (inp, weight, bias, self.layer_norm_weight, self.layer_norm_bias)
-        call = functional.known(type(self).__name__, *tensors, self.eps, operation, self.keep_normalized)
+        function = (type(self).__name__, self._sm_margins)
+        call = functional.known(function, *tensors, self.eps, operation, self.keep_normalized)
         return None if call is None else functional.run_known(call, *tensors, self._sink(is_first_microbatch))
 
     def _known_in_float8(self, inp: Tensor) -> Any:
@@ -372,7 +383,8 @@ class LayerNormLinear(WeightGradients):
         sink = self._sink(is_first_microbatch)
         if recipe is None:
             weight, keep = joined(weights), self.keep_normalized
-            y, z = parallel_functional.norm_linear(name, inp, weight, applied, *norm, keep, parallel, sink)
+            margins = self._sm_margins
+            y, z = parallel_functional.norm_linear(name, inp, weight, applied, *norm, keep, parallel, sink, margins)
         else:
             y, z = parallel_float8.norm_linear(
                 name,
@@ -386,8 +398,13 @@ class LayerNormLinear(WeightGradients):
                 is_first_microbatch=is_first_microbatch,
                 fp8_output=fp8_output,
                 sink=sink,
+                sm_margins=self._sm_margins,
             )
         return y, z, bias
+
+    @property
+    def _sm_margins(self) -> tuple[int, int, int]:
+        return functional.margins_of(type(self).__name__, self.sm_margin)
 
     @property
     def tp_group(self) -> Any:

@@ -41,27 +41,34 @@ class Options(NamedTuple):
     eps: float
     dtype: torch.dtype  # of the normalised tensor, weight, bias and y
     keep_normalized: bool
+    sm_margin: int = 0  # of the norm's kernels in the forward pass
+    backward_sm_margin: int = 0  # in the backward one, where z may be computed once more
 
 
-def normalise(x, ln_weight, ln_bias, options: Options, wants_statistics: bool) -> tuple[Tensor, Tensor | None]:
+def normalise(
+    x, ln_weight, ln_bias, options: Options, wants_statistics: bool, sm_margin: int
+) -> tuple[Tensor, Tensor | None]:
     """(z, statistics), None for statistics unless wanted; z has the same bits every time."""
-    operation, eps, dtype, _ = options
+    operation, eps, dtype, *_ = options
     if not torch.is_grad_enabled():
-        recipe = recipe_at_once(x, ln_weight, ln_bias, operation, dtype)
+        recipe = recipe_at_once(x, ln_weight, ln_bias, operation, dtype, sm_margin)
         if recipe is not None:
             return launching.forward_by(recipe, x, ln_weight, ln_bias, eps, wants_statistics)
-    return operators.Norm.apply(x, ln_weight, ln_bias, operation, 1, eps, dtype, wants_statistics, 0, 0)
+    margins = (sm_margin, options.backward_sm_margin)
+    return operators.Norm.apply(x, ln_weight, ln_bias, operation, 1, eps, dtype, wants_statistics, *margins)
 
 
-def recipe_at_once(x, ln_weight, ln_bias, operation: str, dtype: torch.dtype) -> launching.Recipe | None:
+def recipe_at_once(
+    x, ln_weight, ln_bias, operation: str, dtype: torch.dtype, sm_margin: int
+) -> launching.Recipe | None:
     """That of the norm's launch; None where the tensors cannot go straight to it."""
-    key = ("normalise", operation, dtype, x.shape, ln_weight is None, ln_bias is None)
+    key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None)
     recipe = launching.known_call(key, x, ln_weight, ln_bias)
     if recipe is not None and nothing_else_listens():
         return recipe
     if not _at_once(x, ln_weight, ln_bias):
         return None
-    recipe = launching.recipe_of(x, ln_weight, ln_bias, (operation, x.shape[-1:], dtype, 0))
+    recipe = launching.recipe_of(x, ln_weight, ln_bias, (operation, x.shape[-1:], dtype, sm_margin))
     launching.remember_call(key, x, ln_weight, ln_bias, recipe)
     return recipe
 
@@ -90,7 +97,9 @@ def gradients(
         dy = matrix(dy, rows)
 
     def again() -> Tensor:
-        return matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
+        if z is not None:
+            return matrix(z, rows)
+        return matrix(normalise(x, ln_weight, ln_bias, options, False, options.backward_sm_margin)[0], rows)
 
     def of_product() -> tuple[Tensor | None, Tensor | None]:
         if dy is None:
@@ -172,13 +181,13 @@ def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
 
 def norm_gradients(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
     """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
-    operation, eps, _, _ = options
+    operation, eps, *_, sm_margin = options
     if own:
         family = launching.family(operation, 1, x)
-        found = launched_gradients(family, dz, x, statistics, ln_weight, mask, 0, in_place=True)
+        found = launched_gradients(family, dz, x, statistics, ln_weight, mask, sm_margin, in_place=True)
         if found is not None:
             return found
-    return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, 0)
+    return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, sm_margin)
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:
