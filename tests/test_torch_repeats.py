@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_launches import Launches, on_the_stand_in  # noqa: E402
 from torch_tensors import random, same  # noqa: E402
 
-from cunorm.torch import layer_norm, rms_norm  # noqa: E402
+from cunorm.torch import layer_norm, layer_norm_linear, rms_norm  # noqa: E402
 from cunorm.torch.norm import launching  # noqa: E402
 from cunorm.torch.norm.repeats import LIKE, alike, remember  # noqa: E402
 
@@ -283,3 +283,12 @@ def test_autocast_follows_calls_without_it():
             torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
         assert same(module(x), expected)
         assert layer_norm(x.half(), (COLS,)).dtype is torch.float16
+
+
+def test_sizes_that_a_trace_holds_open():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, weight = random(ROWS, COLS), random(32, COLS)
+    for function in (lambda x, _: rms_norm(x, x.shape[-1:], eps=1e-5), layer_norm_linear):
+        graph = make_fx(torch.func.functionalize(function), tracing_mode="symbolic")(x, weight)
+        torch.testing.assert_close(graph(x, weight), function(x, weight))

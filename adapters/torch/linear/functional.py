@@ -192,8 +192,8 @@ def known(function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_no
     if type(x) not in PLAIN or type(eps) is not float:
         return None
     key = _key(function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_normalized)
-    kept = launching._calls.get(key)
-    if kept is None or not nothing_else_listens():
+    kept = launching.earlier_calls(key)
+    if not kept or not nothing_else_listens():
         return None
     given = [x, weight]
     for tensor in (bias, ln_weight, ln_bias):

@@ -14,6 +14,7 @@ from ...linear import problem as linear_problem
 from ...norm import checks as core
 from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
+from ..norm.modules import parameter_of
 from . import float8_functional, functional, parallel_float8, parallel_functional
 from .checks import check_mode, check_overlaps, check_sizes, local_features
 from .float8_context import recipe_of
@@ -362,14 +363,16 @@ class LayerNormLinear(WeightGradients):
         weight = joined(self._weights)
         bias = joined(self._biases) if self.use_bias else None
         operation = name_of(self.op, self.zero_centered_gamma)
-        tensors = (inp, weight, bias, self.layer_norm_weight, self.layer_norm_bias)
+        of_norm = (parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias"))
+        tensors = (inp, weight, bias, *of_norm)
         function = (type(self).__name__, self._sm_margins)
         call = functional.known(function, *tensors, self.eps, operation, self.keep_normalized)
         return None if call is None else functional.run_known(call, *tensors, self._sink(is_first_microbatch))
 
     def _known_in_float8(self, inp: Tensor) -> Any:
         bias = joined(self._biases) if self.use_bias else None
-        norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
+        of_norm = (parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias"))
+        norm = (*of_norm, self.eps, name_of(self.op, self.zero_centered_gamma))
         return float8_functional.known_call(type(self).__name__, self._weights, inp, bias, *norm)
 
     def _run_over_ranks(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool):

@@ -102,9 +102,16 @@ def forward(
     return y, statistics, recipe.family
 
 
+def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
+    try:
+        return _calls.get(key, ())
+    except TypeError:  # a size that a trace holds open has no hash
+        return ()
+
+
 def known_call(key: Hashable, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     """What was remembered of a call with tensors like these, as repeats.py has it; None for nothing."""
-    for known, found in _calls.get(key, ()):
+    for known, found in earlier_calls(key):
         if known(x, weight, bias) if bias is not None else known(x) if weight is None else known(x, weight):
             return found
     return None
