@@ -289,6 +289,6 @@ def test_sizes_that_a_trace_holds_open():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     x, weight = random(ROWS, COLS), random(32, COLS)
-    for function in (lambda x, _: rms_norm(x, x.shape[-1:], eps=1e-5), layer_norm_linear):
+    for function in (lambda x, _: rms_norm(x, x.shape[-1:], eps=1e-5), lambda x, weight: layer_norm_linear(x, weight)):
         graph = make_fx(torch.func.functionalize(function), tracing_mode="symbolic")(x, weight)
         torch.testing.assert_close(graph(x, weight), function(x, weight))

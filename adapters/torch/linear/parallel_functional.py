@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...norm import checks
-from ..norm.functional import autocast_dtype
+from ..norm.functional import applied, autocast_dtype
 from . import parallel_operators
 from .functional import NO_MARGINS, _check_dtypes, check, in_one_step, margins_of_pass
 from .parallel import TensorParallel
@@ -80,5 +80,4 @@ class _NormLinear(torch.autograd.Function):
         return *results, None, None, None
 
 
-# autograd.Function.apply without what it does for functorch, which `in_one_step` has excluded.
-_apply = super(torch.autograd.Function, _NormLinear).apply
+_apply = applied(_NormLinear)
