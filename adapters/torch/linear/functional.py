@@ -189,7 +189,7 @@ def _key(function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_nor
 
 def known(function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_normalized=False) -> Any:
     """What was remembered of an earlier call with tensors like these, as norm/repeats.py has it; None for nothing."""
-    if type(x) not in PLAIN or type(eps) is not float:
+    if type(x) not in PLAIN or type(eps) not in (float, int):
         return None
     key = _key(function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_normalized)
     kept = launching.earlier_calls(key)

@@ -14,7 +14,7 @@ from .functional import autocast_dtype, norm
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """As `getattr`, which finds it by way of Module.__getattr__: 0.6 us more."""
+    """As `getattr`, which finds it by way of Module.__getattr__: 1 us more."""
     parameter = module._parameters.get(name)
     return getattr(module, name) if parameter is None else parameter  # such as one that is parametrised
 
