@@ -87,8 +87,8 @@ def parts(rows: int) -> dict[str, Callable[[], Any]]:
     tensors = (x, residual, weight, bias)
     calls["fused, without a gradient"] = lambda: fused_dispatch.run(call, tensors, (), EPS, True)
     leaves: list[Any] = [one.clone().requires_grad_() for one in tensors]
-    options = ("layer_norm", (COLS,), EPS, x.dtype, 0, 0)
-    calls["_Norm, forward alone"] = lambda: functional._apply(leaves[0], *leaves[2:], options)
+    of_norm = functional._call("layer_norm", leaves[0], (COLS,), *leaves[2:], EPS, x.dtype, 0)
+    calls["_Norm, forward alone"] = lambda: functional._apply(leaves[0], *leaves[2:], of_norm)
     calls["_Fused, forward alone"] = lambda: fused_dispatch.run(call, leaves, (), EPS, False)
     calls["cunorm's function, forward alone"] = lambda: cunorm.torch.layer_norm(leaves[0], (COLS,), *leaves[2:])
     calls["torch's function, forward alone"] = lambda: torch.nn.functional.layer_norm(leaves[0], (COLS,), *leaves[2:])

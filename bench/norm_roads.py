@@ -109,7 +109,9 @@ _library.define("norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor
 
 @torch.library.impl(_library, "norm", "AutogradCUDA")
 def _norm_autograd(x, weight, bias, eps):
-    return functional._apply(x, weight, bias, ("layer_norm", weight.shape, eps, x.dtype, 0, 0))
+    return functional._apply(
+        x, weight, bias, functional._call("layer_norm", x, weight.shape, weight, bias, eps, x.dtype, 0)
+    )
 
 
 def through_operator(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

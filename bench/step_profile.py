@@ -223,7 +223,7 @@ def gpu_work(step: Step) -> dict[str, Any]:
 
 def counts(step: Step, steps: int = 20) -> dict[str, Any]:
     """Of a step: allocations, launches prepared, recipes made, threads of the backward pass, garbage collections."""
-    prepare, backward = launch.prepare, launching.backward
+    prepare, backward = launch.prepare, launching.backward_by
     prepared, threads, started, collected = [], Counter(), [], []
 
     def counted_prepare(*arguments):
@@ -239,13 +239,13 @@ def counts(step: Step, steps: int = 20) -> dict[str, Any]:
 
     torch.cuda.synchronize()
     recipes, allocated = len(launching._recipes), torch.cuda.memory_stats()["allocation.all.allocated"]
-    launch.prepare, launching.backward = counted_prepare, counted_backward
+    launch.prepare, launching.backward_by = counted_prepare, counted_backward
     gc.callbacks.append(collection)
     try:
         for _ in range(steps):
             step()
     finally:
-        launch.prepare, launching.backward = prepare, backward
+        launch.prepare, launching.backward_by = prepare, backward
         gc.callbacks.remove(collection)
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
     collecting = sum(end - start for start, end in zip(started, collected, strict=True))
@@ -266,14 +266,12 @@ def functions(write: Write, step: Step) -> None:
     watched = {
         "LayerNorm.forward": (modules.LayerNorm, "forward"),
         "norm": (modules, "norm"),
-        "_at_once": (functional, "_at_once"),
         "_apply": (functional, "_apply"),
         "_Norm.forward": (functional._Norm, "forward"),
-        "launching.forward": (launching, "forward"),
+        "launching.forward_by": (launching, "forward_by"),
         "launch.run": (launch, "run"),
         "_Norm.backward": (functional._Norm, "backward"),
-        "launchable": (functional, "launchable"),
-        "launching.backward": (launching, "backward"),
+        "launching.backward_by": (launching, "backward_by"),
     }
     for name, (owner, attribute) in watched.items():
         write("function", name=name, unit="us", **timed_calls(step, owner, attribute))

@@ -59,14 +59,15 @@ def run(
 
     `stream` is a cudaStream_t; `workspace` has plan.workspace bytes.
     """
-    launches = prepared(plan, device_id).launches
-    if len(launches) == 1 and not plan.workspace:
-        ((write, launch, _),) = launches
+    found = prepared(plan, device_id)
+    alone = found.alone
+    if alone is not None:
+        write, launch = alone
         write(*pointers, *scalars)
         launch(stream)
         return
     given = (*pointers, workspace, *scalars)
-    for write, launch, picked in launches:
+    for write, launch, picked in found.launches:
         write(*picked(given))
         launch(stream)
 
@@ -86,6 +87,8 @@ class Prepared(threading.local):
             return lambda given: [given[index] + offset for index, offset in places]
 
         self.launches = tuple((*prepare(step, device_id), picker(step)) for step in plan.steps)
+        # The only launch, if it takes all that a call is given.
+        self.alone = self.launches[0][:2] if len(self.launches) == 1 and not plan.workspace else None
 
 
 @lru_cache(maxsize=4096)

@@ -50,7 +50,7 @@ def of_norm(op: str, centred: bool, dtype: torch.dtype, wants_statistics: bool) 
 def of_linear(op: str) -> nn.Module:
     def function(x, weight, bias, ln_weight, ln_bias):
         ln_bias = ln_bias if op == "layer_norm" else None
-        return linear_operators.norm_linear(x.sin(), weight, bias, ln_weight, ln_bias, op, 1e-3, x.dtype, False)
+        return linear_operators.norm_linear(x.sin(), weight, bias, ln_weight, ln_bias, op, 1e-3, x.dtype, False, 0, 0)
 
     shapes = ((OUTS, COLS), (OUTS,), (COLS,), (COLS,))
     return Called(function, *(random(*shape, dtype=torch.float32, seed=seed) for seed, shape in enumerate(shapes)))

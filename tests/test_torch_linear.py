@@ -360,7 +360,7 @@ def test_a_compiled_graph_keeps_x_and_not_z(device):
     inputs = five(device, torch.float32)
 
     def function(*inputs):
-        return linear_operators.norm_linear(*inputs, "layer_norm", 0.3, torch.float32, False)[0]
+        return linear_operators.norm_linear(*inputs, "layer_norm", 0.3, torch.float32, False, 0, 0)[0]
 
     aot_function(function, fw_compiler=keep, bw_compiler=keep)(*inputs).sum().backward()
     forward, backward = graphs
@@ -375,7 +375,7 @@ def test_a_compiled_graph_keeps_x_and_not_z(device):
 @on_devices
 def test_opcheck(device):
     x, weight, bias, ln_weight, ln_bias = five(device, torch.float32)
-    options = ("layer_norm", 0.3, torch.float32, False)
+    options = ("layer_norm", 0.3, torch.float32, False, 0, 0)
     torch.library.opcheck(linear_operators.norm_linear, (x, weight, bias, ln_weight, ln_bias, *options))
     given = [t.detach() for t in (x, weight, bias, ln_weight, ln_bias)]
     torch.library.opcheck(linear_operators.norm_linear_forward, (*given, *options))

@@ -222,7 +222,13 @@ def check_products(device: str, recipe: Any) -> None:
     found = float8_passes.forward(x.detach(), weights, None, *ln, options, True, True)
     saved = float8_passes.Saved(x.detach(), *weights[2:], *ln, found.statistics, found.z_scale)
     rounded = float8_passes._Rounded(
-        dy, saved, options, float8_passes.Dtypes(torch.float32, None), wants_dweight=True, sums=True
+        dy,
+        saved,
+        options,
+        float8_passes.Dtypes(torch.float32, None),
+        wants_dweight=True,
+        sums=True,
+        high_precision=scheme.high_precision_wgrad,
     )
     dz = product(rounded.rows, rounded.scale, weights.columns, weights.column_scale, torch.float32)
     z, w, g = (t.detach().cpu().double() for t in (found.z, module.weight, dy))

@@ -450,7 +450,7 @@ def torch_on_the_stand_in(monkeypatch):
     runs = cpu_cupy.Runs(Machine())
     runs.allocated = 0
     parts = {"_current_device": lambda: -1, "_stream": lambda _: 0, "_empty": empty, "launch": runs}
-    parts |= {"properties_of": lambda *_: SMALL, "_recipes": {}, "_families": {}}
+    parts |= {"properties_of": lambda *_: SMALL, "_recipes": {}, "_families": {}, "_calls": {}}
     for name, part in parts.items():
         monkeypatch.setattr(launching, name, part)
     monkeypatch.setattr(functional, "_at_once", lambda *_: True)

@@ -65,8 +65,13 @@ def on_the_stand_in(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> La
     if cpu_device.missing():
         pytest.skip(cpu_device.missing())
     launches = Launches(monkeypatch)
-    parts = {"_current_device": lambda: -1, "_stream": lambda _: 0, "_empty": empty, "_recipes": {}, "_families": {}}
-    for name, part in (parts | {"properties_of": lambda *_: FEW_SMS}).items():
+    parts = {
+        "_current_device": lambda: -1,
+        "_stream": lambda _: 0,
+        "_empty": empty,
+        "properties_of": lambda *_: FEW_SMS,
+    }
+    for name, part in (parts | {"_recipes": {}, "_families": {}, "_calls": {}}).items():
         monkeypatch.setattr(launching, name, part)
     for module in (launching, *modules):
         monkeypatch.setattr(module, "launch", launches)

@@ -16,6 +16,7 @@ from ...norm.float8 import NAMES
 from ...norm.problem import FLOAT8
 from ..norm import formulas
 from ..norm.float8 import bound, power_of_2, rounded, scaling
+from . import float8_launching
 
 STEP = 16  # of a product's contraction
 
@@ -38,8 +39,6 @@ def cast_rows(
     `scale` is one for all, of no axes, which is returned then.
     """
     if a.is_cuda:
-        from . import float8_launching
-
         return float8_launching.cast_rows(
             a,
             dtype,
@@ -63,8 +62,6 @@ def cast_columns(
 ) -> tuple[Tensor, Tensor]:
     """(bytes (cols, rows and zeros to a multiple of 16), scale (cols,)), by max|a| (cols,) or `scale`, of no axes."""
     if a.is_cuda:
-        from . import float8_launching
-
         return float8_launching.cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale)
     wide = a.float()
     if scale is None:
@@ -92,8 +89,6 @@ def normalised_columns(
     them.
     """
     if x.is_cuda:
-        from . import float8_launching
-
         return float8_launching.normalised_columns(
             x, statistics, ln_weight, ln_bias, operation, dtype, power_2_scale=power_2_scale
         )
@@ -105,8 +100,6 @@ def normalised_columns(
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """product (rows, cols) in float32 by row_scale (rows,), column_scale (1, cols), with bias (cols,), in `dtype`."""
     if product.is_cuda:
-        from . import float8_launching
-
         return float8_launching.scaled(product, row_scale, column_scale, bias, dtype)
     y = product * row_scale[:, None] * column_scale
     return (y if bias is None else y + bias.float()).to(dtype)

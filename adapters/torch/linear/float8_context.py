@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,10 +22,9 @@ class _Region(NamedTuple):
 _region: _Region | None = None
 
 
-@contextmanager
 def autocast(
     enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, `LayerNormLinear` multiplies in FP8 as `recipe` says: transformer_engine.pytorch.autocast.
 
     Of nested ones the innermost counts; with `enabled=False` nothing inside is in FP8. One for the whole process, as
@@ -55,17 +54,14 @@ def autocast(
     ...     LayerNormLinear(16, 32, device="cpu")(torch.ones(2, 16)).shape
     torch.Size([2, 32])
     """
-    with _inside(_Region(bool(enabled), recognised("autocast", recipe) if enabled else None)):
-        yield
+    return _inside(_Region(bool(enabled), recognised("autocast", recipe) if enabled else None))
 
 
-@contextmanager
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """`autocast` by the names that TransformerEngine had for it before."""
-    with _inside(_Region(bool(enabled), recognised("fp8_autocast", fp8_recipe) if enabled else None)):
-        yield
+    return _inside(_Region(bool(enabled), recognised("fp8_autocast", fp8_recipe) if enabled else None))
 
 
 @contextmanager

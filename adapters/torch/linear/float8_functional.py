@@ -5,23 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..norm.functional import autocast_dtype
+from ..norm.functional import _at_once, applied, autocast_dtype
 from . import float8_operators
 from .float8_casts import STEP, cast_rows
 from .float8_context import check_available
 from .float8_passes import Dtypes, Float8Options, Saved, forward, gradients
 from .float8_weights import WeightCache
-from .functional import check, in_one_step
+from .functional import NO_MARGINS, check, in_one_step, known, margins_of_pass, remember_known
 from .parameters import joined
 from .passes import Sink, without_autocast
 from .recipes import Recipe
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32)
+_NOTHING = nullcontext()
+
+
+class Call(NamedTuple):
+    """What follows for a call from the layouts of its tensors."""
+
+    cast: torch.dtype | None  # what autocast converts to before a product
+    differentiable: bool  # some tensor requires a gradient
+    of_norm: bool  # one of x, ln_weight, ln_bias does
+
+
+def _name(function: str) -> str:
+    return f"{function} in FP8"
+
+
+def known_call(function: str, parts: Sequence[Tensor], x, bias, ln_weight, ln_bias, eps, operation) -> Call | None:
+    """Of an earlier call of `norm_linear` with tensors like these, which was checked."""
+    return known(_name(function), x, joined(parts), bias, ln_weight, ln_bias, eps, operation)
 
 
 def norm_linear(
@@ -40,28 +58,37 @@ def norm_linear(
     fp8_output: bool,
     wants_z: bool,
     sink: Sink | None,
+    sm_margins: tuple[int, int, int] = NO_MARGINS,
+    found: Call | None = None,
 ) -> tuple[Any, Tensor | None]:
     """(y, z): y (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z if it is wanted.
 
-    The parameters `parts` are weight, one after the other.
+    The parameters `parts` are weight, one after the other. `found`: by `known_call`, of these tensors.
     """
     weight = joined(parts)
     tensors = (x, weight, bias, ln_weight, ln_bias)
-    check(function, *tensors, operation)
-    _check_float8(function, *tensors)
-    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    call = found
+    if call is None:
+        check(function, *tensors, operation)
+        _check_float8(function, *tensors)
+        wanting = [t is not None and t.requires_grad for t in tensors]
+        call = Call(autocast_dtype(x), any(wanting), wanting[0] or wanting[3] or wanting[4])
+        if call.cast is None and not torch.compiler.is_compiling() and _at_once(x, ln_weight, ln_bias):
+            remember_known(call, _name(function), *tensors, eps, operation)
+    cast, differentiable, of_norm = call
+    differentiated = differentiable and torch.is_grad_enabled()
     if fp8_output and differentiated:
         raise ValueError(
             f"{function}: fp8_output=True needs a call without gradients, as numbers of 8 bits have none; got input or "
             "parameters that want one. Use torch.no_grad()."
         )
-    cast = autocast_dtype(x)
-    options = Float8Options(operation, float(eps), cast or x.dtype, recipe.scheme)
-    wants_columns = differentiated and any(t is not None and t.requires_grad for t in (x, ln_weight, ln_bias))
+    margins = margins_of_pass(sm_margins, differentiated)
+    options = Float8Options(operation, float(eps), cast or x.dtype, recipe.scheme, *margins)
+    wants_columns = differentiated and of_norm
     if torch.compiler.is_compiling():
         options = (*float8_operators.flat(options), wants_z, wants_columns)
         return float8_operators.norm_linear(*tensors, *options)[:2]
-    with nullcontext() if cast is None else torch.autocast(x.device.type, enabled=False):
+    with _NOTHING if cast is None else torch.autocast(x.device.type, enabled=False):
         if differentiated:
             trained = weight.requires_grad
             fetch = partial(cache.of, parts, weight, options.scheme, wants_columns, trained, is_first_microbatch)
@@ -117,10 +144,9 @@ class _NormLinear(torch.autograd.Function):
             )
         options, dtypes, sink = ctx.call
         saved = Saved(*ctx.saved_tensors)
-        with without_autocast(saved.x.device.type):
+        with without_autocast("cuda" if saved.x.is_cuda else saved.x.device.type):
             results = gradients(dy, dz, saved, options, dtypes, ctx.needs_input_grad[:5], sink)
         return *results, None, None, None, None
 
 
-# autograd.Function.apply without what it does for functorch, which `in_one_step` has excluded: 3 us.
-_apply = super(torch.autograd.Function, _NormLinear).apply
+_apply = applied(_NormLinear)

@@ -173,15 +173,20 @@ def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tenso
         with torch.cuda.device(index):
             return scaled(product, row_scale, column_scale, bias, dtype)
     rows, cols = product.shape
-    product, column_scale = product.contiguous(), column_scale.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    product, row_scale, column_scale = product.contiguous(), row_scale.contiguous(), column_scale.contiguous()
     y = launching._empty((rows, cols), (cols, 1), dtype)
     if rows == 0 or cols == 0:
         return y
-    given = (product, row_scale.contiguous(), column_scale, *(() if bias is None else (bias,)), y)
-    pointers = [one.data_ptr() for one in given]
-    aligned = not any(pointer & 15 for pointer in (pointers[0], *pointers[2:]))
-    key = ("scaled", product.shape, product.dtype, dtype, None if bias is None else bias.dtype, index, aligned)
+    pointers = [product.data_ptr(), column_scale.data_ptr(), y.data_ptr()]
+    if bias is not None:
+        bias = bias.contiguous()
+        pointers.insert(2, bias.data_ptr())
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    pointers.insert(1, row_scale.data_ptr())
+    aligned = together & 15 == 0
+    key = ("scaled", rows, cols, product.dtype, dtype, None if bias is None else bias.dtype, index, aligned)
     plan = _plans.get(key)
     if plan is None:
         names = (_name(product), checks.dtype_name(dtype), None if bias is None else checks.dtype_name(bias.dtype))

@@ -22,7 +22,7 @@ from .recipes import E4M3, Scheme
 
 _OPTIONS = (
     "str operation, float eps, ScalarType dtype, bool by_row, str gradient, bool[] power_2, float[] least, "
-    "bool[] fast, bool high_precision_wgrad"
+    "bool[] fast, bool high_precision_wgrad, int sm_margin, int backward_sm_margin"
 )
 _FORWARD = (
     f"(Tensor x, Tensor weight, Tensor? bias, Tensor? ln_weight, Tensor? ln_bias, {_OPTIONS}, bool wants_z, "
@@ -40,18 +40,18 @@ _library.define(
 norm_linear = torch.ops.cunorm.fp8_norm_linear.default
 norm_linear_forward = torch.ops.cunorm.fp8_norm_linear_forward.default
 norm_linear_backward = torch.ops.cunorm.fp8_norm_linear_backward.default
-OPTIONS = 9  # arguments that `flat` makes
+OPTIONS = 11  # arguments that `flat` makes
 
 
 def flat(options: Float8Options) -> tuple:
     """As operators take them."""
-    operation, eps, dtype, (by_row, gradient, *triples, high_precision) = options
-    return operation, eps, dtype, by_row, gradient, *map(list, triples), high_precision
+    operation, eps, dtype, (by_row, gradient, *triples, high_precision), *margins = options
+    return operation, eps, dtype, by_row, gradient, *map(list, triples), high_precision, *margins
 
 
-def _options(operation, eps, dtype, by_row, gradient, power_2, least, fast, high_precision) -> Float8Options:
+def _options(operation, eps, dtype, by_row, gradient, power_2, least, fast, high_precision, *margins) -> Float8Options:
     triples = map(tuple, (power_2, least, fast))
-    return Float8Options(operation, eps, dtype, Scheme(by_row, gradient, *triples, high_precision))
+    return Float8Options(operation, eps, dtype, Scheme(by_row, gradient, *triples, high_precision), *margins)
 
 
 def _forward(x, weight, bias, ln_weight, ln_bias, *others):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...norm.float8 import NAMES
-from ..norm import float8, functional
+from ..norm import float8, functional, launching
 from . import side_by_side
 from .float8_casts import cast_columns, cast_rows, normalised_columns, scale_of_tensor
 from .float8_products import product, right
@@ -36,11 +36,13 @@ class Float8Options(NamedTuple):
     eps: float
     dtype: torch.dtype  # of y, and of z where it is returned
     scheme: Scheme
+    sm_margin: int = 0  # as in Options
+    backward_sm_margin: int = 0
 
     @property
     def plain(self) -> Options:
         """For the norm and its gradients, which are as without FP8."""
-        return Options(self.operation, self.eps, self.dtype, False)
+        return Options(self.operation, self.eps, self.dtype, False, self.sm_margin, self.backward_sm_margin)
 
 
 class Forward(NamedTuple):
@@ -82,20 +84,26 @@ def _normalised(
     wants_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(z8, scale, z, statistics): of rows from z in float32, in one kernel; of the tensor from z as it is returned."""
-    operation, eps, dtype, scheme = options
+    operation, eps, dtype, scheme, sm_margin, _ = options
     shape = x.shape[-1:]
     power_2, least = scheme.power_2[0], scheme.least[0]
     if not scheme.by_row:
-        z, statistics = normalise(x, ln_weight, ln_bias, options.plain, wants_statistics)
+        z, statistics = normalise(x, ln_weight, ln_bias, options.plain, wants_statistics, sm_margin)
         flat = z.reshape(-1, *shape)
         scale = scale_of_tensor(flat, power_2_scale=power_2, least=least)
         return cast_rows(flat, scale=scale)[0], scale, z if wants_z else None, statistics
-    if not power_2 and functional._at_once(x, ln_weight, ln_bias):
+    if not power_2:
         of_z = dtype if wants_z else None
-        call = (operation, x, shape, ln_weight, ln_bias, eps, "row", NAMES[E4M3], None, 0, of_z)
-        return float8.launched(*call, wants_statistics)
+        key = ("in 8 bits", operation, of_z, sm_margin, x.shape, ln_weight is None, ln_bias is None)
+        recipe = launching.known_call(key, x, ln_weight, ln_bias)
+        if recipe is not None and functional.nothing_else_listens():
+            return float8.launched_by(recipe, x, ln_weight, ln_bias, eps, None, wants_statistics)
+        if functional._at_once(x, ln_weight, ln_bias):
+            recipe = float8.recipe_of(x, ln_weight, ln_bias, (operation, shape, "row", NAMES[E4M3], sm_margin, of_z))
+            launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+            return float8.launched_by(recipe, x, ln_weight, ln_bias, eps, None, wants_statistics)
     wide = options.plain._replace(dtype=torch.float32)
-    z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics)
+    z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics, sm_margin)
     z8, scale, _, _ = cast_rows(z.reshape(-1, *shape), power_2_scale=power_2)
     return z8, scale, z.to(dtype) if wants_z else None, statistics
 
@@ -136,13 +144,14 @@ def gradients(
     norm_mask = (wants_dx, *wants_ln)
     x, columns, column_scale, ln_weight, ln_bias, statistics, _ = saved
     rows = x.numel() // x.shape[-1]
-    if rows <= FEW_ROWS and options.scheme.by_row and options.dtype in functional.HALF:
-        options = options._replace(scheme=options.scheme._replace(high_precision_wgrad=True))
+    scheme = options.scheme
+    high_precision = rows <= FEW_ROWS and scheme.by_row and options.dtype in functional.HALF
+    high_precision = high_precision or scheme.high_precision_wgrad
     rounded = None
     if dy is not None:
         dy = matrix(dy, rows)
         sums = wants_dbias or (sink is not None and dtypes.bias is not None)
-        rounded = _Rounded(dy, saved, options, dtypes, wants_dweight, sums)
+        rounded = _Rounded(dy, saved, options, dtypes, wants_dweight, sums, high_precision)
     size = 0 if dy is None else dy.numel()
     # Side by side what one half has read may not be written by the other.
     held = (rounded.rows, rounded.scale) if rounded is not None and side_by_side.applies(x, size) else None
@@ -181,12 +190,20 @@ class _Rounded:
     scale: Tensor  # (rows,), or of no axes
 
     def __init__(
-        self, dy: Tensor, saved: Saved, options: Float8Options, dtypes: Dtypes, wants_dweight: bool, sums: bool
+        self,
+        dy: Tensor,
+        saved: Saved,
+        options: Float8Options,
+        dtypes: Dtypes,
+        wants_dweight: bool,
+        sums: bool,
+        high_precision: bool,
     ):
-        """`sums`: that of every column of dy, the gradient of bias."""
+        """`sums`: that of every column of dy, the gradient of bias. `high_precision`: as high_precision_wgrad."""
         self.dtype = dy.dtype
         self._saved, self._options, self._dtypes = saved, options, dtypes
-        by_row, gradient, (_, _, power_2), (_, _, least), _, high_precision = options.scheme
+        by_row, gradient, (_, _, power_2), (_, _, least), _, _ = options.scheme
+        self._high_precision = high_precision
         scale = None if by_row else scale_of_tensor(dy, gradient, power_2_scale=power_2, least=least)
         columns = wants_dweight and not high_precision
         self.rows, self.scale, self._sums, amax = cast_rows(
@@ -205,7 +222,7 @@ class _Rounded:
         """dy is read by columns, and they alone are kept for the gradient of weight."""
         del self.rows, self.scale
         scheme = self._options.scheme
-        if self._dy is not None and not scheme.high_precision_wgrad:
+        if self._dy is not None and not self._high_precision:
             self._columns, self._column_scale = cast_columns(
                 self._dy, self._amax, scheme.gradient, scale=self._tensor_scale, power_2_scale=scheme.power_2[2]
             )
@@ -215,7 +232,8 @@ class _Rounded:
     def _z(self) -> Tensor:
         """(rows, in) as the norm returns it."""
         x, _, _, ln_weight, ln_bias, _, _ = self._saved
-        z, _ = normalise(x, ln_weight, ln_bias, self._options.plain, False)
+        options = self._options.plain
+        z, _ = normalise(x, ln_weight, ln_bias, options, False, options.backward_sm_margin)
         return matrix(z, x.numel() // x.shape[-1])
 
     @cached_property
@@ -233,7 +251,7 @@ class _Rounded:
 
     def weight(self) -> Tensor:
         if self._dy is not None:
-            return in_dtype(self._dy.t() @ self._z, self._dtypes.weight)
+            return in_dtype(torch.mm(self._dy.t(), self._z), self._dtypes.weight)
         return self._product(self._columns, self._column_scale, self._dtypes.weight)
 
     def bias(self) -> Tensor:

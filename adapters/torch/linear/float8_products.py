@@ -15,7 +15,7 @@ from .passes import in_dtype
 # 1024 -> 3072 6.0 and 5.1, 128 rows 6.1 and 5.9.
 FEW_ROWS = 32
 
-_ones: dict[torch.device, Tensor] = {}
+_ones: dict[int, Tensor] = {}
 
 
 def product(
@@ -83,11 +83,11 @@ def _numbers(bytes: Tensor, scale: Tensor) -> Tensor:
 
 def _one(a: Tensor) -> Tensor:
     """The number, on the device of a: kept, but for what a graph makes, which is written in its replays alone."""
-    one = _ones.get(a.device)
+    one = _ones.get(a.get_device())
     if one is None:
         if a.is_cuda and torch.cuda.is_current_stream_capturing():
             return torch.ones((), device=a.device)
-        one = _ones[a.device] = torch.ones(()).to(a.device)  # there for all streams when this returns
+        one = _ones[a.get_device()] = torch.ones(()).to(a.device)  # there for all streams when this returns
     return one
 
 

@@ -14,11 +14,11 @@ from ...linear import problem as linear_problem
 from ...norm import checks as core
 from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
-from . import float8_functional, parallel_float8, parallel_functional
+from ..norm.modules import parameter_of
+from . import float8_functional, functional, parallel_float8, parallel_functional
 from .checks import check_mode, check_overlaps, check_sizes, local_features
 from .float8_context import recipe_of
 from .float8_weights import WeightCache
-from .functional import norm_linear
 from .parallel import TensorParallel, size_of
 from .parameters import joined, lay_side_by_side, parts_of
 from .recipes import Recipe
@@ -96,6 +96,11 @@ class LayerNormLinear(WeightGradients):
         Keep z for the backward pass instead of computing it once more from x: as much memory as x takes, for the time
         of one forward pass of the norm. With sequence parallelism z of all rows, which is then not gathered again. In
         FP8 nothing more is kept. Not an argument of TransformerEngine's.
+    sm_margin : int or dict
+        Multiprocessors that the norm's kernels leave to other work, such as communication; a dict has any of the keys
+        `forward`, `backward` and `inference`, as in `LayerNorm`. What the backward pass computes once more belongs to
+        it. TransformerEngine's module takes them from the environment, NVTE_FWD_LAYERNORM_SM_MARGIN,
+        NVTE_BWD_LAYERNORM_SM_MARGIN and NVTE_INF_LAYERNORM_SM_MARGIN, which are not read here.
 
     Attributes
     ----------
@@ -143,6 +148,7 @@ class LayerNormLinear(WeightGradients):
     """
 
     fp8_recipe: Recipe | None = None
+    sm_margin: int | Mapping[str, int] = 0  # of modules that were pickled before there was one
     _fp8_outside: Recipe | bool | None = False  # of the last call outside a backward pass; False: there was none
 
     def __init__(
@@ -177,6 +183,7 @@ class LayerNormLinear(WeightGradients):
         name: str | None = None,
         *,
         keep_normalized: bool = False,
+        sm_margin: int | Mapping[str, int] = 0,
     ):
         super().__init__(fuse_wgrad_accumulation, delay_wgrad_compute)
         check_sizes(in_features=in_features, out_features=out_features)
@@ -221,6 +228,8 @@ class LayerNormLinear(WeightGradients):
         self.ub_name = ub_name
         self.name = name
         self.keep_normalized = keep_normalized
+        functional.margins_of("LayerNormLinear", sm_margin)
+        self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
 
         self._fp8_weights = WeightCache()
         self._parts = parts_of(parameters_split, out_features, out_features // self.out_features)
@@ -305,7 +314,16 @@ class LayerNormLinear(WeightGradients):
         return results
 
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
-        self._check_dtypes(inp)
+        if recipe is None and not self._over_ranks and not self.return_bias and not torch.compiler.is_compiling():
+            found = self._run_known(inp, is_first_microbatch)
+            if found is not None:
+                return found if self.return_layernorm_output else found[0]
+        found = None
+        alone = not self._over_ranks and not self.return_bias and len(self._parts) == 1
+        if recipe is not None and alone and not torch.compiler.is_compiling():
+            found = self._known_in_float8(inp)
+        if found is None:
+            self._check_dtypes(inp)
         if self._over_ranks:
             y, z, bias = self._run_over_ranks(inp, is_first_microbatch, recipe, fp8_output)
         else:
@@ -314,7 +332,8 @@ class LayerNormLinear(WeightGradients):
             norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
             name, sink = type(self).__name__, self._sink(is_first_microbatch)
             if recipe is None:
-                y, z = norm_linear(name, inp, joined(self._weights), applied, *norm, self.keep_normalized, sink)
+                weight, keep = joined(self._weights), self.keep_normalized
+                y, z = functional.norm_linear(name, inp, weight, applied, *norm, keep, self._sm_margins, sink)
             else:
                 y, z = float8_functional.norm_linear(
                     name,
@@ -328,6 +347,8 @@ class LayerNormLinear(WeightGradients):
                     fp8_output=fp8_output,
                     wants_z=self.return_layernorm_output,
                     sink=sink,
+                    sm_margins=self._sm_margins,
+                    found=found,
                 )
         results = [y]
         if self.return_bias:
@@ -336,6 +357,23 @@ class LayerNormLinear(WeightGradients):
         if self.return_layernorm_output:
             results.append(z)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _run_known(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor] | None:
+        """(y, z) of a call like an earlier one, which was checked."""
+        weight = joined(self._weights)
+        bias = joined(self._biases) if self.use_bias else None
+        operation = name_of(self.op, self.zero_centered_gamma)
+        of_norm = (parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias"))
+        tensors = (inp, weight, bias, *of_norm)
+        function = (type(self).__name__, self._sm_margins)
+        call = functional.known(function, *tensors, self.eps, operation, self.keep_normalized)
+        return None if call is None else functional.run_known(call, *tensors, self._sink(is_first_microbatch))
+
+    def _known_in_float8(self, inp: Tensor) -> Any:
+        bias = joined(self._biases) if self.use_bias else None
+        of_norm = (parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias"))
+        norm = (*of_norm, self.eps, name_of(self.op, self.zero_centered_gamma))
+        return float8_functional.known_call(type(self).__name__, self._weights, inp, bias, *norm)
 
     def _run_over_ranks(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool):
         """(y, z, bias), z None where it is not returned."""
@@ -348,7 +386,8 @@ class LayerNormLinear(WeightGradients):
         sink = self._sink(is_first_microbatch)
         if recipe is None:
             weight, keep = joined(weights), self.keep_normalized
-            y, z = parallel_functional.norm_linear(name, inp, weight, applied, *norm, keep, parallel, sink)
+            margins = self._sm_margins
+            y, z = parallel_functional.norm_linear(name, inp, weight, applied, *norm, keep, parallel, sink, margins)
         else:
             y, z = parallel_float8.norm_linear(
                 name,
@@ -362,8 +401,13 @@ class LayerNormLinear(WeightGradients):
                 is_first_microbatch=is_first_microbatch,
                 fp8_output=fp8_output,
                 sink=sink,
+                sm_margins=self._sm_margins,
             )
         return y, z, bias
+
+    @property
+    def _sm_margins(self) -> tuple[int, int, int]:
+        return functional.margins_of(type(self).__name__, self.sm_margin)
 
     @property
     def tp_group(self) -> Any:

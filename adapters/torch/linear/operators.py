@@ -16,7 +16,7 @@ from ..norm import formulas
 from ..norm.operators import _absent, _library, register_kernels
 from .passes import Options, gradients, normalise
 
-_OPTIONS = "str operation, float eps, ScalarType dtype, bool keep_normalized"
+_OPTIONS = "str operation, float eps, ScalarType dtype, bool keep_normalized, int sm_margin, int backward_sm_margin"
 _FORWARD = (
     f"(Tensor x, Tensor weight, Tensor? bias, Tensor? ln_weight, Tensor? ln_bias, {_OPTIONS}) "
     "-> (Tensor y, Tensor z, Tensor statistics)"
@@ -34,7 +34,8 @@ norm_linear_backward = torch.ops.cunorm.norm_linear_backward.default
 
 
 def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
-    z, statistics = normalise(x, ln_weight, ln_bias, Options(*options), True)
+    options = Options(*options)
+    z, statistics = normalise(x, ln_weight, ln_bias, options, True, options.sm_margin)
     return F.linear(z, weight, bias), z, statistics
 
 
@@ -45,7 +46,7 @@ def backward_in_steps(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *opt
 
 
 @torch.library.register_fake("cunorm::norm_linear_forward", lib=_library)
-def _forward_fake(x, weight, bias, ln_weight, ln_bias, operation, eps, dtype, keep_normalized):
+def _forward_fake(x, weight, bias, ln_weight, ln_bias, operation, eps, dtype, *_):
     y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
     statistics = x.new_empty((1 + formulas.subtracts_mean(operation), *x.shape[:-1]), dtype=formulas.compute_dtype(x))
     return y, x.new_empty(x.shape, dtype=dtype), statistics

@@ -24,7 +24,7 @@ from .float8_functional import _check_float8
 from .float8_passes import Dtypes, Float8Options, Forward, Saved, _normalised, _Rounded
 from .float8_products import product
 from .float8_weights import WeightCache, Weights
-from .functional import check
+from .functional import NO_MARGINS, check, margins_of_pass
 from .parallel import TensorParallel
 from .parallel_passes import Ranks, _of_all, exchange_of, reduced
 from .parameters import joined
@@ -48,6 +48,7 @@ def norm_linear(
     is_first_microbatch: bool | None,
     fp8_output: bool,
     sink: Sink | None,
+    sm_margins: tuple[int, int, int] = NO_MARGINS,
 ) -> tuple[Any, Tensor | None]:
     """As float8_functional.norm_linear, of the arguments of this rank; which z is returned `parallel` says."""
     ranks = parallel.ranks()
@@ -59,7 +60,8 @@ def norm_linear(
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if fp8_output and differentiated:
         raise ValueError(f"{function}: fp8_output=True needs a call without gradients. Use torch.no_grad().")
-    options = Float8Options(operation, float(eps), autocast_dtype(x) or x.dtype, recipe.scheme)
+    margins = margins_of_pass(sm_margins, differentiated)
+    options = Float8Options(operation, float(eps), autocast_dtype(x) or x.dtype, recipe.scheme, *margins)
     parallel.compare(x, options.dtype)
     wants_columns = differentiated and any(t is not None and t.requires_grad for t in (x, ln_weight, ln_bias))
     trained = differentiated and weight.requires_grad
@@ -117,7 +119,7 @@ def forward(
             if ranks.gathers_returned:  # not through the buffer that z8 lies in
                 z_of_all = gathered(matrix(z, len(scale) // ranks.size), ranks, False)()
     else:
-        z, statistics = normalise(x, ln_weight, ln_bias, options.plain, True)
+        z, statistics = normalise(x, ln_weight, ln_bias, options.plain, True, options.sm_margin)
         whole = matrix(z, x.numel() // cols)
         if ranks.sequence:
             whole = gathered(whole, ranks, ranks.overlap_gather, keep=ranks.gathers_returned)()
@@ -161,7 +163,8 @@ def gradients(
     all_rows = rows * ranks.size if ranks.sequence else rows
     dy = x.new_zeros((all_rows, outs), dtype=options.dtype) if dy is None else matrix(dy, all_rows)
     sums = wants_dbias or (sink is not None and dtypes.bias is not None)
-    rounded = _RoundedOverRanks(dy, saved, options, dtypes, wants_dweight, sums, ranks)
+    high_precision = options.scheme.high_precision_wgrad
+    rounded = _RoundedOverRanks(dy, saved, options, dtypes, wants_dweight, sums, high_precision, ranks)
     if (sink is not None or wants_dweight) and not (ranks.delayed and sink is not None):
         rounded.begin()
     before = dreturned if ranks.gathers_returned else None  # the sum over the ranks
@@ -205,7 +208,9 @@ class _RoundedOverRanks(_Rounded):
 
     def _rows_of_all(self) -> Callable[[], Tensor]:
         x, _, _, ln_weight, ln_bias, _, _ = self._saved
-        own = matrix(normalise(x, ln_weight, ln_bias, self._options.plain, False)[0], x.numel() // x.shape[-1])
+        options = self._options.plain
+        z, _ = normalise(x, ln_weight, ln_bias, options, False, options.backward_sm_margin)
+        own = matrix(z, x.numel() // x.shape[-1])
         return gathered(own, self._ranks, self._ranks.bulk_gather) if self._ranks.sequence else lambda: own
 
     def _columns_of_all(self) -> Callable[[], tuple[Tensor, Tensor]]:

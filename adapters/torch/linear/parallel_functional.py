@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...norm import checks
-from ..norm.functional import autocast_dtype
+from ..norm.functional import applied, autocast_dtype
 from . import parallel_operators
-from .functional import _check_dtypes, check, in_one_step
+from .functional import NO_MARGINS, _check_dtypes, check, in_one_step, margins_of_pass
 from .parallel import TensorParallel
 from .parallel_passes import forward, gradients
 from .passes import Options, Sink, without_autocast
@@ -26,6 +26,7 @@ def norm_linear(
     keep_normalized: bool,
     parallel: TensorParallel,
     sink: Sink | None,
+    sm_margins: tuple[int, int, int] = NO_MARGINS,
 ) -> tuple[Tensor, Tensor | None]:
     """(y, z), z None unless it is returned. The arguments are those of this rank."""
     ranks = parallel.ranks()
@@ -44,12 +45,14 @@ def norm_linear(
             f"{function}: over several ranks it is for plain tensors, and for first derivatives by backward(); got a "
             "subclass of Tensor, or a call under functorch or forward-mode differentiation."
         )
-    options = Options(operation, eps, cast or x.dtype, keep_normalized)
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    margins = margins_of_pass(sm_margins, differentiated)
+    options = Options(operation, eps, cast or x.dtype, keep_normalized, *margins)
     if torch.compiler.is_compiling():  # the operator compares
         y, z = parallel_operators.norm_linear(*tensors, *options, *ranks)[:2]
         return y, z if ranks.returned != "nothing" else None
     parallel.compare(x, options.dtype)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if differentiated:
         return _apply(*tensors, options, ranks, sink)
     with torch.no_grad():
         return forward(*tensors, options, ranks)[:2]
@@ -77,5 +80,4 @@ class _NormLinear(torch.autograd.Function):
         return *results, None, None, None
 
 
-# autograd.Function.apply without what it does for functorch, which `in_one_step` has excluded.
-_apply = super(torch.autograd.Function, _NormLinear).apply
+_apply = applied(_NormLinear)

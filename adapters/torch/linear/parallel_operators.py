@@ -19,8 +19,9 @@ from .parallel_passes import Forward, Ranks, _of_all, forward, gradients
 from .passes import Options
 
 _OPTIONS = (
-    "str operation, float eps, ScalarType dtype, bool keep_normalized, str group, int ranks, bool sequence, "
-    "str returned, bool delayed, bool overlap_gather, bool bulk_gather, bool bulk_sum, bool overlap_sum"
+    "str operation, float eps, ScalarType dtype, bool keep_normalized, int sm_margin, int backward_sm_margin, "
+    "str group, int ranks, bool sequence, str returned, bool delayed, bool overlap_gather, bool bulk_gather, "
+    "bool bulk_sum, bool overlap_sum"
 )
 _FORWARD = (
     f"(Tensor x, Tensor weight, Tensor? bias, Tensor? ln_weight, Tensor? ln_bias, {_OPTIONS}) "

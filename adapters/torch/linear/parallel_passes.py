@@ -65,7 +65,7 @@ def exchange_of(ranks: Ranks, overlaps: bool, like: Tensor) -> Exchange:
 def forward(x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks) -> Forward:
     rows, cols = x.numel() // x.shape[-1], x.shape[-1]
     if not ranks.sequence:
-        z, statistics = normalise(x, ln_weight, ln_bias, options, True)
+        z, statistics = normalise(x, ln_weight, ln_bias, options, True, options.sm_margin)
         kept = z if options.keep_normalized else None
         returned = None if ranks.returned == "nothing" else z if kept is None else z.clone()
         return Forward(F.linear(z, weight, bias), returned, statistics, kept)
@@ -73,7 +73,7 @@ def forward(x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks)
     in_parts = ranks.overlap_gather and symmetric.worth(size, in_parts=True)
     exchange = exchange_of(ranks, in_parts, x)
     gathering = exchange.gathering(rows, cols, x, options.dtype)
-    statistics = _normalise_into(gathering.own, x, ln_weight, ln_bias, options)
+    statistics = _normalise_into(gathering.own, x, ln_weight, ln_bias, options, options.sm_margin)
     gathering.start(wanted_next=not in_parts)
     if in_parts:
         y = _product_in_parts(gathering, exchange, rows, weight, bias)
@@ -110,13 +110,13 @@ def _product_in_parts(gathering: Gathering, exchange: Exchange, rows: int, weigh
     return y
 
 
-def _normalise_into(out: Tensor, x, ln_weight, ln_bias, options: Options) -> Tensor:
+def _normalise_into(out: Tensor, x, ln_weight, ln_bias, options: Options, sm_margin: int) -> Tensor:
     """Statistics; `out` (rows, cols) becomes z. Nothing is recorded where this is called."""
     if _at_once(x, ln_weight, ln_bias) and x.numel():
-        operation, eps, dtype, _ = options
-        call = (operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, 0, True)
+        operation, eps, dtype, *_ = options
+        call = (operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, sm_margin, True)
         return launching.forward(*call, out.view(x.shape))[1]
-    z, statistics = normalise(x, ln_weight, ln_bias, options, True)
+    z, statistics = normalise(x, ln_weight, ln_bias, options, True, sm_margin)
     out.copy_(z.view(out.shape))
     return statistics
 
@@ -149,11 +149,11 @@ def gradients(
         if kept is not None:
             return lambda: matrix(kept, all_rows)
         if not ranks.sequence:
-            return lambda: matrix(normalise(x, ln_weight, ln_bias, options, False)[0], rows)
+            return lambda: matrix(normalise(x, ln_weight, ln_bias, options, False, options.backward_sm_margin)[0], rows)
         overlaps = ranks.bulk_gather and symmetric.worth(all_rows * cols * options.dtype.itemsize)
         exchange = exchange_of(ranks, overlaps, x)
         gathering = exchange.gathering(rows, cols, x, options.dtype)
-        _normalise_into(gathering.own, x, ln_weight, ln_bias, options)
+        _normalise_into(gathering.own, x, ln_weight, ln_bias, options, options.backward_sm_margin)
         gathering.start()
         if delayed:
             return gathering.whole

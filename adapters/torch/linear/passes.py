@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..norm import launching, operators
-from ..norm.functional import HALF, _at_once, autocasts, launchable
+from ..norm.functional import HALF, _at_once, autocasts, launchable, launched_gradients, nothing_else_listens
 from . import side_by_side
 
 
@@ -42,15 +41,36 @@ class Options(NamedTuple):
     eps: float
     dtype: torch.dtype  # of the normalised tensor, weight, bias and y
     keep_normalized: bool
+    sm_margin: int = 0  # of the norm's kernels in the forward pass
+    backward_sm_margin: int = 0  # in the backward one, where z may be computed once more
 
 
-def normalise(x, ln_weight, ln_bias, options: Options, wants_statistics: bool) -> tuple[Tensor, Tensor | None]:
+def normalise(
+    x, ln_weight, ln_bias, options: Options, wants_statistics: bool, sm_margin: int
+) -> tuple[Tensor, Tensor | None]:
     """(z, statistics), None for statistics unless wanted; z has the same bits every time."""
-    if not torch.is_grad_enabled() and _at_once(x, ln_weight, ln_bias):
-        operation, eps, dtype, _ = options
-        call = (operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, 0, wants_statistics)
-        return launching.forward(*call)[:2]
-    return operators.Norm.apply(x, ln_weight, ln_bias, options.operation, 1, *options[1:3], wants_statistics, 0, 0)
+    operation, eps, dtype, *_ = options
+    if not torch.is_grad_enabled():
+        recipe = recipe_at_once(x, ln_weight, ln_bias, operation, dtype, sm_margin)
+        if recipe is not None:
+            return launching.forward_by(recipe, x, ln_weight, ln_bias, eps, wants_statistics)
+    margins = (sm_margin, options.backward_sm_margin)
+    return operators.Norm.apply(x, ln_weight, ln_bias, operation, 1, eps, dtype, wants_statistics, *margins)
+
+
+def recipe_at_once(
+    x, ln_weight, ln_bias, operation: str, dtype: torch.dtype, sm_margin: int
+) -> launching.Recipe | None:
+    """That of the norm's launch; None where the tensors cannot go straight to it."""
+    key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None)
+    recipe = launching.known_call(key, x, ln_weight, ln_bias)
+    if recipe is not None and nothing_else_listens():
+        return recipe
+    if not _at_once(x, ln_weight, ln_bias):
+        return None
+    recipe = launching.recipe_of(x, ln_weight, ln_bias, (operation, x.shape[-1:], dtype, sm_margin))
+    launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+    return recipe
 
 
 def gradients(
@@ -77,7 +97,9 @@ def gradients(
         dy = matrix(dy, rows)
 
     def again() -> Tensor:
-        return matrix(normalise(x, ln_weight, ln_bias, options, False)[0] if z is None else z, rows)
+        if z is not None:
+            return matrix(z, rows)
+        return matrix(normalise(x, ln_weight, ln_bias, options, False, options.backward_sm_margin)[0], rows)
 
     def of_product() -> tuple[Tensor | None, Tensor | None]:
         if dy is None:
@@ -93,8 +115,10 @@ def gradients(
             return None, None, None
         if dy is None:
             return norm_gradients(dz, False, x, statistics, ln_weight, options, norm_mask)
-        total = dy @ weight if dz is None else torch.addmm(matrix(dz, rows), dy, weight)
-        return norm_gradients(total.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
+        total = torch.mm(dy, weight) if dz is None else torch.addmm(matrix(dz, rows), dy, weight)
+        if x.dim() != 2:
+            total = total.view(x.shape)
+        return norm_gradients(total, True, x, statistics, ln_weight, options, norm_mask)
 
     # Each half has one tensor of the size of z to itself, unless z is kept anyway.
     size = 0 if z is not None else x.numel() * x.element_size()
@@ -119,14 +143,17 @@ class _Product:
         self._dy = dy
         self._again = again
         self._by_rows = weight.stride(1) == 1
+        self._kept: Tensor | None = None
 
-    @cached_property
+    @property
     def _z(self) -> Tensor:
-        return self._again()
+        if self._kept is None:
+            self._kept = self._again()
+        return self._kept
 
     def weight(self) -> Tensor:
         """Laid out as weight is: autograd would copy another layout."""
-        return self._dy.t() @ self._z if self._by_rows else (self._z.t() @ self._dy).t()
+        return torch.mm(self._dy.t(), self._z) if self._by_rows else torch.mm(self._z.t(), self._dy).t()
 
     def bias(self) -> Tensor:
         return bias_gradient(self._dy)
@@ -154,11 +181,13 @@ def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
 
 def norm_gradients(dz, own: bool, x, statistics, ln_weight, options: Options, mask):
     """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
-    operation, eps, _, _ = options
-    if own and launchable(dz):
+    operation, eps, *_, sm_margin = options
+    if own:
         family = launching.family(operation, 1, x)
-        return launching.backward(family, dz, x, statistics, ln_weight, mask, 0, in_place=True)
-    return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, 0)
+        found = launched_gradients(family, dz, x, statistics, ln_weight, mask, sm_margin, in_place=True)
+        if found is not None:
+            return found
+    return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, sm_margin)
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:
@@ -168,6 +197,9 @@ def matrix(tensor: Tensor, rows: int) -> Tensor:
     return tensor.contiguous()
 
 
+_NOTHING = nullcontext()
+
+
 def without_autocast(kind: str) -> AbstractContextManager:
     """The products of a backward pass have the dtypes that those of the forward pass had."""
-    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else _NOTHING

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..norm.modules import parameter_of
 from .parameters import Part
 from .passes import ProductGradients, Sink, without_autocast
 
@@ -32,11 +33,11 @@ class WeightGradients(nn.Module):
 
     @property
     def _weights(self) -> list[nn.Parameter]:
-        return [getattr(self, part.weight) for part in self._parts]
+        return [parameter_of(self, part.weight) for part in self._parts]
 
     @property
     def _biases(self) -> list[nn.Parameter]:
-        return [getattr(self, part.bias) for part in self._parts] if self.use_bias else []
+        return [parameter_of(self, part.bias) for part in self._parts] if self.use_bias else []
 
     @property
     def _applied_biases(self) -> list[nn.Parameter]:

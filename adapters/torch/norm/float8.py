@@ -35,6 +35,8 @@ class Recipe(NamedTuple):
     statistics: tuple
     rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
     order: Callable[..., Any]
+    aligned: bool  # all pointers are multiples of 16
+    options: tuple  # as `recipe_of` takes them
 
 
 _recipes: dict[Hashable, Recipe] = {}
@@ -127,30 +129,55 @@ def launched(
 
     By the kernel, for arguments that are checked. `scales` is one for all, of no axes, which is returned then.
     """
+    options = (operation, shape, granularity, name, sm_margin, of_y)
+    recipe = recipe_of(x, weight, bias, options)
+    return launched_by(recipe, x, weight, bias, eps, scales, wants_statistics)
+
+
+def recipe_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple) -> Recipe:
+    """`options` are (operation, shape, granularity, name, sm_margin, of_y), as of `launched`."""
+    pointers = x.data_ptr()
+    weight_key = bias_key = None
+    if weight is not None:
+        pointers |= weight.data_ptr()
+        weight_key = (weight.dtype, weight.is_contiguous())
+    if bias is not None:
+        pointers |= bias.data_ptr()
+        bias_key = (bias.dtype, bias.is_contiguous())
+    aligned = pointers & 15 == 0
+    key = (options, x.shape, x.stride(), x.dtype, x.get_device(), weight_key, bias_key, aligned)
+    recipe = _recipes.get(key)
+    if recipe is None:
+        recipe = launching.keep(_recipes, key, _recipe(options, x, weight, bias, aligned))
+    return recipe
+
+
+def launched_by(
+    recipe: Recipe,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    scales: Tensor | None,
+    wants_statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """As `launched`, by a recipe made of such tensors, wherever they lie."""
     index = x.get_device()
     if index != launching._current_device():
         with torch.cuda.device(index):
-            call = (operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, of_y)
-            return launched(*call, wants_statistics)
+            return launched_by(recipe, x, weight, bias, eps, scales, wants_statistics)
     x_pointer = x.data_ptr()
-    weight_pointer = bias_pointer = y_pointer = mean_pointer = rstd_pointer = 0
-    weight_key = bias_key = y = statistics = None
-    if weight is not None:
-        weight_pointer = weight.data_ptr()
-        weight_key = (weight.dtype, weight.is_contiguous())
-    if bias is not None:
-        bias_pointer = bias.data_ptr()
-        bias_key = (bias.dtype, bias.is_contiguous())
-    aligned = (x_pointer | weight_pointer | bias_pointer) & 15 == 0
-    options = (operation, shape, granularity, name, sm_margin, of_y)
-    key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, aligned)
-    recipe = _recipes.get(key)
-    if recipe is None:
-        recipe = launching.keep(_recipes, key, _recipe(*options, x, weight, bias, aligned))
+    weight_pointer = 0 if weight is None else weight.data_ptr()
+    bias_pointer = 0 if bias is None else bias.data_ptr()
+    if ((x_pointer | weight_pointer | bias_pointer) & 15 == 0) is not recipe.aligned:
+        recipe = recipe_of(x, weight, bias, recipe.options)
+        return launched_by(recipe, x, weight, bias, eps, scales, wants_statistics)
+    y_pointer = mean_pointer = rstd_pointer = 0
+    y = statistics = None
     found = launching._empty(*recipe.found)
     if scales is None:
         scales = launching._empty(*recipe.scales)
-    if of_y is not None:
+    if recipe.y is not None:
         y = launching._empty(*recipe.y)
         y_pointer = y.data_ptr()
     if wants_statistics:
@@ -168,7 +195,8 @@ def launched(
     return found, scales, y, statistics
 
 
-def _recipe(operation, shape, granularity, name, sm_margin, of_y, x, weight, bias, aligned) -> Recipe:
+def _recipe(options, x, weight, bias, aligned) -> Recipe:
+    operation, shape, granularity, name, sm_margin, of_y = options
     norm = checks.function_of(operation)
     cols, x_rows = math.prod(shape), launching._row_strides(x, len(shape))
     copies = (x_rows is None, *(one is not None and not one.is_contiguous() for one in (weight, bias)))
@@ -203,6 +231,8 @@ def _recipe(operation, shape, granularity, name, sm_margin, of_y, x, weight, bia
         statistics=contiguously((1 + has_mean, *leading), torch.float32),
         rstd_offset=4 * rows * has_mean,
         order=pointer_order(problem, FORWARD8),
+        aligned=aligned,
+        options=options,
     )
 
 

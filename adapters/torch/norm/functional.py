@@ -21,10 +21,12 @@ from torch.autograd import forward_ad
 
 from ...operation import NAMED
 from . import checks, formulas, launching, operators
+from .launching import Call
 
 PLAIN = (Tensor, torch.nn.Parameter)
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32, torch.float64)
+EPS, DTYPE = (float, type(None)), (type(None), torch.dtype)  # types of options that need no conversion
 
 
 def layer_norm(
@@ -124,26 +126,42 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
     """Both functions; `operation` is a name of cunorm.operation.NAMED."""
     if _compiling():
         return _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
+    key = None
+    if type(x) in PLAIN and type(sm_margin) is int and type(eps) in EPS and type(dtype) in DTYPE:
+        shape = normalized_shape
+        # That of a module is a tuple, most often of one number. What compares equal to a shape need not be one.
+        if type(shape) is torch.Size or (type(shape) is tuple and len(shape) == 1 and type(shape[0]) is int):
+            key = (operation, shape, eps, dtype, sm_margin, x.shape, x.dtype, weight is None, bias is None)
+            call = launching.known_call(key, x, weight, bias)
+            if call is not None and nothing_else_listens():
+                return _run(call, x, weight, bias)
     if not _at_once(x, weight, bias):
         checks.tensors(NAMED[operation].norm, x, weight, bias)
         return _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
-    shape = normalized_shape
-    # That of a module is a tuple, most often of one number: not to make a Size of it saves 0.5 us.
-    if type(shape) is not torch.Size and not (type(shape) is tuple and len(shape) == 1 and type(shape[0]) is int):
-        shape = checks.shape(NAMED[operation].norm, shape)
-    if type(eps) is not float:
-        eps = checks.eps(NAMED[operation].norm, eps, x)
-    if type(sm_margin) is int:
-        margin = backward_margin = inference_margin = sm_margin
-    else:
-        margin, backward_margin, inference_margin = checks.sm_margins(NAMED[operation].norm, sm_margin)
+    call = _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
+    if key is not None:
+        launching.remember_call(key, x, weight, bias, call)
+    return _run(call, x, weight, bias)
+
+
+def _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -> Call:
+    """Of plain CUDA tensors."""
+    function = NAMED[operation].norm
+    shape = checks.shape(function, normalized_shape)
+    eps = checks.eps(function, eps, x)
+    margin, backward_margin, inference_margin = checks.sm_margins(function, sm_margin)
     if dtype is None:
         dtype = _default_dtype(operation, x)
-    if _grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
-    ):
-        return _apply(x, weight, bias, (operation, shape, eps, dtype, margin, backward_margin))
-    return launching.forward(operation, x, shape, weight, bias, eps, dtype, inference_margin, False)[0]
+    differentiable = any(one is not None and one.requires_grad for one in (x, weight, bias))
+    margin = margin if differentiable and _grad_enabled() else inference_margin
+    recipe = launching.recipe_of(x, weight, bias, (operation, shape, dtype, margin))
+    return Call(recipe, eps, differentiable, backward_margin, None if bias is None else bias.dtype)
+
+
+def _run(call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if call.differentiable and _grad_enabled():
+        return _apply(x, weight, bias, call)
+    return launching.forward_by(call.recipe, x, weight, bias, call.eps, False)[0]
 
 
 def _at_once(x, weight, bias) -> bool:
@@ -192,27 +210,51 @@ def _nothing_listens() -> bool:
     )
 
 
+def nothing_else_listens() -> bool:
+    """Nothing that a direct launch would bypass, and that repeats.py does not see."""
+    return _function_modes() == 0 and forward_ad._current_level < 0
+
+
+def launched_gradients(
+    family: launching.Family,
+    dy: Tensor,
+    x: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    mask: tuple[bool, bool, bool],
+    sm_margin: int,
+    in_place: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+    """As `launching.backward`; None where dy cannot go straight to the launch."""
+    recipe = launching.known_backward(family, dy, x, weight, mask, sm_margin)
+    if recipe is not None and not _grad_enabled() and nothing_else_listens():
+        return launching.backward_by(recipe, dy, x, statistics, weight, mask, in_place)
+    if not launchable(dy):
+        return None
+    launching.remember_backward(family, dy, x, weight, mask, sm_margin)
+    return launching.backward(family, dy, x, statistics, weight, mask, sm_margin, in_place)
+
+
 class _Norm(torch.autograd.Function):
     """The norm of plain CUDA tensors in eager mode."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, options):
-        operation, shape, eps, dtype, sm_margin, _ = options
-        y, statistics, family = launching.forward(operation, x, shape, weight, bias, eps, dtype, sm_margin, True)
+    def forward(ctx, x, weight, bias, call):
+        y, statistics = launching.forward_by(call.recipe, x, weight, bias, call.eps, True)
         ctx.save_for_backward(x, statistics, weight)
-        ctx.call = options, family, None if bias is None else bias.dtype
+        ctx.call = call
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, statistics, weight = ctx.saved_tensors
-        options, family, bias_dtype = ctx.call
-        operation, _, eps, _, _, sm_margin = options
+        recipe, eps, _, sm_margin, bias_dtype = ctx.call
         mask = ctx.needs_input_grad[:3]
-        if launchable(dy):
-            dx, dweight, dbias = launching.backward(family, dy, x, statistics, weight, mask, sm_margin)
-        else:
-            dx, dweight, dbias = operators.backward(dy, x, statistics, weight, operation, eps, mask, sm_margin)
+        gradients = launched_gradients(recipe.family, dy, x, statistics, weight, mask, sm_margin)
+        if gradients is None:
+            operation = recipe.family.operation
+            gradients = operators.backward(dy, x, statistics, weight, operation, eps, mask, sm_margin)
+        dx, dweight, dbias = gradients
         if dbias is not None and dbias.dtype is not bias_dtype:
             dbias = dbias.to(bias_dtype)
         return dx, dweight, dbias, None
@@ -222,8 +264,8 @@ class _NormWithStatistics(_Norm):
     """The same, with (y, statistics) for its results."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, options):
-        y = _Norm.forward(ctx, x, weight, bias, options)
+    def forward(ctx, x, weight, bias, call):
+        y = _Norm.forward(ctx, x, weight, bias, call)
         _, statistics, _ = ctx.to_save
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
@@ -284,9 +326,10 @@ def norm_with_statistics(
     """(y, statistics) for arguments that are checked; y is differentiable, statistics are as formulas.py has them."""
     ndim = len(shape)
     if not torch.compiler.is_compiling() and _at_once(x, weight, bias):
-        if operators.wants_gradient(x, weight, bias):
-            return _apply_with_statistics(x, weight, bias, (operation, shape, eps, dtype, sm_margin, sm_margin))
-        return launching.forward(operation, x, shape, weight, bias, eps, dtype, sm_margin, True)[:2]
+        call = _call(operation, x, shape, weight, bias, eps, dtype, sm_margin)
+        if call.differentiable and _grad_enabled():
+            return _apply_with_statistics(x, weight, bias, call)
+        return launching.forward_by(call.recipe, x, weight, bias, eps, True)
     if forward_ad._current_level >= 0:
         statistics = formulas.statistics_of(operation, x, ndim, eps)
         return formulas.forward(operation, x, statistics, weight, bias).to(dtype), statistics.detach()

@@ -103,8 +103,7 @@ def gradients_of(family, names, saved, numbers, eps, dy, ds, statistics, mask) -
     return [next(found) if one else None for one in mask]
 
 
-# As in functional.py, without what torch does for functorch.
-_apply = super(torch.autograd.Function, _Fused).apply
+_apply = functional.applied(_Fused)
 
 
 def _through_torch(family, names, saved, numbers, eps, dy, ds, statistics, mask):

@@ -18,6 +18,7 @@ from ...norm.plan import Plan, plan
 from ...norm.problem import BACKWARD, FORWARD, RowStrides, plain, pointer_order
 from . import checks
 from .formulas import compute_dtype
+from .repeats import Alike, remember
 
 RECIPES = 4096  # kept at most
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in a torch without CUDA
@@ -44,6 +45,8 @@ class Recipe(NamedTuple):
     order: Callable[..., Any]  # picks, of all pointers of a call, those that the plan takes
     family: Family  # of the backward passes of a forward one
     temporary: bool  # what y, or dx, is to be written to cannot be written by a kernel
+    aligned: bool  # all pointers are multiples of 16
+    options: tuple  # as `recipe_of` takes them, or (output_mask, sm_margin)
 
 
 class Family(NamedTuple):
@@ -55,6 +58,17 @@ class Family(NamedTuple):
     operation: str
     ndim: int
     recipes: dict[Hashable, Recipe]
+    known: dict[Hashable, tuple[tuple[Alike, Recipe], ...]]  # by what tensors do not tell
+
+
+class Call(NamedTuple):
+    """What follows for a call of a norm from its options and the layouts of its tensors."""
+
+    recipe: Recipe
+    eps: float
+    differentiable: bool  # some tensor requires a gradient
+    backward_margin: int
+    bias_dtype: torch.dtype | None
 
 
 def _contiguously(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -64,6 +78,7 @@ def _contiguously(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, 
 
 _recipes: dict[Hashable, Recipe] = {}
 _families: dict[Hashable, Family] = {}
+_calls: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # what follows for a call, by what tensors do not tell
 
 
 def forward(
@@ -82,29 +97,76 @@ def forward(
 
     `shape` is that of the normalised axes. A call that fits no recipe is checked before one is made, but for `out`.
     """
+    recipe = recipe_of(x, weight, bias, (operation, shape, dtype, sm_margin), out)
+    y, statistics = forward_by(recipe, x, weight, bias, eps, wants_statistics, out)
+    return y, statistics, recipe.family
+
+
+def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
+    try:
+        return _calls.get(key, ())
+    except TypeError:  # a size that a trace holds open has no hash
+        return ()
+
+
+def known_call(key: Hashable, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    """What was remembered of a call with tensors like these, as repeats.py has it; None for nothing."""
+    for known, found in earlier_calls(key):
+        if known(x, weight, bias) if bias is not None else known(x) if weight is None else known(x, weight):
+            return found
+    return None
+
+
+def remember_call(key: Hashable, x: Tensor, weight: Tensor | None, bias: Tensor | None, found: Any) -> None:
+    """For `known_call`. What has bias alone is not remembered."""
+    if weight is not None or bias is None:
+        remember(_calls, key, tuple(one for one in (x, weight, bias) if one is not None), found, RECIPES)
+
+
+def recipe_of(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple, out: Tensor | None = None
+) -> Recipe:
+    """That of a forward pass; `options` are (operation, shape, dtype, sm_margin)."""
+    pointers = x.data_ptr()
+    weight_key = bias_key = out_key = None
+    if weight is not None:
+        pointers |= weight.data_ptr()
+        weight_key = (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous())
+    if bias is not None:
+        pointers |= bias.data_ptr()
+        bias_key = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
+    if out is not None:
+        pointers |= out.data_ptr()
+        out_key = out.stride()
+    aligned = pointers & 15 == 0
+    key = (options, x.shape, x.stride(), x.dtype, x.get_device(), weight_key, bias_key, out_key, aligned)
+    recipe = _recipes.get(key)
+    if recipe is None:
+        recipe = keep(_recipes, key, _forward_recipe(options, x, weight, bias, out, aligned))
+    return recipe
+
+
+def forward_by(
+    recipe: Recipe,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    wants_statistics: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(y, statistics) by a recipe made of such tensors, wherever they lie."""
     index = x.get_device()
     if index != _current_device():
         with torch.cuda.device(index):
-            return forward(operation, x, shape, weight, bias, eps, dtype, sm_margin, wants_statistics, out)
+            return forward_by(recipe, x, weight, bias, eps, wants_statistics, out)
+    plan, copies, copied, first, second, rstd_offset, order, _, temporary, aligned, options = recipe
     x_pointer = x.data_ptr()
-    weight_pointer = bias_pointer = out_pointer = 0
-    weight_key = bias_key = out_key = None
-    if weight is not None:
-        weight_pointer = weight.data_ptr()
-        weight_key = (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous())
-    if bias is not None:
-        bias_pointer = bias.data_ptr()
-        bias_key = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
-    if out is not None:
-        out_pointer = out.data_ptr()
-        out_key = out.stride()
-    aligned = (x_pointer | weight_pointer | bias_pointer | out_pointer) & 15 == 0
-    options = (operation, shape, dtype, sm_margin)
-    key = (options, x.shape, x.stride(), x.dtype, index, weight_key, bias_key, out_key, aligned)
-    recipe = _recipes.get(key)
-    if recipe is None:
-        recipe = keep(_recipes, key, _forward_recipe(*options, x, weight, bias, out, aligned))
-    plan, copies, copied, first, second, rstd_offset, order, family, temporary = recipe
+    weight_pointer = 0 if weight is None else weight.data_ptr()
+    bias_pointer = 0 if bias is None else bias.data_ptr()
+    out_pointer = 0 if out is None else out.data_ptr()
+    if ((x_pointer | weight_pointer | bias_pointer | out_pointer) & 15 == 0) is not aligned:
+        return forward_by(recipe_of(x, weight, bias, options, out), x, weight, bias, eps, wants_statistics, out)
     y = _empty(*first) if out is None or temporary else out
     statistics = None
     mean_pointer = rstd_pointer = 0
@@ -113,16 +175,17 @@ def forward(
         mean_pointer = statistics.data_ptr()  # rms_norm's kernels write none
         rstd_pointer = mean_pointer + rstd_offset
     if plan is None:
-        return y if out is None else out, statistics, family
+        return y if out is None else out, statistics
     if copied:
         x, weight, bias = _contiguous((x, weight, bias), copies)
         x_pointer, weight_pointer, bias_pointer = _pointer(x), _pointer(weight), _pointer(bias)
     pointers = order((x_pointer, weight_pointer, bias_pointer, y.data_ptr(), mean_pointer, rstd_pointer))
     launch.run(plan, index, _stream(index), pointers, (eps,))
-    return out.copy_(y) if temporary else y, statistics, family
+    return out.copy_(y) if temporary else y, statistics
 
 
-def _forward_recipe(operation, shape, dtype, sm_margin, x, weight, bias, out, aligned) -> Recipe:
+def _forward_recipe(options, x, weight, bias, out, aligned) -> Recipe:
+    operation, shape, dtype, sm_margin = options
     function = checks.function_of(operation)
     ndim = checks.trailing_axes(function, x, shape)
     checks.forward(operation, x, ndim, weight, bias, dtype)
@@ -157,13 +220,15 @@ def _forward_recipe(operation, shape, dtype, sm_margin, x, weight, bias, out, al
         order=pointer_order(problem, FORWARD),
         family=family(operation, ndim, x),
         temporary=temporary,
+        aligned=aligned,
+        options=options,
     )
 
 
 def family(operation: str, ndim: int, x: Tensor) -> Family:
     """What `backward` wants to know of the forward pass."""
     key = (operation, ndim, x.shape, x.get_device())
-    return _families.get(key) or keep(_families, key, Family(operation, ndim, {}))
+    return _families.get(key) or keep(_families, key, Family(operation, ndim, {}, {}))
 
 
 def backward(
@@ -181,26 +246,69 @@ def backward(
 
     `in_place`: nobody needs dy any more, and dx takes its memory if it can. `dx_out`: where dx is written, checked.
     """
-    index = x.get_device()
-    if index != _current_device():
-        with torch.cuda.device(index):
-            return backward(family, dy, x, statistics, weight, output_mask, sm_margin, in_place, dx_out)
-    dy_pointer, x_pointer = dy.data_ptr(), x.data_ptr()
-    weight_pointer = out_pointer = 0
+    recipe = _backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, dx_out)
+    return backward_by(recipe, dy, x, statistics, weight, output_mask, in_place, dx_out)
+
+
+def known_backward(
+    family: Family, dy: Tensor, x: Tensor, weight: Tensor | None, output_mask: tuple[bool, bool, bool], sm_margin: int
+) -> Recipe | None:
+    """The recipe of a backward pass like an earlier one, as repeats.py has it."""
+    for known, recipe in family.known.get((output_mask, sm_margin, weight is None), ()):
+        if known(dy, x) if weight is None else known(dy, x, weight):
+            return recipe
+    return None
+
+
+def remember_backward(
+    family: Family, dy: Tensor, x: Tensor, weight: Tensor | None, output_mask: tuple[bool, bool, bool], sm_margin: int
+) -> None:
+    """For `known_backward`."""
+    tensors = (dy, x) if weight is None else (dy, x, weight)
+    recipe = _backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, None)
+    remember(family.known, (output_mask, sm_margin, weight is None), tensors, recipe, RECIPES)
+
+
+def _backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, dx_out) -> Recipe:
     weight_key = out_key = None
+    pointers = dy.data_ptr() | x.data_ptr()
     if weight is not None:
-        weight_pointer = weight.data_ptr()
+        pointers |= weight.data_ptr()
         weight_key = (weight.dtype, weight.is_contiguous())
     if dx_out is not None:
-        out_pointer = dx_out.data_ptr()
+        pointers |= dx_out.data_ptr()
         out_key = dx_out.stride()
-    aligned = (dy_pointer | x_pointer | weight_pointer | out_pointer) & 15 == 0
+    aligned = pointers & 15 == 0
     key = (output_mask, sm_margin, dy.stride(), dy.dtype, x.stride(), x.dtype, weight_key, out_key, aligned)
     recipe = family.recipes.get(key)
     if recipe is None:
         recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned)
         keep(family.recipes, key, recipe)
-    plan, copies, copied, first, second, rstd_offset, order, _, temporary = recipe
+    return recipe
+
+
+def backward_by(
+    recipe: Recipe,
+    dy: Tensor,
+    x: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    output_mask: tuple[bool, bool, bool],
+    in_place: bool = False,
+    dx_out: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As `backward`, by a recipe made of such tensors, wherever they lie."""
+    index = x.get_device()
+    if index != _current_device():
+        with torch.cuda.device(index):
+            return backward_by(recipe, dy, x, statistics, weight, output_mask, in_place, dx_out)
+    plan, copies, copied, first, second, rstd_offset, order, family, temporary, aligned, options = recipe
+    dy_pointer, x_pointer = dy.data_ptr(), x.data_ptr()
+    weight_pointer = 0 if weight is None else weight.data_ptr()
+    out_pointer = 0 if dx_out is None else dx_out.data_ptr()
+    if ((dy_pointer | x_pointer | weight_pointer | out_pointer) & 15 == 0) is not aligned:
+        recipe = _backward_recipe_of(family, *options, dy, x, weight, dx_out)
+        return backward_by(recipe, dy, x, statistics, weight, output_mask, in_place, dx_out)
     wants_dx, wants_dweight, wants_dbias = output_mask
     dx = dweight = dbias = None
     dx_pointer = dweight_pointer = dbias_pointer = workspace_pointer = 0
@@ -239,8 +347,12 @@ def column_sums(dy: Tensor) -> Tensor:
 
     On an H200 8192 x 12288 49.5 us, torch's sum(0) 57.0; 8192 x 3072 16.6 and 26.8; 16 x 12288 2.2 and 2.5.
     """
-    (_, _, sums) = backward(family("layer_norm", 1, dy), dy, dy, dy, None, (False, False, True), 0)
-    return sums
+    key, wanted = ("column_sums", dy.shape, dy.dtype), (False, False, True)
+    recipe = known_call(key, dy, None, None)
+    if recipe is None:
+        recipe = _backward_recipe_of(family("layer_norm", 1, dy), wanted, 0, dy, dy, None, None)
+        remember_call(key, dy, None, None, recipe)
+    return backward_by(recipe, dy, dy, dy, None, wanted)[2]
 
 
 def _takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
@@ -249,7 +361,7 @@ def _takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
 
 
 def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned) -> Recipe:
-    operation, ndim, _ = family
+    operation, ndim, *_ = family
     function = checks.function_of(operation)
     properties = properties_of(function, x)
     check_sm_margin(function, sm_margin, properties.sms)
@@ -283,6 +395,8 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, alig
         order=pointer_order(problem, BACKWARD),
         family=family,
         temporary=temporary,
+        aligned=aligned,
+        options=(output_mask, sm_margin),
     )
 
 

@@ -1,0 +1,40 @@
+"""Whether a call is like an earlier one, asked of torch in one question instead of tensor by tensor in Python.
+
+The question is torch.compile's own, whether compiled code serves a call. Of three tensors it takes 0.4 us; what is
+asked of them one by one, and the key of a dictionary that is made of the answers, 3.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIKE = 4  # earlier calls that may share a key, such as those with two layouts of x that follow one another
+_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+Alike = Callable[..., bool]
+
+
+def alike(*tensors: Tensor) -> Alike:
+    """`found(*others)`: as many tensors of the same types, dtypes, devices, shapes, strides and requires_grad, none of
+    them twice, and nothing in force that torch dispatches by and that was not then: autocast, inference mode,
+    functorch, dispatch modes, a trace.
+
+    It does not ask for addresses, the modes of torch functions, forward-mode derivatives and whether autograd is on.
+    """
+    if _Guards is None:
+        return lambda *_: False
+    sizes, strides = ([list(of(tensor)) for tensor in tensors] for of in (Tensor.size, Tensor.stride))
+    return _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def remember(kept: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...], one: Any, most: int) -> None:
+    """Puts (alike(*tensors), one) in front of what is kept under a key. Of `most` keys none is kept."""
+    known = alike(*tensors)
+    if known(*tensors):  # not of one tensor given twice
+        if len(kept) >= most:
+            kept.clear()
+        kept[key] = ((known, one), *kept.get(key, ())[: LIKE - 1])

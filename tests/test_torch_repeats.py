@@ -1,0 +1,294 @@
+"""Calls like an earlier one are known without the checks and keys of that: by what torch says of their tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch_launches import Launches, on_the_stand_in  # noqa: E402
+from torch_tensors import random, same  # noqa: E402
+
+from cunorm.torch import layer_norm, layer_norm_linear, rms_norm  # noqa: E402
+from cunorm.torch.norm import launching  # noqa: E402
+from cunorm.torch.norm.repeats import LIKE, alike, remember  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, COLS = 6, 64
+
+
+class Listener(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+OTHERS = {
+    "rows": lambda x: x[:3],
+    "strides": lambda x: x.t().contiguous().t(),
+    "axes": lambda x: x[None],
+    "dtype": lambda x: x.half(),
+    "requires_grad": lambda x: x.clone().requires_grad_(),
+    "a parameter": lambda x: torch.nn.Parameter(x, False),
+    "a subclass": lambda x: x.as_subclass(Subclass),
+    "negated": torch._neg_view,
+    "sparse": lambda x: x.to_sparse(),
+    "on meta": lambda x: x.to("meta"),
+    "no tensor": lambda x: x.tolist(),
+}
+MODES: dict[str, Any] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode,
+    "dispatch mode": Listener,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_tensor_is_not_alike(other):
+    x, weight = random(ROWS, COLS), random(COLS)
+    known = alike(x, weight)
+    assert known(x, weight)
+    assert known(random(ROWS, COLS, seed=1), weight)
+    assert not known(OTHERS[other](x), weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_mode_is_not_alike(mode):
+    x = random(ROWS, COLS)
+    known = alike(x)
+    with MODES[mode]():
+        assert not known(x)
+        assert alike(x)(x)
+    assert known(x)
+
+
+def test_transforms_and_traces_are_not_alike():
+    x = random(ROWS, COLS)
+    known, answers = alike(x), []
+
+    def asks(tensor: Any) -> Any:
+        answers.append(known(x))
+        return tensor + 1
+
+    torch.func.vmap(asks)(x)
+    torch.func.grad(lambda tensor: asks(tensor).sum())(x)
+    torch.jit.trace(asks, x, check_trace=False)
+    assert answers == [False] * 3
+
+
+def test_few_are_kept_under_a_key():
+    kept: dict = {}
+    for count in range(LIKE + 3):
+        remember(kept, "key", (random(count, COLS),), count, most=8)
+    assert [found for _, found in kept["key"]] == [*range(LIKE + 2, 2, -1)]
+    remember(kept, "twice", (x := random(ROWS, COLS), x), 0, most=8)
+    assert "twice" not in kept
+    remember(kept, "other", (x,), 0, most=1)
+    assert [*kept] == ["other"]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch) -> Launches:
+    """Tensors on the CPU say that they are on a GPU."""
+    launches = on_the_stand_in(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    return launches
+
+
+def misaligned(*shape: int, **options: Any) -> Any:
+    size = torch.Size(shape).numel()
+    return random(size + 1, **options)[1:].view(shape)
+
+
+def calls() -> dict[str, Any]:
+    """(x, weight, bias, dy, context) of calls that most of a key is common to."""
+    x, weight, bias, dy = random(ROWS, COLS), random(COLS, seed=1), random(COLS, seed=2), random(ROWS, COLS, seed=3)
+    plain, wide = contextlib.nullcontext, random(ROWS, 2 * COLS)[:, :COLS]
+    return {
+        "plain": (x, weight, bias, dy, plain),
+        "other values": (x + 1, weight, bias, dy, plain),
+        "a view": (wide, weight, bias, dy, plain),
+        "misaligned": (misaligned(ROWS, COLS), weight, bias, dy, plain),
+        "misaligned weight": (x, misaligned(COLS, seed=1), bias, dy, plain),
+        "misaligned gradient": (x, weight, bias, misaligned(ROWS, COLS, seed=3), plain),
+        "expanded gradient": (x, weight, bias, dy[:1].expand(ROWS, COLS), plain),
+        "weight in 16 bits": (x, weight.half(), bias, dy, plain),
+        "bias in 16 bits": (x, weight, bias.half(), dy, plain),
+        "no bias": (x, weight, None, dy, plain),
+        "neither": (x, None, None, dy, plain),
+        "bias alone": (x, None, bias, dy, plain),
+        "frozen weight": (x, weight.detach().requires_grad_(False), bias, dy, plain),
+        "without gradients": (x, weight, bias, None, torch.no_grad),
+        "in inference mode": (x, weight, bias, None, torch.inference_mode),
+        "no rows": (x[:0], weight, bias, dy[:0], plain),
+    }
+
+
+def results(op: str, x: Any, weight: Any, bias: Any, dy: Any, context: Any, frozen: bool) -> list[Any]:
+    leaves: list[Any] = [None if one is None else one.detach().requires_grad_() for one in (x, weight, bias)]
+    if frozen:
+        leaves[1] = weight
+    parameters = leaves[1:] if op == "layer_norm" else leaves[1:2]
+    with context():
+        y = (layer_norm if op == "layer_norm" else rms_norm)(leaves[0], (COLS,), *parameters, eps=1e-5)
+    if dy is None:
+        assert y.grad_fn is None
+        return [y]
+    wanted = [one for one in (leaves[0], *parameters) if one is not None and one.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+
+
+def first_then_repeated(cases: dict[str, Any], run: Any) -> None:
+    """In turns, each with those before it still known: the bits of a call that nothing is known of."""
+    first = {}
+    for name, case in cases.items():
+        for kept in (launching._calls, launching._families, launching._recipes):
+            kept.clear()
+        first[name] = run(*case)
+    for _ in range(2):
+        for name, case in cases.items():
+            found = run(*case)
+            assert len(found) == len(first[name]), name
+            assert all(same(one, other) for one, other in zip(found, first[name], strict=True)), name
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_repeated_calls_have_the_bits_of_first_ones(on_a_gpu, op):
+    """In turns, each with those before it still known."""
+    cases: dict[str, Any] = {name: (*case, name == "frozen weight") for name, case in calls().items()}
+    first_then_repeated(cases, lambda *case: results(op, *case))
+
+
+def test_a_repeated_call_makes_no_key(on_a_gpu, monkeypatch):
+    x, weight, dy = random(ROWS, COLS).requires_grad_(), random(COLS).requires_grad_(), random(ROWS, COLS)
+    layer_norm(x, (COLS,), weight).backward(dy)
+    for name in ("recipe_of", "_backward_recipe_of"):
+        monkeypatch.setattr(launching, name, None)
+    layer_norm(x, (COLS,), weight).backward(dy)
+    with torch.no_grad():
+        layer_norm(x, (COLS,), weight)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("eps", True), ("eps", "1"), ("sm_margin", False), ("sm_margin", 0.0), ("dtype", "float32"), ("dtype", [1])],
+    ids=str,
+)
+def test_what_is_refused_is_refused_after_a_call_that_equals_it(on_a_gpu, option, value):
+    x = random(ROWS, COLS)
+    layer_norm(x, (COLS,), eps=1.0)
+    with pytest.raises((TypeError, ValueError)):
+        layer_norm(x, (COLS,), **{"eps": 1.0, option: value})
+    shape: Any = (float(COLS),)
+    with pytest.raises((TypeError, RuntimeError)):
+        layer_norm(x, shape, eps=1.0)
+
+
+def test_modes_of_functions_and_duals_are_seen(on_a_gpu):
+    """They leave no mark on what torch dispatches by."""
+    x = random(ROWS, COLS)
+    layer_norm(x, (COLS,))
+    launched, seen = len(on_a_gpu.plans), []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), options=None):
+            seen.append(function)
+            return function(*arguments, **(options or {}))
+
+    with Mode(), contextlib.suppress(NotImplementedError):  # there is no operator of CUDA here
+        layer_norm(x, (COLS,))
+    assert seen
+    assert len(on_a_gpu.plans) == launched
+
+
+def linear_calls() -> dict[str, Any]:
+    """(x, dy, module, context) that follow one another in `layer_norm_linear`'s modules."""
+    from cunorm.torch import LayerNormLinear
+
+    def module(**options: Any) -> Any:
+        torch.manual_seed(0)
+        return LayerNormLinear(COLS, 32, device="cpu", **options)
+
+    single: dict[str, Any] = {"dtype": torch.float32}
+    x, dy = random(ROWS, COLS, **single), random(ROWS, 32, seed=3, **single)
+    plain, own, wide = contextlib.nullcontext, module(), random(ROWS, 2 * COLS, **single)[:, :COLS]
+    frozen = module()
+    frozen.weight.requires_grad_(False)
+    return {
+        "plain": (x, dy, own, plain),
+        "other values": (x + 1, dy, own, plain),
+        "a view": (wide, dy, own, plain),
+        "misaligned": (misaligned(ROWS, COLS, **single), dy, own, plain),
+        "expanded gradient": (x, dy[:1].expand(ROWS, 32), own, plain),
+        "three axes": (x.view(2, 3, COLS), dy.view(2, 3, 32), own, plain),
+        "z kept": (x, dy, module(keep_normalized=True), plain),
+        "no bias": (x, dy, module(bias=False), plain),
+        "RMSNorm": (x, dy, module(normalization="RMSNorm"), plain),
+        "other eps": (x, dy, module(eps=1.0), plain),
+        "centred": (x, dy, module(zero_centered_gamma=True), plain),
+        "frozen weight": (x, dy, frozen, plain),
+        "two parts": (x, dy, module(parameters_split=("q", "k")), plain),
+        "without gradients": (x, None, own, torch.no_grad),
+    }
+
+
+def linear_results(x: Any, dy: Any, module: Any, context: Any) -> list[Any]:
+    leaf = x.detach().requires_grad_()
+    wanted = [leaf, *(one for one in module.parameters() if one.requires_grad)]
+    with context():
+        y = module(leaf)
+    return [y.detach(), *(() if dy is None else torch.autograd.grad(y, wanted, dy.to(y.dtype)))]
+
+
+def test_repeated_calls_with_a_product(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first_then_repeated(linear_calls(), linear_results)
+
+
+def test_a_dtype_is_refused_after_a_call_that_had_it_right(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, _, module, _ = linear_calls()["plain"]
+    for _ in range(2):
+        module(x)
+    with pytest.raises(TypeError, match="one dtype"):
+        module(x.half())
+    with pytest.raises(RuntimeError, match="last axis"):
+        module(x[:, :8])
+    with pytest.raises(TypeError, match=r"torch\.Tensor"):
+        module(x.tolist())
+
+
+@pytest.mark.gpu
+def test_autocast_follows_calls_without_it():
+    """Its dtype may change from call to call, of which torch's question tells nothing."""
+    from cunorm.torch import LayerNormLinear
+
+    module, x = LayerNormLinear(COLS, 32, normalization="RMSNorm"), random(ROWS, COLS, dtype=torch.float32).cuda()
+    expected = module(x)
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cuda", dtype):
+                found = module(x)
+                y = layer_norm(x.to(dtype), (COLS,))
+            assert found.dtype is dtype
+            assert y.dtype is torch.float32
+            torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+        assert same(module(x), expected)
+        assert layer_norm(x.half(), (COLS,)).dtype is torch.float16
+
+
+def test_sizes_that_a_trace_holds_open():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, weight = random(ROWS, COLS), random(32, COLS)
+    for function in (lambda x, _: rms_norm(x, x.shape[-1:], eps=1e-5), lambda x, weight: layer_norm_linear(x, weight)):
+        graph = make_fx(torch.func.functionalize(function), tracing_mode="symbolic")(x, weight)
+        torch.testing.assert_close(graph(x, weight), function(x, weight))
