@@ -1,0 +1,13 @@
+"""What a mistake that is put into the kernels is told by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    reason: str
+    old: str
+    new: str
+    case: str
+    caught: tuple[tuple[str, str], ...]  # (build, what is said)
