@@ -135,6 +135,7 @@ RUNS = (
     Run("add_layer_norm", (3, 40010), "float32", "row", WITHOUT_CLUSTERS, "streamed, odd"),
     Run("gate", (13, 33), "float16", "tensor", SMALL, "two matrices before and one after, odd"),
     Run("gate", (3, 4096), "float32", "row", SMALL, "the same of a CTA"),
+    Run("gate", (2, 65536), "bfloat16", "row", SMALL, "the same of twice as many CTAs as without 8 bits"),
     Run("gate", (2, 17000), "float32", 128, WITHOUT_CLUSTERS, "the same streamed"),
     Run("modulated", (3, 5, 1000), "bfloat16", "row", SMALL, "vectors for samples"),
     Run("modulated", (2, 2, 17000), "float32", "tensor", SMALL, "the same in clusters"),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..device import Device
 from .problem import ITEMSIZE, Problem
 from .registers import column_bytes, column_dtypes, with_shifted
-from .shapes import ceil_div, is_power_of_two, kernel_spec, power_of_two_shape, shape_of
+from .shapes import ceil_div, in_clusters, is_power_of_two, kernel_spec, power_of_two_shape, shape_of
 from .short_forward import RESIDENT, RING_BYTES, THREADS, bytes_per_sm, short_forward
 from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
 
@@ -158,7 +158,11 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
     # A forward pass of several matrices keeps the shape of the plain norm's rows, and so its bits: they wait in
     # registers where shared memory is too small.
     if spec.kernel == "forward" and len(spec.matrices) > 1:
-        return replace(spec, rows_per_cta=whole_warps, ctas_per_sm=1)
+        shape, gated = spec.shape, spec.scales == "per_row" and spec.beside
+        if gated and shape.threads == 512 and device.runs_clusters(2 * shape.cluster):
+            # y is held as float32 beside the gate: 8 bytes spilled in 128 registers. Half the threads have twice those.
+            shape = in_clusters(replace(shape, threads=512 * shape.cluster, cluster=1), 2 * shape.cluster)
+        return replace(spec, shape=shape, rows_per_cta=whole_warps, ctas_per_sm=1)
     return None
 
 
