@@ -79,7 +79,8 @@ def forward(
         if not statistics:
             return results, None, None
         kind = compute_dtype(row_dtype.name)
-        return results, None if mean is None else mean[..., 0].astype(kind), rstd[..., 0].astype(kind)
+        mean, rstd = (None if one is None else one.astype(kind).reshape(x.shape[:-1]) for one in (mean, rstd))
+        return results, mean, rstd
 
 
 def backward(

@@ -114,8 +114,8 @@ def _forward_cuda(
     )
     results, of_rows, _ = found
     by_name = dict(zip(call.operation.returns, results, strict=True))
-    absent = operators._absent(x)
-    return by_name["y"], by_name.get("s", absent), absent if of_rows is None else of_rows
+    s = by_name["s"] if "s" in by_name else operators._absent(x)
+    return by_name["y"], s, operators._absent(x) if of_rows is None else of_rows
 
 
 def forward_by_formulas(
@@ -125,9 +125,8 @@ def forward_by_formulas(
     _check(call, [x, *operands])
     values = values_of(call, [x, *operands], numbers)
     results, found = fused_formulas.forward(call.operation, values, eps, dtype, s_dtype)
-    absent = operators._absent(x)
-    s = results["s"].contiguous() if "s" in returns else absent
-    return results["y"].contiguous(), s, found.contiguous() if statistics else absent
+    s = results["s"].contiguous() if "s" in returns else operators._absent(x)
+    return results["y"].contiguous(), s, found.contiguous() if statistics else operators._absent(x)
 
 
 def values_of(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float]) -> dict[str, Tensor | float]:
@@ -233,10 +232,10 @@ def _forward_fake(
 ):
     call = call_from(norm, prologue, epilogue, names, _count(operands, names, numbers), returns, dtype, s_dtype)
     _check(call, [x, *operands])
-    y, absent = x.new_empty(x.shape, dtype=dtype), operators._absent(x)
-    s = x.new_empty(x.shape, dtype=s_dtype) if "s" in returns else absent
+    y = x.new_empty(x.shape, dtype=dtype)
+    s = x.new_empty(x.shape, dtype=s_dtype) if "s" in returns else operators._absent(x)
     if not statistics:
-        return y, s, absent
+        return y, s, operators._absent(x)
     compute = getattr(torch, compute_dtype(checks.dtype_name(s_dtype)))
     return y, s, x.new_empty((len(NORMS[norm].statistics), *x.shape[:-1]), dtype=compute)
 
