@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench.suites import Case
 
@@ -163,14 +163,20 @@ def class_of(case: Case) -> str:
 
 @contextmanager
 def lines_to(path: Path) -> Iterator[Callable[..., None]]:
-    """`write(kind, **figures)`, which prints a line of JSON and adds it to the file at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    """`write(kind, **figures)`, which prints a line of JSON and adds it to the file at once.
+
+    The first line begins the file anew: a run that fails before it, as without a GPU, leaves what was measured before.
+    """
+    with ExitStack() as stack:
+        files: list[IO[str]] = []
 
         def write(kind: str, **figures: Any) -> None:
             line = json.dumps({"kind": kind, **figures})
             print(line, flush=True)
-            file.write(line + "\n")
-            file.flush()
+            if not files:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.append(stack.enter_context(path.open("w")))
+            files[0].write(line + "\n")
+            files[0].flush()
 
         yield write

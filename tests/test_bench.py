@@ -13,7 +13,7 @@ from nvrtc import needs_nvrtc
 from bench import providers, report, suites, timing
 from bench.__main__ import cases_of, main
 from bench.bars import bars
-from bench.results import OURS, ROOF, Results, case_of, class_of, distinct, group, head, load
+from bench.results import OURS, ROOF, Results, case_of, class_of, distinct, group, head, lines_to, load
 from bench.roof import Variant, compiled, variants
 from bench.roof import distinct as distinct_roofs
 from bench.roofs import candidates, fastest, key_of
@@ -615,3 +615,15 @@ def test_the_slower_rank_counts():
     assert times == {"norm": 17.0, "product": 500.0}
     assert linear_parallel.limit({**times, "gather": 91.0}, "norm", "product", "gather") == 542.0
     assert linear_parallel.limit({**times, "gather": 600.0}, "norm", "product", "gather") == 647.0
+
+
+def test_a_run_that_fails_before_its_first_line_leaves_the_results(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text("measured\n")
+    with pytest.raises(RuntimeError), lines_to(path):
+        raise RuntimeError("no GPU")
+    assert path.read_text() == "measured\n"
+    with lines_to(path) as write:
+        write("run", gpu="one")
+        write("time", us=1.5)
+    assert path.read_text() == '{"kind": "run", "gpu": "one"}\n{"kind": "time", "us": 1.5}\n'
