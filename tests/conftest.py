@@ -4,7 +4,6 @@ the first case of each test but for those marked `slow`.
 
 import functools
 import logging
-import os
 
 import numpy
 import pytest
@@ -28,12 +27,6 @@ def gpu() -> tuple[str, str]:
         return "", "CuPy sees no GPU"
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     return (name if count == 1 else f"{count} x {name}"), ""
-
-
-def pytest_configure(config):
-    if gpu()[1]:
-        # Most of a JAX test is XLA's compiler: 30 s instead of 42 for the modules of Flax's linen.
-        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 def pytest_report_header(config):

@@ -42,18 +42,10 @@ def forward(
     """Return ({"y": y, "s": s if it is returned}, mean, rstd), statistics None unless asked for; with `float8` y8 and
     y8_scale, and y if it is wide.
     """
-    arrays = {"x": x, **operands}
-    eps = checks.check_eps(function, eps)
-    options = (operation, demanded, dtype, s_dtype, checks.check_sm_margin(function, sm_margin, None), float8)
-    recipe = _recipes.of((function, options, _key(arrays)), _forward_recipe, function, arrays, *options)
-    with cupy.cuda.Device(x.data.device_id):
-        results = {name: cupy.ndarray(shape, kind) for name, shape, kind in recipe.written}
-        of_rows = {name: cupy.ndarray(shape, kind) for name, shape, kind in recipe.statistics if statistics}
-        if float8 and float8.granularity == "tensor":
-            results["y8_scale"] = scale_of(cupy, operation, float8, x.shape[-1], operands, scale)
-        if recipe.plan is not None:
-            _launch(recipe, recipe.plan, arrays | {"eps": eps}, results | of_rows)
-    return results, of_rows.get("mean"), of_rows.get("rstd")
+    options = (demanded, dtype, s_dtype, checks.check_sm_margin(function, sm_margin, None), float8)
+    found = _run(function, operation, x, operands, eps, options, statistics, scale)
+    mean, rstd = found.pop("mean", None), found.pop("rstd", None)
+    return found, mean, rstd
 
 
 def forward_twice(
@@ -74,16 +66,33 @@ def forward_twice(
     """
     if not one_kernel_norms_twice(layout(function, "x", x), s_dtype):
         return None
-    arrays = {"x": x, **operands}
+    options = (demanded, dtype, None, checks.check_sm_margin(function, sm_margin, None), None)
+    return _run(function, operation, x, operands, eps, options, statistics)
+
+
+def _run(
+    function: str,
+    operation: Operation,
+    x: cupy.ndarray,
+    operands: Mapping[str, Any],
+    eps: float,
+    options: tuple,
+    statistics: bool,
+    scale: Any = None,
+) -> dict[str, cupy.ndarray]:
+    """Results and statistics by name; `options` are those of _forward_recipe after the operation."""
+    arrays, float8 = {"x": x, **operands}, options[-1]
     eps = checks.check_eps(function, eps)
-    options = (operation, demanded, dtype, None, checks.check_sm_margin(function, sm_margin, None), None)
+    options = (operation, *options)
     recipe = _recipes.of((function, options, _key(arrays)), _forward_recipe, function, arrays, *options)
     with cupy.cuda.Device(x.data.device_id):
         of_rows = recipe.statistics if statistics else ()
-        results = {name: cupy.ndarray(shape, kind) for name, shape, kind in (*recipe.written, *of_rows)}
+        found = {name: cupy.ndarray(shape, kind) for name, shape, kind in (*recipe.written, *of_rows)}
+        if float8 and float8.granularity == "tensor":
+            found["y8_scale"] = scale_of(cupy, operation, float8, x.shape[-1], operands, scale)
         if recipe.plan is not None:
-            _launch(recipe, recipe.plan, arrays | {"eps": eps}, results)
-    return results
+            _launch(recipe, recipe.plan, arrays | {"eps": eps}, found)
+    return found
 
 
 def _forward_recipe(function, arrays, operation, demanded, dtype, s_dtype, sm_margin, float8) -> Recipe:

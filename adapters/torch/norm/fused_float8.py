@@ -120,9 +120,7 @@ def launched(
 
 
 def _recipe(call: Call, tensors: Sequence[Tensor], store: Float8Store, aligned: bool) -> Recipe:
-    layouts = {
-        name: fused_launching.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
-    }
+    layouts = fused_launching.layouts_of(call, tensors)
     found = forward_recipe(
         call.function,
         call.operation,

@@ -161,7 +161,7 @@ def forward(
 
 
 def _forward_recipe(call: Call, tensors: Sequence[Tensor], sm_margin: int, aligned: bool) -> Forward:
-    layouts = {name: layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
+    layouts = layouts_of(call, tensors)
     recipe = forward_recipe(
         call.function,
         call.operation,
@@ -314,6 +314,11 @@ def _copies(
     return tuple(
         (names.index(name), recipe.shape if name in recipe.expanded else shapes[name]) for name in recipe.copies
     )
+
+
+def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
+    """Of x and the operands that are tensors."""
+    return {name: layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
 
 
 def layout(function: str, name: str, tensor: Tensor) -> Layout:

@@ -162,9 +162,7 @@ class _NormAddNorm(torch.autograd.Function):
 
 
 def _family(call: Call, tensors: Sequence[Tensor]) -> fused_launching.Family:
-    layouts = {
-        name: fused_launching.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
-    }
+    layouts = fused_launching.layouts_of(call, tensors)
     return fused_launching.family(call, layouts)
 
 

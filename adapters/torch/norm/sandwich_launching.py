@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,9 @@ class Recipe(NamedTuple):
     order: Callable[[Sequence[int]], tuple[int, ...]] | None
 
 
+_recipes: dict[Hashable, Recipe | None] = {}  # None where one launch does not do it
+
+
 def forward(
     call: Call, s_dtype: str | None, tensors: Sequence[Tensor], eps: float, wants_statistics: bool, sm_margin: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
@@ -37,10 +40,16 @@ def forward(
             return forward(call, s_dtype, tensors, eps, wants_statistics, sm_margin)
     pointers = [tensor.data_ptr() for tensor in tensors]
     aligned = fused_launching._aligned(call.names, pointers)
-    key = (aligned, s_dtype, sm_margin, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
-    if key not in _recipes.setdefault(call, {}):
-        launching.keep(_recipes[call], key, _recipe(call, s_dtype, tensors, sm_margin, aligned))
-    recipe = _recipes[call][key]
+    key = (
+        call,
+        aligned,
+        s_dtype,
+        sm_margin,
+        *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors],
+    )
+    if key not in _recipes:
+        launching.keep(_recipes, key, _recipe(call, s_dtype, tensors, sm_margin, aligned))
+    recipe = _recipes[key]
     if recipe is None:
         return None
     plan, copies, memory_of_y, memory_of_s, memory_of_statistics, order = recipe
@@ -59,13 +68,8 @@ def forward(
     return y, s, of_x, of_s
 
 
-_recipes: dict[Call, dict] = {}
-
-
 def _recipe(call: Call, s_dtype: str | None, tensors: Sequence[Tensor], sm_margin: int, aligned: bool) -> Recipe | None:
-    layouts = {
-        name: fused_launching.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
-    }
+    layouts = fused_launching.layouts_of(call, tensors)
     if not one_kernel_norms_twice(layouts["x"], s_dtype):
         return None
     found = forward_recipe(
