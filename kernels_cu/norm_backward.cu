@@ -198,7 +198,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     if constexpr (kExchanges) {
       const auto& slots = exchange.collect(turn);
 #pragma unroll
-      for (int k = 0; k < Norm::kGradientSums; ++k) means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; });
+      for (int k = 0; k < Norm::kGradientSums; ++k) means[k] = Exchange::sum([&](int slot) { return slots(k, slot); });
     }
 #pragma unroll
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();

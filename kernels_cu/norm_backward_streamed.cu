@@ -65,7 +65,7 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
 #pragma unroll
       for (int k = 0; k < Norm::kGradientSums; ++k) {
         // Divided for the reason that statistics.cuh gives.
-        means[k] = Exchange::sum([&](int slot) { return slots[k][slot]; }) / static_cast<Compute>(kCols);
+        means[k] = Exchange::sum([&](int slot) { return slots(k, slot); }) / static_cast<Compute>(kCols);
       }
     }
 

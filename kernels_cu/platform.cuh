@@ -426,18 +426,39 @@ struct Mailbox {
 #endif
   }
   // Writes to the place that `slot`, a shared variable of this CTA, has in the CTA `rank`, and counts there.
-  DEVICE void send(float* slot, int rank, float value) {
+  DEVICE void send(float* slot, int rank, const float (&values)[1]) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(mapped(slot, rank)),
-                 "r"(__float_as_uint(value)), "r"(mapped(&state, rank))
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(mapped(slot, rank)),
+                 "f"(values[0]), "r"(mapped(&state, rank))
                  : "memory");
 #endif
   }
-  DEVICE void send(double* slot, int rank, double value) {
+  DEVICE void send(float* slot, int rank, const float (&values)[2]) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(mapped(slot, rank)),
-                 "l"(__double_as_longlong(value)), "r"(mapped(&state, rank))
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(mapped(slot, rank)),
+        "f"(values[0]), "f"(values[1]), "r"(mapped(&state, rank))
+        : "memory");
+#endif
+  }
+  DEVICE void send(float* slot, int rank, const float (&values)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     mapped(slot, rank)),
+                 "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(mapped(&state, rank))
                  : "memory");
+#endif
+  }
+  template <int kCount>
+  DEVICE void send(double* slot, int rank, const double (&values)[kCount]) {
+#if __CUDA_ARCH__ >= 900
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %1, [%2];" ::"r"(mapped(slot + k, rank)),
+          "d"(values[k]), "r"(mapped(&state, rank))
+          : "memory");
+    }
 #endif
   }
 

@@ -135,7 +135,16 @@ template <class Shape, int kRows, int kValues, class Compute>
 struct RowExchange {
   static constexpr int kSlots = Shape::kSlots;
   static constexpr int kGroup = power_of_two_from(kSlots < 32 ? kSlots : 32);
-  using Slots = Compute[kValues][kSlots];
+  // Within a CTA number beside number, which threads read side by side. In a cluster slot beside slot, whose numbers go
+  // in one message: LayerNorm of 262144 columns by clusters of 16, 256 messages a CTA, 94 us, three times as many 112.
+  static constexpr int kWidth = Shape::kCluster > 1 ? power_of_two_from(kValues) : kValues;
+  struct alignas(Shape::kCluster > 1 ? kWidth * sizeof(Compute) < 16 ? kWidth * sizeof(Compute) : 16 : sizeof(Compute))
+      Slots {
+    Compute values[kWidth * kSlots];
+    DEVICE static int place(int k, int slot) { return Shape::kCluster > 1 ? slot * kWidth + k : k * kSlots + slot; }
+    DEVICE Compute& operator()(int k, int slot) { return values[place(k, slot)]; }
+    DEVICE Compute operator()(int k, int slot) const { return values[place(k, slot)]; }
+  };
   Slots slots[2];
   Mailbox mailboxes[2];
   static_assert(sizeof(Mailbox) == kMailboxBytes);
@@ -159,15 +168,15 @@ struct RowExchange {
     if constexpr (Shape::kCluster == 1) {
       if (lane == 0) {
 #pragma unroll
-        for (int k = 0; k < kValues; ++k) slots[set][k][warp] = values[k];
+        for (int k = 0; k < kValues; ++k) slots[set](k, warp) = values[k];
       }
     } else {
       if (threadIdx.x == 0) mailboxes[set].expect(sizeof(Slots));
       if (lane < Shape::kCluster) {
+        Compute message[kWidth] = {};
 #pragma unroll
-        for (int k = 0; k < kValues; ++k) {
-          mailboxes[set].send(&slots[set][k][rank * Shape::kWarps + warp], lane, values[k]);
-        }
+        for (int k = 0; k < kValues; ++k) message[k] = values[k];
+        mailboxes[set].send(&slots[set](0, rank * Shape::kWarps + warp), lane, message);
       }
     }
   }
@@ -189,7 +198,7 @@ struct RowExchange {
     Compute found = 0;
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot += kGroup) {
-      if (kSlots % kGroup == 0 || slot + lane < kSlots) found = larger(found, slots[0][slot + lane]);
+      if (kSlots % kGroup == 0 || slot + lane < kSlots) found = larger(found, slots(0, slot + lane));
     }
 #pragma unroll
     for (int mask = kGroup / 2; mask > 0; mask /= 2) found = larger(found, shuffle_xor(found, mask));

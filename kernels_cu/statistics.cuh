@@ -133,12 +133,12 @@ struct LayerNorm {
   template <class Exchange, int64 kCols, class Compute, class Columns>
   DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots, Columns columns) {
     const auto count = [&](int slot) { return static_cast<Compute>(columns(slot)); };
-    const Compute base = slots[0][0];
+    const Compute base = slots(0, 0);
     const Compute beyond =
-        Exchange::sum([&](int slot) { return count(slot) * one_part_in<Compute, kCols>() * (slots[0][slot] - base); });
+        Exchange::sum([&](int slot) { return count(slot) * one_part_in<Compute, kCols>() * (slots(0, slot) - base); });
     const Compute pivot = base + beyond;
     const auto moved = [&](int slot) {
-      return Moments<Compute>{slots[0][slot], slots[1][slot], slots[2][slot]}.about(pivot, count(slot));
+      return Moments<Compute>{slots(0, slot), slots(1, slot), slots(2, slot)}.about(pivot, count(slot));
     };
     part[0] = pivot;
     part[1] = Exchange::sum([&](int slot) { return moved(slot).sum; });
@@ -205,7 +205,7 @@ struct LayerNorm {
 
     template <class Exchange, int64 kCols>
     DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots) {
-      LayerNorm::merge<Exchange, kCols>(part, slots, [&](int slot) { return slots[3][slot]; });
+      LayerNorm::merge<Exchange, kCols>(part, slots, [&](int slot) { return slots(3, slot); });
     }
   };
 
@@ -266,7 +266,7 @@ struct RmsNorm {
 
   template <class Exchange, int64 kCols, class Compute, class Columns>
   DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots, Columns) {
-    part[0] = Exchange::sum([&](int slot) { return slots[0][slot]; });
+    part[0] = Exchange::sum([&](int slot) { return slots(0, slot); });
   }
 
   template <int64 kCols, class Compute>
@@ -286,7 +286,7 @@ struct RmsNorm {
     DEVICE void publish(Compute (&part)[kRunningValues]) const { part[0] = group_sum<32>(squares.total_or_infinite()); }
     template <class Exchange, int64 kCols>
     DEVICE static void merge(Compute (&part)[kValues], const typename Exchange::Slots& slots) {
-      part[0] = Exchange::sum([&](int slot) { return slots[0][slot]; });
+      part[0] = Exchange::sum([&](int slot) { return slots(0, slot); });
     }
   };
 

@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the means of warps summed up, then divided",
-        "const Compute base = slots[0][0];",
+        "const Compute base = slots(0, 0);",
         "const Compute base = 0;",
         "equal values",
         (("results", "rstd: .* elements are wrong"),),

@@ -180,9 +180,9 @@ MUTATIONS = (
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
-        "a slot too far in shared memory",
-        "slots[set][k][warp] = values[k];",
-        "slots[set][k][warp + 1] = values[k];",
+        "two slots too far in shared memory",
+        "slots[set](k, warp) = values[k];",
+        "slots[set](k, warp + 2) = values[k];",
         "CTA",
         (("memory", "runtime error: index .* out of bounds"),),
     ),

@@ -139,6 +139,13 @@ MUTATIONS = (
         (("results", "told twice what to expect"),),
     ),
     Mutation(
+        "every number of a message is the first",
+        "message[k] = values[k];",
+        "message[k] = values[0];",
+        "cluster",
+        (("results", "y: .* elements are wrong"),),
+    ),
+    Mutation(
         "a value is not sent",
         "if (lane < Shape::kCluster) {",
         "if (lane < Shape::kCluster - 1) {",

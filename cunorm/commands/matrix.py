@@ -78,15 +78,15 @@ def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
 
 
 def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
-    """Of their kernels one for each kernel family, tier and size of x: 16 bits, float32, float64. Of those with scales
-    one for each kernel family, size of a cluster, size of x and kind of scales.
+    """Of their kernels one for each kernel family, tier, size of a cluster and size of x: 16 bits, float32, float64. Of
+    those with scales the kind of scales takes the place of the tier.
     """
     kernels = {}
     for problem in problems:
         choice = choose(problem, device)
         for step in plan(problem, device).steps:
             scales = problem.by_name["y8_scale"].kind if "y8_scale" in problem.by_name else None
-            part = (scales, step.spec.cluster) if scales else choice and choice[0]
+            part = (scales if scales else choice and choice[0], step.spec.cluster)
             kernels.setdefault((step.spec.kernel, problem.direction, part, ITEMSIZE[problem.row_dtype]), step.spec)
     return list(dict.fromkeys(kernels.values()))
 

@@ -14,6 +14,11 @@ def ctas_of(spec: NormSpec, registers: int, most: int = 1536) -> int:
     return min(most, 65536 // registers // (4 * WARP) * 4 * WARP) // spec.threads if registers <= 200 else 0
 
 
+def registers_of(threads: int) -> int:
+    """Of a thread, where an SM has so many: each of its four parts has 16 K of them for its warps."""
+    return min(255, 16384 // (-(-threads // (4 * WARP)) * WARP) // 8 * 8)
+
+
 def column_bytes(problem: Problem, shape: RowShape) -> int:
     """Of weight and bias for the columns of a thread."""
     return shape.packs * shape.pack * sum(ITEMSIZE[dtype] for dtype in column_dtypes(problem))

@@ -66,8 +66,14 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     many = bytes_per_sm(problem, device) > RING_BYTES
     waits = shape.packs > 2 and len(spec.matrices) == 1 and not spec.grouped
-    if waits and not (many and shape.packs <= 5):
-        found = _short_ring(spec, column_words, working + y_words, (32 if many else 48) << 10, device)
+    # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
+    # of 12288 cols, one CTA on an SM, 67.8 and 61.3.
+    narrow_ring = shape.threads < 512 and (spec.scales == "one" or (spec.scales == "per_row" and shape.threads <= WARP))
+    if waits and (narrow_ring or not many or shape.packs > 5):
+        under_way = 48 if not many else 42 if narrow_ring else 32
+        # There y is made after x has been summed up: 96 registers are enough for four packs.
+        registers = working - 20 if narrow_ring and spec.aligned and device.arch < 100 else working + y_words
+        found = _short_ring(spec, column_words, registers, under_way << 10, device)
         if found is not None:
             return found
     # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
@@ -75,6 +81,16 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
     narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype] and not y_words
     narrow = narrow and not (spec.grouped and spec.scales)  # 4 bytes spilled on sm_80, 128 cols
     most, words = (1536, 28) if shape.packs <= 3 and narrow else (RESIDENT, working)
+    if device.arch == 90 and not spec.scales and _sixteen_bits(spec):
+        if spec.grouped and narrow:
+            # An SM has few rows of a group at once, so that late its vectors come from L2: modulated rows of 4096 cols
+            # 82 us, with x 72. Not of six packs, 3072 cols 73 and 78. Nor may x take their place in L1.
+            spec = replace(spec, streamed_x=True)
+            ctas = ctas_of(spec, 16 + 16 * shape.packs)
+            if shape.packs in (4, 5) and ctas * spec.threads >= 640:
+                return replace(spec, columns_stay=True, ctas_per_sm=ctas)
+        if shape.packs == 4 and len(spec.matrices) == 2 and _fits_64_registers(spec):
+            return replace(spec, ctas_per_sm=ctas_of(spec, 64))
     if y_words and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
         words = 32 + 4 * (rows_per_cta > 1) + width // 4 * pack + 8 * (itemsize == 4)
         # Beside a residual 64 registers for four packs spilled 4 bytes; on sm_100 108 for seven 8.
@@ -105,6 +121,24 @@ def forward_twice(problem: Problem) -> NormSpec:
     working = (52 if problem.row_dtype != "float64" else 88) + words_to_shift(spec) * (1 if spec.aligned else 4)
     waiting = shape.packs * sum(pack * one.itemsize // 4 for one in spec.matrices) * (1 if spec.aligned else 2)
     return replace(spec, ctas_per_sm=max(1, ctas_of(spec, working + waiting, RESIDENT)))
+
+
+def _sixteen_bits(spec: NormSpec) -> bool:
+    """Whether every array has 16 bits, and every pack begins at a multiple of its size."""
+    arrays = (one.itemsize for one in spec.operands if one.kind in ("full", "column", "group"))
+    return spec.aligned and spec.columns_aligned and max(arrays) == 2
+
+
+def _fits_64_registers(spec: NormSpec) -> bool:
+    """Whether two matrices, four packs of each, are to have 64 registers: 1024 threads on an SM.
+
+    Then rows of 16384 cols are two on an SM and not one: add_layer_norm 179 us and 137, rms_norm_gated 120 and 98.
+    """
+    gates = any(step.function in FUNCTIONS for step in spec.operation.epilogue.steps)
+    if spec.beside and not gates:  # a sum after the norm spilled 8 to 20 bytes
+        return False
+    # Of a sum alone, in shorter rows, 768 threads are as fast.
+    return len(spec.columns) <= 3 and (spec.grouped or gates or spec.shape.threads == 512)
 
 
 def bytes_per_sm(problem: Problem, device: Device) -> float:

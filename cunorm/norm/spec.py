@@ -242,9 +242,10 @@ def shared_memory(spec: KernelSpec) -> int:
         return lane_sums
     values = {"backward": norm.backward_values, "forward_streamed": norm.streamed_values}
     values["backward_streamed"] = norm.backward_values
-    total = lane_sums + spec.rows_per_cta * 2 * (
-        values.get(spec.kernel, norm.forward_values) * slots * compute + MAILBOX
-    )
+    count = values.get(spec.kernel, norm.forward_values)
+    if spec.shape.cluster > 1:  # a slot's numbers go in one message
+        count = 1 << (count - 1).bit_length()
+    total = lane_sums + spec.rows_per_cta * 2 * (count * slots * compute + MAILBOX)
     if spec.scales == "per_row":
         total += spec.rows_per_cta * 2 * (slots * compute + MAILBOX)
     return -(-total // SHARED_ALIGNMENT) * SHARED_ALIGNMENT if dynamic_shared(spec) else total

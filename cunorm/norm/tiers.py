@@ -12,9 +12,11 @@ from math import ceil
 from typing import NamedTuple
 
 from ..device import Device
+from ..operation import SEED
+from .clusters import backward_shape, cluster_forward, places
 from .problem import ITEMSIZE, Problem
-from .registers import column_bytes, column_dtypes, with_shifted
-from .shapes import ceil_div, in_clusters, is_power_of_two, kernel_spec, power_of_two_shape, shape_of
+from .registers import column_dtypes, with_shifted
+from .shapes import ceil_div, is_power_of_two, kernel_spec, power_of_two_shape, shape_of
 from .short_forward import RESIDENT, RING_BYTES, THREADS, bytes_per_sm, short_forward
 from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
 
@@ -23,16 +25,15 @@ class Tier(NamedTuple):
     """How rows of up to `most` packs are run."""
 
     most: int
-    packs: tuple[int, ...]  # a thread holds: the first number that leaves no thread idle, or the last; () by the rule
+    packs: tuple[int, ...]  # that a thread may hold; () by the rule
     cluster: int
     cta: int  # threads of a CTA, where a row needs fewer several rows share it
     resident: int  # threads that an SM is to hold at once; bounds the registers of a thread
-    stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA
+    stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA; 0 by their size
     ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
     # x and weight have 16 bits and cols is a power of two: RMSNorm of 1024 and 4096 cols 0.96 early, 0.88 late, but of
     # 2240, 3136 and 5632 cols 0.84 to 0.89 early, 0.90 to 0.95 late
     idle: int = 0  # SMs that are left idle
-    columns: int = 64  # bytes of weight and bias that a thread of the forward pass keeps in registers
 
 
 # Forward rows that one CTA may hold are run by short_forward.py. A line for each row length at which a thread's packs
@@ -40,18 +41,10 @@ class Tier(NamedTuple):
 SHORT = tuple(
     Tier(most, (), 1, THREADS, RESIDENT) for most in (2, 32, 64, 128, 256, 320, 512, 640, 1024, 1280, 2048, 3072, 4096)
 )
+# Longer ones by clusters.py, likewise.
+CLUSTERS = tuple(Tier(most, (), 2, 512, 512) for most in (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536))
+FORWARD = (*SHORT, *CLUSTERS)
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
-FORWARD = (
-    *SHORT,
-    Tier(8192, (8,), 2, 512, 512, stages=2, columns=256, idle=8),  # 65536 cols 0.97; all SMs 0.96, three places 0.95
-    Tier(16384, (8,), 4, 512, 512, stages=2, columns=256),  # 131072 cols 0.98
-    Tier(32768, (8,), 8, 512, 512, stages=2, columns=256),  # 262144 cols 0.97
-    Tier(65536, (8,), 16, 512, 512, stages=2, columns=256),
-    # With wider weight and bias, of which a thread can keep half as many.
-    Tier(8192, (4,), 4, 512, 512, stages=3, columns=256),
-    Tier(16384, (4,), 8, 512, 512, stages=3, columns=256),
-    Tier(32768, (4,), 16, 512, 512, stages=3, columns=256),
-)
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
@@ -61,13 +54,13 @@ BACKWARD = (
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
     Tier(2048, (4,), 2, 256, 256, stages=3, idle=4),  # 16384 cols 0.99, RMSNorm 0.99; all SMs 1.02, 0.97
     Tier(2304, (3,), 2, 384, 384, stages=3),  # 18432 cols 0.91; four packs 0.84, clusters of 4 0.56
-    Tier(3072, (4,), 2, 384, 384, stages=3),  # 20480 cols 0.91, 24576 cols 0.80; clusters of 4 0.60, 0.79
-    Tier(4096, (4,), 4, 256, 256, stages=3),  # 32768 cols 0.96
-    Tier(6144, (4,), 4, 384, 384, stages=3),  # 45056 cols 0.90, 49152 cols 0.84; clusters of 8 0.71, 0.75
-    Tier(8192, (4,), 8, 256, 256, stages=3),  # 65536 cols 0.91 to 0.98; clusters of 4 x 512 threads 0.94
-    Tier(15360, (5,), 8, 384, 384, stages=3),  # 114688 cols 0.87; two places 0.83
-    Tier(16384, (4, 6), 8, 512, 512, stages=2),  # 131072 cols 0.95; three places 0.86
-    Tier(32768, (4, 6), 16, 512, 512, stages=2),  # 262144 cols 0.87
+    Tier(3072, (3, 4), 2, 512, 512),  # 20480 cols by three packs 105 us, by five 112
+    Tier(4096, (4,), 4, 256, 256),  # 32768 cols 0.96
+    Tier(6144, (3, 4), 4, 512, 512),
+    Tier(8192, (4,), 8, 256, 256),  # 65536 cols 0.91 to 0.98; clusters of 4 x 512 threads 0.94
+    # Of these packs those that are the least work (clusters.py): 73728 cols by three 105 us, by five 110, by four 116.
+    Tier(16384, (3, 4, 5), 8, 512, 512),
+    Tier(32768, (3, 4, 5), 16, 512, 512),
 )
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
@@ -87,6 +80,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     """The kernel of a tier; None if its rows do not fit."""
     if tier in SHORT:
         return short_forward(problem, device)
+    if tier in CLUSTERS:
+        return cluster_forward(problem, device)
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
     shapes = (
@@ -94,11 +89,12 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         if not tier.packs
         else [shape_of(pack, packs, choice, tier.cluster) for choice in tier.packs]
     )
-    shapes = [one for one in shapes if _registers_suffice(problem, tier, one, device)]
+    shapes = [one for one in shapes if _registers_suffice(problem, one, device)]
+    # Five packs by 256 threads would be the least work of 73728 cols, and are slower.
+    shapes = [one for one in shapes if one.packs < 5 or one.threads > 256] or shapes
     if not shapes:
         return None
-    shape = next((one for one in shapes if one.capacity == packs * pack * tier.cluster), shapes[-1])
-    columns = column_bytes(problem, shape)
+    shape = backward_shape(shapes)
     spec = kernel_spec(problem, problem.direction, shape)
     resident = tier.resident
     groups = problem.groups
@@ -118,7 +114,6 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
         ask_early=sixteen_bits and problem.operation.norm in tier.ask_early and is_power_of_two(problem.cols),
-        columns_stay=_columns_stay(problem, tier, spec, columns, device),
     )
     return _in_shared_memory(spec, tier, problem.rows, device)
 
@@ -147,22 +142,15 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
     least = replace(spec, rows_per_cta=whole_warps, stages=2, aligned=False, columns_aligned=False)
     if shared_memory(least) + dynamic_shared(least) > device.shared:
         most = 0
+    of_row = spec.shape.threads * spec.shape.packs * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
     for rows_per_cta in range(most, 0, -whole_warps):
-        for stages in range(tier.stages, 1, -1):
+        for stages in range(tier.stages or places(of_row), 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
             needed = shared_memory(fitting) + dynamic_shared(fitting)
             if needed <= device.shared:
                 ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
                 most_ctas = max(1, resident // fitting.threads) if tier.cluster == 1 else 1
                 return with_shifted(replace(fitting, ctas_per_sm=min(most_ctas, ctas)), device)
-    # A forward pass of several matrices keeps the shape of the plain norm's rows, and so its bits: they wait in
-    # registers where shared memory is too small.
-    if spec.kernel == "forward" and len(spec.matrices) > 1:
-        shape, gated = spec.shape, spec.scales == "per_row" and spec.beside
-        if gated and shape.threads == 512 and device.runs_clusters(2 * shape.cluster):
-            # y is held as float32 beside the gate: 8 bytes spilled in 128 registers. Half the threads have twice those.
-            shape = in_clusters(replace(shape, threads=512 * shape.cluster, cluster=1), 2 * shape.cluster)
-        return replace(spec, shape=shape, rows_per_cta=whole_warps, ctas_per_sm=1)
     return None
 
 
@@ -177,31 +165,16 @@ def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple
     return (128, resident) if rows <= 32 * device.sms else (threads, resident)
 
 
-def _full_dtypes(problem: Problem) -> set[str]:
-    """Of all that is read or written by rows."""
-    return {problem.row_dtype} | {one.dtype for one in problem.operands if one.kind == "full"}
-
-
-def _registers_suffice(problem: Problem, tier: Tier, shape: RowShape, device: Device) -> bool:
-    """Whether a thread has registers for what it keeps from row to row, where rows wait in shared memory."""
-    if problem.direction == "forward":
-        return column_bytes(problem, shape) <= tier.columns
-    # 128 registers are too few for a weight wider than x beside the accumulators of four packs, 168 for float64 beside
-    # those of five; on sm_100 for any weight.
+def _registers_suffice(problem: Problem, shape: RowShape, device: Device) -> bool:
+    """Whether a thread has registers for the sums of its columns."""
+    # Beside the accumulators of four and five packs they are too few for a weight more than twice as wide as x, on
+    # sm_100 for any weight.
+    if shape.threads > 512 or (shape.packs == 5 and shape.threads > 384):
+        return False
+    # What draws again which elements were dropped spilled 8 to 36 bytes beside rows at odd addresses.
+    if shape.cluster > 1 and shape.threads > 384 and SEED in problem.by_name:
+        return False
     if shape.threads <= 256 or shape.packs < 4:
         return True
     width = max((ITEMSIZE[dtype] for dtype in column_dtypes(problem)), default=0) // ITEMSIZE[problem.row_dtype]
-    return device.arch < 100 and width <= (1 if shape.packs == 4 else 2)
-
-
-def _columns_stay(problem: Problem, tier: Tier, spec: NormSpec, columns: int, device: Device) -> bool:
-    """Whether a thread of the forward pass keeps weight and bias. Where it says no, ptxas spilled 4 to 176 bytes."""
-    # Beside two matrices add_layer_norm took 173 us with them and 139 without, 16384 x 4096.
-    if problem.direction == "forward" and (len(spec.matrices) > 1 or spec.finds_scales or spec.grouped):
-        return False
-    if problem.direction == "backward" or columns > tier.columns:
-        return False
-    same = _full_dtypes(problem) == {problem.row_dtype} != {"float64"}
-    plain = spec.aligned and same and (spec.shape.packs <= 4 or tier.cluster < 16)
-    full = spec.shape.capacity == problem.cols
-    return plain and (device.arch < 100 or (full and not problem.norm.subtracts_mean))
+    return device.arch < 100 and width <= 2

@@ -237,8 +237,10 @@ struct Mailbox {
   void init() { cpu::mailbox_init(this); }
   void expect(int bytes) { cpu::mailbox_expect(this, bytes); }
   void wait(int phase) { cpu::mailbox_wait(this, phase); }
-  void send(float* slot, int rank, float value) { cpu::mailbox_send(this, slot, rank, &value, sizeof(value)); }
-  void send(double* slot, int rank, double value) { cpu::mailbox_send(this, slot, rank, &value, sizeof(value)); }
+  template <class T, int kCount>
+  void send(T* slot, int rank, const T (&values)[kCount]) {
+    cpu::mailbox_send(this, slot, rank, values, sizeof(values));
+  }
 };
 
 // Functions of the mathematics library, for functions.cuh.
