@@ -34,9 +34,9 @@ CONTENDERS = {
     "compile": ("torch", "replace_norms", "accelerate", "accelerate, backward passes ours"),
     "reduce-overhead": ("torch", "replace_norms", "accelerate", "accelerate, backward passes ours"),
 }
-# What `accelerate` chose, for every size: attributes of the norms.
+# What `accelerate` chose, for every size: attributes of norms and blocks.
 SET_TO_ONE = {
-    "accelerate, of any size": ("_own_below", "_apart_below"),
+    "accelerate, of any size": ("_own_below", "_joined_from"),
     "accelerate, backward passes ours": ("_compiled_from",),
 }
 ROUNDS, STEPS = 7, 3  # turns, and steps of each

@@ -15,12 +15,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import distributed, nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_models import build, loss_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
 from cunorm.torch import accelerate, fuse_norm_linear, replace_norms  # noqa: E402
 from cunorm.torch.models import accelerate as accelerate_module  # noqa: E402
-from cunorm.torch.models import blocks, joins, replace, rewrite  # noqa: E402
+from cunorm.torch.models import blocks, replace, rewrite  # noqa: E402
 from cunorm.torch.models.rewrite import SUM_AFTER, SUM_FIRST, rewritten  # noqa: E402
 from cunorm.torch.norm import modules  # noqa: E402
 
@@ -41,6 +42,8 @@ MODELS = {
     "t5": (0, 12),
     "mamba2": (0, 5),
 }
+# Attributes of blocks and norms that `accelerate` sets.
+SET = {"_ran", "_few", "_joined_from", "_own_below", "_compiled_from"}
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,7 @@ def test_logits_and_gradients_of_a_model(device, name, dtype):
         assert distance[1] <= 2 * distance[0] + room, f"{key}: {distance}, of {norm_of(expected)}"
     report.undo()
     assert [*map(type, model.modules())] == classes
-    assert not any({"_ran", "_own_below", "_apart_below"} & set(vars(module)) for module in model.modules())
+    assert not any(SET & set(vars(module)) for module in model.modules())
     assert equal(loss_and_gradients(model, inputs), before) or device == "cuda"
 
 
@@ -145,9 +148,9 @@ def test_norms_of_torch_with_few_elements(monkeypatch):
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     report = accelerate(layer)
     layer(torch.ones(1, 1, 32))
-    assert report.ran()["norm1"] == (0, {joins.FEW: 1})
+    assert report.ran()["norm1"] == (0, {accelerate_module.FEW: 1})
     layer(torch.ones(1, 2, 32))
-    assert report.ran()["norm1"] == (1, {joins.FEW: 1})
+    assert report.ran()["norm1"] == (1, {accelerate_module.FEW: 1})
     model, inputs = build("llama")
     inputs = {name: one[:, :1] for name, one in inputs.items()}
     report = accelerate(model)
@@ -159,7 +162,71 @@ def test_norms_of_torch_with_few_elements(monkeypatch):
     report = accelerate(model)
     loss_of(model, inputs)
     loss_of(model, {name: one[:1] for name, one in inputs.items()})
-    assert all(ran == (1, {joins.FEW: 1}) for ran in report.ran().values())
+    assert all(ran == (1, {accelerate_module.FEW: 1}) for ran in report.ran().values())
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.called.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "whisper"])
+def test_apart_a_step_has_the_operators_and_the_bits_of_the_original(monkeypatch, name):
+    """In both passes, in the same order: what is left to torch costs no operator and no node more."""
+    for bound in ("HOST_BOUND_BELOW", "JOINED_FROM"):
+        monkeypatch.setattr(accelerate_module, bound, 8 << 20)
+    model, inputs = build(name)
+    results, called = [], []
+    for place in (0, 1):
+        if place:
+            report = accelerate(model)
+        with Operators() as operators:
+            results.append(loss_and_gradients(model, inputs))
+        called.append(operators.called)
+    assert called[1] == called[0]
+    assert equal(*results)
+    assert all(ran == (0, {accelerate_module.FEW: 1}) for ran in report.ran().values())
+
+
+def test_what_of_ours_runs_where_a_join_stays_apart(monkeypatch):
+    """A step of a small model waits for the host: nothing is asked but how many elements there are."""
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 1 << 20)
+    monkeypatch.setattr(accelerate_module, "JOINED_FROM", 1 << 20)
+    model, _ = build("bert")
+    block = model.bert.encoder.layer[0].output
+    accelerate(block)
+    calls: list[str] = []
+
+    def note(frame, event, _):
+        if event == "call" and "cunorm" in frame.f_globals["__name__"]:
+            calls.append(frame.f_code.co_name)
+
+    block(torch.ones(1, 2, 128), torch.ones(1, 2, 64))
+    sys.setprofile(note)
+    try:
+        block(torch.ones(1, 2, 128), torch.ones(1, 2, 64))
+    finally:
+        sys.setprofile(None)
+    assert calls == ["_sum_norm", "_together", "forward", "parameter_of", "parameter_of"]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.LayerNorm(8, bias=False), nn.LayerNorm(8, 0.1, False),
+                                  nn.RMSNorm(8), nn.RMSNorm(8, 0.1, False)], ids=str)  # fmt: skip
+def test_a_norm_of_few_elements_has_the_bits_of_torchs(monkeypatch, norm):
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 64)
+    for number, parameter in enumerate(norm.parameters()):
+        parameter.data = random(8, dtype=torch.float32, seed=number)
+    x = random(3, 8, dtype=torch.float32)
+    expected = norm(x)
+    ours = copy.deepcopy(norm)
+    accelerate(ours)
+    monkeypatch.setattr(modules, "norm", None)  # would fail
+    assert torch.equal(ours(x), expected)
 
 
 def test_twice_is_once():
@@ -188,9 +255,10 @@ def test_what_is_patched_already(monkeypatch):
     monkeypatch.setattr(accelerate_module, "JOINED_FROM", 64 << 20)
     report = accelerate(model)
     loss_of(model, inputs)
-    assert all(ran == (0, {joins.FEW: 1}) for ran in report.ran().values())
+    assert all(ran == (0, {accelerate_module.FEW: 1}) for ran in report.ran().values())
     report.undo()
     replaced.undo()
+    monkeypatch.setattr(accelerate_module, "JOINED_FROM", 1)
     fused = fuse_norm_linear(model)
     report = accelerate(model)
     torch.testing.assert_close(loss_of(model, inputs)[1], expected)
@@ -222,7 +290,7 @@ def test_what_fails_halfway_is_not_done_at_all(monkeypatch):
     with pytest.raises(StopIteration):
         accelerate(model)
     assert [*map(type, model.modules())] == classes
-    assert not any({"_ran", "_own_below", "_apart_below"} & set(vars(module)) for module in model.modules())
+    assert not any(SET & set(vars(module)) for module in model.modules())
 
 
 def test_undone_in_another_order_nothing_is_done():

@@ -355,7 +355,7 @@ def test_a_vit_of_timm(module_of, monkeypatch):
     report = accelerate(block)
     assert (report.norms.swapped, list(report.joined)) == ({"norm1": "LayerNorm", "norm2": "LayerNorm"}, ["norm2"])
     assert report.norms.left == {"fast": "LayerNorm is a class made of LayerNorm, not LayerNorm itself"}
-    monkeypatch.setitem(block.norm2.__dict__, "_apart_below", 1)
+    monkeypatch.setitem(block.__dict__, "_joined_from", 1)
     torch.testing.assert_close(block(x, None, None, None), expected)
     assert report.ran() == {"norm2": (1, {})}
 

@@ -22,10 +22,11 @@ HOST_BOUND_BELOW = 8 << 20
 # 8 M elements a step of Llama gained nothing, at 3 M one of GPT-2 lost 350 us of the host for each (bench/NOTES.md).
 JOINED_FROM = 64 << 20
 # A norm with its modulation is four operators, with a gated sum six. Llama's RMSNorm, five, was measured to gain by one
-# kernel; these were not measured yet.
+# kernel; of these no model was measured yet.
 MODULATED_FROM = 1
+FEW = "too few elements to gain by it"
 # Elements from which compiled code has our kernel for the backward pass of a norm, and torch's operators for its
-# forward pass. None: never. `python -m bench.accelerated --modes compile` times it; it was not measured yet.
+# forward pass. None: never. On an H200 a step of 4 layers took as long either way (bench/NOTES.md).
 COMPILED_FROM: int | None = None
 
 
@@ -64,7 +65,8 @@ class Acceleration:
         """
         counts = {name: (0, {}) for name in self.joined}
         for prefix, block in self._blocks.items():
-            for (norm, reason), count in block.__dict__["_ran"].items():
+            few = {(norm, FEW): count for norm, count in block.__dict__["_few"].items() if count}
+            for (norm, reason), count in (block.__dict__["_ran"] | few).items():
                 name = _join(prefix, norm)
                 together, apart = counts[name]
                 counts[name] = (together + count, apart) if not reason else (together, apart | {reason: count})
@@ -76,10 +78,10 @@ class Acceleration:
         RuntimeError, and nothing is undone, if a class was changed since, as by fully_shard or `fuse_norm_linear`.
         """
         self.norms._swaps.check()
-        self._swaps.undo("_ran")
+        self._swaps.undo("_ran", "_few", "_joined_from")
         self._blocks.clear()
         for norm in self._norms:
-            for name in ("_own_below", "_apart_below", "_compiled_from"):
+            for name in ("_own_below", "_compiled_from"):
                 norm.__dict__.pop(name, None)
         self._norms.clear()
         self.norms.undo()
@@ -180,14 +182,14 @@ def _join_blocks(model: nn.Module, report: Acceleration) -> None:
             report.left[prefix] = reason or f"the forward of {found.cls.__name__} is not the one that is known"
             continue
         report._swaps.swap(block, joined)
+        of_sums = {SUM_FIRST, SUM_AFTER}.issuperset(found.joins.values())
+        block.__dict__["_joined_from"] = JOINED_FROM if of_sums else MODULATED_FROM
+        block.__dict__["_few"] = dict.fromkeys(found.joins, 0)
         block.__dict__["_ran"] = Counter()
         report._blocks[prefix] = block
         for name, what in found.joins.items():
-            norm = getattr(block, name, None)
-            if isinstance(norm, nn.Module):
+            if isinstance(getattr(block, name, None), nn.Module):
                 report.joined[_join(prefix, name)] = what
-                norm.__dict__["_apart_below"] = JOINED_FROM if what in (SUM_FIRST, SUM_AFTER) else MODULATED_FROM
-                report._norms.append(norm)
 
 
 def _obstacle(block: nn.Module, cls: type) -> str:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from .joins import apart, gated_sum_then_modulation, norm_then_modulation, norm_then_sum, sum_then_norm
 from .rewrite import GATED, MODULATED, SUM_AFTER, SUM_FIRST, Joins, Settled, rewritten
@@ -94,24 +94,25 @@ class Block:
     _known: Known
     _modules: dict[str, Any]
     _ran: Counter[tuple[str, str]]  # by name of a norm, and why it was called by itself, "" where it was not
+    _joined_from = 0  # elements; with fewer nothing else is asked, and what is counted is this:
+    _few: dict[str, int]
 
     def _sum_norm(self, name: str, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(one + other), one + other)"""
-        norm = self._modules[name]
-        if self._together(name, norm, one, other):
-            return sum_then_norm(norm, one, other)
+        if self._together(name, one, other):
+            return sum_then_norm(self._modules[name], one, other)
         total = one + other
-        return norm(total), total
+        return self._modules[name](total), total
 
     def _norm_sum(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
         """norm(x) + residual"""
         norm = self._modules[name]
-        return norm_then_sum(norm, x, residual) if self._together(name, norm, x, residual) else residual + norm(x)
+        return norm_then_sum(norm, x, residual) if self._together(name, x, residual) else residual + norm(x)
 
     def _norm_modulate(self, name: str, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """norm(x) * (1 + scale) + shift"""
         norm = self._modules[name]
-        if self._together(name, norm, x, x, (scale, shift)):
+        if self._together(name, x, x, (scale, shift)):
             return norm_then_modulation(norm, x, scale, shift)
         return norm(x) * (1 + scale) + shift
 
@@ -120,15 +121,18 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """(norm(s) * (1 + scale) + shift, s) of s = residual + gate * x"""
         norm = self._modules[name]
-        if self._together(name, norm, x, residual, (gate, scale, shift)):
+        if self._together(name, x, residual, (gate, scale, shift)):
             return gated_sum_then_modulation(norm, x, gate, residual, scale, shift)
         total = residual + gate * x
         return norm(total) * (1 + scale) + shift, total
 
-    def _together(self, name: str, norm: Any, x: Tensor, residual: Tensor, vectors: Sequence[Tensor] = ()) -> bool:
-        if torch.compiler.is_compiling():  # a compiler joins them in its own way
+    def _together(self, name: str, x: Tensor, residual: Tensor, vectors: Sequence[Tensor] = ()) -> bool:
+        if is_compiling():  # a compiler joins them in its own way
             return False
-        reason = apart(norm, x, residual, vectors)
+        if x.numel() < self._joined_from:
+            self._few[name] += 1
+            return False
+        reason = apart(self._modules[name], x, residual, vectors)
         self._ran[name, reason] += 1
         return not reason
 

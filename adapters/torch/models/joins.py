@@ -22,8 +22,6 @@ from ..norm.fused_launching import Call, call_of
 from ..norm.modules import LayerNorm, RMSNorm
 from .replace import OfTransformers
 
-FEW = "too few elements to gain by it"
-
 
 @functools.cache
 def _function(cls: type) -> str | None:
@@ -42,8 +40,6 @@ def apart(norm: Any, one: Tensor, other: Tensor, vectors: Sequence[Tensor] = ())
     """
     if _function(type(norm)) is None or "forward" in norm.__dict__:
         return "the norm is none of cunorm's"
-    if one.numel() < norm._apart_below:
-        return FEW
     if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         return "the norm has hooks"
     if _any_global_hook():

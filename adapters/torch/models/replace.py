@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..norm import compiled
 from ..norm.functional import norm
-from ..norm.modules import LayerNorm, RMSNorm
+from ..norm.modules import LayerNorm, RMSNorm, parameter_of
 from .classes import Swaps, check_module
 from .forms import PACKAGES, Form, GatedForm, eps_name, form_of, may_be_rms_norm
 
@@ -142,7 +143,7 @@ class _Swapped:
     _original: type
     _key: tuple[str, str | None]  # of form_of
     # As in cunorm's modules, but that few elements too go to the kernels.
-    _own_below = _apart_below = 0
+    _own_below = 0
     _compiled_from = None
 
     def __reduce_ex__(self, protocol):
@@ -156,9 +157,9 @@ class OfTransformers(_Swapped):
     _form: Form
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight, eps, form = self.weight, getattr(self, self._eps_name), self._form
+        weight, eps, form = parameter_of(self, "weight"), getattr(self, self._eps_name), self._form
         dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
-        if self._own_below and torch.compiler.is_compiling():
+        if self._own_below and is_compiling():
             if not compiled.is_wanted(hidden_states, self._compiled_from):
                 return self._original.forward(self, hidden_states)
             return compiled.norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype)
@@ -171,7 +172,7 @@ class _GatedOfTransformers(_Swapped):
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         weight = self.weight
         gated = self._form.operations.get((hidden_states.dtype, weight.dtype))
-        if gate is None or gated is None or (self._own_below and torch.compiler.is_compiling()):
+        if gate is None or gated is None or (self._own_below and is_compiling()):
             return self._original.forward(self, hidden_states, gate)
         return gated(hidden_states, eps=getattr(self, self._eps_name), gate=gate, weight=weight)
 

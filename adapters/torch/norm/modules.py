@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn import functional as F  # noqa: N812
 
 from . import checks, compiled, float8
 from .functional import autocast_dtype, norm
@@ -27,8 +29,8 @@ class _Options:
     sm_margin: int | Mapping[str, int] = 0
     autocast_output: bool = False
     # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
-    # compiled, but for the backward pass of _compiled_from elements; with fewer than _apart_below no sum is joined.
-    _own_below = _apart_below = 0
+    # compiled, but for the backward pass of _compiled_from elements.
+    _own_below = 0
     _compiled_from = None
 
     def _set_options(
@@ -171,11 +173,12 @@ class LayerNorm(_Options, nn.LayerNorm):
     def forward(self, input: Tensor, fp8_output: bool = False) -> Any:
         """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
         if self._own_below and not fp8_output:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 decomposed = compiled.is_wanted(input, self._compiled_from)
                 return self._decomposed("layer_norm", input, self.bias) if decomposed else super().forward(input)
             if input.numel() < self._own_below:
-                return super().forward(input)
+                weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
+                return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return (self._float8 if fp8_output else self._norm)("layer_norm", input, parameter_of(self, "bias"))
 
 
@@ -218,11 +221,11 @@ class RMSNorm(_Options, nn.RMSNorm):
     def forward(self, x: Tensor, fp8_output: bool = False) -> Any:
         """As `LayerNorm.forward`."""
         if self._own_below and not fp8_output:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 decomposed = compiled.is_wanted(x, self._compiled_from)
                 return self._decomposed("rms_norm", x, None) if decomposed else super().forward(x)
             if x.numel() < self._own_below:
-                return super().forward(x)
+                return F.rms_norm(x, self.normalized_shape, parameter_of(self, "weight"), self.eps)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
 
 
