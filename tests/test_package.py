@@ -117,7 +117,7 @@ LAYERS = (
     {"norm.problem"},
     {"norm.checks", "norm.spec"},
     {"norm.registers", "norm.shapes", "norm.fused", "norm.float8", "linear.problem"},
-    {"norm.short_forward"},
+    {"norm.short_forward", "norm.clusters"},
     {"norm.tiers"},
     {"norm.plan"},
     {"norm.fused_recipe"},
