@@ -134,7 +134,8 @@ def test_the_table_reaches_every_tier(direction):
     chosen = [choose(*one) for one in mine]
     assert {choice and choice[0] for choice in chosen} == {*table, None}
     specs = [choice[1] for choice in chosen if choice]
-    choices = {(tier, packs) for tier in table for packs in tier.packs if len(tier.packs) > 1}
+    # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
+    choices = {(tier, packs) for tier in table for packs in (tier.packs[:1] if len(tier.packs) == 2 else tier.packs)}
     assert choices <= {(choice[0], choice[1].shape.packs) for choice in chosen if choice}
     assert {spec.row_dtype for spec in specs} == set(DTYPES)
     assert {min(32, spec.shape.threads) for spec in specs} == {1, 2, 4, 8, 16, 32}

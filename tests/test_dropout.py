@@ -83,6 +83,7 @@ RUNS = {
     "float64": Run((2, 3, 129), "float64"),
     "a row spread over threads": Run((2, 1600), "bfloat16", MANY_SMS),
     "a cluster": Run((2, 17000), "float32"),
+    "a cluster, backward of four packs for three": Run((2, 20001), "bfloat16"),
     "a cluster of odd rows": Run((2, 17001), "float32"),
     "streamed": Run((3, 17000), "float32", WITHOUT_CLUSTERS),
 }
@@ -245,7 +246,8 @@ def test_no_kernel_spills(arch):
         assert not fault(spec, compile_for(spec, arch))
 
 
-ODD = [("float16", 20001), ("bfloat16", 1002), ("float32", 1001), ("float64", 1000), ("bfloat16", 300000)]
+ODD = [("float16", 20001), ("bfloat16", 80001), ("bfloat16", 1002), ("float32", 1001), ("float64", 1000)]
+ODD += [("bfloat16", 300000)]
 
 
 @needs_nvrtc
