@@ -268,9 +268,10 @@ def fuse(
           place of y, as `layer_norm_fp8`; ``op.fp8_forward`` (bytes, scale, y).
 
         x is a NumPy, CuPy or JAX array, or a tensor. An operand is a number, which may differ from call to call, or an
-        array that broadcasts against x: of the shape of x; a vector for all rows, of shape (columns,); or vectors for
+        array that broadcasts against x: of the shape of x; a vector for all rows, of shape (columns,); vectors for
         groups of rows, such as (batch, 1, columns) beside (batch, tokens, columns), or (heads, columns) beside (...,
-        heads, columns). Other shapes are expanded to that of x. Any of the four dtypes, each independently of x.
+        heads, columns); or numbers for rows, such as (tokens, 1). Other shapes are expanded to that of x. Any of the
+        four dtypes, each independently of x.
 
         An operand called seed is an array of one int64 or two uint32, and in the functions a uniform random number for
         each element, a multiple of 2^-16 from 0 up to 1, that follows from the seed, the row and the column alone.

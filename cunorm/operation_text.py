@@ -57,12 +57,12 @@ def forward_struct(
 
 def backward_struct(
     spec: NormSpec, matrices: Sequence[str], columns: Sequence[str], scalars: Sequence[str]
-) -> tuple[str, list[str], list[str]]:
-    """(the struct of a backward pass, the gradients that it sums over rows, those that it writes by rows)"""
+) -> tuple[str, list[str]]:
+    """(the struct of a backward pass, the gradients that it sums over rows)"""
     operation = spec.operation
     written = [one.name for one in spec.written]
     sums = [one.name for one in spec.sums]
-    results = [name for name in written if name not in sums]
+    results = [one.name for one in (*spec.results, *spec.row_sums)]
     present = {one.name for one in spec.read}
     found = derivative(operation, [name.removeprefix("d") for name in written], present)
     early, late = ({f"d{name}": one for name, one in pairs} for pairs in (found.early, found.late))
@@ -95,7 +95,7 @@ def backward_struct(
         "kLate": bool(results) or bool(set(late) & set(sums)),
         "kMasks": functions_of_zero,
     }
-    return _struct(spec, scalars, facts, functions), sums, results
+    return _struct(spec, scalars, facts, functions), sums
 
 
 _SAFE = {"name", "constant", "+", "-", "*", "negative", "where", *COMPARISONS}  # of zeros they make numbers

@@ -244,7 +244,7 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
     matrices = [one.name for one in spec.matrices]
     columns = [one.name for one in spec.columns]
     scalars = [one.name for one in spec.operands if one.kind == "scalar"]
-    before, sums, results = backward_struct(spec, matrices, columns, scalars)
+    before, sums = backward_struct(spec, matrices, columns, scalars)
     statistics = [
         name if name in by_name else "static_cast<const Operation::Compute*>(nullptr)" for name in ("mean", "rstd")
     ]
@@ -255,7 +255,8 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
         f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns)}",
     ]
     if spec.kernel != "column_gradients":
-        arguments.append(_list("Results", (_store(spec, by_name[name], KEPT) for name in results)))
+        arguments.append(_list("Results", (_store(spec, one, KEPT) for one in spec.results)))
+        arguments.append(_row_sums(spec))
     if spec.kernel != "backward_streamed":
         arguments.append(_list("Sums", (_store_sum(spec, name, by_name[name].dtype) for name in sums)))
     if spec.kernel == "backward_streamed":
@@ -311,6 +312,8 @@ def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elemen
     """LoadRows or StoreRows; the latter may store by elements."""
     if operand.kind == "seed":
         return f"RandomRows<{spec.shape.pack}>"
+    if operand.kind == "per_row":
+        return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.pack}, {cpp(operand.inner > 0)}>"
     layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.has_vectors(operand))}"
     options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
     if operand.kind == "group" and not _of_one_group(spec):
@@ -326,6 +329,8 @@ def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
         start, starts = name, _row_numbers(by_name[name]) or ("0",)
         if by_name[name].kind == "seed":
             start, starts = f"{name}[0]", (f"{name}[1]",)
+        if by_name[name].kind == "per_row":
+            starts = (f"{{{', '.join(starts)}}}", "rows")
         if by_name[name].kind == "group":
             if _of_one_group(spec):
                 start, starts = f"{name} + blockIdx.z * {name}_stride", ("0",)
@@ -347,6 +352,14 @@ def _list(template: str, stores: Iterable[str]) -> str:
     for store in reversed(stores):
         text = f"{{{store}, {text}}}"
     return f"{template}<{', '.join(store.partition('{')[0] for store in stores)}>{text}"
+
+
+def _row_sums(spec: NormSpec) -> str:
+    types = ", ".join(CPP_TYPE[one.dtype] for one in spec.row_sums)
+    text = "{}"
+    for one in reversed(spec.row_sums):
+        text = f"{{{one.name}, {text}}}"
+    return f"RowSums<{types}>{text}"
 
 
 def _store(spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:

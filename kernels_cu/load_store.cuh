@@ -12,52 +12,17 @@
 //          clear(places, number, slot)                      zeros instead, for a pack that is never copied
 //          put(places, number, slot, packed)                a pack that is there already instead
 //          read(raw, places, number, slot)                  a pack that was copied, cleared or put
-//          stands_at(raw, row, column)                      after read: for what is made where it is used (philox.cuh)
+//          stands_at(raw, row, column)                      after read: for what no place holds (philox.cuh,
+//                                                           row_numbers.cuh)
 //          place_bytes(columns)                             of shared memory for a row
 // Store:   store(row, column, valid, values)
 #pragma once
 #include "functions.cuh"
 #include "philox.cuh"
+#include "row_numbers.cuh"
 #include "shared_packs.cuh"
 
 namespace cunorm {
-
-// Where the rows of a matrix begin, in elements: `stride` apart,
-template <bool kTwoStrides>
-struct RowStarts {
-  int64 stride;
-  DEVICE int64 of(int64 row) const { return row * stride; }
-};
-
-// row / n for rows below 2^32: `reciprocal` is 2^63 / n, rounded up.
-DEVICE int64 quotient(int64 row, int64 reciprocal) {
-  const auto number = static_cast<unsigned long long>(static_cast<uint32>(row));
-  const auto low = number * static_cast<uint32>(reciprocal);
-  const auto high = number * static_cast<uint32>(reciprocal >> 32);
-  return static_cast<int64>((high + (low >> 32)) >> 31);
-}
-
-// or with a gap after every so many, as the heads of a packed QKV lie. How many gaps there are before a row is a
-// product: to divide by a number that only the launch knows would take longer than to load the row.
-template <>
-struct RowStarts<true> {
-  int64 stride;
-  int64 gap;
-  int64 reciprocal;  // of the number of rows between two gaps, times 2^63 and rounded up
-  DEVICE int64 of(int64 row) const { return row * stride + gaps_before(row) * gap; }
-  DEVICE int64 gaps_before(int64 row) const { return quotient(row, reciprocal); }
-};
-
-// Where the vector of a row's group begins. `inner` rows share it, and after `groups` such runs the first comes again.
-struct GroupStarts {
-  int64 stride;
-  int64 groups;
-  int64 reciprocal;         // of inner
-  int64 period_reciprocal;  // of inner * groups
-  DEVICE int64 of(int64 row) const {
-    return (quotient(row, reciprocal) - quotient(row, period_reciprocal) * groups) * stride;
-  }
-};
 
 // Rows of a matrix whose columns are contiguous. A vector for all rows is a matrix whose rows are 0 apart.
 // kLanes neighbouring threads of a warp hold neighbouring packs of a row.
@@ -266,10 +231,6 @@ struct Matrices<First, Others...> {
     return places + kPlaces * First::place_bytes(kColumns);
   }
 };
-
-// The values of a list of arrays for a pack: [array][column]. An empty list has one array that nobody reads.
-template <class List>
-constexpr int kArrays = List::kCount > 0 ? List::kCount : 1;
 
 // The rows that are normalised: those of x, or s = prologue(x, ...) rounded to the format S once, so that all who read
 // s see the same. A thread keeps s alone.

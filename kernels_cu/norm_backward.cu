@@ -83,11 +83,11 @@ struct RowGroups {
 
 // Rows: where the rows of the matrices wait (rows.cuh). Columns: the vectors that the derivative takes besides them.
 // Results: gradients that are written row by row; Sums: those that are sums over rows (gradients.cuh), all of them or
-// those of a group (WhichRows, in rows.cuh).
+// those of a group (WhichRows, in rows.cuh); RowSums: those of numbers for rows (row_numbers.cuh).
 template <class Norm, class Shape, int kRows, template <class> class Rows, class Compute, class Operation,
-          class Matrices, class Columns, class Results, class Sums, class WhichRows>
-DEVICE void norm_backward(Operation operation, Matrices matrices, Columns columns, Results results, Sums sums_to,
-                          const Compute* mean, const Compute* rstd, int64 rows, WhichRows which_rows) {
+          class Matrices, class Columns, class Results, class RowSums, class Sums, class WhichRows>
+DEVICE void norm_backward(Operation operation, Matrices matrices, Columns columns, Results results, RowSums row_sums_to,
+                          Sums sums_to, const Compute* mean, const Compute* rstd, int64 rows, WhichRows which_rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
   using RowsIn = Rows<Matrices>;
@@ -96,6 +96,9 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   __shared__ Exchange exchanges[kRows];
   const int row_group = row_group_of_thread<Shape, kRows, Matrices::kVectors>();
   Exchange& exchange = exchanges[row_group];
+  using RowTotals = TotalsOfRow<Shape, kRows, Results, RowSums, Compute>;
+  __shared__ typename RowTotals::Exchange exchanges_of_totals[kRows];
+  auto& exchange_of_totals = exchanges_of_totals[row_group];
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int group = blockIdx.x / Shape::kCluster;
@@ -133,6 +136,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     RowsIn::sent();
   }
   if constexpr (kExchanges) exchange.start();
+  if constexpr (RowTotals::kExchanges) exchange_of_totals.start();
 
   using SavedRow = typename Norm::template SavedRow<Compute>;
   const auto saved_of = [&](int64 of) {
@@ -203,9 +207,10 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
 #pragma unroll
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
     // Launched beside column_gradients (plan.py) it writes, and so ends, after that has read: dx may lie where dy does.
-    if (Results::kCount > 0 && Shape::kCluster == 1 && turn == 0) wait_for_kernel_before();
+    if (Results::kCount + RowSums::kCount > 0 && Shape::kCluster == 1 && turn == 0) wait_for_kernel_before();
+    RowTotals totals;
     for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
-      Compute values[kArrays<Results>][kPack];
+      Compute values[RowTotals::kArrays][kPack];
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
         if (Operation::kMasks && i >= valid) {
@@ -217,7 +222,9 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
         operation.late(xhat[i], ds, matrix_values, column_values, i, p, sums, values);
       }
       results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);
+      totals.add(values, valid);
     });
+    totals.store(row_sums_to, exchange_of_totals, turn, rank, which_rows.of(place), place < count);
   }
 
   // A row group that had no row has waited for nothing, and its columns may still be under way.

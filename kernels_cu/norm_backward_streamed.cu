@@ -9,13 +9,15 @@ namespace cunorm {
 
 // Shape describes one step along the row: kThreads threads, one pack each.
 template <class Norm, int64 kCols, class Shape, class Compute, class Operation, class Matrices, class Columns,
-          class Results>
+          class Results, class RowSums>
 DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Columns columns, Results results,
-                                   const Compute* mean, const Compute* rstd, int64 rows) {
+                                   RowSums row_sums_to, const Compute* mean, const Compute* rstd, int64 rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int64 kStep = static_cast<int64>(Shape::kThreads) * kPack;
   using Exchange = RowExchange<Shape, 1, Norm::kGradientSums, Compute>;
   __shared__ Exchange exchange;
+  using RowTotals = TotalsOfRow<Shape, 1, Results, RowSums, Compute>;
+  __shared__ typename RowTotals::Exchange exchange_of_totals;
 
   using SavedRow = typename Norm::template SavedRow<Compute>;
   int turn = 0;
@@ -70,17 +72,20 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
     }
 
     // A warp that stores together goes on until its first lane is beyond the row.
+    RowTotals totals;
     const int64 before = Results::kTogether ? threadIdx.x % 32 * kPack : 0;
     for_each_pack(
         before, [&](int64 column, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
-          Compute values[kArrays<Results>][kPack], no_sums[1][1][kPack];
+          Compute values[RowTotals::kArrays][kPack], no_sums[1][1][kPack];
 #pragma unroll
           for (int i = 0; i < kPack; ++i) {
             const Compute ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
             operation.late(xhat[i], ds, matrix_values, column_values, i, 0, no_sums, values);
           }
           results.store(row, column, valid, values);
+          totals.add(values, valid);
         });
+    totals.store(row_sums_to, exchange_of_totals, turn, 0, row, true);
   }
 }
 

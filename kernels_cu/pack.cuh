@@ -36,6 +36,10 @@ DEVICE void unpack(const Pack<T, kPack>& pack, Compute (&values)[kPack]) {
   }
 }
 
+// The values of a list of arrays for a pack: [array][column]. An empty list has one array that nobody reads.
+template <class List>
+constexpr int kArrays = List::kCount > 0 ? List::kCount : 1;
+
 // Between two uses of a pack: without it the compiler keeps the unpacked values instead, twice the registers.
 template <class T, int kPack>
 DEVICE void stay_packed(Pack<T, kPack>& pack) {

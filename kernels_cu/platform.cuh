@@ -307,6 +307,8 @@ template <int kBytes, Fetch kFetch>
 DEVICE void copy_covering_async(void* to, const void* from) {
   copy_async<kBytes, kFetch>(to, from);
 }
+// Asks for what will be read from L1.
+DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
 DEVICE void copies_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

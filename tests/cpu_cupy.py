@@ -70,9 +70,9 @@ def _array_at(pointer: int, operand: Operand, rows: int, cols: int) -> numpy.nda
     dtype = numpy_dtype("test", operand.dtype)
     shape: tuple[int, ...] = (operand.size(rows, cols),)
     strides: tuple[int, ...] = (1,)
-    if operand.kind == "full":
-        inner = operand.inner or rows
-        shape, strides = (rows // inner, inner, cols), (operand.outer_stride, operand.row_stride, 1)
+    if operand.kind == "full" or (operand.kind == "per_row" and not operand.written):
+        inner, length = operand.inner or rows, cols if operand.kind == "full" else 1
+        shape, strides = (rows // inner, inner, length), (operand.outer_stride, operand.row_stride, 1)
     elif operand.groups:
         shape, strides = (operand.groups.count, cols), (operand.row_stride, 1)
     reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]

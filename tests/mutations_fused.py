@@ -266,6 +266,56 @@ MUTATIONS = (
         "poles, CTA",
         (("results", "dx: nan of what is allowed"),),
     ),
+    # Numbers of rows
+    Mutation(
+        "the number of a row that is not there is read",
+        "if (row < rows) load_elements(number,",
+        "load_elements(number,",
+        "numbers of rows",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "the number of the next row is asked for",
+        "prefetch(data + starts.of(row));",
+        "prefetch(data + starts.of(row + 1));",
+        "numbers of rows, CTA",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "samples of other rows have a number",
+        "load_elements(number, data + starts.of(row), 0, 1);",
+        "load_elements(number, data + row % 2 * starts.of(1), 0, 1);",
+        "numbers of rows, CTA",
+        (("results", "y: .* of what is allowed"),),
+    ),
+    Mutation(
+        "terms beyond the row count in the gradient of its number",
+        "terms[i] = i < valid ? values[kFirst + k][i] : 0;",
+        "terms[i] = values[kFirst + k][i];",
+        "numbers of rows",
+        (("results", "d(factor|share|shift): .* of what is allowed"),),
+    ),
+    Mutation(
+        "the gradient of a number that is not there is written",
+        "if (there && rank == 0 &&",
+        "if (rank == 0 &&",
+        "numbers of rows",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "what one warp has added up of a row is its number's gradient",
+        "totals[k] = Exchange::sum([&](int slot) { return slots(k, slot); });",
+        "static_cast<void>(slots);",
+        "numbers of rows, CTA",
+        (("results", "d(factor|share|shift): .* of what is allowed"),),
+    ),
+    Mutation(
+        "the gradients of two rows in one set of slots",
+        "exchange.publish(turn, rank, totals);\n        const auto& slots = exchange.collect(turn);",
+        "exchange.publish(0, rank, totals);\n        const auto& slots = exchange.collect(0);",
+        "a number's gradient alone",
+        (("races", "race:"),),
+    ),
     # Two norms, one after the other
     Mutation(
         "both norms of a row in one set of slots",

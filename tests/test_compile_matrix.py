@@ -64,6 +64,13 @@ def test_no_kernel_of_a_named_fusion_spills(arch, part):
 
 @pytest.mark.slow
 @needs_nvrtc
+@pytest.mark.parametrize("arch", [80, 90])
+def test_no_kernel_that_takes_numbers_of_rows_spills(arch):
+    assert not faults_of(matrix.kernels_of(matrix.numbers_of_rows(), KNOWN[arch]), arch)
+
+
+@pytest.mark.slow
+@needs_nvrtc
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_no_kernel_of_a_fusion_in_8_bits_spills(arch, part):

@@ -35,6 +35,8 @@ class Case(NamedTuple):
     samples: tuple[str, ...] = ()  # a vector for each index of the first axis
     heads: tuple[str, ...] = ()  # for each of the last but one
     odd: tuple[str, ...] = ()  # for each of the first and the last but one: of no kind, where there is one between
+    of_rows: tuple[str, ...] = ()  # a number for each row
+    of_samples: tuple[str, ...] = ()  # a number for each index of the first axis
 
 
 CASES = {
@@ -132,6 +134,32 @@ CASES = {
         heads=("weight",),
         odd=("w",),
     ),
+    # Numbers for rows and for samples, before and after, on both sides; and with s made again.
+    "numbers of rows": Case(
+        cunorm.fuse(
+            "layer_norm",
+            prologue=lambda x, residual, factor, share: factor * (x + 1) + share * residual,
+            epilogue=lambda xhat, weight, factor, shift: factor * xhat * weight + shift,
+            returns=("y", "s"),
+        ),
+        ("residual",),
+        ("weight",),
+        of_rows=("factor", "shift"),
+        of_samples=("share",),
+    ),
+    "numbers of rows, s made again": Case(
+        cunorm.fuse(
+            "rms_norm",
+            prologue=lambda x, gate: abs(x) + gate,
+            epilogue=lambda xhat, weight, route: xhat * weight * route,
+        ),
+        (),
+        ("weight",),
+        of_rows=("gate", "route"),
+    ),
+    "numbers of rows after": Case(
+        cunorm.fuse("layer_norm", epilogue=lambda xhat, route: xhat * route), of_rows=("route",)
+    ),
     "norm alone": Case(cunorm.fuse("rms_norm")),
     # A residual stream of float32 beside 16-bit layers; and, of float64, one narrower than x.
     "stream": Case(
@@ -172,6 +200,7 @@ def make(case: Case, shape: tuple[int, ...], dtype: str, dtypes: dict[str, str] 
     ones = (1,) * (len(shape) - 2)
     vectors = dict.fromkeys(case.samples, (shape[0], *ones, shape[-1])) | dict.fromkeys(case.heads, shape[-2:])
     vectors |= dict.fromkeys(case.odd, (*shape[:-2][:1], *ones[:-1], *shape[-2:]))
+    vectors |= dict.fromkeys(case.of_rows, (*shape[:-1], 1)) | dict.fromkeys(case.of_samples, (shape[0], *ones, 1))
     operands |= {name: array(name, of, positive(of)) for name, of in vectors.items()}
     operands |= {name: 0.75 + 0.5 * place for place, name in enumerate(case.numbers)}
     gradients = (array(f"d{name}", shape, random.standard_normal(shape)) for name in case.op.operation.returns)
@@ -375,6 +404,25 @@ RUNS = (
     Run("heads", (5, 3, 128), "bfloat16", "a weight for each head"),
     Run("heads", (3, 5, 3, 33), "float32", "the same under two axes", MANY_SMS),
     Run("heads", (4, 3, 17000), "float32", "the same streamed", WITHOUT_CLUSTERS, ("streamed", "streamed")),
+    Run("numbers of rows", (13, 33), "float16", "rows share a warp"),
+    Run("numbers of rows", (3, 5, 1000), "bfloat16", "numbers for samples lie 0 apart, with a gap", MANY_SMS),
+    Run("numbers of rows", (2, 3, 1001), "float32", "beside rows at odd addresses"),
+    Run("numbers of rows", (2, 2, 17000), "float32", "in clusters", tiers=("cluster", "cluster")),
+    Run(
+        "numbers of rows",
+        (2, 2, 17000),
+        "float32",
+        "streamed",
+        WITHOUT_CLUSTERS,
+        ("streamed", "streamed"),
+        wanted=("x", "residual", "factor", "share", "weight", "shift"),
+    ),
+    Run("numbers of rows", (3, 129), "float64", "in other dtypes", dtypes={"factor": "float32", "shift": "float16"}),
+    Run("numbers of rows, s made again", (40, 7), "float16", "less than a warp's row"),
+    Run("numbers of rows, s made again", (3, 1000), "float32", "before and after", MANY_SMS),
+    Run("numbers of rows, s made again", (2, 17001), "float16", "at odd addresses in a cluster"),
+    Run("numbers of rows after", (2, 2000), "bfloat16", "few rows: a thread for each pack", MANY_SMS),
+    Run("numbers of rows after", (40, 4096), "bfloat16", "a row of a CTA", SMALL),
     Run("heads and samples", (2, 3, 2, 33), "float16", "the second sort of groups is expanded, and what is of none"),
 )
 
@@ -392,7 +440,15 @@ def test_kernels_on_the_stand_in_compute_the_same(monkeypatch, run):
 
 @needs_machine
 @pytest.mark.parametrize(
-    ("name", "shape"), [("gate", (13, 33)), ("poles", (13, 33)), ("samples", (3, 13, 33)), ("heads", (3, 2, 1000))]
+    ("name", "shape"),
+    [
+        ("gate", (13, 33)),
+        ("poles", (13, 33)),
+        ("samples", (3, 13, 33)),
+        ("heads", (3, 2, 1000)),
+        ("numbers of rows", (3, 13, 33)),
+        ("numbers of rows", (3, 2, 1001)),
+    ],
 )
 def test_no_kernel_reads_or_writes_what_is_not_its_own(monkeypatch, name, shape):
     cpu_cupy.play(monkeypatch, SMALL, cpu_device.Machine("memory"))

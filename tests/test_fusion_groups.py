@@ -31,7 +31,10 @@ LAYOUTS = [
     ((1, 6, 8), (6, 8), "group", Groups(1, 6)),
     ((1, 6, 8), (1, 1, 8), "column", None),
     ((2, 3, 5, 8), (2, 1, 5, 8), "expanded", None),
-    ((4, 6, 8), (4, 1, 1), "expanded", None),
+    ((4, 6, 8), (4, 6, 1), "per_row", None),
+    ((4, 6, 8), (4, 1, 1), "per_row", None),
+    ((4, 6, 8), (1,), "per_row", None),
+    ((4, 6, 1), (4, 6, 1), "full", None),
     ((MOST_GROUPS + 1, 2, 8), (MOST_GROUPS + 1, 1, 8), "expanded", None),
     ((2**31, 2, 8), (2, 8), "expanded", None),
 ]
@@ -84,6 +87,28 @@ def test_vectors_of_groups_may_lie_anyhow(monkeypatch):
         close("y", y, exact["y"], "float32")
         for name, gradient in op.backward(saved, dy).items():
             close(f"d{name}", gradient, gradients[name], "float32")
+
+
+@needs_machine
+def test_numbers_of_rows_may_lie_anyhow(monkeypatch, caplog):
+    """Columns of a matrix of gates: nothing is copied, and rows beside odd addresses are read by whole packs."""
+    runs = cpu_cupy.play(monkeypatch, SMALL)
+    case = CASES["numbers of rows"]
+    made = make(case, (3, 5, 24), "float16")
+    gates = cpu_cupy.asarray(numpy.concatenate([made.operands["shift"], made.operands["factor"]], -1))
+    operands = {name: cpu_cupy.asarray(one) for name, one in made.operands.items()}
+    operands |= {"shift": gates[..., :1], "factor": gates[..., 1:]}
+    exact, gradients = expected(case.op, made)
+    with caplog.at_level("INFO", "cunorm"):
+        (y, s), saved = case.op.forward(cpu_cupy.asarray(made.x), **operands, eps=EPS)
+        found = case.op.backward(saved, *map(cpu_cupy.asarray, made.gradients))
+    assert "copied" not in caplog.text
+    assert "expanded" not in caplog.text
+    assert all(step.spec.aligned for plan in runs.plans for step in plan.steps)
+    close("y", y, exact["y"], "float32")
+    close("s", s, exact["s"], "float32")
+    for name, gradient in found.items():
+        close(f"d{name}", gradient, gradients[name], "float32")
 
 
 @needs_machine

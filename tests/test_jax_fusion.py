@@ -190,11 +190,12 @@ def test_vmap_of_any_argument(device, mapped):
     alike(lambda f: gradient(jax.vmap(f, axes)), *batched)
 
 
-# Of x (3, 4, 48): vectors for samples, for heads, for both; what is expanded; the last case has groups of two sorts.
+# Of x (3, 4, 48): vectors for samples, for heads, for both; numbers for rows and for samples; groups of two sorts.
 GROUPS = [
     {"scale": (3, 1, 48), "shift": (3, 1, 48)},
     {"scale": (4, 48), "shift": (48,)},
     {"scale": (3, 4, 1), "shift": (1, 4, 48)},
+    {"scale": (3, 1, 1), "shift": (3, 4, 1)},
     {"scale": (3, 1, 48), "shift": (4, 48)},
 ]
 

@@ -97,6 +97,11 @@ FUSED = {
     "samples": FusedRun(test_fusion.CASES["samples"], (3, 13, 33), "float16"),
     "samples, partial rows": FusedRun(test_fusion.CASES["samples"], (3, 7, 1000), "bfloat16", MANY_SMS),
     "samples, a CTA each": FusedRun(test_fusion.CASES["modulate"], (7, 2, 256), "float32"),
+    "numbers of rows": FusedRun(test_fusion.CASES["numbers of rows"], (13, 33), "float16"),
+    "numbers of rows, CTA": FusedRun(test_fusion.CASES["numbers of rows"], (9, 1000), "float32"),
+    "a number's gradient alone": FusedRun(
+        test_fusion.CASES["numbers of rows after"], (9, 1000), "float32", wanted=("route",)
+    ),
     "heads": FusedRun(test_fusion.CASES["heads"], (5, 3, 128), "bfloat16"),
     "beside, cluster": FusedRun(BESIDE, (4, 17000), "float32"),
     "both, partial rows": FusedRun(test_fusion.CASES["both"], (9, 1000), "float32", MANY_SMS),

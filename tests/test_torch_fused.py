@@ -71,6 +71,8 @@ def test_results_and_gradients_are_those_of_float64(device, name, dtype):
         ("norm alone", (40, 7), "float32"),
         ("samples", (2, 3, 129), "float32"),
         ("heads and samples", (2, 3, 40), "bfloat16"),
+        ("numbers of rows", (2, 3, 40), "float32"),
+        ("numbers of rows, s made again", (5, 129), "bfloat16"),
     ],
 )
 def test_launches_on_the_stand_in(stand_in, name, shape, dtype):
@@ -80,7 +82,7 @@ def test_launches_on_the_stand_in(stand_in, name, shape, dtype):
 
 @needs_machine
 def test_a_number_for_each_row_and_a_tensor_without_axes(stand_in):
-    """What kernels have no kind for: gradients are sums of what is elementwise."""
+    """Each broadcast over rows: gradients are sums over them."""
     op = cunorm.fuse("layer_norm", epilogue=lambda xhat, gate, factor: xhat * gate * factor)
     x, gate, factor = random(2, 3, 40), random(3, 1), torch.tensor(0.75, dtype=torch.float64)
     tensors = [one.requires_grad_() for one in (x, gate, factor)]
@@ -116,7 +118,7 @@ def test_what_is_kept_and_allocated(stand_in):
 
 
 @needs_machine
-@pytest.mark.parametrize("name", ["add_layer_norm", "gate", "samples"])
+@pytest.mark.parametrize("name", ["add_layer_norm", "gate", "samples", "numbers of rows"])
 def test_second_derivatives_of_launches(stand_in, monkeypatch, name):
     """What was kept serves them: a backward pass that is differentiated goes by torch's own operators."""
     monkeypatch.setattr(functional, "launchable", lambda _: not torch.is_grad_enabled())

@@ -13,6 +13,7 @@ from itertools import compress, product
 from typing import Any
 
 from ..device import Device
+from ..expression import trace
 from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
 from ..norm.plan import plan
@@ -22,6 +23,7 @@ from ..norm.problem import (
     SCALES,
     Groups,
     Problem,
+    RowStrides,
     backward_problem,
     float8_problem,
     forward_problem,
@@ -31,7 +33,7 @@ from ..norm.problem import (
 from ..norm.short_forward import holds_twice
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
-from ..operation import FUSIONS, NAMED, SEED, sandwiched, sandwiched_at_once
+from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once
 
 OPS = ("layer_norm", "rms_norm")
 KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
@@ -197,6 +199,22 @@ def named_fusions() -> list[Problem]:
                 problems.append(forward_problem(operation, rows, cols, dtypes, **shared))
             if not operation.second:
                 problems.append(backward_problem(operation, rows, cols, dtypes, wanted, **shared))
+    return problems
+
+
+def numbers_of_rows() -> list[Problem]:
+    """An expression that takes a number for each row before the norm and one after it, and one for many rows."""
+    epilogue = trace(lambda xhat, weight, route: route * xhat * weight)
+    problems = []
+    for norm in OPS:
+        prologue = trace(lambda x, residual, factor, share: factor * x + share * residual, role="prologue")
+        operation = Operation(norm, epilogue, prologue, ("y", "s"))
+        kinds = {"residual": "full", "factor": "per_row", "share": "per_row", "route": "per_row"}
+        for dtype, cols, rows in product(("bfloat16", "float32"), (128, 1001, 4096, 16384, 49152), (2**16, 64)):
+            dtypes = dict.fromkeys(("x", "s", "y", "dy", "ds", *operation.operands), dtype)
+            shared = {"kinds": kinds, "strides": {"share": RowStrides(0, 1, 16)}}
+            problems.append(forward_problem(operation, rows, cols, dtypes, **shared))
+            problems.append(backward_problem(operation, rows, cols, dtypes, ("x", *operation.operands), **shared))
     return problems
 
 

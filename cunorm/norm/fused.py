@@ -3,7 +3,8 @@ array, and which gradients are one.
 
 An operand is a `Layout`, or a float where a number was passed. `demanded` has the kinds of operands that a named
 function knows beforehand; any other operand's follows from its shape, by NumPy's rules of broadcasting. Kinds are those
-of problem.py, and "expanded": what kernels have no kind for is broadcast to the shape of x, and is full then.
+of problem.py, and "expanded": what kernels have no kind for is broadcast to the shape of x, and is full then. What has
+numbers for rows, or for several at once, is "per_row".
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return all(own in (1, full) for own, full in zip(reversed(shape), reversed(to), strict=False))
 
 
+def read_by_packs(name: str, shape: tuple[int, ...], of_x: tuple[int, ...]) -> bool:
+    """Whether it counts where an array begins; not of a seed, nor of a number for each row."""
+    return name != SEED and not (shape[-1:] == (1,) != of_x[-1:])
+
+
 def _groups(shape: tuple[int, ...], to: tuple[int, ...]) -> Groups | None:
     """The groups of rows that share a vector of an operand; None if it has no vectors, or groups are not regular."""
     rows = math.prod(to[:-1])
@@ -114,6 +120,8 @@ def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | N
     if shape == (1,) * (len(shape) - 1) + columns and 0 < len(shape) <= len(x.shape):
         return "column"
     if shape and len(shape) <= len(x.shape) and _broadcasts(shape, x.shape):
+        if shape[-1] != columns[0]:
+            return "per_row"
         return "group" if _groups(shape, x.shape) else "expanded"
     instead = f"Reshape it, or pass broadcast_to({name}, x.shape)." if shape else f"Pass float({name})."
     raise ValueError(

@@ -13,7 +13,7 @@ import numpy
 from .. import device, launch
 from ..cupy_arrays import layout
 from ..numpy_arrays import numpy_dtype
-from ..operation import NORMS, SEED, Operation
+from ..operation import NORMS, Operation
 from ..recipes import Recipes
 from . import checks, fused
 from .float8 import Float8Store, scale_of
@@ -157,7 +157,7 @@ def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype, sm_
 
 def _launch(recipe: Recipe, solution: Plan, arrays: dict[str, Any], written: dict[str, cupy.ndarray]) -> None:
     if recipe.expanded:
-        arrays = arrays | {name: cupy.broadcast_to(arrays[name], recipe.shape) for name in recipe.expanded}
+        arrays = arrays | {name: cupy.broadcast_to(arrays[name], shape) for name, shape in recipe.expanded}
     if recipe.copies:
         arrays = arrays | {name: cupy.ascontiguousarray(arrays[name]) for name in recipe.copies}
     arrays = arrays | written
@@ -170,14 +170,13 @@ def _launch(recipe: Recipe, solution: Plan, arrays: dict[str, Any], written: dic
 
 def _key(arrays: Mapping[str, Any]) -> Hashable:
     """All that a recipe is made of. Numbers are not: they may change with every call."""
-    pointers, layouts = 0, []
+    layouts = []
     for name, array in arrays.items():
         if isinstance(array, cupy.ndarray):
-            pointers |= array.data.ptr if name != SEED else 0
             layouts.append((name, array.shape, array.strides, array.dtype, array.data.device_id))
         else:
             layouts.append((name, type(array)))
-    return pointers % 16 == 0, tuple(layouts)
+    return _aligned(arrays), tuple(layouts)
 
 
 def _given(function: str, name: str, array: Any) -> fused.Given:
@@ -188,5 +187,14 @@ def _given(function: str, name: str, array: Any) -> fused.Given:
 
 
 def _aligned(arrays: Mapping[str, Any]) -> bool:
-    """All arrays begin at multiples of 16 bytes but for the seed; memory that CuPy allocates does."""
-    return all(one.data.ptr % 16 == 0 for name, one in arrays.items() if isinstance(one, cupy.ndarray) and name != SEED)
+    """All arrays that are read by packs begin at multiples of 16 bytes; memory that CuPy allocates does."""
+    pointers = 0
+    for one in arrays.values():
+        pointers |= one.data.ptr if isinstance(one, cupy.ndarray) else 0
+    if pointers % 16 == 0:
+        return True
+    return all(
+        one.data.ptr % 16 == 0
+        for name, one in arrays.items()
+        if isinstance(one, cupy.ndarray) and fused.read_by_packs(name, one.shape, arrays["x"].shape)
+    )

@@ -29,8 +29,7 @@ class Recipe:
     """How calls with the same layouts and options run. `plan` is None where there is nothing to compute."""
 
     plan: Plan | None
-    shape: tuple[int, ...]  # of x
-    expanded: tuple[str, ...]  # the arrays that are broadcast to it
+    expanded: tuple[tuple[str, tuple[int, ...]], ...]  # the arrays that are broadcast, and to which shape
     copies: tuple[str, ...]  # the arrays that must be made contiguous
     written: tuple[Memory, ...]  # what is allocated
     # Forward.
@@ -38,7 +37,7 @@ class Recipe:
     # Backward.
     dy: Memory | None = None  # of the zeros that stand for a dy that was not given
     gradients: tuple[tuple[str, str], ...] = ()  # which of those written is the gradient of each name
-    # Of expanded arrays: the axes along which their gradients are added up, and what that comes to.
+    # Of arrays that are broadcast: the axes along which their gradients are added up, and what that comes to.
     reduced: tuple[tuple[tuple[int, ...], Memory], ...] = ()
     totals: frozenset[str] = frozenset()  # of those written: sums of columns that are yet to be added up
 
@@ -76,7 +75,7 @@ def forward_recipe(
     x = given["x"]
     assert isinstance(x, Layout)
     operands = {name: one for name, one in given.items() if name != "x"}
-    kinds, groups = _kinds(function, x, given, operands, demanded)
+    kinds, groups, broadcast = _kinds(function, x, given, operands, demanded)
     row_dtype = s_dtype or x.dtype
     compute = compute_dtype(row_dtype)
     dtypes = _dtypes(given, compute) | {"y": dtype or x.dtype}
@@ -105,8 +104,7 @@ def forward_recipe(
     )
     return Recipe(
         plan=plan(task, device) if task.rows else None,
-        shape=x.shape,
-        expanded=_expanded(kinds),
+        expanded=tuple((name, given[name].shape) for name in broadcast),
         copies=_copies(function, given, kinds),
         written=tuple((name, shapes.get(name, x.shape), dtypes[name]) for name in returns),
         statistics=tuple((name, x.shape[:-1], compute) for name in operation.statistics),
@@ -140,7 +138,7 @@ def backward_recipe(
     assert isinstance(x, Layout)
     operands = {name: given[name] for name in operation.operands if name in given}
     shapes = {name: (one.shape, one.dtype) for name, one in operands.items() if isinstance(one, Layout)}
-    kinds, groups = _kinds(function, x, given, operands, demanded)
+    kinds, groups, broadcast = _kinds(function, x, given, operands, demanded)
     s = given.get("s")
     row_dtype = s_dtype or (s.dtype if isinstance(s, Layout) else x.dtype)
     fused.check_backward(function, operation, given, row_dtype)
@@ -153,7 +151,7 @@ def backward_recipe(
     if operation.prologue is not None:
         dtypes["s"] = row_dtype
     # A gradient that is added up afterwards is not rounded before.
-    of = {name: compute if kinds.get(name) == "expanded" else dtypes.get(name, x.dtype) for name in wanted}
+    of = {name: compute if name in broadcast else dtypes.get(name, x.dtype) for name in wanted}
     same = fused.same_gradients(operation, wanted, operands, kinds, of)
     computed = tuple(dict.fromkeys(same.values()))
     task = backward_problem(
@@ -171,14 +169,13 @@ def backward_recipe(
     columns = x.shape[-1:]
     written = []
     for name in computed:
-        one = given.get(name)
+        one = given.get(name) if name in broadcast or name not in operands else operands[name]
         number = isinstance(one, float)
         shape = one.shape if isinstance(one, Layout) else columns  # of a number the sums of columns; or one left out
         written.append((f"d{name}", shape, compute if number else of[name]))
     return Recipe(
         plan=plan(task, device) if task.rows and computed else None,
-        shape=x.shape,
-        expanded=_expanded(kinds),
+        expanded=tuple((name, given[name].shape) for name in broadcast),
         copies=_copies(function, given, kinds),
         written=tuple(written),
         dy=zeros,
@@ -186,7 +183,7 @@ def backward_recipe(
         reduced=tuple(
             (fused.broadcast_axes(shapes[name][0], x.shape), (name, *shapes[name]))
             for name in wanted
-            if kinds.get(name) == "expanded"
+            if name in broadcast
         ),
         totals=frozenset(f"d{name}" for name in computed if kinds.get(name) == "scalar"),
     )
@@ -206,7 +203,8 @@ def _dtypes(given: Mapping[str, fused.Given], compute: str) -> dict[str, str]:
 
 def _full(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[str, Layout]:
     """The arrays that are read by rows."""
-    by_rows = {"x", "s", "dy", "ds"} | {name for name, kind in kinds.items() if kind in ("full", "expanded")}
+    of_rows = ("full", "expanded", "per_row")
+    by_rows = {"x", "s", "dy", "ds"} | {name for name, kind in kinds.items() if kind in of_rows}
     return {name: one for name, one in given.items() if name in by_rows and isinstance(one, Layout)}
 
 
@@ -233,23 +231,26 @@ def _copies(function: str, given: Mapping[str, fused.Given], kinds: Mapping[str,
 
 def _kinds(
     function: str, x: Layout, given: dict[str, fused.Given], operands: dict[str, fused.Given], demanded: fused.Kinds
-) -> tuple[dict[str, str], Groups | None]:
-    """The kinds of operands, and the groups of rows of some. `given` gets the layout of what is expanded."""
+) -> tuple[dict[str, str], Groups | None, tuple[str, ...]]:
+    """The kinds of operands, the groups of rows of some, and which are broadcast: `given` gets the layout of these."""
     kinds = fused.check_operands(function, x, operands, demanded=demanded)
     groups = fused.groups_of(x, operands, kinds)
-    for name in _expanded(kinds):
+    broadcast = []
+    for name, kind in kinds.items():
         one = given[name]
+        if kind not in ("expanded", "per_row"):
+            continue
         assert isinstance(one, Layout)
-        logs.expanded(function, name, one.shape, x.shape)
-        own = (0,) * (len(x.shape) - len(one.strides)) + one.strides
         repeated = fused.broadcast_axes(one.shape, x.shape)
+        shape = x.shape if kind == "expanded" else (*x.shape[:-1], 1)
+        if kind == "expanded":
+            logs.expanded(function, name, one.shape, x.shape)
+        if kind == "expanded" or repeated != (len(x.shape) - 1,):
+            broadcast.append(name)
+        own = (0,) * (len(x.shape) - len(one.strides)) + one.strides
         strides = tuple(0 if axis in repeated else stride for axis, stride in enumerate(own))
-        given[name] = Layout(x.shape, strides, one.dtype, one.device)
-    return kinds, groups
-
-
-def _expanded(kinds: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(name for name, kind in kinds.items() if kind == "expanded")
+        given[name] = Layout(shape, strides, one.dtype, one.device)
+    return kinds, groups, tuple(broadcast)
 
 
 def _of_kernels(kinds: Mapping[str, str]) -> dict[str, str]:

@@ -150,7 +150,7 @@ def _resident_groups(problem: Problem, spec: NormSpec, device: Device, idle: int
 def _plan_backward(problem: Problem, device: Device) -> Plan:
     compute = ITEMSIZE[problem.compute]
     written = [one for one in problem.operands if one.written]
-    sums = tuple(one.name for one in written if one.kind != "full")
+    sums = tuple(one.name for one in written if one.kind not in ("full", "per_row"))
     # Two partial rows of float32 an SM; more gradients have fewer.
     most_groups = 2 * device.sms * 8 // (compute * max(2, len(sums)))
     # For sums of dy alone neither x nor the whole of a row is needed.
@@ -279,7 +279,7 @@ def _streamed_backward(
         part = _part(problem, rows)
         spec = kernel_spec(part, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
         # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
-        plain = {one.dtype for one in part.operands if one.kind != "per_row"} == {part.row_dtype} and spec.aligned
+        plain = {one.dtype for one in part.operands if one.kind != "statistic"} == {part.row_dtype} and spec.aligned
         # Of more arrays, of two strides and of vectors of groups, they spilled 4 to 60 bytes.
         strides = any(one.inner for one in spec.operands)
         plain = plain and len(spec.matrices) + len(spec.results) <= 4 and not strides and not spec.grouped
@@ -300,7 +300,7 @@ def _part(problem: Problem, wanted: tuple[str, ...]) -> Problem:
         # The gradient of a number is written as a column; what the number itself is, the operand says.
         kinds={name[1:]: one.kind for name, one in given.items() if one.written}
         | {name: one.kind for name, one in given.items()},
-        strides={name: one.strides for name, one in given.items() if one.kind in ("full", "group")},
+        strides={name: one.strides for name, one in given.items() if one.kind in ("full", "group", "per_row")},
         groups=problem.groups,
     )
     return replace(problem, operands=found.operands)

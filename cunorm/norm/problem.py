@@ -55,12 +55,14 @@ class Operand:
 
     name: str
     # "full": rows x cols; "column": one vector for all rows; "group": one for each group of rows; "per_row": a number
-    # for each row; "per_block": for each BLOCK columns of a row; "one": a number in memory; "scalar": a number that the
-    # launch is given; "seed": 8 bytes in memory, of which a kernel makes random numbers, rows x cols.
+    # for each row; "statistic": the same, of the norm itself; "per_block": a number for each BLOCK columns of a row;
+    # "one": a number in memory; "scalar": a number that the launch is given; "seed": 8 bytes in memory, of which a
+    # kernel makes random numbers, rows x cols.
     kind: str
     dtype: str
     written: bool = False
-    # Of a full one, as in RowStrides. Of groups row_stride leads from vector to vector; what is written lies close.
+    # Of a full one and of numbers for rows, as in RowStrides. Of groups row_stride leads from vector to vector; what is
+    # written lies close.
     row_stride: int = 0
     outer_stride: int = 0
     inner: int = 0
@@ -77,8 +79,10 @@ class Operand:
         With two strides there is a gap after every `inner` rows, and row r begins at r * row_stride + r // inner * gap.
         r // inner is r * reciprocal // 2^63 for rows below 2^32: no kernel divides, and none is of one `inner`.
         """
-        if self.kind != "full":
-            return {"stride": self.row_stride} if self.kind == "group" and not self.written else {}
+        if self.written and self.kind != "full":
+            return {}
+        if self.kind not in ("full", "per_row"):
+            return {"stride": self.row_stride} if self.kind == "group" else {}
         numbers = {"stride": self.row_stride}
         if self.inner:
             numbers["gap"] = self.outer_stride - self.inner * self.row_stride
@@ -94,8 +98,8 @@ class Operand:
     def size(self, rows: int, cols: int) -> int:
         """How many numbers it holds."""
         blocks = rows * -(-cols // BLOCK)
-        sizes = {"full": rows * cols, "column": cols, "per_row": rows, "per_block": blocks, "one": 1, "scalar": 1}
-        sizes["seed"] = 1
+        sizes = {"full": rows * cols, "column": cols, "per_row": rows, "statistic": rows, "per_block": blocks}
+        sizes |= {"one": 1, "scalar": 1, "seed": 1}
         sizes["group"] = self.groups.count * cols if self.groups else 0
         return sizes[self.kind]
 
@@ -191,7 +195,7 @@ def forward_problem(
     if "y8" in dtypes:
         scales = (Operand("y8_scale", kinds["y8_scale"], "float32"),)
         read, written = (read + scales, written) if kinds["y8_scale"] == "one" else (read, written + scales)
-    statistics = (Operand(name, "per_row", compute, True) for name in operation.statistics)
+    statistics = (Operand(name, "statistic", compute, True) for name in operation.statistics)
     operands = (*read, *(replace(one, written=True) for one in written), *statistics, Operand("eps", "scalar", compute))
     return Problem(operation, "forward", rows, cols, row_dtype, operands, sm_margin, aligned)
 
@@ -223,7 +227,7 @@ def backward_problem(
     of_rows = [name for name in uses if name in NORMS[operation.norm].statistics]
     uses = [name for name in uses if name not in of_rows]
     read = _operands(uses, dtypes, {"dy": "full"} | kinds, cols, strides or {}, groups)
-    statistics = [Operand(name, "per_row", compute) for name in of_rows]
+    statistics = [Operand(name, "statistic", compute) for name in of_rows]
     gradients = []
     for name in wanted:
         dtype = dtypes.get(f"d{name}") or dtypes.get(name) or dtypes["x"]
@@ -231,6 +235,8 @@ def backward_problem(
             gradients.append(Operand(f"d{name}", "full", dtype, True, *_row_strides(f"d{name}", cols, strides or {})))
         elif kinds.get(name) == "group":
             gradients.append(Operand(f"d{name}", "group", dtype, True, cols, groups=groups))
+        elif kinds.get(name) == "per_row":
+            gradients.append(Operand(f"d{name}", "per_row", dtype, True))
         else:  # of a scalar the sums of the columns, which are added up later
             gradients.append(Operand(f"d{name}", "column", compute if kinds.get(name) == "scalar" else dtype, True))
     return Problem(operation, "backward", rows, cols, row_dtype, (*read, *statistics, *gradients), sm_margin, aligned)
@@ -260,14 +266,15 @@ def _operands(
     found = []
     for name in names:
         kind = "full" if name == "x" else "seed" if name == SEED else kinds.get(name, "column")
-        rows = _row_strides(name, cols, strides) if kind in ("full", "group") else ()
+        length = 1 if kind == "per_row" else cols
+        rows = _row_strides(name, length, strides) if kind in ("full", "group", "per_row") else ()
         dtype = "int64" if kind == "seed" else dtypes[name]
         found.append(Operand(name, kind, dtype, False, *rows, groups=groups if kind == "group" else None))
     return tuple(found)
 
 
-def _row_strides(name: str, cols: int, strides: Mapping[str, int | RowStrides]) -> RowStrides:
-    given = strides.get(name, cols)
+def _row_strides(name: str, length: int, strides: Mapping[str, int | RowStrides]) -> RowStrides:
+    given = strides.get(name, length)
     return RowStrides(given) if isinstance(given, int) else given
 
 

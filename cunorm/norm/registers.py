@@ -52,6 +52,8 @@ def with_shifted(spec: NormSpec, device: Device) -> NormSpec:
         working = 96 if spec.shape.packs < 6 else 112
     if any(one.itemsize > ITEMSIZE[spec.row_dtype] for one in spec.written if one.kind == "full"):
         working += 16  # y of float64 beside 16 bits spilled 4 bytes in 128
+    if spec.row_sums:
+        working += 24  # numbers for rows and what a thread has added up for their gradients spilled 16 to 24 bytes
     words = sum(spec.shape.pack * one.itemsize // 4 for one in spec.matrices)
     words += len(spec.sums) * spec.shape.pack * ITEMSIZE[spec.compute] // 4
     if spec.columns_stay:

@@ -112,8 +112,8 @@ class NormSpec:
 
     @property
     def matrices(self) -> tuple[Operand, ...]:
-        """What is read by rows, or made of a seed by rows."""
-        return tuple(one for one in self.read if one.kind in ("full", "seed"))
+        """What is read by rows, or made of a seed by rows, or one number for a row."""
+        return tuple(one for one in self.read if one.kind in ("full", "seed", "per_row"))
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
@@ -134,7 +134,14 @@ class NormSpec:
     @property
     def sums(self) -> tuple[Operand, ...]:
         """What is added up over rows, all of them or those of a group."""
-        return tuple(one for one in self.written if one.kind != "full") if self.kernel in BACKWARD else ()
+        of_rows = ("full", "per_row")
+        return tuple(one for one in self.written if one.kind not in of_rows) if self.kernel in BACKWARD else ()
+
+    @property
+    def row_sums(self) -> tuple[Operand, ...]:
+        """Of a backward pass: what is added up over columns, a number for each row."""
+        backward = self.kernel.startswith("backward")
+        return tuple(one for one in self.written if one.kind == "per_row") if backward else ()
 
     @property
     def of_s(self) -> bool:
@@ -238,16 +245,19 @@ def shared_memory(spec: KernelSpec) -> int:
     lane_sums = 0
     if spec.kernel == "forward_spread" and spec.shape.packs > 1:
         lane_sums = norm.lane_sums * spec.shape.packs * spec.shape.threads * compute
-    if slots == 1 or (spec.kernel.startswith("backward") and not spec.of_s):
+    if slots == 1:
         return lane_sums
-    values = {"backward": norm.backward_values, "forward_streamed": norm.streamed_values}
-    values["backward_streamed"] = norm.backward_values
-    count = values.get(spec.kernel, norm.forward_values)
+    counts = [1] if spec.scales == "per_row" else []
+    if spec.kernel.startswith("backward"):
+        counts += [norm.backward_values] if spec.of_s else []
+        counts += [len(spec.row_sums)] if spec.row_sums else []
+    else:
+        counts.append(norm.streamed_values if spec.kernel == "forward_streamed" else norm.forward_values)
+    if not counts:
+        return lane_sums
     if spec.shape.cluster > 1:  # a slot's numbers go in one message
-        count = 1 << (count - 1).bit_length()
-    total = lane_sums + spec.rows_per_cta * 2 * (count * slots * compute + MAILBOX)
-    if spec.scales == "per_row":
-        total += spec.rows_per_cta * 2 * (slots * compute + MAILBOX)
+        counts = [1 << (count - 1).bit_length() for count in counts]
+    total = lane_sums + spec.rows_per_cta * 2 * sum(count * slots * compute + MAILBOX for count in counts)
     return -(-total // SHARED_ALIGNMENT) * SHARED_ALIGNMENT if dynamic_shared(spec) else total
 
 
@@ -267,7 +277,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
         return sum(
             packs * shape.pack * one.itemsize + gaps * (not spec.has_vectors(one))
             for one in operands
-            if one.kind != "seed"
+            if one.kind not in ("seed", "per_row")
         )
 
     if spec.kernel == "forward":

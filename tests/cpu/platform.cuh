@@ -191,6 +191,11 @@ void copy_covering_async(void* to, const void* from) {
   if (inside == 0) cpu::fail("a copy of what is in no array");
   copy_words<kBytes>(to, words);
 }
+template <class T>
+void prefetch(const T* address) {
+  const volatile T read = *address;  // it must be there
+  static_cast<void>(read);
+}
 inline void copies_commit() { cpu::copies_commit(); }
 template <int kPending>
 void copies_wait() {

@@ -118,7 +118,7 @@ def _refuse_derivatives(primals, tangents, *, call, task, names, wanted):
 
 
 def _batch(arrays, dims, *, call, task, names, wanted):
-    by_rows = {name for name in names if task.kind(name) == "full"}
+    by_rows = {name for name in names if task.kind(name) in ("full", "per_row")}
     mapped = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
     if mapped == by_rows and not task.group_axes and SEED not in names:
         moved, _ = primitives.batch_in_front(arrays, dims, names)

@@ -2,8 +2,8 @@
 of the gradients. All arithmetic is in `Task.compute`.
 
 Arrays go by name, as everywhere in this adapter: x (..., *normalised axes); s, y and their gradients ds and dy as x;
-mean and rstd the shape of x without its normalised axes; an operand that of its kind. What is done with an operand
-stands in the operation.
+mean and rstd, and numbers for rows, the shape of x without its normalised axes; an operand that of its kind. What is
+done with an operand stands in the operation.
 """
 
 from __future__ import annotations
@@ -166,6 +166,8 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
     for name, one in gradients.items():
         if task.kind(name) == "column":
             one = one.sum(leading)
+        elif task.kind(name) == "per_row":
+            one = one.sum(task.axes)
         elif task.kind(name) == "group":
             one = one.sum(tuple(axis for axis in leading if axis not in task.group_axes), keepdims=True)
         results[f"d{name}"] = one.astype(dtypes[name])
@@ -180,7 +182,7 @@ def tangent(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
     """
     values, rstd = _normalised(task, arrays)
     shape = values["xhat"].shape
-    moved = {name: arrays[name + DOT].astype(task.compute) for name in sources(task) if name + DOT in arrays}
+    moved = {name: _wide(task, name, arrays[name + DOT]) for name in sources(task) if name + DOT in arrays}
     found = task.derivative(tuple(moved), arrays)
     y_dot = s_dot = jnp.zeros(shape, task.compute)
     for name, one in found.late:
@@ -209,11 +211,17 @@ def sources(task: Task) -> Names:
 def _values(task: Task, arrays: Arrays) -> dict[str, jax.Array | float]:
     """What expressions are of, in the dtype of the arithmetic: what was given of x, the operands, dy and ds."""
     names = ("x", *task.operation.operands, "dy", "ds")
-    wide = {name: arrays[name].astype(task.compute) for name in names if name in arrays and name != SEED}
+    wide = {name: _wide(task, name, arrays[name]) for name in names if name in arrays and name != SEED}
     if SEED in arrays:
         shape = next(array.shape for name, array in arrays.items() if task.kind(name) == "full")
         wide[SEED] = uniform(arrays[SEED], shape, task.compute)
     return wide | dict(task.numbers)
+
+
+def _wide(task: Task, name: str, array: jax.Array) -> jax.Array:
+    """In the dtype of the arithmetic, as it broadcasts against x."""
+    wide = array.astype(task.compute)
+    return jnp.expand_dims(wide, task.axes) if task.kind(name) == "per_row" else wide
 
 
 def _normalised(task: Task, arrays: Arrays) -> tuple[dict, jax.Array]:

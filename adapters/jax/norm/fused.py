@@ -132,7 +132,7 @@ def _checked(
         dtypes=tuple((dict.fromkeys(("x", *operation.operands), of_x.dtype) | of_operands).items()),
         s_dtype=None if operation.prologue is None else s_dtype or of_x.dtype,
         kinds=tuple(
-            (name, "group" if kinds[name] == "group" else "full")
+            (name, kinds[name] if kinds[name] in ("group", "per_row") else "full")
             for name in arrays
             if kinds[name] not in ("column", "seed")
         ),
@@ -152,12 +152,16 @@ def _group_axes(arrays: Mapping[str, jax.Array], kinds: Mapping[str, str], shape
 
 
 def _placed(operand: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
-    """In the shape of its kind: a column's one axis, that of x, or for groups ones where they have no axis of x."""
+    """In the shape of its kind: a column's one axis, the axes of x, for numbers of rows all but the last, or for groups
+    ones where they have no axis of x.
+    """
     if kind == "seed":
         return operand.reshape(-1)
     if kind == "group":
         return operand.reshape((1,) * (len(shape) - operand.ndim) + operand.shape)
     to = shape[-1:] if kind == "column" else shape
+    if kind == "per_row":
+        to, operand = shape[:-1], operand.reshape(operand.shape[:-1])
     if operand.shape == to:
         return operand
     if kind != "column":  # its gradient is a sum of what is not rounded before

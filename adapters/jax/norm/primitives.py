@@ -183,7 +183,7 @@ def _batch_backward(arrays, dims, *, call, task, names, wanted):
         return _batch_by_formula(arrays, dims, call=call, task=task, names=names, wanted=wanted)
     arrays, mapped = batch_in_front(arrays, dims, names)
     in_rows, all_rows = _in_rows(task, arrays, mapped, {name.removeprefix("d") for name in wanted})
-    of_rows = tuple(name for name in wanted if task.kind(name) == "full" or in_rows.kind(name) == "group")
+    of_rows = tuple(name for name in wanted if task.kind(name) in ("full", "per_row") or in_rows.kind(name) == "group")
     results = {}
     if of_rows:
         shapes = dict(zip(wanted, (aval.shape for aval in call.out_avals), strict=True))

@@ -18,7 +18,7 @@ from ...norm.checks import Layout
 from ...norm.fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
 from ...norm.plan import Plan
 from ...norm.problem import backward_reads, pointer_order
-from ...operation import NORMS, SEED, Operation
+from ...operation import NORMS, Operation
 from . import checks, launching
 
 
@@ -133,7 +133,7 @@ def forward(
         with torch.cuda.device(index):
             return forward(call, tensors, numbers, eps, wants_statistics, sm_margin=sm_margin)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    aligned = _aligned(call.names, pointers)
+    aligned = _aligned(call.names, pointers, tensors, tensors[0].shape)
     key = (aligned, sm_margin, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
     recipe = call.recipes.get(key)
     if recipe is None:
@@ -221,7 +221,7 @@ def backward(
             return backward(family, names, saved, numbers, dy, ds, statistics, wanted)
     tensors = (dy, ds, *saved)
     pointers = [0 if one is None else one.data_ptr() for one in tensors]
-    aligned = _aligned(("dy", "ds", *names), pointers)
+    aligned = _aligned(("dy", "ds", *names), pointers, tensors, family.layouts["x"].shape)
     key = (wanted, names, aligned, *[None if one is None else (one.stride(), one.dtype) for one in tensors])
     recipe = family.recipes.get(key)
     if recipe is None:
@@ -311,9 +311,8 @@ def _backward_recipe(
 def _copies(
     recipe: Recipe, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    return tuple(
-        (names.index(name), recipe.shape if name in recipe.expanded else shapes[name]) for name in recipe.copies
-    )
+    shapes = shapes | dict(recipe.expanded)
+    return tuple((names.index(name), shapes[name]) for name in recipe.copies)
 
 
 def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
@@ -344,11 +343,16 @@ def _rstd_offset(plan: Plan | None) -> int:
     return plan.problem.rows * getattr(torch, plan.problem.compute).itemsize
 
 
-def _aligned(names: Sequence[str], pointers: Sequence[int]) -> bool:
-    """All of them are multiples of 16, but for that of a seed; what torch allocates is."""
+def _aligned(
+    names: Sequence[str], pointers: Sequence[int], tensors: Sequence[Tensor | None], of_x: tuple[int, ...]
+) -> bool:
+    """All tensors that are read by packs begin at multiples of 16 bytes; what torch allocates does."""
     together = 0
     for pointer in pointers:
         together |= pointer
-    if together & 15 and SEED in names:
-        return not any(pointer & 15 for name, pointer in zip(names, pointers, strict=True) if name != SEED)
-    return not together & 15
+    if not together & 15:
+        return True
+    return not any(
+        pointer & 15 and one is not None and fused.read_by_packs(name, tuple(one.shape), tuple(of_x))
+        for name, pointer, one in zip(names, pointers, tensors, strict=True)
+    )
