@@ -104,7 +104,7 @@ def forward_recipe(
     )
     return Recipe(
         plan=plan(task, device) if task.rows else None,
-        expanded=tuple((name, given[name].shape) for name in broadcast),
+        expanded=tuple(broadcast.items()),
         copies=_copies(function, given, kinds),
         written=tuple((name, shapes.get(name, x.shape), dtypes[name]) for name in returns),
         statistics=tuple((name, x.shape[:-1], compute) for name in operation.statistics),
@@ -175,7 +175,7 @@ def backward_recipe(
         written.append((f"d{name}", shape, compute if number else of[name]))
     return Recipe(
         plan=plan(task, device) if task.rows and computed else None,
-        expanded=tuple((name, given[name].shape) for name in broadcast),
+        expanded=tuple(broadcast.items()),
         copies=_copies(function, given, kinds),
         written=tuple(written),
         dy=zeros,
@@ -231,11 +231,14 @@ def _copies(function: str, given: Mapping[str, fused.Given], kinds: Mapping[str,
 
 def _kinds(
     function: str, x: Layout, given: dict[str, fused.Given], operands: dict[str, fused.Given], demanded: fused.Kinds
-) -> tuple[dict[str, str], Groups | None, tuple[str, ...]]:
-    """The kinds of operands, the groups of rows of some, and which are broadcast: `given` gets the layout of these."""
+) -> tuple[dict[str, str], Groups | None, dict[str, tuple[int, ...]]]:
+    """The kinds of operands, the groups of rows of some, and to which shapes some are broadcast.
+
+    `given` gets the layouts of these.
+    """
     kinds = fused.check_operands(function, x, operands, demanded=demanded)
     groups = fused.groups_of(x, operands, kinds)
-    broadcast = []
+    broadcast = {}
     for name, kind in kinds.items():
         one = given[name]
         if kind not in ("expanded", "per_row"):
@@ -246,11 +249,11 @@ def _kinds(
         if kind == "expanded":
             logs.expanded(function, name, one.shape, x.shape)
         if kind == "expanded" or repeated != (len(x.shape) - 1,):
-            broadcast.append(name)
+            broadcast[name] = shape
         own = (0,) * (len(x.shape) - len(one.strides)) + one.strides
         strides = tuple(0 if axis in repeated else stride for axis, stride in enumerate(own))
         given[name] = Layout(shape, strides, one.dtype, one.device)
-    return kinds, groups, tuple(broadcast)
+    return kinds, groups, broadcast
 
 
 def _of_kernels(kinds: Mapping[str, str]) -> dict[str, str]:
