@@ -112,6 +112,8 @@ def _columns_stay(problem: Problem, spec: NormSpec, device: Device) -> bool:
 
 def backward_shape(shapes: list[RowShape]) -> RowShape:
     """Of these, one for each number of packs, the one by which a row is the least work for an SM's schedulers."""
+    # Five packs by 256 threads would be that of 73728 columns, and are slower.
+    shapes = [one for one in shapes if one.packs < 5 or one.threads > 256] or shapes
     return min(shapes, key=lambda shape: (ceil_div(shape.threads // WARP, 4) * shape.packs, shape.packs))
 
 

@@ -6,6 +6,7 @@ How a row is divided follows from its length, and how it waits from how many row
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..device import Device
 from ..expression_value import FUNCTIONS
@@ -25,62 +26,91 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
 
     Whoever holds what of a row is the same for all, and so are the bits.
     """
-    itemsize = ITEMSIZE[problem.row_dtype]
-    pack = 16 // itemsize
-    packs = ceil_div(problem.cols, pack)
-    shape = power_of_two_shape(pack, packs, "forward")
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    shape = power_of_two_shape(pack, ceil_div(problem.cols, pack), "forward")
     rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
     spec = kernel_spec(
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
     )
-    sms = device.sms - problem.sm_margin
-    column_words = column_bytes(problem, shape) // 4
-    alone = replace(spec, rows_per_cta=1, columns_stay=True)
-    can_spread = not spec.finds_scales  # the largest of a row would be one exchange more
-    if can_spread and 1 < shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
-        return replace(alone, kernel="forward_spread")  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
-    if packs > 1024 and device.runs_clusters(8):
-        few_threads = shape.threads * shape.packs <= 8 * 1024
-        if can_spread and few_threads and 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
-            return replace(alone, kernel="forward_spread", shape=in_clusters(shape, 8))
-        if 4 * problem.rows <= sms:  # 32 x 16384 3.5 us, in one CTA 3.8
-            # Beside a row at odd addresses 160 registers of weight and bias spilled 128 bytes.
-            return replace(alone, shape=in_clusters(shape, 4), columns_stay=column_words <= 128)
+    needs = _needs(problem, spec, device)
+    alone = _rows_alone(problem, spec, needs, device)
+    if alone is not None:
+        return alone
+    ctas = ctas_of(spec, needs.working + max(needs.at_once, needs.y))
+    if ctas and problem.rows <= (device.sms - problem.sm_margin) * ctas * rows_per_cta:
+        # All rows at once: weight and bias are asked for with x.
+        return replace(spec, ctas_per_sm=ctas, columns_stay=True)
+    many = bytes_per_sm(problem, device) > RING_BYTES
+    return _in_a_ring(problem, spec, needs, many, device) or _in_registers(problem, spec, needs, device)
 
+
+class _Needs(NamedTuple):
+    """Registers of a thread, for what it keeps of a row at once."""
+
+    working: int  # besides the others
+    columns: int  # weight and bias
+    row: int  # on its way: at odd addresses two words for one
+    at_once: int  # the two, a column at an odd address one word for each element
+    y: int  # held as float32 while the largest of a row is looked for
+
+
+def _needs(problem: Problem, spec: NormSpec, device: Device) -> _Needs:
+    shape = spec.shape
     working = 44 if problem.row_dtype != "float64" else 72
     if spec.scales:
         working += 12 if spec.aligned else 32
-    row_words = shape.packs * pack * itemsize // 4 * (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
     if device.arch < 90 and any(step.function in FUNCTIONS for step in problem.operation.epilogue.steps):
         working += 16  # a gate's sigmoid spilled 4 bytes, few rows of 4096 cols
     if not spec.aligned:
         working += words_to_shift(spec)
-    # At odd addresses a row on its way to registers takes two words for one, and a column one for each element.
-    waiting = row_words if spec.aligned else 2 * row_words
-    at_once = waiting + (column_words if spec.columns_aligned else 2 * column_words)
-    # While the largest of a row is looked for, y is held as float32.
-    y_words = shape.packs * pack if spec.scales == "per_row" else 0
-    ctas = ctas_of(spec, working + max(at_once, y_words))
-    if ctas and problem.rows <= sms * ctas * rows_per_cta:
-        # All rows at once: weight and bias are asked for with x.
-        return replace(spec, ctas_per_sm=ctas, columns_stay=True)
-    many = bytes_per_sm(problem, device) > RING_BYTES
-    waits = shape.packs > 2 and len(spec.matrices) == 1 and not spec.grouped
+    matrices = (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
+    row = shape.packs * shape.pack * ITEMSIZE[problem.row_dtype] // 4 * matrices * (1 if spec.aligned else 2)
+    columns = column_bytes(problem, shape) // 4
+    at_once = row + columns * (1 if spec.columns_aligned else 2)
+    return _Needs(working, columns, row, at_once, shape.packs * shape.pack if spec.scales == "per_row" else 0)
+
+
+def _rows_alone(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec | None:
+    """Of fewer rows than there are SMs: a thread for each pack, or a cluster for each row; None where neither wins."""
+    shape, sms = spec.shape, device.sms - problem.sm_margin
+    spec = replace(spec, rows_per_cta=1, columns_stay=True)
+    spread = replace(spec, kernel="forward_spread")
+    can_spread = not spec.finds_scales  # the largest of a row would be one exchange more
+    if can_spread and 1 < shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
+        return spread  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
+    if problem.cols <= 1024 * shape.pack or not device.runs_clusters(8):
+        return None
+    few_threads = shape.threads * shape.packs <= 8 * 1024
+    if can_spread and few_threads and 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
+        return replace(spread, shape=in_clusters(shape, 8))
+    if 4 * problem.rows <= sms:  # 32 x 16384 3.5 us, in one CTA 3.8
+        # Beside a row at odd addresses 160 registers of weight and bias spilled 128 bytes.
+        return replace(spec, shape=in_clusters(shape, 4), columns_stay=needs.columns <= 128)
+    return None
+
+
+def _in_a_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, device: Device) -> NormSpec | None:
+    """Rows that wait in shared memory, where that is faster than registers."""
+    shape = spec.shape
     # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
     # of 12288 cols, one CTA on an SM, 67.8 and 61.3.
-    narrow_ring = shape.threads < 512 and (spec.scales == "one" or (spec.scales == "per_row" and shape.threads <= WARP))
-    if waits and (narrow_ring or not many or shape.packs > 5):
-        under_way = 48 if not many else 42 if narrow_ring else 32
-        # There y is made after x has been summed up: 96 registers are enough for four packs.
-        registers = working - 20 if narrow_ring and spec.aligned and device.arch < 100 else working + y_words
-        found = _short_ring(spec, column_words, registers, under_way << 10, device)
-        if found is not None:
-            return found
-    # Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM.
+    narrow = shape.threads < 512 and (spec.scales == "one" or (spec.scales == "per_row" and shape.threads <= WARP))
+    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped or not (narrow or not many or shape.packs > 5):
+        return None
+    under_way = 48 if not many else 42 if narrow else 32
+    # There y is made after x has been summed up: 96 registers are enough for four packs.
+    late = narrow and spec.aligned and device.arch < 100
+    registers = needs.working - 20 if late else needs.working + needs.y
+    return _short_ring(spec, needs.columns, registers, under_way << 10, device)
+
+
+def _in_registers(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec:
+    """Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM."""
+    shape, itemsize = spec.shape, ITEMSIZE[problem.row_dtype]
     width = widest_column(spec)
-    narrow = spec.aligned and len(spec.matrices) == 1 and width <= ITEMSIZE[problem.row_dtype] and not y_words
+    narrow = spec.aligned and len(spec.matrices) == 1 and width <= itemsize and not needs.y
     narrow = narrow and not (spec.grouped and spec.scales)  # 4 bytes spilled on sm_80, 128 cols
-    most, words = (1536, 28) if shape.packs <= 3 and narrow else (RESIDENT, working)
+    most, words = (1536, 28) if shape.packs <= 3 and narrow else (RESIDENT, needs.working)
     if device.arch == 90 and not spec.scales and _sixteen_bits(spec):
         if spec.grouped and narrow:
             # An SM has few rows of a group at once, so that late its vectors come from L2: modulated rows of 4096 cols
@@ -91,13 +121,13 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
                 return replace(spec, columns_stay=True, ctas_per_sm=ctas)
         if shape.packs == 4 and len(spec.matrices) == 2 and _fits_64_registers(spec):
             return replace(spec, ctas_per_sm=ctas_of(spec, 64))
-    if y_words and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
-        words = 32 + 4 * (rows_per_cta > 1) + width // 4 * pack + 8 * (itemsize == 4)
+    if needs.y and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
+        words = 32 + 4 * (spec.rows_per_cta > 1) + width // 4 * shape.pack + 8 * (itemsize == 4)
         # Beside a residual 64 registers for four packs spilled 4 bytes; on sm_100 108 for seven 8.
         words += (8 if device.arch < 100 else 16) * (len(spec.matrices) - 1)
         if width < 4 and len(spec.matrices) == 1 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
-            most, words = 1536, 40 - y_words
-    return replace(spec, ctas_per_sm=max(1, ctas_of(spec, words + max(waiting, y_words), most)))
+            most, words = 1536, 40 - needs.y
+    return replace(spec, ctas_per_sm=max(1, ctas_of(spec, words + max(needs.row, needs.y), most)))
 
 
 def holds_twice(row_dtype: str, cols: int) -> bool:

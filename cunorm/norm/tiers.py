@@ -17,7 +17,7 @@ from .clusters import backward_shape, cluster_forward, places
 from .problem import ITEMSIZE, Problem
 from .registers import column_dtypes, with_shifted
 from .shapes import ceil_div, is_power_of_two, kernel_spec, power_of_two_shape, shape_of
-from .short_forward import RESIDENT, RING_BYTES, THREADS, bytes_per_sm, short_forward
+from .short_forward import RING_BYTES, bytes_per_sm, short_forward
 from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
 
 
@@ -25,10 +25,11 @@ class Tier(NamedTuple):
     """How rows of up to `most` packs are run."""
 
     most: int
-    packs: tuple[int, ...]  # that a thread may hold; () by the rule
-    cluster: int
-    cta: int  # threads of a CTA, where a row needs fewer several rows share it
-    resident: int  # threads that an SM is to hold at once; bounds the registers of a thread
+    # Of a tier of forward rows its own rule has the rest.
+    packs: tuple[int, ...] = ()  # that a thread may hold; () by the rule of powers of two
+    cluster: int = 1
+    cta: int = 512  # threads of a CTA, where a row needs fewer several rows share it
+    resident: int = 512  # threads that an SM is to hold at once; bounds the registers of a thread
     stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA; 0 by their size
     ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
     # x and weight have 16 bits and cols is a power of two: RMSNorm of 1024 and 4096 cols 0.96 early, 0.88 late, but of
@@ -38,11 +39,9 @@ class Tier(NamedTuple):
 
 # Forward rows that one CTA may hold are run by short_forward.py. A line for each row length at which a thread's packs
 # or a row's threads change a good deal, for those who want an example of each.
-SHORT = tuple(
-    Tier(most, (), 1, THREADS, RESIDENT) for most in (2, 32, 64, 128, 256, 320, 512, 640, 1024, 1280, 2048, 3072, 4096)
-)
+SHORT = tuple(map(Tier, (2, 32, 64, 128, 256, 320, 512, 640, 1024, 1280, 2048, 3072, 4096)))
 # Longer ones by clusters.py, likewise.
-CLUSTERS = tuple(Tier(most, (), 2, 512, 512) for most in (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536))
+CLUSTERS = tuple(Tier(most, cluster=2) for most in (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536))
 FORWARD = (*SHORT, *CLUSTERS)
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
@@ -90,8 +89,6 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         else [shape_of(pack, packs, choice, tier.cluster) for choice in tier.packs]
     )
     shapes = [one for one in shapes if _registers_suffice(problem, one, device)]
-    # Five packs by 256 threads would be the least work of 73728 cols, and are slower.
-    shapes = [one for one in shapes if one.packs < 5 or one.threads > 256] or shapes
     if not shapes:
         return None
     shape = backward_shape(shapes)
