@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shutil
 import statistics
 import sys
@@ -25,6 +24,7 @@ import cupy
 import cunorm
 from bench import timing
 from bench.providers.cunorm import Cunorm
+from bench.results import lines_to
 from bench.suites import OPS, Case, grid, suite
 from bench.workload import Workload
 
@@ -99,35 +99,33 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this many")
     arguments = parser.parse_args()
     providers = [provider(load(arguments.before)), provider(cunorm)]
-    lines, begun = [], time.perf_counter()
-    for case in cases(arguments.suite):
-        if time.perf_counter() - begun > arguments.seconds:
-            lines.append({"stopped": f"after {arguments.seconds} s"})
-            break
-        sets = Workload(case).lend("cupy")
-        before, after = in_turns(case, *([one.prepare(case, b) for b in sets] for one in providers))
-        line = {
-            "case": str(case),
-            "before_us": round(before * 1e6, 3),
-            "after_us": round(after * 1e6, 3),
-            "ratio": round(after / before, 4),
-        }
-        if case.rows <= 512 and case.cols == 1024:
-            both = host(*(one.prepare(case, sets[0]) for one in providers))
-            line |= {"host_before_us": round(both[0] * 1e6, 2), "host_after_us": round(both[1] * 1e6, 2)}
-        lines.append(line)
-        print(json.dumps(line), flush=True)
-        del sets
-        cupy.get_default_memory_pool().free_all_blocks()
-    measured = [line for line in lines if "ratio" in line]
+    measured, begun = [], time.perf_counter()
+    with lines_to(arguments.out) as write:
+        for case in cases(arguments.suite):
+            if time.perf_counter() - begun > arguments.seconds:
+                write(stopped=f"after {arguments.seconds} s")
+                break
+            sets = Workload(case).lend("cupy")
+            before, after = in_turns(case, *([one.prepare(case, b) for b in sets] for one in providers))
+            line = {
+                "case": str(case),
+                "before_us": round(before * 1e6, 3),
+                "after_us": round(after * 1e6, 3),
+                "ratio": round(after / before, 4),
+            }
+            if case.rows <= 512 and case.cols == 1024:
+                both = host(*(one.prepare(case, sets[0]) for one in providers))
+                line |= {"host_before_us": round(both[0] * 1e6, 2), "host_after_us": round(both[1] * 1e6, 2)}
+            measured.append(line)
+            write(**line)
+            del sets
+            cupy.get_default_memory_pool().free_all_blocks()
     slower = [line for line in measured if line["after_us"] - line["before_us"] > max(0.1, 0.01 * line["before_us"])]
     median = statistics.median(line["ratio"] for line in measured)
     print(f"{len(measured)} cases, median ratio {median:.4f}")
     print(f"slower by more than the larger of 1% and 0.1 us: {len(slower)}")
     for line in slower:
         print(f"  {line['case']}: {line['before_us']} -> {line['after_us']} us ({line['ratio']})")
-    if arguments.out:
-        arguments.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 if __name__ == "__main__":

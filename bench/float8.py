@@ -7,8 +7,8 @@ bytes as y8 has; the norm that writes y in 16 bits stands beside it. All in turn
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy
 import cunorm
 
 from . import timing
+from .results import lines_to
 from .roofs import Roofs
 
 ELEMENTS = 1 << 26
@@ -69,14 +70,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     arguments = parser.parse_args()
-    roofs, lines = Roofs(None), []
-    for norm in ("layer_norm", "rms_norm"):
-        for cols in COLS:
+    roofs = Roofs(None)
+    with lines_to(arguments.out) as write:
+        for norm, cols in product(("layer_norm", "rms_norm"), COLS):
             for line in measure(roofs, norm, cols, arguments.elements):
-                lines.append(line)
-                print(json.dumps(line), flush=True)
-    if arguments.out:
-        arguments.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+                write(**line)
 
 
 if __name__ == "__main__":

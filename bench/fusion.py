@@ -6,12 +6,13 @@ first. By bytes moved forward takes four fifths of the time, backward four sixth
 
 Every other function against the roof: the fastest kernel of roof.py, of one array read for one written or of two,
 whichever is nearer, at as many bytes as the function moves.
+
+Expressions of one's own against LayerNorm with weight and bias, which moves as many bytes, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from itertools import product
@@ -22,7 +23,9 @@ import cupy
 import torch
 
 import cunorm
+from bench.results import lines_to
 from bench.roofs import Roofs
+from cunorm.expression import silu
 
 ELEMENTS = 1 << 26
 COLS = (768, 1024, 4096, 7168, 8192, 16384, 32768, 65536)
@@ -153,6 +156,43 @@ def measure_named(write: Callable[..., None], name: str, cols: int, elements: in
         )
 
 
+def ten_multiply_adds(xhat, weight, bias):
+    y = xhat * weight + bias
+    for _ in range(9):
+        y = 0.75 * y + bias
+    return silu(y)
+
+
+EXPRESSIONS = {
+    "ten multiply-adds and a silu": cunorm.fuse("layer_norm", epilogue=ten_multiply_adds),
+    "a number for each row": cunorm.fuse(
+        "layer_norm", epilogue=lambda xhat, weight, bias, factor: (xhat * weight + bias) * factor
+    ),
+}
+
+
+def measure_expression(write: Callable[..., None], name: str, cols: int, elements: int) -> None:
+    op, rows = EXPRESSIONS[name], elements // cols
+    x, dy = (as_cupy(torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)) for _ in range(2))
+    shapes = {"weight": (cols,), "bias": (cols,), "factor": (rows, 1)}
+    operands = {
+        one: as_cupy(torch.randn(shapes[one], device="cuda", dtype=torch.bfloat16)) for one in op.operation.operands
+    }
+    weight, bias, eps = operands["weight"], operands["bias"], EPS["layer_norm"]
+    _, saved = op.forward(x, eps=eps, **operands)
+    _, mean, rstd = cunorm.layer_norm_forward(x, cols, weight, bias, eps)
+    calls = {
+        "forward": (lambda: cunorm.layer_norm(x, cols, weight, bias, eps), lambda: op(x, eps=eps, **operands)),
+        "backward": (
+            lambda: cunorm.layer_norm_backward(dy, x, mean, rstd, weight),
+            lambda: op.backward(saved, dy),
+        ),
+    }
+    for kind, pair in calls.items():
+        named, own = milliseconds(list(pair))
+        write(kind, name=name, cols=cols, us=own * 1e3, layer_norm_us=named * 1e3, of_layer_norm=own / named)
+
+
 def roofs_of(elements: int) -> dict[int, float]:
     """Bytes a second of the fastest streaming kernel, by arrays read for one written."""
     a, b, out = (cupy.ones(elements, "float16") for _ in range(3))
@@ -168,29 +208,30 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     parser.add_argument("--cols", type=int, nargs="+", default=COLS)
-    parser.add_argument("--only", nargs="+", default=(*EPS, *NAMED), help="layer_norm, rms_norm or names of functions")
+    every = (*EPS, *NAMED, *EXPRESSIONS)
+    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME", help=", ".join(every))
     arguments = parser.parse_args()
-    lines: list[dict[str, Any]] = []
-
-    def write(kind: str, **fields: Any) -> None:
-        fields = {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}
-        if "separate_us" in fields:
-            fields["ratio"] = round(fields["fused_us"] / fields["separate_us"], 3)
-        lines.append({"kind": kind, **fields})
-        print(json.dumps(lines[-1]), flush=True)
 
     # Everything on torch's stream.
-    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+    with lines_to(arguments.out) as write_line, stream:
+
+        def write(kind: str, **fields: Any) -> None:
+            fields = {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}
+            if "separate_us" in fields:
+                fields["ratio"] = round(fields["fused_us"] / fields["separate_us"], 3)
+            write_line(kind, **fields)
+
         of_named = [name for name in arguments.only if name in NAMED]
         roofs = roofs_of(arguments.elements) if of_named else {}
         for name, cols in product(arguments.only, arguments.cols):
             if name in EPS:
                 measure(write, name, cols, arguments.elements)
+            elif name in EXPRESSIONS:
+                measure_expression(write, name, cols, arguments.elements)
             else:
                 measure_named(write, name, cols, arguments.elements, roofs)
             cupy.get_default_memory_pool().free_all_blocks()
-    if arguments.out:
-        arguments.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ run after the case that it passes.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from torch.nn.functional import rms_norm, silu
 
 import cunorm.torch
 from bench import timing
+from bench.results import lines_to
 
 EPS = 1e-6
 ELEMENTS = 1 << 26
@@ -166,16 +166,13 @@ def main() -> None:
     torch._functorch.config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64
     start = time.perf_counter()
-    lines = []
-    with torch.cuda.stream(torch.cuda.Stream()):  # graphs are captured on it
+    # Graphs are captured on a stream of their own.
+    with lines_to(options.out) as write, torch.cuda.stream(torch.cuda.Stream()):
         for rows, cols, name in product(options.rows, options.cols, options.only):
             if time.perf_counter() - start > options.seconds:
                 break
             for line in measure(name, rows, cols, timing.SECONDS):
-                lines.append(line)
-                print(json.dumps(line), flush=True)
-    if options.out:
-        options.out.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+                write(**line)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ microseconds, a line of JSON for each shape. Shapes are rows x in x out, as 128x
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import timing
+from .results import lines_to
 
 PARTS = ("casts", "products", "layers", "host", "kernels")
 CASTS = ((65536, 1024), (16384, 4096), (8192, 8192), (8192, 12288), (2340, 28672))
@@ -190,13 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     import torch
 
-    found = []
-    with torch.cuda.stream(torch.cuda.Stream()):  # the default one cannot be captured
+    # The default stream cannot be captured.
+    with lines_to(options.out) as write, torch.cuda.stream(torch.cuda.Stream()):
         for line in lines(options.parts, options.shapes):
-            found.append(json.dumps(line))
-            print(found[-1], flush=True)
-    if options.out:
-        options.out.write_text("".join(f"{line}\n" for line in found))
+            write(**line)
 
 
 if __name__ == "__main__":

@@ -162,17 +162,20 @@ def class_of(case: Case) -> str:
 
 
 @contextmanager
-def lines_to(path: Path) -> Iterator[Callable[..., None]]:
-    """`write(kind, **figures)`, which prints a line of JSON and adds it to the file at once.
+def lines_to(path: Path | None) -> Iterator[Callable[..., None]]:
+    """`write(kind, **figures)`, which prints a line of JSON and adds it at once to the file, if there is one.
 
-    The first line begins the file anew: a run that fails before it, as without a GPU, leaves what was measured before.
+    Where all lines are of one kind it has no name. The first line begins the file anew: a run that fails before it, as
+    without a GPU, leaves what was measured before.
     """
     with ExitStack() as stack:
         files: list[IO[str]] = []
 
-        def write(kind: str, **figures: Any) -> None:
-            line = json.dumps({"kind": kind, **figures})
+        def write(kind: str = "", **figures: Any) -> None:
+            line = json.dumps({"kind": kind, **figures} if kind else figures)
             print(line, flush=True)
+            if path is None:
+                return
             if not files:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.append(stack.enter_context(path.open("w")))
