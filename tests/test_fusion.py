@@ -160,6 +160,11 @@ CASES = {
     "numbers of rows after": Case(
         cunorm.fuse("layer_norm", epilogue=lambda xhat, route: xhat * route), of_rows=("route",)
     ),
+    "numbers of rows of samples": Case(
+        cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift, route: route * (xhat * (1 + scale) + shift)),
+        samples=("scale", "shift"),
+        of_rows=("route",),
+    ),
     "norm alone": Case(cunorm.fuse("rms_norm")),
     # A residual stream of float32 beside 16-bit layers; and, of float64, one narrower than x.
     "stream": Case(
@@ -421,6 +426,8 @@ RUNS = (
     Run("numbers of rows, s made again", (40, 7), "float16", "less than a warp's row"),
     Run("numbers of rows, s made again", (3, 1000), "float32", "before and after", MANY_SMS),
     Run("numbers of rows, s made again", (2, 17001), "float16", "at odd addresses in a cluster"),
+    Run("numbers of rows of samples", (3, 13, 33), "float16", "beside vectors of samples"),
+    Run("numbers of rows of samples", (2, 40, 256), "float32", "the same in several CTAs", MANY_SMS),
     Run("numbers of rows after", (2, 2000), "bfloat16", "few rows: a thread for each pack", MANY_SMS),
     Run("numbers of rows after", (40, 4096), "bfloat16", "a row of a CTA", SMALL),
     Run("heads and samples", (2, 3, 2, 33), "float16", "the second sort of groups is expanded, and what is of none"),
