@@ -31,7 +31,7 @@ def test_kernels_compile_and_those_of_named_operations_spill_nothing(name, arch)
     kinds = dict.fromkeys((*case.full, *case.odd), "full") | dict.fromkeys(case.columns, "column")
     groups = case.samples or case.heads  # of one sort; the other is expanded
     kinds |= dict.fromkeys((*case.samples, *case.heads), "full") | dict.fromkeys(groups, "group")
-    kinds |= dict.fromkeys(case.numbers, "scalar")
+    kinds |= dict.fromkeys(case.numbers, "scalar") | dict.fromkeys((*case.of_rows, *case.of_samples), "per_row")
     shared = {"kinds": kinds, "groups": Groups(256, 16) if groups else None}
     operands = tuple(kinds)
     dtypes = dict.fromkeys(("x", "y", "dy", "ds", *operands), "bfloat16") | dict.fromkeys(case.numbers, "float32")
@@ -66,7 +66,7 @@ def test_every_name_in_the_text_of_a_kernel_is_reserved():
     kinds |= dict.fromkeys(case.numbers, "scalar")
     dtypes = dict.fromkeys(("x", "y", "s", "dy", *kinds), "float32")
     found = set()
-    for cols, of_weight in ((1000, "column"), (2**20, "column"), (1000, "group"), (2**20, "group")):
+    for cols, of_weight in ((1000, "column"), (2**20, "column"), (1000, "group"), (2**20, "group"), (1000, "per_row")):
         kinds["weight"] = of_weight
         shared = {"kinds": kinds, "groups": Groups(3, 50)}
         problems = [forward_problem(case.op.operation, 3, cols, dtypes, **shared)]

@@ -98,7 +98,7 @@ def launched(
         with torch.cuda.device(index):
             return launched(call, tensors, numbers, eps, store, scales)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    aligned = fused_launching._aligned(call.names, pointers)
+    aligned = fused_launching._aligned(call.names, pointers, tensors, tensors[0].shape)
     key = (call, store, aligned, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
     recipe = _recipes.get(key)
     if recipe is None:

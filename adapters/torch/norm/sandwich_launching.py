@@ -39,7 +39,7 @@ def forward(
         with torch.cuda.device(index):
             return forward(call, s_dtype, tensors, eps, wants_statistics, sm_margin)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    aligned = fused_launching._aligned(call.names, pointers)
+    aligned = fused_launching._aligned(call.names, pointers, tensors, tensors[0].shape)
     key = (
         call,
         aligned,
@@ -83,13 +83,13 @@ def _recipe(call: Call, s_dtype: str | None, tensors: Sequence[Tensor], sm_margi
         sm_margin=sm_margin,
         aligned=aligned,
     )
-    (y, s), (_, _, compute) = found.written, found.statistics[0]
+    (y, s), (_, of_rows, compute) = found.written, found.statistics[0]
     names = (*call.names, "y", "s", "rstd", "second_rstd")
     return Recipe(
         plan=found.plan,
         copies=fused_launching._copies(found, call.names, {name: one.shape for name, one in layouts.items()}),
         y=fused_launching._memory(*y[1:]),
         s=fused_launching._memory(*s[1:]),
-        statistics=fused_launching._memory((1, *found.shape[:-1]), compute),
+        statistics=fused_launching._memory((1, *of_rows), compute),
         order=None if found.plan is None else pointer_order(found.plan.problem, names),
     )
