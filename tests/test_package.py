@@ -122,7 +122,7 @@ LAYERS = (
     {"norm.plan"},
     {"norm.fused_recipe"},
     {"operation_text"},
-    {"linear.float8_spec"},
+    {"linear.float8_spec", "kernel_call"},
     {"source", "linear.float8_plan"},
     {"compile"},
     {"launch"},

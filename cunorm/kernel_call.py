@@ -1,0 +1,290 @@
+"""The instance of a template that a kernel is, as text: what is defined before its entry, and what the entry calls.
+
+One function for each family of kernels. Templates stand in kernels_cu/, and are told there what their arguments are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from .norm.problem import BLOCK, Operand
+from .norm.spec import BACKWARD, NormSpec, SumSpec
+from .operation import NORMS
+from .operation_text import CPP_TYPE, backward_struct, cpp, forward_struct
+
+
+def call_of(spec: NormSpec | SumSpec) -> tuple[str, str]:
+    """(definitions before the entry, the statements of the entry)"""
+    return ("", _sum_partials(spec)) if isinstance(spec, SumSpec) else _FAMILIES[spec.kernel](spec)
+
+
+def row_numbers(operand: Operand) -> tuple[str, ...]:
+    """The parameters that say where the rows, or vectors, of an operand begin."""
+    return tuple(f"{operand.name}_{number}" for number in operand.row_numbers)
+
+
+def _forward(spec: NormSpec) -> tuple[str, str]:
+    operation = spec.operation
+    by_name = {one.name: one for one in spec.operands}
+    inputs = [one.name for one in spec.inputs]
+    beside = [one.name for one in spec.beside]
+    columns = [one.name for one in spec.columns if one.name in operation.epilogue.uses]
+    scalars = [one.name for one in spec.operands if one.kind == "scalar" and one.name != "eps"]
+    before = forward_struct(spec, inputs, beside, columns, scalars)
+    cache_x, cache_y = (_cache(flag) for flag in (spec.streamed_x, spec.streamed_y))
+    load = f"{{{_matrices(spec, inputs)}, operation}}"
+    # Beside y8 rows of y at odd addresses go by elements: shifted those of 24577 columns spilled 28 bytes. Those of s
+    # do where lanes do not store together; where they do, by elements those of 65537 columns spilled 4.
+    by_elements = "y8" in by_name and not spec.aligned
+    s = by_name.get("s")
+    call = "\n      ".join(
+        (
+            f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.pack}, Operation, "
+            f"{_matrices_type(spec, inputs, cache_x)}>{load},",
+            f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)},",
+            f"{_columns_type(spec, columns)}{_matrices(spec, columns)},",
+            f"{_store(spec, s, cache_y, by_elements and not spec.finds_scales) if s and s.written else 'NoStore{}'},",
+            f"{_store_y(spec, by_name, cache_y, by_elements)},",
+            f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
+        )
+    )
+    norm = NORMS[operation.norm].policy
+    if spec.kernel == "forward_streamed":
+        template = f"norm_forward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
+        return before, _call(scalars, f"{template}({call}, rows, eps)")
+    if spec.kernel == "forward_spread":
+        template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, Operation::Compute>"
+        return before, _call(scalars, f"{template}({call}, eps)")
+    template = (
+        f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
+        f"{cpp(spec.once)}, Operation::Compute>"
+    )
+    return before + _rows(spec), _call(scalars, f"{template}({call}, rows, eps)")
+
+
+def _forward_twice(spec: NormSpec) -> tuple[str, str]:
+    operation, by_name = spec.operation, {one.name: one for one in spec.operands}
+    beside = [one.name for one in spec.beside]
+    first, second = (
+        [one.name for one in spec.columns if expression and one.name in expression.uses]
+        for expression in (operation.epilogue, operation.second)
+    )
+    before = forward_struct(spec, ["x"], beside, first, [], second)
+    cache_x, cache_y = (_cache(flag) for flag in (spec.streamed_x, spec.streamed_y))
+    call = ",\n      ".join(
+        (
+            f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.pack}, Operation, "
+            f"{_matrices_type(spec, ['x'], cache_x)}>{{{_matrices(spec, ['x'])}, operation}}",
+            f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)}",
+            *(f"{_columns_type(spec, names)}{_matrices(spec, names)}" for names in (first, second)),
+            *(_store(spec, by_name[name], cache_y) for name in ("s", "y")),
+            "rstd, second_rstd, rows, eps",
+        )
+    )
+    template = (
+        f"norm_forward_twice<{NORMS[operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, "
+        f"{CPP_TYPE[spec.row_dtype]}, Operation::Compute>"
+    )
+    return before, _call([], f"{template}({call})")
+
+
+def _backward(spec: NormSpec) -> tuple[str, str]:
+    by_name = {one.name: one for one in spec.operands}
+    matrices = [one.name for one in spec.matrices]
+    columns = [one.name for one in spec.columns]
+    scalars = [one.name for one in spec.operands if one.kind == "scalar"]
+    before, sums = backward_struct(spec, matrices, columns, scalars)
+    statistics = [
+        name if name in by_name else "static_cast<const Operation::Compute*>(nullptr)" for name in ("mean", "rstd")
+    ]
+    cache = _cache(spec.streamed_y)
+    arguments = [
+        "operation",
+        f"{_matrices_type(spec, matrices, cache)}{_matrices(spec, matrices)}",
+        f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns)}",
+    ]
+    if spec.kernel != "column_gradients":
+        arguments.append(_list("Results", (_store(spec, one, KEPT) for one in spec.results)))
+        arguments.append(_row_sums(spec))
+    if spec.kernel != "backward_streamed":
+        arguments.append(_list("Sums", (_store_sum(spec, name, by_name[name].dtype) for name in sums)))
+    if spec.kernel == "backward_streamed":
+        which_rows = ()
+    elif spec.grouped:
+        which_rows = ("RowsOfGroup{group_rows, group_inner, group_count, group_reciprocal}",)
+    else:
+        which_rows = ("AllRows{}",)
+    call = ",\n      ".join((*arguments, *statistics, "rows", *which_rows))
+    norm = NORMS[spec.operation.norm].policy
+    if spec.kernel == "backward":
+        template = f"norm_backward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, Operation::Compute>"
+        return before + _rows(spec), _call(scalars, f"{template}({call})")
+    if spec.kernel == "backward_streamed":
+        template = f"norm_backward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
+    else:
+        template = (
+            f"column_gradients<{norm}, {spec.cols}, {spec.shape.threads}, {spec.rows_per_cta}, {spec.shape.pack}, "
+            "Operation::Compute>"
+        )
+    return before, _call(scalars, f"{template}({call})")
+
+
+def _call(scalars: Iterable[str], call: str) -> str:
+    return f"  const Operation operation{{{', '.join(scalars)}}};\n  {call};\n"
+
+
+KEPT = "Cache::kKept"
+
+
+def _cache(streamed: bool) -> str:
+    return f"Cache::{'kStreamed' if streamed else 'kKept'}"
+
+
+def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
+    by_name = {one.name: one for one in spec.operands}
+    loads = (_rows_type("Load", spec, by_name[name], cache if by_name[name].kind == "full" else KEPT) for name in names)
+    return f"Matrices<{', '.join(loads)}>"
+
+
+def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
+    """Of what the epilogue of a forward pass takes for all rows."""
+    if spec.columns_aligned:
+        return _matrices_type(spec, names, KEPT)
+    by_name = {one.name: one for one in spec.operands}
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}"
+    starts = {name: ", GroupStarts" if by_name[name].kind == "group" else "" for name in names}
+    loads = (f"LoadElements<{CPP_TYPE[by_name[name].dtype]}, {layout}{starts[name]}>" for name in names)
+    return f"Matrices<{', '.join(loads)}>"
+
+
+def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
+    """LoadRows or StoreRows; the latter may store by elements."""
+    if operand.kind == "seed":
+        return f"RandomRows<{spec.shape.pack}>"
+    if operand.kind == "per_row":
+        return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.pack}, {cpp(operand.inner > 0)}>"
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.has_vectors(operand))}"
+    options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
+    if operand.kind == "group" and not _of_one_group(spec):
+        options = ", false, GroupStarts"
+    return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {layout}, {cache}{options}>"
+
+
+def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
+    """The initialiser of such a list."""
+    by_name = {one.name: one for one in spec.operands}
+    text = "{}"
+    for name in reversed(list(names)):
+        start, starts = name, row_numbers(by_name[name]) or ("0",)
+        if by_name[name].kind == "seed":
+            start, starts = f"{name}[0]", (f"{name}[1]",)
+        if by_name[name].kind == "per_row":
+            starts = (f"{{{', '.join(starts)}}}", "rows")
+        if by_name[name].kind == "group":
+            if _of_one_group(spec):
+                start, starts = f"{name} + blockIdx.z * {name}_stride", ("0",)
+            else:
+                starts = (*starts, "group_count", "group_reciprocal", "group_period_reciprocal")
+        text = f"{{{{{', '.join((start, *starts))}}}, {text}}}"
+    return text
+
+
+def _of_one_group(spec: NormSpec) -> bool:
+    """Whether a CTA has rows of one group alone, whose vectors it reads once."""
+    return spec.kernel in BACKWARD
+
+
+def _list(template: str, stores: Iterable[str]) -> str:
+    """Results or Sums of stores, each written as `Type{...}`."""
+    stores = list(stores)
+    text = "{}"
+    for store in reversed(stores):
+        text = f"{{{store}, {text}}}"
+    return f"{template}<{', '.join(store.partition('{')[0] for store in stores)}>{text}"
+
+
+def _row_sums(spec: NormSpec) -> str:
+    types = ", ".join(CPP_TYPE[one.dtype] for one in spec.row_sums)
+    text = "{}"
+    for one in reversed(spec.row_sums):
+        text = f"{{{one.name}, {text}}}"
+    return f"RowSums<{types}>{text}"
+
+
+def _store(spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
+    arguments = ", ".join((operand.name, *row_numbers(operand)))
+    return f"{_rows_type('Store', spec, operand, cache, by_elements)}{{{arguments}}}"
+
+
+def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], cache: str, by_elements: bool) -> str:
+    """Where y goes: to y, or to y8 with its scales, and to y as well if it is wanted."""
+    wide = _store(spec, by_name["y"], cache, by_elements) if "y" in by_name else "NoStore{}"
+    if "y8" not in by_name:
+        return wide
+    narrow, scales = _store(spec, by_name["y8"], cache), by_name["y8_scale"]
+    types = f"{narrow.partition('{')[0]}, {wide.partition('{')[0]}"
+    if scales.kind == "one":
+        return f"StoreByTensor<{types}>{{{narrow}, {wide}, 1 / *y8_scale}}"
+    block, blocks = (0, 1) if scales.kind == "per_row" else (BLOCK, scales.size(1, spec.cols))
+    return f"StoreScaled<{CPP_TYPE[by_name['y8'].dtype]}, {types}, {block}, {blocks}>{{{narrow}, {wide}, y8_scale}}"
+
+
+def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
+    """Where the sum of a gradient goes: to dweight itself, or to a partial row."""
+    if spec.final:
+        to = f"{name} + blockIdx.z * int64{{{spec.cols}}}" if spec.grouped else name
+        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {cpp(spec.columns_aligned)}>{{{to}}}"
+    to = name
+    if spec.grouped:
+        of_group = "gridDim.y" if spec.kernel == "column_gradients" else f"gridDim.x / {spec.cluster}"
+        to += f" + blockIdx.z * ({of_group}) * {_partial_stride(spec.shape.pack, str(spec.cols))}"
+    return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.pack}, {spec.cols}>{{{to}}}"
+
+
+def _partial_stride(pack: int, cols: str) -> str:
+    return f"PartialRow<{pack}>{{{cols}}}.stride()"
+
+
+def _row_shape(spec: NormSpec) -> str:
+    shape = spec.shape
+    return f"RowShape<{spec.cols}, {shape.pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
+
+
+def _step_shape(spec: NormSpec) -> str:
+    shape = spec.shape
+    return f"RowShape<{shape.pack * shape.threads}, {shape.pack}, {shape.threads}, 1, 1>"
+
+
+def _rows(spec: NormSpec) -> str:
+    """Where rows wait (rows.cuh)."""
+    shape, when = _row_shape(spec), f"{cpp(spec.ask_early)}, {cpp(spec.shifted_stay)}"
+    kind = (
+        f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {when}, Load>"
+        if spec.stages
+        else f"RegisterRows<{shape}, Load>"
+    )
+    return f"template <class Load>\nusing Rows = {kind};\n"
+
+
+def _sum_partials(spec: SumSpec) -> str:
+    """blockIdx.y says which."""
+    of_this = {
+        name: "".join(f"blockIdx.y == {i} ? {name}{i} : " for i in range(spec.count - 1)) + f"{name}{spec.count - 1}"
+        for name in ("partials", "sum")
+    }
+    if spec.grouped:
+        of_this["partials"] = f"({of_this['partials']}) + blockIdx.z * groups * {_partial_stride(spec.pack, 'cols')}"
+        of_this["sum"] = f"({of_this['sum']}) + blockIdx.z * cols"
+    template = f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}>"
+    return f"  {template}({of_this['partials']}, {of_this['sum']}, groups, cols);\n"
+
+
+_FAMILIES = {
+    "forward": _forward,
+    "forward_spread": _forward,
+    "forward_streamed": _forward,
+    "forward_twice": _forward_twice,
+    "backward": _backward,
+    "backward_streamed": _backward,
+    "column_gradients": _backward,
+}
