@@ -18,8 +18,9 @@ import numpy
 from . import device, launch, logs
 from .norm import checks
 from .norm.checks import Layout
-from .norm.plan import Plan, plan
+from .norm.plan import plan
 from .norm.problem import BACKWARD, FORWARD, RowStrides, plain, pointer_order
+from .norm.steps import Plan
 from .numpy_arrays import numpy_dtype
 from .recipes import LIMIT, Recipes
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from . import driver
 from .compile import kernel
-from .norm.plan import Step
+from .norm.steps import Step
 
 Write = Callable[..., None]
 Launch = Callable[[int], None]

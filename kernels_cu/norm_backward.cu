@@ -206,7 +206,8 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     }
 #pragma unroll
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
-    // Launched beside column_gradients (plan.py) it writes, and so ends, after that has read: dx may lie where dy does.
+    // Launched beside column_gradients (backward_plan.py) it writes, and so ends, after that has read: dx may lie where
+    // dy does.
     if (Results::kCount + RowSums::kCount > 0 && Shape::kCluster == 1 && turn == 0) wait_for_kernel_before();
     RowTotals totals;
     for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {

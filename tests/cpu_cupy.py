@@ -15,8 +15,8 @@ from cpu_functions import SMALL, unwritten
 from cunorm import cupy_arrays, families
 from cunorm.device import Device
 from cunorm.norm import float8_cupy, fused_cupy
-from cunorm.norm.plan import Plan
 from cunorm.norm.problem import Operand
+from cunorm.norm.steps import Plan
 from cunorm.numpy_arrays import numpy_dtype
 from cunorm.recipes import Recipes
 

@@ -27,8 +27,8 @@ import numpy
 
 from cunorm import launch, source
 from cunorm.launch import NUMBERS
-from cunorm.norm.plan import Plan, Step
 from cunorm.norm.spec import KernelSpec, dynamic_shared
+from cunorm.norm.steps import Plan, Step
 from cunorm.source import Baked
 
 STAND_IN = Path(__file__).parent / "cpu"

@@ -10,8 +10,9 @@ from functions import bias_of
 from reference import EPS, check_backward, check_forward
 
 from cunorm.device import Device
-from cunorm.norm.plan import Plan, plan
+from cunorm.norm.plan import plan
 from cunorm.norm.problem import plain
+from cunorm.norm.steps import Plan
 from cunorm.numpy_arrays import numpy_dtype
 
 # One multiprocessor: a few rows already make a CTA or a cluster take several, one after the other.

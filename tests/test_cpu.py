@@ -17,9 +17,10 @@ from problems import problem
 from reference import check_backward, check_forward
 
 from cunorm.device import Device
-from cunorm.norm.plan import Step, plan
+from cunorm.norm.plan import plan
 from cunorm.norm.problem import Problem
 from cunorm.norm.spec import KernelSpec, NormSpec, SumSpec, dynamic_shared
+from cunorm.norm.steps import Step
 from cunorm.norm.tiers import TABLES, choose
 from cunorm.source import FILES
 

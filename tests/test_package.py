@@ -119,6 +119,8 @@ LAYERS = (
     {"norm.registers", "norm.shapes", "norm.fused", "norm.float8", "linear.problem"},
     {"norm.short_forward", "norm.clusters"},
     {"norm.tiers"},
+    {"norm.steps"},
+    {"norm.backward_plan"},
     {"norm.plan"},
     {"norm.fused_recipe"},
     {"operation_text"},
@@ -143,7 +145,7 @@ LAYERS = (
     {"adding", "adding_float8", "norm_add", "modulating", "gating", "sandwich"},
     {"gate_modulating"},
 )
-PURE = set().union(*LAYERS[:14]) - {"linear.gemm"}
+PURE = set().union(*LAYERS[:16]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {
     "cupy_arrays",
@@ -175,6 +177,7 @@ FOR_ADAPTERS = {
     "norm.float8",
     "norm.philox",
     "norm.plan",
+    "norm.steps",
     "linear.problem",
     "linear.float8_spec",
     "linear.float8_plan",

@@ -10,8 +10,9 @@ from time import perf_counter
 
 from .. import compile, device, source
 from ..linear import float8_plan
-from ..norm.plan import Plan, plan
+from ..norm.plan import plan
 from ..norm.problem import ITEMSIZE, Problem, whole
+from ..norm.steps import Plan
 from . import matrix
 from .compilation import Compiled, compile_all, compiler
 from .info import why_no_gpu

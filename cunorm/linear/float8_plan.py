@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..device import Device
-from ..norm.plan import GRID_LIMIT, Pointer, Step
 from ..norm.problem import ITEMSIZE
 from ..norm.shapes import ceil_div
 from ..norm.spec import WARP, OtherSpec, RowShape
+from ..norm.steps import GRID_LIMIT, Pointer, Step
 from ..operation import Operation
 from .float8_spec import (
     COLUMN_THREADS,

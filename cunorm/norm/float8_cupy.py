@@ -15,8 +15,9 @@ from ..cupy_arrays import aligned, contiguous, copied, kind_of, layout
 from ..numpy_arrays import numpy_dtype
 from ..recipes import Recipes
 from . import checks, float8
-from .plan import Plan, plan
+from .plan import plan
 from .problem import FLOAT8, FORWARD8, RowStrides, float8_problem, pointer_order
+from .steps import Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,8 +18,8 @@ from ..recipes import Recipes
 from . import checks, fused
 from .float8 import Float8Store, scale_of
 from .fused_recipe import Recipe, backward_recipe, forward_recipe, one_kernel_norms_twice, scalars_of
-from .plan import Plan
 from .problem import FLOAT8
+from .steps import Plan
 
 _recipes: Recipes[Recipe] = Recipes()
 

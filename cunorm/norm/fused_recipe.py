@@ -16,9 +16,10 @@ from ..operation import Operation
 from . import checks, fused
 from .checks import Layout
 from .float8 import Float8Store, check_rows, scales_shape
-from .plan import Plan, plan
+from .plan import plan
 from .problem import ITEMSIZE, SCALES, Groups, RowStrides, backward_problem, compute_dtype, forward_problem
 from .short_forward import holds_twice
+from .steps import Plan
 
 # Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.
 Memory = tuple[str, tuple[int, ...], Any]

@@ -23,7 +23,8 @@ from jax.interpreters import mlir
 from ... import compile, launch, source
 from ...device import of_memory
 from ...norm.checks import check_sm_margin
-from ...norm.plan import Plan, Step, plan
+from ...norm.plan import plan
+from ...norm.steps import Plan, Step
 from ..norm.formulas import Names, Task
 from . import target as choice
 

@@ -16,8 +16,8 @@ from ...norm import fused
 from ...norm.checks import Layout
 from ...norm.float8 import Float8Store
 from ...norm.fused_recipe import forward_recipe, scalars_of
-from ...norm.plan import Plan
 from ...norm.problem import pointer_order
+from ...norm.steps import Plan
 from ...operation import Operation, name_of
 from . import checks, float8, fused_dispatch, fused_launching, launching, operators
 from .fused_launching import Call, Memory, call_of

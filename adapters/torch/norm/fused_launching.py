@@ -16,8 +16,8 @@ from ... import launch
 from ...norm import fused
 from ...norm.checks import Layout
 from ...norm.fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
-from ...norm.plan import Plan
 from ...norm.problem import backward_reads, pointer_order
+from ...norm.steps import Plan
 from ...operation import NORMS, Operation
 from . import checks, launching
 

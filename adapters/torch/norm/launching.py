@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ... import device, launch, logs
 from ...norm.checks import Layout, check_sm_margin, row_strides
-from ...norm.plan import Plan, plan
+from ...norm.plan import plan
 from ...norm.problem import BACKWARD, FORWARD, RowStrides, plain, pointer_order
+from ...norm.steps import Plan
 from . import checks
 from .formulas import compute_dtype
 from .repeats import Alike, remember

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ... import launch
 from ...norm.fused_recipe import forward_recipe, one_kernel_norms_twice
-from ...norm.plan import Plan
 from ...norm.problem import pointer_order
+from ...norm.steps import Plan
 from . import fused_launching, launching
 from .fused_launching import Call, Memory
 
