@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
     run: Callable[..., tuple]
     plain: Callable[..., Any]
-    operands: tuple[str, ...]  # the kind of each: "full", "column", "sample", "number"
+    operands: tuple[str, ...]  # the kind of each: "full", "column", "sample", "row", "number"
     bounded: bool = True  # a scale for all is known beforehand
 
 
@@ -57,11 +57,16 @@ def modulated(**options: Any) -> Fused:
     return cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift, **options)
 
 
+def routed(**options: Any) -> Fused:
+    return cunorm.fuse("rms_norm", epilogue=lambda xhat, weight, route: xhat * weight * route, **options)
+
+
 CASES = {
     "add_layer_norm": Case(cunorm.add_layer_norm_fp8_forward, cunorm.add_layer_norm, ("full", "column", "column")),
     "add_rms_norm": Case(cunorm.add_rms_norm_fp8_forward, cunorm.add_rms_norm, ("full", "column")),
     "gate": of_object(gate, "residual", "z", "weight", "sharp", kinds=("full", "full", "column", "number")),
     "modulated": of_object(modulated, "scale", "shift", kinds=("sample", "sample")),
+    "routed": of_object(routed, "weight", "route", kinds=("column", "row")),
 }
 
 
@@ -69,6 +74,7 @@ def arguments(case: Case, shape: tuple[int, ...], dtype: str, as_array: Any) -> 
     """x and the operands."""
     random = numpy.random.default_rng(0)
     shapes = {"full": shape, "column": shape[-1:], "sample": (shape[0], *(1,) * (len(shape) - 2), shape[-1])}
+    shapes["row"] = (*shape[:-1], 1)
     return [
         0.75 if kind == "number" else as_array(narrow(random.standard_normal(shapes[kind]), dtype))
         for kind in ("full", *case.operands)
@@ -133,6 +139,8 @@ RUNS = (
     Run("add_layer_norm", (9, 10248), "bfloat16", "row", MANY_SMS, "few rows: a cluster of 4"),
     Run("add_rms_norm", (4, 65537), "float16", 128, SMALL, "a cluster that takes several rows, odd"),
     Run("add_layer_norm", (3, 40010), "float32", "row", WITHOUT_CLUSTERS, "streamed, odd"),
+    Run("routed", (9, 4096), "bfloat16", "row", SMALL, "a number for each row, a CTA a row"),
+    Run("routed", (3, 40010), "float32", 128, WITHOUT_CLUSTERS, "the same streamed, odd"),
     Run("gate", (13, 33), "float16", "tensor", SMALL, "two matrices before and one after, odd"),
     Run("gate", (3, 4096), "float32", "row", SMALL, "the same of a CTA"),
     Run("gate", (2, 65536), "bfloat16", "row", SMALL, "the same of twice as many CTAs as without 8 bits"),
