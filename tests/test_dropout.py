@@ -110,6 +110,14 @@ def check_run(run: Run, function: str) -> None:
 
 
 @needs_machine
+def test_the_backward_pass_of_four_packs_for_three_has_four(monkeypatch):
+    runs = cpu_cupy.play(monkeypatch, SMALL)
+    check_run(RUNS["a cluster, backward of four packs for three"], "add_layer_norm")
+    backward = next(step.spec for step in runs.plans[-1].steps if step.spec.kernel == "backward")
+    assert (backward.cluster, backward.shape.packs) == (2, 4)
+
+
+@needs_machine
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_kernels_drop_what_numpy_does(monkeypatch, run):
     cpu_cupy.play(monkeypatch, run.device)
