@@ -1,10 +1,10 @@
 """Fused operations of tensors against whoever else has them: `python -m bench.fusion_peers [--out FILE]`.
 
 cunorm's function; its own norms with torch's sums and gates between them ("apart"); torch.compile of the formula, by
-default and by max-autotune-no-cudagraphs; Liger's fused_add_rms_norm where it is installed. bfloat16. Results and
-gradients of each are compared with cunorm's, then all are timed in turns, in CUDA graphs over rotating buffers
-(timing.py): forward without autograd, and the backward pass that autograd makes of one forward pass. `seconds` ends the
-run after the case that it passes.
+default and by max-autotune-no-cudagraphs; where installed, the adding norms of Liger and QuACK and the gated one of
+flash-linear-attention. bfloat16. Results and gradients of each are compared with cunorm's, then all are timed in
+turns, in CUDA graphs over rotating buffers (timing.py): forward without autograd, and the backward pass that autograd
+makes of one forward pass. `seconds` ends the run after the case that it passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,12 +78,24 @@ FUSIONS = {
 }
 
 
-def liger() -> Function | None:
-    try:
-        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-    except ImportError:
-        return None
+def liger() -> Function:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
     return lambda x, r, w: LigerFusedAddRMSNormFunction.apply(x, r, w, EPS, 0.0, "llama", False)
+
+
+def quack() -> Function:
+    rmsnorm = import_module("quack.rmsnorm").rmsnorm  # quack.rmsnorm as an attribute is a function
+    return lambda x, r, w: rmsnorm(x, w, residual=r, eps=EPS, prenorm=True)
+
+
+def fla() -> Function:
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+    return lambda x, z, w: (rms_norm_gated(x, z, w, None, eps=EPS),)
+
+
+PEERS = {"add_rms_norm": {"Liger": liger, "QuACK": quack}, "rms_norm_gated": {"flash-linear-attention": fla}}
 
 
 def providers(name: str) -> dict[str, Function]:
@@ -89,8 +103,10 @@ def providers(name: str) -> dict[str, Function]:
     found = {"cunorm": fusion.fused, "cunorm, apart": fusion.apart}
     for mode, of in MODES.items():
         found[mode] = torch.compile(fusion.formula, mode=of, dynamic=False)
-    of_liger = liger() if name == "add_rms_norm" else None
-    return found | ({"Liger": of_liger} if of_liger else {})
+    for who, load in PEERS.get(name, {}).items():
+        with suppress(ImportError):
+            found[who] = load()
+    return found
 
 
 def arguments(fusion: Fusion, rows: int, cols: int) -> list[Tensor]:
@@ -109,7 +125,10 @@ def refusal(one: Function, cunorms: Function, tensors: Sequence[Tensor]) -> str:
     """Why a provider is not timed: what is further from cunorm's results than rounding in between explains."""
     pair = []
     for function in (one, cunorms):
-        results = tuple(function(*tensors))
+        try:
+            results = tuple(function(*tensors))
+        except Exception as error:  # of somebody else's compiler, say
+            return f"{type(error).__name__}: {error}"[:200]
         pair.append((*results, *gradients(results, tensors, [torch.ones_like(result) for result in results])))
     for found, expected in zip(*pair, strict=True):
         apart = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())

@@ -2,7 +2,8 @@
 
     casts      what makes operands, against the roof for their bytes, 3 an element of 16 bits
     products   of rows with scales of rows, of tensors, and of ones with the scales after, in both kinds of accumulation
-    layers     cunorm.torch.LayerNormLinear with RowwiseScaling, in bfloat16, and the bare products of the same kind
+    layers     cunorm.torch.LayerNormLinear with RowwiseScaling, in bfloat16, and the bare products of the same kind;
+               TransformerEngine's with its current scaling and torchao's scales of rows, where they are installed
     host       microseconds until a call returns, and those of its parts
     kernels    each kernel of a forward and backward pass, by torch's profiler
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from . import timing
 from .linear_fp8 import bytes_of_product, measured
+from .linear_fp8_peers import peers
 
 HOST_TURNS, HOST_CALLS = 9, 16  # of so many calls the host waits for none
 PROFILED = 10  # calls
@@ -94,6 +95,7 @@ def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
     recipe, bare = layer.recipe, bare_products(layer)
     wide = layer.adapter.RowwiseScaling(high_precision_wgrad=True)
     names = ("y", "dz", "dweight")
+    others, missing = peers(layer)
     times = measured(
         {
             "forward, bfloat16": layer.each(layer.forward, None),
@@ -105,6 +107,7 @@ def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
             "weight": layer.each(layer.weights),
             "product of y": layer.each(bare, "y"),
             "three products": layer.each(lambda index: [bare(index, name) for name in names]),
+            **{name: layer.each(one) for name, one in others.items()},
         },
         moved,
     )
@@ -124,7 +127,7 @@ def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
     )
     if all(isinstance(one, float) for one in (every, kept, weight)):
         found["saved / weight"] = round((every - kept) / weight, 3)
-    return {"us": times, "ratios": found}
+    return {"us": times, "ratios": found, "missing": missing}
 
 
 def host(rows: int, cols: int, outs: int) -> dict[str, Any]:

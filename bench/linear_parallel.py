@@ -2,7 +2,8 @@
 
     links      rows pulled through symmetric memory, one way and both ways, NCCL's gather and scatter, a signal
     products   the product of all rows, of own rows and then the others', with a pull or a gather of NCCL's beside it
-    layers     forward and backward with NCCL in turn, with each ub_* flag, and torch's fused_all_gather_matmul
+    layers     forward and backward with NCCL in turn, with each ub_* flag, torch's fused_all_gather_matmul, and
+               TransformerEngine's layer over NCCL, where it is installed
 
 It starts a process for each GPU. All that is compared is timed in turns; medians, of the slower rank, in microseconds:
 a line of JSON for each shape.
@@ -240,6 +241,15 @@ class Bench:
             module = modules[name]
             leaves[name] = (module(x), [x, *module.parameters()])
             calls[f"backward, {name}"] = lambda found=leaves[name]: torch.autograd.grad(*found, dy, retain_graph=True)
+        overlapped = LayerNormLinear(
+            cols, outs, **options, params_dtype=torch.bfloat16, **kinds["ub_overlap_ag"], **kinds["bulk"]
+        )
+        for name, module in {"NCCL": first, "all flags": overlapped, **self._of_transformer_engine(cols, outs)}.items():
+            if name not in modules:
+                calls[f"forward, {name}"] = lambda module=module: self._forward(module, x)
+            calls[f"forward and backward, {name}"] = lambda module=module: torch.autograd.grad(
+                module(x), [x, *module.parameters()], dy
+            )
         plain, other = (self._forward(modules[name], x) for name in ("NCCL", "ub_overlap_ag"))
         off = (plain.float() - other.float()).norm() / plain.float().norm()
         gradients = {name: calls[f"backward, {name}"]() for name in leaves}
@@ -247,6 +257,15 @@ class Bench:
         times = measured(calls)
         limits = {"bar of forward": limit(times, "norm", "product", "NCCL gather")}
         return {**times, **limits, "forward off by": float(off), "bulk equal": equal}
+
+    def _of_transformer_engine(self, cols: int, outs: int) -> dict[str, Any]:
+        try:
+            import transformer_engine.pytorch as te
+        except (ImportError, OSError):
+            return {}
+        options = {"tp_group": self.group, "tp_size": self.ranks, "sequence_parallel": True, "parallel_mode": "column"}
+        options |= {"params_dtype": self.torch.bfloat16, "device": self.device}
+        return {"TransformerEngine": te.LayerNormLinear(cols, outs, **options)}
 
     def _forward(self, module: Any, x: Any) -> Any:
         with self.torch.no_grad():

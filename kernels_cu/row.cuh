@@ -36,9 +36,12 @@ struct RowShape {
   static constexpr int kStep = kPack * kThreads * kCluster;    // from a pack of a thread to its next one
   static_assert(kCols <= kCapacity * kCluster);
 
+  // Which of the row's threads in this CTA it is.
+  DEVICE static int thread() { return static_cast<int>(threadIdx.x % kThreads); }
+
   // This thread's pack number p among those that wait in shared memory. It begins at this column of what the CTA holds,
   DEVICE static PackSlot pack_slot(int p) { return {threadIdx.x % kThreads, p * (kThreads / kLanes)}; }
-  DEVICE static int place_column(int p) { return (p * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack; }
+  DEVICE static int place_column(int p) { return (p * kThreads + thread()) * kPack; }
   // and at this column of the row.
   DEVICE static int64 column(int rank, int p) { return wide_index(first_column(rank)) + static_cast<int64>(p) * kStep; }
   // The same. Beside the sums of the backward pass wide indices in clusters spilled 4 bytes, 131072 columns.
@@ -46,9 +49,7 @@ struct RowShape {
     return kCluster > 1 ? p * kStep + first_column(rank) : column(rank, p);
   }
 
-  DEVICE static int first_column(int rank) {
-    return (rank * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kPack;
-  }
+  DEVICE static int first_column(int rank) { return (rank * kThreads + thread()) * kPack; }
 
   // Where the compiler knows that a pack lies in the row, in every thread, it needs no check. Many packs of a cluster
   // are checked all the same: without it ptxas moves so many loads together that it spills 8 to 12 bytes.
@@ -85,7 +86,7 @@ struct RowShape {
   }
   DEVICE static bool has_pivot(int columns, int i) {
     if (kStep <= kCols) return true;
-    return static_cast<int>(threadIdx.x) % kLanes * kPack + (kWholePacks ? 0 : i) < columns;
+    return static_cast<int>(threadIdx.x % kLanes) * kPack + (kWholePacks ? 0 : i) < columns;
   }
 };
 
@@ -163,7 +164,7 @@ struct RowExchange {
   // The row number `turn` of these threads. Every thread of a warp brings the same values.
   DEVICE void publish(int turn, int rank, const Compute (&values)[kValues]) {
     const int set = turn % 2;
-    const int warp = static_cast<int>(threadIdx.x) % Shape::kThreads / 32;
+    const int warp = Shape::thread() / 32;
     const int lane = threadIdx.x % 32;
     if constexpr (Shape::kCluster == 1) {
       if (lane == 0) {
@@ -194,7 +195,7 @@ struct RowExchange {
   // The largest of the first numbers, of which none is negative, by larger(a, b).
   template <class Larger>
   DEVICE static Compute largest(const Slots& slots, Larger larger) {
-    const int lane = static_cast<int>(threadIdx.x) % kGroup;
+    const int lane = static_cast<int>(threadIdx.x % kGroup);
     Compute found = 0;
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot += kGroup) {
@@ -208,7 +209,7 @@ struct RowExchange {
   // The sum over slots of term(slot), the same bits in every thread of the row.
   template <class Term>
   DEVICE static Compute sum(Term term) {
-    const int lane = static_cast<int>(threadIdx.x) % kGroup;
+    const int lane = static_cast<int>(threadIdx.x % kGroup);
     Compute total = 0;
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot += kGroup) {

@@ -17,13 +17,17 @@ from .steps import STREAMED_THREADS, Plan, Pointer, Step, partial_row, resident_
 from .tiers import Tier, choose
 
 SUM_THREADS = 256
+SUM_LANES = {8: 512, 16: 4096, 32: 8192, 64: 16384, 128: 32768}  # up to how many threads of a partial row
 PARTIAL_CTAS = 2  # of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4
 LEAST_ROWS = 16  # of one of its partial rows
 COLUMN_THREADS = 256  # of a CTA of column_gradients
-# Of a matrix of so many bytes to each SM at most, and so many packs to a CTA, whole columns are added up beside what is
-# written by rows: 128 x 8192 5.9 us, by partial rows 8.4; 1024 x 1024 6.3 and 6.6; 512 x 4096 11.0 and 9.3.
+# Of a matrix of so many bytes to each SM at most whole columns are added up beside what is written by rows: 128 x 8192
+# 5.9 us, by partial rows 8.4; 512 x 4096 11.0 and 8.8. Of more rows to a CTA not: 2340 x 448 7.7, by partial rows 7.3.
 WHOLE_COLUMNS = 40 << 10
-WHOLE_COLUMN_PACKS = 3300
+WHOLE_COLUMN_PACKS = 4096
+# Threads beside each other, up to so many packs of a row, so that CTAs take half of the SMs and leave the others to the
+# rows: 256 x 6144 7.9 us by 16 and 9.3 by eight. But 141 x 7424 7.1 and 6.7: beyond, eight.
+WHOLE_COLUMN_LANES = {2: 132, 4: 264, 8: 528, 16: 832}
 
 
 def plan_backward(problem: Problem, device: Device) -> Plan:
@@ -52,9 +56,9 @@ def _resident_backward(
 ) -> tuple[list[Step], int]:
     """The launches for rows that a tier takes, and how many partial rows they leave."""
     groups = min(resident_groups(problem, spec, device, tier.idle), most_groups)
-    lanes = _whole_column_lanes(problem, device, sums)
-    if groups > 1 and lanes:
-        return _few_rows_backward(problem, device, sums, lanes), 0
+    columns = _whole_columns(problem, device, sums)
+    if groups > 1 and columns is not None:
+        return _few_rows_backward(problem, device, sums, *columns), 0
     # What a single group adds up are the gradients: nothing is left to be done.
     spec = replace(spec, final=groups == 1 and bool(sums))
     step = step_of(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)
@@ -96,27 +100,34 @@ def _ctas_of_group(problem: Problem, spec: NormSpec, device: Device, idle: int) 
     return min(range(1, min(rows, max(1, 4 * resident // groups.count)) + 1), key=turns)
 
 
-def _whole_column_lanes(problem: Problem, device: Device, sums: tuple[str, ...]) -> int:
-    """Of few rows: how many threads beside each other add up whole columns, in CTAs enough; 0 where rows are many.
+def _whole_columns(problem: Problem, device: Device, sums: tuple[str, ...]) -> tuple[int, int] | None:
+    """Of few rows: how many threads beside each other, and how many in all, add up whole columns; None where rows are
+    many.
 
     Then x and dy are read twice, the second time from L2, and nothing waits for partial rows.
     """
     if not sums or all(one.name in sums for one in problem.operands if one.written) or problem.sm_margin:
-        return 0  # its CTAs are as many as the columns need, on all SMs
+        return None  # its CTAs are as many as the columns need, on all SMs
     if derivative(problem.operation, _sources(sums), problem.by_name).late:
-        return 0
+        return None
+    if problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] > WHOLE_COLUMNS * device.sms:
+        return None
     packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
-    lanes = 8 if packs >= 512 else 4 if packs >= 192 else 2
-    small = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] <= WHOLE_COLUMNS * device.sms
-    return lanes if small and problem.rows * lanes <= WHOLE_COLUMN_PACKS else 0
+    lanes = next((lanes for lanes, most in WHOLE_COLUMN_LANES.items() if packs <= most), 8)
+    if problem.rows * lanes > WHOLE_COLUMN_PACKS:
+        return None
+    # Of many rows by larger CTAs, where they are few: 455 x 2304 6.05 us by 512 threads and 6.3 by 256, but 264 x 3968
+    # 6.3 and 6.1, 512 x 4096 9.3 and 8.8.
+    large = problem.rows > 384 and 8 * ceil_div(packs, lanes) <= 3 * device.sms
+    return lanes, 2 * COLUMN_THREADS if large else COLUMN_THREADS
 
 
-def _few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...], lanes: int) -> list[Step]:
+def _few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...], lanes: int, threads: int) -> list[Step]:
     """Sums over rows and what is written by rows, by two launches side by side."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     columns = _part(problem, sums)
     spec = kernel_spec(columns, "column_gradients", RowShape(pack, lanes, 1), final=True)
-    spec = replace(spec, rows_per_cta=COLUMN_THREADS // lanes)
+    spec = replace(spec, rows_per_cta=threads // lanes)
     steps = [step_of(columns, spec, (ceil_div(problem.cols, pack * lanes), 1, 1), 1)]
     rows = _part(problem, tuple(one.name for one in problem.operands if one.written and one.name not in sums))
     choice = choose(rows, device)
@@ -199,10 +210,10 @@ def _sum_partials(problem: Problem, device: Device, sums: tuple[str, ...], group
         names = [name for name in sums if (problem.by_name[name].dtype, problem.by_name[name].kind) == (dtype, kind)]
         # blockIdx.z: of which group of rows.
         count = problem.groups.count if problem.groups and kind == "group" else 1
-        # About 256 CTAs for dweight and for dbias, of 8 to 256 threads beside each other: 132 partial rows of 1024
-        # columns 2.4 us, of 8192 3.1; 28 of 65536 3.7, with 8 threads beside each other 7.2. All groups of rows
+        # Some 64 to 256 CTAs for dweight and for dbias, of 8 to 256 threads beside each other: 132 partial rows of
+        # 1024 columns 2.4 us, of 8192 3.1; 28 of 65536 3.7, with 8 threads beside each other 7.2. All groups of rows
         # together have as many: of each there are few partial rows.
-        lanes = next((lanes for lanes in (8, 16, 32, 64, 128) if lanes * 256 >= threads * count), SUM_THREADS)
+        lanes = next((lanes for lanes, most in SUM_LANES.items() if threads * count <= most), SUM_THREADS)
         pack = 16 // ITEMSIZE[problem.row_dtype]
         spec = SumSpec(problem.compute, dtype, pack, lanes, len(names), count > 1, SUM_THREADS)
         partials = (Pointer("workspace", sums.index(name) * groups * row) for name in names)

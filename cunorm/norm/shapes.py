@@ -7,27 +7,52 @@ from dataclasses import replace
 from .problem import Problem
 from .spec import WARP, NormSpec, RowShape
 
+# Threads of a forward row of more than 32 packs: up to so many packs. Beside them what LayerNorm of 64 M elements of
+# bfloat16 took by these and by others, us.
+FORWARD_THREADS = {
+    40: 8,
+    63: 16,  # 448 cols 69.1, by eight 72.1
+    64: 32,
+    80: 16,
+    248: 32,  # 832 cols 68.5, by 16 71.5; 1728 cols 68.9, by 64 74.4
+    256: 128,  # 2048 cols 66.5, by 64 71.3; 1920 cols 73.4, by 32 72.8
+    320: 64,  # 2304 cols 73.4, by 128 73.9
+    512: 128,  # 3008 cols 67.7, by 64 72.1; 3392 cols 69.1 and 72.6
+    576: 192,  # 4480 cols 68.4, by 128 71.6
+    640: 128,  # 4928 cols 72.3, by 256 73.3
+    768: 256,  # 6016 cols 67.3, by 128 71.0
+    960: 192,  # 7104 cols 68.3, by 128 73.7, by 256 68.5
+    1280: 256,
+    4096: 512,
+}
 # Packs of a thread, the best first, where several numbers waste as little.
-PREFERRED_PACKS = {"forward": (5, 4, 6, 3, 7, 8, 2, 1), "backward": (2, 3, 4, 5, 6, 7, 8, 1)}
+PREFERRED_PACKS = (2, 3, 4, 5, 6, 7, 8, 1)
 
 
-def power_of_two_shape(pack: int, packs: int, direction: str) -> RowShape:
-    """Threads, a power of two, that leave the fewest places for packs empty."""
+def forward_shape(pack: int, packs: int) -> RowShape:
+    """Rows of up to 4096 packs."""
+    if packs <= WARP:
+        return _power_of_two_shape(pack, packs, dict.fromkeys((1, 2, 4, 8, 16, WARP), 8))
+    threads = next(threads for most, threads in FORWARD_THREADS.items() if packs <= most)
+    return RowShape(pack, threads, ceil_div(packs, threads))
+
+
+def short_backward_shape(pack: int, packs: int) -> RowShape:
+    """Rows of up to 512 packs. A thread also holds the sums of its columns, twice 8 registers a pack."""
+    return _power_of_two_shape(pack, packs, {**dict.fromkeys((1, 2, 4, 8, 16, 128, 256, 512), 3), WARP: 5, 64: 4})
+
+
+def _power_of_two_shape(pack: int, packs: int, most: dict[int, int]) -> RowShape:
+    """Threads, a power of two, that leave the fewest places for packs empty; of each number so many packs at most."""
 
     def badness(shape: RowShape) -> tuple:
         within_warp = shape.threads < WARP
-        order = -shape.threads if within_warp else PREFERRED_PACKS[direction].index(shape.packs)
+        order = -shape.threads if within_warp else PREFERRED_PACKS.index(shape.packs)
         return shape.capacity, within_warp, order
 
-    def allowed(shape: RowShape) -> bool:
-        # In the backward pass a thread also holds the sums of its columns, twice 8 registers a pack.
-        most = {WARP: 5, 64: 4}.get(shape.threads, 3)
-        if direction == "forward":
-            most = 5 if shape.threads == 256 else 8  # 12288 cols by 512 threads 0.95, by 256 less than 0.94
-        return shape.packs <= most and (shape.packs > 1 or shape.threads == 1)
-
-    shapes = (RowShape(pack, 2**power, ceil_div(packs, 2**power)) for power in range(10))
-    return min(filter(allowed, shapes), key=badness)
+    shapes = (RowShape(pack, threads, ceil_div(packs, threads)) for threads in most)
+    allowed = (one for one in shapes if one.packs <= most[one.threads] and (one.packs > 1 or one.threads == 1))
+    return min(allowed, key=badness)
 
 
 def shape_of(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowShape:

@@ -12,7 +12,7 @@ from ..device import Device
 from ..expression_value import FUNCTIONS
 from .problem import ITEMSIZE, Problem
 from .registers import column_bytes, ctas_of, widest_column, with_shifted, words_to_shift
-from .shapes import ceil_div, in_clusters, kernel_spec, power_of_two_shape
+from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
 from .spec import WARP, NormSpec, dynamic_shared, shared_memory
 
 THREADS = 128  # of a CTA of rows that a warp or less holds
@@ -27,7 +27,7 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
     Whoever holds what of a row is the same for all, and so are the bits.
     """
     pack = 16 // ITEMSIZE[problem.row_dtype]
-    shape = power_of_two_shape(pack, ceil_div(problem.cols, pack), "forward")
+    shape = forward_shape(pack, ceil_div(problem.cols, pack))
     rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
     spec = kernel_spec(
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
@@ -95,7 +95,7 @@ def _in_a_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, devi
     # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
     # of 12288 cols, one CTA on an SM, 67.8 and 61.3.
     narrow = shape.threads < 512 and (spec.scales == "one" or (spec.scales == "per_row" and shape.threads <= WARP))
-    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped or not (narrow or not many or shape.packs > 5):
+    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped or not (narrow or not many):
         return None
     under_way = 48 if not many else 42 if narrow else 32
     # There y is made after x has been summed up: 96 registers are enough for four packs.
@@ -105,12 +105,22 @@ def _in_a_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, devi
 
 
 def _in_registers(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec:
-    """Weight and bias come late, from L1. Threads enough: of three packs 0.95 to 0.97 with 1408 on an SM."""
+    """Weight and bias come late, from L1. Threads enough: three packs beside a float32 weight, 11008 cols, 78 us with
+    1536 on an SM and 88 with 1024.
+    """
     shape, itemsize = spec.shape, ITEMSIZE[problem.row_dtype]
+    spec = replace(
+        spec,
+        # Past L1, which is left to weight and bias: 64 M elements of 5760 cols 68.7 and 67.9.
+        streamed_x=spec.aligned or spec.streamed_x,
+        # 1728 cols by CTAs of two warps 68.9, of four 70.0.
+        rows_per_cta=max(1, spec.rows_per_cta // 2) if shape.threads <= WARP else 1,
+    )
     width = widest_column(spec)
-    narrow = spec.aligned and len(spec.matrices) == 1 and width <= itemsize and not needs.y
+    narrow = spec.aligned and len(spec.matrices) == 1 and width <= max(4, itemsize) and not needs.y
     narrow = narrow and not (spec.grouped and spec.scales)  # 4 bytes spilled on sm_80, 128 cols
-    most, words = (1536, 28) if shape.packs <= 3 and narrow else (RESIDENT, needs.working)
+    # On sm_80 two packs spilled 8 bytes in 40 registers.
+    most, words = (1536, 28 if device.arch >= 90 else 40) if shape.packs <= 3 and narrow else (RESIDENT, needs.working)
     if device.arch == 90 and not spec.scales and _sixteen_bits(spec):
         if spec.grouped and narrow:
             # An SM has few rows of a group at once, so that late its vectors come from L2: modulated rows of 4096 cols
@@ -142,7 +152,7 @@ def forward_twice(problem: Problem) -> NormSpec:
     """That kernel. A row has the shape of either norm's own, and so its bits."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(problem.cols, pack)
-    shape = power_of_two_shape(pack, packs, "forward")
+    shape = forward_shape(pack, packs)
     rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
     spec = kernel_spec(
         problem, "forward_twice", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
@@ -182,7 +192,8 @@ def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int,
 
     In shared memory they take 40 us to come, all SMs asking L2 for the same lines; late from L1 they cost 4 of 11 us.
     """
-    words = working + 14 + 3 * spec.shape.packs
+    # RMSNorm of four packs spilled 12 bytes in 80 registers.
+    words = working + (26 if spec.shape.packs == 4 else 14)
     spec = replace(spec, stages=2, ask_early=True, columns_stay=True)
     needed = shared_memory(spec) + dynamic_shared(spec)
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))

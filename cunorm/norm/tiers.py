@@ -16,7 +16,7 @@ from ..operation import SEED
 from .clusters import backward_shape, cluster_forward, places
 from .problem import ITEMSIZE, Problem
 from .registers import column_dtypes, with_shifted
-from .shapes import ceil_div, is_power_of_two, kernel_spec, power_of_two_shape, shape_of
+from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
 from .short_forward import RING_BYTES, bytes_per_sm, short_forward
 from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
 
@@ -34,7 +34,9 @@ class Tier(NamedTuple):
     ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
     # x and weight have 16 bits and cols is a power of two: RMSNorm of 1024 and 4096 cols 0.96 early, 0.88 late, but of
     # 2240, 3136 and 5632 cols 0.84 to 0.89 early, 0.90 to 0.95 late
+    always_early: bool = False  # whatever cols is
     idle: int = 0  # SMs that are left idle
+    norm: str = ""  # that it is for, if not for all
 
 
 # Forward rows that one CTA may hold are run by short_forward.py. A line for each row length at which a thread's packs
@@ -48,6 +50,11 @@ FORWARD = (*SHORT, *CLUSTERS)
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
     Tier(512, (), 1, 512, 512, stages=3, ask_early=("rms_norm",)),
+    # 4608 cols: LayerNorm by six warps of three packs 102 us, by nine of two 114, RMSNorm 108 and 100. Of 4928 cols two
+    # rows on an SM 103, one 110.
+    Tier(576, (3,), 1, 512, 512, stages=3, norm="layer_norm"),
+    Tier(640, (2,), 1, 640, 640, stages=3, norm="layer_norm"),
+    Tier(640, (2,), 1, 640, 640, stages=2, norm="rms_norm", always_early=True),
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
@@ -68,6 +75,8 @@ def choose(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
     vectors = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
     for tier in TABLES[problem.direction]:
+        if tier.norm not in ("", problem.operation.norm):
+            continue
         if vectors <= tier.most and device.runs_clusters(tier.cluster):
             spec = _tier_spec(problem, tier, device)
             if spec is not None:
@@ -84,7 +93,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
     shapes = (
-        [power_of_two_shape(pack, packs, problem.direction)]
+        [short_backward_shape(pack, packs)]
         if not tier.packs
         else [shape_of(pack, packs, choice, tier.cluster) for choice in tier.packs]
     )
@@ -93,7 +102,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         return None
     shape = backward_shape(shapes)
     spec = kernel_spec(problem, problem.direction, shape)
-    resident = tier.resident
+    # In 96 registers rows at odd addresses spilled 4 bytes, and on sm_100 others 16.
+    resident = tier.resident if spec.aligned and device.arch < 100 else min(tier.resident, 512)
     groups = problem.groups
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not tier.packs:
@@ -105,12 +115,13 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     if groups:  # a CTA has rows of one group alone
         whole_warps = _whole_warps(shape)
         rows_per_cta = min(rows_per_cta, ceil_div(problem.rows // groups.count, whole_warps) * whole_warps)
+    norm = problem.operation.norm
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *column_dtypes(problem))) == 2
     spec = replace(
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
-        ask_early=sixteen_bits and problem.operation.norm in tier.ask_early and is_power_of_two(problem.cols),
+        ask_early=sixteen_bits and (tier.always_early or (norm in tier.ask_early and is_power_of_two(problem.cols))),
     )
     return _in_shared_memory(spec, tier, problem.rows, device)
 
