@@ -171,6 +171,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   };
 
   SavedRow next = saved_of(place);
+  int turns = 0;
   for (int turn = 0; first_of_warp<Shape>(place) < count; place += row_step, ++turn) {
     saved = next;
     next = saved_of(place + row_step);
@@ -206,6 +207,11 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
 #pragma unroll
       for (int k = 0; k < Norm::kGradientSums; ++k) means[k] = Exchange::sum([&](int slot) { return slots(k, slot); });
     }
+    // The row before this one was brought long ago: nobody waits for a cluster's messages.
+    if (RowTotals::kExchanges && turn > 0) {
+      RowTotals::template collect<kExchanges>(row_sums_to, exchange_of_totals, turn - 1, rank,
+                                              which_rows.of(place - row_step));
+    }
 #pragma unroll
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
     // Launched beside column_gradients (backward_plan.py), which reads dy: dx may lie there. Elsewhere it need not wait
@@ -227,9 +233,14 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
       results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);
       totals.add(values, valid);
     });
-    totals.store(row_sums_to, exchange_of_totals, turn, rank, which_rows.of(place), place < count);
+    totals.bring(row_sums_to, exchange_of_totals, turn, rank, which_rows.of(place), place < count);
+    if constexpr (RowTotals::kExchanges) turns = turn + 1;
   }
 
+  if (RowTotals::kExchanges && turns > 0) {
+    RowTotals::template collect<false>(row_sums_to, exchange_of_totals, turns - 1, rank,
+                                       which_rows.of(place - row_step));
+  }
   // What comes next waits for this kernel alone.
   if constexpr (kMayFollow) wait_for_kernel_before();
   // A row group that had no row has waited for nothing, and its columns may still be under way.

@@ -85,7 +85,8 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
           results.store(row, column, valid, values);
           totals.add(values, valid);
         });
-    totals.store(row_sums_to, exchange_of_totals, turn, 0, row, true);
+    totals.bring(row_sums_to, exchange_of_totals, turn, 0, row, true);
+    RowTotals::template collect<false>(row_sums_to, exchange_of_totals, turn, 0, row);
   }
 }
 

@@ -192,6 +192,12 @@ struct RowExchange {
     return slots[turn % 2];
   }
 
+  // The same where the threads of a row in this CTA have met at a barrier since.
+  DEVICE const Slots& collected(int turn) {
+    if constexpr (Shape::kCluster > 1) mailboxes[turn % 2].wait(turn / 2 % 2);
+    return slots[turn % 2];
+  }
+
   // The largest of the first numbers, of which none is negative, by larger(a, b).
   template <class Larger>
   DEVICE static Compute largest(const Slots& slots, Larger larger) {

@@ -109,18 +109,29 @@ struct TotalsOfRow {
       }
     }
   }
-  // All threads of the row bring what they have; `there`: it is a row.
-  DEVICE void store(RowSums to, Exchange& exchange, int turn, int rank, int64 row, bool there) {
+  // All threads of the row bring what they have, to be stored where a warp holds the row (`there`: it is one), else to
+  // be collected.
+  DEVICE void bring(RowSums to, Exchange& exchange, int turn, int rank, int64 row, bool there) {
     if constexpr (RowSums::kCount > 0) {
 #pragma unroll
       for (Compute& total : totals) total = group_sum<Shape::kLanes>(total);
       if constexpr (kExchanges) {
         exchange.publish(turn, rank, totals);
-        const auto& slots = exchange.collect(turn);
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) totals[k] = Exchange::sum([&](int slot) { return slots(k, slot); });
+      } else if (there && threadIdx.x % Shape::kThreads == 0) {
+        to.store(row, totals);
       }
-      if (there && rank == 0 && threadIdx.x % Shape::kThreads == 0) to.store(row, totals);
+    }
+  }
+  // Stores what was brought for the row of that turn: kMet, at a barrier since. All threads of a row call this before
+  // they bring the next.
+  template <bool kMet>
+  DEVICE static void collect(RowSums to, Exchange& exchange, int turn, int rank, int64 row) {
+    if constexpr (kExchanges) {
+      const auto& slots = kMet ? exchange.collected(turn) : exchange.collect(turn);
+      Compute found[kCount];
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) found[k] = Exchange::sum([&](int slot) { return slots(k, slot); });
+      if (rank == 0 && threadIdx.x % Shape::kThreads == 0) to.store(row, found);
     }
   }
 };
