@@ -198,7 +198,7 @@ class Bench:
             yield {"part": "products", "rows": rows, "in": cols, "out": outs, **times, **bits}
 
     def layers(self):
-        self.symmetric.worth = lambda *_: True  # the bounds on bytes are taken from this
+        self.symmetric.worth = lambda *_, **__: True  # the bounds on bytes are taken from this
         for shape in (*WHOLE, *FEWER):
             yield {"part": "layers", **dict(zip(("rows", "in", "out"), shape, strict=True)), **self._layer(*shape)}
 
