@@ -96,6 +96,7 @@ ON_THE_STAND_IN = (
     ("rms_norm", 8191, "bfloat16", SMALL),
     ("layer_norm", 12001, "float64", SMALL),  # a cluster
     ("layer_norm", 33333, "bfloat16", SMALL),
+    ("layer_norm", 32768, "bfloat16", SMALL),  # many rows in clusters of 2, few in a CTA
     ("rms_norm", 70001, "float16", SMALL),
     ("layer_norm", 8201, "float64", WITHOUT_CLUSTERS),  # streamed
 )
