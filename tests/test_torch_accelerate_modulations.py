@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import importlib.util
 import pickle
 import sys
@@ -27,6 +28,12 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 
 # Name: how many norms are joined, of how many.
 MODELS = {"dit": (4, 5), "pixart": (4, 5), "sd3": (8, 16), "sd3.5": (7, 18), "flux": (11, 23)}
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    """Modulations are joined whatever x is: the models here are small."""
+    monkeypatch.setattr(importlib.import_module("cunorm.torch.models.accelerate"), "MODULATED_FROM", 1)
 
 
 def results_of(model: nn.Module, inputs: dict) -> dict[str, torch.Tensor]:
@@ -392,3 +399,14 @@ def test_launches_of_a_join(stand_in, lines, norm, join):
         torch.testing.assert_close(one, expected.to(one.dtype), rtol=1e-4, atol=1e-4)
     assert [plan.problem.direction for plan in stand_in.plans] == ["forward", "backward"]
     assert not [line for line in lines() if "copied" in line or "expanded" in line]
+
+
+def test_a_few_elements_stay_apart(monkeypatch):
+    """As the host has more to do for ours than for the model's own operators."""
+    monkeypatch.setattr(importlib.import_module("cunorm.torch.models.accelerate"), "MODULATED_FROM", 8 << 20)
+    model, inputs = build("dit")
+    expected = output_of(model, inputs)
+    report = accelerate(model)
+    torch.testing.assert_close(output_of(model, inputs), expected, rtol=0, atol=0)
+    together = [ran.together for ran in report.ran().values()]
+    assert together == [0] * len(together) != []

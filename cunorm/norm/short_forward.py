@@ -93,10 +93,10 @@ def _rows_alone(problem: Problem, spec: NormSpec, needs: _Needs, device: Device)
 
 
 def _by_two_ctas(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec | None:
-    """LayerNorm of more than 2560 packs, of which an SM has one row at a time: two CTAs hold a row, keep weight and bias
-    and have the next rows under way. 32768 cols 73.6 us, by one CTA 90.3; with a float32 weight 74.1 and 107.8.
+    """LayerNorm of more than 2560 packs, of which an SM would have one row at a time: two CTAs hold a row, keep weight
+    and bias and have the next rows under way, with the same bits.
 
-    RMSNorm, which has fewer registers full, took 74.8 and 71.6.
+    32768 cols 73.6 us, by one CTA 90.3; with a float32 weight 74.1 and 107.8. RMSNorm took 74.8 and 71.6.
     """
     alone = len(spec.matrices) == 1 and not spec.grouped and not spec.scales
     if not (alone and spec.aligned and ITEMSIZE[problem.row_dtype] == 2 and problem.norm.subtracts_mean):
