@@ -143,8 +143,7 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: _Needs, device: Devic
     if device.arch == 90 and not spec.scales and _sixteen_bits(spec):
         if spec.grouped and narrow:
             # An SM has few rows of a group at once, so that late its vectors come from L2: modulated rows of 4096 cols
-            # 82 us, with x 72. Not of six packs, 3072 cols 73 and 78. Nor may x take their place in L1.
-            spec = replace(spec, streamed_x=True)
+            # 82 us, with x 72. Not of six packs, 3072 cols 73 and 78.
             ctas = ctas_of(spec, 16 + 16 * shape.packs)
             if shape.packs in (4, 5) and ctas * spec.threads >= 640:
                 return replace(spec, columns_stay=True, ctas_per_sm=ctas)
