@@ -75,6 +75,8 @@ SHAPES = (
     Shape(8, 4096, "float32", SMALL, "a full shape"),
     Shape(5, 3201, "float64", SMALL, "cluster of 2 in the backward pass, odd"),
     Shape(5, 6001, "float32", SMALL, "three packs a thread in the backward pass, odd"),
+    Shape(8, 4601, "bfloat16", SMALL, "six warps of three packs or nine of two in the backward pass, odd"),
+    Shape(8, 4992, "float16", SMALL, "ten warps of two packs, two rows of a CTA in the backward pass"),
     Shape(8, 8191, "float16", SMALL, "a CTA a row, odd"),
     Shape(3, 8192, "bfloat16", SMALL, "a full shape"),
     Shape(3, 2601, "float64", SMALL, "three packs a thread and three places in the backward pass, odd"),
@@ -111,9 +113,10 @@ SHAPES_BY_NAME = {
 }
 
 
-def problems(direction: str) -> list[tuple[Problem, Device]]:
+def problems(direction: str, op: str = "layer_norm") -> list[tuple[Problem, Device]]:
+    arrays = PARAMETERS[direction] if op == "layer_norm" else ("weight",)
     return [
-        (problem(direction, rows, cols, dtype, **dict.fromkeys(PARAMETERS[direction], parameters or dtype)), device)
+        (problem(direction, rows, cols, dtype, op, **dict.fromkeys(arrays, parameters or dtype)), device)
         for rows, cols, dtype, device, _, parameters in SHAPES
     ]
 
@@ -134,7 +137,7 @@ def test_the_table_reaches_every_kind_of_kernel():
 @pytest.mark.parametrize("direction", TABLES)
 def test_the_table_reaches_every_tier(direction):
     table, mine = TABLES[direction], problems(direction)
-    chosen = [choose(*one) for one in mine]
+    chosen = [choose(*one) for op in OPS for one in problems(direction, op)]
     assert {choice and choice[0] for choice in chosen} == {*table, None}
     specs = [choice[1] for choice in chosen if choice]
     # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
