@@ -360,7 +360,7 @@ def expected_launches(problem):
 def test_a_program_for_cuda_has_the_launches_of_the_plan(cols, wanted):
     """One gradient for x and residual; the backward pass reads neither; of the formulas nothing is left."""
     pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
-    rows = jax.ShapeDtypeStruct((2000, cols), "bfloat16")
+    rows = jax.ShapeDtypeStruct((3000, cols), "bfloat16")
     weight = jax.ShapeDtypeStruct((cols,), "float32")
     argnums = (0, 1, 2) if "dweight" in wanted else (0, 1)
 
@@ -373,10 +373,10 @@ def test_a_program_for_cuda_has_the_launches_of_the_plan(cols, wanted):
     text = lowered(function, rows, rows, weight, rows, rows)
     dtypes = dict.fromkeys(("x", "s", "y", "residual", "dy", "ds"), "bfloat16") | {"weight": "float32"}
     operation, kinds = added("rms_norm"), {"residual": "full"}
-    forward = forward_problem(operation, 2000, cols, {n: d for n, d in dtypes.items() if n[0] != "d"}, kinds=kinds)
+    forward = forward_problem(operation, 3000, cols, {n: d for n, d in dtypes.items() if n[0] != "d"}, kinds=kinds)
     names = tuple(name.removeprefix("d") for name in wanted)
     backward = backward_problem(
-        operation, 2000, cols, {n: d for n, d in dtypes.items() if n != "y"}, names, kinds=kinds
+        operation, 3000, cols, {n: d for n, d in dtypes.items() if n != "y"}, names, kinds=kinds
     )
     found = calls(text)
     assert [one[:4] for one in found] == expected_launches(forward) + expected_launches(backward)
