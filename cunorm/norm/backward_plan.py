@@ -22,7 +22,7 @@ PARTIAL_CTAS = 2  # of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, o
 LEAST_ROWS = 16  # of one of its partial rows
 COLUMN_THREADS = 256  # of a CTA of column_gradients
 # Of a matrix of so many bytes to each SM at most whole columns are added up beside what is written by rows: 128 x 8192
-# 5.9 us, by partial rows 8.4; 512 x 4096 11.0 and 8.8. Of more rows to a CTA not: 2340 x 448 7.7, by partial rows 7.3.
+# 5.9 us, by partial rows 8.4; 512 x 4096 8.9 and 9.3. Of more rows to a CTA not: 2340 x 448 7.7, by partial rows 7.3.
 WHOLE_COLUMNS = 40 << 10
 WHOLE_COLUMN_PACKS = 4096
 # Threads beside each other, up to so many packs of a row, so that CTAs take half of the SMs and leave the others to the
