@@ -1,30 +1,37 @@
-"""Training steps of models of transformers and diffusers, with torch's norms and after `accelerate`.
+"""Steps of models of transformers and diffusers, with torch's norms and after `accelerate`.
 
-    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes eager compile ...] [--out FILE]
+    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes eager compile ...]
+                                [--cases training autocast forward ...] [--out FILE]
 
-Copies of a model with random weights take turns in one run on one machine, in bfloat16. A line of JSON is a model and a
-mode: the median milliseconds of a step until the GPU is done and until the host is, the losses of its first and last
-step, the peak of its memory beyond what it held before, and what `accelerate` says that ran.
+Copies of a model with random weights take turns in one run on one machine, in bfloat16. A line of JSON is a model, a
+mode and a case: the median milliseconds of a step until the GPU is done and until the host is, the losses of its first
+and last step, the peak of its memory beyond what it held before, and what `accelerate` says that ran.
+
+In eager mode Liger is beside them where it is installed and knows the model: its norms alone, and its gated product
+too. What it patches for every model of a process, its rotary embedding, is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import cunorm.torch
 from bench.results import lines_to
-from bench.torch_models import alternate, build, make_step
+from bench.torch_models import BATCH, SEQUENCE, alternate, build, loss_of, make_step
 from cunorm.torch import Acceleration, accelerate, replace_norms
 from cunorm.torch.models.joins import sum_then_norm
 
@@ -39,8 +46,33 @@ SET_TO_ONE = {
     "accelerate, of any size": ("_own_below", "_joined_from"),
     "accelerate, backward passes ours": ("_compiled_from",),
 }
+# What Liger calls a model that it knows.
+OF_LIGER = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+LIGER = {
+    "Liger, norms": {"rope": False, "fused_linear_cross_entropy": False, "swiglu": False, "geglu": False},
+    "Liger": {"rope": False, "fused_linear_cross_entropy": False},
+}
 ROUNDS, STEPS = 7, 3  # turns, and steps of each
 Step = Callable[[], torch.Tensor]
+
+
+class Case(NamedTuple):
+    """What a step computes. Parameters of float32 are used under autocast to bfloat16."""
+
+    batch: int = BATCH
+    sequence: int = SEQUENCE
+    trains: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+
+CASES = {
+    "training": Case(),
+    "autocast": Case(dtype=torch.float32),
+    "forward": Case(trains=False),
+    "1 x 2048": Case(1, 2048),
+    "32 x 128": Case(32, 128),
+    "1 x 1": Case(1, 1, trains=False),
+}
 
 
 def main() -> None:
@@ -48,18 +80,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--modes", nargs="+", choices=tuple(CONTENDERS), default=("eager",))
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=("training",))
     parser.add_argument("--out", type=Path, default=Path("bench/results/torch/accelerated.jsonl"))
     arguments = parser.parse_args()
     with lines_to(arguments.out) as write:
         write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
         host(write)
-        for mode in arguments.modes:
-            for name in arguments.models:
-                started = time.perf_counter()
-                figures = measured(name, arguments.layers, mode)
-                took = round(time.perf_counter() - started, 1)
-                write("step", model=name, layers=arguments.layers, mode=mode, dtype="bfloat16", **figures, took=took)
-                torch.cuda.empty_cache()
+        for mode, case, name in product(arguments.modes, arguments.cases, arguments.models):
+            started = time.perf_counter()
+            figures = measured(name, arguments.layers, mode, CASES[case])
+            took = round(time.perf_counter() - started, 1)
+            write("step", model=name, layers=arguments.layers, mode=mode, case=case, **figures, took=took)
+            torch.cuda.empty_cache()
 
 
 def host(write: Callable[..., None]) -> None:
@@ -90,18 +122,25 @@ def apart(norm: nn.Module, x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tens
     return norm(s), s
 
 
-def measured(name: str, layers: int, mode: str) -> dict[str, Any]:
+def measured(name: str, layers: int, mode: str, case: Case) -> dict[str, Any]:
     """By contender."""
     steps, first, peak, ran = {}, {}, {}, {}
-    original, inputs, labels = build(name, torch.bfloat16, layers)
-    for who in CONTENDERS[mode]:
+    original, inputs, labels = build(name, case.dtype, layers, case.batch, case.sequence)
+    contenders = CONTENDERS[mode]
+    if mode == "eager" and name in OF_LIGER and find_spec("liger_kernel"):
+        contenders += tuple(LIGER)
+    for who in contenders:
         model = copy.deepcopy(original)
-        report = {"torch": lambda _: None, "replace_norms": replace_norms}.get(who, accelerate)(model)
+        report = None
+        if who in LIGER:
+            by_liger(model, name, LIGER[who])
+        elif who != "torch":
+            report = (replace_norms if who == "replace_norms" else accelerate)(model)
         for module in model.modules():
             vars(module).update({name: 1 for name in SET_TO_ONE.get(who, ()) if name in vars(module)})
         if mode != "eager":
             model = torch.compile(model, mode=None if mode == "compile" else mode)
-        steps[who] = make_step(model, inputs, labels)
+        steps[who] = step_of(model, inputs, labels, case)
         first[who] = float(steps[who]())
         steps[who]()
         peak[who] = peak_of(steps[who])
@@ -118,6 +157,31 @@ def measured(name: str, layers: int, mode: str) -> dict[str, Any]:
         "together_and_apart": ran,
     }
     return figures | {"own_spread": spread_of(steps["torch"])}
+
+
+def by_liger(model: nn.Module, name: str, parts: dict[str, bool]) -> None:
+    from liger_kernel import transformers
+
+    patch = getattr(transformers, f"apply_liger_kernel_to_{OF_LIGER[name]}")
+    known = inspect.signature(patch).parameters
+    # It replaces the module's classes too, of which the next model would be built.
+    classes = vars(sys.modules[type(model).__module__])
+    before = dict(classes)
+    patch(model=model, **{part: wanted for part, wanted in parts.items() if part in known})
+    classes.update(before)
+
+
+def step_of(model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor, case: Case) -> Step:
+    train = make_step(model, inputs, labels) if case.trains else None
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=case.dtype is torch.float32):
+            if train is not None:
+                return train()
+            with torch.no_grad():
+                return loss_of(model, inputs, labels)[0]
+
+    return step
 
 
 def spread_of(step: Step) -> float:

@@ -189,9 +189,9 @@ def replayed_graphs(write: Callable[..., None]) -> None:
 
 
 def build(
-    name: str, dtype: torch.dtype, layers: int = LAYERS
+    name: str, dtype: torch.dtype, layers: int = LAYERS, batch: int = BATCH, sequence: int = SEQUENCE
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.Tensor]:
-    """A model in training mode without dropout, inputs, labels."""
+    """A model in training mode without dropout, inputs, labels. Models of pictures have one number of tokens."""
     import transformers as t
 
     torch.manual_seed(0)
@@ -199,8 +199,8 @@ def build(
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": layers, "vocab_size": 8192}
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     whisper = {"d_model": 768, "encoder_attention_heads": 12, "encoder_ffn_dim": 3072, "encoder_layers": layers}
-    whisper |= {"max_source_positions": SEQUENCE, "dropout": 0.0, "decoder_layers": 1}
-    silent = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    whisper |= {"max_source_positions": sequence, "dropout": 0.0, "decoder_layers": 1}
+    silent = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": max(1024, sequence)}
     cls, config = {
         "gpt2": (
             t.GPT2LMHeadModel,
@@ -225,8 +225,8 @@ def build(
     }[name]
     model = (cls(config) if config is not None else cls()).to("cuda", dtype).train()
     if name == "whisper":
-        features = torch.randn(BATCH, 80, 2 * SEQUENCE, device="cuda", dtype=dtype)
-        return model, {"input_features": features}, torch.randint(0, 768, (BATCH, SEQUENCE), device="cuda")
+        features = torch.randn(batch, 80, 2 * sequence, device="cuda", dtype=dtype)
+        return model, {"input_features": features}, torch.randint(0, 768, (batch, sequence), device="cuda")
     if name == "dit":
         for block in model.transformer_blocks:
             block.norm1.emb.class_embedder.dropout_prob = 0.0
@@ -236,7 +236,7 @@ def build(
     if name == "vit":
         inputs = {"pixel_values": torch.randn(16, 3, 224, 224, device="cuda", dtype=dtype)}
         return model, inputs, torch.randint(0, 100, (16,), device="cuda")
-    ids = torch.randint(0, 8192, (BATCH, SEQUENCE), device="cuda")
+    ids = torch.randint(0, 8192, (batch, sequence), device="cuda")
     return model, {"input_ids": ids}, ids.roll(-1, 1)
 
 
