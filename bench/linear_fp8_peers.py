@@ -32,37 +32,23 @@ def transformer_engine(layer: Any) -> dict[str, Pass]:
 
 
 def torchao(layer: Any) -> dict[str, Pass]:
-    """Scales of rows, compiled with torch's norm: for inference, with weights kept, and for training."""
+    """Scales of rows, compiled with torch's norm, for inference, with weights kept: one module for all sets of buffers,
+    since each would be compiled for 10 s and more.
+    """
     import torch
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     outs, cols = layer.modules[0].weight.shape
-
-    def pair() -> Any:
-        modules = torch.nn.LayerNorm(cols), torch.nn.Linear(cols, outs)
-        return torch.nn.Sequential(*modules).to(device="cuda", dtype=torch.bfloat16)
-
-    def kept() -> Any:
-        found = pair()
-        quantize_(found, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
-        return torch.compile(found)
-
-    def trained() -> Any:
-        config = Float8LinearConfig.from_recipe_name("rowwise")
-        return torch.compile(convert_to_float8_training(pair(), config=config))
-
-    inference, training = [kept() for _ in layer.xs], [trained() for _ in layer.xs]
+    pair = torch.nn.Sequential(torch.nn.LayerNorm(cols), torch.nn.Linear(cols, outs))
+    pair = pair.to(device="cuda", dtype=torch.bfloat16)
+    quantize_(pair, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    compiled = torch.compile(pair, dynamic=False)
 
     def forward(index: int) -> Any:
         with torch.no_grad():
-            return inference[index](layer.xs[index])
+            return compiled(layer.xs[index])
 
-    def both(index: int) -> Any:
-        x, module = layer.xs[index], training[index]
-        return torch.autograd.grad(module(x), (x, *module.parameters()), layer.dys[index])
-
-    return {"forward": forward, "forward and backward": both}
+    return {"forward": forward}
 
 
 def peers(layer: Any) -> tuple[dict[str, Pass], dict[str, str]]:
