@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import inspect
 import statistics
 import sys
@@ -52,7 +53,7 @@ LIGER = {
     "Liger, norms": {"rope": False, "fused_linear_cross_entropy": False, "swiglu": False, "geglu": False},
     "Liger": {"rope": False, "fused_linear_cross_entropy": False},
 }
-ROUNDS, STEPS = 7, 3  # turns, and steps of each
+ROUNDS, WARM = 28, 3  # turns of one step each, so that what slows the host meets all alike; the first are left out
 Step = Callable[[], torch.Tensor]
 
 
@@ -147,16 +148,21 @@ def measured(name: str, layers: int, mode: str, case: Case) -> dict[str, Any]:
         if isinstance(report, Acceleration):
             counts = report.ran().values()
             ran[who] = [sum(one.together for one in counts), sum(sum(one.apart.values()) for one in counts)]
+    gc.collect()
+    gc.freeze()  # a collection of all that transformers made takes longer than a step
     done, host = times_of(steps)
     losses = {who: [first[who], float(step())] for who, step in steps.items()}
     figures = {
-        "ms": done,
-        "host_ms": host,
+        "ms": medians(done),
+        "of_torch": of_first(done),
+        "host_ms": medians(host),
         "first_and_last_loss": losses,
         "peak_bytes": peak,
         "together_and_apart": ran,
     }
-    return figures | {"own_spread": spread_of(steps["torch"])}
+    itself, _ = times_of({"once": steps["torch"], "again": steps["torch"]})
+    gc.unfreeze()
+    return figures | {"torch_of_itself": of_first(itself)["again"]}
 
 
 def by_liger(model: nn.Module, name: str, parts: dict[str, bool]) -> None:
@@ -184,12 +190,6 @@ def step_of(model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Ten
     return step
 
 
-def spread_of(step: Step) -> float:
-    """Of torch against itself: the larger of two medians over the smaller."""
-    done, _ = times_of({"once": step, "again": step})
-    return round(max(done.values()) / min(done.values()), 4)
-
-
 def peak_of(step: Step) -> int:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -199,24 +199,32 @@ def peak_of(step: Step) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def times_of(steps: dict[str, Step]) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds until the GPU is done, and until the host is, medians of turns."""
+def times_of(steps: dict[str, Step]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds of each turn, until the GPU is done and until the host is."""
     done: dict[str, list[float]] = {who: [] for who in steps}
     host: dict[str, list[float]] = {who: [] for who in steps}
-    for _ in range(ROUNDS):
-        for who, step in steps.items():
+    for turn in range(ROUNDS):
+        for who, step in list(steps.items())[:: -1 if turn % 2 else 1]:
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(STEPS):
-                step()
-            host[who].append((time.perf_counter() - start) / STEPS * 1e3)
+            step()
+            until_host = time.perf_counter() - start
             torch.cuda.synchronize()
-            done[who].append((time.perf_counter() - start) / STEPS * 1e3)
-    return medians(done), medians(host)
+            if turn >= WARM:
+                host[who].append(until_host * 1e3)
+                done[who].append((time.perf_counter() - start) * 1e3)
+    return done, host
 
 
 def medians(times: dict[str, list[float]]) -> dict[str, float]:
-    return {who: round(statistics.median(values[1:]), 3) for who, values in times.items()}
+    return {who: round(statistics.median(values), 3) for who, values in times.items()}
+
+
+def of_first(times: dict[str, list[float]]) -> dict[str, float]:
+    """Medians of what a turn takes of the first contender's turn beside it."""
+    first, *others = times
+    pairs = {who: zip(times[who], times[first], strict=True) for who in others}
+    return {who: round(statistics.median(one / base for one, base in pairs[who]), 4) for who in others}
 
 
 if __name__ == "__main__":

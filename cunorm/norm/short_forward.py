@@ -5,16 +5,18 @@ How a row is divided follows from its length, and how it waits from how many row
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from ..device import Device
 from ..expression_value import FUNCTIONS
+from ..operation import NAMED
 from .clusters import WORKING
-from .problem import ITEMSIZE, Problem
+from .problem import ITEMSIZE, Operand, Problem
 from .registers import column_bytes, ctas_of, registers_of, widest_column, with_shifted, words_to_shift
 from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
-from .spec import WARP, NormSpec, dynamic_shared, shared_memory
+from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
 
 THREADS = 128  # of a CTA of rows that a warp or less holds
 RESIDENT = 1024  # threads that an SM is to hold at once, where rows are many
@@ -111,16 +113,47 @@ def _by_two_ctas(problem: Problem, spec: NormSpec, needs: _Needs, device: Device
 def _in_a_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, device: Device) -> NormSpec | None:
     """Rows that wait in shared memory, where that is faster than registers."""
     shape = spec.shape
+    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped:
+        return None
+    if device.arch == 90 and problem.operation in NAMED.values() and _sixteen_bits(spec, spec.matrices):
+        return _plain_ring(problem, spec, needs, many, device)
     # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
     # of 12288 cols, one CTA on an SM, 67.8 and 61.3.
     narrow = shape.threads < 512 and (spec.scales == "one" or (spec.scales == "per_row" and shape.threads <= WARP))
-    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped or not (narrow or not many):
+    if not (narrow or not many):
         return None
     under_way = 48 if not many else 42 if narrow else 32
     # There y is made after x has been summed up: 96 registers are enough for four packs.
     late = narrow and spec.aligned and device.arch < 100
     registers = needs.working - 20 if late else needs.working + needs.y
-    return _short_ring(spec, needs.columns, registers, under_way << 10, device)
+    return _short_ring(spec, needs.columns + registers + _more_in_a_ring(shape), under_way << 10, device)
+
+
+def _plain_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, device: Device) -> NormSpec | None:
+    """Rows of 16 bits of the norms themselves, few, or beside a float32 weight or bias, which late, from L1, cost more
+    than the ring does: 64 M elements of 4992 cols 72.1 us and 74.5, RMSNorm 69.8 and 73.9; of 6720 cols 76.0 and 74.5.
+    """
+    shape, wide = spec.shape, widest_column(spec) == 4
+    if many and not (wide and shape.threads * shape.packs <= 640):
+        return None
+    under_way = (34 if many else 55) << 10
+    registers = needs.working + _more_in_a_ring(shape)
+    if problem.norm.subtracts_mean:
+        # By the fewest in which nothing spills: 8 M elements of 8192 cols beside a float32 weight have two CTAs on an
+        # SM instead of one, 12.2 us and 13.4; 5056 cols six instead of five, 10.5 and 11.0.
+        registers = 40 if shape.packs == 5 and shape.threads <= 128 else 48
+    ring = _short_ring(spec, needs.columns + registers, under_way, device)
+    if wide and not many and shape.threads <= 64:
+        # Where registers leave few CTAs, three places for each: 1152 cols 10.5 us, by two 11.5.
+        deeper = _short_ring(spec, needs.columns + registers, under_way // 2, device, stages=3)
+        if ring is None or (deeper is not None and 2 * deeper.ctas_per_sm > ring.ctas_per_sm):
+            return deeper
+    return ring
+
+
+def _more_in_a_ring(shape: RowShape) -> int:
+    """Registers besides those of rows that wait in registers."""
+    return 26 if shape.packs == 4 else 14  # RMSNorm of four packs spilled 12 bytes in 80
 
 
 def _in_registers(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec:
@@ -181,9 +214,9 @@ def forward_twice(problem: Problem) -> NormSpec:
     return replace(spec, ctas_per_sm=max(1, ctas_of(spec, working + waiting, RESIDENT)))
 
 
-def _sixteen_bits(spec: NormSpec) -> bool:
-    """Whether every array has 16 bits, and every pack begins at a multiple of its size."""
-    arrays = (one.itemsize for one in spec.operands if one.kind in ("full", "column", "group"))
+def _sixteen_bits(spec: NormSpec, operands: Iterable[Operand] | None = None) -> bool:
+    """Whether every array, or these, has 16 bits, and every pack begins at a multiple of its size."""
+    arrays = (one.itemsize for one in operands or spec.operands if one.kind in ("full", "column", "group"))
     return spec.aligned and spec.columns_aligned and max(arrays) == 2
 
 
@@ -203,17 +236,15 @@ def bytes_per_sm(problem: Problem, device: Device) -> float:
     return problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] / device.sms
 
 
-def _short_ring(spec: NormSpec, column_words: int, working: int, under_way: int, device: Device) -> NormSpec | None:
-    """Two places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM.
+def _short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, stages: int = 2) -> NormSpec | None:
+    """So many places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM, one place each.
 
-    None if less than half of them fit beside weight and bias, which stay in registers.
+    None if less than half of them fit, weight and bias staying in registers.
 
     In shared memory they take 40 us to come, all SMs asking L2 for the same lines; late from L1 they cost 4 of 11 us.
     """
-    # RMSNorm of four packs spilled 12 bytes in 80 registers.
-    words = working + (26 if spec.shape.packs == 4 else 14)
-    spec = replace(spec, stages=2, ask_early=True, columns_stay=True)
+    spec = replace(spec, stages=stages, ask_early=True, columns_stay=True)
     needed = shared_memory(spec) + dynamic_shared(spec)
     wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
-    ctas = min(wanted, ctas_of(spec, words + column_words), (device.shared + 1024) // (needed + 1024))
+    ctas = min(wanted, ctas_of(spec, registers), (device.shared + 1024) // (needed + 1024))
     return with_shifted(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
