@@ -59,10 +59,11 @@ def operators_of(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
-def test_the_compiler_sees_torchs_operators_forward_and_our_kernel_backward():
-    model = Model()
+@on_devices
+def test_the_compiler_sees_torchs_operators_forward_and_our_kernel_backward(device):
+    model = Model().to(device)
     report = accelerate(model)
-    (forward, backward), _ = traced(model, random(5, 64, dtype=torch.float32).requires_grad_())
+    (forward, backward), _ = traced(model, random(5, 64, dtype=torch.float32, device=device).requires_grad_())
     assert not any("cunorm" in name for name in operators_of(forward))
     assert [name for name in operators_of(backward) if "cunorm" in name] == ["cunorm.norm_backward.default"] * 2
     # mean and rstd in one tensor are for the backward pass alone: y does not wait for them.

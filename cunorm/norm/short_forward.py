@@ -136,12 +136,12 @@ def _plain_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, dev
     shape, wide = spec.shape, widest_column(spec) == 4
     if many and not (wide and shape.threads * shape.packs <= 640):
         return None
-    under_way = (34 if many else 55) << 10
+    under_way = (32 if many else 55) << 10
     registers = needs.working + _more_in_a_ring(shape)
-    if problem.norm.subtracts_mean:
-        # By the fewest in which nothing spills: 8 M elements of 8192 cols beside a float32 weight have two CTAs on an
-        # SM instead of one, 12.2 us and 13.4; 5056 cols six instead of five, 10.5 and 11.0.
-        registers = 40 if shape.packs == 5 and shape.threads <= 128 else 48
+    if wide and problem.operation == NAMED["layer_norm"]:
+        # 8192 cols have two CTAs on an SM instead of one, 8 M elements 12.2 us and 13.4. Fewer
+        # registers spilled 4 to 28 bytes beside 16 bits, and 8 where gamma is zero-centred.
+        registers = 32 if shape.threads == 192 else 48
     ring = _short_ring(spec, needs.columns + registers, under_way, device)
     if wide and not many and shape.threads <= 64:
         # Where registers leave few CTAs, three places for each: 1152 cols 10.5 us, by two 11.5.

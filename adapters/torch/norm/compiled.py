@@ -68,9 +68,6 @@ def norm(
 
 def is_wanted(x: Tensor, at_least: int | None) -> bool:
     """Whether this road is taken of `at_least` elements, if of any."""
-    return (
-        at_least is not None
-        and x.dtype in functional.FLOATING
-        and x.numel() >= at_least
-        and not torch.compiler.is_exporting()
-    )
+    # Not asked by is_exporting(), which torch 2.11 has as true wherever dynamo traces.
+    by_dynamo = torch.compiler.is_dynamo_compiling()
+    return at_least is not None and x.dtype in functional.FLOATING and x.numel() >= at_least and by_dynamo
