@@ -39,14 +39,11 @@ from cunorm.torch.models.joins import sum_then_norm
 NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3", "whisper", "dit")
 CONTENDERS = {
     "eager": ("torch", "replace_norms", "accelerate", "accelerate, of any size"),
-    "compile": ("torch", "replace_norms", "accelerate", "accelerate, backward passes ours"),
-    "reduce-overhead": ("torch", "replace_norms", "accelerate", "accelerate, backward passes ours"),
+    "compile": ("torch", "accelerate", "accelerate, of any size"),
+    "reduce-overhead": ("torch", "accelerate", "accelerate, of any size"),
 }
-# What `accelerate` chose, for every size: attributes of norms and blocks.
-SET_TO_ONE = {
-    "accelerate, of any size": ("_own_below", "_joined_from"),
-    "accelerate, backward passes ours": ("_compiled_from",),
-}
+# Attributes of norms and blocks by which `accelerate` chooses, in elements.
+CHOSEN = ("_own_below", "_joined_from", "_compiled_from")
 # What Liger calls a model that it knows.
 OF_LIGER = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 LIGER = {
@@ -138,7 +135,8 @@ def measured(name: str, layers: int, mode: str, case: Case) -> dict[str, Any]:
         elif who != "torch":
             report = (replace_norms if who == "replace_norms" else accelerate)(model)
         for module in model.modules():
-            vars(module).update({name: 1 for name in SET_TO_ONE.get(who, ()) if name in vars(module)})
+            if who == "accelerate, of any size":
+                vars(module).update({name: 1 for name in CHOSEN if name in vars(module)})
         if mode != "eager":
             model = torch.compile(model, mode=None if mode == "compile" else mode)
         steps[who] = step_of(model, inputs, labels, case)

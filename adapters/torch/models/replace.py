@@ -144,7 +144,7 @@ class _Swapped:
     _key: tuple[str, str | None]  # of form_of
     # As in cunorm's modules, but that few elements too go to the kernels.
     _own_below = 0
-    _compiled_from = None
+    _compiled_from = 0
 
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is swapped when it is loaded."""

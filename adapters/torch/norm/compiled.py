@@ -66,8 +66,8 @@ def norm(
     return torch.ops.cunorm.decomposed_norm.default(x, weight, bias, *options)[0]
 
 
-def is_wanted(x: Tensor, at_least: int | None) -> bool:
-    """Whether this road is taken of `at_least` elements, if of any."""
+def is_wanted(x: Tensor, at_least: int) -> bool:
+    """Whether this road is taken, of `at_least` elements."""
     # Not asked by is_exporting(), which torch 2.11 has as true wherever dynamo traces.
     by_dynamo = torch.compiler.is_dynamo_compiling()
-    return at_least is not None and x.dtype in functional.FLOATING and x.numel() >= at_least and by_dynamo
+    return by_dynamo and x.dtype in functional.FLOATING and x.numel() >= at_least

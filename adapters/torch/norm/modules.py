@@ -31,7 +31,7 @@ class _Options:
     # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
     # compiled, but for the backward pass of _compiled_from elements.
     _own_below = 0
-    _compiled_from = None
+    _compiled_from = 0
 
     def _set_options(
         self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any, autocast_output: bool
