@@ -28,10 +28,6 @@ class Gathering(Protocol):
         """`own` is written. `wanted_next`: nothing is asked of the present stream before the result."""
         ...
 
-    def heard(self) -> None:
-        """What is asked of the present stream from here on waits until all ranks have started."""
-        ...
-
     def of(self, rank: int) -> Tensor:
         """The rows of a rank, (rows, cols), for what runs on the present stream from here on."""
         ...
@@ -56,10 +52,6 @@ class Summing(Protocol):
 
     def start(self) -> None:
         """All of `terms` is written, and nothing was sent."""
-        ...
-
-    def heard(self) -> None:
-        """As of a Gathering."""
         ...
 
     def result(self) -> Tensor:
@@ -99,7 +91,7 @@ class Exchange:
 class _Gathering:
     def __init__(self, exchange: Exchange, rows: Tensor):
         self._exchange, self._rows = exchange, rows
-        self._count = len(rows) // exchange.ranks
+        self._count = rows.shape[0] // exchange.ranks
         self.own = self._part(exchange.rank)
         self._work: Any = None
 
@@ -108,9 +100,6 @@ class _Gathering:
 
     def start(self, wanted_next: bool = False) -> None:
         self._work = _all_gather(self._rows, self.own, group=self._exchange.group, async_op=not wanted_next)
-
-    def heard(self) -> None:
-        pass
 
     def of(self, rank: int) -> Tensor:
         if rank != self._exchange.rank:
@@ -141,9 +130,6 @@ class _Summing:
         exchange, terms = self._exchange, self.terms
         self._sum = terms.new_empty((len(terms) // exchange.ranks, terms.shape[1]))
         self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=True)
-
-    def heard(self) -> None:
-        pass
 
     def result(self) -> Tensor:
         _wait(self._work)

@@ -190,19 +190,17 @@ class _Exchanged:
         self._exchange, self._buffer, self._rows = exchange, buffer, rows
         self._of_ranks = buffer.of_ranks((exchange.ranks * rows, cols), dtype)
         self._whole = self._of_ranks[exchange.rank]
-        self._heard: Any = None
         self._end: Any = None
 
     def _part(self, matrix: Tensor, rank: int) -> Tensor:
         return matrix[rank * self._rows : (rank + 1) * self._rows]
 
-    def _greet(self, mark: Callable[[], Any]) -> None:
-        """Beside a product that fills the GPU a signal may find no room: all are heard before anything is pulled."""
+    def _greet(self) -> None:
+        """On the present stream: beside a product that fills the GPU a signal finds no room."""
         for rank in self._exchange.others:
             self._exchange.tell(self._buffer, rank, READY)
         for rank in self._exchange.others:
             self._exchange.hear(self._buffer, rank, READY)
-        self._heard = mark()
 
     def _take_leave(self, mark: Callable[[], Any]) -> None:
         for rank in self._exchange.others:
@@ -210,9 +208,6 @@ class _Exchanged:
         for rank in self._exchange.others:
             self._exchange.hear(self._buffer, rank, TAKEN)
         self._end = mark()
-
-    def heard(self) -> None:
-        self._exchange.side.wait(self._heard)
 
     def _join(self) -> None:
         if self._end is not None:
@@ -226,8 +221,8 @@ class _Gathering(_Exchanged):
         self._come: dict[int, Any] = {}
 
     def start(self, wanted_next: bool = False) -> None:
+        self._greet()
         with self._exchange.side.after_present() as mark:
-            self._greet(mark)
             for rank in self._exchange.others:
                 self._part(self._whole, rank).copy_(self._part(self._of_ranks[rank], rank))
                 self._come[rank] = mark()
@@ -255,8 +250,8 @@ class _Summing(_Exchanged):
         self._come: Any = None
 
     def start(self) -> None:
+        self._greet()
         with self._exchange.side.after_present() as mark:
-            self._greet(mark)
             for sender in self._exchange.others:
                 self._pull(sender)
             self._come = mark()
