@@ -73,9 +73,7 @@ def forward(
     in_parts = ranks.overlap_gather and symmetric.worth(size, in_parts=True)
     exchange = exchange_of(ranks, in_parts, x)
     gathering = exchange.gathering(rows, cols, x, options.dtype)
-    _, statistics = normalise(
-        x, ln_weight, ln_bias, options, wants_statistics, options.sm_margin, gathering.own
-    )
+    _, statistics = normalise(x, ln_weight, ln_bias, options, wants_statistics, options.sm_margin, gathering.own)
     gathering.start(wanted_next=not in_parts)
     if in_parts:
         y = _product_in_parts(gathering, exchange, rows, weight, bias)
