@@ -1,4 +1,4 @@
-"""cunorm.jax.layer_norm_linear with rows of x and columns of kernel over all GPUs of a host, and XLA's flags for overlap.
+"""cunorm.jax.layer_norm_linear with rows of x and columns of kernel over all GPUs of a host, under XLA's overlap flags.
 
     python -m bench.jax_linear_sharded [--out FILE]
 
