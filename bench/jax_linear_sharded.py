@@ -40,12 +40,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "latency hiding scheduler": LATENCY,
     "windowed einsum": {**LATENCY, **PARTS, "xla_gpu_multi_streamed_windowed_einsum": False},
     "windowed einsum, several streams": {**LATENCY, **PARTS, "xla_gpu_multi_streamed_windowed_einsum": True},
-    "pipelined collectives": {
-        **LATENCY,
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
-    },
-    "NCCL's registered buffers": {**LATENCY, "xla_gpu_enable_nccl_user_buffers": True},
 }
 OURS, THEIRS = "cunorm", "Flax"
 ROUNDS, SECONDS = 9, 0.02  # of a turn

@@ -63,6 +63,15 @@ class Summing(Protocol):
         ...
 
 
+# Bytes of all rows below which NCCL works on the present stream: what little it takes is not worth a stream beside. On
+# two H200s forward and backward of 128 to 1024 rows, 4096 -> 12288, take 0.94 to 0.97 of the time so, 8192 rows 1.03.
+BESIDE = 16 << 20
+
+
+def _beside(rows: Tensor) -> bool:
+    return not rows.is_cuda or rows.nbytes >= BESIDE
+
+
 class Exchange:
     """By the collectives of torch.distributed."""
 
@@ -79,7 +88,7 @@ class Exchange:
 
     def sum_for_all(self, terms: Tensor) -> Callable[[], Tensor]:
         """Their sum over the ranks, in their place, once the result is called."""
-        work = dist.all_reduce(terms, group=self.group, async_op=True)
+        work = dist.all_reduce(terms, group=self.group, async_op=_beside(terms))
 
         def result() -> Tensor:
             _wait(work)
@@ -99,7 +108,8 @@ class _Gathering:
         return self._rows.narrow(0, rank * self._count, self._count)
 
     def start(self, wanted_next: bool = False) -> None:
-        self._work = _all_gather(self._rows, self.own, group=self._exchange.group, async_op=not wanted_next)
+        beside = not wanted_next and _beside(self._rows)
+        self._work = _all_gather(self._rows, self.own, group=self._exchange.group, async_op=beside)
 
     def of(self, rank: int) -> Tensor:
         if rank != self._exchange.rank:
@@ -129,7 +139,7 @@ class _Summing:
     def start(self) -> None:
         exchange, terms = self._exchange, self.terms
         self._sum = terms.new_empty((len(terms) // exchange.ranks, terms.shape[1]))
-        self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=True)
+        self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=_beside(terms))
 
     def result(self) -> Tensor:
         _wait(self._work)

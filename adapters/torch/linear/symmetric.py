@@ -132,11 +132,13 @@ class Side:
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._asked = torch.cuda.Event()  # a new one each time takes the host longer
 
     @contextmanager
     def after_present(self) -> Iterator[Callable[[], Any]]:
         """What is done inside comes after all that was asked of the present stream; gives what marks a point of it."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._asked.record(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_event(self._asked)
         with torch.cuda.stream(self._stream):
             yield self._stream.record_event
 
@@ -246,7 +248,11 @@ class _Summing(_Exchanged):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.terms = self._whole
-        self._found = self.terms.new_empty((self._exchange.ranks, self._rows, self.terms.shape[1]))
+        shape = (self._rows, self.terms.shape[1])
+        ranks = self._exchange.ranks
+        # Of this stream's memory, as what comes after the exchange is.
+        self._sum = self.terms.new_empty(shape)
+        self._found = self.terms.new_empty((ranks, *shape)) if ranks > 2 else None
         self._come: Any = None
 
     def start(self) -> None:
@@ -254,7 +260,7 @@ class _Summing(_Exchanged):
         with self._exchange.side.after_present() as mark:
             for sender in self._exchange.others:
                 self._pull(sender)
-            self._come = mark()
+            self._add(mark)
             self._take_leave(mark)
 
     def send(self, rank: int) -> None:
@@ -262,7 +268,7 @@ class _Summing(_Exchanged):
         exchange, buffer = self._exchange, self._buffer
         with exchange.side.after_present() as mark:
             if rank == exchange.rank:
-                self._come = mark()
+                self._add(mark)
                 self._take_leave(mark)
                 return
             sender = (2 * exchange.rank - rank) % exchange.ranks
@@ -271,16 +277,22 @@ class _Summing(_Exchanged):
             self._pull(sender)
 
     def _pull(self, sender: int) -> None:
-        self._found[sender].copy_(self._part(self._of_ranks[sender], self._exchange.rank))
+        into = self._sum if self._found is None else self._found[sender]
+        into.copy_(self._part(self._of_ranks[sender], self._exchange.rank))
+
+    def _add(self, mark: Callable[[], Any]) -> None:
+        """In float32 (float64 of float64), in rank order, rounded once; it finds room beside a product."""
+        own = self._part(self.terms, self._exchange.rank)
+        if self._found is None:
+            torch.add(own, self._sum, out=self._sum)
+        else:
+            self._found[self._exchange.rank].copy_(own)
+            torch.sum(self._found, 0, out=self._sum)
+        self._come = mark()
 
     def end(self) -> None:
         self._join()
 
     def result(self) -> Tensor:
-        """In float32 (float64 of float64), in rank order, rounded once."""
         self._exchange.side.wait(self._come)
-        own = self._part(self.terms, self._exchange.rank)
-        if self._exchange.ranks == 2:
-            return own + self._found[1 - self._exchange.rank]
-        self._found[self._exchange.rank].copy_(own)
-        return self._found.sum(0)
+        return self._sum
