@@ -41,7 +41,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "windowed einsum": {**LATENCY, **PARTS, "xla_gpu_multi_streamed_windowed_einsum": False},
     "windowed einsum, several streams": {**LATENCY, **PARTS, "xla_gpu_multi_streamed_windowed_einsum": True},
 }
-OURS, THEIRS = "cunorm", "Flax"
+CASES = [*((name, "no flags") for name in ("Flax", "cunorm, z kept")), *(("cunorm", flags) for flags in FLAGS)]
 ROUNDS, SECONDS = 9, 0.02  # of a turn
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
 
@@ -59,10 +59,9 @@ def measure(write: Callable[..., Any], mesh: Mesh, shape: tuple[int, int, int]) 
     for direction, make in DIRECTIONS.items():
         results = shardings[-1] if direction == "forward" else (shardings[-1], *shardings[:-1])
         programs, exact = {}, None
-        for name, flags in [(THEIRS, {}), *((OURS, flags) for flags in FLAGS)]:
-            label = f"{name}, {flags}" if name == OURS else name
-            options = FLAGS[flags] if name == OURS else {}
-            jitted = jax.jit(make(CONTENDERS[name]), out_shardings=results, compiler_options=options)
+        for name, flags in CASES:
+            label = f"{name}, {flags}"
+            jitted = jax.jit(make(CONTENDERS[name]), out_shardings=results, compiler_options=FLAGS[flags])
             try:
                 compiled = jitted.lower(*sets[0]).compile()
                 found = jax.block_until_ready(compiled(*sets[0]))

@@ -62,8 +62,8 @@ class TooEarly(symmetric._Gathering):
         super()._greet()
 
     def start(self, wanted_next=False):
-        self._greet()
         with self._exchange.side.after_present() as mark:
+            self._greet()
             self._come[self._exchange.others[0]] = mark()
             self._take_leave(mark)
 

@@ -70,7 +70,7 @@ def forward(
         returned = None if ranks.returned == "nothing" else z if kept is None else z.clone()
         return Forward(F.linear(z, weight, bias), returned, statistics, kept)
     size = ranks.size * rows * cols * options.dtype.itemsize
-    in_parts = ranks.overlap_gather and symmetric.worth(size, in_parts=True)
+    in_parts = ranks.overlap_gather and symmetric.worth(size)
     exchange = exchange_of(ranks, in_parts, x)
     gathering = exchange.gathering(rows, cols, x, options.dtype)
     _, statistics = normalise(x, ln_weight, ln_bias, options, wants_statistics, options.sm_margin, gathering.own)
@@ -188,8 +188,9 @@ def _gradient_of_z(
     if not ranks.sequence:
         return reduced(dy @ weight, rows, ranks)
     size = len(dy) * weight.shape[1] * dy.dtype.itemsize
-    in_parts = ranks.overlap_sum and symmetric.worth(size, in_parts=True)
-    exchange = exchange_of(ranks, in_parts or (ranks.bulk_sum and symmetric.worth(size)), dy)
+    worth = symmetric.worth(size)
+    in_parts = ranks.overlap_sum and worth
+    exchange = exchange_of(ranks, worth and (ranks.bulk_sum or ranks.overlap_sum), dy)
     before = None if before is None else matrix(before, len(dy))
     summing = exchange.summing(rows, weight.shape[1], dy, dy.dtype)
     ends.append(summing.end)

@@ -25,21 +25,20 @@ from ... import logs
 from .exchange import Exchange, in_turn
 
 READY, TAKEN = 0, 1  # channels of signals
-# Bytes of all rows below which ub_* change nothing. On two H200s, 4096 -> 12288, NCCL's microseconds and these,
-# of 32 MB and 64 MB: ub_overlap_ag 409 and 502, 777 and 625; the bulk flags 876 and 787, 1563 and 1386 (of 16 MB 953
-# and 982); ub_overlap_rs_dgrad 876 and 960, 1563 and 1453. Below, the host's time for more launches is what counts.
-LEAST_IN_PARTS = 64 << 20
-LEAST = 32 << 20
+# Bytes of all rows below which ub_* change nothing: below, the host's time for more launches is what counts. On two
+# H200s, 4096 -> 12288, forward and backward with ub_overlap_ag and the bulk flags take 1.17 to 1.22 of NCCL's time where
+# these are 32 MB, 0.86 to 0.93 where they are 64 MB.
+LEAST = 64 << 20
 
 _exchanges: dict[tuple[str, torch.device], tuple[Any, SymmetricExchange | None]] = {}
 
 
-def worth(size: int, in_parts: bool = False) -> bool:
-    """Whether hiding the exchange of so many bytes wins, the product in parts or one; else ub_* change nothing.
+def worth(size: int) -> bool:
+    """Whether hiding the exchange of so many bytes under a product wins; else ub_* change nothing.
 
     The same on every rank that makes the same calls.
     """
-    return size >= (LEAST_IN_PARTS if in_parts else LEAST)
+    return size >= LEAST
 
 
 def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
@@ -198,7 +197,6 @@ class _Exchanged:
         return matrix[rank * self._rows : (rank + 1) * self._rows]
 
     def _greet(self) -> None:
-        """On the present stream: beside a product that fills the GPU a signal finds no room."""
         for rank in self._exchange.others:
             self._exchange.tell(self._buffer, rank, READY)
         for rank in self._exchange.others:
@@ -223,8 +221,8 @@ class _Gathering(_Exchanged):
         self._come: dict[int, Any] = {}
 
     def start(self, wanted_next: bool = False) -> None:
-        self._greet()
         with self._exchange.side.after_present() as mark:
+            self._greet()
             for rank in self._exchange.others:
                 self._part(self._whole, rank).copy_(self._part(self._of_ranks[rank], rank))
                 self._come[rank] = mark()
@@ -256,8 +254,8 @@ class _Summing(_Exchanged):
         self._come: Any = None
 
     def start(self) -> None:
-        self._greet()
         with self._exchange.side.after_present() as mark:
+            self._greet()
             for sender in self._exchange.others:
                 self._pull(sender)
             self._add(mark)
