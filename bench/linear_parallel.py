@@ -4,6 +4,7 @@
     products   the product of all rows, of own rows and then the others', with a pull or a gather of NCCL's beside it
     layers     forward and backward with NCCL in turn, with each ub_* flag, torch's fused_all_gather_matmul, and
                TransformerEngine's layer over NCCL, where it is installed
+    memory     bytes that a layer holds from its forward pass to its backward pass beside x and y, of the rank with most
 
 It starts a process for each GPU. All that is compared is timed in turns; medians, of the slower rank, in microseconds:
 a line of JSON for each shape.
@@ -23,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PARTS = ("links", "products", "layers")
+PARTS = ("links", "products", "layers", "memory")
 WHOLE = ((8192, 4096, 12288), (8192, 8192, 10240))  # rows of all ranks, in, out of all ranks
 FEWER = tuple((rows, 4096, 12288) for rows in (128, 512, 1024, 2048, 4096))
 SIZES = (1 << 20, 4 << 20, 16 << 20, 32 << 20, 64 << 20)  # bytes that a rank receives
@@ -36,6 +37,14 @@ Call = Callable[[], Any]
 def slower(times_of_ranks: list[dict[str, float]]) -> dict[str, float]:
     """Of each contender the time of the rank that takes longest."""
     return {name: max(times[name] for times in times_of_ranks) for name in times_of_ranks[0]}
+
+
+def of_ranks(own: dict[str, float]) -> list[dict[str, float]]:
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
 
 
 def limit(parts: Mapping[str, float], norm: str, product: str, exchange: str) -> float:
@@ -74,9 +83,7 @@ def measured(calls: Mapping[str, Call]) -> dict[str, Any]:
         for name in list(counts)[:: 1 if turn % 2 else -1]:
             times[name].append(seconds(calls[name], counts[name]))
     own = {name: round(statistics.median(found) * 1e6, 1) for name, found in times.items()}
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    return slower(of_ranks) | failed
+    return slower(of_ranks(own)) | failed
 
 
 class Bench:
@@ -212,11 +219,7 @@ class Bench:
             "bulk": {"ub_bulk_dgrad": True, "ub_bulk_wgrad": True},
             "ub_overlap_rs_dgrad": {"ub_overlap_rs_dgrad": True},
         }
-        options = {"sequence_parallel": True, "parallel_mode": "column", "tp_group": self.group, "device": self.device}
-        modules = {
-            name: LayerNormLinear(cols, outs, **options, params_dtype=torch.bfloat16, **flags)
-            for name, flags in kinds.items()
-        }
+        modules = {name: LayerNormLinear(cols, outs, **self._options, **flags) for name, flags in kinds.items()}
         first = modules["NCCL"]
         for module in modules.values():
             module.load_state_dict(first.state_dict())
@@ -241,9 +244,7 @@ class Bench:
             module = modules[name]
             leaves[name] = (module(x), [x, *module.parameters()])
             calls[f"backward, {name}"] = lambda found=leaves[name]: torch.autograd.grad(*found, dy, retain_graph=True)
-        overlapped = LayerNormLinear(
-            cols, outs, **options, params_dtype=torch.bfloat16, **kinds["ub_overlap_ag"], **kinds["bulk"]
-        )
+        overlapped = LayerNormLinear(cols, outs, **self._options, **kinds["ub_overlap_ag"], **kinds["bulk"])
         for name, module in {"NCCL": first, "all flags": overlapped, **self._of_transformer_engine(cols, outs)}.items():
             if name not in modules:
                 calls[f"forward, {name}"] = lambda module=module: self._forward(module, x)
@@ -263,9 +264,40 @@ class Bench:
             import transformer_engine.pytorch as te
         except (ImportError, OSError):
             return {}
-        options = {"tp_group": self.group, "tp_size": self.ranks, "sequence_parallel": True, "parallel_mode": "column"}
-        options |= {"params_dtype": self.torch.bfloat16, "device": self.device}
-        return {"TransformerEngine": te.LayerNormLinear(cols, outs, **options)}
+        return {"TransformerEngine": te.LayerNormLinear(cols, outs, tp_size=self.ranks, **self._options)}
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Of a layer."""
+        options = {"tp_group": self.group, "sequence_parallel": True, "parallel_mode": "column", "device": self.device}
+        return {**options, "params_dtype": self.torch.bfloat16}
+
+    def memory(self):
+        torch = self.torch
+        from cunorm.torch import LayerNormLinear
+
+        self.symmetric.worth = lambda *_, **__: True
+        flags = dict.fromkeys(("ub_overlap_ag", "ub_bulk_dgrad", "ub_bulk_wgrad"), True)
+        for rows, cols, outs in WHOLE:
+            modules = {
+                "cunorm": LayerNormLinear(cols, outs, **self._options),
+                "cunorm, z kept": LayerNormLinear(cols, outs, **self._options, keep_normalized=True),
+                "cunorm, flags": LayerNormLinear(cols, outs, **self._options, **flags),
+                **self._of_transformer_engine(cols, outs),
+            }
+            x, dy = self._random(rows // self.ranks, cols).requires_grad_(), self._random(rows, outs // self.ranks)
+            found = {}
+            for name, module in modules.items():
+                module(x).backward(dy)  # what it holds from call to call is there then
+                module.zero_grad()
+                before = torch.cuda.memory_allocated()
+                y = module(x)
+                found[name] = torch.cuda.memory_allocated() - before - y.nbytes
+                y.backward(dy)
+                del y
+                module.zero_grad()
+            shape = {"rows": rows, "in": cols, "out": outs}
+            yield {"part": "memory", **shape, **slower(of_ranks(found)), "x of a rank": x.nbytes}
 
     def _forward(self, module: Any, x: Any) -> Any:
         with self.torch.no_grad():

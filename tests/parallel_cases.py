@@ -199,13 +199,14 @@ class Whole:
 def make(case: Case, group: Any, device: str, **others: Any) -> LayerNormLinear:
     torch.manual_seed(0)
     options = {
+        "eps": EPS,
         "parallel_mode": "column",
         "tp_group": group,
         "sequence_parallel": case.sequence,
         **case.options,
         **others,
     }
-    return LayerNormLinear(COLS, OUTS, EPS, device=device, params_dtype=case.dtype, **options)
+    return LayerNormLinear(COLS, OUTS, device=device, params_dtype=case.dtype, **options)
 
 
 class Found(NamedTuple):

@@ -56,14 +56,14 @@ class OtherRows(exchange._Summing):
 class TooEarly(symmetric._Gathering):
     """Rows are pulled before their rank has written them."""
 
-    def _greet(self, mark):
+    def _greet(self):
         other = self._exchange.others[0]
         self._part(self._whole, other).copy_(self._part(self._of_ranks[other], other))
-        super()._greet(mark)
+        super()._greet()
 
     def start(self, wanted_next=False):
         with self._exchange.side.after_present() as mark:
-            self._greet(mark)
+            self._greet()
             self._come[self._exchange.others[0]] = mark()
             self._take_leave(mark)
 

@@ -18,11 +18,14 @@ from parallel_cases import ALL_Z, OVERLAPS, Case, Whole, Z, make, raises, run
 from torch import Tensor
 
 from cunorm.torch import LayerNormLinear
-from cunorm.torch.linear import symmetric
+from cunorm.torch.linear import exchange, symmetric
 
 
 def overlaps_change_nothing(group: Any, device: str) -> None:
-    """Each ub_* flag, and all at once, to the bit of none; in 16 bits a product in parts to that of the same parts."""
+    """Each ub_* flag, and all at once, to the bit of none; in 16 bits a product in parts to that of the same parts.
+
+    Collectives on a stream of their own give the bits of those on the present one.
+    """
     flags = [{flag: True} for flag in OVERLAPS] + [dict.fromkeys(OVERLAPS[:3], True), dict.fromkeys(OVERLAPS, True)]
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
 
@@ -40,6 +43,9 @@ def overlaps_change_nothing(group: Any, device: str) -> None:
     for options in ({}, Z, ALL_Z, {"bias": False, "keep_normalized": True}):
         case = Case(options, dtype=dtype, shape=(8, 2))
         plain = results(case)
+        with mock.patch.object(exchange, "BESIDE", 0):
+            beside = results(case)
+        assert all(torch.equal(found, plain[name]) for name, found in beside.items())
         for chosen in flags:
             with mock.patch.object(symmetric, "worth", return_value=True):
                 with mock.patch.object(symmetric, "exchange", return_value=None):  # by torch.distributed

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from cunorm.torch import Float8CurrentScaling, LayerNormLinear, RowwiseScaling, autocast
-from cunorm.torch.linear import parallel_operators, parallel_passes, passes
+from cunorm.torch.linear import parallel_functional, parallel_operators, parallel_passes, passes
 
 
 def float8(group: Any, device: str) -> None:
@@ -210,6 +210,32 @@ def kept(group: Any, device: str) -> None:
         assert sorted(shapes) == sorted(expected), shapes
 
 
+def calls_like_an_earlier_one(group: Any, device: str) -> None:
+    """They find the same without its checks, several modules of the same shapes in turn; other calls are checked."""
+    options = ({}, Z, ALL_Z, SPLIT, {"keep_normalized": True}, {"zero_centered_gamma": True}, {"eps": 1e-3})
+    cases = [Case(one, sequence=sequence) for one in options for sequence in (True, False)]
+    modules = [make(case, group, device) for case in cases]
+
+    def steps() -> list[Any]:
+        found = []
+        for module, case in zip(modules, cases, strict=True):
+            module.zero_grad()
+            part = Whole(case, 2).part(dist.get_rank(group))
+            with torch.no_grad():
+                module(part.x.to(device).requires_grad_())
+            found.append(run(module, case, part, False, device))
+        return found
+
+    expected = steps()
+    unlike = [(3, torch.float64, True), (6, torch.float64, False), (6, torch.float32, True)]
+    refusal = ValueError("LayerNormLinear: checked")
+    with mock.patch.object(parallel_functional, "check", side_effect=refusal):
+        assert_close(steps(), expected, rtol=0, atol=0)
+        for rows, dtype, differentiated in unlike:
+            module = copy.deepcopy(modules[0]).to(dtype).requires_grad_(differentiated)
+            raises(ValueError, "checked", lambda: module(torch.ones(rows, COLS, dtype=dtype, device=device)))  # noqa: B023
+
+
 def beside_a_dead_rank(group: Any, device: str) -> None:
     """torch.distributed's error, not a wait without end and not a result; asked of the first rank alone."""
     module = LayerNormLinear(
@@ -272,6 +298,7 @@ CHECKS = {
         initialised_inside_the_tracker,
         refused,
         kept,
+        calls_like_an_earlier_one,
         operators,
         rows_that_differ,
     )

@@ -146,6 +146,8 @@ def _check(module: LayerNormLinear, ranks: int) -> None:
 class OfDTensors(TensorParallel):
     """The ranks of a mesh; reads a module's DTensors as this rank's tensors."""
 
+    of_tensors = False
+
     def __init__(self, before: TensorParallel, group: Any, sequence: bool):
         super().__init__("column", group.size(), sequence, *before.asked)
         self.set_group(group)

@@ -28,10 +28,6 @@ class Gathering(Protocol):
         """`own` is written. `wanted_next`: nothing is asked of the present stream before the result."""
         ...
 
-    def heard(self) -> None:
-        """What is asked of the present stream from here on waits until all ranks have started."""
-        ...
-
     def of(self, rank: int) -> Tensor:
         """The rows of a rank, (rows, cols), for what runs on the present stream from here on."""
         ...
@@ -58,10 +54,6 @@ class Summing(Protocol):
         """All of `terms` is written, and nothing was sent."""
         ...
 
-    def heard(self) -> None:
-        """As of a Gathering."""
-        ...
-
     def result(self) -> Tensor:
         """(rows, cols), which nobody else holds."""
         ...
@@ -69,6 +61,16 @@ class Summing(Protocol):
     def end(self) -> None:
         """Nothing of it is under way for what runs on the present stream from here on; asked after the result."""
         ...
+
+
+# Bytes of all rows below which NCCL works on the present stream: what little it takes is not worth a stream beside. On
+# two H200s, 4096 -> 12288, the host needs 0.9 of the time for a backward pass so; forward and backward of 8192 rows,
+# 64 MB, would take 1.03 times as long.
+BESIDE = 16 << 20
+
+
+def _beside(rows: Tensor) -> bool:
+    return not rows.is_cuda or rows.nbytes >= BESIDE
 
 
 class Exchange:
@@ -87,7 +89,7 @@ class Exchange:
 
     def sum_for_all(self, terms: Tensor) -> Callable[[], Tensor]:
         """Their sum over the ranks, in their place, once the result is called."""
-        work = dist.all_reduce(terms, group=self.group, async_op=True)
+        work = dist.all_reduce(terms, group=self.group, async_op=_beside(terms))
 
         def result() -> Tensor:
             _wait(work)
@@ -99,7 +101,7 @@ class Exchange:
 class _Gathering:
     def __init__(self, exchange: Exchange, rows: Tensor):
         self._exchange, self._rows = exchange, rows
-        self._count = len(rows) // exchange.ranks
+        self._count = rows.shape[0] // exchange.ranks
         self.own = self._part(exchange.rank)
         self._work: Any = None
 
@@ -107,10 +109,8 @@ class _Gathering:
         return self._rows.narrow(0, rank * self._count, self._count)
 
     def start(self, wanted_next: bool = False) -> None:
-        self._work = _all_gather(self._rows, self.own, group=self._exchange.group, async_op=not wanted_next)
-
-    def heard(self) -> None:
-        pass
+        beside = not wanted_next and _beside(self._rows)
+        self._work = _all_gather(self._rows, self.own, group=self._exchange.group, async_op=beside)
 
     def of(self, rank: int) -> Tensor:
         if rank != self._exchange.rank:
@@ -140,10 +140,7 @@ class _Summing:
     def start(self) -> None:
         exchange, terms = self._exchange, self.terms
         self._sum = terms.new_empty((len(terms) // exchange.ranks, terms.shape[1]))
-        self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=True)
-
-    def heard(self) -> None:
-        pass
+        self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=_beside(terms))
 
     def result(self) -> Tensor:
         _wait(self._work)

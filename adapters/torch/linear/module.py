@@ -314,7 +314,7 @@ class LayerNormLinear(WeightGradients):
         return results
 
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
-        if recipe is None and not self._over_ranks and not self.return_bias and not torch.compiler.is_compiling():
+        if recipe is None and not self.return_bias and not torch.compiler.is_compiling():
             found = self._run_known(inp, is_first_microbatch)
             if found is not None:
                 return found if self.return_layernorm_output else found[0]
@@ -358,15 +358,20 @@ class LayerNormLinear(WeightGradients):
             results.append(z)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _run_known(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor] | None:
+    def _run_known(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None] | None:
         """(y, z) of a call like an earlier one, which was checked."""
+        if self._over_ranks and not self._parallel.of_tensors:
+            return None
         weight = joined(self._weights)
         bias = joined(self._biases) if self.use_bias else None
         operation = name_of(self.op, self.zero_centered_gamma)
         of_norm = (parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias"))
         tensors = (inp, weight, bias, *of_norm)
-        function = (type(self).__name__, self._sm_margins)
-        call = functional.known(function, *tensors, self.eps, operation, self.keep_normalized)
+        name, margins, keep = type(self).__name__, self._sm_margins, self.keep_normalized
+        if self._over_ranks:
+            more = (self._parallel, self._sink(is_first_microbatch), margins)
+            return parallel_functional.run_known(name, *tensors, self.eps, operation, keep, *more)
+        call = functional.known((name, margins), *tensors, self.eps, operation, keep)
         return None if call is None else functional.run_known(call, *tensors, self._sink(is_first_microbatch))
 
     def _known_in_float8(self, inp: Tensor) -> Any:

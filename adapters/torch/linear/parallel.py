@@ -20,6 +20,8 @@ NO_GROUP = (
 class TensorParallel:
     """Copies share the group, pickles leave it out: a process group can be neither copied nor pickled."""
 
+    of_tensors = True  # a module's parameters are this rank's tensors
+
     def __init__(
         self,
         mode: str | None,

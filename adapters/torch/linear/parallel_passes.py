@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ..norm import launching
-from ..norm.functional import _at_once
 from . import symmetric
 from .exchange import Exchange, Gathering, exchange_by_collectives, group_of, in_turn
 from .passes import Options, Sink, _Product, in_dtype_of, matrix, norm_gradients, normalise
@@ -49,7 +47,7 @@ class Ranks(NamedTuple):
 class Forward(NamedTuple):
     y: Tensor
     returned: Tensor | None
-    statistics: Tensor
+    statistics: Tensor | None
     kept: Tensor | None  # Z, if options.keep_normalized
 
 
@@ -62,18 +60,20 @@ def exchange_of(ranks: Ranks, overlaps: bool, like: Tensor) -> Exchange:
     return exchange_by_collectives(ranks.group)
 
 
-def forward(x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks) -> Forward:
+def forward(
+    x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks, wants_statistics: bool = True
+) -> Forward:
     rows, cols = x.numel() // x.shape[-1], x.shape[-1]
     if not ranks.sequence:
-        z, statistics = normalise(x, ln_weight, ln_bias, options, True, options.sm_margin)
+        z, statistics = normalise(x, ln_weight, ln_bias, options, wants_statistics, options.sm_margin)
         kept = z if options.keep_normalized else None
         returned = None if ranks.returned == "nothing" else z if kept is None else z.clone()
         return Forward(F.linear(z, weight, bias), returned, statistics, kept)
     size = ranks.size * rows * cols * options.dtype.itemsize
-    in_parts = ranks.overlap_gather and symmetric.worth(size, in_parts=True)
+    in_parts = ranks.overlap_gather and symmetric.worth(size)
     exchange = exchange_of(ranks, in_parts, x)
     gathering = exchange.gathering(rows, cols, x, options.dtype)
-    statistics = _normalise_into(gathering.own, x, ln_weight, ln_bias, options, options.sm_margin)
+    _, statistics = normalise(x, ln_weight, ln_bias, options, wants_statistics, options.sm_margin, gathering.own)
     gathering.start(wanted_next=not in_parts)
     if in_parts:
         y = _product_in_parts(gathering, exchange, rows, weight, bias)
@@ -88,7 +88,8 @@ def forward(x, weight, bias, ln_weight, ln_bias, options: Options, ranks: Ranks)
         returned = gathering.own.clone().view(x.shape)
     elif ranks.returned == "gathered":  # a second one, where the first is kept: the user may change his
         returned = (kept.clone() if options.keep_normalized else kept).view(_of_all(x, ranks))
-    y = y.view(*_of_all(x, ranks)[:-1], len(weight))
+    if x.dim() != 2:
+        y = y.view(*_of_all(x, ranks)[:-1], weight.shape[0])
     return Forward(y, returned, statistics, kept if options.keep_normalized else None)
 
 
@@ -108,17 +109,6 @@ def _product_in_parts(gathering: Gathering, exchange: Exchange, rows: int, weigh
         else:
             torch.addmm(bias, z, weight.t(), out=part)
     return y
-
-
-def _normalise_into(out: Tensor, x, ln_weight, ln_bias, options: Options, sm_margin: int) -> Tensor:
-    """Statistics; `out` (rows, cols) becomes z. Nothing is recorded where this is called."""
-    if _at_once(x, ln_weight, ln_bias) and x.numel():
-        operation, eps, dtype, *_ = options
-        call = (operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, sm_margin, True)
-        return launching.forward(*call, out.view(x.shape))[1]
-    z, statistics = normalise(x, ln_weight, ln_bias, options, True, sm_margin)
-    out.copy_(z.view(out.shape))
-    return statistics
 
 
 def gradients(
@@ -153,12 +143,11 @@ def gradients(
         overlaps = ranks.bulk_gather and symmetric.worth(all_rows * cols * options.dtype.itemsize)
         exchange = exchange_of(ranks, overlaps, x)
         gathering = exchange.gathering(rows, cols, x, options.dtype)
-        _normalise_into(gathering.own, x, ln_weight, ln_bias, options, options.backward_sm_margin)
+        normalise(x, ln_weight, ln_bias, options, False, options.backward_sm_margin, gathering.own)
         gathering.start()
         if delayed:
             return gathering.whole
         ends.append(gathering.whole)
-        gathering.heard()
         return gathering.come
 
     delayed = ranks.delayed and sink is not None
@@ -199,15 +188,15 @@ def _gradient_of_z(
     if not ranks.sequence:
         return reduced(dy @ weight, rows, ranks)
     size = len(dy) * weight.shape[1] * dy.dtype.itemsize
-    in_parts = ranks.overlap_sum and symmetric.worth(size, in_parts=True)
-    exchange = exchange_of(ranks, in_parts or (ranks.bulk_sum and symmetric.worth(size)), dy)
+    worth = symmetric.worth(size)
+    in_parts = ranks.overlap_sum and worth
+    exchange = exchange_of(ranks, worth and (ranks.bulk_sum or ranks.overlap_sum), dy)
     before = None if before is None else matrix(before, len(dy))
     summing = exchange.summing(rows, weight.shape[1], dy, dy.dtype)
     ends.append(summing.end)
     if not in_parts:
         _product_into(summing.terms, dy, weight, before)
         summing.start()
-        summing.heard()
         return summing.result
     for rank in in_turn(exchange.rank, exchange.ranks):
         part = slice(rank * rows, (rank + 1) * rows)
@@ -225,7 +214,6 @@ def reduced(terms: Tensor, rows: int, ranks: Ranks) -> Callable[[], Tensor]:
     summing = exchange.summing(rows, terms.shape[1], terms, terms.dtype)
     summing.terms.copy_(terms)
     summing.start()
-    summing.heard()
 
     def result() -> Tensor:
         found = summing.result()

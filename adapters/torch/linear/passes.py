@@ -46,16 +46,20 @@ class Options(NamedTuple):
 
 
 def normalise(
-    x, ln_weight, ln_bias, options: Options, wants_statistics: bool, sm_margin: int
+    x, ln_weight, ln_bias, options: Options, wants_statistics: bool, sm_margin: int, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(z, statistics), None for statistics unless wanted; z has the same bits every time."""
+    """(z, statistics), None for statistics unless wanted; z has the same bits every time.
+
+    `out`: where z is written, contiguous and with as many elements, in a shape of its own.
+    """
     operation, eps, dtype, *_ = options
     if not torch.is_grad_enabled():
         recipe = recipe_at_once(x, ln_weight, ln_bias, operation, dtype, sm_margin)
         if recipe is not None:
-            return launching.forward_by(recipe, x, ln_weight, ln_bias, eps, wants_statistics)
+            return launching.forward_by(recipe, x, ln_weight, ln_bias, eps, wants_statistics, out)
     margins = (sm_margin, options.backward_sm_margin)
-    return operators.Norm.apply(x, ln_weight, ln_bias, operation, 1, eps, dtype, wants_statistics, *margins)
+    z, statistics = operators.Norm.apply(x, ln_weight, ln_bias, operation, 1, eps, dtype, wants_statistics, *margins)
+    return z if out is None else out.copy_(z.view(out.shape)), statistics
 
 
 def recipe_at_once(
@@ -197,9 +201,9 @@ def matrix(tensor: Tensor, rows: int) -> Tensor:
     return tensor.contiguous()
 
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 def without_autocast(kind: str) -> AbstractContextManager:
     """The products of a backward pass have the dtypes that those of the forward pass had."""
-    return torch.autocast(kind, enabled=False) if autocasts(kind) else _NOTHING
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else NOTHING

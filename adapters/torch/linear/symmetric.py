@@ -25,21 +25,20 @@ from ... import logs
 from .exchange import Exchange, in_turn
 
 READY, TAKEN = 0, 1  # channels of signals
-# Bytes of all rows below which ub_* change nothing. On two H200s, 4096 -> 12288, NCCL's microseconds and these,
-# of 32 MB and 64 MB: ub_overlap_ag 409 and 502, 777 and 625; the bulk flags 876 and 787, 1563 and 1386 (of 16 MB 953
-# and 982); ub_overlap_rs_dgrad 876 and 960, 1563 and 1453. Below, the host's time for more launches is what counts.
-LEAST_IN_PARTS = 64 << 20
-LEAST = 32 << 20
+# Bytes of all rows below which ub_* change nothing: there the host's time for more launches is what counts. On two
+# H200s, 4096 -> 12288, forward and backward with ub_overlap_ag and the bulk flags take 1.17 to 1.22 of NCCL's time
+# where these are 32 MB, 0.85 to 0.93 where they are 64 MB.
+LEAST = 64 << 20
 
 _exchanges: dict[tuple[str, torch.device], tuple[Any, SymmetricExchange | None]] = {}
 
 
-def worth(size: int, in_parts: bool = False) -> bool:
-    """Whether hiding the exchange of so many bytes wins, the product in parts or one; else ub_* change nothing.
+def worth(size: int) -> bool:
+    """Whether hiding the exchange of so many bytes under a product wins; else ub_* change nothing.
 
     The same on every rank that makes the same calls.
     """
-    return size >= (LEAST_IN_PARTS if in_parts else LEAST)
+    return size >= LEAST
 
 
 def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
@@ -132,11 +131,13 @@ class Side:
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._asked = torch.cuda.Event()  # a new one each time takes the host longer
 
     @contextmanager
     def after_present(self) -> Iterator[Callable[[], Any]]:
         """What is done inside comes after all that was asked of the present stream; gives what marks a point of it."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._asked.record(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_event(self._asked)
         with torch.cuda.stream(self._stream):
             yield self._stream.record_event
 
@@ -190,19 +191,16 @@ class _Exchanged:
         self._exchange, self._buffer, self._rows = exchange, buffer, rows
         self._of_ranks = buffer.of_ranks((exchange.ranks * rows, cols), dtype)
         self._whole = self._of_ranks[exchange.rank]
-        self._heard: Any = None
         self._end: Any = None
 
     def _part(self, matrix: Tensor, rank: int) -> Tensor:
         return matrix[rank * self._rows : (rank + 1) * self._rows]
 
-    def _greet(self, mark: Callable[[], Any]) -> None:
-        """Beside a product that fills the GPU a signal may find no room: all are heard before anything is pulled."""
+    def _greet(self) -> None:
         for rank in self._exchange.others:
             self._exchange.tell(self._buffer, rank, READY)
         for rank in self._exchange.others:
             self._exchange.hear(self._buffer, rank, READY)
-        self._heard = mark()
 
     def _take_leave(self, mark: Callable[[], Any]) -> None:
         for rank in self._exchange.others:
@@ -210,9 +208,6 @@ class _Exchanged:
         for rank in self._exchange.others:
             self._exchange.hear(self._buffer, rank, TAKEN)
         self._end = mark()
-
-    def heard(self) -> None:
-        self._exchange.side.wait(self._heard)
 
     def _join(self) -> None:
         if self._end is not None:
@@ -227,7 +222,7 @@ class _Gathering(_Exchanged):
 
     def start(self, wanted_next: bool = False) -> None:
         with self._exchange.side.after_present() as mark:
-            self._greet(mark)
+            self._greet()
             for rank in self._exchange.others:
                 self._part(self._whole, rank).copy_(self._part(self._of_ranks[rank], rank))
                 self._come[rank] = mark()
@@ -251,15 +246,19 @@ class _Summing(_Exchanged):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.terms = self._whole
-        self._found = self.terms.new_empty((self._exchange.ranks, self._rows, self.terms.shape[1]))
+        shape = (self._rows, self.terms.shape[1])
+        ranks = self._exchange.ranks
+        # Of this stream's memory, as what comes after the exchange is.
+        self._sum = self.terms.new_empty(shape)
+        self._found = self.terms.new_empty((ranks, *shape)) if ranks > 2 else None
         self._come: Any = None
 
     def start(self) -> None:
         with self._exchange.side.after_present() as mark:
-            self._greet(mark)
+            self._greet()
             for sender in self._exchange.others:
                 self._pull(sender)
-            self._come = mark()
+            self._add(mark)
             self._take_leave(mark)
 
     def send(self, rank: int) -> None:
@@ -267,7 +266,7 @@ class _Summing(_Exchanged):
         exchange, buffer = self._exchange, self._buffer
         with exchange.side.after_present() as mark:
             if rank == exchange.rank:
-                self._come = mark()
+                self._add(mark)
                 self._take_leave(mark)
                 return
             sender = (2 * exchange.rank - rank) % exchange.ranks
@@ -276,16 +275,22 @@ class _Summing(_Exchanged):
             self._pull(sender)
 
     def _pull(self, sender: int) -> None:
-        self._found[sender].copy_(self._part(self._of_ranks[sender], self._exchange.rank))
+        into = self._sum if self._found is None else self._found[sender]
+        into.copy_(self._part(self._of_ranks[sender], self._exchange.rank))
+
+    def _add(self, mark: Callable[[], Any]) -> None:
+        """In float32 (float64 of float64), in rank order, rounded once; it finds room beside a product."""
+        own = self._part(self.terms, self._exchange.rank)
+        if self._found is None:
+            torch.add(own, self._sum, out=self._sum)
+        else:
+            self._found[self._exchange.rank].copy_(own)
+            torch.sum(self._found, 0, out=self._sum)
+        self._come = mark()
 
     def end(self) -> None:
         self._join()
 
     def result(self) -> Tensor:
-        """In float32 (float64 of float64), in rank order, rounded once."""
         self._exchange.side.wait(self._come)
-        own = self._part(self.terms, self._exchange.rank)
-        if self._exchange.ranks == 2:
-            return own + self._found[1 - self._exchange.rank]
-        self._found[self._exchange.rank].copy_(own)
-        return self._found.sum(0)
+        return self._sum
