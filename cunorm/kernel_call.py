@@ -57,7 +57,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
         return before, _call(scalars, f"{template}({call}, eps)")
     template = (
         f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
-        f"{cpp(spec.once)}, Operation::Compute>"
+        f"{cpp(spec.once)}, {cpp(spec.runs)}, Operation::Compute>"
     )
     return before + _rows(spec), _call(scalars, f"{template}({call}, rows, eps)")
 
@@ -104,7 +104,8 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
         f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns)}",
     ]
     if spec.kernel != "column_gradients":
-        arguments.append(_list("Results", (_store(spec, one, KEPT) for one in spec.results)))
+        lists = [spec.late_results] if spec.kernel == "backward_streamed" else [spec.early_results, spec.late_results]
+        arguments += [_list("Results", (_store(spec, one, KEPT) for one in of_list)) for of_list in lists]
         arguments.append(_row_sums(spec))
     if spec.kernel != "backward_streamed":
         arguments.append(_list("Sums", (_store_sum(spec, name, by_name[name].dtype) for name in sums)))
