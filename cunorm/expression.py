@@ -327,13 +327,12 @@ def _selected(dy: Tracer, selected: Tracer, other: Tracer, beyond: Tracer) -> Tr
 
 
 def _factors(value: Tracer) -> list[int]:
-    """The places that a product is made of, in order."""
-    step = value.graph.steps[value.place]
-    if step.function == "negative":
-        return [*_factors(Tracer(value.graph, step.operands[0])), value.graph.constant(-1)]
-    if step.function != "*":
+    """The places that a product is made of, in order. The expression's own products are not taken apart."""
+    graph, step = value.graph, value.graph.steps[value.place]
+    if value.place < graph.given or step.function not in ("*", "negative"):
         return [value.place]
-    return [place for operand in step.operands for place in _factors(Tracer(value.graph, operand))]
+    found = [place for operand in step.operands for place in _factors(Tracer(graph, operand))]
+    return [*found, graph.constant(-1)] if step.function == "negative" else found
 
 
 def _multiplied(graph: Graph, factors: Iterable[int]) -> Tracer:
@@ -353,6 +352,8 @@ def _multiplied(graph: Graph, factors: Iterable[int]) -> Tracer:
 
 def _product(dy: Tracer, factor: Tracer) -> Tracer:
     """dy * factor. Ten steps that multiply by constants are one in the derivative."""
+    if dy.graph.steps[factor.place].function != "constant":
+        return dy * factor
     return _multiplied(dy.graph, [*_factors(dy), factor.place])
 
 

@@ -82,8 +82,11 @@ def backward_struct(
     functions.append(_function("source", given, source, places, spec, rounds=source is operation.prologue))
     if found.g:
         functions.append(_function("gradient", ("Compute xhat", *given), found.g, places, spec))
-        centred = _sum(found.g, "term", minus=True)
-        functions.append(_function("centred", ("Compute xhat", *given), centred, places, spec, more=", Compute term"))
+        # What is kept is rounded, so that what is computed again must be.
+        g = parse("g", ("g",)) if found.is_dear else found.g
+        centred = _sum(g, "term", minus=True)
+        of_g = places | {"g": "gradient(xhat, matrices, columns, i)"}
+        functions.append(_function("centred", ("Compute xhat", *given), centred, of_g, spec, more=", Compute term"))
     added = {name: one for name, one in early.items() if name in sums}
     at_once = {one.name: early[one.name] for one in spec.early_results}
     functions.append(_gradients("early", "Compute xhat", added, at_once, sums, places))

@@ -12,7 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ..device import Device
-from ..operation import SEED
+from ..operation import SEED, derivative
 from .clusters import backward_shape, cluster_forward, places
 from .problem import ITEMSIZE, Problem
 from .registers import column_dtypes, with_shifted
@@ -116,12 +116,15 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         whole_warps = _whole_warps(shape)
         rows_per_cta = min(rows_per_cta, ceil_div(problem.rows // groups.count, whole_warps) * whole_warps)
     norm = problem.operation.norm
+    found = derivative(problem.operation, (one.name[1:] for one in spec.written), problem.by_name)
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *column_dtypes(problem))) == 2
     spec = replace(
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
         ask_early=sixteen_bits and (tier.always_early or (norm in tier.ask_early and is_power_of_two(problem.cols))),
+        # Of rows at odd addresses three packs spilled 44 bytes with it and none without.
+        keeps_g=found.is_dear and (spec.aligned or shape.packs <= 2),
     )
     return _in_shared_memory(spec, tier, problem.rows, device)
 
