@@ -83,9 +83,9 @@ def backward_struct(
     if found.g:
         functions.append(_function("gradient", ("Compute xhat", *given), found.g, places, spec))
         # What is kept is rounded, so that what is computed again must be.
-        g = parse("g", ("g",)) if found.is_dear else found.g
+        g = parse("dxhat", ("dxhat",)) if found.is_dear else found.g
         centred = _sum(g, "term", minus=True)
-        of_g = places | {"g": "gradient(xhat, matrices, columns, i)"}
+        of_g = places | {"dxhat": "gradient(xhat, matrices, columns, i)"}
         functions.append(_function("centred", ("Compute xhat", *given), centred, of_g, spec, more=", Compute term"))
     added = {name: one for name, one in early.items() if name in sums}
     at_once = {one.name: early[one.name] for one in spec.early_results}
