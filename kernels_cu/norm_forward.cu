@@ -11,8 +11,8 @@
 
 namespace cunorm {
 
-// Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. With kRuns the rows
-// of a CTA are neighbours, so that what a group of rows shares is in L1 from the first to the last. Load reads s
+// Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. With kRuns the
+// rows of a CTA are neighbours, so that what a group of rows shares is in L1 from the first to the last. Load reads s
 // (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: these stay in
 // registers from row to row (kColumnsStay) or are read again for every row. StoreY may want the largest of what shares
 // a scale (float8.cuh). mean and rstd may be null: then nobody will read them.
