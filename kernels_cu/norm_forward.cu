@@ -11,13 +11,12 @@
 
 namespace cunorm {
 
-// Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. With kRuns the
-// rows of a CTA are neighbours, so that what a group of rows shares is in L1 from the first to the last. Load reads s
+// Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. Load reads s
 // (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: these stay in
 // registers from row to row (kColumnsStay) or are read again for every row. StoreY may want the largest of what shares
 // a scale (float8.cuh). mean and rstd may be null: then nobody will read them.
-template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, bool kRuns,
-          class Compute, class Operation, class Load, class Beside, class Columns, class StoreS, class StoreY>
+template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, class Compute,
+          class Operation, class Load, class Beside, class Columns, class StoreS, class StoreY>
 DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns columns, StoreS store_s, StoreY store_y,
                          Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
@@ -34,14 +33,10 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
   const int slot = rank * Shape::kWarps + (Shape::kWarps > 1 ? threadIdx.x / 32 : 0);
-  const int64 all_rows = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;  // that are worked on at once
-  const int64 turns = kRuns ? (rows + all_rows - 1) / all_rows : 1;
-  const int64 row_step = kRuns ? kRows : all_rows;
+  const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
   typename Columns::Packed column_packs[kPacks];
 
-  const int64 first_row = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows * turns;
-  if (kRuns && first_row + turns * kRows < rows) rows = first_row + turns * kRows;
-  int64 row = first_row + threadIdx.x / Shape::kThreads;
+  int64 row = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows + threadIdx.x / Shape::kThreads;
   const auto fetch_columns = [&](int p) {
     columns.fetch(column_packs[p], row, Shape::column(rank, p), Shape::valid(rank, p));
   };

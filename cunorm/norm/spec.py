@@ -67,7 +67,6 @@ class NormSpec:
     streamed_y: bool = False  # y, or dy, is written, or read, past L1
     columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
     once: bool = False  # forward: the grid has a CTA for every row
-    runs: bool = False  # forward: the rows of a CTA are neighbours
     keeps_g: bool = False  # backward: a thread keeps the gradient of xhat from the row's sums to dx
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
 
