@@ -101,8 +101,9 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     if shape is None:
         return None
     spec = kernel_spec(problem, problem.direction, shape)
-    # In 96 registers rows at odd addresses spilled 4 bytes, and on sm_100 others 16.
-    resident = tier.resident if spec.aligned and device.arch < 100 else min(tier.resident, 512)
+    # In 96 registers rows at odd addresses spilled 4 bytes, on sm_100 others 16, and what is kept of g 100.
+    few = spec.aligned and device.arch < 100 and not is_dear
+    resident = tier.resident if few else min(tier.resident, 512)
     groups = problem.groups
     many = bytes_per_sm(problem, device) > RING_BYTES
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
