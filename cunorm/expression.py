@@ -326,11 +326,57 @@ def _selected(dy: Tracer, selected: Tracer, other: Tracer, beyond: Tracer) -> Tr
     return where(selected == other, dy * 0.5, where(beyond, 0, dy))
 
 
+def _factors(value: Tracer) -> list[int]:
+    """The places that a product is made of, in order. The expression's own products are not taken apart."""
+    graph, step = value.graph, value.graph.steps[value.place]
+    if value.place < graph.given or step.function not in ("*", "negative"):
+        return [value.place]
+    found = [place for operand in step.operands for place in _factors(Tracer(graph, operand))]
+    return [*found, graph.constant(-1)] if step.function == "negative" else found
+
+
+def _multiplied(graph: Graph, factors: Iterable[int]) -> Tracer:
+    """Their product from the left, where the constants among them are one, unless float32 does not hold it."""
+    places = list(factors)
+    constants = [place for place in places if graph.steps[place].function == "constant"]
+    number = math.prod(float(graph.steps[place].text) for place in constants)
+    if len(constants) > 1 and 2.0**-126 <= abs(number) < 2.0**127:
+        first = places.index(constants[0])
+        places = [place for place in places if place not in constants]
+        places.insert(first, graph.constant(number))
+    result = places[0] if places else graph.constant(1)
+    for place in places[1:]:
+        result = graph.apply("*", result, place)
+    return Tracer(graph, result)
+
+
+def _product(dy: Tracer, factor: Tracer) -> Tracer:
+    """dy * factor. Ten steps that multiply by constants are one in the derivative."""
+    if dy.graph.steps[factor.place].function != "constant":
+        return dy * factor
+    return _multiplied(dy.graph, [*_factors(dy), factor.place])
+
+
+def _total(first: Tracer, second: Tracer) -> Tracer:
+    """Their sum, with what is a factor of both multiplied once: dy * a + dy * b is dy * (a + b)."""
+    common, rest, others = [], [], _factors(second)
+    for place in _factors(first):
+        if place in others:
+            others.remove(place)
+            common.append(place)
+        else:
+            rest.append(place)
+    if not common:
+        return first + second
+    graph = first.graph
+    return _product(_multiplied(graph, common), _multiplied(graph, rest) + _multiplied(graph, others))
+
+
 # The gradients with respect to the operands, from dy, that with respect to the result y. None: there is none.
 _GRADIENTS: dict[str, Callable[..., tuple]] = {
     "+": lambda dy, y, a, b: (dy, dy),
     "-": lambda dy, y, a, b: (dy, -dy),
-    "*": lambda dy, y, a, b: (dy * b, dy * a),
+    "*": lambda dy, y, a, b: (_product(dy, b), _product(dy, a)),
     "/": lambda dy, y, a, b: (dy / b, -(dy / b * y)),
     "negative": lambda dy, y, x: (-dy,),
     **dict.fromkeys(COMPARISONS, lambda dy, y, a, b: (None, None)),
@@ -389,7 +435,7 @@ def gradients(expression: Expression, wrt: Iterable[str], *, seed: str | None = 
         parts = _GRADIENTS[step.function](found[place], Tracer(graph, place), *operands)
         for operand, part in zip(step.operands, parts, strict=True):
             if varying[operand] and part is not None:
-                found[operand] = found[operand] + part if operand in found else part
+                found[operand] = _total(found[operand], part) if operand in found else part
     places = (graph.name(name) for name in wrt)
     return {
         name: graph.expression(found[place].place if place in found else graph.constant(0), names)

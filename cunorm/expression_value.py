@@ -75,10 +75,11 @@ class Expression:
 
 
 class Graph:
-    """Steps while they are made: none twice, and none that changes nothing."""
+    """Steps while they are made: none twice, and none that changes nothing. The first `given` were there before."""
 
     def __init__(self, steps: Iterable[Step] = ()) -> None:
         self.steps = list(steps)
+        self.given = len(self.steps)
         self._places = {step: place for place, step in enumerate(self.steps)}
 
     def add(self, step: Step) -> int:

@@ -104,7 +104,8 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
         f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns)}",
     ]
     if spec.kernel != "column_gradients":
-        arguments.append(_list("Results", (_store(spec, one, KEPT) for one in spec.results)))
+        lists = [spec.late_results] if spec.kernel == "backward_streamed" else [spec.early_results, spec.late_results]
+        arguments += [_list("Results", (_store(spec, one, KEPT) for one in of_list)) for of_list in lists]
         arguments.append(_row_sums(spec))
     if spec.kernel != "backward_streamed":
         arguments.append(_list("Sums", (_store_sum(spec, name, by_name[name].dtype) for name in sums)))

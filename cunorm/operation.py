@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .expression import gradients, silu, substitute, trace, where
 from .expression_grammar import parse
-from .expression_value import Expression
+from .expression_value import FUNCTIONS, Expression
 
 
 class Norm(NamedTuple):
@@ -210,6 +210,12 @@ class Derivative(NamedTuple):
     g: Expression | None  # the gradient of xhat; None where nobody asks for what comes of it
     early: tuple[tuple[str, Expression], ...]  # known before the sums over a row are
     late: tuple[tuple[str, Expression], ...]
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether g takes longer to compute twice than to keep: it has a function, or more than three operations."""
+        steps = [step for step in self.g.steps if step.operands] if self.g else []
+        return len(steps) > 3 or any(step.function in FUNCTIONS for step in steps)
 
 
 def derivative(operation: Operation, wanted: Iterable[str], present: Collection[str]) -> Derivative:

@@ -62,7 +62,7 @@ def backward_struct(
     operation = spec.operation
     written = [one.name for one in spec.written]
     sums = [one.name for one in spec.sums]
-    results = [one.name for one in (*spec.results, *spec.row_sums)]
+    results = [one.name for one in (*spec.late_results, *spec.row_sums)]
     present = {one.name for one in spec.read}
     found = derivative(operation, [name.removeprefix("d") for name in written], present)
     early, late = ({f"d{name}": one for name, one in pairs} for pairs in (found.early, found.late))
@@ -82,46 +82,34 @@ def backward_struct(
     functions.append(_function("source", given, source, places, spec, rounds=source is operation.prologue))
     if found.g:
         functions.append(_function("gradient", ("Compute xhat", *given), found.g, places, spec))
-        centred = _sum(found.g, "term", minus=True)
-        functions.append(_function("centred", ("Compute xhat", *given), centred, places, spec, more=", Compute term"))
-    functions.append(
-        _accumulation("early", "Compute xhat", {name: one for name, one in early.items() if name in sums}, sums, places)
-    )
+        # What is kept is rounded, so that what is computed again must be.
+        g = parse("dxhat", ("dxhat",)) if found.is_dear else found.g
+        centred = _sum(g, "term", minus=True)
+        of_g = places | {"dxhat": "gradient(xhat, matrices, columns, i)"}
+        functions.append(_function("centred", ("Compute xhat", *given), centred, of_g, spec, more=", Compute term"))
+    added = {name: one for name, one in early.items() if name in sums}
+    at_once = {one.name: early[one.name] for one in spec.early_results}
+    functions.append(_gradients("early", "Compute xhat", added, at_once, sums, places))
     functions.append(_late(spec, early, late, sums, results, of_s))
     functions_of_zero = any(step.function not in _SAFE for one in expressions for step in one.steps)
     facts = {
         "kOfS": found.g is not None,
         "kOfXhat": of_xhat,
         "kLate": bool(results) or bool(set(late) & set(sums)),
+        "kKeepsG": spec.keeps_g,
         "kMasks": functions_of_zero,
     }
     return _struct(spec, scalars, facts, functions), sums
 
 
-_SAFE = {"name", "constant", "+", "-", "*", "negative", "where", *COMPARISONS}  # of zeros they make numbers
+# Of zeros they make numbers that are not too large.
+_SAFE = {"name", "constant", "+", "-", "*", "negative", "where", "abs", "erf", "maximum", "minimum", "sigmoid", "tanh"}
+_SAFE |= {*COMPARISONS}
 
 
 def _sum(expression: Expression, name: str, *, minus: bool = False) -> Expression:
     """expression + name, or - name."""
     return substitute(parse(f"of {'-' if minus else '+'} {name}", ("of", name)), {"of": expression})
-
-
-def _accumulation(
-    function: str, first: str, added: Mapping[str, Expression], sums: list[str], places: Mapping[str, str]
-) -> str:
-    """A function that adds to sums[k][p][i]."""
-    lines = _definitions(added.values(), places)
-    totals = {name: f"sum_{name}" for name in added}
-    lines += "".join(f"    const Compute {totals[name]} = sums[{sums.index(name)}][p][i];\n" for name in added)
-    results = {f"next_{name}": _sum(expression, totals[name]) for name, expression in added.items()}
-    if results:
-        lines += f"{cuda(results, indent='    ')}\n"
-    lines += "".join(f"    sums[{sums.index(name)}][p][i] = next_{name};\n" for name in added)
-    return (
-        "  template <class Matrices, class Columns, class Sums>\n"
-        f"  DEVICE void {function}({first}, const Matrices& matrices, const Columns& columns, int i, int p, "
-        f"Sums& sums) const {{\n{lines}  }}\n"
-    )
 
 
 def _late(spec, early, late, sums, results, places) -> str:
@@ -133,23 +121,36 @@ def _late(spec, early, late, sums, results, places) -> str:
         both = parse("a + b", ("a", "b"))
         written[name] = parts[0] if len(parts) == 1 else substitute(both, dict(zip(("a", "b"), parts, strict=True)))
     given = places.pop("ds")
-    lines = _definitions((*added.values(), *written.values()), places)
     if "ds" in {one.name for one in spec.matrices}:
         index = [one.name for one in spec.matrices].index("ds")
-        lines += f"    const Compute ds = of_norm + matrices[{index}][i];\n"
+        ds = f"    const Compute ds = of_norm + matrices[{index}][i];\n"
     else:
-        lines += f"    const Compute {given} = of_norm;\n"
+        ds = f"    const Compute {given} = of_norm;\n"
+    return _gradients("late", "Compute xhat, Compute of_norm", added, written, sums, places, ds)
+
+
+def _gradients(
+    function: str,
+    arguments: str,
+    added: Mapping[str, Expression],
+    written: Mapping[str, Expression],
+    sums: list[str],
+    places: Mapping[str, str],
+    before: str = "",
+) -> str:
+    """A function that adds to sums[k][p][i], and sets results[k][i]."""
+    lines = _definitions((*added.values(), *written.values()), places) + before
     lines += "".join(f"    const Compute sum_{name} = sums[{sums.index(name)}][p][i];\n" for name in added)
     values = {f"value_{name}": one for name, one in written.items()}
     values |= {f"next_{name}": _sum(one, f"sum_{name}") for name, one in added.items()}
     if values:
         lines += f"{cuda(values, indent='    ')}\n"
     lines += "".join(f"    sums[{sums.index(name)}][p][i] = next_{name};\n" for name in added)
-    lines += "".join(f"    results[{k}][i] = value_{name};\n" for k, name in enumerate(results))
+    lines += "".join(f"    results[{k}][i] = value_{name};\n" for k, name in enumerate(written))
     return (
         "  template <class Matrices, class Columns, class Sums, class Results>\n"
-        "  DEVICE void late(Compute xhat, Compute of_norm, const Matrices& matrices, const Columns& columns, int i, "
-        f"int p, Sums& sums, Results& results) const {{\n{lines}  }}\n"
+        f"  DEVICE void {function}({arguments}, const Matrices& matrices, const Columns& columns, int i, int p, "
+        f"Sums& sums, Results& results) const {{\n{lines}  }}\n"
     )
 
 

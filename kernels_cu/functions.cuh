@@ -8,7 +8,7 @@ namespace cunorm {
 // Where the exponential overflows the result is 0, as it should be.
 template <class Compute>
 DEVICE Compute sigmoid(Compute value) {
-  return reciprocal(Compute(1) + exponential(-value));
+  return reciprocal(Compute(1) + quick_exponential(-value));
 }
 
 // NaN if either is, as in NumPy and torch.

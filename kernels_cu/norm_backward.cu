@@ -82,12 +82,14 @@ struct RowGroups {
 };
 
 // Rows: where the rows of the matrices wait (rows.cuh). Columns: the vectors that the derivative takes besides them.
-// Results: gradients that are written row by row; Sums: those that are sums over rows (gradients.cuh), all of them or
-// those of a group (WhichRows, in rows.cuh); RowSums: those of numbers for rows (row_numbers.cuh).
+// EarlyResults: gradients that are written row by row and need no sums over the row, Results: those that do; Sums:
+// those that are sums over rows (gradients.cuh), all of them or those of a group (WhichRows, in rows.cuh); RowSums:
+// those of numbers for rows (row_numbers.cuh).
 template <class Norm, class Shape, int kRows, template <class> class Rows, class Compute, class Operation,
-          class Matrices, class Columns, class Results, class RowSums, class Sums, class WhichRows>
-DEVICE void norm_backward(Operation operation, Matrices matrices, Columns columns, Results results, RowSums row_sums_to,
-                          Sums sums_to, const Compute* mean, const Compute* rstd, int64 rows, WhichRows which_rows) {
+          class Matrices, class Columns, class EarlyResults, class Results, class RowSums, class Sums, class WhichRows>
+DEVICE void norm_backward(Operation operation, Matrices matrices, Columns columns, EarlyResults early_results,
+                          Results results, RowSums row_sums_to, Sums sums_to, const Compute* mean, const Compute* rstd,
+                          int64 rows, WhichRows which_rows) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
   using RowsIn = Rows<Matrices>;
@@ -183,16 +185,23 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     rows_in.take(which_rows.of(place));
     if constexpr (RowsIn::kAskEarly) ask_next();
 
-    Compute means[Norm::kGradientSums] = {};
+    // Launched beside column_gradients (backward_plan.py), which reads dy: a gradient may lie there. Elsewhere it need
+    // not wait yet: 455 x 2304 6.7 us and 6.05.
+    if (kMayFollow && turn == 0 && early_results.in_place_of(matrices)) wait_for_kernel_before();
+    Compute means[Norm::kGradientSums] = {}, kept[Operation::kKeepsG ? kPacks : 1][kPack];
     for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
+      Compute values[kArrays<EarlyResults>][kPack] = {};
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
         if (Operation::kMasks && i >= valid) continue;
-        operation.early(xhat[i], matrix_values, column_values, i, p, sums);
+        operation.early(xhat[i], matrix_values, column_values, i, p, sums, values);
         if constexpr (Operation::kOfS) {
-          Norm::add_gradient(means, operation.gradient(xhat[i], matrix_values, column_values, i), xhat[i]);
+          const Compute g = operation.gradient(xhat[i], matrix_values, column_values, i);
+          if constexpr (Operation::kKeepsG) kept[p][i] = g;
+          Norm::add_gradient(means, g, xhat[i]);
         }
       }
+      early_results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);
     });
     if constexpr (Operation::kOfS) {
 #pragma unroll
@@ -214,8 +223,6 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     }
 #pragma unroll
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
-    // Launched beside column_gradients (backward_plan.py), which reads dy: dx may lie there. Elsewhere it need not wait
-    // yet: 455 x 2304 6.7 us and 6.05.
     if (kMayFollow && turn == 0 && results.in_place_of(matrices)) wait_for_kernel_before();
     RowTotals totals;
     for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
@@ -227,7 +234,13 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
           for (auto& of_one : values) of_one[i] = 0;
           continue;
         }
-        const Compute ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
+        Compute ds;
+        if constexpr (Operation::kKeepsG) {
+          ds = saved.dx(Norm::kCentresGradient ? kept[p][i] - means[Norm::kGradientSums - 1] : kept[p][i], xhat[i],
+                        means);
+        } else {
+          ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
+        }
         operation.late(xhat[i], ds, matrix_values, column_values, i, p, sums, values);
       }
       results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);

@@ -103,7 +103,7 @@ DEVICE Pack<T, kPack> pack_values(const Compute (&values)[kPack]) {
 template <class T, class Compute>
 DEVICE Compute rounded(Compute value) {
   if constexpr (sizeof(T) == 2) {
-    return T::decode_low(T::encode(before_narrowing(value)));
+    return T::decode_low(T::encode_word(before_narrowing(value), 0));  // a word of one takes four times as long
   } else {
     return static_cast<T>(value);
   }

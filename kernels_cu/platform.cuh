@@ -486,6 +486,13 @@ DEVICE float reciprocal(float value) {
 DEVICE double reciprocal(double value) { return 1.0 / value; }
 DEVICE float exponential(float value) { return expf(value); }
 DEVICE double exponential(double value) { return exp(value); }
+// Two instructions, exp's own has eight: off by |value| + 4 units in the last place at most, which is little beside 1.
+DEVICE float quick_exponential(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
+  return result;
+}
+DEVICE double quick_exponential(double value) { return exp(value); }
 DEVICE float logarithm(float value) { return logf(value); }
 DEVICE double logarithm(double value) { return log(value); }
 DEVICE float square_root(float value) { return sqrtf(value); }

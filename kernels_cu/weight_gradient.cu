@@ -77,7 +77,7 @@ DEVICE void column_gradients(Operation operation, Matrices matrices, Columns col
   const int64 left = kCols - column;
   const int valid = left < 0 ? 0 : left < kPack ? static_cast<int>(left) : kPack;
   next_kernel_may_begin();
-  Compute sums[kArrays<Sums>][1][kPack] = {};
+  Compute sums[kArrays<Sums>][1][kPack] = {}, no_results[1][kPack];
   typename Columns::Packed column_pack;
   Compute column_values[kArrays<Columns>][kPack];
   columns.fetch(column_pack, 0, column, valid);
@@ -102,7 +102,7 @@ DEVICE void column_gradients(Operation operation, Matrices matrices, Columns col
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
         const Compute xhat = Operation::kOfXhat ? saved[b].xhat(operation.source(values, column_values, i)) : 0;
-        operation.early(xhat, values, column_values, i, 0, sums);
+        operation.early(xhat, values, column_values, i, 0, sums, no_results);
       }
     }
   }

@@ -266,6 +266,13 @@ MUTATIONS = (
         "poles, CTA",
         (("results", "dx: nan of what is allowed"),),
     ),
+    Mutation(
+        "what is kept of one pack stands for another",
+        "kept[p][i] = g;",
+        "kept[0][i] = g;",
+        "gate, CTA",
+        (("results", "dx: .* of what is allowed"),),
+    ),
     # Numbers of rows
     Mutation(
         "the number of a row that is not there is read",

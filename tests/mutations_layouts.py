@@ -125,9 +125,16 @@ MUTATIONS = (
     ),
     Mutation(
         "dx of a row that is not there",
-        "results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);",
-        "results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), Shape::valid(rank, p), values);",
+        " results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);",
+        " results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), Shape::valid(rank, p), values);",
         "lanes",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
+        "what needs no sums, of a row that is not there",
+        "early_results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);",
+        "early_results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), Shape::valid(rank, p), values);",
+        "gate",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(

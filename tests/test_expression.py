@@ -48,7 +48,7 @@ BY_HAND = [
     (lambda x, residual: x + residual, "x + residual", {"x": "dy", "residual": "dy"}),
     (lambda x, y: x - y, "x - y", {"x": "dy", "y": "-dy"}),
     (lambda x, gate: x / gate, "x / gate", {"x": "dy / gate", "gate": "-(dy / gate * (x / gate))"}),
-    (lambda x: x**2, "x * x", {"x": "2 * (dy * x)"}),
+    (lambda x: x**2, "x * x", {"x": "dy * x * 2"}),
     (lambda x, z: x * (z > 0), "x * where(z > 0, 1, 0)", {"x": "dy * where(z > 0, 1, 0)", "z": "0"}),
     (lambda x: expression.exp(x), "exp(x)", {"x": "dy * exp(x)"}),
     (lambda x, y: numpy.where(x < y, x, -1.5), "where(x < y, x, -1.5)", {"x": "where(x < y, dy, 0)", "y": "0"}),

@@ -67,6 +67,7 @@ class NormSpec:
     streamed_y: bool = False  # y, or dy, is written, or read, past L1
     columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
     once: bool = False  # forward: the grid has a CTA for every row
+    keeps_g: bool = False  # backward: a thread keeps the gradient of xhat from the row's sums to dx
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
 
     def __str__(self) -> str:
@@ -163,6 +164,18 @@ class NormSpec:
     def results(self) -> tuple[Operand, ...]:
         """What is written by rows."""
         return tuple(one for one in self.written if one.kind == "full")
+
+    @property
+    def early_results(self) -> tuple[Operand, ...]:
+        """Of these the gradients that do not depend on the sums over a row."""
+        if self.kernel != "backward":
+            return ()
+        before = ("x", *self.operation.before)
+        return tuple(one for one in self.results if one.name.removeprefix("d") not in before)
+
+    @property
+    def late_results(self) -> tuple[Operand, ...]:
+        return tuple(one for one in self.results if one not in self.early_results)
 
 
 BACKWARD = ("backward", "column_gradients")

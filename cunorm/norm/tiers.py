@@ -7,14 +7,15 @@ imported.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
 from ..device import Device
-from ..operation import SEED
+from ..operation import SEED, derivative
 from .clusters import backward_shape, cluster_forward, places
-from .problem import ITEMSIZE, Problem
+from .problem import ITEMSIZE, Operand, Problem
 from .registers import column_dtypes, with_shifted
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
 from .short_forward import RING_BYTES, bytes_per_sm, short_forward
@@ -37,6 +38,7 @@ class Tier(NamedTuple):
     always_early: bool = False  # whatever cols is
     idle: int = 0  # SMs that are left idle
     norm: str = ""  # that it is for, if not for all
+    fused_packs: int = 0  # that a thread holds instead where there is more to do than in a plain norm
 
 
 # Forward rows that one CTA may hold are run by short_forward.py. A line for each row length at which a thread's packs
@@ -58,7 +60,9 @@ BACKWARD = (
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
     Tier(1536, (3,), 1, 512, 512, stages=2),  # 12288 cols 0.94; three places 0.86
-    Tier(2048, (4,), 2, 256, 256, stages=3, idle=4),  # 16384 cols 0.99, RMSNorm 0.99; all SMs 1.02, 0.97
+    # 16384 cols 0.99, RMSNorm 0.99; all SMs 1.02, 0.97. By two packs layer_norm_modulate 111 us, by four 132, and
+    # add_rms_norm 131 and 133.
+    Tier(2048, (4,), 2, 256, 256, stages=3, idle=4, fused_packs=2),
     Tier(2304, (3,), 2, 384, 384, stages=3),  # 18432 cols 0.91; four packs 0.84, clusters of 4 0.56
     Tier(3072, (3, 4), 2, 512, 512),  # 20480 cols by three packs 105 us, by five 112
     Tier(4096, (4,), 4, 256, 256),  # 32768 cols 0.96
@@ -90,50 +94,98 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         return short_forward(problem, device)
     if tier in CLUSTERS:
         return cluster_forward(problem, device)
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
-    shapes = (
-        [short_backward_shape(pack, packs)]
-        if not tier.packs
-        else [shape_of(pack, packs, choice, tier.cluster) for choice in tier.packs]
-    )
-    shapes = [one for one in shapes if _registers_suffice(problem, one, device)]
-    if not shapes:
+    wanted = (one.name[1:] for one in problem.operands if one.written)
+    is_dear = derivative(problem.operation, wanted, problem.by_name).is_dear
+    plain = not is_dear and not problem.groups and len(_read(problem)) <= 2
+    shape = _backward_shape(problem, tier, plain, device)
+    if shape is None:
         return None
-    shape = backward_shape(shapes)
     spec = kernel_spec(problem, problem.direction, shape)
-    # In 96 registers rows at odd addresses spilled 4 bytes, and on sm_100 others 16.
-    resident = tier.resident if spec.aligned and device.arch < 100 else min(tier.resident, 512)
+    # In 96 registers rows at odd addresses spilled 4 bytes, on sm_100 others 16, and what is kept of g 100.
+    few = spec.aligned and device.arch < 100 and not is_dear
+    resident = tier.resident if few else min(tier.resident, 512)
     groups = problem.groups
+    many = bytes_per_sm(problem, device) > RING_BYTES
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
     if not tier.packs:
         # Rows that several warps hold wait for each other: in one CTA where they are many (4096 cols 0.94 of the roof,
         # in two 0.86 to 0.95), in two where they are few (8 M elements of 2048 cols 0.77 and 0.74).
-        ctas = 1 if shape.threads > 64 and bytes_per_sm(problem, device) > RING_BYTES else 2
+        ctas = 1 if shape.threads > 64 and many else 2
         rows_per_cta = min(max(1, tier.cta // ctas // shape.threads), _rows_under_way(problem, tier, shape, ctas))
         resident = min(resident, ctas * rows_per_cta * shape.threads)
+    late = _asks_late(problem, tier, shape, many)
+    if late:
+        rows_per_cta, stages = _rows_asked_for_late(problem, tier, shape)
+        tier, resident = tier._replace(stages=stages), rows_per_cta * shape.threads
     if groups:  # a CTA has rows of one group alone
         whole_warps = _whole_warps(shape)
         rows_per_cta = min(rows_per_cta, ceil_div(problem.rows // groups.count, whole_warps) * whole_warps)
     norm = problem.operation.norm
+    early = tier.always_early or (norm in tier.ask_early and is_power_of_two(problem.cols))
     sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *column_dtypes(problem))) == 2
     spec = replace(
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
-        ask_early=sixteen_bits and (tier.always_early or (norm in tier.ask_early and is_power_of_two(problem.cols))),
+        ask_early=sixteen_bits and early and not late,
+        # Of rows at odd addresses three packs spilled 44 bytes with it and none without.
+        keeps_g=is_dear and (spec.aligned or shape.packs <= 2),
     )
     return _in_shared_memory(spec, tier, problem.rows, device)
 
 
+def _backward_shape(problem: Problem, tier: Tier, plain: bool, device: Device) -> RowShape | None:
+    """Who holds what of a row; None where a thread has no registers for it."""
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
+
+    def fitting(shapes: Iterable[RowShape]) -> list[RowShape]:
+        return [one for one in shapes if _registers_suffice(problem, one, device)]
+
+    def by(choices: Iterable[int]) -> list[RowShape]:
+        return fitting(shape_of(pack, packs, choice, tier.cluster) for choice in choices)
+
+    if not tier.packs:
+        shapes = fitting([short_backward_shape(pack, packs)])
+    else:
+        shapes = (by([tier.fused_packs]) if tier.fused_packs and not plain else []) or by(tier.packs)
+    return backward_shape(shapes) if shapes else None
+
+
 def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, ctas: int) -> int:
     """Rows of a CTA, whole warps of them, so that the CTAs of an SM have about 64 KB under way."""
-    read = (one for one in problem.operands if one.kind == "full" and not one.written)
-    row_bytes = problem.cols * sum(one.itemsize for one in read)
-    rows = (64 << 10) / (ctas * (tier.stages - 1) * row_bytes)
+    rows = (64 << 10) / (ctas * (tier.stages - 1) * _row_bytes(problem))
     if shape.threads <= WARP:  # three warps of 1280 cols, of five packs each, 0.69 of the roof, four of 1152 0.94
         return max(1, ceil(rows * shape.threads / WARP)) * WARP // shape.threads
-    return max(1, round(rows))
+    # Of three matrices 4096 cols by one row add_rms_norm 141 us, by two 128.
+    return max(1 if len(_read(problem)) < 3 else 2, round(rows))
+
+
+def _asks_late(problem: Problem, tier: Tier, shape: RowShape, many: bool) -> bool:
+    """Whether two matrices are written by rows: then less is to be under way, and to be asked for late."""
+    results = [one for one in problem.operands if one.kind == "full" and one.written]
+    return len(results) > 1 and many and shape.threads >= WARP and tier.stages > 0
+
+
+def _rows_asked_for_late(problem: Problem, tier: Tier, shape: RowShape) -> tuple[int, int]:
+    """(rows of a CTA, the only one of an SM, places for each), so that about 48 KB are under way.
+
+    rms_norm_gated of 4096 cols 164 us, early 172; of 3072 cols 168, by 72 KB 180; of 8192 cols 167, by 98 KB 181.
+    """
+    if tier.cluster > 1:
+        return 1, 2
+    rows = min(max(1, round((48 << 10) / _row_bytes(problem))), tier.cta // shape.threads)
+    return (1, 3) if rows == 2 else (rows, 2)  # 4096 cols by two rows 175 us
+
+
+def _read(problem: Problem) -> list[Operand]:
+    """The matrices that a backward pass reads."""
+    return [one for one in problem.operands if one.kind == "full" and not one.written]
+
+
+def _row_bytes(problem: Problem) -> int:
+    """Of what a backward pass reads of a row."""
+    return problem.cols * sum(one.itemsize for one in _read(problem))
 
 
 def _whole_warps(shape: RowShape) -> int:

@@ -253,6 +253,8 @@ inline float reciprocal(float value) { return 1.0f / value; }
 inline double reciprocal(double value) { return 1.0 / value; }
 inline float exponential(float value) { return std::exp(value); }
 inline double exponential(double value) { return std::exp(value); }
+inline float quick_exponential(float value) { return std::exp2(value * 1.4426950408889634f); }
+inline double quick_exponential(double value) { return std::exp(value); }
 inline float logarithm(float value) { return std::log(value); }
 inline double logarithm(double value) { return std::log(value); }
 inline float square_root(float value) { return std::sqrt(value); }
