@@ -15,8 +15,8 @@ namespace cunorm {
 // (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: these stay in
 // registers from row to row (kColumnsStay) or are read again for every row. StoreY may want the largest of what shares
 // a scale (float8.cuh). mean and rstd may be null: then nobody will read them.
-template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, class Compute,
-          class Operation, class Load, class Beside, class Columns, class StoreS, class StoreY>
+template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, bool kHeld,
+          bool kUnpacked, class Compute, class Operation, class Load, class Beside, class Columns, class StoreS, class StoreY>
 DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns columns, StoreS store_s, StoreY store_y,
                          Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
@@ -55,10 +55,16 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
   if constexpr (Shape::kSlots > 1) exchange.start();
   if constexpr (Shape::kSlots > 1 && kRowScale) largest_exchange.start();
 
+  Compute held[kPacks][kPack];
   const auto read = [&](int p, Compute(&values)[kPack]) {
-    typename Load::Packed s;
-    rows_s.read(s, p);
-    load.unpack(s, values);
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) values[i] = held[p][i];
+    } else {
+      typename Load::Packed s;
+      rows_s.read(s, p);
+      load.unpack(s, values);
+    }
   };
   const auto for_each_pack = [&](auto use) {
 #pragma unroll
@@ -82,6 +88,14 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
     rows_s.take(row);
     rows_beside.take(row);
 
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        typename Load::Packed s;
+        rows_s.read(s, p);
+        load.unpack(s, held[p]);
+      }
+    }
     if constexpr (RowsS::kAskEarly) ask_next();
     Compute sums[Norm::kLaneSums] = {}, part[Norm::kValues], pivot = 0;
     if constexpr (Norm::kHasMean) {
@@ -120,13 +134,17 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       typename Load::Packed s;
       typename Beside::Packed beside_pack;
       Compute beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
-      rows_s.read(s, p);
-      store_s.store_packed(row, Shape::column(rank, p), valid, s);
-      load.unpack(s, values);
+      if constexpr (kHeld) {
+        read(p, values);
+      } else {
+        rows_s.read(s, p);
+        store_s.store_packed(row, Shape::column(rank, p), valid, s);
+        load.unpack(s, values);
+      }
       statistics.normalise(values);
       rows_beside.read(beside_pack, p);
       beside.unpack(beside_pack, beside_values);
-      columns.stay_packed(column_packs[p]);
+      if constexpr (!kUnpacked) columns.stay_packed(column_packs[p]);
       columns.unpack(column_packs[p], column_values);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) values[i] = operation.epilogue(values[i], beside_values, column_values, i);
@@ -136,7 +154,7 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
         if constexpr (Shape::kSlots == 1) return largest;
         const Compute published[1] = {largest};
         largest_exchange.publish(turn, rank, published);
-        return LargestExchange::largest(largest_exchange.collect(turn), larger);
+        return largest_of_slots<LargestExchange>(largest_exchange.collect(turn));
       });
     } else {
 #pragma unroll

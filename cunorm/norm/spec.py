@@ -66,6 +66,8 @@ class NormSpec:
     streamed_x: bool = False  # x is read past L1
     streamed_y: bool = False  # y, or dy, is written, or read, past L1
     columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
+    x_unpacked: bool = False  # forward: a thread keeps the values of its row, not the packs that they come in
+    columns_unpacked: bool = False  # likewise of weight and bias
     once: bool = False  # forward: the grid has a CTA for every row
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
 
