@@ -134,13 +134,13 @@ struct Scale {
   // has a branch for its rare cases, between two of which the compiler moves nothing.
   DEVICE static float divided(float dividend, float largest) {
     const uint32 bits = float_to_word(largest), infinite = 0x7f800000;
-    if (bits >= infinite) return reciprocal(largest);
     const float mantissa = word_to_float((bits & 0x007fffff) | 0x3f800000);
     const float close = reciprocal(mantissa);
     const float part = multiply_add(multiply_add(-mantissa, close, 1.0f), close, close);
     const float quotient = dividend * part;
     const float rounded = multiply_add(multiply_add(-mantissa, quotient, dividend), part, quotient);
-    return word_to_float(float_to_word(rounded) + (127u << 23) - (bits & infinite));
+    const float finite = word_to_float(float_to_word(rounded) + (127u << 23) - (bits & infinite));
+    return bits < infinite ? finite : reciprocal(largest);
   }
 };
 
