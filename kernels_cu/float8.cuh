@@ -114,8 +114,7 @@ struct Scale {
   DEVICE static Scale of(float largest) {
     constexpr float kMostMultiplier = 0x1p100f;
     constexpr float kOnePartInLargest = 1 / Format::kLargest;
-    if (largest < Format::kLargest / kMostMultiplier)
-      return {kMostMultiplier, largest == 0 ? 1 : 1 / kMostMultiplier};
+    if (largest < Format::kLargest / kMostMultiplier) return {kMostMultiplier, largest == 0 ? 1 : 1 / kMostMultiplier};
     const float quotient = divided(Format::kLargest, largest);
     const float not_finite = largest - largest;  // NaN, else 0
     if constexpr (kPowerOf2) {
@@ -230,7 +229,7 @@ DEVICE void store_scaled(const Store& store, int64 row, int rank, bool active, Y
         }
       }
     };
-    for_each_pack([&](int b, int p, int valid, float(&values)[kPack]) {
+    for_each_pack([&](int b, int p, int valid, float (&values)[kPack]) {
       y_of(p, valid, values);
       largest[b] = larger(largest[b], largest_of(values, valid));
     });
@@ -245,7 +244,7 @@ DEVICE void store_scaled(const Store& store, int64 row, int rank, bool active, Y
       first = first && part < kBlocks && block * Store::kBlock < Shape::kCols;
     }
     const float multiplier = store.multiplier(row, block, of_part, first);
-    for_each_pack([&](int b, int p, int valid, float(&values)[kPack]) {
+    for_each_pack([&](int b, int p, int valid, float (&values)[kPack]) {
       const int holder = static_cast<int>(threadIdx.x) % 32 - lane + b * kPartLanes;
       store.store(row, Shape::column(rank, p), valid, values, kParts == 1 ? multiplier : shuffle(multiplier, holder));
     });

@@ -111,8 +111,8 @@ DEVICE void cast_columns(Source source, uint8* bytes, float* scales, const float
   const int valid = left < 0 ? 0 : left < kPack ? static_cast<int>(left) : kPack;
   int64 first_row = static_cast<int64>(blockIdx.y) * turns * kTileRows;
 
-  // Nothing looks at a tile that was asked for before the one in front of it has been written: with the columns past the
-  // last made zeros at once every thread waited for memory there.
+  // Nothing looks at a tile that was asked for before the one in front of it has been written: with the columns past
+  // the last made zeros at once every thread waited for memory there.
   typename Source::AskedPack asked[4];
   typename Source::Row of_rows[4];
   const auto fetch = [&](int64 from) {

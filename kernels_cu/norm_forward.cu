@@ -16,7 +16,8 @@ namespace cunorm {
 // registers from row to row (kColumnsStay) or are read again for every row. StoreY may want the largest of what shares
 // a scale (float8.cuh). mean and rstd may be null: then nobody will read them.
 template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, bool kHeld,
-          bool kUnpacked, class Compute, class Operation, class Load, class Beside, class Columns, class StoreS, class StoreY>
+          bool kUnpacked, class Compute, class Operation, class Load, class Beside, class Columns, class StoreS,
+          class StoreY>
 DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns columns, StoreS store_s, StoreY store_y,
                          Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
