@@ -208,9 +208,10 @@ DEVICE void store_scaled(const Store& store, int64 row, int rank, bool active, Y
   constexpr int kGroup = kRow ? kPacks : kBlockLanes / kLanes;
   static_assert(kRow || Shape::kStep % Store::kBlock == 0 || Store::kBlock % Shape::kStep == 0);
   // All of a block is in registers: made twice, once for the largest, it would be too much arithmetic. The scales of as
-  // many blocks as are 32 values are found at once, each by lanes of its own.
+  // many blocks as are kBlockValues are found at once, each by lanes of its own: one after the other they took a
+  // division each, and LayerNorm of 1024 columns 63.5 us instead of 58.3.
   constexpr int kOwn = (kPacks + kGroup - 1) / kGroup;
-  constexpr int kMost = kGroup * kPack < 32 ? 32 / (kGroup * kPack) : 1;
+  constexpr int kMost = kGroup * kPack < kBlockValues ? kBlockValues / (kGroup * kPack) : 1;
   constexpr int kTurns = (kOwn + kMost - 1) / kMost;
   constexpr int kBlocks = (kOwn + kTurns - 1) / kTurns;
   constexpr int kParts = power_of_two_from(kBlocks);

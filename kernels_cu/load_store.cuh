@@ -353,6 +353,11 @@ struct NoStore {
   DEVICE void store_packed(int64, int64, int, const Packed&) const {}
 };
 
+template <class Store>
+constexpr bool kStores = true;
+template <>
+constexpr bool kStores<NoStore> = false;
+
 // Several matrices that are written together.
 template <class... Stores>
 struct Results;

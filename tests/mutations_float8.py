@@ -33,6 +33,20 @@ MUTATIONS = (
         (("results", "Not equal to tolerance|bytes of"),),
     ),
     Mutation(
+        "of blocks whose scales are found together one has the scale of another",
+        "lane + b * kPartLanes;",
+        "lane + (kBlocks - 1 - b) * kPartLanes;",
+        "float8, blocks of four packs",
+        (("results", "bytes of"),),
+    ),
+    Mutation(
+        "half of a block's lanes are left out of its largest",
+        "shuffle_xor(upper ? low : high, kLanes / 2)",
+        "upper ? low : high",
+        "float8, blocks of four packs",
+        (("results", "Not equal to tolerance|bytes of"),),
+    ),
+    Mutation(
         "the largest of a warp for that of the row, streamed",
         "largest = largest_of_slots<LargestExchange>(largest_exchange.collect(turn));",
         "largest_exchange.collect(turn);",

@@ -10,16 +10,18 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..expression_value import FUNCTIONS
+from ..operation import NORMS
 from .clusters import WORKING
-from .problem import ITEMSIZE, Problem
+from .problem import BLOCK, ITEMSIZE, Problem
 from .registers import column_bytes, ctas_of, registers_of, widest_column, with_shifted, words_to_shift
 from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
-from .spec import WARP, NormSpec, dynamic_shared, shared_memory
+from .spec import BLOCK_VALUES, WARP, NormSpec, dynamic_shared, shared_memory
 
 THREADS = 128  # of a CTA of rows that a warp or less holds
 RESIDENT = 1024  # threads that an SM is to hold at once, where rows are many
 # Of rows to each SM. Of more, rows in registers are faster than a ring: 64 M elements 0.95 and 0.91; 8 M 0.83 and 0.92.
 RING_BYTES = 512 << 10
+UNDER_WAY = 52 << 10  # bytes of x that an SM asks for ahead, where y has 8 bits
 
 
 def short_forward(problem: Problem, device: Device) -> NormSpec:
@@ -54,7 +56,7 @@ class _Needs(NamedTuple):
     columns: int  # weight and bias
     row: int  # on its way: at odd addresses two words for one
     at_once: int  # the two, a column at an odd address one word for each element
-    y: int  # held as float32 while the largest of a row is looked for
+    y: int  # held as float32 while the largest of a row, or of blocks, is looked for, and the packs that come later
 
 
 def _needs(problem: Problem, spec: NormSpec, device: Device) -> _Needs:
@@ -70,7 +72,22 @@ def _needs(problem: Problem, spec: NormSpec, device: Device) -> _Needs:
     row = shape.packs * shape.pack * ITEMSIZE[problem.row_dtype] // 4 * matrices * (1 if spec.aligned else 2)
     columns = column_bytes(problem, shape) // 4
     at_once = row + columns * (1 if spec.columns_aligned else 2)
-    return _Needs(working, columns, row, at_once, shape.packs * shape.pack if spec.scales == "per_row" else 0)
+    held = _packs_held(spec)
+    y = held * shape.pack + (shape.packs - held) * row // shape.packs if held else 0
+    return _Needs(working, columns, row, at_once, y)
+
+
+def _packs_held(spec: NormSpec) -> int:
+    """Of a thread, whose y is held at once: store_scaled in kernels_cu/float8.cuh."""
+    shape = spec.shape
+    if spec.scales == "per_row":
+        return shape.packs
+    if spec.scales != "per_block":
+        return 0
+    of_block = max(1, BLOCK // shape.pack // shape.lanes)  # packs of a thread
+    blocks = ceil_div(shape.packs, of_block)
+    turns = ceil_div(blocks, max(1, BLOCK_VALUES // (of_block * shape.pack)))
+    return min(shape.packs, ceil_div(blocks, turns) * of_block)
 
 
 def _rows_alone(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec | None:
@@ -111,6 +128,8 @@ def _by_two_ctas(problem: Problem, spec: NormSpec, needs: _Needs, device: Device
 def _in_a_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, device: Device) -> NormSpec | None:
     """Rows that wait in shared memory, where that is faster than registers."""
     shape = spec.shape
+    if many and device.arch == 90 and spec.scales and (unpacked := _unpacked_ring(spec, needs, device)) is not None:
+        return unpacked
     # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
     # of 12288 cols, one CTA on an SM, 67.8 and 61.3.
     narrow = shape.threads < 512 and (spec.scales == "one" or (spec.scales == "per_row" and shape.threads <= WARP))
@@ -121,6 +140,36 @@ def _in_a_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, devi
     late = narrow and spec.aligned and device.arch < 100
     registers = needs.working - 20 if late else needs.working + needs.y
     return _short_ring(spec, needs.columns, registers, under_way << 10, device)
+
+
+def _unpacked_ring(spec: NormSpec, needs: _Needs, device: Device) -> NormSpec | None:
+    """y in 8 bits: a third less to move than of 16, and more to compute. A thread reads its packs once, and keeps what
+    they hold unpacked beside weight and bias; None where registers leave fewer than 512 threads.
+
+    RMSNorm of 64 M elements, 7168 cols, by rows 51.5 us, in registers 56.2; 16384 cols 50.9 and 58.0; 4096 cols by
+    blocks 50.8 and 54.5. LayerNorm by one scale, 4096 cols, 51.1; packed 54.7.
+    """
+    shape, layer_norm = spec.shape, NORMS[spec.operation.norm].subtracts_mean
+    alone = len(spec.matrices) == 1 and not spec.grouped and "s" not in (one.name for one in spec.written)
+    if not (alone and _sixteen_bits(spec)) or any(step.function in FUNCTIONS for step in spec.operation.epilogue.steps):
+        return None
+    # In a ring two barriers of LayerNorm's warps wait longer than for memory: by rows, 4096 cols, 61.3 us, in registers
+    # 57.1. Of three packs 12288 cols took 57.2, RMSNorm by rows, in registers 55.5.
+    in_warp = shape.threads <= WARP
+    if not in_warp and layer_norm and spec.finds_scales:
+        return None
+    if shape.packs < (3 if in_warp else 2 if spec.scales == "one" and not layer_norm else 4):
+        return None
+    words = max(72, needs.columns + shape.packs * shape.pack + (32 if layer_norm else 24))
+    of_cta = spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta
+    ctas = min(max(1, round(UNDER_WAY / of_cta)), ctas_of(spec, words))
+    if ctas * spec.threads < (384 if in_warp else 512):
+        return None
+    # Three places where one row fills an SM's threads: 16384 cols 50.9 us, two 54.7.
+    stages = 1 + max(1, round(UNDER_WAY / (ctas * of_cta)))
+    spec = replace(spec, ctas_per_sm=ctas, stages=stages, ask_early=True, columns_stay=True, unpacked=True)
+    fits = ctas * (shared_memory(spec) + dynamic_shared(spec) + 1024) <= device.shared + 1024
+    return spec if fits else None
 
 
 def _in_registers(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec:
