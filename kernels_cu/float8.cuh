@@ -54,17 +54,10 @@ DEVICE float larger(float a, float b) {
 // max|value| of a pack; values past `valid` do not count.
 template <int kPack>
 DEVICE float largest_of(const float (&values)[kPack], int valid) {
-  float largest[kPack / 2];
+  float largest = 0;
 #pragma unroll
-  for (int i = 0; i < kPack; i += 2) {
-    largest[i / 2] = larger_magnitude(i < valid ? values[i] : 0, i + 1 < valid ? values[i + 1] : 0);
-  }
-#pragma unroll
-  for (int step = 1; step < kPack / 2; step *= 2) {
-#pragma unroll
-    for (int i = 0; i + step < kPack / 2; i += 2 * step) largest[i] = larger_magnitude(largest[i], largest[i + step]);
-  }
-  return largest[0];
+  for (int i = 0; i < kPack; ++i) largest = larger_magnitude(largest, i < valid ? values[i] : 0);
+  return largest;
 }
 
 // Of groups of kLanes neighbouring lanes. The numbers are not negative.

@@ -107,9 +107,10 @@ DEVICE uint32 larger_halves(uint32 a, uint32 b) {
 #endif
 }
 
-// The larger of |a| and |b|; NaN where either is.
+// The larger of |a| and |b|; NaN where either is. On Hopper one instruction; elsewhere ptxas spilled 4 to 36 bytes
+// beside it.
 DEVICE float larger_magnitude(float a, float b) {
-#if __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ == 900
   float larger;
   asm("{\n"
       ".reg .f32 a, b;\n"

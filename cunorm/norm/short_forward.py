@@ -204,6 +204,8 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: _Needs, device: Devic
         words += (8 if device.arch < 100 else 16) * (len(spec.matrices) - 1)
         if width < 4 and len(spec.matrices) == 1 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
             most, words = 1536, 40 - needs.y
+        # Four packs alone spilled 8 to 16 bytes there too, and vectors of groups 8 on sm_86.
+        words += 8 * (device.arch >= 100 or (device.arch < 90 and spec.grouped))
     return replace(spec, ctas_per_sm=max(1, ctas_of(spec, words + max(needs.row, needs.y), most)))
 
 
