@@ -57,7 +57,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
         return before, _call(scalars, f"{template}({call}, eps)")
     template = (
         f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
-        f"{cpp(spec.once)}, Operation::Compute>"
+        f"{cpp(spec.once)}, {cpp(spec.unpacked)}, Operation::Compute>"
     )
     return before + _rows(spec), _call(scalars, f"{template}({call}, rows, eps)")
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from .kernel_call import call_of, row_numbers
 from .norm.problem import GROUP_NUMBERS, Operand
 from .norm.spec import (
+    BLOCK_VALUES,
     COLUMN_BYTES,
     COLUMN_PACKS,
     MAILBOX,
@@ -48,6 +49,7 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
             "kColumnBytes": COLUMN_BYTES,
             "kColumnPacks": COLUMN_PACKS,
             "kSumColumns": SUM_COLUMNS,
+            "kBlockValues": BLOCK_VALUES,
             "kMailboxBytes": MAILBOX,
             "kSharedAlignment": SHARED_ALIGNMENT,
             "kRunGap": RUN_GAP,

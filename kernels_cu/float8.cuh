@@ -56,17 +56,47 @@ template <int kPack>
 DEVICE float largest_of(const float (&values)[kPack], int valid) {
   float largest = 0;
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-    largest = larger(largest, i < valid ? word_to_float(float_to_word(values[i]) & 0x7fffffff) : 0);
-  }
+  for (int i = 0; i < kPack; ++i) largest = larger_magnitude(largest, i < valid ? values[i] : 0);
   return largest;
 }
 
+// Of groups of kLanes neighbouring lanes. The numbers are not negative.
 template <int kLanes>
 DEVICE float group_largest(float value) {
+  if constexpr (kLanes == 32) return word_to_float(largest_of_warp(float_to_word(value)));
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) value = larger(value, shuffle_xor(value, mask));
   return value;
+}
+
+// Of kCount numbers of each lane, a power of two: of number i it is in the i-th kCount-th part of the lanes. A step
+// halves the numbers and the lanes: by kCount group_largest four numbers of 16 lanes took 32 instructions, so 16.
+template <int kLanes, int kCount>
+DEVICE float group_largest(float (&values)[kCount]) {
+  if constexpr (kCount == 1) {
+    return group_largest<kLanes>(values[0]);
+  } else {
+    const bool upper = threadIdx.x & kLanes / 2;
+    float halves[kCount / 2];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float low = values[i], high = values[i + kCount / 2];
+      halves[i] = larger(upper ? high : low, shuffle_xor(upper ? low : high, kLanes / 2));
+    }
+    return group_largest<kLanes / 2>(halves);
+  }
+}
+
+// What the warps of a row published (RowExchange).
+template <class Exchange>
+DEVICE float largest_of_slots(const typename Exchange::Slots& slots) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  float found = 0;
+#pragma unroll
+  for (int slot = 0; slot < Exchange::kSlots; slot += 32) {
+    if (slot + lane < Exchange::kSlots) found = larger(found, slots(0, slot + lane));
+  }
+  return group_largest<32>(found);
 }
 
 struct Scale {
@@ -77,17 +107,32 @@ struct Scale {
   DEVICE static Scale of(float largest) {
     constexpr float kMostMultiplier = 0x1p100f;
     constexpr float kOnePartInLargest = 1 / Format::kLargest;
-    const float quotient = Format::kLargest / largest;  // infinite for zero, 0 for infinity
-    if (quotient > kMostMultiplier) return {kMostMultiplier, largest == 0 ? 1 : 1 / kMostMultiplier};
+    if (largest < Format::kLargest / kMostMultiplier) return {kMostMultiplier, largest == 0 ? 1 : 1 / kMostMultiplier};
+    const float quotient = divided(Format::kLargest, largest);
     const float not_finite = largest - largest;  // NaN, else 0
     if constexpr (kPowerOf2) {
       const float power = word_to_float(float_to_word(quotient) & 0x7f800000);
       return {power + (quotient - quotient), 1 / power + not_finite};  // NaN stays NaN
     }
-    // As divided, but for what the first product lost: a second division would be a branch.
+    // As divided, but for what the first product lost.
     const float close = largest * kOnePartInLargest;
     const float lost = multiply_add(-close, Format::kLargest, largest);
     return {quotient, multiply_add(lost, kOnePartInLargest, close) + not_finite};
+  }
+
+ private:
+  // F / largest, rounded once, for F the largest of a format and a quotient of no more than 2^100: 0 for infinity, NaN
+  // for NaN. The mantissas are divided (all 2^23 of them give what a division does) and then the exponents: a division
+  // has a branch for its rare cases, between two of which the compiler moves nothing.
+  DEVICE static float divided(float dividend, float largest) {
+    const uint32 bits = float_to_word(largest), infinite = 0x7f800000;
+    const float mantissa = word_to_float((bits & 0x007fffff) | 0x3f800000);
+    const float close = reciprocal(mantissa);
+    const float part = multiply_add(multiply_add(-mantissa, close, 1.0f), close, close);
+    const float quotient = dividend * part;
+    const float rounded = multiply_add(multiply_add(-mantissa, quotient, dividend), part, quotient);
+    const float finite = word_to_float(float_to_word(rounded) + (127u << 23) - (bits & infinite));
+    return bits < infinite ? finite : reciprocal(largest);
   }
 };
 
@@ -104,10 +149,8 @@ struct StoreScaled {
   float* scales;  // [row][block]
 
   // The scale of what has this largest value; the thread that is `first` writes it.
-  DEVICE float multiplier(int64 row, int64 column, float largest, bool first) const {
+  DEVICE float multiplier(int64 row, int64 block, float largest, bool first) const {
     const Scale scale = Scale::of<Format>(largest);
-    int64 block = 0;
-    if constexpr (kBlock > 0) block = column / kBlock;
     if (first) scales[row * kBlocks + block] = scale.scale;
     return scale.multiplier;
   }
@@ -157,28 +200,48 @@ DEVICE void store_scaled(const Store& store, int64 row, int rank, bool active, Y
   constexpr int kLanes = kBlockLanes < Shape::kLanes ? kBlockLanes : Shape::kLanes;
   constexpr int kGroup = kRow ? kPacks : kBlockLanes / kLanes;
   static_assert(kRow || Shape::kStep % Store::kBlock == 0 || Store::kBlock % Shape::kStep == 0);
-  const int thread = static_cast<int>(threadIdx.x) % Shape::kThreads;
+  // All of a block is in registers: made twice, once for the largest, it would be too much arithmetic. The scales of as
+  // many blocks as are kBlockValues are found at once, each by lanes of its own: one after the other they took a
+  // division each, and LayerNorm of 1024 columns 63.5 us instead of 58.3.
+  constexpr int kOwn = (kPacks + kGroup - 1) / kGroup;
+  constexpr int kMost = kGroup * kPack < kBlockValues ? kBlockValues / (kGroup * kPack) : 1;
+  constexpr int kTurns = (kOwn + kMost - 1) / kMost;
+  constexpr int kBlocks = (kOwn + kTurns - 1) / kTurns;
+  constexpr int kParts = power_of_two_from(kBlocks);
+  constexpr int kPartLanes = kLanes / kParts;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, part = lane / kPartLanes;
 #pragma unroll
-  for (int start = 0; start < kPacks; start += kGroup) {
-    // All of it is in registers: made twice, once for the largest, it would be too much arithmetic.
-    float y[kGroup][kPack], largest = 0;
+  for (int start = 0; start < kOwn; start += kBlocks) {
+    float y[kBlocks * kGroup][kPack], largest[kParts] = {};
+    const auto for_each_pack = [&](auto use) {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if (start + i >= kPacks) break;
-      const int valid = active ? Shape::valid(rank, start + i) : 0;
-      y_of(start + i, valid, y[i]);
-      largest = larger(largest, largest_of(y[i], valid));
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          const int p = (start + b) * kGroup + i;
+          if (p < kPacks) use(b, p, active ? Shape::valid(rank, p) : 0, y[b * kGroup + i]);
+        }
+      }
+    };
+    for_each_pack([&](int b, int p, int valid, float (&values)[kPack]) {
+      y_of(p, valid, values);
+      largest[b] = larger(largest[b], largest_of(values, valid));
+    });
+    float of_part = group_largest<kLanes>(largest);
+    int64 block = 0;
+    bool first = active && lane % kPartLanes == 0;
+    if constexpr (kRow) {
+      of_part = largest_of_row(of_part);
+      first = active && rank == 0 && threadIdx.x % Shape::kThreads == 0;
+    } else {
+      block = Shape::column(rank, (start + part) * kGroup) / Store::kBlock;
+      first = first && part < kBlocks && block * Store::kBlock < Shape::kCols;
     }
-    largest = group_largest<kLanes>(largest);
-    if constexpr (kRow) largest = largest_of_row(largest);
-    const bool first = kRow ? rank == 0 && thread == 0 : thread % kLanes == 0 && Shape::valid(rank, start) > 0;
-    const float multiplier = store.multiplier(row, Shape::column(rank, start), largest, active && first);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if (start + i >= kPacks) break;
-      const int valid = active ? Shape::valid(rank, start + i) : 0;
-      store.store(row, Shape::column(rank, start + i), valid, y[i], multiplier);
-    }
+    const float multiplier = store.multiplier(row, block, of_part, first);
+    for_each_pack([&](int b, int p, int valid, float (&values)[kPack]) {
+      const int holder = static_cast<int>(threadIdx.x) % 32 - lane + b * kPartLanes;
+      store.store(row, Shape::column(rank, p), valid, values, kParts == 1 ? multiplier : shuffle(multiplier, holder));
+    });
   }
 }
 

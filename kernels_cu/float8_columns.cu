@@ -28,6 +28,7 @@ template <class Load>
 struct PlainColumns {
   static constexpr int kPack = Load::kPack;
   static constexpr int kShared = 0;
+  using AskedPack = typename Load::AskedPack;
   Load load;
   const float* maxima;  // [column]
 
@@ -50,6 +51,7 @@ template <class Norm, class Load, class Operation, class Affine>
 struct NormalisedColumns {
   static constexpr int kPack = Load::kPack;
   static constexpr int kShared = Affine::kCount;
+  using AskedPack = typename Load::AskedPack;
   Load load;
   Operation operation;
   Affine affine;  // weight and bias, as far as there are any
@@ -109,14 +111,16 @@ DEVICE void cast_columns(Source source, uint8* bytes, float* scales, const float
   const int valid = left < 0 ? 0 : left < kPack ? static_cast<int>(left) : kPack;
   int64 first_row = static_cast<int64>(blockIdx.y) * turns * kTileRows;
 
-  Pack<T, kPack> packs[4];
+  // Nothing looks at a tile that was asked for before the one in front of it has been written: with the columns past
+  // the last made zeros at once every thread waited for memory there.
+  typename Source::AskedPack asked[4];
   typename Source::Row of_rows[4];
   const auto fetch = [&](int64 from) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64 row = from + sixteen * 16 + four * 4 + i;
       const bool there = row < rows;
-      source.load.fetch(packs[i], row, column, there ? valid : 0);
+      source.load.ask(asked[i], row, column, there ? valid : 0);
       of_rows[i] = source.row(row, there);
     }
   };
@@ -138,8 +142,13 @@ DEVICE void cast_columns(Source source, uint8* bytes, float* scales, const float
   for (int left_turns = static_cast<int>(turns); left_turns > 0 && first_row < padded; --left_turns) {
     __syncthreads();  // columns are known, and the tile before has been read
     int there = 0;
+    Pack<T, kPack> packs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) there += first_row + sixteen * 16 + four * 4 + i < rows;
+    for (int i = 0; i < 4; ++i) {
+      const int64 row = first_row + sixteen * 16 + four * 4 + i;
+      there += row < rows;
+      source.load.receive(packs[i], asked[i], row);
+    }
     // Rows past the end are zeros whatever their scale is.
     const uint32 mask = there == 4 ? ~0u : (1u << 8 * there) - 1;
     // Two columns after the other: what all eight need at once would take 18 registers more.

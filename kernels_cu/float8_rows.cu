@@ -198,7 +198,7 @@ DEVICE void cast_rows(Load load, Bytes bytes, Scales scales, To to, int64 rows) 
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) totals.add(p, packs[p].first);
     if constexpr (kExchanges) {
-      largest[0] = Exchange::largest(exchange.collect(turn), [](float a, float b) { return larger(a, b); });
+      largest[0] = largest_of_slots<Exchange>(exchange.collect(turn));
     }
     const float multiplier = scales.multiplier(row, largest[0], first);
 #pragma unroll

@@ -54,6 +54,17 @@ struct LoadRows {
                       bool active) const {
     receive_packs<Shape>(packs, asked.packs, data + starts.of(row), rank, active);
   }
+  // The same of one pack. Columns past the last are whatever lies there.
+  using AskedPack = Covering<T, kPack, kAligned>;
+  DEVICE void ask(AskedPack& asked, int64 row, int64 column, int valid) const {
+    load_covering<kAligned, kCache>(asked, data + starts.of(row), column, valid);
+  }
+  DEVICE void receive(Packed& pack, AskedPack asked, int64 row) const {
+    constexpr int kBytes = kUnit<T, kPack>;
+    if constexpr (!kAligned) shift_down<T, kBytes / 8>(asked.words, past_multiple_of<kBytes>(data + starts.of(row)));
+#pragma unroll
+    for (int i = 0; i < Packed::kWords; ++i) pack.words[i] = asked.words[i];
+  }
   template <class Compute>
   DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
     cunorm::unpack(pack, values);
@@ -341,6 +352,11 @@ struct NoStore {
   template <class Packed>
   DEVICE void store_packed(int64, int64, int, const Packed&) const {}
 };
+
+template <class Store>
+constexpr bool kStores = true;
+template <>
+constexpr bool kStores<NoStore> = false;
 
 // Several matrices that are written together.
 template <class... Stores>

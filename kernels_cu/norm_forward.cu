@@ -13,10 +13,12 @@ namespace cunorm {
 
 // Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. Load reads s
 // (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: these stay in
-// registers from row to row (kColumnsStay) or are read again for every row. StoreY may want the largest of what shares
-// a scale (float8.cuh). mean and rstd may be null: then nobody will read them.
-template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce, class Compute,
-          class Operation, class Load, class Beside, class Columns, class StoreS, class StoreY>
+// registers from row to row (kColumnsStay) or are read again for every row. kUnpacked: a thread keeps the values of its
+// row, and reads its packs from Rows once and not three times. StoreY may want the largest of what shares a scale
+// (float8.cuh). mean and rstd may be null: then nobody will read them.
+template <class Norm, class Shape, int kRows, template <class> class Rows, bool kColumnsStay, bool kOnce,
+          bool kUnpacked, class Compute, class Operation, class Load, class Beside, class Columns, class StoreS,
+          class StoreY>
 DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns columns, StoreS store_s, StoreY store_y,
                          Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
@@ -29,6 +31,7 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
   __shared__ LargestExchange largest_exchange;
   constexpr bool kRowScale = kRowScaled<StoreY>;
   static_assert(kRows == 1 || Shape::kSlots == 1, "several rows share a CTA only if a warp holds each");
+  static_assert(!kUnpacked || !kStores<StoreS>, "s is stored from its packs");
   static_assert(RowsS::kAskEarly || Shape::kSlots > 1, "rows are asked for late where warps wait for each other");
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
@@ -55,10 +58,16 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
   if constexpr (Shape::kSlots > 1) exchange.start();
   if constexpr (Shape::kSlots > 1 && kRowScale) largest_exchange.start();
 
+  Compute unpacked[kPacks][kPack];
   const auto read = [&](int p, Compute(&values)[kPack]) {
-    typename Load::Packed s;
-    rows_s.read(s, p);
-    load.unpack(s, values);
+    if constexpr (kUnpacked) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) values[i] = unpacked[p][i];
+    } else {
+      typename Load::Packed s;
+      rows_s.read(s, p);
+      load.unpack(s, values);
+    }
   };
   const auto for_each_pack = [&](auto use) {
 #pragma unroll
@@ -82,6 +91,14 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
     rows_s.take(row);
     rows_beside.take(row);
 
+    if constexpr (kUnpacked) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        typename Load::Packed s;
+        rows_s.read(s, p);
+        load.unpack(s, unpacked[p]);
+      }
+    }
     if constexpr (RowsS::kAskEarly) ask_next();
     Compute sums[Norm::kLaneSums] = {}, part[Norm::kValues], pivot = 0;
     if constexpr (Norm::kHasMean) {
@@ -120,9 +137,13 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       typename Load::Packed s;
       typename Beside::Packed beside_pack;
       Compute beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
-      rows_s.read(s, p);
-      store_s.store_packed(row, Shape::column(rank, p), valid, s);
-      load.unpack(s, values);
+      if constexpr (kUnpacked) {
+        read(p, values);
+      } else {
+        rows_s.read(s, p);
+        store_s.store_packed(row, Shape::column(rank, p), valid, s);
+        load.unpack(s, values);
+      }
       statistics.normalise(values);
       rows_beside.read(beside_pack, p);
       beside.unpack(beside_pack, beside_values);
@@ -136,7 +157,7 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
         if constexpr (Shape::kSlots == 1) return largest;
         const Compute published[1] = {largest};
         largest_exchange.publish(turn, rank, published);
-        return LargestExchange::largest(largest_exchange.collect(turn), larger);
+        return largest_of_slots<LargestExchange>(largest_exchange.collect(turn));
       });
     } else {
 #pragma unroll

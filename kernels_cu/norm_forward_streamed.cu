@@ -81,7 +81,7 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       }
       const Compute published[1] = {group_largest<32>(largest)};
       largest_exchange.publish(turn, 0, published);
-      largest = LargestExchange::largest(largest_exchange.collect(turn), larger);
+      largest = largest_of_slots<LargestExchange>(largest_exchange.collect(turn));
       multiplier = store_y.multiplier(row, 0, largest, threadIdx.x == 0);
     }
 #pragma unroll 4
@@ -94,7 +94,8 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
         if constexpr (!kRowScale) {
           constexpr int kLanes = StoreY::kBlock / kPack;
           const Compute largest = group_largest<kLanes>(largest_of(values, valid));
-          multiplier = store_y.multiplier(row, column, largest, threadIdx.x % kLanes == 0 && valid > 0);
+          const int64 block = column / StoreY::kBlock;
+          multiplier = store_y.multiplier(row, block, largest, threadIdx.x % kLanes == 0 && valid > 0);
         }
         store_y.store(row, column, valid, values, multiplier);
       } else {

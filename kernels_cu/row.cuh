@@ -198,20 +198,6 @@ struct RowExchange {
     return slots[turn % 2];
   }
 
-  // The largest of the first numbers, of which none is negative, by larger(a, b).
-  template <class Larger>
-  DEVICE static Compute largest(const Slots& slots, Larger larger) {
-    const int lane = static_cast<int>(threadIdx.x % kGroup);
-    Compute found = 0;
-#pragma unroll
-    for (int slot = 0; slot < kSlots; slot += kGroup) {
-      if (kSlots % kGroup == 0 || slot + lane < kSlots) found = larger(found, slots(0, slot + lane));
-    }
-#pragma unroll
-    for (int mask = kGroup / 2; mask > 0; mask /= 2) found = larger(found, shuffle_xor(found, mask));
-    return found;
-  }
-
   // The sum over slots of term(slot), the same bits in every thread of the row.
   template <class Term>
   DEVICE static Compute sum(Term term) {

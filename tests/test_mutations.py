@@ -149,6 +149,7 @@ def float8_rounding(monkeypatch: Any, machine: Machine) -> None:
 FLOAT8 = {
     "float8, CTA": float8(4096, "bfloat16", "row"),
     "float8, blocks": float8(224, "bfloat16", 128),
+    "float8, blocks of four packs": float8(1000, "bfloat16", 128),
     "float8, a scale for all": float8(224, "bfloat16", "tensor"),
     "float8, streamed": float8(17001, "float32", "row", WITHOUT_CLUSTERS),
     "float8 of a sum, streamed": lambda monkeypatch, machine: test_fused_float8.check_on_stand_in(

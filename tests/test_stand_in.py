@@ -264,6 +264,21 @@ def test_shuffles_down_bring_the_next_lane():
     numpy.testing.assert_array_equal(run_body("out[thread] = shuffle_down(out[thread]);", "results"), expected)
 
 
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("shuffle(out[thread], 5)", lambda thread: thread // 32 * 32 + 5),
+        ("shuffle(out[thread], static_cast<int>(thread) % 32 / 8 * 8)", lambda thread: thread // 8 * 8),
+        ("largest_of_warp(static_cast<uint32>(out[thread]))", lambda thread: thread // 32 * 32 + 31),
+        ("larger_magnitude(out[thread], -12.f)", lambda thread: numpy.maximum(thread, 12)),
+        ("larger_magnitude(-out[thread], word_to_float(0xffc00000))", lambda thread: numpy.nan * thread),
+    ],
+)
+def test_what_other_lanes_have_and_what_is_larger(expression, expected):
+    found = run_body(f"out[thread] = static_cast<float>({expression});", "results")
+    numpy.testing.assert_array_equal(found, expected(numpy.arange(64)))
+
+
 def test_a_funnel_shift_takes_bits_of_both_words():
     body = "out[thread] = static_cast<float>(funnel_shift(0x00070003, 0x00050009, 16 + 32 * thread));"
     assert (run_body(body, "results") == 0x00090007).all()

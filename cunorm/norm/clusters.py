@@ -53,8 +53,10 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
                 return with_shifted(fitting, device)
     # Several matrices keep the shape of the plain norm's rows, and so its bits: where shared memory is too small they
     # wait in registers.
-    if spec.scales == "per_row" and spec.beside and shape.threads == 512 and device.runs_clusters(2 * shape.cluster):
-        # y is held as float32 beside the gate: 8 bytes spilled in 128 registers. Half the threads have twice those.
+    several = len(spec.matrices) > 1
+    if spec.scales == "per_row" and several and shape.threads == 512 and device.runs_clusters(2 * shape.cluster):
+        # y is held as float32 beside the sum or the gate: 8 bytes spilled in 128 registers. Half the threads have twice
+        # those.
         shape = in_clusters(replace(shape, threads=512 * shape.cluster, cluster=1), 2 * shape.cluster)
     return replace(spec, shape=shape)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..device import Device
-from .problem import ITEMSIZE, Problem
-from .spec import WARP, NormSpec, RowShape
+from ..expression_value import FUNCTIONS
+from .problem import BLOCK, ITEMSIZE, Operand, Problem
+from .shapes import ceil_div
+from .spec import BLOCK_VALUES, WARP, NormSpec, RowShape
 
 
 def ctas_of(spec: NormSpec, registers: int, most: int = 1536) -> int:
@@ -60,3 +64,50 @@ def with_shifted(spec: NormSpec, device: Device) -> NormSpec:
         words += sum(spec.shape.pack * one.itemsize // 4 for one in spec.columns)
     fit = ctas_of(spec, working + words * spec.shape.packs) >= spec.ctas_per_sm
     return replace(spec, shifted_stay=not spec.aligned and fit)
+
+
+class Needs(NamedTuple):
+    """Registers of a thread, for what it keeps of a row at once."""
+
+    working: int  # besides the others
+    columns: int  # weight and bias
+    row: int  # on its way: at odd addresses two words for one
+    at_once: int  # the two, a column at an odd address one word for each element
+    y: int  # held as float32 while the largest of a row, or of blocks, is looked for, and the packs that come later
+
+
+def needs_of(problem: Problem, spec: NormSpec, device: Device) -> Needs:
+    shape = spec.shape
+    working = 44 if problem.row_dtype != "float64" else 72
+    if spec.scales:
+        working += 12 if spec.aligned else 32
+    if device.arch < 90 and any(step.function in FUNCTIONS for step in problem.operation.epilogue.steps):
+        working += 16  # a gate's sigmoid spilled 4 bytes, few rows of 4096 cols
+    if not spec.aligned:
+        working += words_to_shift(spec)
+    matrices = (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
+    row = shape.packs * shape.pack * ITEMSIZE[problem.row_dtype] // 4 * matrices * (1 if spec.aligned else 2)
+    columns = column_bytes(problem, shape) // 4
+    at_once = row + columns * (1 if spec.columns_aligned else 2)
+    held = _packs_held(spec)
+    y = held * shape.pack + (shape.packs - held) * row // shape.packs if held else 0
+    return Needs(working, columns, row, at_once, y)
+
+
+def _packs_held(spec: NormSpec) -> int:
+    """Of a thread, whose y is held at once: store_scaled in kernels_cu/float8.cuh."""
+    shape = spec.shape
+    if spec.scales == "per_row":
+        return shape.packs
+    if spec.scales != "per_block":
+        return 0
+    of_block = max(1, BLOCK // shape.pack // shape.lanes)  # packs of a thread
+    blocks = ceil_div(shape.packs, of_block)
+    turns = ceil_div(blocks, max(1, BLOCK_VALUES // (of_block * shape.pack)))
+    return min(shape.packs, ceil_div(blocks, turns) * of_block)
+
+
+def sixteen_bits(spec: NormSpec, operands: Iterable[Operand] | None = None) -> bool:
+    """Whether every array, or these, has 16 bits, and every pack begins at a multiple of its size."""
+    arrays = (one.itemsize for one in operands or spec.operands if one.kind in ("full", "column", "group"))
+    return spec.aligned and spec.columns_aligned and max(arrays) == 2

@@ -5,18 +5,16 @@ How a row is divided follows from its length, and how it waits from how many row
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from ..device import Device
 from ..expression_value import FUNCTIONS
-from ..operation import NAMED
 from .clusters import WORKING
-from .problem import ITEMSIZE, Operand, Problem
-from .registers import column_bytes, ctas_of, registers_of, widest_column, with_shifted, words_to_shift
+from .problem import ITEMSIZE, Problem
+from .registers import Needs, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
 from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
-from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
+from .short_rings import in_a_ring
+from .spec import WARP, NormSpec
 
 THREADS = 128  # of a CTA of rows that a warp or less holds
 RESIDENT = 1024  # threads that an SM is to hold at once, where rows are many
@@ -35,7 +33,7 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
     spec = kernel_spec(
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
     )
-    needs = _needs(problem, spec, device)
+    needs = needs_of(problem, spec, device)
     alone = _rows_alone(problem, spec, needs, device)
     if alone is not None:
         return alone
@@ -46,36 +44,10 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
     many = bytes_per_sm(problem, device) > RING_BYTES
     if many and (by_two := _by_two_ctas(problem, spec, needs, device)) is not None:
         return by_two
-    return _in_a_ring(problem, spec, needs, many, device) or _in_registers(problem, spec, needs, device)
+    return in_a_ring(problem, spec, needs, many, device) or _in_registers(problem, spec, needs, device)
 
 
-class _Needs(NamedTuple):
-    """Registers of a thread, for what it keeps of a row at once."""
-
-    working: int  # besides the others
-    columns: int  # weight and bias
-    row: int  # on its way: at odd addresses two words for one
-    at_once: int  # the two, a column at an odd address one word for each element
-    y: int  # held as float32 while the largest of a row is looked for
-
-
-def _needs(problem: Problem, spec: NormSpec, device: Device) -> _Needs:
-    shape = spec.shape
-    working = 44 if problem.row_dtype != "float64" else 72
-    if spec.scales:
-        working += 12 if spec.aligned else 32
-    if device.arch < 90 and any(step.function in FUNCTIONS for step in problem.operation.epilogue.steps):
-        working += 16  # a gate's sigmoid spilled 4 bytes, few rows of 4096 cols
-    if not spec.aligned:
-        working += words_to_shift(spec)
-    matrices = (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
-    row = shape.packs * shape.pack * ITEMSIZE[problem.row_dtype] // 4 * matrices * (1 if spec.aligned else 2)
-    columns = column_bytes(problem, shape) // 4
-    at_once = row + columns * (1 if spec.columns_aligned else 2)
-    return _Needs(working, columns, row, at_once, shape.packs * shape.pack if spec.scales == "per_row" else 0)
-
-
-def _rows_alone(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec | None:
+def _rows_alone(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
     """Of fewer rows than there are SMs: a thread for each pack, or a cluster for each row; None where neither wins."""
     shape, sms = spec.shape, device.sms - problem.sm_margin
     spec = replace(spec, rows_per_cta=1, columns_stay=True)
@@ -94,7 +66,7 @@ def _rows_alone(problem: Problem, spec: NormSpec, needs: _Needs, device: Device)
     return None
 
 
-def _by_two_ctas(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec | None:
+def _by_two_ctas(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
     """LayerNorm of more than 2560 packs, of which an SM would have one row at a time: two CTAs hold a row, keep weight
     and bias and have the next rows under way, with the same bits.
 
@@ -110,53 +82,7 @@ def _by_two_ctas(problem: Problem, spec: NormSpec, needs: _Needs, device: Device
     return kernel_spec(problem, "forward", shape, columns_stay=True, ctas_per_sm=ctas, stages=2 if ctas == 2 else 3)
 
 
-def _in_a_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, device: Device) -> NormSpec | None:
-    """Rows that wait in shared memory, where that is faster than registers."""
-    shape = spec.shape
-    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped:
-        return None
-    if device.arch == 90 and problem.operation in NAMED.values() and _sixteen_bits(spec, spec.matrices):
-        return _plain_ring(problem, spec, needs, many, device)
-    # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
-    # of 12288 cols, one CTA on an SM, 67.8 and 61.3.
-    narrow = shape.threads < 512 and (spec.scales == "one" or (spec.scales == "per_row" and shape.threads <= WARP))
-    if not (narrow or not many):
-        return None
-    under_way = 48 if not many else 42 if narrow else 32
-    # There y is made after x has been summed up: 96 registers are enough for four packs.
-    late = narrow and spec.aligned and device.arch < 100
-    registers = needs.working - 20 if late else needs.working + needs.y
-    return _short_ring(spec, needs.columns + registers + _more_in_a_ring(shape), under_way << 10, device)
-
-
-def _plain_ring(problem: Problem, spec: NormSpec, needs: _Needs, many: bool, device: Device) -> NormSpec | None:
-    """Rows of 16 bits of the norms themselves, few, or beside a float32 weight or bias, which late, from L1, cost more
-    than the ring does: 64 M elements of 4992 cols 72.1 us and 74.5, RMSNorm 69.8 and 73.9; of 6720 cols 76.0 and 74.5.
-    """
-    shape, wide = spec.shape, widest_column(spec) == 4
-    if many and not (wide and shape.threads * shape.packs <= 640):
-        return None
-    under_way = (32 if many else 55) << 10
-    registers = needs.working + _more_in_a_ring(shape)
-    if wide and problem.operation == NAMED["layer_norm"]:
-        # 8192 cols have two CTAs on an SM instead of one, 8 M elements 12.2 us and 13.4. Fewer
-        # registers spilled 4 to 28 bytes beside 16 bits, and 8 where gamma is zero-centred.
-        registers = 32 if shape.threads == 192 else 48
-    ring = _short_ring(spec, needs.columns + registers, under_way, device)
-    if wide and not many and shape.threads <= 64:
-        # Where registers leave few CTAs, three places for each: 1152 cols 10.5 us, by two 11.5.
-        deeper = _short_ring(spec, needs.columns + registers, under_way // 2, device, stages=3)
-        if ring is None or (deeper is not None and 2 * deeper.ctas_per_sm > ring.ctas_per_sm):
-            return deeper
-    return ring
-
-
-def _more_in_a_ring(shape: RowShape) -> int:
-    """Registers besides those of rows that wait in registers."""
-    return 26 if shape.packs == 4 else 14  # RMSNorm of four packs spilled 12 bytes in 80
-
-
-def _in_registers(problem: Problem, spec: NormSpec, needs: _Needs, device: Device) -> NormSpec:
+def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec:
     """Weight and bias come late, from L1. Threads enough: three packs beside a float32 weight, 11008 cols, 78 us with
     1536 on an SM and 88 with 1024.
     """
@@ -173,7 +99,7 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: _Needs, device: Devic
     narrow = narrow and not (spec.grouped and spec.scales)  # 4 bytes spilled on sm_80, 128 cols
     # On sm_80 two packs spilled 8 bytes in 40 registers.
     most, words = (1536, 28 if device.arch >= 90 else 40) if shape.packs <= 3 and narrow else (RESIDENT, needs.working)
-    if device.arch == 90 and not spec.scales and _sixteen_bits(spec):
+    if device.arch == 90 and not spec.scales and sixteen_bits(spec):
         if spec.grouped and narrow:
             # An SM has few rows of a group at once, so that late its vectors come from L2: modulated rows of 4096 cols
             # 82 us, with x 72. Not of six packs, 3072 cols 73 and 78.
@@ -188,6 +114,8 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: _Needs, device: Devic
         words += (8 if device.arch < 100 else 16) * (len(spec.matrices) - 1)
         if width < 4 and len(spec.matrices) == 1 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
             most, words = 1536, 40 - needs.y
+        # Four packs alone spilled 8 to 16 bytes there too, and vectors of groups 8 on sm_86.
+        words += 8 * (device.arch >= 100 or (device.arch < 90 and spec.grouped))
     return replace(spec, ctas_per_sm=max(1, ctas_of(spec, words + max(needs.row, needs.y), most)))
 
 
@@ -214,12 +142,6 @@ def forward_twice(problem: Problem) -> NormSpec:
     return replace(spec, ctas_per_sm=max(1, ctas_of(spec, working + waiting, RESIDENT)))
 
 
-def _sixteen_bits(spec: NormSpec, operands: Iterable[Operand] | None = None) -> bool:
-    """Whether every array, or these, has 16 bits, and every pack begins at a multiple of its size."""
-    arrays = (one.itemsize for one in operands or spec.operands if one.kind in ("full", "column", "group"))
-    return spec.aligned and spec.columns_aligned and max(arrays) == 2
-
-
 def _fits_64_registers(spec: NormSpec) -> bool:
     """Whether two matrices, four packs of each, are to have 64 registers: 1024 threads on an SM.
 
@@ -234,17 +156,3 @@ def _fits_64_registers(spec: NormSpec) -> bool:
 
 def bytes_per_sm(problem: Problem, device: Device) -> float:
     return problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] / device.sms
-
-
-def _short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, stages: int = 2) -> NormSpec | None:
-    """So many places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM, one place each.
-
-    None if less than half of them fit, weight and bias staying in registers.
-
-    In shared memory they take 40 us to come, all SMs asking L2 for the same lines; late from L1 they cost 4 of 11 us.
-    """
-    spec = replace(spec, stages=stages, ask_early=True, columns_stay=True)
-    needed = shared_memory(spec) + dynamic_shared(spec)
-    wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
-    ctas = min(wanted, ctas_of(spec, registers), (device.shared + 1024) // (needed + 1024))
-    return with_shifted(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None

@@ -15,6 +15,7 @@ WARP = 32
 COLUMN_BYTES = 64
 COLUMN_PACKS = 2
 SUM_COLUMNS = 4  # of a thread that adds partial rows up, and of a piece of a partial row
+BLOCK_VALUES = 32  # of y that a thread holds while it looks for the largest of blocks, where one block has no more
 MAILBOX = 8  # bytes
 SHARED_ALIGNMENT = 128  # of dynamic shared memory
 RUN_GAP = 32  # bytes that a run of packs takes besides them in shared memory where they are at odd addresses
@@ -66,6 +67,7 @@ class NormSpec:
     streamed_x: bool = False  # x is read past L1
     streamed_y: bool = False  # y, or dy, is written, or read, past L1
     columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
+    unpacked: bool = False  # forward: a thread keeps the values of its row, not the packs in which they wait
     once: bool = False  # forward: the grid has a CTA for every row
     keeps_g: bool = False  # backward: a thread keeps the gradient of xhat from the row's sums to dx
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows

@@ -89,6 +89,11 @@ inline uint32 larger_halves(uint32 a, uint32 b) {
   return ((a >> 16 > b >> 16 ? a : b) & 0xffff0000u) | (((a & 0xffff) > (b & 0xffff) ? a : b) & 0xffff);
 }
 
+inline float larger_magnitude(float a, float b) {
+  const uint32 left = float_to_word(a) & 0x7fffffff, right = float_to_word(b) & 0x7fffffff;
+  return word_to_float(left > right ? left : right);
+}
+
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
 
@@ -219,6 +224,17 @@ T shuffle_xor(T value, int lane_mask) {
 template <class T>
 T shuffle_down(T value) {
   cpu::shuffle_down(&value, sizeof(T));
+  return value;
+}
+
+template <class T>
+T shuffle(T value, int lane) {
+  cpu::shuffle_from(&value, sizeof(T), lane);
+  return value;
+}
+
+inline uint32 largest_of_warp(uint32 value) {
+  for (int mask = 16; mask > 0; mask /= 2) value = std::max(value, shuffle_xor(value, mask));
   return value;
 }
 

@@ -48,6 +48,7 @@ struct Erased<entry> {
 void barrier(int id, int threads);
 void shuffle_xor(void* value, int bytes, int lane_mask);
 void shuffle_down(void* value, int bytes);
+void shuffle_from(void* value, int bytes, int lane);
 int cluster_rank();
 void cluster_start();
 

@@ -104,6 +104,11 @@ void shuffle_down(void* value, int bytes) {
   shuffle(value, bytes, 32, lane < 31 ? lane + 1 : lane);
 }
 
+void shuffle_from(void* value, int bytes, int lane) {
+  if (lane < 0 || lane > 31) fail("a shuffle reaches beyond its warp");
+  shuffle(value, bytes, 33, static_cast<unsigned>(lane));
+}
+
 bool in_array([[maybe_unused]] const void* byte) {
 #ifdef CUNORM_ADDRESS
   return !__asan_address_is_poisoned(byte);

@@ -1,0 +1,110 @@
+"""The forward kernels of rows that wait in shared memory: how many CTAs, and how many places each has.
+
+How many bytes are on their way decides, and how many registers are left for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..device import Device
+from ..expression_value import FUNCTIONS
+from ..operation import NAMED, NORMS
+from .problem import ITEMSIZE, Problem
+from .registers import Needs, ctas_of, sixteen_bits, widest_column, with_shifted
+from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
+
+UNDER_WAY = 52 << 10  # bytes of x that an SM asks for ahead, where y has 8 bits
+
+
+def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
+    """Rows that wait in shared memory, where that is faster than registers."""
+    shape = spec.shape
+    if many and device.arch == 90 and spec.scales and (unpacked := _unpacked_ring(spec, needs, device)) is not None:
+        return unpacked
+    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped:
+        return None
+    plain = problem.operation in NAMED.values() and not spec.scales
+    if plain and device.arch == 90 and sixteen_bits(spec, spec.matrices):
+        return _plain_ring(problem, spec, needs, many, device)
+    # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
+    # of 12288 cols, one CTA on an SM, 67.8 and 61.3.
+    narrow = shape.threads < 512 and (spec.scales == "one" or (spec.scales == "per_row" and shape.threads <= WARP))
+    if not (narrow or not many):
+        return None
+    under_way = 48 if not many else 42 if narrow else 32
+    # There y is made after x has been summed up: 96 registers are enough for four packs.
+    late = narrow and spec.aligned and device.arch < 100
+    registers = needs.working - 20 if late else needs.working + needs.y
+    return _short_ring(spec, needs.columns + registers + _more_in_a_ring(shape), under_way << 10, device)
+
+
+def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
+    """Rows of 16 bits of the norms themselves, few, or beside a float32 weight or bias, which late, from L1, cost more
+    than the ring does: 64 M elements of 4992 cols 72.1 us and 74.5, RMSNorm 69.8 and 73.9; of 6720 cols 76.0 and 74.5.
+    """
+    shape, wide = spec.shape, widest_column(spec) == 4
+    if many and not (wide and shape.threads * shape.packs <= 640):
+        return None
+    under_way = (32 if many else 55) << 10
+    registers = needs.working + _more_in_a_ring(shape)
+    if wide and problem.operation == NAMED["layer_norm"]:
+        # 8192 cols have two CTAs on an SM instead of one, 8 M elements 12.2 us and 13.4. Fewer
+        # registers spilled 4 to 28 bytes beside 16 bits, and 8 where gamma is zero-centred.
+        registers = 32 if shape.threads == 192 else 48
+    ring = _short_ring(spec, needs.columns + registers, under_way, device)
+    if wide and not many and shape.threads <= 64:
+        # Where registers leave few CTAs, three places for each: 1152 cols 10.5 us, by two 11.5.
+        deeper = _short_ring(spec, needs.columns + registers, under_way // 2, device, stages=3)
+        if ring is None or (deeper is not None and 2 * deeper.ctas_per_sm > ring.ctas_per_sm):
+            return deeper
+    return ring
+
+
+def _unpacked_ring(spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+    """y in 8 bits: a third less to move than of 16, and more to compute. A thread reads its packs once, and keeps what
+    they hold unpacked beside weight and bias; None where registers leave fewer than 512 threads.
+
+    RMSNorm of 64 M elements, 7168 cols, by rows 51.5 us, in registers 56.2; 16384 cols 50.9 and 58.0; 4096 cols by
+    blocks 50.8 and 54.5. LayerNorm by one scale, 4096 cols, 51.1; packed 54.7.
+    """
+    shape, layer_norm = spec.shape, NORMS[spec.operation.norm].subtracts_mean
+    alone = len(spec.matrices) == 1 and not spec.grouped and "s" not in (one.name for one in spec.written)
+    if not (alone and sixteen_bits(spec)) or any(step.function in FUNCTIONS for step in spec.operation.epilogue.steps):
+        return None
+    # In a ring two barriers of LayerNorm's warps wait longer than for memory: by rows, 4096 cols, 61.3 us, in registers
+    # 57.1. Of three packs 12288 cols took 57.2, RMSNorm by rows, in registers 55.5.
+    in_warp = shape.threads <= WARP
+    if not in_warp and layer_norm and spec.finds_scales:
+        return None
+    if shape.packs < (3 if in_warp else 2 if spec.scales == "one" and not layer_norm else 4):
+        return None
+    words = max(72, needs.columns + shape.packs * shape.pack + (32 if layer_norm else 24))
+    of_cta = spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta
+    ctas = min(max(1, round(UNDER_WAY / of_cta)), ctas_of(spec, words))
+    if ctas * spec.threads < (384 if in_warp else 512):
+        return None
+    # Three places where one row fills an SM's threads: 16384 cols 50.9 us, two 54.7.
+    stages = 1 + max(1, round(UNDER_WAY / (ctas * of_cta)))
+    spec = replace(spec, ctas_per_sm=ctas, stages=stages, ask_early=True, columns_stay=True, unpacked=True)
+    fits = ctas * (shared_memory(spec) + dynamic_shared(spec) + 1024) <= device.shared + 1024
+    return spec if fits else None
+
+
+def _more_in_a_ring(shape: RowShape) -> int:
+    """Registers besides those of rows that wait in registers."""
+    return 26 if shape.packs == 4 else 14  # RMSNorm of four packs spilled 12 bytes in 80
+
+
+def _short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, stages: int = 2) -> NormSpec | None:
+    """So many places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM, one place each.
+
+    None if less than half of them fit, weight and bias staying in registers.
+
+    In shared memory they take 40 us to come, all SMs asking L2 for the same lines; late from L1 they cost 4 of 11 us.
+    """
+    spec = replace(spec, stages=stages, ask_early=True, columns_stay=True)
+    needed = shared_memory(spec) + dynamic_shared(spec)
+    wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
+    ctas = min(wanted, ctas_of(spec, registers), (device.shared + 1024) // (needed + 1024))
+    return with_shifted(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
