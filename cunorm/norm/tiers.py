@@ -117,6 +117,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     if late:
         rows_per_cta, stages = _rows_asked_for_late(problem, tier, shape)
         tier, resident = tier._replace(stages=stages), rows_per_cta * shape.threads
+    elif tier.fused_packs and len(_read(problem)) > 2:
+        tier = tier._replace(stages=2)  # a place of three matrices has 48 KB
     if groups:  # a CTA has rows of one group alone
         whole_warps = _whole_warps(shape)
         rows_per_cta = min(rows_per_cta, ceil_div(problem.rows // groups.count, whole_warps) * whole_warps)
@@ -139,16 +141,13 @@ def _backward_shape(problem: Problem, tier: Tier, plain: bool, device: Device) -
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
 
-    def fitting(shapes: Iterable[RowShape]) -> list[RowShape]:
+    def by(choices: Iterable[int]) -> list[RowShape]:
+        shapes = [shape_of(pack, packs, choice, tier.cluster) for choice in choices]
+        shapes = shapes if tier.packs else [short_backward_shape(pack, packs)]
         return [one for one in shapes if _registers_suffice(problem, one, device)]
 
-    def by(choices: Iterable[int]) -> list[RowShape]:
-        return fitting(shape_of(pack, packs, choice, tier.cluster) for choice in choices)
-
-    if not tier.packs:
-        shapes = fitting([short_backward_shape(pack, packs)])
-    else:
-        shapes = (by([tier.fused_packs]) if tier.fused_packs and not plain else []) or by(tier.packs)
+    shapes = by([tier.fused_packs]) if tier.fused_packs and not plain else []
+    shapes = shapes or by(tier.packs)
     return backward_shape(shapes) if shapes else None
 
 
@@ -158,13 +157,16 @@ def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, ctas: int) ->
     if shape.threads <= WARP:  # three warps of 1280 cols, of five packs each, 0.69 of the roof, four of 1152 0.94
         return max(1, ceil(rows * shape.threads / WARP)) * WARP // shape.threads
     # Of three matrices 4096 cols by one row add_rms_norm 141 us, by two 128.
-    return max(1 if len(_read(problem)) < 3 else 2, round(rows))
+    return max(2 if len(_read(problem)) == 3 else 1, round(rows))
 
 
 def _asks_late(problem: Problem, tier: Tier, shape: RowShape, many: bool) -> bool:
-    """Whether two matrices are written by rows: then less is to be under way, and to be asked for late."""
+    """Whether two matrices are written by rows: then less is to be under way, and to be asked for late.
+
+    Rows of groups were not measured, nor those of which a warp holds several.
+    """
     results = [one for one in problem.operands if one.kind == "full" and one.written]
-    return len(results) > 1 and many and shape.threads >= WARP and tier.stages > 0
+    return len(results) > 1 and not problem.groups and many and shape.threads >= WARP and tier.stages > 0
 
 
 def _rows_asked_for_late(problem: Problem, tier: Tier, shape: RowShape) -> tuple[int, int]:
