@@ -28,8 +28,10 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
     if plain and device.arch == 90 and sixteen_bits(spec, spec.matrices):
         return _plain_ring(problem, spec, needs, many, device)
     # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
-    # of 12288 cols, one CTA on an SM, 67.8 and 61.3.
-    narrow = shape.threads < 512 and (spec.scales == "one" or (spec.scales == "per_row" and shape.threads <= WARP))
+    # of 12288 cols, one CTA on an SM, 67.8 and 61.3, and of 7168, where some threads have a pack less, 62.9 and 57.0.
+    whole = not problem.norm.subtracts_mean or spec.cols == shape.capacity
+    in_warp = shape.threads <= WARP and spec.scales in ("one", "per_row")
+    narrow = in_warp or (shape.threads < 512 and spec.scales == "one" and whole)
     if not (narrow or not many):
         return None
     under_way = 48 if not many else 42 if narrow else 32
@@ -63,7 +65,7 @@ def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devi
 
 def _unpacked_ring(spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
     """y in 8 bits: a third less to move than of 16, and more to compute. A thread reads its packs once, and keeps what
-    they hold unpacked beside weight and bias; None where registers leave fewer than 512 threads.
+    they hold unpacked beside weight and bias; None where that is slower, or registers leave too few threads.
 
     RMSNorm of 64 M elements, 7168 cols, by rows 51.5 us, in registers 56.2; 16384 cols 50.9 and 58.0; 4096 cols by
     blocks 50.8 and 54.5. LayerNorm by one scale, 4096 cols, 51.1; packed 54.7.
@@ -72,8 +74,8 @@ def _unpacked_ring(spec: NormSpec, needs: Needs, device: Device) -> NormSpec | N
     alone = len(spec.matrices) == 1 and not spec.grouped and "s" not in (one.name for one in spec.written)
     if not (alone and sixteen_bits(spec)) or any(step.function in FUNCTIONS for step in spec.operation.epilogue.steps):
         return None
-    # In a ring two barriers of LayerNorm's warps wait longer than for memory: by rows, 4096 cols, 61.3 us, in registers
-    # 57.1. Of three packs 12288 cols took 57.2, RMSNorm by rows, in registers 55.5.
+    # LayerNorm's rows of several warps: 4096 cols 61.3 us, in registers 57.1. By ncu the scheduler is busy 68% of the
+    # time with four of its warps in a ring, 73% with eight. RMSNorm's of three packs, 12288 cols: 57.2 and 55.5.
     in_warp = shape.threads <= WARP
     if not in_warp and layer_norm and spec.finds_scales:
         return None
@@ -82,7 +84,8 @@ def _unpacked_ring(spec: NormSpec, needs: Needs, device: Device) -> NormSpec | N
     words = max(72, needs.columns + shape.packs * shape.pack + (32 if layer_norm else 24))
     of_cta = spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta
     ctas = min(max(1, round(UNDER_WAY / of_cta)), ctas_of(spec, words))
-    if ctas * spec.threads < (384 if in_warp else 512):
+    # LayerNorm of 1600 cols, 384 threads, by blocks 60.2 us, in registers 65.4.
+    if ctas * spec.threads < (384 if in_warp and spec.scales == "per_block" else 512):
         return None
     # Three places where one row fills an SM's threads: 16384 cols 50.9 us, two 54.7.
     stages = 1 + max(1, round(UNDER_WAY / (ctas * of_cta)))
