@@ -11,9 +11,9 @@ import numpy
 import pytest
 from arrays import on_host, same_bits
 from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
+from fusion_cases import Case, close, make
 from nvrtc import needs_nvrtc
 from reference import narrow, widen
-from test_fusion import Case, close, make
 
 import cunorm
 import cunorm.expression

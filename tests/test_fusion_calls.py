@@ -10,7 +10,7 @@ import cpu_device
 import numpy
 import pytest
 from arrays import in_wider_rows, misplaced, on_host, same_bits
-from test_fusion import CASES, make
+from fusion_cases import CASES, make
 
 import cunorm
 from cunorm.fusion import Fused

@@ -7,7 +7,7 @@ import cpu_device
 import numpy
 import pytest
 from cpu_functions import SMALL
-from test_fusion import CASES, EPS, close, expected, make
+from fusion_cases import CASES, EPS, close, expected, make
 
 from cunorm.device import KNOWN
 from cunorm.norm import fused

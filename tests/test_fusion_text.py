@@ -7,8 +7,8 @@ import time
 
 import pytest
 from cpu_functions import SMALL
+from fusion_cases import CASES
 from nvrtc import needs_nvrtc
-from test_fusion import CASES
 
 import cunorm
 from cunorm.commands.compilation import fault

@@ -14,8 +14,8 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("torch")
 
 import jax.numpy as jnp  # noqa: E402
+from fusion_cases import CASES, EPS, Made, make  # noqa: E402
 from jax_arrays import calls, close, from_jax, lowered, on_devices, random  # noqa: E402
-from test_fusion import CASES, EPS, Made, make  # noqa: E402
 
 import cunorm  # noqa: E402
 import cunorm.jax  # noqa: E402

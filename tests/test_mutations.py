@@ -8,6 +8,7 @@ import re
 from typing import Any, NamedTuple
 
 import cpu_cupy
+import fusion_cases
 import mutations_arithmetic
 import mutations_float8
 import mutations_fused
@@ -19,7 +20,6 @@ import test_dropout
 import test_float8
 import test_float8_casts
 import test_fused_float8
-import test_fusion
 import test_sandwich
 import test_views
 from arrays import inputs, misplaced
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "odd rows": (3, 137, "float16", {}),
 }
 
-SUM_IN_MORE_BITS = test_fusion.Case(
+SUM_IN_MORE_BITS = fusion_cases.Case(
     cunorm.fuse(
         "layer_norm",
         prologue=lambda x, residual: x + residual,
@@ -73,14 +73,14 @@ SUM_IN_MORE_BITS = test_fusion.Case(
     ("residual",),
     ("weight",),
 )
-BESIDE = test_fusion.Case(cunorm.fuse("layer_norm", epilogue=lambda xhat, z: xhat * z), ("z",))
-ONE_MORE = test_fusion.Case(cunorm.fuse("rms_norm", prologue=lambda x: x + 1))
+BESIDE = fusion_cases.Case(cunorm.fuse("layer_norm", epilogue=lambda xhat, z: xhat * z), ("z",))
+ONE_MORE = fusion_cases.Case(cunorm.fuse("rms_norm", prologue=lambda x: x + 1))
 
 
 class FusedRun(NamedTuple):
-    """A fused operation as test_fusion.py runs it."""
+    """A fused operation as test_fusion_stand_in.py runs it."""
 
-    operation: test_fusion.Case
+    operation: fusion_cases.Case
     shape: tuple[int, ...]
     dtype: str
     device: Any = SMALL
@@ -89,26 +89,26 @@ class FusedRun(NamedTuple):
 
 
 FUSED = {
-    "fused lanes": FusedRun(test_fusion.CASES["add_layer_norm"], (13, 33), "float16"),
-    "fused, streamed": FusedRun(test_fusion.CASES["add_rms_norm"], (2, 17000), "float32", WITHOUT_CLUSTERS),
-    "gate": FusedRun(test_fusion.CASES["gate"], (13, 33), "float16"),
-    "gate, CTA": FusedRun(test_fusion.CASES["gate"], (9, 1000), "float32"),
-    "gate, cluster": FusedRun(test_fusion.CASES["gate"], (4, 17000), "float32"),
-    "samples": FusedRun(test_fusion.CASES["samples"], (3, 13, 33), "float16"),
-    "samples, partial rows": FusedRun(test_fusion.CASES["samples"], (3, 7, 1000), "bfloat16", MANY_SMS),
-    "samples, a CTA each": FusedRun(test_fusion.CASES["modulate"], (7, 2, 256), "float32"),
-    "numbers of rows": FusedRun(test_fusion.CASES["numbers of rows"], (13, 33), "float16"),
-    "numbers of rows, CTA": FusedRun(test_fusion.CASES["numbers of rows"], (9, 1000), "float32"),
+    "fused lanes": FusedRun(fusion_cases.CASES["add_layer_norm"], (13, 33), "float16"),
+    "fused, streamed": FusedRun(fusion_cases.CASES["add_rms_norm"], (2, 17000), "float32", WITHOUT_CLUSTERS),
+    "gate": FusedRun(fusion_cases.CASES["gate"], (13, 33), "float16"),
+    "gate, CTA": FusedRun(fusion_cases.CASES["gate"], (9, 1000), "float32"),
+    "gate, cluster": FusedRun(fusion_cases.CASES["gate"], (4, 17000), "float32"),
+    "samples": FusedRun(fusion_cases.CASES["samples"], (3, 13, 33), "float16"),
+    "samples, partial rows": FusedRun(fusion_cases.CASES["samples"], (3, 7, 1000), "bfloat16", MANY_SMS),
+    "samples, a CTA each": FusedRun(fusion_cases.CASES["modulate"], (7, 2, 256), "float32"),
+    "numbers of rows": FusedRun(fusion_cases.CASES["numbers of rows"], (13, 33), "float16"),
+    "numbers of rows, CTA": FusedRun(fusion_cases.CASES["numbers of rows"], (9, 1000), "float32"),
     "a number's gradient alone": FusedRun(
-        test_fusion.CASES["numbers of rows after"], (9, 1000), "float32", wanted=("route",)
+        fusion_cases.CASES["numbers of rows after"], (9, 1000), "float32", wanted=("route",)
     ),
-    "heads": FusedRun(test_fusion.CASES["heads"], (5, 3, 128), "bfloat16"),
+    "heads": FusedRun(fusion_cases.CASES["heads"], (5, 3, 128), "bfloat16"),
     "beside, cluster": FusedRun(BESIDE, (4, 17000), "float32"),
-    "both, partial rows": FusedRun(test_fusion.CASES["both"], (9, 1000), "float32", MANY_SMS),
-    "poles": FusedRun(test_fusion.CASES["poles"], (13, 33), "float32"),
-    "poles, CTA": FusedRun(test_fusion.CASES["poles"], (3, 1001), "float16"),
+    "both, partial rows": FusedRun(fusion_cases.CASES["both"], (9, 1000), "float32", MANY_SMS),
+    "poles": FusedRun(fusion_cases.CASES["poles"], (13, 33), "float32"),
+    "poles, CTA": FusedRun(fusion_cases.CASES["poles"], (3, 1001), "float16"),
     "poles, streamed": FusedRun(
-        test_fusion.CASES["poles"],
+        fusion_cases.CASES["poles"],
         (2, 17001),
         "float32",
         WITHOUT_CLUSTERS,
@@ -229,10 +229,10 @@ def run(case: str, machine: Machine) -> None:
 
 
 def run_fused(case: FusedRun, machine: Machine) -> None:
-    made = test_fusion.make(case.operation, case.shape, case.dtype, case.dtypes)
+    made = fusion_cases.make(case.operation, case.shape, case.dtype, case.dtypes)
     with pytest.MonkeyPatch.context() as monkeypatch:
         cpu_cupy.play(monkeypatch, case.device, machine)
-        test_fusion.check(case.operation, made, cpu_cupy.asarray, case.wanted)
+        fusion_cases.check(case.operation, made, cpu_cupy.asarray, case.wanted)
 
 
 def finding(case: str, machine: Machine) -> str:

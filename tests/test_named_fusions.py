@@ -14,8 +14,8 @@ import pytest
 import torch
 from arrays import on_host
 from cpu_functions import SMALL
+from fusion_cases import EPS, close, tensor
 from reference import FORMATS, narrow
-from test_fusion import EPS, close, tensor
 
 import cunorm
 from cunorm.operation import FUSIONS
@@ -193,7 +193,7 @@ def test_values_and_gradients_are_those_of_the_formula(xp, name, shape, dtype):
 def test_values_and_gradients_on_a_gpu(name, shape, dtype):
     import cupy
 
-    # As in test_fusion: of s = x * silu(z), computed in float32, a few of many values are rounded to the neighbour.
+    # As in fusion_cases: of s = x * silu(z), computed in float32, a few of many values are rounded to the neighbour.
     check(name, shape, "float32" if "gate first" in name else dtype, cupy.asarray)
 
 

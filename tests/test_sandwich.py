@@ -11,8 +11,8 @@ import pytest
 import torch
 from arrays import on_host, same_bits
 from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
+from fusion_cases import EPS, close, tensor
 from reference import FORMATS, narrow
-from test_fusion import EPS, close, tensor
 from test_named_fusions import rms_norm
 
 import cunorm

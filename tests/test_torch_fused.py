@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cpu_device  # noqa: E402
-from test_fusion import CASES, EPS, Case, close, expected, make  # noqa: E402
+from fusion_cases import CASES, EPS, Case, close, expected, make  # noqa: E402
 from torch_fused import example, leaves  # noqa: E402
 from torch_tensors import array, on_devices, random, same  # noqa: E402
 

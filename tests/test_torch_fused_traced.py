@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cpu_device  # noqa: E402
-from test_fusion import CASES, make  # noqa: E402
+from fusion_cases import CASES, make  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch_fused import example, leaves  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_fusion import CASES, make
+from fusion_cases import CASES, make
 from torch_tensors import tensor
 
 
