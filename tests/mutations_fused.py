@@ -206,7 +206,7 @@ MUTATIONS = (
     Mutation(
         "the sum of a column of the prologue of dy, not of ds",
         "multiply_add(ds, x, sum_dshift)",
-        "multiply_add(dy, x, sum_dshift)",
+        "multiply_add(matrices[0][i], x, sum_dshift)",
         "gate, cluster",
         (("results", "dshift: .* of what is allowed"),),
     ),

@@ -117,7 +117,7 @@ LAYERS = (
     {"norm.problem"},
     {"norm.checks", "norm.spec"},
     {"norm.registers", "norm.shapes", "norm.fused", "norm.float8", "linear.problem"},
-    {"norm.short_forward", "norm.clusters"},
+    {"norm.short_forward", "norm.short_rings", "norm.clusters"},
     {"norm.tiers"},
     {"norm.steps"},
     {"norm.backward_plan"},
