@@ -116,6 +116,17 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, arch):
         assert specs[0] == specs[1] == specs[2]
 
 
+@pytest.mark.parametrize(
+    ("rows", "cols", "ctas", "stages"),
+    [(1024, 8192, 2, 2), (7281, 1152, 3, 3), (1985, 4224, 4, 2), (13443, 4992, 3, 2), (9986, 6720, 5, 0)],
+)
+def test_layer_norm_beside_float32_weights_waits_where_it_was_measured_to_win(rows, cols, ctas, stages):
+    """8 M elements in a ring, 64 M up to 5120 columns."""
+    parameters = dict.fromkeys(("weight", "bias"), "float32")
+    (step,) = plan(problem("forward", rows, cols, "bfloat16", "layer_norm", **parameters), KNOWN[90]).steps
+    assert (step.spec.ctas_per_sm, step.spec.stages) == (ctas, stages)
+
+
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_workspace_is_bounded(dtype, arch):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..device import Device
 from ..expression_value import FUNCTIONS
-from ..operation import NAMED, NORMS
+from ..operation import NAMED
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, ctas_of, sixteen_bits, widest_column, with_shifted
 from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
@@ -20,10 +20,16 @@ UNDER_WAY = 52 << 10  # bytes of x that an SM asks for ahead, where y has 8 bits
 def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
     """Rows that wait in shared memory, where that is faster than registers."""
     shape = spec.shape
-    if many and device.arch == 90 and spec.scales and (unpacked := _unpacked_ring(spec, needs, device)) is not None:
-        return unpacked
+    if (
+        many
+        and device.arch == 90
+        and spec.scales
+        and (found := _unpacked_ring(problem, spec, needs, device)) is not None
+    ):
+        return found
     if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped:
         return None
+    # RMSNorm's operation, and that of a call without weight or bias, is another one.
     plain = problem.operation in NAMED.values() and not spec.scales
     if plain and device.arch == 90 and sixteen_bits(spec, spec.matrices):
         return _plain_ring(problem, spec, needs, many, device)
@@ -32,9 +38,9 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
     whole = not problem.norm.subtracts_mean or spec.cols == shape.capacity
     in_warp = shape.threads <= WARP and spec.scales in ("one", "per_row")
     narrow = in_warp or (shape.threads < 512 and spec.scales == "one" and whole)
-    if not (narrow or not many):
+    if many and not narrow:
         return None
-    under_way = 48 if not many else 42 if narrow else 32
+    under_way = 42 if many else 48
     # There y is made after x has been summed up: 96 registers are enough for four packs.
     late = narrow and spec.aligned and device.arch < 100
     registers = needs.working - 20 if late else needs.working + needs.y
@@ -42,8 +48,8 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
 
 
 def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
-    """Rows of 16 bits of the norms themselves, few, or beside a float32 weight or bias, which late, from L1, cost more
-    than the ring does: 64 M elements of 4992 cols 72.1 us and 74.5, RMSNorm 69.8 and 73.9; of 6720 cols 76.0 and 74.5.
+    """LayerNorm of rows of 16 bits with weight and bias: few rows, and many where either is float32, which late, from L1,
+    costs more than the ring does: 64 M elements of 4992 cols 72.1 us and 74.5; of 6720 cols 76.0 and 74.5.
     """
     shape, wide = spec.shape, widest_column(spec) == 4
     if many and not (wide and shape.threads * shape.packs <= 640):
@@ -51,8 +57,8 @@ def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devi
     under_way = (32 if many else 55) << 10
     registers = needs.working + _more_in_a_ring(shape)
     if wide and problem.operation == NAMED["layer_norm"]:
-        # 8192 cols have two CTAs on an SM instead of one, 8 M elements 12.2 us and 13.4. Fewer
-        # registers spilled 4 to 28 bytes beside 16 bits, and 8 where gamma is zero-centred.
+        # 8192 cols have two CTAs on an SM instead of one, 8 M elements 12.2 us and 13.4; six warps four instead of two,
+        # 4224 cols 11.5 and 12.7. As few spilled 4 to 28 bytes beside 16 bits, and 8 where gamma is zero-centred.
         registers = 32 if shape.threads == 192 else 48
     ring = _short_ring(spec, needs.columns + registers, under_way, device)
     if wide and not many and shape.threads <= 64:
@@ -63,14 +69,14 @@ def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devi
     return ring
 
 
-def _unpacked_ring(spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+def _unpacked_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
     """y in 8 bits: a third less to move than of 16, and more to compute. A thread reads its packs once, and keeps what
     they hold unpacked beside weight and bias; None where that is slower, or registers leave too few threads.
 
     RMSNorm of 64 M elements, 7168 cols, by rows 51.5 us, in registers 56.2; 16384 cols 50.9 and 58.0; 4096 cols by
     blocks 50.8 and 54.5. LayerNorm by one scale, 4096 cols, 51.1; packed 54.7.
     """
-    shape, layer_norm = spec.shape, NORMS[spec.operation.norm].subtracts_mean
+    shape, layer_norm = spec.shape, problem.norm.subtracts_mean
     alone = len(spec.matrices) == 1 and not spec.grouped and "s" not in (one.name for one in spec.written)
     if not (alone and sixteen_bits(spec)) or any(step.function in FUNCTIONS for step in spec.operation.epilogue.steps):
         return None

@@ -370,7 +370,7 @@ class LayerNormLinear(WeightGradients):
         name, margins, keep = type(self).__name__, self._sm_margins, self.keep_normalized
         if self._over_ranks:
             more = (self._parallel, self._sink(is_first_microbatch), margins)
-            return parallel_functional.run_known(name, *tensors, self.eps, operation, keep, *more)
+            return parallel_functional.run_known(name, tensors, self.eps, operation, keep, *more)
         call = functional.known((name, margins), *tensors, self.eps, operation, keep)
         return None if call is None else functional.run_known(call, *tensors, self._sink(is_first_microbatch))
 

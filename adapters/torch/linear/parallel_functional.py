@@ -75,20 +75,15 @@ def _function(function: str, sm_margins: tuple[int, int, int], ranks: Ranks) -> 
 
 def run_known(
     function: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ln_weight: Tensor | None,
-    ln_bias: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
     eps: float,
     operation: str,
     keep_normalized: bool,
     parallel: TensorParallel,
     sink: Sink | None,
-    sm_margins: tuple[int, int, int] = NO_MARGINS,
+    sm_margins: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor | None] | None:
     """As `norm_linear` if there was a call like it, in eager mode and without autocast; else None."""
-    tensors = (x, weight, bias, ln_weight, ln_bias)
     call = known(_function(function, sm_margins, parallel.ranks()), *tensors, eps, operation, keep_normalized)
     return None if call is None else _run(call, tensors, parallel, sink)
 

@@ -27,8 +27,8 @@ MODULATED_FROM = HOST_BOUND_BELOW
 FEW = "too few elements to gain by it"
 # Elements from which compiled code has our kernel for the backward pass of a norm, and torch's operators for its
 # forward pass. Kernels of a norm between two Linears, both passes, on an H200: LayerNorm 0.76 of inductor's time at 8
-# M elements of x and 0.95 at 64 M, RMSNorm 0.85 and 1.01 (`python -m bench.compiled_norms`). With fewer a compiled step
-# waits for the host too.
+# M elements of x and 0.95 at 64 M, RMSNorm 0.85 and 1.01 (bench/results/commits/compiled_norms.jsonl). With fewer a
+# compiled step waits for the host too.
 COMPILED_FROM = HOST_BOUND_BELOW
 
 
