@@ -50,7 +50,7 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
 def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
     """LayerNorm of rows of 16 bits with weight and bias: few rows, and many beside float32 ones.
 
-    Late, from L1, those cost more than the ring: 64 M elements of 4992 cols 72.1 us and 74.5; of 6720 cols 76.0 and 74.5.
+    Late, from L1, those cost more than a ring: 64 M elements of 4992 cols 72.1 us and 74.5; of 6720 cols 76.0, 74.5.
     """
     shape, wide = spec.shape, widest_column(spec) == 4
     if many and not (wide and shape.threads * shape.packs <= 640):
