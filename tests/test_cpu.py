@@ -97,7 +97,7 @@ SHAPES = (
     Shape(9, 32768, "float16", SMALL, "many rows of LayerNorm: two CTAs of a row on an SM, with the bits of one"),
     Shape(10, 28680, "bfloat16", SMALL, "many rows of LayerNorm beside wide weight and bias: three places", "float32"),
     Shape(30, 1152, "bfloat16", SMALL, "a warp's rows in three places beside wide weight and bias", "float32"),
-    Shape(60, 4992, "bfloat16", SMALL, "many rows in a ring beside wide weight and bias", "float32"),
+    Shape(160, 1728, "bfloat16", SMALL, "many rows in a ring beside wide weight and bias", "float32"),
     Shape(4, 65537, "float16", SMALL, "cluster of 4, backward of 8, odd"),
     Shape(3, 57352, "bfloat16", SMALL, "cluster of 2, backward of 8 with four packs a thread"),
     Shape(3, 32772, "float64", SMALL, "cluster of 8, backward of 16 with three packs a thread"),
