@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..device import CLUSTER_SIZES, Device
 from .problem import ITEMSIZE, Problem
-from .registers import column_bytes, registers_of, with_shifted
+from .registers import column_bytes, registers_of, with_shifted, working_of_shifted
 from .shapes import ceil_div, in_clusters, kernel_spec
 from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
 
@@ -23,8 +23,13 @@ REACHED = {2: 1.0, 4: 0.91, 8: 0.91, 16: 0.85}
 FIXED_PACKS = 5  # what a warp does once for a row, in packs
 FEW_WARPS = 12  # fewer hide too little of what they wait for,
 FEW_WARPS_COST = 1.15  # and take so much longer
-MOST_WARPS = 16
+MOST_THREADS = 512  # of a CTA
+MOST_WARPS = 16  # of an SM
 LEAST_PACKS, MOST_PACKS = 4, 8
+# Rows that begin at odd addresses: of few packs a thread keeps weight and bias and the row once it has shifted it, and
+# more warps hide the shifting. 50257 columns forward, LayerNorm 122 us, by seven packs 144, of four that are shifted at
+# every reading 137; RMSNorm 83, 123 and 121, by 14 warps 91.
+SHIFTED_PACKS, SHIFTED_WARPS = 4, 24
 # Registers of a thread besides weight and bias. With as few as 40 ptxas spilled 4 to 12 bytes unless the next row is
 # asked for before the present one is summed up, which is fast with three CTAs on an SM alone: weight and bias of 32
 # bits, eight packs, 122880 columns 77 us, but 196608 by two 103, 49152 by four 84 and by one 85.
@@ -67,16 +72,21 @@ def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | N
     if column_bytes(problem, RowShape(pack, WARP, LEAST_PACKS)) > MOST_COLUMN_BYTES:
         return None
     packs = ceil_div(problem.cols, pack)
+    whole = problem.cols % pack == 0
 
-    def candidates() -> Iterator[tuple[RowShape, int]]:
+    def candidates(whole: bool) -> Iterator[tuple[RowShape, int]]:
+        most_packs, most_warps = (MOST_PACKS, MOST_WARPS) if whole else (SHIFTED_PACKS, SHIFTED_WARPS)
         for size in filter(device.runs_clusters, CLUSTER_SIZES):
-            for threads in range(2 * WARP, MOST_WARPS * WARP + 1, WARP):
+            for threads in range(2 * WARP, MOST_THREADS + 1, WARP):
                 shape = RowShape(pack, threads, ceil_div(ceil_div(packs, size), threads), size)
-                if LEAST_PACKS <= shape.packs <= MOST_PACKS:
-                    yield from ((shape, ctas) for ctas in range(1, MOST_WARPS * WARP // threads + 1))
+                if LEAST_PACKS <= shape.packs <= most_packs:
+                    yield from ((shape, ctas) for ctas in range(1, most_warps * WARP // threads + 1))
 
     def fits(shape: RowShape, ctas: int) -> bool:
         registers = _registers(problem, shape, WORKING_IF_EARLY if ctas == 3 else WORKING)
+        if not whole:
+            of_row = shape.packs * shape.pack * ITEMSIZE[problem.row_dtype] // 4
+            registers = _registers(problem, shape, working_of_shifted(problem.norm) + of_row)
         # Two places, with room for a byte more for each pack at an odd address and for what warps tell each other.
         shared = 2 * (_bytes(shape) + shape.threads * shape.packs) + (6 << 10)
         return registers <= registers_of(ctas * shape.threads) and ctas * (shared + 1024) <= device.shared + 1024
@@ -88,7 +98,8 @@ def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | N
         # Two rows on an SM at once, of twice as many SMs each, are up to 5% faster.
         return round(turn * shape.cluster / (ctas * REACHED[shape.cluster]), 6), -ctas, shape.threads
 
-    return min((one for one in candidates() if fits(*one)), key=cost, default=None)
+    found = [one for one in candidates(whole) if fits(*one)] or [one for one in candidates(True) if fits(*one)]
+    return min(found, key=cost, default=None)
 
 
 def _registers(problem: Problem, shape: RowShape, working: int) -> int:
@@ -103,7 +114,9 @@ def _bytes(shape: RowShape) -> int:
 def _columns_stay(problem: Problem, spec: NormSpec, device: Device) -> bool:
     """Whether a thread keeps weight and bias. Where it says no, ptxas spilled 4 to 176 bytes."""
     # Beside two matrices add_layer_norm took 173 us with them and 139 without, 16384 x 4096.
-    if len(spec.matrices) > 1 or spec.finds_scales or spec.grouped or not spec.aligned:
+    if len(spec.matrices) > 1 or spec.finds_scales or spec.grouped:
+        return False
+    if not spec.aligned and spec.shape.packs > SHIFTED_PACKS:
         return False
     rows = {problem.row_dtype} | {one.dtype for one in problem.operands if one.kind == "full"}
     full = spec.shape.capacity == problem.cols
