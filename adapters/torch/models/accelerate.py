@@ -112,7 +112,7 @@ def accelerate(model: nn.Module) -> Acceleration:
     added in the kernel of the norm: the decoder layers of Hugging Face's Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3 and
     OLMo 2, the layers of its GPT-2, BERT, ViT and Whisper, timm's ViT, and torch.nn.TransformerEncoderLayer and
     TransformerDecoderLayer. In diffusers' AdaLayerNorm and its like and in the blocks of DiT, PixArt, SD3 and Flux a
-    norm is modulated in its kernel, in the latter two with the gated residual before it.
+    norm is modulated in its kernel, but for PixArt's with the gated residual before it.
 
     Parameters
     ----------

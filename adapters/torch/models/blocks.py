@@ -49,7 +49,7 @@ BLOCKS: dict[tuple[str, str], Joins] = {
 # The same of blocks whose forward does several things, by an attribute that __init__ sets: DiT's and PixArt's, SD3's.
 KINDS_OF_BLOCKS: dict[tuple[str, str], dict[tuple[str, Any], Joins]] = {
     ("diffusers", "BasicTransformerBlock"): {
-        ("norm_type", "ada_norm_zero"): {"norm3": MODULATED},
+        ("norm_type", "ada_norm_zero"): {"norm3": GATED},
         ("norm_type", "ada_norm_single"): {"norm1": MODULATED, "norm2": MODULATED},
     },
     ("diffusers", "JointTransformerBlock"): {
