@@ -15,7 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cpu_device  # noqa: E402
+from functorch.compile import make_boxed_func  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch_diffusers import build, output_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
@@ -104,11 +106,11 @@ def test_under_torch_compile_the_operators_of_the_original_are_traced():
             accelerate(model)
         torch._dynamo.reset()
 
-        def backend(graph, _):
+        def keep(graph, _):
             graphs.append(sorted(str(node.target) for node in graph.graph.nodes if node.op.startswith("call")))
-            return graph.forward
+            return make_boxed_func(graph.forward)
 
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
         torch.testing.assert_close(output_of(compiled, inputs), expected, rtol=1e-4, atol=1e-6)
     assert graphs[1] == graphs[0]
 

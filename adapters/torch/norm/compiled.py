@@ -1,22 +1,35 @@
 """A norm for compiled code: its forward pass in torch's own operators, its backward pass our kernel.
 
     torch.ops.cunorm.decomposed_norm -> (y, statistics)         as torch.ops.cunorm.norm, but for what is left of it
+    torch.ops.cunorm.chosen_norm -> y                           that, or torch's own norm
 
 The compiler sees reductions and products in the forward pass, and joins them with what stands beside them; in the
 backward pass it sees one call, torch.ops.cunorm.norm_backward. Nobody but `accelerate` asks for it.
+
+`chosen_norm` is chosen where it is decomposed, in AOTAutograd, which is when it is known whether a CUDA graph will be
+made: with one a step does not wait for the host.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from ...operation import NAMED
 from . import checks, formulas, functional, operators
 
+# Devices whose kernels a CUDA graph replays.
+GRAPHED = ("cuda",)
+
 operators._library.define(f"decomposed_norm{operators._FORWARD}")
+operators._library.define(
+    "chosen_norm(Tensor x, Tensor? weight, Tensor? bias, str operation, int ndim, float eps, ScalarType dtype, "
+    "bool wants_statistics, int at_least) -> Tensor y"
+)
 
 
 class DecomposedNorm(operators.Norm):
@@ -47,6 +60,28 @@ class DecomposedNorm(operators.Norm):
 operators._library.impl("decomposed_norm", DecomposedNorm.apply, "CompositeImplicitAutograd")
 
 
+def _chosen_norm(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, at_least) -> Tensor:
+    """Decomposed from `at_least` elements on, or in a CUDA graph; of the strides that torch's own has either way."""
+    if x.numel() >= at_least or _is_graphed(x):
+        options = (operation, ndim, eps, dtype, wants_statistics, 0, 0)
+        return torch.ops.cunorm.decomposed_norm.default(x, weight, bias, *options)[0].contiguous()
+    shape = x.shape[-ndim:]
+    own = F.layer_norm(x, shape, weight, bias, eps) if operation == "layer_norm" else F.rms_norm(x, shape, weight, eps)
+    return own.contiguous()
+
+
+def _is_graphed(x: Tensor) -> bool:
+    """Whether inductor, if it is what compiles, will record a CUDA graph.
+
+    mode="reduce-overhead" says so in inductor's options, which hold while AOTAutograd traces.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and config.triton.cudagraphs and x.device.type in GRAPHED
+
+
+operators._library.impl("chosen_norm", _chosen_norm, "CompositeImplicitAutograd")
+
+
 def norm(
     operation: str,
     x: Tensor,
@@ -54,20 +89,22 @@ def norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float | None,
+    at_least: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As functional.norm, of tensors that a kernel reads, while torch.compile traces."""
+    """As functional.norm, of tensors that a kernel reads, while dynamo traces; torch's own where that is chosen."""
     function = NAMED[operation].norm
     ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
     eps = checks.eps(function, eps, x)
     dtype = functional._default_dtype(operation, x) if dtype is None else dtype
     wants_statistics = operators.wants_gradient(x, weight, bias)
-    options = (operation, ndim, eps, dtype, wants_statistics, 0, 0)
-    return torch.ops.cunorm.decomposed_norm.default(x, weight, bias, *options)[0]
+    return torch.ops.cunorm.chosen_norm.default(
+        x, weight, bias, operation, ndim, eps, dtype, wants_statistics, at_least
+    )
 
 
-def is_wanted(x: Tensor, at_least: int) -> bool:
-    """Whether this road is taken, of `at_least` elements."""
+def is_wanted(x: Tensor) -> bool:
+    """Whether dynamo traces, and not for an export; of what a kernel reads."""
     # Not asked by is_exporting(), which torch 2.11 has as true wherever dynamo traces.
-    by_dynamo = torch.compiler.is_dynamo_compiling()
-    return by_dynamo and x.dtype in functional.FLOATING and x.numel() >= at_least
+    by_dynamo = torch.compiler.is_dynamo_compiling() and not getattr(torch.compiler, "_is_exporting_flag", False)
+    return by_dynamo and x.dtype in functional.FLOATING

@@ -29,7 +29,7 @@ class _Options:
     sm_margin: int | Mapping[str, int] = 0
     autocast_output: bool = False
     # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
-    # compiled, but for the backward pass of _compiled_from elements.
+    # compiled, but for the backward pass of _compiled_from elements, or in a CUDA graph.
     _own_below = 0
     _compiled_from = 0
 
@@ -52,9 +52,10 @@ class _Options:
         operation = checks.zero_centered(op, weight) if self.zero_centered_gamma else op
         return norm(operation, x, self.normalized_shape, weight, bias, self.eps, dtype, self.sm_margin)
 
-    def _decomposed(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _chosen(self, op: str, x: Tensor) -> Tensor:
         """For a norm that torch's class made: without options."""
-        return compiled.norm(op, x, self.normalized_shape, self.weight, bias, self.eps)
+        weight, bias = self.weight, getattr(self, "bias", None)
+        return compiled.norm(op, x, self.normalized_shape, weight, bias, self.eps, self._compiled_from)
 
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
@@ -174,8 +175,8 @@ class LayerNorm(_Options, nn.LayerNorm):
         """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
         if self._own_below and not fp8_output:
             if is_compiling():
-                decomposed = compiled.is_wanted(input, self._compiled_from)
-                return self._decomposed("layer_norm", input, self.bias) if decomposed else super().forward(input)
+                chosen = compiled.is_wanted(input)
+                return self._chosen("layer_norm", input) if chosen else super().forward(input)
             if input.numel() < self._own_below:
                 weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
                 return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
@@ -222,8 +223,8 @@ class RMSNorm(_Options, nn.RMSNorm):
         """As `LayerNorm.forward`."""
         if self._own_below and not fp8_output:
             if is_compiling():
-                decomposed = compiled.is_wanted(x, self._compiled_from)
-                return self._decomposed("rms_norm", x, None) if decomposed else super().forward(x)
+                chosen = compiled.is_wanted(x)
+                return self._chosen("rms_norm", x) if chosen else super().forward(x)
             if x.numel() < self._own_below:
                 return F.rms_norm(x, self.normalized_shape, parameter_of(self, "weight"), self.eps)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
