@@ -160,9 +160,8 @@ class OfTransformers(_Swapped):
         weight, eps, form = parameter_of(self, "weight"), getattr(self, self._eps_name), self._form
         dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
         if self._own_below and is_compiling():
-            if hidden_states.numel() < self._compiled_from or not compiled.is_wanted(hidden_states):
-                return self._original.forward(self, hidden_states)
-            return compiled.norm(form.operation, hidden_states, weight.shape, weight, None, eps, 0, dtype)
+            own, at_least = self._original.forward(self, hidden_states), self._compiled_from
+            return compiled.norm(own, form.operation, hidden_states, weight.shape, weight, None, eps, at_least)
         return norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype, 0)
 
 

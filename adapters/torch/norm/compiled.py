@@ -1,7 +1,7 @@
 """A norm for compiled code: its forward pass in torch's own operators, its backward pass our kernel.
 
     torch.ops.cunorm.decomposed_norm -> (y, statistics)         as torch.ops.cunorm.norm, but for what is left of it
-    torch.ops.cunorm.chosen_norm -> y                           that, or torch's own norm
+    torch.ops.cunorm.chosen_norm -> y                           that, or what the model's own operators made
 
 The compiler sees reductions and products in the forward pass, and joins them with what stands beside them; in the
 backward pass it sees one call, torch.ops.cunorm.norm_backward. Nobody but `accelerate` asks for it.
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from ...operation import NAMED
 from . import checks, formulas, functional, operators
@@ -27,8 +26,8 @@ GRAPHED = ("cuda",)
 
 operators._library.define(f"decomposed_norm{operators._FORWARD}")
 operators._library.define(
-    "chosen_norm(Tensor x, Tensor? weight, Tensor? bias, str operation, int ndim, float eps, ScalarType dtype, "
-    "bool wants_statistics, int at_least) -> Tensor y"
+    "chosen_norm(Tensor own, Tensor x, Tensor? weight, Tensor? bias, str operation, int ndim, float eps, "
+    "bool wants_statistics, int at_least) -> Tensor"
 )
 
 
@@ -60,14 +59,13 @@ class DecomposedNorm(operators.Norm):
 operators._library.impl("decomposed_norm", DecomposedNorm.apply, "CompositeImplicitAutograd")
 
 
-def _chosen_norm(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, at_least) -> Tensor:
-    """Decomposed from `at_least` elements on, or in a CUDA graph; of the strides that torch's own has either way."""
-    if x.numel() >= at_least or _is_graphed(x):
-        options = (operation, ndim, eps, dtype, wants_statistics, 0, 0)
-        return torch.ops.cunorm.decomposed_norm.default(x, weight, bias, *options)[0].contiguous()
-    shape = x.shape[-ndim:]
-    own = F.layer_norm(x, shape, weight, bias, eps) if operation == "layer_norm" else F.rms_norm(x, shape, weight, eps)
-    return own.contiguous()
+def _chosen_norm(own, x, weight, bias, operation, ndim, eps, wants_statistics, at_least) -> Tensor:
+    """Decomposed from `at_least` elements on, or in a CUDA graph: `own` is then read by nobody, and not computed."""
+    if x.numel() < at_least and not _is_graphed(x):
+        return own
+    options = (operation, ndim, eps, own.dtype, wants_statistics, 0, 0)
+    y = torch.ops.cunorm.decomposed_norm.default(x, weight, bias, *options)[0]
+    return y.contiguous() if own.is_contiguous() else y
 
 
 def _is_graphed(x: Tensor) -> bool:
@@ -83,6 +81,7 @@ operators._library.impl("chosen_norm", _chosen_norm, "CompositeImplicitAutograd"
 
 
 def norm(
+    own: Tensor,
     operation: str,
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -90,20 +89,19 @@ def norm(
     bias: Tensor | None,
     eps: float | None,
     at_least: int,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As functional.norm, of tensors that a kernel reads, while dynamo traces; torch's own where that is chosen."""
+    """While dynamo traces `chosen_norm`, otherwise `own`, which the model's own operators made of the rest."""
+    if not _may_be_ours(x):
+        return own
     function = NAMED[operation].norm
     ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
     eps = checks.eps(function, eps, x)
-    dtype = functional._default_dtype(operation, x) if dtype is None else dtype
     wants_statistics = operators.wants_gradient(x, weight, bias)
-    return torch.ops.cunorm.chosen_norm.default(
-        x, weight, bias, operation, ndim, eps, dtype, wants_statistics, at_least
-    )
+    options = (operation, ndim, eps, wants_statistics, at_least)
+    return torch.ops.cunorm.chosen_norm.default(own, x, weight, bias, *options)
 
 
-def is_wanted(x: Tensor) -> bool:
+def _may_be_ours(x: Tensor) -> bool:
     """Whether dynamo traces, and not for an export; of what a kernel reads."""
     # Not asked by is_exporting(), which torch 2.11 has as true wherever dynamo traces.
     by_dynamo = torch.compiler.is_dynamo_compiling() and not getattr(torch.compiler, "_is_exporting_flag", False)

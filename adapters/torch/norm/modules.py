@@ -52,10 +52,10 @@ class _Options:
         operation = checks.zero_centered(op, weight) if self.zero_centered_gamma else op
         return norm(operation, x, self.normalized_shape, weight, bias, self.eps, dtype, self.sm_margin)
 
-    def _chosen(self, op: str, x: Tensor) -> Tensor:
+    def _chosen(self, own: Tensor, op: str, x: Tensor) -> Tensor:
         """For a norm that torch's class made: without options."""
         weight, bias = self.weight, getattr(self, "bias", None)
-        return compiled.norm(op, x, self.normalized_shape, weight, bias, self.eps, self._compiled_from)
+        return compiled.norm(own, op, x, self.normalized_shape, weight, bias, self.eps, self._compiled_from)
 
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
@@ -175,8 +175,7 @@ class LayerNorm(_Options, nn.LayerNorm):
         """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
         if self._own_below and not fp8_output:
             if is_compiling():
-                chosen = compiled.is_wanted(input)
-                return self._chosen("layer_norm", input) if chosen else super().forward(input)
+                return self._chosen(super().forward(input), "layer_norm", input)
             if input.numel() < self._own_below:
                 weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
                 return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
@@ -223,8 +222,7 @@ class RMSNorm(_Options, nn.RMSNorm):
         """As `LayerNorm.forward`."""
         if self._own_below and not fp8_output:
             if is_compiling():
-                chosen = compiled.is_wanted(x)
-                return self._chosen("rms_norm", x) if chosen else super().forward(x)
+                return self._chosen(super().forward(x), "rms_norm", x)
             if x.numel() < self._own_below:
                 return F.rms_norm(x, self.normalized_shape, parameter_of(self, "weight"), self.eps)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
