@@ -27,7 +27,7 @@ GRAPHED = ("cuda",)
 operators._library.define(f"decomposed_norm{operators._FORWARD}")
 operators._library.define(
     "chosen_norm(Tensor own, Tensor x, Tensor? weight, Tensor? bias, str operation, int ndim, float eps, "
-    "bool wants_statistics, int at_least) -> Tensor"
+    "int at_least) -> Tensor"
 )
 
 
@@ -59,11 +59,11 @@ class DecomposedNorm(operators.Norm):
 operators._library.impl("decomposed_norm", DecomposedNorm.apply, "CompositeImplicitAutograd")
 
 
-def _chosen_norm(own, x, weight, bias, operation, ndim, eps, wants_statistics, at_least) -> Tensor:
+def _chosen_norm(own, x, weight, bias, operation, ndim, eps, at_least) -> Tensor:
     """Decomposed from `at_least` elements on, or in a CUDA graph: `own` is then read by nobody, and not computed."""
     if x.numel() < at_least and not _is_graphed(x):
         return own
-    options = (operation, ndim, eps, own.dtype, wants_statistics, 0, 0)
+    options = (operation, ndim, eps, own.dtype, True, 0, 0)
     y = torch.ops.cunorm.decomposed_norm.default(x, weight, bias, *options)[0]
     return y.contiguous() if own.is_contiguous() else y
 
@@ -90,15 +90,13 @@ def norm(
     eps: float | None,
     at_least: int,
 ) -> Tensor:
-    """While dynamo traces `chosen_norm`, otherwise `own`, which the model's own operators made of the rest."""
-    if not _may_be_ours(x):
+    """`own`, which the model's own operators made of the rest, or `chosen_norm` where somebody will go back."""
+    if not (_may_be_ours(x) and operators.wants_gradient(x, weight, bias)):
         return own
     function = NAMED[operation].norm
     ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
     eps = checks.eps(function, eps, x)
-    wants_statistics = operators.wants_gradient(x, weight, bias)
-    options = (operation, ndim, eps, wants_statistics, at_least)
-    return torch.ops.cunorm.chosen_norm.default(own, x, weight, bias, *options)
+    return torch.ops.cunorm.chosen_norm.default(own, x, weight, bias, operation, ndim, eps, at_least)
 
 
 def _may_be_ours(x: Tensor) -> bool:
