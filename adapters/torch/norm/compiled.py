@@ -1,13 +1,11 @@
 """A norm for compiled code: its forward pass in torch's own operators, its backward pass our kernel.
 
-    torch.ops.cunorm.decomposed_norm -> (y, statistics)         as torch.ops.cunorm.norm, but for what is left of it
-    torch.ops.cunorm.chosen_norm -> y                           that, or what the model's own operators made
+    torch.ops.cunorm.chosen_norm -> y
 
 The compiler sees reductions and products in the forward pass, and joins them with what stands beside them; in the
-backward pass it sees one call, torch.ops.cunorm.norm_backward. Nobody but `accelerate` asks for it.
-
-`chosen_norm` is chosen where it is decomposed, in AOTAutograd, which is when it is known whether a CUDA graph will be
-made: with one a step does not wait for the host.
+backward pass it sees one call, torch.ops.cunorm.norm_backward. Or it sees what the model's own operators made: that is
+chosen where the operator is decomposed, in AOTAutograd, when it is known whether there will be a CUDA graph. With one
+a step does not wait for the host. Nobody but `accelerate` asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from . import checks, formulas, functional, operators
 # Devices whose kernels a CUDA graph replays.
 GRAPHED = ("cuda",)
 
-operators._library.define(f"decomposed_norm{operators._FORWARD}")
 operators._library.define(
     "chosen_norm(Tensor own, Tensor x, Tensor? weight, Tensor? bias, str operation, int ndim, float eps, "
     "int at_least) -> Tensor"
@@ -35,7 +32,7 @@ class DecomposedNorm(operators.Norm):
     """The same derivative of other operators."""
 
     @staticmethod
-    def forward(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, *_):
+    def forward(x, weight, bias, operation, ndim, eps, dtype, *_):
         """y comes of mean and rstd, not of `statistics`, which would have to be in memory before y is begun."""
         checks.forward(operation, x, ndim, weight, bias, dtype)
         axes, wide = tuple(range(-ndim, 0)), x.to(formulas.compute_dtype(x))
@@ -50,21 +47,15 @@ class DecomposedNorm(operators.Norm):
             y = y * formulas.gamma(operation, weight, x)
         if bias is not None:
             y = y + bias.to(y.dtype)
-        if not wants_statistics:
-            return y.to(dtype), y.new_empty(0)
         kept = [one.reshape(1, *x.shape[:-ndim]) for one in of_rows]
         return y.to(dtype), torch.cat(kept) if len(kept) > 1 else kept[0]
-
-
-operators._library.impl("decomposed_norm", DecomposedNorm.apply, "CompositeImplicitAutograd")
 
 
 def _chosen_norm(own, x, weight, bias, operation, ndim, eps, at_least) -> Tensor:
     """Decomposed from `at_least` elements on, or in a CUDA graph: `own` is then read by nobody, and not computed."""
     if x.numel() < at_least and not _is_graphed(x):
         return own
-    options = (operation, ndim, eps, own.dtype, True, 0, 0)
-    y = torch.ops.cunorm.decomposed_norm.default(x, weight, bias, *options)[0]
+    y, _ = DecomposedNorm.apply(x, weight, bias, operation, ndim, eps, own.dtype, True, 0, 0)
     return y.contiguous() if own.is_contiguous() else y
 
 
