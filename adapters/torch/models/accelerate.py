@@ -170,8 +170,8 @@ def accelerate(model: nn.Module) -> Acceleration:
 def _join_blocks(model: nn.Module, report: Acceleration) -> None:
     for name in report.norms.swapped:
         norm = model.get_submodule(name)
-        # 1: what is compiled alone
-        norm.__dict__["_own_below"] = HOST_BOUND_BELOW if isinstance(norm, LayerNorm | RMSNorm) else 1
+        if isinstance(norm, LayerNorm | RMSNorm):
+            norm.__dict__["_own_below"] = HOST_BOUND_BELOW
         norm.__dict__["_compiled_from"] = COMPILED_FROM
         report._norms.append(norm)
     for prefix, block in model.named_modules():

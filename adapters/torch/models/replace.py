@@ -142,9 +142,7 @@ class _Swapped:
     _eps_name: str
     _original: type
     _key: tuple[str, str | None]  # of form_of
-    # As in cunorm's modules, but that few elements too go to the kernels.
-    _own_below = 0
-    _compiled_from = 0
+    _compiled_from = 0  # as in cunorm's modules
 
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is swapped when it is loaded."""
@@ -157,11 +155,12 @@ class OfTransformers(_Swapped):
     _form: Form
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight, eps, form = parameter_of(self, "weight"), getattr(self, self._eps_name), self._form
-        dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
-        if self._own_below and is_compiling():
-            own, at_least = self._original.forward(self, hidden_states), self._compiled_from
+        cls = type(self)
+        weight, eps, form = parameter_of(self, "weight"), getattr(self, cls._eps_name), cls._form
+        if is_compiling() and self._compiled_from:
+            own, at_least = cls._original.forward(self, hidden_states), self._compiled_from
             return compiled.norm(own, form.operation, hidden_states, weight.shape, weight, None, eps, at_least)
+        dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
         return norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype, 0)
 
 
@@ -171,7 +170,7 @@ class _GatedOfTransformers(_Swapped):
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         weight = self.weight
         gated = self._form.operations.get((hidden_states.dtype, weight.dtype))
-        if gate is None or gated is None or (self._own_below and is_compiling()):
+        if gate is None or gated is None or (is_compiling() and self._compiled_from):
             return self._original.forward(self, hidden_states, gate)
         return gated(hidden_states, eps=getattr(self, self._eps_name), gate=gate, weight=weight)
 
