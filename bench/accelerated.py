@@ -1,11 +1,15 @@
 """Steps of models of transformers and diffusers, with torch's norms and after `accelerate`.
 
-    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes eager compile ...]
-                                [--cases training autocast forward ...] [--out FILE]
+    python -m bench.accelerated [--models gpt2 llama ...] [--layers 12] [--modes host eager compile ...]
+                                [--cases training autocast forward ...] [--ready-within SECONDS] [--out FILE]
 
-Copies of a model with random weights take turns in one run on one machine, in bfloat16. A line of JSON is a model, a
-mode and a case: the median milliseconds of a step until the GPU is done and until the host is, the losses of its first
-and last step, the peak of its memory beyond what it held before, and what `accelerate` says that ran.
+A model, a mode and a case are a process. All of eager mode get ready side by side, then all of the compiled modes; when
+all are ready they are measured one after the other. In a process copies of the model with random weights take turns, in
+bfloat16. A line of JSON is a process: the median milliseconds of a step until the GPU is done and until the host is,
+and of torch's in the same turn; the losses of the first and third step; the peak of the second step's memory beyond
+what was held before, and what a contender holds after three (CUDA graphs have one pool in a process, which the first
+contender pays for); how long the first step took, which compiles, beside the other processes, in mode compile with
+nothing in a cache; what `accelerate` says that ran; and torch's last step of a turn over the one before it.
 
 In eager mode Liger is beside them where it is installed and knows the model: its norms alone, and its gated product
 too. What it patches for every model of a process, its rotary embedding, is left out.
@@ -17,10 +21,12 @@ import argparse
 import copy
 import gc
 import inspect
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -29,9 +35,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._inductor.utils import fresh_cache
 
 import cunorm.torch
 from bench.results import lines_to
+from bench.side_by_side import in_turns
 from bench.torch_models import BATCH, SEQUENCE, alternate, build, loss_of, make_step
 from cunorm.torch import Acceleration, accelerate, replace_norms
 from cunorm.torch.models.joins import sum_then_norm
@@ -39,8 +47,8 @@ from cunorm.torch.models.joins import sum_then_norm
 NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3", "whisper", "dit")
 CONTENDERS = {
     "eager": ("torch", "replace_norms", "accelerate", "accelerate, of any size"),
-    "compile": ("torch", "accelerate", "accelerate, of any size"),
-    "reduce-overhead": ("torch", "accelerate", "accelerate, of any size"),
+    "compile": ("torch", "accelerate"),
+    "reduce-overhead": ("torch", "accelerate"),
 }
 # Attributes of norms and blocks by which `accelerate` chooses, in elements.
 CHOSEN = ("_own_below", "_joined_from", "_compiled_from")
@@ -50,7 +58,9 @@ LIGER = {
     "Liger, norms": {"rope": False, "fused_linear_cross_entropy": False, "swiglu": False, "geglu": False},
     "Liger": {"rope": False, "fused_linear_cross_entropy": False},
 }
-ROUNDS, WARM = 28, 3  # turns of one step each, so that what slows the host meets all alike; the first are left out
+# Turns of few steps each, so that what slows the host meets all alike; the first turns are left out. So is the first
+# step of a turn, which finds dynamo's guards, caches and the GPU's L2 as another copy left them.
+ROUNDS, WARM, STEPS = 14, 2, 3
 Step = Callable[[], torch.Tensor]
 
 
@@ -77,19 +87,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--modes", nargs="+", choices=tuple(CONTENDERS), default=("eager",))
+    parser.add_argument("--modes", nargs="+", choices=("host", *CONTENDERS), default=("host", "eager"))
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=("training",))
+    parser.add_argument("--ready-within", type=float, default=600, help="seconds for each kind of mode")
     parser.add_argument("--out", type=Path, default=Path("bench/results/torch/accelerated.jsonl"))
     arguments = parser.parse_args()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each process, where all would take all cores
     with lines_to(arguments.out) as write:
         write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
-        host(write)
-        for mode, case, name in product(arguments.modes, arguments.cases, arguments.models):
-            started = time.perf_counter()
-            figures = measured(name, arguments.layers, mode, CASES[case])
-            took = round(time.perf_counter() - started, 1)
-            write("step", model=name, layers=arguments.layers, mode=mode, case=case, **figures, took=took)
-            torch.cuda.empty_cache()
+        if "host" in arguments.modes:
+            host(write)
+        for modes in ({"eager"}, CONTENDERS.keys() - {"eager"}):
+            wanted = (mode for mode in arguments.modes if mode in modes)
+            jobs = [(*one, arguments.layers) for one in product(wanted, arguments.cases, arguments.models)]
+            for (mode, case, name, layers), figures in in_turns(prepared, jobs, arguments.ready_within):
+                write("step", model=name, layers=layers, mode=mode, case=case, **figures)
 
 
 def host(write: Callable[..., None]) -> None:
@@ -120,47 +132,71 @@ def apart(norm: nn.Module, x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tens
     return norm(s), s
 
 
-def measured(name: str, layers: int, mode: str, case: Case) -> dict[str, Any]:
-    """By contender."""
-    steps, first, peak, ran = {}, {}, {}, {}
+def prepared(mode: str, case_name: str, name: str, layers: int) -> Callable[[], dict[str, Any]]:
+    """Copies of a model, each after three steps; what measures them in turns."""
+    began = time.perf_counter()
+    case = CASES[case_name]
     original, inputs, labels = build(name, case.dtype, layers, case.batch, case.sequence)
     contenders = CONTENDERS[mode]
     if mode == "eager" and name in OF_LIGER and find_spec("liger_kernel"):
         contenders += tuple(LIGER)
-    for who in contenders:
+    if mode != "eager":  # imports what compiles, which is no contender's time
+        torch.compile(nn.Linear(8, 8, device="cuda"))(torch.ones(8, 8, device="cuda")).sum().backward()
+    steps, took, peak, held, losses, reports = {}, {}, {}, {}, {}, {}
+    # What compiles second finds things that the first left, so each is first in half of the models.
+    for who in contenders[::-1] if mode != "eager" and NAMES.index(name) % 2 else contenders:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
         model = copy.deepcopy(original)
-        report = None
         if who in LIGER:
             by_liger(model, name, LIGER[who])
         elif who != "torch":
-            report = (replace_norms if who == "replace_norms" else accelerate)(model)
-        for module in model.modules():
-            if who == "accelerate, of any size":
+            reports[who] = (replace_norms if who == "replace_norms" else accelerate)(model)
+        if who == "accelerate, of any size":
+            for module in model.modules():
                 vars(module).update({name: 1 for name in CHOSEN if name in vars(module)})
-        if mode != "eager":
-            model = torch.compile(model, mode=None if mode == "compile" else mode)
-        steps[who] = step_of(model, inputs, labels, case)
-        first[who] = float(steps[who]())
-        steps[who]()
-        peak[who] = peak_of(steps[who])
-        if isinstance(report, Acceleration):
-            counts = report.ran().values()
-            ran[who] = [sum(one.together for one in counts), sum(sum(one.apart.values()) for one in counts)]
-    gc.collect()
-    gc.freeze()  # a collection of all that transformers made takes longer than a step
-    done, host = times_of(steps)
-    losses = {who: [first[who], float(step())] for who, step in steps.items()}
-    figures = {
-        "ms": medians(done),
-        "of_torch": of_first(done),
-        "host_ms": medians(host),
-        "first_and_last_loss": losses,
-        "peak_bytes": peak,
-        "together_and_apart": ran,
+        run = model if mode == "eager" else torch.compile(model, mode=None if mode == "compile" else mode)
+        step = step_of(run, inputs, labels, case)
+        with fresh_cache() if mode == "compile" else nullcontext():
+            start = time.perf_counter()
+            losses[who] = [float(step())]
+            took[who] = round(time.perf_counter() - start, 2)
+            peak[who] = peak_of(step)
+            losses[who].append(float(step()))
+        steps[who] = step
+        model.zero_grad()
+        torch.cuda.empty_cache()
+        held[who] = torch.cuda.memory_reserved() - before
+    ready = round(time.perf_counter() - began, 1)
+
+    def measured() -> dict[str, Any]:
+        gc.collect()
+        gc.freeze()  # a collection of all that transformers made takes longer than a step
+        done, host = times_of({who: steps[who] for who in contenders})
+        itself = {"one": done["torch"][0::2], "next": done["torch"][1::2]}
+        return {
+            "ms": medians(done),
+            "of_torch": of_first(done),
+            "torch_of_itself": of_first(itself)["next"],
+            "host_ms": medians(host),
+            "losses": losses,
+            "peak_bytes": peak,
+            "held_bytes": held,
+            "first_step_s": took,
+            "ready_after_s": ready,
+            "together_and_apart": ran(reports),
+        }
+
+    return measured
+
+
+def ran(reports: dict[str, Any]) -> dict[str, list[int]]:
+    """How often norms ran joined, and how often not."""
+    counts = {who: report.ran().values() for who, report in reports.items() if isinstance(report, Acceleration)}
+    return {
+        who: [sum(one.together for one in found), sum(sum(one.apart.values()) for one in found)]
+        for who, found in counts.items()
     }
-    itself, _ = times_of({"once": steps["torch"], "again": steps["torch"]})
-    gc.unfreeze()
-    return figures | {"torch_of_itself": of_first(itself)["again"]}
 
 
 def by_liger(model: nn.Module, name: str, parts: dict[str, bool]) -> None:
@@ -198,19 +234,20 @@ def peak_of(step: Step) -> int:
 
 
 def times_of(steps: dict[str, Step]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds of each turn, until the GPU is done and until the host is."""
+    """Milliseconds of the steps that count, until the GPU is done and until the host is."""
     done: dict[str, list[float]] = {who: [] for who in steps}
     host: dict[str, list[float]] = {who: [] for who in steps}
     for turn in range(ROUNDS):
         for who, step in list(steps.items())[:: -1 if turn % 2 else 1]:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            until_host = time.perf_counter() - start
-            torch.cuda.synchronize()
-            if turn >= WARM:
-                host[who].append(until_host * 1e3)
-                done[who].append((time.perf_counter() - start) * 1e3)
+            for place in range(STEPS):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                step()
+                until_host = time.perf_counter() - start
+                torch.cuda.synchronize()
+                if turn >= WARM and place:
+                    host[who].append(until_host * 1e3)
+                    done[who].append((time.perf_counter() - start) * 1e3)
     return done, host
 
 
@@ -219,7 +256,7 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def of_first(times: dict[str, list[float]]) -> dict[str, float]:
-    """Medians of what a turn takes of the first contender's turn beside it."""
+    """Medians of what a step takes of the first contender's in the same turn."""
     first, *others = times
     pairs = {who: zip(times[who], times[first], strict=True) for who in others}
     return {who: round(statistics.median(one / base for one, base in pairs[who]), 4) for who in others}

@@ -60,7 +60,7 @@ class Decomposed(Block):
     def sum_and_norm(self, x, r):
         norm, r = self.norm, r + x
         op, bias = ("layer_norm", norm.bias) if isinstance(norm, nn.LayerNorm) else ("rms_norm", None)
-        return compiled.norm(op, r, norm.normalized_shape, norm.weight, bias, norm.eps), r
+        return compiled.norm(norm(r), op, r, norm.normalized_shape, norm.weight, bias, norm.eps, 0), r
 
 
 class Joined(Block):

@@ -1,22 +1,29 @@
-"""A small transformer in Flax, with Flax's norms and with cunorm's: the losses of STEPS steps and the time of one.
+"""Training steps of models in Flax, with Flax's norms and with cunorm's: a GPT and a ViT with LayerNorm, a Llama with
+RMSNorm, as MaxText has it (parameters in float32, rotary embedding, gated product, no biases).
 
-    python -m bench.flax_models [--norms LayerNorm RMSNorm] [--arithmetic bfloat16 tensorfloat32 float32] [--out FILE]
+    python -m bench.flax_models [--models gpt vit llama] [--frameworks linen nnx] [--arithmetic bfloat16 ...]
+                                [--ready-within SECONDS] [--out FILE]
 
-Both modules take turns within one run on one machine, from the same random parameters, over the same random tokens.
-Parameters are float32. The modules compute in bfloat16 or in float32, and matrix products of float32 as JAX has them by
-default, which on these GPUs is in tensorfloat32, or in float32.
+A model, a framework and an arithmetic are a process. All compile side by side and are measured one after the other. In
+a process both modules take turns, from the same random parameters, over the same random inputs. A line of JSON is a
+process: the losses of the first and last of STEPS steps, their greatest difference, milliseconds of a step, seconds
+that lowering and compiling took beside the other processes, bytes of temporaries and the number of launches in the
+program that XLA made. Parameters are float32. The modules compute in bfloat16 or in float32, and matrix products of
+float32 as JAX has them by default, which on these GPUs is in tensorfloat32, or in float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import functools
+import os
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +37,10 @@ import optax
 import cunorm.flax.linen
 import cunorm.flax.nnx
 from bench.results import lines_to
+from bench.side_by_side import in_turns
 from cunorm.jax.xla import target as choice
 
 STEPS = 50
-NORMS = ("LayerNorm", "RMSNorm")
 # The dtype of the modules, and the precision of matrix products.
 ARITHMETIC = {
     "bfloat16": ("bfloat16", "default"),
@@ -44,32 +51,60 @@ MODULES = {
     "linen": {"flax": flax.linen, "cunorm": cunorm.flax.linen},
     "nnx": {"flax": flax.nnx, "cunorm": cunorm.flax.nnx},
 }
+NORMS = {"gpt": "LayerNorm", "vit": "LayerNorm", "llama": "RMSNorm"}
 
-Step = Callable[[], jax.Array]
+State = Any  # parameters and the optimizer's
+Update = Callable[[State, jax.Array, jax.Array], tuple[State, jax.Array]]
 
 
 @dataclass(frozen=True)
 class Size:
     layers: int = 4
     width: int = 1024
+    hidden: int = 4096
     heads: int = 16
-    vocabulary: int = 8192
+    vocabulary: int = 8192  # or classes of pictures
     batch: int = 8
-    sequence: int = 512
+    sequence: int = 512  # or patches of a picture
 
 
-@dataclass(frozen=True)
-class Run:
-    step: Step
-    losses: list[float]
+SIZES = {
+    "gpt": Size(),
+    "vit": Size(width=768, hidden=3072, heads=12, vocabulary=1000, batch=32, sequence=196),
+    "llama": Size(width=2048, hidden=5632),
+}
+PATCH = 16 * 16 * 3  # numbers
+
+
+class Trained:
+    """A compiled step with its state."""
+
+    def __init__(self, model: str, framework: str, dtype: str, who: str, size: Size):
+        make = {"linen": linen_update, "nnx": nnx_update}[framework]
+        self.inputs, labels = batch_of(model, size)
+        update, self.state = make(getattr(MODULES[framework][who], NORMS[model]), model, jnp.dtype(dtype), size)
+        self.labels = labels
+        start = time.perf_counter()
+        self.compiled = jax.jit(update, donate_argnums=0).lower(self.state, self.inputs, labels).compile()
+        self.compile_s = time.perf_counter() - start
+
+    def step(self) -> jax.Array:
+        self.state, loss = self.compiled(self.state, self.inputs, self.labels)
+        return loss
+
+    def losses(self, steps: int) -> list[float]:
+        return [float(self.step()) for _ in range(steps)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
-    parser.add_argument("--arithmetic", nargs="+", choices=ARITHMETIC, default=ARITHMETIC)
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=tuple(SIZES))
+    parser.add_argument("--frameworks", nargs="+", choices=MODULES, default=tuple(MODULES))
+    parser.add_argument("--arithmetic", nargs="+", choices=ARITHMETIC, default=tuple(ARITHMETIC))
+    parser.add_argument("--ready-within", type=float, default=600, help="seconds")
     parser.add_argument("--out", type=Path, default=Path("bench/results/flax/models.jsonl"))
     arguments = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # which one process alone could afford
     with lines_to(arguments.out) as write:
         write(
             "run",
@@ -81,32 +116,32 @@ def main() -> None:
             date=datetime.date.today().isoformat(),
             command=" ".join(["python -m bench.flax_models", *sys.argv[1:]]),
         )
-        for norm in arguments.norms:
-            for framework in MODULES:
-                for arithmetic in arguments.arithmetic:
-                    figures = compare(norm, framework, arithmetic)
-                    write("training", norm=norm, framework=framework, arithmetic=arithmetic, **figures)
+        jobs = product(arguments.models, arguments.frameworks, arguments.arithmetic)
+        for (model, framework, arithmetic), figures in in_turns(prepared, jobs, arguments.ready_within):
+            write("training", model=model, framework=framework, arithmetic=arithmetic, **figures)
 
 
-def compare(norm: str, framework: str, arithmetic: str) -> dict[str, Any]:
-    """Losses with both norms, and milliseconds of a step."""
+def prepared(model: str, framework: str, arithmetic: str) -> Callable[[], dict[str, Any]]:
+    """Compiled steps after STEPS of them; what measures them in turns."""
     dtype, precision = ARITHMETIC[arithmetic]
     with jax.default_matmul_precision(precision):
-        runs = {who: train(norm, framework, dtype, who, Size(), STEPS) for who in MODULES[framework]}
+        runs = {who: Trained(model, framework, dtype, who, SIZES[model]) for who in MODULES[framework]}
+    losses = {who: run.losses(STEPS) for who, run in runs.items()}
+
+    def measured() -> dict[str, Any]:
         times = step_times({who: run.step for who, run in runs.items()})
-    return {
-        "steps": STEPS,
-        "first_loss": runs["flax"].losses[0],
-        **{f"last_loss_{who}": run.losses[-1] for who, run in runs.items()},
-        "most_apart": most_apart(runs["flax"].losses, runs["cunorm"].losses),
-        **{f"step_ms_{who}": times[who] for who in runs},
-    }
+        return {
+            "steps": STEPS,
+            "losses": {who: [found[0], found[-1]] for who, found in losses.items()},
+            "most_apart": {who: most_apart(losses["flax"], found) for who, found in losses.items() if who != "flax"},
+            "step_ms": {who: round(statistics.median(found), 3) for who, found in times.items()},
+            "of_flax": {who: of_one(found, times["flax"]) for who, found in times.items() if who != "flax"},
+            "compile_s": {who: round(run.compile_s, 1) for who, run in runs.items()},
+            "temporaries": {who: run.compiled.memory_analysis().temp_size_in_bytes for who, run in runs.items()},
+            "launches": {who: launches(run.compiled.as_text()) for who, run in runs.items()},
+        }
 
-
-def train(norm: str, framework: str, dtype: str, who: str, size: Size, steps: int) -> Run:
-    make = {"linen": linen_step, "nnx": nnx_step}[framework]
-    step = make(getattr(MODULES[framework][who], norm), jnp.dtype(dtype), size)
-    return Run(step, [float(step()) for _ in range(steps)])
+    return measured
 
 
 def most_apart(losses: list[float], others: list[float]) -> float:
@@ -114,22 +149,44 @@ def most_apart(losses: list[float], others: list[float]) -> float:
     return max(abs(a - b) / a for a, b in zip(losses, others, strict=True))
 
 
-def step_times(steps: dict[str, Step], rounds: int = 12, inner: int = 5) -> dict[str, float]:
-    """Milliseconds a step: medians over rounds in which all take turns."""
+def step_times(steps: dict[str, Callable[[], jax.Array]], rounds: int = 24, inner: int = 5) -> dict[str, list[float]]:
+    """Milliseconds a step, of each round in which all take turns, forwards and backwards, but for the first."""
     times: dict[str, list[float]] = {who: [] for who in steps}
-    for _ in range(rounds):
-        for who, step in steps.items():
+    for turn in range(rounds):
+        for who, step in list(steps.items())[:: -1 if turn % 2 else 1]:
             start = time.perf_counter()
             for _ in range(inner):
                 loss = step()
             loss.block_until_ready()
             times[who].append((time.perf_counter() - start) / inner * 1e3)
-    return {who: round(statistics.median(values[rounds // 4 :]), 3) for who, values in times.items()}
+    return {who: found[rounds // 8 :] for who, found in times.items()}
 
 
-def tokens(size: Size) -> tuple[jax.Array, jax.Array]:
-    """Random tokens, and those that follow them."""
-    ids = jax.random.randint(jax.random.key(1), (size.batch, size.sequence), 0, size.vocabulary)
+def of_one(times: list[float], others: list[float]) -> float:
+    """The median of what a turn takes of the other's beside it."""
+    return round(statistics.median(one / other for one, other in zip(times, others, strict=True)), 4)
+
+
+# Instructions of an optimized program that run kernels, and those whose computations are parts of a kernel.
+KERNELS = "fusion|custom-call|copy|dot|convolution|reduce|sort|scatter|gather|dynamic-slice|dynamic-update-slice"
+WHOLE = "fusion|reduce|reduce-window|sort|map|scatter|select-and-scatter"
+
+
+def launches(program: str) -> int:
+    """Kernels of a program in XLA's text; of a loop those of one turn."""
+    of_kernels = (line for line in program.splitlines() if re.search(rf" (?:{WHOLE})\(", line))
+    parts = {name for line in of_kernels for name in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", line)}
+    computations = re.findall(r"\n(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", program, re.DOTALL)
+    return sum(len(re.findall(rf" (?:{KERNELS})\(", body)) for name, body in computations if name not in parts)
+
+
+def batch_of(model: str, size: Size) -> tuple[jax.Array, jax.Array]:
+    """Random tokens and those that follow them, or the patches of random pictures and random classes."""
+    key, shape = jax.random.key(1), (size.batch, size.sequence)
+    if model == "vit":
+        classes = jax.random.randint(key, shape[:1], 0, size.vocabulary)
+        return jax.random.normal(key, (*shape, PATCH)), classes
+    ids = jax.random.randint(key, shape, 0, size.vocabulary)
     return ids, jnp.roll(ids, -1, axis=1)
 
 
@@ -137,102 +194,169 @@ def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
-def causal(sequence: int) -> jax.Array:
-    return jnp.tril(jnp.ones((1, 1, sequence, sequence), bool))
+def mask_of(model: str, sequence: int) -> jax.Array | None:
+    return None if model == "vit" else jnp.tril(jnp.ones((1, 1, sequence, sequence), bool))
+
+
+def attended(projected: list[jax.Array], heads: int) -> jax.Array:
+    """Causal attention of Llama's queries, keys and values, all of shape (batch, sequence, width)."""
+    q, k, v = (one.reshape(*one.shape[:2], heads, -1) for one in projected)
+    return jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True).reshape(projected[0].shape)
+
+
+def rotated(x: jax.Array) -> jax.Array:
+    """The rotary embedding of places."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+    cos, sin = (f(angles)[:, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    one, other = x[..., :half], x[..., half:]
+    return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
+
+
+def updating(loss_of: Callable[..., jax.Array], params: Any) -> tuple[Update, State]:
+    """A step of AdamW, and its state."""
+    optimizer = optax.adamw(1e-4)
+
+    def update(state: State, inputs: jax.Array, labels: jax.Array) -> tuple[State, jax.Array]:
+        params, moments = state
+        loss, gradients = jax.value_and_grad(loss_of)(params, inputs, labels)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    return update, (params, jax.jit(optimizer.init)(params))
 
 
 class LinenBlock(flax.linen.Module):
     norm: Any
+    model: str
     dtype: Any
     size: Size
 
     @flax.linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        nn, dtype, width = flax.linen, self.dtype, self.size.width
-        attention = nn.MultiHeadDotProductAttention(self.size.heads, dtype=dtype, deterministic=True)
-        x = x + attention(self.norm(dtype=dtype)(x), mask=causal(x.shape[1]))
-        hidden = nn.Dense(4 * width, dtype=dtype)(self.norm(dtype=dtype)(x))
-        return x + nn.Dense(width, dtype=dtype)(nn.gelu(hidden))
+        nn, dtype, size = flax.linen, self.dtype, self.size
+        attention = nn.MultiHeadDotProductAttention(size.heads, dtype=dtype, deterministic=True)
+        x = x + attention(self.norm(dtype=dtype)(x), mask=mask_of(self.model, size.sequence))
+        hidden = nn.Dense(size.hidden, dtype=dtype)(self.norm(dtype=dtype)(x))
+        return x + nn.Dense(size.width, dtype=dtype)(nn.gelu(hidden))
 
 
-class LinenTransformer(flax.linen.Module):
+class LinenLlamaBlock(flax.linen.Module):
     norm: Any
+    model: str
     dtype: Any
     size: Size
 
     @flax.linen.compact
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        nn, size = flax.linen, self.size
-        places = nn.Embed(size.sequence, size.width, dtype=self.dtype)(jnp.arange(ids.shape[1]))
-        x = nn.Embed(size.vocabulary, size.width, dtype=self.dtype)(ids) + places
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def dense(columns: int, y: jax.Array) -> jax.Array:
+            return flax.linen.Dense(columns, use_bias=False, dtype=self.dtype)(y)
+
+        size = self.size
+        y = self.norm(dtype=self.dtype)(x)
+        x = x + dense(size.width, attended([dense(size.width, y) for _ in range(3)], size.heads))
+        y = self.norm(dtype=self.dtype)(x)
+        return x + dense(size.width, flax.linen.silu(dense(size.hidden, y)) * dense(size.hidden, y))
+
+
+class LinenModel(flax.linen.Module):
+    norm: Any
+    model: str
+    dtype: Any
+    size: Size
+
+    @flax.linen.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        nn, size, same = flax.linen, self.size, {"dtype": self.dtype}
+        if self.model == "vit":
+            x = nn.Dense(size.width, **same)(inputs)
+        else:
+            x = nn.Embed(size.vocabulary, size.width, **same)(inputs)
+        if self.model != "llama":
+            x = x + nn.Embed(size.sequence, size.width, **same)(jnp.arange(size.sequence))
         for _ in range(size.layers):
-            x = LinenBlock(self.norm, self.dtype, size)(x)
-        return nn.Dense(size.vocabulary, dtype=self.dtype)(self.norm(dtype=self.dtype)(x))
+            block = LinenLlamaBlock if self.model == "llama" else LinenBlock
+            x = block(self.norm, self.model, self.dtype, size)(x)
+        x = self.norm(**same)(x)
+        if self.model == "vit":
+            x = x.mean(1)
+        return nn.Dense(size.vocabulary, use_bias=self.model != "llama", **same)(x)
 
 
-def linen_step(norm: Any, dtype: Any, size: Size) -> Step:
-    model, optimizer = LinenTransformer(norm, dtype, size), optax.adamw(1e-4)
-    ids, labels = tokens(size)
-    params = jax.jit(model.init)(jax.random.key(0), ids)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def update(params, state):
-        loss, gradients = jax.value_and_grad(lambda params: mean_loss(model.apply(params, ids), labels))(params)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    held = [params, optimizer.init(params)]
-
-    def step() -> jax.Array:
-        *held[:], loss = update(*held)
-        return loss
-
-    return step
+def linen_update(norm: Any, model: str, dtype: Any, size: Size) -> tuple[Update, State]:
+    module = LinenModel(norm, model, dtype, size)
+    params = jax.jit(module.init)(jax.random.key(0), batch_of(model, size)[0])
+    return updating(lambda params, inputs, labels: mean_loss(module.apply(params, inputs), labels), params)
 
 
 class NnxBlock(flax.nnx.Module):
-    def __init__(self, norm: Any, dtype: Any, size: Size, rngs: flax.nnx.Rngs):
+    def __init__(self, norm: Any, model: str, dtype: Any, size: Size, rngs: flax.nnx.Rngs):
         nnx, width = flax.nnx, size.width
         same = {"dtype": dtype, "rngs": rngs}
+        self.model = model
         self.before_attention = norm(width, **same)
         self.attention = nnx.MultiHeadAttention(size.heads, width, deterministic=True, decode=False, **same)
         self.before_mlp = norm(width, **same)
-        self.up = nnx.Linear(width, 4 * width, **same)
-        self.down = nnx.Linear(4 * width, width, **same)
+        self.up = nnx.Linear(width, size.hidden, **same)
+        self.down = nnx.Linear(size.hidden, width, **same)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.before_attention(x), mask=causal(x.shape[1]))
+        x = x + self.attention(self.before_attention(x), mask=mask_of(self.model, x.shape[1]))
         return x + self.down(flax.nnx.gelu(self.up(self.before_mlp(x))))
 
 
-class NnxTransformer(flax.nnx.Module):
-    def __init__(self, norm: Any, dtype: Any, size: Size, rngs: flax.nnx.Rngs):
+class NnxLlamaBlock(flax.nnx.Module):
+    def __init__(self, norm: Any, model: str, dtype: Any, size: Size, rngs: flax.nnx.Rngs):
+        nnx, width = flax.nnx, size.width
+        same = {"dtype": dtype, "rngs": rngs}
+        self.heads = size.heads
+        self.before_attention = norm(width, **same)
+        self.projections = nnx.List(nnx.Linear(width, width, use_bias=False, **same) for _ in range(3))
+        self.out = nnx.Linear(width, width, use_bias=False, **same)
+        self.before_mlp = norm(width, **same)
+        self.gate, self.up = (nnx.Linear(width, size.hidden, use_bias=False, **same) for _ in range(2))
+        self.down = nnx.Linear(size.hidden, width, use_bias=False, **same)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.before_attention(x)
+        x = x + self.out(attended([project(y) for project in self.projections], self.heads))
+        y = self.before_mlp(x)
+        return x + self.down(flax.nnx.silu(self.gate(y)) * self.up(y))
+
+
+class NnxModel(flax.nnx.Module):
+    def __init__(self, norm: Any, model: str, dtype: Any, size: Size, rngs: flax.nnx.Rngs):
         nnx = flax.nnx
         same = {"dtype": dtype, "rngs": rngs}
-        self.tokens = nnx.Embed(size.vocabulary, size.width, **same)
-        self.places = nnx.Embed(size.sequence, size.width, **same)
-        self.blocks = nnx.Sequential(*(NnxBlock(norm, dtype, size, rngs) for _ in range(size.layers)))
+        self.model = model
+        if model == "vit":
+            self.first = nnx.Linear(PATCH, size.width, **same)
+        else:
+            self.first = nnx.Embed(size.vocabulary, size.width, **same)
+        if model != "llama":
+            self.places = nnx.Embed(size.sequence, size.width, **same)
+        block = NnxLlamaBlock if model == "llama" else NnxBlock
+        self.blocks = nnx.Sequential(*(block(norm, model, dtype, size, rngs) for _ in range(size.layers)))
         self.last = norm(size.width, **same)
-        self.head = nnx.Linear(size.width, size.vocabulary, **same)
+        self.head = nnx.Linear(size.width, size.vocabulary, use_bias=model != "llama", **same)
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        x = self.tokens(ids) + self.places(jnp.arange(ids.shape[1]))
-        return self.head(self.last(self.blocks(x)))
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        x = self.first(inputs)
+        if self.model != "llama":
+            x = x + self.places(jnp.arange(x.shape[1]))
+        x = self.last(self.blocks(x))
+        return self.head(x.mean(1) if self.model == "vit" else x)
 
 
-def nnx_step(norm: Any, dtype: Any, size: Size) -> Step:
+def nnx_update(norm: Any, model: str, dtype: Any, size: Size) -> tuple[Update, State]:
+    """By nnx.split and nnx.merge: under nnx.jit the host walks through the module in every step."""
     nnx = flax.nnx
-    model = NnxTransformer(norm, dtype, size, nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
-    ids, labels = tokens(size)
+    definition, params, rest = nnx.split(NnxModel(norm, model, dtype, size, nnx.Rngs(0)), nnx.Param, ...)
 
-    @nnx.jit
-    def update(model, optimizer):
-        loss, gradients = nnx.value_and_grad(lambda model: mean_loss(model(ids), labels))(model)
-        optimizer.update(model, gradients)
-        return loss
+    def loss_of(params, inputs, labels):
+        return mean_loss(nnx.merge(definition, params, rest)(inputs), labels)
 
-    return lambda: update(model, optimizer)
+    return updating(loss_of, params)
 
 
 if __name__ == "__main__":

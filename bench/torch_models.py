@@ -1,9 +1,9 @@
 """The PyTorch adapter against torch's own norms: host time, memory, replayed graphs, and models of transformers.
 
-    python -m bench.torch_models [--warm] [--without-models] [--out FILE]
+    python -m bench.torch_models [--without-models] [--out FILE]
 
-`--warm` only compiles, the models in processes side by side, into inductor's cache: run it first. torch and cunorm take
-turns within one run on one machine. Models have random weights; nothing is downloaded.
+torch and cunorm take turns within one run on one machine. Models have random weights; nothing is downloaded. Models
+under torch.compile are those of bench/accelerated.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,19 +34,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--warm", action="store_true")
-    parser.add_argument("--model", choices=NAMES)
     parser.add_argument("--without-models", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("bench/results/torch/models.jsonl"))
     arguments = parser.parse_args()
-    if arguments.model:
-        for replaced in (False, True):
-            compiled_step(arguments.model, torch.bfloat16, replaced)
-        return
-    if arguments.warm:
-        command = [sys.executable, "-m", "bench.torch_models", "--model"]
-        processes = [subprocess.Popen([*command, name]) for name in NAMES]
-        sys.exit(max(process.wait() for process in processes))
     with lines_to(arguments.out) as write:
         write("run", gpu=torch.cuda.get_device_name(), torch=torch.__version__, command=" ".join(sys.argv))
         host_times(write)
@@ -281,25 +270,14 @@ def parity(write: Callable[..., None], name: str, dtype: str) -> None:
 
 def make_step(model, inputs, labels) -> Callable[[], torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    compiled = model
 
-    def step(run=None):
+    def step():
         optimizer.zero_grad()
-        loss, _ = loss_of(run or compiled, inputs, labels)
+        loss, _ = loss_of(model, inputs, labels)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    return step
-
-
-def compiled_step(name: str, dtype: torch.dtype, replaced: bool) -> Callable[[], torch.Tensor]:
-    model, inputs, labels = build(name, dtype)
-    if replaced:
-        replace_norms(model)
-    step = make_step(torch.compile(model), inputs, labels)
-    for _ in range(2):
-        step()
     return step
 
 
@@ -324,9 +302,6 @@ def training(write: Callable[..., None], name: str, dtype: str) -> None:
         most_apart=apart,
     )
     write("step", model=name, dtype=dtype, mode="eager", unit="ms", **step_times(steps))
-    if dtype == "bfloat16":
-        compiled = {who: compiled_step(name, DTYPES[dtype], who == "cunorm") for who in ("torch", "cunorm")}
-        write("step", model=name, dtype=dtype, mode="compile", unit="ms", **step_times(compiled))
 
 
 def step_times(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:

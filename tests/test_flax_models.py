@@ -1,4 +1,4 @@
-"""The transformer of bench/flax_models.py, small: with Flax's norms and with ours it has one curve of losses."""
+"""The models of bench/flax_models.py, small: with Flax's norms and with ours each has one curve of losses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 pytest.importorskip("flax", reason="Flax is not installed")
 
-from bench.flax_models import Size, most_apart, train  # noqa: E402
+from bench.flax_models import Size, Trained, launches, most_apart  # noqa: E402
 
-SMALL = Size(layers=1, width=32, heads=2, vocabulary=48, batch=2, sequence=8)
-STEPS = 8
+SMALL = Size(layers=1, width=32, hidden=64, heads=2, vocabulary=48, batch=2, sequence=8)
+STEPS = 12
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +23,42 @@ def quick_compilation():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("norm", "framework", "dtype", "room"),
-    [("LayerNorm", "linen", "float32", 1e-5), ("RMSNorm", "nnx", "bfloat16", 1e-2)],
+    ("model", "framework", "dtype", "room"),
+    [
+        ("gpt", "linen", "float32", 1e-5),
+        ("vit", "nnx", "float32", 1e-5),
+        ("llama", "linen", "float32", 1e-5),
+        ("llama", "nnx", "bfloat16", 1e-2),
+    ],
 )
-def test_losses_lie_on_each_other(norm, framework, dtype, room):
-    ours, flaxs = (train(norm, framework, dtype, who, SMALL, STEPS).losses for who in ("cunorm", "flax"))
+def test_losses_lie_on_each_other(model, framework, dtype, room):
+    ours, flaxs = (Trained(model, framework, dtype, who, SMALL).losses(STEPS) for who in ("cunorm", "flax"))
     assert flaxs[-1] < 0.95 * flaxs[0]
     assert most_apart(flaxs, ours) < room
+
+
+def test_launches_of_a_program():
+    """What is inside a fusion is no launch; what stands in a graph of launches is."""
+    program = """
+HloModule step
+
+%region (a: f32[], b: f32[]) -> f32[] {
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%fused_computation (p: f32[8]) -> f32[] {
+  %copy.1 = f32[8] copy(%p)
+  ROOT %reduce.1 = f32[] reduce(%copy.1, %zero), dimensions={0}, to_apply=%region
+}
+
+%command_buffer (p: f32[8]) -> f32[8] {
+  %fusion = f32[] fusion(%p), kind=kInput, calls=%fused_computation
+  ROOT %gemm = f32[8] custom-call(%p), custom_call_target="__cublas$gemm"
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %copy = f32[8] copy(%p)
+  ROOT %call = f32[8] call(%copy), to_apply=%command_buffer
+}
+"""
+    assert launches(program) == 3

@@ -14,7 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from functorch.compile import make_boxed_func  # noqa: E402
 from torch import distributed, nn  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_models import build, loss_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
@@ -493,11 +495,11 @@ def test_under_torch_compile_the_original_is_traced(name):
             accelerate(model)
         torch._dynamo.reset()
 
-        def backend(graph, _, place=place):
+        def keep(graph, _, place=place):
             graphs[place].append([str(node.target) for node in graph.graph.nodes if node.op != "placeholder"])
-            return graph.forward
+            return make_boxed_func(graph.forward)
 
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
         torch.testing.assert_close(compiled(**inputs).logits, expected)
     assert graphs[1] == graphs[0]
     report = accelerate(compiled)  # finds what is in the wrapper

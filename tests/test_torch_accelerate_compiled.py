@@ -12,11 +12,13 @@ from functorch.compile import make_boxed_func  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch._inductor.compile_fx import compile_fx  # noqa: E402
 from torch_models import build, loss_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
 from cunorm.torch import accelerate  # noqa: E402
 from cunorm.torch.models import accelerate as accelerate_module  # noqa: E402
+from cunorm.torch.norm import compiled  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +50,7 @@ def traced(model: nn.Module, *arguments: torch.Tensor) -> tuple[list[torch.fx.Gr
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
-    compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
-    y = compiled(*arguments)
+    y = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(*arguments)
     if y.requires_grad:
         y.sum().backward()
     return graphs, y
@@ -69,7 +70,7 @@ def test_the_compiler_sees_torchs_operators_forward_and_our_kernel_backward(devi
     # mean and rstd in one tensor are for the backward pass alone: y does not wait for them.
     (joined,) = (node for node in forward.graph.nodes if "aten.cat" in str(node.target))
     assert [user.op for user in joined.users] == ["output"]
-    assert "norms of 1 elements and more with our backward pass" in str(report)
+    assert "norms of 1 elements, of torch.nn in a CUDA graph any, with our backward pass" in str(report)
 
 
 def test_without_a_gradient_nothing_of_ours_is_seen():
@@ -78,6 +79,34 @@ def test_without_a_gradient_nothing_of_ours_is_seen():
     with torch.no_grad():
         (graph,), _ = traced(model, random(5, 64, dtype=torch.float32))
     assert not any("cunorm" in name or "aten.cat" in name for name in operators_of(graph))
+
+
+@pytest.mark.parametrize(
+    ("graphed", "devices", "count"),
+    [(True, ("cpu",), 2), (True, ("cuda",), 0), (False, ("cpu",), 0)],
+    ids=["a CUDA graph", "none of this device", "none"],
+)
+def test_few_elements_in_a_cuda_graph(monkeypatch, graphed, devices, count):
+    """How many backward passes are ours, as the options of inductor say, which hold while AOT autograd traces."""
+    monkeypatch.setattr(accelerate_module, "COMPILED_FROM", 8 << 20)
+    monkeypatch.setattr(compiled, "GRAPHED", devices)
+    model, graphs = Model(), []
+
+    def keep(graph, *_, **__):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def inductor(graph, inputs):
+        return compile_fx(graph, inputs, inner_compile=keep, config_patches={"triton.cudagraphs": graphed})
+
+    x = random(5, 64, dtype=torch.float32).requires_grad_()
+    expected = torch.autograd.grad(model(x).square().sum(), x)
+    accelerate(model)
+    y = torch.compile(model, fullgraph=True, backend=inductor)(x)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x), expected, rtol=1e-4, atol=1e-4)
+    forward, backward = map(operators_of, graphs)
+    assert not any("cunorm" in name for name in forward)
+    assert sum("cunorm.norm_backward" in name for name in backward) == count
 
 
 @on_devices
@@ -124,9 +153,9 @@ def test_rows_of_any_number_are_compiled_twice_at_most(rows):
     model = Model()
     accelerate(model)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    run = torch.compile(model, fullgraph=True, backend=counter)
     for count in rows:
-        compiled(random(count, 64, dtype=torch.float32)).sum().backward()
+        run(random(count, 64, dtype=torch.float32)).sum().backward()
     assert counter.frame_count == 2
 
 

@@ -15,7 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cpu_device  # noqa: E402
+from functorch.compile import make_boxed_func  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch_diffusers import build, output_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
@@ -104,11 +106,11 @@ def test_under_torch_compile_the_operators_of_the_original_are_traced():
             accelerate(model)
         torch._dynamo.reset()
 
-        def backend(graph, _):
+        def keep(graph, _):
             graphs.append(sorted(str(node.target) for node in graph.graph.nodes if node.op.startswith("call")))
-            return graph.forward
+            return make_boxed_func(graph.forward)
 
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
         torch.testing.assert_close(output_of(compiled, inputs), expected, rtol=1e-4, atol=1e-6)
     assert graphs[1] == graphs[0]
 
@@ -145,6 +147,35 @@ FORWARDS = {  # what is looked for, and whether it is found
         """,
         GATED,
         True,
+    ),
+    "branches before the norm, whose tests need not wait for the sum": (
+        """
+        y = x.cos()
+        y = gate[:, None] * y
+        s = y + x
+        if s.ndim == 4:
+            s = s.squeeze(1)
+        if self.between is not None:
+            s = self.between(s)
+        z = self.norm(s)
+        z = z * (1 + scale[:, None]) + shift[:, None]
+        return_ = z + s
+        """,
+        GATED,
+        True,
+    ),
+    "a branch that tests the sum": (
+        """
+        y = x.cos()
+        y = gate[:, None] * y
+        s = y + x
+        if s is not None:
+            s = s.sin()
+        z = self.norm(s) * (1 + scale[:, None]) + shift[:, None]
+        return_ = z + s
+        """,
+        GATED,
+        False,
     ),
     "within a branch": (
         """
@@ -236,6 +267,7 @@ def test_what_is_joined_in_a_source(module_of, case):
         return
     block = original()
     block.linear, block.norm = nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False)
+    block.between = None
     x, (gate, scale, shift) = random(3, 5, 8, dtype=torch.float32), random(3, 3, 8, dtype=torch.float32, seed=1)
     expected = block(x, gate, scale, shift)
     replace_norms(block)
@@ -243,6 +275,25 @@ def test_what_is_joined_in_a_source(module_of, case):
     block._ran = blocks.Counter()
     torch.testing.assert_close(block(x, gate, scale, shift), expected)
     assert block._ran == {("norm", ""): 1}
+
+
+@pytest.mark.parametrize("between", [None, torch.sin], ids=["no branch", "the second"])
+@pytest.mark.parametrize("axes", [3, 4], ids=["three axes", "four, the first branch"])
+def test_branches_before_a_norm(module_of, between, axes):
+    """If one is taken, all is computed as in the original."""
+    original = module_of(FORWARDS["branches before the norm, whose tests need not wait for the sum"][0])
+    block = original()
+    block.between, block.norm = between, nn.LayerNorm(8, elementwise_affine=False)
+    x, (gate, scale, shift) = random(3, 5, 8, dtype=torch.float32), random(3, 3, 8, dtype=torch.float32, seed=1)
+    x = x if axes == 3 else x[:, None]
+    gate = gate if axes == 3 else gate[:, None]
+    expected = block(x, gate, scale, shift)
+    forward = rewritten(original.forward, {"norm": GATED})
+    replace_norms(block)
+    block.__class__ = type("Block", (blocks.Block, original), {"forward": forward})
+    block._ran = blocks.Counter()
+    torch.testing.assert_close(block(x, gate, scale, shift), expected)
+    assert block._ran == ({("norm", ""): 1} if between is None and axes == 3 else {})
 
 
 # What keeps a norm apart: the norm, and a condition's shape and dtype.

@@ -49,7 +49,7 @@ BLOCKS: dict[tuple[str, str], Joins] = {
 # The same of blocks whose forward does several things, by an attribute that __init__ sets: DiT's and PixArt's, SD3's.
 KINDS_OF_BLOCKS: dict[tuple[str, str], dict[tuple[str, Any], Joins]] = {
     ("diffusers", "BasicTransformerBlock"): {
-        ("norm_type", "ada_norm_zero"): {"norm3": MODULATED},
+        ("norm_type", "ada_norm_zero"): {"norm3": GATED},
         ("norm_type", "ada_norm_single"): {"norm1": MODULATED, "norm2": MODULATED},
     },
     ("diffusers", "JointTransformerBlock"): {
@@ -99,7 +99,7 @@ class Block:
 
     def _sum_norm(self, name: str, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(one + other), one + other)"""
-        if self._together(name, one, other):
+        if _together(self, name, one, other):
             return sum_then_norm(self._modules[name], one, other)
         total = one + other
         return self._modules[name](total), total
@@ -107,12 +107,12 @@ class Block:
     def _norm_sum(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
         """norm(x) + residual"""
         norm = self._modules[name]
-        return norm_then_sum(norm, x, residual) if self._together(name, x, residual) else residual + norm(x)
+        return norm_then_sum(norm, x, residual) if _together(self, name, x, residual) else residual + norm(x)
 
     def _norm_modulate(self, name: str, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """norm(x) * (1 + scale) + shift"""
         norm = self._modules[name]
-        if self._together(name, x, x, (scale, shift)):
+        if _together(self, name, x, x, (scale, shift)):
             return norm_then_modulation(norm, x, scale, shift)
         return norm(x) * (1 + scale) + shift
 
@@ -121,24 +121,25 @@ class Block:
     ) -> tuple[Tensor, Tensor]:
         """(norm(s) * (1 + scale) + shift, s) of s = residual + gate * x"""
         norm = self._modules[name]
-        if self._together(name, x, residual, (gate, scale, shift)):
+        if _together(self, name, x, residual, (gate, scale, shift)):
             return gated_sum_then_modulation(norm, x, gate, residual, scale, shift)
         total = residual + gate * x
         return norm(total) * (1 + scale) + shift, total
 
-    def _together(self, name: str, x: Tensor, residual: Tensor, vectors: Sequence[Tensor] = ()) -> bool:
-        if is_compiling():  # a compiler joins them in its own way
-            return False
-        if x.numel() < self._joined_from:
-            self._few[name] += 1
-            return False
-        reason = apart(self._modules[name], x, residual, vectors)
-        self._ran[name, reason] += 1
-        return not reason
-
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is joined again when it is loaded."""
         return _unpickled, tuple(self._known), self.__getstate__()
+
+
+def _together(block: Block, name: str, x: Tensor, residual: Tensor, vectors: Sequence[Tensor] = ()) -> bool:
+    if is_compiling():  # a compiler joins them in its own way
+        return False
+    if x.numel() < block._joined_from:
+        block._few[name] += 1
+        return False
+    reason = apart(block._modules[name], x, residual, vectors)
+    block._ran[name, reason] += 1
+    return not reason
 
 
 @functools.cache

@@ -66,10 +66,16 @@ def _apart_from(norm: Any, shape: torch.Size, vectors: Sequence[Tensor]) -> str:
     for vector in vectors:
         if vector.dtype not in FLOATING:
             return "the modulation has a dtype that no kernel reads"
-        axes = zip(reversed(vector.shape), reversed(shape), strict=False)
-        if vector.dim() > len(shape) or any(length not in (1, of_x) for length, of_x in axes):
+        if not _broadcasts(vector.shape, shape):
             return "the modulation is larger than what is modulated"
     return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    """Kept, as it is asked of each vector at each call: 1 us each."""
+    axes = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(length in (1, of_x) for length, of_x in axes)
 
 
 def sum_then_norm(norm: Any, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

@@ -142,9 +142,7 @@ class _Swapped:
     _eps_name: str
     _original: type
     _key: tuple[str, str | None]  # of form_of
-    # As in cunorm's modules, but that few elements too go to the kernels.
-    _own_below = 0
-    _compiled_from = 0
+    _compiled_from = 0  # as in cunorm's modules
 
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is swapped when it is loaded."""
@@ -157,12 +155,15 @@ class OfTransformers(_Swapped):
     _form: Form
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight, eps, form = parameter_of(self, "weight"), getattr(self, self._eps_name), self._form
+        cls = type(self)
+        weight, eps, form = parameter_of(self, "weight"), getattr(self, cls._eps_name), cls._form
+        if is_compiling() and self._compiled_from:
+            own = cls._original.forward(self, hidden_states)
+            # With fewer, in a CUDA graph too: rows of a head, which inductor joins with their rotation, were not timed.
+            if hidden_states.numel() < self._compiled_from:
+                return own
+            return compiled.norm(own, form.operation, hidden_states, weight.shape, weight, None, eps, 0)
         dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
-        if self._own_below and is_compiling():
-            if not compiled.is_wanted(hidden_states, self._compiled_from):
-                return self._original.forward(self, hidden_states)
-            return compiled.norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype)
         return norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype, 0)
 
 
@@ -172,7 +173,7 @@ class _GatedOfTransformers(_Swapped):
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         weight = self.weight
         gated = self._form.operations.get((hidden_states.dtype, weight.dtype))
-        if gate is None or gated is None or (self._own_below and is_compiling()):
+        if gate is None or gated is None or (is_compiling() and self._compiled_from):
             return self._original.forward(self, hidden_states, gate)
         return gated(hidden_states, eps=getattr(self, self._eps_name), gate=gate, weight=weight)
 

@@ -9,6 +9,9 @@ What the method computes is read from its source, and these forms of statements 
     a = g * a; s = r + a; n = self.norm(s) * (1 + c) + d
                                          ->   n, s = self._gate_sum_norm_modulate("norm", a, g, r, c, d)
 
+The last of these also where `if` statements stand before n, if their tests can be made before the sum: if one of them
+holds, all statements are the original's.
+
 The rest of the method stays as it is. What the calls do is decided when they run (blocks.py): a rewritten method whose
 norm has a hook computes what stands beside it and calls the norm, as the original does.
 """
@@ -18,7 +21,8 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -199,22 +203,48 @@ class _Writer:
                 ast.Assign([ast.Name(gated)], ast.BinOp(gate, ast.Mult(), ast.Name(x))),
                 ast.Assign([ast.Name(total)], ast.BinOp(ast.Name(one), ast.Add(), ast.Name(other))),
             ] if gated == x != total and (one == gated) != (other == gated):
-                found = self._modulation(left[2:], GATED)
+                residual = other if one == gated else one
             case _:
                 return None
+        ifs = list(itertools.takewhile(lambda statement: isinstance(statement, ast.If), left[2:]))
+        found = self._modulation(left[2 + len(ifs) :], GATED)
         if found is None or found.argument.id != total or not _is_vector(gate):
             return None
-        rest = left[2 + found.count :]
+        count = 2 + len(ifs) + found.count
         changed = {gated, total}
         if any(_reads(part, changed) for part in (gate, found.scale, found.shift)) or found.target in changed:
             return None
-        if any(_reads(statement, {gated}) for statement in (*rest, *after)):
+        if any(_reads(statement, {gated}) for statement in (*left[count:], *after)):
             return None
-        residual = ast.Name(other if one == gated else one, ast.Load())
-        arguments = (ast.Name(gated, ast.Load()), gate, residual, found.scale, found.shift)
-        joined = self._call(GATED, found.name, *arguments, like=left[0])
+        summands = (ast.Name(gated, ast.Load()), gate, ast.Name(residual, ast.Load()))
+        tests = [self._before_the_sum(branch, total, gated, summands) for branch in ifs]
+        if None in tests:
+            return None
+        joined = self._call(GATED, found.name, *summands, found.scale, found.shift, like=left[0])
         targets = ast.Tuple([ast.Name(found.target, ast.Store()), ast.Name(total, ast.Store())], ast.Store())
-        return [ast.copy_location(ast.Assign([targets], joined), left[0])], rest
+        call: ast.stmt = ast.copy_location(ast.Assign([targets], joined), left[0])
+        if ifs:
+            call = ast.copy_location(ast.If(ast.BoolOp(ast.Or(), tests), left[:count], [call]), left[0])
+        return [call], left[count:]
+
+    def _before_the_sum(
+        self, branch: ast.stmt, total: str, gated: str, summands: Sequence[ast.expr]
+    ) -> ast.expr | None:
+        """A test that holds if that of a branch, which stands behind a sum, will hold; None if there is none."""
+        match branch:
+            case ast.If(ast.Compare(value, [ast.IsNot()], [ast.Constant(None)]) as test, _, []):
+                match value:
+                    case ast.Name(name) if name not in (total, gated):
+                        return test
+                    case ast.Attribute(ast.Name(self.instance)):
+                        return test
+            case ast.If(
+                ast.Compare(ast.Attribute(ast.Name(name), "ndim"), [ast.Eq()], [ast.Constant() as ndim]), _, []
+            ):
+                if name == total:  # which has as many axes as one of its parts
+                    ndims = [ast.Attribute(one, "ndim", ast.Load()) for one in summands]
+                    return ast.Compare(ndim, [ast.In()], [ast.Tuple(ndims, ast.Load())])
+        return None
 
     def _modulation(self, left: list[ast.stmt], join: str) -> _Modulation | None:
         """n = norm(b) * (1 + scale) + shift, in one statement or n = norm(b) and the rest in two."""

@@ -1,13 +1,16 @@
 """A norm for compiled code: its forward pass in torch's own operators, its backward pass our kernel.
 
-    torch.ops.cunorm.decomposed_norm -> (y, statistics)         as torch.ops.cunorm.norm, but for what is left of it
+    torch.ops.cunorm.chosen_norm -> y
 
 The compiler sees reductions and products in the forward pass, and joins them with what stands beside them; in the
-backward pass it sees one call, torch.ops.cunorm.norm_backward. Nobody but `accelerate` asks for it.
+backward pass it sees one call, torch.ops.cunorm.norm_backward. Or it sees what the model's own operators made: that is
+chosen where the operator is decomposed, in AOTAutograd, when it is known whether there will be a CUDA graph. With one
+a step does not wait for the host. Nobody but `accelerate` asks for it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -16,14 +19,20 @@ from torch import Tensor
 from ...operation import NAMED
 from . import checks, formulas, functional, operators
 
-operators._library.define(f"decomposed_norm{operators._FORWARD}")
+# Devices whose kernels a CUDA graph replays.
+GRAPHED = ("cuda",)
+
+operators._library.define(
+    "chosen_norm(Tensor own, Tensor x, Tensor? weight, Tensor? bias, str operation, int ndim, float eps, "
+    "int at_least) -> Tensor"
+)
 
 
 class DecomposedNorm(operators.Norm):
     """The same derivative of other operators."""
 
     @staticmethod
-    def forward(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, *_):
+    def forward(x, weight, bias, operation, ndim, eps, dtype, *_):
         """y comes of mean and rstd, not of `statistics`, which would have to be in memory before y is begun."""
         checks.forward(operation, x, ndim, weight, bias, dtype)
         axes, wide = tuple(range(-ndim, 0)), x.to(formulas.compute_dtype(x))
@@ -38,36 +47,51 @@ class DecomposedNorm(operators.Norm):
             y = y * formulas.gamma(operation, weight, x)
         if bias is not None:
             y = y + bias.to(y.dtype)
-        if not wants_statistics:
-            return y.to(dtype), y.new_empty(0)
         kept = [one.reshape(1, *x.shape[:-ndim]) for one in of_rows]
         return y.to(dtype), torch.cat(kept) if len(kept) > 1 else kept[0]
 
 
-operators._library.impl("decomposed_norm", DecomposedNorm.apply, "CompositeImplicitAutograd")
+def _chosen_norm(own, x, weight, bias, operation, ndim, eps, at_least) -> Tensor:
+    """Decomposed from `at_least` elements on, or in a CUDA graph: `own` is then read by nobody, and not computed."""
+    if x.numel() < at_least and not _is_graphed(x):
+        return own
+    y, _ = DecomposedNorm.apply(x, weight, bias, operation, ndim, eps, own.dtype, True, 0, 0)
+    return y.contiguous() if own.is_contiguous() else y
+
+
+def _is_graphed(x: Tensor) -> bool:
+    """Whether inductor, if it is what compiles, will record a CUDA graph.
+
+    mode="reduce-overhead" says so in inductor's options, which hold while AOTAutograd traces.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and config.triton.cudagraphs and x.device.type in GRAPHED
+
+
+operators._library.impl("chosen_norm", _chosen_norm, "CompositeImplicitAutograd")
 
 
 def norm(
+    own: Tensor,
     operation: str,
     x: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float | None,
-    dtype: torch.dtype | None = None,
+    at_least: int,
 ) -> Tensor:
-    """As functional.norm, of tensors that a kernel reads, while torch.compile traces."""
+    """`own`, which the model's own operators made of the rest, or `chosen_norm` where somebody will go back."""
+    if not (_may_be_ours(x) and operators.wants_gradient(x, weight, bias)):
+        return own
     function = NAMED[operation].norm
     ndim = checks.trailing_axes(function, x, checks.shape(function, normalized_shape))
     eps = checks.eps(function, eps, x)
-    dtype = functional._default_dtype(operation, x) if dtype is None else dtype
-    wants_statistics = operators.wants_gradient(x, weight, bias)
-    options = (operation, ndim, eps, dtype, wants_statistics, 0, 0)
-    return torch.ops.cunorm.decomposed_norm.default(x, weight, bias, *options)[0]
+    return torch.ops.cunorm.chosen_norm.default(own, x, weight, bias, operation, ndim, eps, at_least)
 
 
-def is_wanted(x: Tensor, at_least: int) -> bool:
-    """Whether this road is taken, of `at_least` elements."""
+def _may_be_ours(x: Tensor) -> bool:
+    """Whether dynamo traces, and not for an export; of what a kernel reads."""
     # Not asked by is_exporting(), which torch 2.11 has as true wherever dynamo traces.
-    by_dynamo = torch.compiler.is_dynamo_compiling()
-    return by_dynamo and x.dtype in functional.FLOATING and x.numel() >= at_least
+    by_dynamo = torch.compiler.is_dynamo_compiling() and not getattr(torch.compiler, "_is_exporting_flag", False)
+    return by_dynamo and x.dtype in functional.FLOATING

@@ -29,7 +29,8 @@ class _Options:
     sm_margin: int | Mapping[str, int] = 0
     autocast_output: bool = False
     # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
-    # compiled, but for the backward pass of _compiled_from elements.
+    # compiled, but for the backward pass of _compiled_from elements, or in a CUDA graph. What a compiled forward pass
+    # reads of a module, an attribute or a method, is a guard of dynamo for each module, asked in every step.
     _own_below = 0
     _compiled_from = 0
 
@@ -51,10 +52,6 @@ class _Options:
         dtype = autocast_dtype(x) if self.autocast_output else None
         operation = checks.zero_centered(op, weight) if self.zero_centered_gamma else op
         return norm(operation, x, self.normalized_shape, weight, bias, self.eps, dtype, self.sm_margin)
-
-    def _decomposed(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
-        """For a norm that torch's class made: without options."""
-        return compiled.norm(op, x, self.normalized_shape, self.weight, bias, self.eps)
 
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
@@ -172,10 +169,10 @@ class LayerNorm(_Options, nn.LayerNorm):
 
     def forward(self, input: Tensor, fp8_output: bool = False) -> Any:
         """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
-        if self._own_below and not fp8_output:
-            if is_compiling():
-                decomposed = compiled.is_wanted(input, self._compiled_from)
-                return self._decomposed("layer_norm", input, self.bias) if decomposed else super().forward(input)
+        if not fp8_output:
+            if is_compiling() and self._compiled_from:
+                own = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+                return _chosen(own, "layer_norm", self, input, self.bias)
             if input.numel() < self._own_below:
                 weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
                 return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
@@ -220,13 +217,18 @@ class RMSNorm(_Options, nn.RMSNorm):
 
     def forward(self, x: Tensor, fp8_output: bool = False) -> Any:
         """As `LayerNorm.forward`."""
-        if self._own_below and not fp8_output:
-            if is_compiling():
-                decomposed = compiled.is_wanted(x, self._compiled_from)
-                return self._decomposed("rms_norm", x, None) if decomposed else super().forward(x)
+        if not fp8_output:
+            if is_compiling() and self._compiled_from:
+                own = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+                return _chosen(own, "rms_norm", self, x, None)
             if x.numel() < self._own_below:
                 return F.rms_norm(x, self.normalized_shape, parameter_of(self, "weight"), self.eps)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
+
+
+def _chosen(own: Tensor, op: str, norm: LayerNorm | RMSNorm, x: Tensor, bias: Tensor | None) -> Tensor:
+    """For a norm that torch's class made: without options."""
+    return compiled.norm(own, op, x, norm.normalized_shape, norm.weight, bias, norm.eps, norm._compiled_from)
 
 
 def _spellings(name: str, normalized_shape: Any, hidden_size: Any, dtype: Any, params_dtype: Any) -> tuple[Any, Any]:
