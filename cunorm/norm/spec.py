@@ -49,7 +49,7 @@ class RowShape:
 class NormSpec:
     """A kernel that reads rows. `operands` are in the order of its parameters, without their strides."""
 
-    # "forward", "forward_spread", "forward_streamed", "forward_twice", "backward", "backward_streamed" or
+    # "forward", "forward_pairs", "forward_spread", "forward_streamed", "forward_twice", "backward", "backward_streamed" or
     # "column_gradients"
     kernel: str
     operation: Operation
@@ -93,6 +93,8 @@ class NormSpec:
 
     @property
     def threads(self) -> int:
+        if self.kernel == "forward_pairs":
+            return self.shape.threads
         if self.kernel == "forward_spread":
             return -(-self.shape.threads * self.shape.packs // WARP) * WARP
         return self.shape.threads * self.rows_per_cta
