@@ -56,7 +56,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
         template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call}, eps)")
     if spec.kernel == "forward_pairs":
-        template = f"norm_forward_pairs<{norm}, {_row_shape(spec)}, {cpp(spec.unpacked)}, Operation::Compute>"
+        template = f"norm_forward_pairs<{norm}, {_row_shape(spec)}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call}, rows, eps)")
     template = (
         f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "

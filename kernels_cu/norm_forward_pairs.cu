@@ -10,9 +10,8 @@
 namespace cunorm {
 
 // A CTA for every two rows. Of an odd number of rows the last is computed as both of its pair, and written twice.
-// kUnpacked: a thread keeps the values of its rows from their sums on, and not their packs.
-template <class Norm, class Shape, bool kUnpacked, class Compute, class Operation, class Load, class Beside,
-          class Columns, class StoreS, class StoreY>
+template <class Norm, class Shape, class Compute, class Operation, class Load, class Beside, class Columns,
+          class StoreS, class StoreY>
 DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns columns, StoreS, StoreY store_y,
                                Compute* mean, Compute* rstd, int64 rows, Compute eps) {
   constexpr int kPack = Shape::kPack;
@@ -29,23 +28,13 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
 
   typename Load::template Asked<Shape> asked[2];
   typename Load::Packed packs[2][kPacks];
-  Compute unpacked[2][kPacks][kPack];
 #pragma unroll
   for (int r = 0; r < 2; ++r) load.template ask<Shape>(asked[r], pair[r], 0, true);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    load.template receive<Shape>(packs[r], asked[r], pair[r], 0, true);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) load.unpack(packs[r][p], unpacked[r][p]);
-  }
+  for (int r = 0; r < 2; ++r) load.template receive<Shape>(packs[r], asked[r], pair[r], 0, true);
   const auto read = [&](int r, int p, Compute(&values)[kPack]) {
-    if constexpr (kUnpacked) {
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) values[i] = unpacked[r][p][i];
-    } else {
-      load.unpack(packs[r][p], values);
-      load.stay_packed(packs[r][p]);
-    }
+    load.unpack(packs[r][p], values);
+    load.stay_packed(packs[r][p]);
   };
 
   Compute sums[2 * Norm::kLaneSums] = {}, pivots[2] = {};

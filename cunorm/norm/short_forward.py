@@ -44,6 +44,8 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
     many = bytes_per_sm(problem, device) > RING_BYTES
     if many and (by_two := _by_two_ctas(problem, spec, needs, device)) is not None:
         return by_two
+    if many and (pairs := _in_pairs(problem, spec, device)) is not None:
+        return pairs
     return in_a_ring(problem, spec, needs, many, device) or _in_registers(problem, spec, needs, device)
 
 
@@ -80,6 +82,17 @@ def _by_two_ctas(problem: Problem, spec: NormSpec, needs: Needs, device: Device)
     shape = in_clusters(spec.shape, 2)
     ctas = 2 if WORKING + needs.columns <= registers_of(2 * shape.threads) else 1
     return kernel_spec(problem, "forward", shape, columns_stay=True, ctas_per_sm=ctas, stages=2 if ctas == 2 else 3)
+
+
+def _in_pairs(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
+    """LayerNorm's y in 8 bits, of rows that several warps hold: two rows a thread, which read weight and bias once."""
+    alone = len(spec.matrices) == 1 and not spec.grouped and "s" not in (one.name for one in spec.written)
+    if not (alone and sixteen_bits(spec) and spec.scales and problem.norm.subtracts_mean):
+        return None
+    if spec.shape.threads <= WARP or device.arch != 90 or problem.sm_margin:
+        return None
+    words = max(56, 16 + 2 * spec.shape.packs * spec.shape.pack)
+    return replace(spec, kernel="forward_pairs", rows_per_cta=2, ctas_per_sm=ctas_of(spec, words), streamed_x=True)
 
 
 def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec:

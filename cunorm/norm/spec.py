@@ -265,6 +265,8 @@ def shared_memory(spec: KernelSpec) -> int:
     if slots == 1:
         return lane_sums
     counts = [1] if spec.scales == "per_row" else []
+    if spec.kernel == "forward_pairs":
+        return 2 * slots * compute * (norm.forward_values + sum(counts))
     if spec.kernel.startswith("backward"):
         counts += [norm.backward_values] if spec.of_s else []
         counts += [len(spec.row_sums)] if spec.row_sums else []
