@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import timing
-from .linear_fp8 import bytes_of_product, measured
+from .linear_fp8 import bytes_of_product, measured, shares
 from .linear_fp8_peers import peers
 
 HOST_TURNS, HOST_CALLS = 9, 16  # of so many calls the host waits for none
@@ -128,6 +128,21 @@ def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
     if all(isinstance(one, float) for one in (every, kept, weight)):
         found["saved / weight"] = round((every - kept) / weight, 3)
     return {"us": times, "ratios": found, "missing": missing}
+
+
+def forwards(rows: int, cols: int, outs: int) -> dict[str, Any]:
+    moved = bytes_of_product(rows, cols, outs)
+    layer = Layer(rows, cols, outs, timing.buffers_needed(moved))
+    others, missing = peers(layer, both=False)
+    times = measured(
+        {
+            "bfloat16": layer.each(layer.forward, None),
+            "RowwiseScaling": layer.each(layer.forward, layer.recipe),
+            **{name.removeprefix("forward, "): layer.each(one) for name, one in others.items()},
+        },
+        moved,
+    )
+    return {"us": times, "of RowwiseScaling's": shares(times, "RowwiseScaling"), "missing": missing}
 
 
 def host(rows: int, cols: int, outs: int) -> dict[str, Any]:

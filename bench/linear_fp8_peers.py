@@ -39,6 +39,7 @@ def torchao(layer: Any) -> dict[str, Pass]:
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     outs, cols = layer.modules[0].weight.shape
+    torch._dynamo.reset()  # of more than eight shapes one module after the other is compiled, and no more
     pair = torch.nn.Sequential(torch.nn.LayerNorm(cols), torch.nn.Linear(cols, outs))
     pair = pair.to(device="cuda", dtype=torch.bfloat16)
     quantize_(pair, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
@@ -51,13 +52,14 @@ def torchao(layer: Any) -> dict[str, Pass]:
     return {"forward": forward}
 
 
-def peers(layer: Any) -> tuple[dict[str, Pass], dict[str, str]]:
-    """(passes by contender, why somebody is missing)"""
+def peers(layer: Any, both: bool = True) -> tuple[dict[str, Pass], dict[str, str]]:
+    """(passes by contender, why somebody is missing), without `both` the forward passes alone."""
     found: dict[str, Pass] = {}
     missing = {}
     for name, load in {"TransformerEngine": transformer_engine, "torchao": torchao}.items():
         try:
-            found |= {f"{kind}, {name}": one for kind, one in load(layer).items()}
+            passes = load(layer)
+            found |= {f"{kind}, {name}": one for kind, one in passes.items() if both or kind == "forward"}
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"[:200]
     return found, missing

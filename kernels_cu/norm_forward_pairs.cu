@@ -64,8 +64,7 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
   }
   __syncthreads();
   Compute part[Norm::kValues];
-  Norm::template merge<Exchange, Shape::kCols>(part, slots[half],
-                                               [](int other) { return Shape::slot_columns(other); });
+  Norm::template merge<Exchange, Shape::kCols>(part, slots[half], [](int other) { return Shape::slot_columns(other); });
   const auto of_half = Norm::template finish<Shape::kCols>(part, eps);
   if (warp == 0 && lane % 16 == 0) {
     if constexpr (Norm::kHasMean) {

@@ -110,7 +110,8 @@ DEVICE Compute group_sum(Compute value) {
 }
 
 // Of kCount numbers of each lane, a power of two: of number i it is in the i-th kCount-th part of the lanes, the same
-// bits as group_sum has. A step halves the numbers and the lanes: four numbers of 32 lanes take 18 instructions, not 40.
+// bits as group_sum has. A step halves the numbers and the lanes: four numbers of 32 lanes take 18 instructions,
+// not 40.
 template <int kLanes, class Compute, int kCount>
 DEVICE Compute group_sum(Compute (&values)[kCount]) {
   if constexpr (kCount == 1) {

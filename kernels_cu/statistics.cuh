@@ -83,9 +83,7 @@ struct LayerNorm {
     Compute rstd;
 
     DEVICE Compute mean() const { return pivot + residual; }
-    DEVICE Row of_lane(int lane) const {
-      return {shuffle(pivot, lane), shuffle(residual, lane), shuffle(rstd, lane)};
-    }
+    DEVICE Row of_lane(int lane) const { return {shuffle(pivot, lane), shuffle(residual, lane), shuffle(rstd, lane)}; }
     template <int kPack>
     DEVICE void normalise(Compute (&values)[kPack]) const {
       const Compute shift = -residual * rstd;

@@ -49,8 +49,8 @@ class RowShape:
 class NormSpec:
     """A kernel that reads rows. `operands` are in the order of its parameters, without their strides."""
 
-    # "forward", "forward_pairs", "forward_spread", "forward_streamed", "forward_twice", "backward", "backward_streamed" or
-    # "column_gradients"
+    # "forward", "forward_pairs", "forward_spread", "forward_streamed", "forward_twice", "backward",
+    # "backward_streamed" or "column_gradients"
     kernel: str
     operation: Operation
     cols: int
