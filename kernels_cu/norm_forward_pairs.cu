@@ -22,9 +22,10 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
   static_assert(Shape::kCluster == 1 && kSlots > 1 && kSlots <= 16, "half a warp reads what all warps published");
   __shared__ typename Exchange::Slots slots[2];
 
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, half = lane / 16;
+  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = lane / 16;
   const int64 first = static_cast<int64>(blockIdx.x) * 2;
-  const int64 pair[2] = {first, first + 1 < rows ? first + 1 : first};
+  const int64 pair[2] = {first, first + (first + 1 < rows)};
+  const int64 pair_of_half = first + (half && first + 1 < rows);
 
   typename Load::template Asked<Shape> asked[2];
   typename Load::Packed packs[2][kPacks];
@@ -37,14 +38,23 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
     load.stay_packed(packs[r][p]);
   };
 
-  Compute sums[2 * Norm::kLaneSums] = {}, pivots[2] = {};
+  Compute sums[2 * Norm::kLaneSums], pivots[2] = {};
+  if constexpr (Norm::kHasMean) {
+    Compute parts[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Compute first_pack[kPack];
+      read(r, 0, first_pack);
+      parts[r] = Norm::template part_of_pivot<Shape>(warp, first_pack);
+    }
+    const Compute pivot_of_half = group_sum<32>(parts);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) pivots[r] = shuffle(pivot_of_half, 16 * r);
+    if (lane % 16 == 0) slots[half](0, warp) = pivot_of_half;
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     Compute values[kPack], of_row[Norm::kLaneSums] = {};
-    if constexpr (Norm::kHasMean) {
-      read(r, 0, values);
-      pivots[r] = Norm::template pivot<Shape>(warp, values);
-    }
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       read(r, p, values);
@@ -59,18 +69,15 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
   if (lane % kPartLanes == 0) {
     slots[half](Norm::kValues - Norm::kLaneSums + lane / kPartLanes % Norm::kLaneSums, warp) = of_part;
   }
-  if constexpr (Norm::kHasMean) {
-    if (lane % 16 == 0) slots[half](0, warp) = half ? pivots[1] : pivots[0];
-  }
   __syncthreads();
   Compute part[Norm::kValues];
   Norm::template merge<Exchange, Shape::kCols>(part, slots[half], [](int other) { return Shape::slot_columns(other); });
   const auto of_half = Norm::template finish<Shape::kCols>(part, eps);
   if (warp == 0 && lane % 16 == 0) {
     if constexpr (Norm::kHasMean) {
-      if (mean != nullptr) mean[pair[half]] = of_half.mean();
+      if (mean != nullptr) mean[pair_of_half] = of_half.mean();
     }
-    if (rstd != nullptr) rstd[pair[half]] = of_half.rstd;
+    if (rstd != nullptr) rstd[pair_of_half] = of_half.rstd;
   }
   const typename Norm::template Row<Compute> statistics[2] = {of_half.of_lane(0), of_half.of_lane(16)};
 
@@ -111,8 +118,7 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
       float& found = largest[r * kOfRow + (kRow ? 0 : p)];
       found = larger(found, largest_of(values, Shape::valid(0, p)));
     });
-    const int own = lane % kLanes / kOwnLanes;  // the number that this lane has found
-    const int r_own = own / kOfRow;
+    const unsigned own = lane % kLanes / kOwnLanes;  // the number that this lane has found
     Compute of_own;
     bool writes;
     int64 block = 0;
@@ -121,7 +127,7 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
       const float of_rows[2] = {group_largest<32>(largest[0]), group_largest<32>(largest[1])};
       if (lane % 16 == 0) largest_slots[half][warp] = half ? of_rows[1] : of_rows[0];
       __syncthreads();
-      const int slot = lane % Exchange::kGroup;
+      const unsigned slot = lane % Exchange::kGroup;
       of_own = group_largest<Exchange::kGroup>(slot < kSlots ? largest_slots[half][slot] : 0);
       writes = warp == 0 && lane % 16 == 0;
     } else {
@@ -129,12 +135,12 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
       block = Shape::column(0, own % kOfRow) / StoreY::kBlock;
       writes = lane % kOwnLanes == 0 && own < 2 * kOfRow && block * StoreY::kBlock < Shape::kCols;
     }
-    const float multiplier = store_y.multiplier(r_own ? pair[1] : pair[0], block, of_own, writes);
+    const float multiplier = store_y.multiplier(own < kOfRow ? pair[0] : pair[1], block, of_own, writes);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int holder = lane / kLanes * kLanes + (r * kOfRow + (kRow ? 0 : p)) * kOwnLanes;
+        const unsigned holder = lane / kLanes * kLanes + (r * kOfRow + (kRow ? 0 : p)) * kOwnLanes;
         store_y.store(pair[r], Shape::column(0, p), Shape::valid(0, p), y[r][p], shuffle(multiplier, holder));
       }
     }
