@@ -122,7 +122,8 @@ DEVICE Compute group_sum(Compute (&values)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       const Compute low = values[i], high = values[i + kCount / 2];
-      halves[i] = (upper ? high : low) + shuffle_xor(upper ? low : high, kLanes / 2);
+      const Compute kept = upper ? high : low, given = upper ? low : high;
+      halves[i] = kept + shuffle_xor(given, kLanes / 2);
     }
     return group_sum<kLanes / 2>(halves);
   }
