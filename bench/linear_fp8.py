@@ -34,7 +34,7 @@ SHAPES = (
     (8192, 8192, 10240),
 )
 FORWARDS = tuple(
-    (rows, *sizes) for sizes in ((4096, 12288), (1024, 4096), (8192, 10240)) for rows in (128, 512, 2048, 8192)
+    (rows, *sizes) for sizes in ((1024, 4096), (8192, 10240), (4096, 12288)) for rows in (128, 512, 2048, 8192)
 )
 SECONDS = 0.3  # a shape
 Calls = Mapping[str, Sequence[Callable[[], Any]]]  # for each contender a call for each set of buffers

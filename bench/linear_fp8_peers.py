@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 Pass = Callable[[int], Any]  # of the set of buffers with this number
@@ -32,24 +33,31 @@ def transformer_engine(layer: Any) -> dict[str, Pass]:
 
 
 def torchao(layer: Any) -> dict[str, Pass]:
-    """Scales of rows, compiled with torch's norm, for inference, with weights kept: one module for all sets of buffers,
-    since each would be compiled for 10 s and more.
-    """
+    """Scales of rows, compiled with torch's norm, for inference, with weights kept."""
     import torch
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     outs, cols = layer.modules[0].weight.shape
-    torch._dynamo.reset()  # of more than eight shapes one module after the other is compiled, and no more
-    pair = torch.nn.Sequential(torch.nn.LayerNorm(cols), torch.nn.Linear(cols, outs))
-    pair = pair.to(device="cuda", dtype=torch.bfloat16)
-    quantize_(pair, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
-    compiled = torch.compile(pair, dynamic=False)
+    compiled = _torchao_of(cols, outs)
 
     def forward(index: int) -> Any:
         with torch.no_grad():
             return compiled(layer.xs[index])
 
+    for x in layer.xs:
+        torch._dynamo.mark_dynamic(x, 0)
     return {"forward": forward}
+
+
+@cache
+def _torchao_of(cols: int, outs: int) -> Any:
+    """One module for all numbers of rows and all sets of buffers: it takes 10 s and more to compile."""
+    import torch
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    pair = torch.nn.Sequential(torch.nn.LayerNorm(cols), torch.nn.Linear(cols, outs))
+    pair = pair.to(device="cuda", dtype=torch.bfloat16)
+    quantize_(pair, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    return torch.compile(pair)
 
 
 def peers(layer: Any, both: bool = True) -> tuple[dict[str, Pass], dict[str, str]]:
