@@ -62,8 +62,7 @@ def bare_products(layer: Layer) -> Callable[[int, str], Any]:
     """y, dz and dweight by torch's product alone, of bytes that are there, as RowwiseScaling accumulates each."""
     import torch
 
-    from cunorm.torch.linear.float8_casts import cast_columns, cast_rows
-    from cunorm.torch.linear.float8_products import right
+    from cunorm.torch.linear.float8_casts import as_right, cast_columns, cast_rows
 
     def rows(a: Any) -> Any:
         return cast_rows(a.detach())[:2]
@@ -72,7 +71,7 @@ def bare_products(layer: Layer) -> Callable[[int, str], Any]:
         return cast_columns(a.detach(), a.detach().abs().amax(0).float())
 
     sets = [
-        (layer.weights(index), rows(x), rows(dy), right(*columns(x)), columns(dy))
+        (layer.weights(index), rows(x), rows(dy), as_right(*columns(x)), columns(dy))
         for index, (x, dy) in enumerate(zip(layer.xs, layer.dys, strict=True))
     ]
 

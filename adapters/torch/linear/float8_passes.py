@@ -18,8 +18,8 @@ from torch import Tensor
 from ...norm.float8 import NAMES
 from ..norm import float8, functional, launching
 from . import side_by_side
-from .float8_casts import cast_columns, cast_rows, normalised_columns, scale_of_tensor
-from .float8_products import product, right
+from .float8_casts import as_right, cast_columns, cast_rows, normalised_columns, scale_of_tensor
+from .float8_products import product
 from .float8_weights import Weights
 from .passes import Options, Sink, accumulate, in_dtype, in_dtype_of, matrix, norm_gradients, normalise
 from .recipes import E4M3, Scheme
@@ -283,4 +283,4 @@ class _Rounded:
         if columns.shape[1] == 0:  # no rows of x: no kernel is launched for their columns
             return columns.new_zeros((len(columns), self._saved.x.shape[-1]), dtype=dtype)
         fast = self._options.scheme.fast[2]
-        return product(columns, scale, *right(*self._z_columns), dtype, fast=fast)
+        return product(columns, scale, *as_right(*self._z_columns), dtype, fast=fast)
