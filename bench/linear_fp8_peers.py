@@ -44,7 +44,7 @@ def torchao(layer: Any) -> dict[str, Pass]:
             return compiled(layer.xs[index])
 
     for x in layer.xs:
-        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
     return {"forward": forward}
 
 
