@@ -56,11 +56,8 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
         template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call}, eps)")
     if spec.kernel == "forward_pairs":
-        template = (
-            f"norm_forward_pairs<{norm}, {_row_shape(spec)}, Rows, {cpp(spec.columns_stay)}, {cpp(spec.once)}, "
-            "Operation::Compute>"
-        )
-        return before + _rows(spec), _call(scalars, f"{template}({call}, rows, eps)")
+        template = f"norm_forward_pairs<{norm}, {_row_shape(spec)}, Operation::Compute>"
+        return before, _call(scalars, f"{template}({call}, rows, eps)")
     template = (
         f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
         f"{cpp(spec.once)}, {cpp(spec.unpacked)}, Operation::Compute>"
@@ -266,7 +263,7 @@ def _rows(spec: NormSpec) -> str:
     """Where rows wait (rows.cuh)."""
     shape, when = _row_shape(spec), f"{cpp(spec.ask_early)}, {cpp(spec.shifted_stay)}"
     kind = (
-        f"SharedRows<{shape}, {spec.threads // spec.shape.threads}, {spec.stages}, {when}, Load>"
+        f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {when}, Load>"
         if spec.stages
         else f"RegisterRows<{shape}, Load>"
     )

@@ -108,17 +108,12 @@ struct LayerNorm {
   // in 2 * kPacks of the warp's values, it costs the variance at most such a factor in rounding.
   template <class Shape, class Compute, int kPack>
   DEVICE static Compute pivot(int slot, const Compute (&first)[kPack]) {
-    return group_sum<Shape::kLanes>(part_of_pivot<Shape>(slot, first));
-  }
-  // What one lane brings.
-  template <class Shape, class Compute, int kPack>
-  DEVICE static Compute part_of_pivot(int slot, const Compute (&first)[kPack]) {
     Compute weights[kPack];
     const int columns = Shape::pivot_columns(slot);
     const Compute weight = static_cast<Compute>(1) / static_cast<Compute>(columns > 0 ? columns : 1);
 #pragma unroll
     for (int i = 0; i < kPack; ++i) weights[i] = Shape::has_pivot(columns, i) ? weight : 0;
-    return dot(first, weights);
+    return group_sum<Shape::kLanes>(dot(first, weights));
   }
   // Σ(x - pivot), Σ(x - pivot)²; values past `valid` do not count.
   template <class Compute, int kPack>

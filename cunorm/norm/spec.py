@@ -266,8 +266,7 @@ def shared_memory(spec: KernelSpec) -> int:
         return lane_sums
     counts = [1] if spec.scales == "per_row" else []
     if spec.kernel == "forward_pairs":
-        total = 4 * slots * compute * (norm.forward_values + sum(counts))
-        return -(-total // SHARED_ALIGNMENT) * SHARED_ALIGNMENT if dynamic_shared(spec) else total
+        return 2 * slots * compute * (norm.forward_values + sum(counts))
     if spec.kernel.startswith("backward"):
         counts += [norm.backward_values] if spec.of_s else []
         counts += [len(spec.row_sums)] if spec.row_sums else []
@@ -285,7 +284,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
     """Bytes of shared memory that the launch asks for: places of rows and columns, later sums of the row groups."""
     if isinstance(spec, OtherSpec):
         return spec.dynamic_shared
-    if spec.kernel not in ("forward", "forward_pairs", "backward") or isinstance(spec, SumSpec):
+    if spec.kernel not in ("forward", "backward") or isinstance(spec, SumSpec):
         return 0
     shape, rows = spec.shape, spec.rows_per_cta
     threads = rows * shape.threads
@@ -300,7 +299,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
             if one.kind not in ("seed", "per_row")
         )
 
-    if spec.kernel != "backward":
+    if spec.kernel == "forward":
         return spec.stages * places((*spec.inputs, *spec.beside))
     total = spec.stages * places(spec.matrices)
     width = sum(one.itemsize for one in spec.columns)
