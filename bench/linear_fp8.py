@@ -4,6 +4,7 @@
     products   of rows with scales of rows, of tensors, and of ones with the scales after, in both kinds of accumulation
     layers     cunorm.torch.LayerNormLinear with RowwiseScaling, in bfloat16, and the bare products of the same kind;
                TransformerEngine's with its current scaling and torchao's scales of rows, where they are installed
+    forwards   of these the forward passes alone, with weight kept, of shapes of their own: from few rows to many
     host       microseconds until a call returns, and those of its parts
     kernels    each kernel of a forward and backward pass, by torch's profiler
 
@@ -21,7 +22,7 @@ from typing import Any
 from . import timing
 from .results import lines_to
 
-PARTS = ("casts", "products", "layers", "host", "kernels")
+PARTS = ("casts", "products", "layers", "forwards", "host", "kernels")
 CASTS = ((65536, 1024), (16384, 4096), (8192, 8192), (8192, 12288), (2340, 28672))
 # Rows, in, out, as bench/linear.py.
 SHAPES = (
@@ -31,6 +32,9 @@ SHAPES = (
     (8192, 1024, 3072),
     (8192, 4096, 12288),
     (8192, 8192, 10240),
+)
+FORWARDS = tuple(
+    (rows, *sizes) for sizes in ((1024, 4096), (8192, 10240), (4096, 12288)) for rows in (128, 512, 2048, 8192)
 )
 SECONDS = 0.3  # a shape
 Calls = Mapping[str, Sequence[Callable[[], Any]]]  # for each contender a call for each set of buffers
@@ -174,12 +178,12 @@ def lines(parts: Sequence[str], shapes: Sequence[tuple[int, int, int]]) -> Itera
         roofs = Roofs(None)
         for rows, cols in CASTS:
             yield {"part": "casts", "shape": [rows, cols]} | casts(rows, cols, roofs)
-    from .linear_fp8_layer import host, kernels, layers
+    from .linear_fp8_layer import forwards, host, kernels, layers
 
-    functions = {"products": products, "host": host, "kernels": kernels, "layers": layers}
+    functions = {"products": products, "host": host, "kernels": kernels, "layers": layers, "forwards": forwards}
     for name, function in functions.items():
         if name in parts:
-            for shape in shapes:
+            for shape in FORWARDS if name == "forwards" else shapes:
                 yield {"part": name, "shape": list(shape)} | function(*shape)
 
 

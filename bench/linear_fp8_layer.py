@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import timing
-from .linear_fp8 import bytes_of_product, measured
+from .linear_fp8 import bytes_of_product, measured, shares
 from .linear_fp8_peers import peers
 
 HOST_TURNS, HOST_CALLS = 9, 16  # of so many calls the host waits for none
@@ -62,8 +62,7 @@ def bare_products(layer: Layer) -> Callable[[int, str], Any]:
     """y, dz and dweight by torch's product alone, of bytes that are there, as RowwiseScaling accumulates each."""
     import torch
 
-    from cunorm.torch.linear.float8_casts import cast_columns, cast_rows
-    from cunorm.torch.linear.float8_products import right
+    from cunorm.torch.linear.float8_casts import as_right, cast_columns, cast_rows
 
     def rows(a: Any) -> Any:
         return cast_rows(a.detach())[:2]
@@ -72,7 +71,7 @@ def bare_products(layer: Layer) -> Callable[[int, str], Any]:
         return cast_columns(a.detach(), a.detach().abs().amax(0).float())
 
     sets = [
-        (layer.weights(index), rows(x), rows(dy), right(*columns(x)), columns(dy))
+        (layer.weights(index), rows(x), rows(dy), as_right(*columns(x)), columns(dy))
         for index, (x, dy) in enumerate(zip(layer.xs, layer.dys, strict=True))
     ]
 
@@ -128,6 +127,21 @@ def layers(rows: int, cols: int, outs: int) -> dict[str, Any]:
     if all(isinstance(one, float) for one in (every, kept, weight)):
         found["saved / weight"] = round((every - kept) / weight, 3)
     return {"us": times, "ratios": found, "missing": missing}
+
+
+def forwards(rows: int, cols: int, outs: int) -> dict[str, Any]:
+    moved = bytes_of_product(rows, cols, outs)
+    layer = Layer(rows, cols, outs, timing.buffers_needed(moved))
+    others, missing = peers(layer, both=False)
+    times = measured(
+        {
+            "bfloat16": layer.each(layer.forward, None),
+            "RowwiseScaling": layer.each(layer.forward, layer.recipe),
+            **{name.removeprefix("forward, "): layer.each(one) for name, one in others.items()},
+        },
+        moved,
+    )
+    return {"us": times, "of RowwiseScaling's": shares(times, "RowwiseScaling"), "missing": missing}
 
 
 def host(rows: int, cols: int, outs: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 Pass = Callable[[int], Any]  # of the set of buffers with this number
@@ -32,32 +33,41 @@ def transformer_engine(layer: Any) -> dict[str, Pass]:
 
 
 def torchao(layer: Any) -> dict[str, Pass]:
-    """Scales of rows, compiled with torch's norm, for inference, with weights kept: one module for all sets of buffers,
-    since each would be compiled for 10 s and more.
-    """
+    """Scales of rows, compiled with torch's norm, for inference, with weights kept."""
     import torch
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     outs, cols = layer.modules[0].weight.shape
-    pair = torch.nn.Sequential(torch.nn.LayerNorm(cols), torch.nn.Linear(cols, outs))
-    pair = pair.to(device="cuda", dtype=torch.bfloat16)
-    quantize_(pair, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
-    compiled = torch.compile(pair, dynamic=False)
+    compiled = _torchao_of(cols, outs)
 
     def forward(index: int) -> Any:
         with torch.no_grad():
             return compiled(layer.xs[index])
 
+    for x in layer.xs:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
     return {"forward": forward}
 
 
-def peers(layer: Any) -> tuple[dict[str, Pass], dict[str, str]]:
-    """(passes by contender, why somebody is missing)"""
+@cache
+def _torchao_of(cols: int, outs: int) -> Any:
+    """One module for all numbers of rows and all sets of buffers: it takes 10 s and more to compile."""
+    import torch
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    pair = torch.nn.Sequential(torch.nn.LayerNorm(cols), torch.nn.Linear(cols, outs))
+    pair = pair.to(device="cuda", dtype=torch.bfloat16)
+    quantize_(pair, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    return torch.compile(pair)
+
+
+def peers(layer: Any, both: bool = True) -> tuple[dict[str, Pass], dict[str, str]]:
+    """(passes by contender, why somebody is missing), without `both` the forward passes alone."""
     found: dict[str, Pass] = {}
     missing = {}
     for name, load in {"TransformerEngine": transformer_engine, "torchao": torchao}.items():
         try:
-            found |= {f"{kind}, {name}": one for kind, one in load(layer).items()}
+            passes = load(layer)
+            found |= {f"{kind}, {name}": one for kind, one in passes.items() if both or kind == "forward"}
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"[:200]
     return found, missing

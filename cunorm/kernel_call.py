@@ -55,6 +55,9 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
     if spec.kernel == "forward_spread":
         template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call}, eps)")
+    if spec.kernel == "forward_pairs":
+        template = f"norm_forward_pairs<{norm}, {_row_shape(spec)}, Operation::Compute>"
+        return before, _call(scalars, f"{template}({call}, rows, eps)")
     template = (
         f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
         f"{cpp(spec.once)}, {cpp(spec.unpacked)}, Operation::Compute>"
@@ -282,6 +285,7 @@ def _sum_partials(spec: SumSpec) -> str:
 
 _FAMILIES = {
     "forward": _forward,
+    "forward_pairs": _forward,
     "forward_spread": _forward,
     "forward_streamed": _forward,
     "forward_twice": _forward_twice,

@@ -32,6 +32,7 @@ from .operation_text import CPP_TYPE
 
 FILES = {
     "forward": "norm_forward.cu",
+    "forward_pairs": "norm_forward_pairs.cu",
     "forward_spread": "norm_forward_spread.cu",
     "forward_streamed": "norm_forward_streamed.cu",
     "forward_twice": "norm_forward_twice.cu",

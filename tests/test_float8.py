@@ -82,6 +82,8 @@ RUNS = (
     Run(270, 1000, "float16", SMALL, "many rows, unpacked by a warp each"),
     Run(70, 4096, "bfloat16", SMALL, "many rows, RMSNorm's unpacked by a CTA each"),
     Run(18, 16384, "bfloat16", SMALL, "many rows in three places"),
+    Run(131, 2048, "bfloat16", SMALL, "many rows, by two, and the last alone"),
+    Run(48, 5640, "float16", SMALL, "many rows, by two, some threads without a third pack"),
     Run(3, 10240, "bfloat16", SMALL, "a full shape of five packs"),
     Run(9, 10248, "bfloat16", MANY_SMS, "a cluster of 4 for few rows"),
     Run(2, 12300, "float32", SMALL, "a CTA, the last block of 12 columns"),

@@ -129,10 +129,10 @@ VIEWED = {
 }
 
 
-def float8(cols: int, dtype: str, granularity: str | int, device: Any = SMALL) -> Any:
+def float8(cols: int, dtype: str, granularity: str | int, device: Any = SMALL, rows: int = 3) -> Any:
     """A norm with y in 8 bits as test_float8.py runs it."""
     return lambda monkeypatch, machine: test_float8.check_on_stand_in(
-        monkeypatch, test_float8.Run(3, cols, dtype, device, ""), granularity, machine
+        monkeypatch, test_float8.Run(rows, cols, dtype, device, ""), granularity, machine
     )
 
 
@@ -148,6 +148,7 @@ def float8_rounding(monkeypatch: Any, machine: Machine) -> None:
 
 FLOAT8 = {
     "float8, CTA": float8(4096, "bfloat16", "row"),
+    "float8, rows by two": float8(2048, "bfloat16", "row", rows=131),
     "float8, blocks": float8(224, "bfloat16", 128),
     "float8, blocks of four packs": float8(1000, "bfloat16", 128),
     "float8, a scale for all": float8(224, "bfloat16", "tensor"),

@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 from torch_launches import on_the_stand_in  # noqa: E402
 
 from cunorm.torch.linear import float8_launching as casts  # noqa: E402
+from cunorm.torch.linear.float8_casts import as_right  # noqa: E402
 
 DEVICES = ["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(21, 136), (33, 1000), (5, 12288), (3, 20000)]
@@ -83,6 +84,22 @@ def test_a_scale_that_is_given(kind):
     found, same = casts.cast_columns(to(kind, a), None, scale=scale)
     assert same is scale
     check_columns(a.astype("float32"), back(found), None, None, "e4m3", given=0.03)
+
+
+def test_right_operands(kind):
+    """Cast where they are wanted, with the strides that views have."""
+    a = to(kind, matrix(37, 72, "bfloat16"))
+    amax = casts.cast_rows(a, column_amax=True)[3]
+    for given in (None, to(kind, numpy.float32([0.03]).reshape(()))):
+        casting = (
+            lambda **options: casts.cast_rows(a, **options)[:2],
+            lambda **options: casts.cast_columns(a, amax, **options),
+        )
+        for cast in casting:
+            found, expected = cast(scale=given, right=True), as_right(*cast(scale=given))
+            for one, other in zip(found, expected, strict=True):
+                assert (one.shape, one.stride()) == (other.shape, other.stride())
+                numpy.testing.assert_array_equal(back(one), back(other))
 
 
 @pytest.mark.parametrize("operation", ["layer_norm", "zero_centered_rms_norm"])

@@ -20,12 +20,13 @@ from torch_tensors import on_devices, random, same  # noqa: E402
 from cunorm.torch.linear import float8_passes, float8_products  # noqa: E402
 from cunorm.torch.linear.float8_casts import (  # noqa: E402
     LARGEST,
+    as_right,
     cast_columns,
     cast_rows,
     normalised_columns,
     scale_of_tensor,
 )
-from cunorm.torch.linear.float8_products import product, right  # noqa: E402
+from cunorm.torch.linear.float8_products import product  # noqa: E402
 from cunorm.torch.linear.float8_weights import quantised  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -168,7 +169,7 @@ def test_product(device, bias, by_row, rows, dtype):
     (a8, a_scale), (b8, b_scale) = (cast_rows(m, scale=s)[:2] for m, s in zip((a, b), scales, strict=True))
     wide = [t.double() * (s.double()[:, None] if by_row else s.double()) for t, s in ((a8, a_scale), (b8, b_scale))]
     expected = wide[0] @ wide[1].t() + (0 if one is None else one.double())
-    left, on_the_right = [t.to(device) for t in (a8, a_scale)], right(b8.to(device), b_scale.to(device))
+    left, on_the_right = [t.to(device) for t in (a8, a_scale)], as_right(b8.to(device), b_scale.to(device))
     y = product(*left, *on_the_right, dtype, None if one is None else one.to(device))
     assert (y.dtype, y.shape) == (dtype, (rows, 48))
     tolerance = {torch.float32: 1e-3 if device == "cuda" else 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
@@ -199,7 +200,7 @@ def test_how_torch_is_asked(monkeypatch, bias, hopper, by_row, rows, dtype):
     a, b = random(rows, 64, dtype=torch.float32), random(48, 64, dtype=torch.float32)
     scales = (None, None) if by_row else (torch.tensor(0.02), torch.tensor(0.03))
     left, on_the_right = (cast_rows(m, scale=s)[:2] for m, s in zip((a, b), scales, strict=True))
-    given = (*left, *right(*on_the_right), dtype, random(48, dtype=torch.float32) if bias else None, True)
+    given = (*left, *as_right(*on_the_right), dtype, random(48, dtype=torch.float32) if bias else None, True)
     found, expected = float8_products._by_torch(*given), float8_products._emulated(*given)
     assert found.dtype is dtype
     torch.testing.assert_close(found.float(), expected.float(), rtol=2.0**-7, atol=0.1 if bias else 2.0**-7)

@@ -56,8 +56,8 @@ def view(tensor: Any) -> numpy.ndarray:
 
 def empty(shape, stride, dtype) -> Any:
     """NaN, which nothing may read."""
-    bits = torch.full(shape, 255, dtype=torch.uint8) if dtype.itemsize == 1 else None
-    return torch.full(shape, float("nan"), dtype=dtype) if bits is None else bits.view(dtype)
+    found = torch.empty_strided(shape, stride, dtype=dtype)
+    return found.view(torch.uint8).fill_(255).view(dtype) if dtype.itemsize == 1 else found.fill_(float("nan"))
 
 
 def on_the_stand_in(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Launches:

@@ -55,7 +55,7 @@ def _plan_short_forward(problem: Problem, spec: NormSpec, device: Device) -> Pla
     once = spec.kernel == "forward" and not spec.stages and not problem.sm_margin and problem.rows <= GRID_LIMIT
     if spec.grouped and spec.kernel == "forward" and not once:
         spec = replace(spec, columns_stay=False)  # the next row of a CTA may be of another group
-    if once or spec.kernel == "forward_spread":
+    if once or spec.kernel in ("forward_pairs", "forward_spread"):
         groups = ceil_div(problem.rows, spec.rows_per_cta)
     else:
         groups = resident_groups(problem, spec, device)

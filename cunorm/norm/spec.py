@@ -49,8 +49,8 @@ class RowShape:
 class NormSpec:
     """A kernel that reads rows. `operands` are in the order of its parameters, without their strides."""
 
-    # "forward", "forward_spread", "forward_streamed", "forward_twice", "backward", "backward_streamed" or
-    # "column_gradients"
+    # "forward", "forward_pairs", "forward_spread", "forward_streamed", "forward_twice", "backward",
+    # "backward_streamed" or "column_gradients"
     kernel: str
     operation: Operation
     cols: int
@@ -93,6 +93,8 @@ class NormSpec:
 
     @property
     def threads(self) -> int:
+        if self.kernel == "forward_pairs":
+            return self.shape.threads
         if self.kernel == "forward_spread":
             return -(-self.shape.threads * self.shape.packs // WARP) * WARP
         return self.shape.threads * self.rows_per_cta
@@ -263,6 +265,8 @@ def shared_memory(spec: KernelSpec) -> int:
     if slots == 1:
         return lane_sums
     counts = [1] if spec.scales == "per_row" else []
+    if spec.kernel == "forward_pairs":
+        return 2 * slots * compute * (norm.forward_values + sum(counts))
     if spec.kernel.startswith("backward"):
         counts += [norm.backward_values] if spec.of_s else []
         counts += [len(spec.row_sums)] if spec.row_sums else []

@@ -33,10 +33,11 @@ def cast_rows(
     column_sums: bool = False,
     column_amax: bool = False,
     sum_dtype: torch.dtype = torch.float32,
+    right: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(bytes (rows, cols), scale (rows,), sums (cols,) or None, max|a| (cols,) or None), scale and max|a| in float32.
 
-    `scale` is one for all, of no axes, which is returned then.
+    `scale` is one for all, of no axes, which is returned then. `right`: bytes and scale as `as_right` makes them.
     """
     if a.is_cuda:
         return float8_launching.cast_rows(
@@ -47,6 +48,7 @@ def cast_rows(
             column_sums=column_sums,
             column_amax=column_amax,
             sum_dtype=sum_dtype,
+            right=right,
         )
     wide = a.float()
     if scale is None:
@@ -54,22 +56,34 @@ def cast_rows(
         found = rounded(wide * multiplier[:, None], NAMES[dtype])
     else:
         found = rounded(wide * scale.reciprocal(), NAMES[dtype])
+    if right:
+        found, scale = as_right(found, scale)
     return found, scale, wide.sum(0).to(sum_dtype) if column_sums else None, _largest(wide, 0) if column_amax else None
 
 
 def cast_columns(
-    a: Tensor, amax: Tensor | None, dtype: str = "e4m3", *, scale: Tensor | None = None, power_2_scale: bool = False
+    a: Tensor,
+    amax: Tensor | None,
+    dtype: str = "e4m3",
+    *,
+    scale: Tensor | None = None,
+    power_2_scale: bool = False,
+    right: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(bytes (cols, rows and zeros to a multiple of 16), scale (cols,)), by max|a| (cols,) or `scale`, of no axes."""
+    """(bytes (cols, rows and zeros to a multiple of 16), scale (cols,)), by max|a| (cols,) or `scale`, of no axes.
+
+    `right` as of `cast_rows`.
+    """
     if a.is_cuda:
-        return float8_launching.cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale)
+        return float8_launching.cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale, right=right)
     wide = a.float()
     if scale is None:
         multiplier, scale = scaling(amax, NAMES[dtype], power_2_scale)
         found = wide * multiplier
     else:
         found = wide * scale.reciprocal()
-    return rounded(_padded(found), NAMES[dtype]), scale
+    found = rounded(_padded(found), NAMES[dtype])
+    return as_right(found, scale) if right else (found, scale)
 
 
 def normalised_columns(
@@ -95,6 +109,14 @@ def normalised_columns(
     z = formulas.forward(operation, x, statistics, ln_weight, ln_bias)
     multiplier, scale = scaling(bound(operation, x, 1, ln_weight, ln_bias), NAMES[dtype], power_2_scale)
     return rounded(_padded(z * multiplier), NAMES[dtype]), scale
+
+
+def as_right(bytes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The right operand of a product, (in, out) and (1, out), of bytes (out, in) and scales (out,) or of no axes.
+
+    Views, which take 2 us of the host each: what is cast for it is allocated so.
+    """
+    return bytes.t(), scale.unsqueeze(0) if scale.dim() else scale
 
 
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

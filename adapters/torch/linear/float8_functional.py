@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..norm.functional import _at_once, applied, autocast_dtype
-from . import float8_operators
+from . import float8_operators, functional
 from .float8_casts import STEP, cast_rows
 from .float8_context import check_available
-from .float8_passes import Dtypes, Float8Options, Saved, forward, gradients
+from .float8_passes import Dtypes, Float8Options, Saved, forward, gradients, norm_recipe
 from .float8_weights import WeightCache
-from .functional import NO_MARGINS, check, in_one_step, known, margins_of_pass, remember_known
+from .functional import NO_MARGINS, check, in_one_step, margins_of_pass
 from .parameters import joined
 from .passes import Sink, without_autocast
 from .recipes import Recipe
@@ -26,20 +26,23 @@ _NOTHING = nullcontext()
 
 
 class Call(NamedTuple):
-    """What follows for a call from the layouts of its tensors."""
+    """What follows for a call from its options and the layouts of its tensors."""
 
-    cast: torch.dtype | None  # what autocast converts to before a product
+    options: Float8Options
+    norm: Any  # the recipe of the norm in 8 bits, None where it is looked for again
     differentiable: bool  # some tensor requires a gradient
     of_norm: bool  # one of x, ln_weight, ln_bias does
 
 
-def _name(function: str) -> str:
-    return f"{function} in FP8"
+def known(function, x, weight, bias, ln_weight, ln_bias, eps, operation, recipe: Recipe, wants_z, margins):
+    """The Call of an earlier call of `norm_linear` with tensors like these, which was checked; None for nothing."""
+    return functional.known(
+        _key(function, recipe, wants_z, margins), x, weight, bias, ln_weight, ln_bias, eps, operation
+    )
 
 
-def known_call(function: str, parts: Sequence[Tensor], x, bias, ln_weight, ln_bias, eps, operation) -> Call | None:
-    """Of an earlier call of `norm_linear` with tensors like these, which was checked."""
-    return known(_name(function), x, joined(parts), bias, ln_weight, ln_bias, eps, operation)
+def _key(function: str, recipe: Recipe, wants_z: bool, sm_margins: tuple[int, int, int]) -> tuple:
+    return function, recipe.scheme, wants_z, sm_margins
 
 
 def norm_linear(
@@ -59,46 +62,70 @@ def norm_linear(
     wants_z: bool,
     sink: Sink | None,
     sm_margins: tuple[int, int, int] = NO_MARGINS,
-    found: Call | None = None,
 ) -> tuple[Any, Tensor | None]:
     """(y, z): y (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z if it is wanted.
 
-    The parameters `parts` are weight, one after the other. `found`: by `known_call`, of these tensors.
+    The parameters `parts` are weight, one after the other.
     """
     weight = joined(parts)
     tensors = (x, weight, bias, ln_weight, ln_bias)
-    call = found
-    if call is None:
-        check(function, *tensors, operation)
-        _check_float8(function, *tensors)
-        wanting = [t is not None and t.requires_grad for t in tensors]
-        call = Call(autocast_dtype(x), any(wanting), wanting[0] or wanting[3] or wanting[4])
-        if call.cast is None and not torch.compiler.is_compiling() and _at_once(x, ln_weight, ln_bias):
-            remember_known(call, _name(function), *tensors, eps, operation)
-    cast, differentiable, of_norm = call
+    check(function, *tensors, operation)
+    _check_float8(function, *tensors)
+    wanting = [t is not None and t.requires_grad for t in tensors]
+    differentiable, of_norm = any(wanting), wanting[0] or wanting[3] or wanting[4]
     differentiated = differentiable and torch.is_grad_enabled()
+    cast = autocast_dtype(x)
+    margins = margins_of_pass(sm_margins, differentiated)
+    options = Float8Options(operation, float(eps), cast or x.dtype, recipe.scheme, *margins)
+    if torch.compiler.is_compiling():
+        _check_output(function, fp8_output, differentiated)
+        options = (*float8_operators.flat(options), wants_z, differentiated and of_norm)
+        return float8_operators.norm_linear(*tensors, *options)[:2]
+    call = Call(options, None, differentiable, of_norm)
+    if cast is None and sm_margins[0] == sm_margins[2] and _at_once(x, ln_weight, ln_bias):
+        call = call._replace(norm=norm_recipe(x, ln_weight, ln_bias, options, wants_z))
+        functional.remember_known(call, _key(function, recipe, wants_z, sm_margins), *tensors, eps, operation)
+    with _NOTHING if cast is None else torch.autocast(x.device.type, enabled=False):
+        return run(function, call, parts, *tensors, cache, is_first_microbatch, fp8_output, wants_z, sink)
+
+
+def run(
+    function: str,
+    call: Call,
+    parts: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ln_weight: Tensor,
+    ln_bias: Tensor | None,
+    cache: WeightCache,
+    is_first_microbatch: bool | None,
+    fp8_output: bool,
+    wants_z: bool,
+    sink: Sink | None,
+) -> tuple[Any, Tensor | None]:
+    """`norm_linear` of tensors that are checked."""
+    options, norm, differentiable, of_norm = call
+    differentiated = differentiable and torch.is_grad_enabled()
+    _check_output(function, fp8_output, differentiated)
+    if differentiated:
+        trained = weight.requires_grad
+        fetch = partial(cache.of, parts, weight, options.scheme, of_norm, trained, is_first_microbatch)
+        return _apply(x, weight, bias, ln_weight, ln_bias, fetch, options, norm, wants_z, sink)
+    weights = cache.of(parts, weight, options.scheme, False, False, is_first_microbatch)
+    y, z, _, _ = forward(x, weights, bias, ln_weight, ln_bias, options, False, wants_z, norm)
+    if fp8_output:
+        y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
+        return (y8.view(y.shape), scale.view(y.shape[:-1])), z
+    return y, z
+
+
+def _check_output(function: str, fp8_output: bool, differentiated: bool) -> None:
     if fp8_output and differentiated:
         raise ValueError(
             f"{function}: fp8_output=True needs a call without gradients, as numbers of 8 bits have none; got input or "
             "parameters that want one. Use torch.no_grad()."
         )
-    margins = margins_of_pass(sm_margins, differentiated)
-    options = Float8Options(operation, float(eps), cast or x.dtype, recipe.scheme, *margins)
-    wants_columns = differentiated and of_norm
-    if torch.compiler.is_compiling():
-        options = (*float8_operators.flat(options), wants_z, wants_columns)
-        return float8_operators.norm_linear(*tensors, *options)[:2]
-    with _NOTHING if cast is None else torch.autocast(x.device.type, enabled=False):
-        if differentiated:
-            trained = weight.requires_grad
-            fetch = partial(cache.of, parts, weight, options.scheme, wants_columns, trained, is_first_microbatch)
-            return _apply(*tensors, fetch, options, wants_z, sink)
-        weights = cache.of(parts, weight, options.scheme, False, False, is_first_microbatch)
-        y, z, _, _ = forward(x, weights, bias, ln_weight, ln_bias, options, False, wants_z)
-    if fp8_output:
-        y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
-        return (y8.view(y.shape), scale.view(y.shape[:-1])), z
-    return y, z
 
 
 def _check_float8(function: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> None:
@@ -127,9 +154,9 @@ class _NormLinear(torch.autograd.Function):
     """(y, z), z None unless wanted. `fetch()` finds the bytes of weight, here, where nothing is recorded."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, ln_weight, ln_bias, fetch, options, wants_z, sink):
+    def forward(ctx, x, weight, bias, ln_weight, ln_bias, fetch, options, norm, wants_z, sink):
         weights = fetch()
-        found = forward(x, weights, bias, ln_weight, ln_bias, options, True, wants_z)
+        found = forward(x, weights, bias, ln_weight, ln_bias, options, True, wants_z, norm)
         ctx.set_materialize_grads(False)
         columns = (weights.columns, weights.column_scale)
         ctx.save_for_backward(*Saved(x, *columns, ln_weight, ln_bias, found.statistics, found.z_scale))
@@ -146,7 +173,7 @@ class _NormLinear(torch.autograd.Function):
         saved = Saved(*ctx.saved_tensors)
         with without_autocast("cuda" if saved.x.is_cuda else saved.x.device.type):
             results = gradients(dy, dz, saved, options, dtypes, ctx.needs_input_grad[:5], sink)
-        return *results, None, None, None, None
+        return *results, None, None, None, None, None
 
 
 _apply = applied(_NormLinear)

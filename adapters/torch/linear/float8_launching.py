@@ -43,21 +43,22 @@ def cast_rows(
     column_sums: bool = False,
     column_amax: bool = False,
     sum_dtype: torch.dtype = torch.float32,
+    right: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(bytes (rows, cols), scale (rows,), Σ_rows a (cols,), max_rows |a| (cols,)) of a (rows, cols), read once.
 
-    The last two are None unless wanted. `scale`: one float32 for all, which is returned. float64 is refused.
+    The last two are None unless wanted. `scale`: one float32 for all, which is returned. `right`: bytes and scale as
+    float8_casts.as_right makes them. float64 is refused.
     """
     index = a.get_device()
     if index != launching._current_device():
         with torch.cuda.device(index):
             options = {"scale": scale, "power_2_scale": power_2_scale}
             wanted = {"column_sums": column_sums, "column_amax": column_amax, "sum_dtype": sum_dtype}
-            return cast_rows(a, dtype, **options, **wanted)
+            return cast_rows(a, dtype, **options, **wanted, right=right)
     rows, cols = a.shape
     a = _rows_contiguous(a)
-    found = launching._empty((rows, cols), (cols, 1), FORMATS[dtype])
-    scales = _vector(rows) if scale is None else scale
+    found, scales = _operand(rows, cols, dtype, scale, right)
     sums = launching._empty((cols,), (1,), sum_dtype) if column_sums else None
     amax = _vector(cols) if column_amax else None
     if rows == 0 or cols == 0:
@@ -84,18 +85,19 @@ def cast_columns(
     *,
     scale: Tensor | None = None,
     power_2_scale: bool = False,
+    right: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(bytes (cols, padded rows), scale (cols,)) of a (rows, cols) and max_rows |a|, which `cast_rows` found.
 
-    Rows are padded with zeros to a multiple of 16. `scale`: one float32 for all, which is returned.
+    Rows are padded with zeros to a multiple of 16. `scale` and `right` as there.
     """
     index = a.get_device()
     if index != launching._current_device():
         with torch.cuda.device(index):
-            return cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale)
+            return cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale, right=right)
     rows, cols = a.shape
     a = _rows_contiguous(a)
-    found, scales = _columns(rows, cols, dtype, scale)
+    found, scales = _operand(cols, padded(rows), dtype, scale, right)
     if rows == 0 or cols == 0:
         return found, scales.fill_(1) if scale is None else scales
     pointer = a.data_ptr()
@@ -136,7 +138,7 @@ def normalised_columns(
     rows, cols = x.shape
     x, statistics = _rows_contiguous(x), statistics.contiguous()
     gamma, beta = (None if one is None else one.contiguous() for one in (ln_weight, ln_bias))
-    found, scales = _columns(rows, cols, dtype, None)
+    found, scales = _operand(cols, padded(rows), dtype)
     if cols == 0:
         return found, scales
     pointer, others = x.data_ptr(), [one.data_ptr() for one in (gamma, beta) if one is not None]
@@ -214,9 +216,14 @@ def _vector(size: int) -> Tensor:
     return launching._empty((size,), (1,), torch.float32)
 
 
-def _columns(rows: int, cols: int, dtype: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    width = padded(rows)
-    return launching._empty((cols, width), (width, 1), FORMATS[dtype]), _vector(cols) if scale is None else scale
+def _operand(
+    outer: int, inner: int, dtype: str, scale: Tensor | None = None, right: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Memory of bytes (outer, inner) and their scales; to the right of a product, what a view would make of it."""
+    if right:
+        found = launching._empty((inner, outer), (1, inner), FORMATS[dtype])
+        return found, launching._empty((1, outer), (outer, 1), torch.float32) if scale is None else scale
+    return launching._empty((outer, inner), (inner, 1), FORMATS[dtype]), _vector(outer) if scale is None else scale
 
 
 def _zeros(vector: Tensor | None) -> Tensor | None:

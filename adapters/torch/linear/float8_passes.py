@@ -18,8 +18,8 @@ from torch import Tensor
 from ...norm.float8 import NAMES
 from ..norm import float8, functional, launching
 from . import side_by_side
-from .float8_casts import cast_columns, cast_rows, normalised_columns, scale_of_tensor
-from .float8_products import product, right
+from .float8_casts import as_right, cast_columns, cast_rows, normalised_columns, scale_of_tensor
+from .float8_products import product
 from .float8_weights import Weights
 from .passes import Options, Sink, accumulate, in_dtype, in_dtype_of, matrix, norm_gradients, normalise
 from .recipes import E4M3, Scheme
@@ -61,10 +61,11 @@ def forward(
     options: Float8Options,
     wants_statistics: bool,
     wants_z: bool,
+    norm: float8.Recipe | None = None,
 ) -> Forward:
-    """y, and what is wanted besides."""
+    """y, and what is wanted besides. `norm`: by `norm_recipe`, of these tensors."""
     by_row, _, _, _, (fast, _, _), _ = options.scheme
-    z8, scale, z, statistics = _normalised(x, ln_weight, ln_bias, options, wants_statistics, wants_z)
+    z8, scale, z, statistics = _normalised(x, ln_weight, ln_bias, options, wants_statistics, wants_z, norm)
     if z8.dim() != 2:
         z8 = z8.reshape(-1, x.shape[-1])
     if by_row and scale.dim() != 1:
@@ -82,9 +83,13 @@ def _normalised(
     options: Float8Options,
     wants_statistics: bool,
     wants_z: bool,
+    norm: float8.Recipe | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(z8, scale, z, statistics): of rows from z in float32, in one kernel; of the tensor from z as it is returned."""
-    operation, eps, dtype, scheme, sm_margin, _ = options
+    norm = norm or norm_recipe(x, ln_weight, ln_bias, options, wants_z)
+    if norm is not None:
+        return float8.launched_by(norm, x, ln_weight, ln_bias, options.eps, None, wants_statistics)
+    _, _, dtype, scheme, sm_margin, _ = options
     shape = x.shape[-1:]
     power_2, least = scheme.power_2[0], scheme.least[0]
     if not scheme.by_row:
@@ -92,20 +97,29 @@ def _normalised(
         flat = z.reshape(-1, *shape)
         scale = scale_of_tensor(flat, power_2_scale=power_2, least=least)
         return cast_rows(flat, scale=scale)[0], scale, z if wants_z else None, statistics
-    if not power_2:
-        of_z = dtype if wants_z else None
-        key = ("in 8 bits", operation, of_z, sm_margin, x.shape, ln_weight is None, ln_bias is None)
-        recipe = launching.known_call(key, x, ln_weight, ln_bias)
-        if recipe is not None and functional.nothing_else_listens():
-            return float8.launched_by(recipe, x, ln_weight, ln_bias, eps, None, wants_statistics)
-        if functional._at_once(x, ln_weight, ln_bias):
-            recipe = float8.recipe_of(x, ln_weight, ln_bias, (operation, shape, "row", NAMES[E4M3], sm_margin, of_z))
-            launching.remember_call(key, x, ln_weight, ln_bias, recipe)
-            return float8.launched_by(recipe, x, ln_weight, ln_bias, eps, None, wants_statistics)
     wide = options.plain._replace(dtype=torch.float32)
     z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics, sm_margin)
     z8, scale, _, _ = cast_rows(z.reshape(-1, *shape), power_2_scale=power_2)
     return z8, scale, z.to(dtype) if wants_z else None, statistics
+
+
+def norm_recipe(
+    x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, options: Float8Options, wants_z: bool
+) -> float8.Recipe | None:
+    """That of the kernel which makes z8; None where there is none, or the tensors cannot go straight to it."""
+    operation, _, dtype, scheme, sm_margin, _ = options
+    if not scheme.by_row or scheme.power_2[0]:
+        return None
+    of_z = dtype if wants_z else None
+    key = ("in 8 bits", operation, of_z, sm_margin, x.shape, ln_weight is None, ln_bias is None)
+    recipe = launching.known_call(key, x, ln_weight, ln_bias)
+    if recipe is not None and functional.nothing_else_listens():
+        return recipe
+    if not functional._at_once(x, ln_weight, ln_bias):
+        return None
+    recipe = float8.recipe_of(x, ln_weight, ln_bias, (operation, x.shape[-1:], "row", NAMES[E4M3], sm_margin, of_z))
+    launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+    return recipe
 
 
 class Saved(NamedTuple):
@@ -269,4 +283,4 @@ class _Rounded:
         if columns.shape[1] == 0:  # no rows of x: no kernel is launched for their columns
             return columns.new_zeros((len(columns), self._saved.x.shape[-1]), dtype=dtype)
         fast = self._options.scheme.fast[2]
-        return product(columns, scale, *right(*self._z_columns), dtype, fast=fast)
+        return product(columns, scale, *as_right(*self._z_columns), dtype, fast=fast)

@@ -30,22 +30,14 @@ def product(
 ) -> Tensor:
     """(a a_scale) (b b_scale) + bias (out,), in `dtype`.
 
-    a (rows, in), b and b_scale as `right` makes them, in and out multiples of 16; scales in float32, that of a (rows,),
-    or both of no axes. `fast` as in RowwiseScaling. On the CPU by a product of the numbers that the bytes stand for, in
-    float32.
+    a (rows, in), b and b_scale as `as_right` makes them, in and out multiples of 16; scales in float32, that of a
+    (rows,), or both of no axes. `fast` as in RowwiseScaling. On the CPU by a product of the numbers that the bytes
+    stand for, in float32.
     """
     if a.numel() == 0:  # no rows, or nothing to add up
         y = a.new_zeros((a.shape[0], b.shape[1]), dtype=dtype)
         return y if bias is None else y + bias.to(dtype)
     return (_by_torch if a.is_cuda else _emulated)(a, a_scale, b, b_scale, dtype, bias, fast)
-
-
-def right(bytes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The right operand of a product, (in, out) and (1, out), of bytes (out, in) and scales (out,) or of no axes.
-
-    Views, which take 2 us of the host each: of weight they are made once.
-    """
-    return bytes.t(), scale.unsqueeze(0) if scale.dim() else scale
 
 
 def _emulated(

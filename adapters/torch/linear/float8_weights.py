@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .float8_casts import cast_columns, cast_rows, scale_of_tensor
-from .float8_products import right
 from .recipes import Scheme
 
 
@@ -29,11 +28,10 @@ def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
     by_row, power_2, least = scheme.of_weight
     scale = None if by_row else scale_of_tensor(weight, power_2_scale=power_2, least=least)
     wants_amax = by_row and wants_columns
-    rows, row_scale, _, amax = cast_rows(weight, scale=scale, power_2_scale=power_2, column_amax=wants_amax)
-    if not wants_columns:
-        return Weights(*right(rows, row_scale), None, None)
-    columns = cast_columns(weight, amax, scale=scale, power_2_scale=power_2)
-    return Weights(*right(rows, row_scale), *right(*columns))
+    options: dict[str, Any] = {"scale": scale, "power_2_scale": power_2, "right": True}
+    rows, row_scale, _, amax = cast_rows(weight, column_amax=wants_amax, **options)
+    columns = cast_columns(weight, amax, **options) if wants_columns else (None, None)
+    return Weights(rows, row_scale, *columns)
 
 
 class _Kept(NamedTuple):

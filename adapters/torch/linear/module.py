@@ -305,25 +305,25 @@ class LayerNormLinear(WeightGradients):
                 "LayerNormLinear: fp8_output=True needs FP8; got a call without a recipe. Call it in "
                 "cunorm.torch.autocast(), or after set_recipe()."
             )
-        broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
-        broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
-        run = self._run_uncompiled if broken else self._run
-        results = run(inp, is_first_microbatch, recipe, fp8_output)
+        results = None
+        if not self.return_bias and not torch.compiler.is_compiling():
+            results = self._run_known(inp, is_first_microbatch, recipe, fp8_output)
+        if results is None:
+            results = self._run_checked(inp, is_first_microbatch, recipe, fp8_output)
         if recipe is not self._fp8_outside and not torch.compiler.is_compiling() and not _in_backward_pass():
             self._fp8_outside = recipe
         return results
 
+    def _run_checked(
+        self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool
+    ) -> Any:
+        broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
+        broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
+        run = self._run_uncompiled if broken else self._run
+        return run(inp, is_first_microbatch, recipe, fp8_output)
+
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
-        if recipe is None and not self.return_bias and not torch.compiler.is_compiling():
-            found = self._run_known(inp, is_first_microbatch)
-            if found is not None:
-                return found if self.return_layernorm_output else found[0]
-        found = None
-        alone = not self._over_ranks and not self.return_bias and len(self._parts) == 1
-        if recipe is not None and alone and not torch.compiler.is_compiling():
-            found = self._known_in_float8(inp)
-        if found is None:
-            self._check_dtypes(inp)
+        self._check_dtypes(inp)
         if self._over_ranks:
             y, z, bias = self._run_over_ranks(inp, is_first_microbatch, recipe, fp8_output)
         else:
@@ -348,7 +348,6 @@ class LayerNormLinear(WeightGradients):
                     wants_z=self.return_layernorm_output,
                     sink=sink,
                     sm_margins=self._sm_margins,
-                    found=found,
                 )
         results = [y]
         if self.return_bias:
@@ -358,27 +357,30 @@ class LayerNormLinear(WeightGradients):
             results.append(z)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _run_known(self, inp: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None] | None:
-        """(y, z) of a call like an earlier one, which was checked."""
-        if self._over_ranks and not self._parallel.of_tensors:
+    def _run_known(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
+        """The results of a call like an earlier one, which was checked; None where there was none."""
+        if self._over_ranks and (recipe is not None or not self._parallel.of_tensors):
             return None
-        weight = joined(self._weights)
+        weights = self._weights
+        weight = joined(weights)
         bias = joined(self._biases) if self.use_bias else None
         operation = name_of(self.op, self.zero_centered_gamma)
         of_norm = (parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias"))
         tensors = (inp, weight, bias, *of_norm)
-        name, margins, keep = type(self).__name__, self._sm_margins, self.keep_normalized
-        if self._over_ranks:
+        name, margins, wants_z = type(self).__name__, self._sm_margins, self.return_layernorm_output
+        if recipe is not None:
+            call = float8_functional.known(name, *tensors, self.eps, operation, recipe, wants_z, margins)
+            if call is None:
+                return None
+            more = (self._fp8_weights, is_first_microbatch, fp8_output, wants_z, self._sink(is_first_microbatch))
+            found = float8_functional.run(name, call, weights, *tensors, *more)
+        elif self._over_ranks:
             more = (self._parallel, self._sink(is_first_microbatch), margins)
-            return parallel_functional.run_known(name, tensors, self.eps, operation, keep, *more)
-        call = functional.known((name, margins), *tensors, self.eps, operation, keep)
-        return None if call is None else functional.run_known(call, *tensors, self._sink(is_first_microbatch))
-
-    def _known_in_float8(self, inp: Tensor) -> Any:
-        bias = joined(self._biases) if self.use_bias else None
-        of_norm = (parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias"))
-        norm = (*of_norm, self.eps, name_of(self.op, self.zero_centered_gamma))
-        return float8_functional.known_call(type(self).__name__, self._weights, inp, bias, *norm)
+            found = parallel_functional.run_known(name, tensors, self.eps, operation, self.keep_normalized, *more)
+        else:
+            call = functional.known((name, margins), *tensors, self.eps, operation, self.keep_normalized)
+            found = None if call is None else functional.run_known(call, *tensors, self._sink(is_first_microbatch))
+        return found if wants_z or found is None else found[0]
 
     def _run_over_ranks(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool):
         """(y, z, bias), z None where it is not returned."""
