@@ -87,10 +87,13 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
     1536 on an SM and 88 with 1024.
     """
     shape, itemsize = spec.shape, ITEMSIZE[problem.row_dtype]
+    # Past L1, which is left to weight and bias: 64 M elements of 5760 cols 68.7 and 67.9. But not two matrices of rows
+    # that a warp holds: rms_norm_gated of 128 cols 102.1 us, by way of L1 96.2; of 1024 cols as fast.
+    two = sum(one.kind == "full" for one in spec.matrices) > 1
+    by_l1 = spec.aligned and shape.threads <= WARP and two
     spec = replace(
         spec,
-        # Past L1, which is left to weight and bias: 64 M elements of 5760 cols 68.7 and 67.9.
-        streamed_x=spec.aligned or spec.streamed_x,
+        streamed_x=not by_l1 and (spec.aligned or spec.streamed_x),
         # 1728 cols by CTAs of two warps 68.9, of four 70.0.
         rows_per_cta=max(1, spec.rows_per_cta // 2) if shape.threads <= WARP else 1,
     )
@@ -106,7 +109,7 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
             ctas = ctas_of(spec, 16 + 16 * shape.packs)
             if shape.packs in (4, 5) and ctas * spec.threads >= 640:
                 return replace(spec, columns_stay=True, ctas_per_sm=ctas)
-        if shape.packs == 4 and len(spec.matrices) == 2 and _fits_64_registers(spec):
+        if shape.packs == 4 and sum(one.kind != "seed" for one in spec.matrices) == 2 and _fits_64_registers(spec):
             return replace(spec, ctas_per_sm=ctas_of(spec, 64))
     if needs.y and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
         words = 32 + 4 * (spec.rows_per_cta > 1) + width // 4 * shape.pack + 8 * (itemsize == 4)
