@@ -83,6 +83,7 @@ def _forward_twice(spec: NormSpec) -> tuple[str, str]:
     )
     template = (
         f"norm_forward_twice<{NORMS[operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, "
+        f"{cpp(spec.columns_stay)}, "
         f"{CPP_TYPE[spec.row_dtype]}, Operation::Compute>"
     )
     return before, _call([], f"{template}({call})")

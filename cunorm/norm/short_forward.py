@@ -11,7 +11,7 @@ from ..device import Device
 from ..expression_value import FUNCTIONS
 from .clusters import WORKING
 from .problem import ITEMSIZE, Problem
-from .registers import Needs, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
+from .registers import Needs, column_bytes, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
 from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
 from .short_rings import in_a_ring
 from .spec import WARP, NormSpec
@@ -130,7 +130,7 @@ def holds_twice(row_dtype: str, cols: int) -> bool:
     return ceil_div(cols, 16 // ITEMSIZE[row_dtype]) <= 3072
 
 
-def forward_twice(problem: Problem) -> NormSpec:
+def forward_twice(problem: Problem, device: Device) -> NormSpec:
     """That kernel. A row has the shape of either norm's own, and so its bits."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(problem.cols, pack)
@@ -142,13 +142,18 @@ def forward_twice(problem: Problem) -> NormSpec:
     # x and residual wait at once; of either norm's vectors a pack comes late, from L1.
     working = (52 if problem.row_dtype != "float64" else 88) + words_to_shift(spec) * (1 if spec.aligned else 4)
     waiting = shape.packs * sum(pack * one.itemsize // 4 for one in spec.matrices) * (1 if spec.aligned else 2)
+    ctas = ctas_of(spec, working + waiting + column_bytes(problem, shape) // 4, RESIDENT)
+    if spec.aligned and problem.rows <= (device.sms - problem.sm_margin) * ctas * rows_per_cta:
+        # All rows at once, as in short_forward: else they wait for either weight after the sums.
+        return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     return replace(spec, ctas_per_sm=max(1, ctas_of(spec, working + waiting, RESIDENT)))
 
 
 def _fits_64_registers(spec: NormSpec) -> bool:
     """Whether two matrices, four packs of each, are to have 64 registers: 1024 threads on an SM.
 
-    Then rows of 16384 cols are two on an SM and not one: add_layer_norm 179 us and 137, rms_norm_gated 120 and 98.
+    Then rows of 16384 cols are two on an SM and not one: add_layer_norm 179 us and 137, rms_norm_gated 120 and 98,
+    add_rms_norm with dropout 151 and 135.
     """
     gates = any(step.function in FUNCTIONS for step in spec.operation.epilogue.steps)
     if spec.beside and not gates:  # a sum after the norm spilled 8 to 20 bytes
