@@ -1,20 +1,21 @@
 """The named functions over fused operations, in bfloat16: `python -m bench.fusion [--out FILE] [--only NAME ...]`.
 
 `add_layer_norm` and `add_rms_norm` against the two separate calls: the sum is torch's, whose kernel moves memory at the
-roof, the norm is cunorm's. Both ways work on the same buffers, in turns, on one stream; bits of y and s are compared
-first. By bytes moved forward takes four fifths of the time, backward four sixths.
+roof, the norm is cunorm's. Both ways work on the same buffers, in turns; bits of y and s are compared first. By bytes
+moved forward takes four fifths of the time, backward four sixths.
 
 Every other function against the roof: the fastest kernel of roof.py, of one array read for one written or of two,
 whichever is nearer, at as many bytes as the function moves.
 
 Expressions of one's own against LayerNorm with weight and bias, which moves as many bytes, in turns.
+
+Times are those of CUDA graphs (timing.py). What is read is larger than L2, and calls write in turns to two buffers.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,31 +24,27 @@ import cupy
 import torch
 
 import cunorm
+from bench import timing
 from bench.results import lines_to
 from bench.roofs import Roofs
 from cunorm.expression import silu
 
 ELEMENTS = 1 << 26
 COLS = (768, 1024, 4096, 7168, 8192, 16384, 32768, 65536)
-TURNS = 10
-BURST = 10  # calls one after the other, so that the host is ahead of the GPU
+SECONDS = 0.1  # for the turns of what is compared
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
 
-def milliseconds(calls: list[Callable[[], Any]], turns: int = TURNS) -> list[float]:
-    """Median of each, in turns, after a warm-up."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(turns + 4):
-        for which in range(len(calls)) if turn % 2 else reversed(range(len(calls))):
-            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record()
-            for _ in range(BURST):
-                calls[which]()
-            stop.record()
-            stop.synchronize()
-            if turn >= 4:
-                times[which].append(cupy.cuda.get_elapsed_time(start, stop) / BURST)
-    return [statistics.median(values) for values in times]
+def milliseconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Median of each, in turns."""
+    for call in calls:
+        kept = [call() for _ in range(4)]  # a graph may allocate nothing: the pool has what it will need
+        del kept
+    found = timing.in_turns([timing.timer("torch", [call, call], 6 * ELEMENTS) for call in calls], SECONDS)
+    failed = [one for one in found if isinstance(one, Exception)]
+    if failed:
+        raise failed[0]
+    return [one.median * 1e3 for one in found if isinstance(one, timing.Times)]
 
 
 def as_cupy(tensor: torch.Tensor) -> cupy.ndarray:
@@ -212,9 +209,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME", help=", ".join(every))
     arguments = parser.parse_args()
 
-    # Everything on torch's stream.
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-    with lines_to(arguments.out) as write_line, stream:
+    # Everything on one stream, of which graphs are captured.
+    of_torch = torch.cuda.Stream()
+    with (
+        lines_to(arguments.out) as write_line,
+        torch.cuda.stream(of_torch),
+        cupy.cuda.ExternalStream(of_torch.cuda_stream),
+    ):
 
         def write(kind: str, **fields: Any) -> None:
             fields = {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}

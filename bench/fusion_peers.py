@@ -1,10 +1,12 @@
 """Fused operations of tensors against whoever else has them: `python -m bench.fusion_peers [--out FILE]`.
 
-cunorm's function; its own norms with torch's sums and gates between them ("apart"); torch.compile of the formula, by
-default and by max-autotune-no-cudagraphs; where installed, the adding norms of Liger and QuACK and the gated one of
-flash-linear-attention. bfloat16. Results and gradients of each are compared with cunorm's, then all are timed in
-turns, in CUDA graphs over rotating buffers (timing.py): forward without autograd, and the backward pass that autograd
-makes of one forward pass. `seconds` ends the run after the case that it passes.
+cunorm's function; its own norms with torch's sums, gates and modulations between them ("apart"); torch.compile of the
+formula, by default and by max-autotune-no-cudagraphs; where installed, the adding norms of Liger, QuACK
+and TransformerEngine, which adds in its backward pass alone, Liger's modulated norm and the gated one of
+flash-linear-attention; forward alone, and over its arguments, those of FlashInfer and vLLM. bfloat16. Results and
+gradients of each are compared with cunorm's, then all are timed in turns, in CUDA graphs over rotating buffers
+(timing.py): forward without autograd, and the backward pass that autograd makes of one forward pass. `seconds` ends the
+run after the case that it passes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import layer_norm, rms_norm, silu
 
 import cunorm.torch
 from bench import timing
@@ -30,6 +32,7 @@ from bench.results import lines_to
 EPS = 1e-6
 ELEMENTS = 1 << 26
 ROWS, COLS = (0, 1, 32, 512), (4096, 1024, 16384)  # 0: as many as 64 M elements have
+SAMPLES = 16
 MODES = {"torch.compile": "default", "torch.compile, tuned": "max-autotune-no-cudagraphs"}
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -37,16 +40,20 @@ Function = Callable[..., tuple[Tensor, ...]]
 class Fusion(NamedTuple):
     """`formula` and `apart` are of x and the operands, as `fused`."""
 
-    operands: str  # a letter for each: f, like x; c, a vector
+    operands: str  # a letter for each: f, like x; c, a vector; s, a vector for each sample
     moved: tuple[int, int]  # tensors like x, forward and backward
     fused: Function
     apart: Function
     formula: Function
 
 
-def add_apart(norm: Callable, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+def add_apart(norm: Callable, x: Tensor, residual: Tensor, *of_norm: Tensor) -> tuple[Tensor, ...]:
     s = x + residual
-    return norm(s, s.shape[-1:], weight, EPS), s
+    return norm(s, s.shape[-1:], *of_norm, EPS), s
+
+
+def added_apart(norm: Callable, x: Tensor, residual: Tensor, *of_norm: Tensor) -> tuple[Tensor, ...]:
+    return (residual + norm(x, x.shape[-1:], *of_norm, EPS),)
 
 
 def sandwich_apart(norm: Callable, x: Tensor, residual: Tensor, weight: Tensor, second: Tensor) -> tuple[Tensor, ...]:
@@ -58,13 +65,35 @@ def gated_apart(norm: Callable, x: Tensor, z: Tensor, weight: Tensor) -> tuple[T
     return (norm(x, x.shape[-1:], weight, EPS) * silu(z),)
 
 
-def both(function: Callable) -> tuple[Function, Function]:
-    return partial(function, cunorm.torch.rms_norm), partial(function, rms_norm)
+def modulated_apart(norm: Callable, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+    return (norm(x, x.shape[-1:], eps=EPS) * (1 + scale[:, None]) + shift[:, None],)
+
+
+def gate_apart(
+    norm: Callable, x: Tensor, residual: Tensor, gate: Tensor, scale: Tensor, shift: Tensor
+) -> tuple[Tensor, ...]:
+    s = residual + gate[:, None] * x
+    return (*modulated_apart(norm, s, scale, shift), s)
+
+
+def both(function: Callable, norm: str = "rms_norm") -> tuple[Function, Function]:
+    return partial(function, getattr(cunorm.torch, norm)), partial(
+        function, {"rms_norm": rms_norm}.get(norm, layer_norm)
+    )
 
 
 FUSIONS = {
     "add_rms_norm": Fusion(
         "fc", (4, 4), lambda x, r, w: cunorm.torch.add_rms_norm(x, r, x.shape[-1:], w, EPS), *both(add_apart)
+    ),
+    "add_layer_norm": Fusion(
+        "fcc",
+        (4, 4),
+        lambda x, r, w, b: cunorm.torch.add_layer_norm(x, r, x.shape[-1:], w, b, EPS),
+        *both(add_apart, "layer_norm"),
+    ),
+    "rms_norm_add": Fusion(
+        "fc", (3, 3), lambda x, r, w: (cunorm.torch.rms_norm_add(x, r, x.shape[-1:], w, EPS),), *both(added_apart)
     ),
     "rms_norm_add_rms_norm": Fusion(
         "fcc",
@@ -75,6 +104,21 @@ FUSIONS = {
     "rms_norm_gated": Fusion(
         "fc", (3, 5), lambda x, z, w: (cunorm.torch.rms_norm_gated(x, z, w, EPS),), *both(gated_apart)
     ),
+    "rms_norm_modulate": Fusion(
+        "ss", (2, 3), lambda x, a, b: (cunorm.torch.rms_norm_modulate(x, a, b, EPS),), *both(modulated_apart)
+    ),
+    "layer_norm_modulate": Fusion(
+        "ss",
+        (2, 3),
+        lambda x, a, b: (cunorm.torch.layer_norm_modulate(x, a, b, EPS),),
+        *both(modulated_apart, "layer_norm"),
+    ),
+    "gate_add_layer_norm_modulate": Fusion(
+        "fsss",
+        (4, 6),
+        lambda x, r, g, a, b: cunorm.torch.gate_add_layer_norm_modulate(x, r, g, a, b, EPS),
+        *both(gate_apart, "layer_norm"),
+    ),
 }
 
 
@@ -84,9 +128,36 @@ def liger() -> Function:
     return lambda x, r, w: LigerFusedAddRMSNormFunction.apply(x, r, w, EPS, 0.0, "llama", False)
 
 
+def liger_modulated() -> Function:
+    from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction
+
+    return lambda x, a, b: (LigerModulatedRMSNormFunction.apply(x, None, a, b, EPS, 0.0, "llama", False),)
+
+
 def quack() -> Function:
     rmsnorm = import_module("quack.rmsnorm").rmsnorm  # quack.rmsnorm as an attribute is a function
     return lambda x, r, w: rmsnorm(x, w, residual=r, eps=EPS, prenorm=True)
+
+
+def transformer_engine() -> Function:
+    import transformer_engine.pytorch  # noqa: F401  loads the library that the next one needs
+    import transformer_engine_torch as tex
+
+    class AddRMSNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, residual, weight):
+            s = x + residual
+            y, _, rstd = tex.rmsnorm_fwd(s, weight, EPS, None, None, tex.DType.kBFloat16, 0, False)
+            ctx.save_for_backward(s, rstd, weight)
+            return y, s
+
+        @staticmethod
+        def backward(ctx, dy, ds):
+            s, rstd, weight = ctx.saved_tensors
+            dx, dweight = tex.rmsnorm_bwd_add(dy, s, ds, rstd, weight, 0, False)
+            return dx, dx, dweight
+
+    return AddRMSNorm.apply
 
 
 def fla() -> Function:
@@ -95,22 +166,50 @@ def fla() -> Function:
     return lambda x, z, w: (rms_norm_gated(x, z, w, None, eps=EPS),)
 
 
-PEERS = {"add_rms_norm": {"Liger": liger, "QuACK": quack}, "rms_norm_gated": {"flash-linear-attention": fla}}
+def flashinfer() -> Function:
+    from flashinfer.norm import fused_add_rmsnorm
+
+    def add_rms_norm(x, r, w):
+        fused_add_rmsnorm(x, r, w, EPS)
+        return x, r
+
+    return add_rms_norm
 
 
-def providers(name: str) -> dict[str, Function]:
+def vllm() -> Function:
+    from vllm._custom_ops import fused_add_rms_norm
+
+    def add_rms_norm(x, r, w):
+        fused_add_rms_norm(x, r, w, EPS)
+        return x, r
+
+    return add_rms_norm
+
+
+PEERS = {
+    "add_rms_norm": {"Liger": liger, "QuACK": quack, "TransformerEngine": transformer_engine},
+    "rms_norm_gated": {"flash-linear-attention": fla},
+    "rms_norm_modulate": {"Liger": liger_modulated},
+}
+# Of these the forward pass alone is timed; they write over x and the residual.
+IN_PLACE = {"add_rms_norm": {"FlashInfer": flashinfer, "vLLM": vllm}}
+
+
+def providers(name: str, modes: Sequence[str]) -> dict[str, Function]:
     fusion = FUSIONS[name]
     found = {"cunorm": fusion.fused, "cunorm, apart": fusion.apart}
-    for mode, of in MODES.items():
-        found[mode] = torch.compile(fusion.formula, mode=of, dynamic=False)
-    for who, load in PEERS.get(name, {}).items():
+    for mode in modes:
+        found[mode] = torch.compile(fusion.formula, mode=MODES[mode], dynamic=False)
+    for who, load in (PEERS.get(name, {}) | IN_PLACE.get(name, {})).items():
         with suppress(ImportError):
             found[who] = load()
     return found
 
 
 def arguments(fusion: Fusion, rows: int, cols: int) -> list[Tensor]:
-    shapes = {"f": (rows, cols), "c": (cols,)}
+    samples = SAMPLES if rows % SAMPLES == 0 else 1
+    rows_of_x = (samples, rows // samples) if "s" in fusion.operands else (rows,)
+    shapes = {"f": (*rows_of_x, cols), "c": (cols,), "s": (samples, cols)}
     return [
         torch.randn(shapes[kind], device="cuda", dtype=torch.bfloat16).requires_grad_()
         for kind in "f" + fusion.operands
@@ -121,11 +220,14 @@ def gradients(results: Sequence[Tensor], tensors: Sequence[Tensor], given: Seque
     return torch.autograd.grad(results, tensors, given, retain_graph=True)
 
 
-def refusal(one: Function, cunorms: Function, tensors: Sequence[Tensor]) -> str:
+def refusal(one: Function, cunorms: Function, tensors: Sequence[Tensor], in_place: bool) -> str:
     """Why a provider is not timed: what is further from cunorm's results than rounding in between explains."""
     pair = []
     for function in (one, cunorms):
         try:
+            if in_place:
+                pair.append(function(*(tensor.detach().clone() for tensor in tensors)))
+                continue
             results = tuple(function(*tensors))
         except Exception as error:  # of somebody else's compiler, say
             return f"{type(error).__name__}: {error}"[:200]
@@ -137,23 +239,23 @@ def refusal(one: Function, cunorms: Function, tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def measure(name: str, rows: int, cols: int, seconds: float) -> list[dict[str, Any]]:
-    fusion = FUSIONS[name]
+def measure(name: str, rows: int, cols: int, modes: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    fusion, in_place = FUSIONS[name], IN_PLACE.get(name, {})
     rows = rows or ELEMENTS // cols
     lines = []
-    candidates = providers(name)
+    candidates = providers(name, modes)
     tensors = arguments(fusion, rows, cols)
-    refused = {who: refusal(one, candidates["cunorm"], tensors) for who, one in candidates.items()}
+    refused = {who: refusal(one, candidates["cunorm"], tensors, who in in_place) for who, one in candidates.items()}
     del tensors
     for direction, moved in zip(("forward", "backward"), fusion.moved, strict=True):
         size = moved * rows * cols * 2
         sets = [arguments(fusion, rows, cols) for _ in range(timing.buffers_needed(size))]
         timers = {}
         for who, one in candidates.items():
-            if refused[who]:
+            if refused[who] or (direction == "backward" and who in in_place):
                 continue
             if direction == "forward":
-                calls = [partial(torch.no_grad()(one), *tensors) for tensors in sets]
+                calls = [partial(torch.no_grad()(one), *of_call(tensors, who in in_place)) for tensors in sets]
             else:
                 calls = []
                 for tensors in sets:
@@ -173,12 +275,18 @@ def measure(name: str, rows: int, cols: int, seconds: float) -> list[dict[str, A
     return lines
 
 
+def of_call(tensors: Sequence[Tensor], in_place: bool) -> list[Tensor]:
+    """Copies for those who write over them: the others are to find what they were given."""
+    return [tensor.detach().clone() for tensor in tensors] if in_place else list(tensors)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", choices=FUSIONS, default=list(FUSIONS))
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--cols", type=int, nargs="+", default=COLS)
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES), help="of torch.compile; default: all")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
     # A backward pass is run many times over what one forward pass kept.
@@ -190,7 +298,7 @@ def main() -> None:
         for rows, cols, name in product(options.rows, options.cols, options.only):
             if time.perf_counter() - start > options.seconds:
                 break
-            for line in measure(name, rows, cols, timing.SECONDS):
+            for line in measure(name, rows, cols, options.modes, timing.SECONDS):
                 write(**line)
 
 

@@ -159,6 +159,15 @@ class FusedTwice(Protocol):
         """Return y, s and statistics by name, these if asked for; None where one kernel does not do it."""
         ...
 
+    def backward_twice(
+        self, function: str, operation: Operation, arrays: Mapping[str, Any], wanted: Sequence[str], *, sm_margin: int
+    ) -> dict[str, Any] | None:
+        """Return the gradients of x, of the residual and of the weights `wanted`, by name; None where one kernel does
+        not do it, or an array is not as it must be. `arrays`: x, s, dy, ds if there is one, rstd, second_rstd and the
+        weights.
+        """
+        ...
+
 
 class Float8(Protocol):
     """What a family offers for the norms with y in 8 bits. Arguments come unchecked."""

@@ -56,7 +56,7 @@ def forward_struct(
 
 
 def backward_struct(
-    spec: NormSpec, matrices: Sequence[str], columns: Sequence[str], scalars: Sequence[str]
+    spec: NormSpec, matrices: Sequence[str], columns: Sequence[str], scalars: Sequence[str], name: str = "Operation"
 ) -> tuple[str, list[str]]:
     """(the struct of a backward pass, the gradients that it sums over rows)"""
     operation = spec.operation
@@ -99,7 +99,7 @@ def backward_struct(
         "kKeepsG": spec.keeps_g,
         "kMasks": functions_of_zero,
     }
-    return _struct(spec, scalars, facts, functions), sums
+    return _struct(spec, scalars, facts, functions, name), sums
 
 
 # Of zeros they make numbers that are not too large.
@@ -189,9 +189,13 @@ def _places(**lists: Iterable[str]) -> dict[str, str]:
 
 
 def _struct(
-    spec: NormSpec | Arithmetic, scalars: Iterable[str], facts: Mapping[str, bool], functions: Iterable[str]
+    spec: NormSpec | Arithmetic,
+    scalars: Iterable[str],
+    facts: Mapping[str, bool],
+    functions: Iterable[str],
+    name: str = "Operation",
 ) -> str:
     members = "".join(f"  Compute {name};\n" for name in scalars)
     constants = "".join(f"  static constexpr bool {name} = {cpp(value)};\n" for name, value in facts.items())
     compute = CPP_TYPE[spec.compute]
-    return f"struct Operation {{\n  using Compute = {compute};\n{constants}{members}{''.join(functions)}}};\n"
+    return f"struct {name} {{\n  using Compute = {compute};\n{constants}{members}{''.join(functions)}}};\n"

@@ -37,6 +37,7 @@ FILES = {
     "forward_streamed": "norm_forward_streamed.cu",
     "forward_twice": "norm_forward_twice.cu",
     "backward": "norm_backward.cu",
+    "backward_twice": "norm_backward_twice.cu",
     "backward_streamed": "norm_backward_streamed.cu",
     "column_gradients": "weight_gradient.cu",
     "sum_partials": "weight_gradient.cu",

@@ -81,6 +81,48 @@ struct RowGroups {
   }
 };
 
+// Whether the vectors that all rows of a CTA share, so many bytes a column, stay in registers from row to row.
+template <class Shape, int kBytes>
+constexpr bool kStay = Shape::kPacks <= kColumnPacks && Shape::kPacks * Shape::kPack * kBytes <= kColumnBytes;
+
+// Asks for them: into registers, or into shared memory, one place for each row group.
+template <class Shape, int kRows, bool kColumnsStay, class Columns>
+DEVICE void hold_columns(const Columns& columns,
+                         typename Columns::Packed (&column_packs)[kColumnsStay ? Shape::kPacks : 1],
+                         char* column_places, int rank, int row_group) {
+#pragma unroll
+  for (int p = 0; p < Shape::kPacks; ++p) {
+    const int valid = Shape::valid(rank, p);
+    if constexpr (kColumnsStay) {
+      columns.fetch(column_packs[p], 0, Shape::column_beside_sums(rank, p), valid);
+    } else if constexpr (!Columns::kVectors) {
+      typename Columns::Packed pack;
+      columns.fetch(pack, 0, Shape::column_beside_sums(rank, p), valid);
+      columns.template put<Shape::kCapacity, kRows>(column_places, row_group, Shape::pack_slot(p), pack);
+    } else {
+      if (valid <= 0) {
+        columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::pack_slot(p));
+      }
+      columns.template copy<Shape::kCapacity, kRows, Fetch::kCached>(column_places, row_group, Shape::pack_slot(p), 0,
+                                                                     Shape::column_beside_sums(rank, p), valid);
+    }
+  }
+}
+
+// values: [vector][column]
+template <class Shape, int kRows, bool kColumnsStay, class Columns, class Compute>
+DEVICE void read_columns(const Columns& columns,
+                         const typename Columns::Packed (&column_packs)[kColumnsStay ? Shape::kPacks : 1],
+                         char* column_places, int row_group, int p, Compute (*values)[Shape::kPack]) {
+  if constexpr (kColumnsStay) {
+    columns.unpack(column_packs[kColumnsStay ? p : 0], values);
+  } else {
+    typename Columns::Packed column_pack;
+    columns.template read<Shape::kCapacity, kRows>(column_pack, column_places, row_group, Shape::pack_slot(p));
+    columns.unpack(column_pack, values);
+  }
+}
+
 // Rows: where the rows of the matrices wait (rows.cuh). Columns: the vectors that the derivative takes besides them.
 // EarlyResults: gradients that are written row by row and need no sums over the row, Results: those that do; Sums:
 // those that are sums over rows (gradients.cuh), all of them or those of a group (WhichRows, in rows.cuh); RowSums:
@@ -110,26 +152,10 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   Compute sums[kArrays<Sums>][kPacks][kPack] = {};
 
   // Columns stay in registers from row to row where a few hold them, else in shared memory.
-  constexpr bool kColumnsStay = kPacks <= kColumnPacks && kPacks * kPack * Columns::kColumnBytes <= kColumnBytes;
+  constexpr bool kColumnsStay = kStay<Shape, Columns::kColumnBytes>;
   typename Columns::Packed column_packs[kColumnsStay ? kPacks : 1];
   char* const column_places = dynamic_shared() + RowsIn::kBytes;  // one for each row group
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    const int valid = Shape::valid(rank, p);
-    if constexpr (kColumnsStay) {
-      columns.fetch(column_packs[p], 0, Shape::column_beside_sums(rank, p), valid);
-    } else if constexpr (!Columns::kVectors) {
-      typename Columns::Packed pack;
-      columns.fetch(pack, 0, Shape::column_beside_sums(rank, p), valid);
-      columns.template put<Shape::kCapacity, kRows>(column_places, row_group, Shape::pack_slot(p), pack);
-    } else {
-      if (valid <= 0) {
-        columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::pack_slot(p));
-      }
-      columns.template copy<Shape::kCapacity, kRows, Fetch::kCached>(column_places, row_group, Shape::pack_slot(p), 0,
-                                                                     Shape::column_beside_sums(rank, p), valid);
-    }
-  }
+  hold_columns<Shape, kRows, kColumnsStay>(columns, column_packs, column_places, rank, row_group);
 
   const int64 count = which_rows.count(rows);
   int64 place = static_cast<int64>(group) * kRows + row_group;
@@ -152,16 +178,10 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       typename Matrices::Packed matrix_pack;
-      typename Columns::Packed column_pack;
       Compute matrix_values[kArrays<Matrices>][kPack], column_values[kArrays<Columns>][kPack], xhat[kPack];
       rows_in.read(matrix_pack, p);
       matrices.unpack(matrix_pack, matrix_values);
-      if constexpr (kColumnsStay) {
-        columns.unpack(column_packs[kColumnsStay ? p : 0], column_values);
-      } else {
-        columns.template read<Shape::kCapacity, kRows>(column_pack, column_places, row_group, Shape::pack_slot(p));
-        columns.unpack(column_pack, column_values);
-      }
+      read_columns<Shape, kRows, kColumnsStay>(columns, column_packs, column_places, row_group, p, column_values);
       const bool active = Shape::kThreads >= 32 || place < count;
       const int valid = active ? Shape::valid(rank, p) : 0;
 #pragma unroll

@@ -11,9 +11,10 @@
 namespace cunorm {
 
 // Every CTA takes kRows rows at a time. Columns are the vectors of the first epilogue, SecondColumns those of the
-// second. rstd and second_rstd may be null: then nobody will read them.
-template <class Norm, class Shape, int kRows, class S, class Compute, class Operation, class Load, class Beside,
-          class Columns, class SecondColumns, class StoreS, class StoreY>
+// second: asked for with x (kColumnsStay), or each with its pack. rstd and second_rstd may be null: then nobody will
+// read them.
+template <class Norm, class Shape, int kRows, bool kColumnsStay, class S, class Compute, class Operation, class Load,
+          class Beside, class Columns, class SecondColumns, class StoreS, class StoreY>
 DEVICE void norm_forward_twice(Operation operation, Load load, Beside beside, Columns columns,
                                SecondColumns second_columns, StoreS store_s, StoreY store_y, Compute* rstd,
                                Compute* second_rstd, int64 rows, Compute eps) {
@@ -28,6 +29,15 @@ DEVICE void norm_forward_twice(Operation operation, Load load, Beside beside, Co
   int64 row = static_cast<int64>(blockIdx.x) * kRows + threadIdx.x / Shape::kThreads;
   RegisterRows<Shape, Load> rows_x(load, 0, rows, 0);
   RegisterRows<Shape, Beside> rows_beside(beside, 0, rows, 0);
+
+  typename Columns::Packed column_packs[kPacks];
+  typename SecondColumns::Packed second_packs[kPacks];
+  const auto fetch_columns = [&](int p) {
+    columns.fetch(column_packs[p], row, Shape::column(0, p), Shape::valid(0, p));
+  };
+  const auto fetch_second = [&](int p) {
+    second_columns.fetch(second_packs[p], row, Shape::column(0, p), Shape::valid(0, p));
+  };
 
   // Of the row that values_of(p, values) has, a pack at a time; `turn` counts such calls.
   const auto statistics_of = [&](int turn, auto values_of) {
@@ -50,6 +60,13 @@ DEVICE void norm_forward_twice(Operation operation, Load load, Beside beside, Co
   for (int turn = 0; first_of_warp<Shape>(row) < rows; row += row_step, turn += 2) {
     rows_x.take(row);
     rows_beside.take(row);
+    if constexpr (kColumnsStay) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        fetch_columns(p);
+        fetch_second(p);
+      }
+    }
     const auto first = statistics_of(turn, [&](int p, Compute(&values)[kPack]) {
       typename Load::Packed x;
       rows_x.read(x, p);
@@ -64,15 +81,14 @@ DEVICE void norm_forward_twice(Operation operation, Load load, Beside beside, Co
       const int valid = active ? Shape::valid(0, p) : 0;
       typename Load::Packed x;
       typename Beside::Packed beside_pack;
-      typename Columns::Packed column_pack;
       Compute values[kPack], beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
-      columns.fetch(column_pack, row, Shape::column(0, p), Shape::valid(0, p));
+      if constexpr (!kColumnsStay) fetch_columns(p);
       rows_x.read(x, p);
       load.unpack(x, values);
       first.normalise(values);
       rows_beside.read(beside_pack, p);
       beside.unpack(beside_pack, beside_values);
-      columns.unpack(column_pack, column_values);
+      columns.unpack(column_packs[p], column_values);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
         values[i] = i < valid ? operation.epilogue(values[i], beside_values, column_values, i) : 0;
@@ -92,13 +108,12 @@ DEVICE void norm_forward_twice(Operation operation, Load load, Beside beside, Co
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const int valid = active ? Shape::valid(0, p) : 0;
-      typename SecondColumns::Packed column_pack;
       Compute values[kPack], column_values[kArrays<SecondColumns>][kPack];
-      second_columns.fetch(column_pack, row, Shape::column(0, p), Shape::valid(0, p));
+      if constexpr (!kColumnsStay) fetch_second(p);
       stay_packed(s[p]);
       unpack(s[p], values);
       second.normalise(values);
-      second_columns.unpack(column_pack, column_values);
+      second_columns.unpack(second_packs[p], column_values);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) values[i] = operation.second(values[i], column_values, i);
       store_y.store(row, Shape::column(0, p), valid, values);

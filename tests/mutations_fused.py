@@ -338,4 +338,25 @@ MUTATIONS = (
         "norms one after the other",
         (("results", "y"),),
     ),
+    Mutation(
+        "the sums of both norms of a row in one set of slots",
+        "exchanged(turn + 1,",
+        "exchanged(turn,",
+        "norms one after the other, backward",
+        (("races", "race:"),),
+    ),
+    Mutation(
+        "the gradient of x by the sums of s",
+        "saved_of_x, means_of_x,",
+        "saved_of_x, means,",
+        "norms one after the other, backward",
+        (("results", "dx"),),
+    ),
+    Mutation(
+        "the gradient of x by that of another pack of s",
+        "unpack(t[p], matrices[0]);",
+        "unpack(t[0], matrices[0]);",
+        "norms one after the other, backward",
+        (("results", "dx"),),
+    ),
 )

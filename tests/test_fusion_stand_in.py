@@ -199,3 +199,24 @@ def test_a_gradient_that_is_kept_has_the_bits_of_one_that_is_computed_again(monk
     assert kept == [False, True]
     for name in ("x", "z"):
         assert found[0][name].tobytes() == found[1][name].tobytes()
+
+
+@needs_machine
+@pytest.mark.parametrize(
+    ("shape", "waits"),
+    [((17, 16384), (4, 2)), ((52, 5120), (1, 2)), ((2056, 128), (1, 0))],
+    ids=["a cluster of four", "a CTA of five packs", "rows that share a warp"],
+)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_many_rows_that_something_is_added_to_have_the_bits_of_one(monkeypatch, norm, shape, waits):
+    """`waits`: CTAs of a cluster, and places in shared memory."""
+    runs = cpu_cupy.play(monkeypatch, SMALL)
+    made = make(CASES["add_rms_norm"], shape, "bfloat16")
+    x, residual, weight = map(cpu_cupy.asarray, (made.x, made.operands["residual"], made.operands["weight"]))
+    call = getattr(cunorm, f"{norm}_add")
+    y = call(x, residual, weight, eps=EPS).get()
+    spec = runs.plans[0].steps[0].spec
+    assert (spec.cluster, spec.stages) == waits
+    for row in (0, shape[0] - 1):
+        alone = call(*(cpu_cupy.asarray(one.get()[row : row + 1]) for one in (x, residual)), weight, eps=EPS).get()
+        assert same_bits(alone, y[row : row + 1])

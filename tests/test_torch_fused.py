@@ -22,6 +22,7 @@ import cunorm  # noqa: E402
 from cunorm.torch import (  # noqa: E402
     add_layer_norm,
     add_rms_norm,
+    rms_norm_add,
 )
 from cunorm.torch.norm import functional  # noqa: E402
 
@@ -115,6 +116,25 @@ def test_what_is_kept_and_allocated(stand_in):
     (y.sum() + s.sum()).backward()
     assert x.grad.data_ptr() != residual.grad.data_ptr(), "leaves never share memory"
     assert torch.equal(x.grad, residual.grad)
+
+
+@needs_machine
+def test_the_gradient_of_what_is_added_to_a_norm_is_that_of_y(stand_in):
+    """Nothing is written for it, and for it alone nothing is launched."""
+    x, residual = (random(5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
+    y, dy = rms_norm_add(x, residual, 64), random(5, 64, dtype=torch.float32, seed=2)
+    stand_in.allocated.clear()
+    _, dresidual = torch.autograd.grad(y, (x, residual), dy, retain_graph=True)
+    assert dresidual.data_ptr() == dy.data_ptr()
+    assert [one for one in stand_in.allocated if len(one) == 2] == [(5, 64)]
+    launches = len(stand_in.plans)
+    y = rms_norm_add(x.detach(), residual, 64)
+    (dresidual,) = torch.autograd.grad(y, residual, dy)
+    assert torch.equal(dresidual, dy)
+    assert len(stand_in.plans) == launches + 1, "forward"
+    wide = residual.detach().double().requires_grad_()
+    (dwide,) = torch.autograd.grad(rms_norm_add(x, wide, 64), wide, dy)
+    assert dwide.dtype == torch.float64
 
 
 @needs_machine

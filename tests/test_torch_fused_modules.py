@@ -102,6 +102,11 @@ NAMED = {
         lambda x, scale, shift: layer(x) * (1 + scale[:, None]) + shift[:, None],
     ),
     "rms_norm_modulate": ((SAMPLE, (8,)), {}, lambda x, scale, shift: rms(x) * (1 + scale) + shift),
+    "rms_norm_modulate, two axes": (
+        ((2, 8), (2, 8)),
+        {},
+        lambda x, scale, shift: rms(x) * (1 + scale[:, None]) + shift[:, None],
+    ),
     "gate_add_layer_norm_modulate": (
         ((2, 3, 8), SAMPLE, SAMPLE, SAMPLE),
         {},

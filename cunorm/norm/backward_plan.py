@@ -11,8 +11,9 @@ from dataclasses import replace
 from ..device import Device
 from ..operation import derivative
 from .problem import ITEMSIZE, Problem, backward_problem
+from .registers import sixteen_bits
 from .shapes import ceil_div, kernel_spec
-from .spec import SUM_COLUMNS, NormSpec, RowShape, SumSpec
+from .spec import SUM_COLUMNS, WARP, NormSpec, RowShape, SumSpec
 from .steps import STREAMED_THREADS, Plan, Pointer, Step, partial_row, resident_groups, step_of, tier_name
 from .tiers import Tier, choose
 
@@ -49,6 +50,20 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
         steps += _sum_partials(problem, device, sums, partials)
     workspace = partials * partial_row(problem) * compute * len(sums)
     return Plan(problem, device, tier, tuple(steps), partials, workspace)
+
+
+def one_kernel_differentiates_twice(problem: Problem, device: Device) -> bool:
+    """Whether the backward pass of an operation with a second norm is one kernel: of rows of 16 bits that are not few.
+
+    A CTA holds such rows in the shape that either norm's own backward pass gives them, so they have its bits. On sm_100
+    it spilled 8 to 164 bytes, and 4 to 72 without ds, by 512 threads, or of 10240 cols.
+    """
+    choice = choose(problem, device) if device.arch == 90 and "ds" in problem.by_name else None
+    if choice is None or _columns_of_few_rows(problem, device) is not None:
+        return False
+    shape = choice[1].shape
+    held = shape.cluster == 1 and shape.threads >= WARP and shape.threads * shape.packs <= 896
+    return held and sixteen_bits(choice[1])
 
 
 def _resident_backward(
@@ -108,8 +123,12 @@ def _whole_columns(problem: Problem, device: Device, sums: tuple[str, ...]) -> t
     """
     if not sums or all(one.name in sums for one in problem.operands if one.written) or problem.sm_margin:
         return None  # its CTAs are as many as the columns need, on all SMs
-    if derivative(problem.operation, _sources(sums), problem.by_name).late:
+    if problem.operation.second or derivative(problem.operation, _sources(sums), problem.by_name).late:
         return None
+    return _columns_of_few_rows(problem, device)
+
+
+def _columns_of_few_rows(problem: Problem, device: Device) -> tuple[int, int] | None:
     if problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] > WHOLE_COLUMNS * device.sms:
         return None
     packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])

@@ -17,7 +17,14 @@ from ..operation import NORMS, Operation
 from ..recipes import Recipes
 from . import checks, fused
 from .float8 import Float8Store, scale_of
-from .fused_recipe import Recipe, backward_recipe, forward_recipe, one_kernel_norms_twice, scalars_of
+from .fused_recipe import (
+    Recipe,
+    backward_recipe,
+    backward_twice_recipe,
+    forward_recipe,
+    one_kernel_norms_twice,
+    scalars_of,
+)
 from .problem import FLOAT8
 from .steps import Plan
 
@@ -144,6 +151,36 @@ def backward(
         for axes, (name, shape, kind) in recipe.reduced:
             gradients[name] = gradients[name].sum(axes).reshape(shape).astype(kind)
     return gradients
+
+
+def backward_twice(
+    function: str,
+    operation: Operation,
+    arrays: Mapping[str, Any],
+    wanted: Sequence[str],
+    *,
+    sm_margin: int,
+) -> dict[str, cupy.ndarray] | None:
+    """The gradients of x and of the residual, and of the weights that are `wanted`, by name, of an operation with a
+    second norm; None where one kernel does not do it, or an array is not as it must be.
+    """
+    if not all(isinstance(array, cupy.ndarray) for array in arrays.values()):
+        return None
+    options = (operation, tuple(wanted), checks.check_sm_margin(function, sm_margin, None))
+    recipe = _recipes.of((function, options, _key(arrays)), _backward_twice_recipe, function, arrays, *options)
+    if recipe.plan is None:
+        return None
+    with cupy.cuda.Device(arrays["x"].data.device_id):
+        results = {name: cupy.ndarray(shape, kind) for name, shape, kind in recipe.written}
+        _launch(recipe, recipe.plan, dict(arrays), results)
+    return {name: results[of] for name, of in recipe.gradients}
+
+
+def _backward_twice_recipe(function, arrays, operation, wanted, sm_margin) -> Recipe:
+    given = {name: layout(function, name, array) for name, array in arrays.items()}
+    gpu = device.current(arrays["x"].data.device_id)
+    options = {"sm_margin": checks.check_sm_margin(function, sm_margin, gpu.sms), "aligned": _aligned(arrays)}
+    return backward_twice_recipe(operation, given, wanted, gpu, **options).with_dtypes(partial(numpy_dtype, function))
 
 
 def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype, sm_margin) -> Recipe:

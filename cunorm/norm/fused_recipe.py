@@ -14,10 +14,20 @@ from .. import logs
 from ..device import Device
 from ..operation import Operation
 from . import checks, fused
+from .backward_plan import one_kernel_differentiates_twice
 from .checks import Layout
 from .float8 import Float8Store, check_rows, scales_shape
 from .plan import plan
-from .problem import ITEMSIZE, SCALES, Groups, RowStrides, backward_problem, compute_dtype, forward_problem
+from .problem import (
+    ITEMSIZE,
+    SCALES,
+    Groups,
+    RowStrides,
+    backward_problem,
+    backward_twice_problem,
+    compute_dtype,
+    forward_problem,
+)
 from .short_forward import holds_twice
 from .steps import Plan
 
@@ -187,6 +197,64 @@ def backward_recipe(
             if name in broadcast
         ),
         totals=frozenset(f"d{name}" for name in computed if kinds.get(name) == "scalar"),
+    )
+
+
+def backward_twice_recipe(
+    operation: Operation,
+    given: Mapping[str, fused.Given],
+    wanted: Collection[str],
+    device: Device,
+    *,
+    sm_margin: int,
+    aligned: bool,
+) -> Recipe:
+    """Of the backward pass of an operation with a second norm by one kernel; without a plan where none does it.
+
+    `given`: x, s, dy, ds if there is one, rstd, second_rstd and the weights, of which the gradients `wanted` are; those
+    of x and of the residual come with them. Nothing is refused here: what does not fit the halves of the operation
+    refuse.
+    """
+    nothing = Recipe(None, (), (), ())
+    arrays = {name: one for name, one in given.items() if isinstance(one, Layout)}
+    x, s = arrays.get("x"), arrays.get("s")
+    weights = [name for name in operation.operands if name in given]
+    if x is None or s is None or len(arrays) < len(given) or not set(wanted) <= set(weights) or 0 in x.shape:
+        return nothing
+    shapes = dict.fromkeys(arrays, x.shape) | dict.fromkeys(weights, x.shape[-1:])
+    shapes |= dict.fromkeys(operation.statistics, x.shape[:-1])
+    dtypes = {name: one.dtype for name, one in arrays.items()}
+    strides = {name: _row_strides(arrays[name]) for name in ("x", "s", "dy", "ds") if name in arrays}
+    if (
+        any(one.shape != shapes[name] or one.device != x.device for name, one in arrays.items())
+        or not x.shape
+        or not set(dtypes.values()) <= set(ITEMSIZE)
+        or any(dtypes[name] != compute_dtype(s.dtype) for name in operation.statistics)
+        or s.dtype != x.dtype
+        or None in strides.values()
+        or not all(arrays[name].strides == (1,) or x.shape[-1] == 1 for name in weights)
+    ):
+        return nothing
+    task = backward_twice_problem(
+        operation,
+        math.prod(x.shape[:-1]),
+        x.shape[-1],
+        dtypes,
+        wanted,
+        strides={name: one for name, one in strides.items() if one is not None},
+        sm_margin=sm_margin,
+        aligned=aligned,
+    )
+    if not one_kernel_differentiates_twice(task, device):
+        return nothing
+    written = {"residual": (x.shape, s.dtype), "x": (x.shape, x.dtype)}
+    written |= {name: (x.shape[-1:], dtypes[name]) for name in weights if name in wanted}
+    return Recipe(
+        plan(task, device),
+        (),
+        (),
+        tuple((f"d{name}", *one) for name, one in written.items()),
+        gradients=tuple((name, f"d{name}") for name in written),
     )
 
 

@@ -28,7 +28,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 def _plan_forward(problem: Problem, device: Device) -> Plan:
     if problem.operation.second:
-        spec = forward_twice(problem)
+        spec = forward_twice(problem, device)
         groups = min(ceil_div(problem.rows, spec.rows_per_cta), GRID_LIMIT)
         groups = resident_groups(problem, spec, device) if problem.sm_margin else groups
         return Plan(problem, device, tier_name(spec), (step_of(problem, spec, (groups, 1, 1), 0),))

@@ -11,7 +11,7 @@ from ..device import Device
 from ..expression_value import FUNCTIONS
 from .clusters import WORKING
 from .problem import ITEMSIZE, Problem
-from .registers import Needs, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
+from .registers import Needs, column_bytes, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
 from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
 from .short_rings import in_a_ring
 from .spec import WARP, NormSpec
@@ -114,10 +114,13 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
     1536 on an SM and 88 with 1024.
     """
     shape, itemsize = spec.shape, ITEMSIZE[problem.row_dtype]
+    # Past L1, which is left to weight and bias: 64 M elements of 5760 cols 68.7 and 67.9. But not two matrices of rows
+    # that a warp holds: rms_norm_gated of 128 cols 102.1 us, by way of L1 96.2; of 1024 cols as fast.
+    two = sum(one.kind == "full" for one in spec.matrices) > 1
+    by_l1 = spec.aligned and shape.threads <= WARP and two
     spec = replace(
         spec,
-        # Past L1, which is left to weight and bias: 64 M elements of 5760 cols 68.7 and 67.9.
-        streamed_x=spec.aligned or spec.streamed_x,
+        streamed_x=not by_l1 and (spec.aligned or spec.streamed_x),
         # 1728 cols by CTAs of two warps 68.9, of four 70.0.
         rows_per_cta=max(1, spec.rows_per_cta // 2) if shape.threads <= WARP else 1,
     )
@@ -133,7 +136,7 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
             ctas = ctas_of(spec, 16 + 16 * shape.packs)
             if shape.packs in (4, 5) and ctas * spec.threads >= 640:
                 return replace(spec, columns_stay=True, ctas_per_sm=ctas)
-        if shape.packs == 4 and len(spec.matrices) == 2 and _fits_64_registers(spec):
+        if shape.packs == 4 and sum(one.kind != "seed" for one in spec.matrices) == 2 and _fits_64_registers(spec):
             return replace(spec, ctas_per_sm=ctas_of(spec, 64))
     if needs.y and spec.aligned and spec.columns_aligned:  # 64 registers for four packs, 80 for five, 96 for seven
         words = 32 + 4 * (spec.rows_per_cta > 1) + width // 4 * shape.pack + 8 * (itemsize == 4)
@@ -154,7 +157,7 @@ def holds_twice(row_dtype: str, cols: int) -> bool:
     return ceil_div(cols, 16 // ITEMSIZE[row_dtype]) <= 3072
 
 
-def forward_twice(problem: Problem) -> NormSpec:
+def forward_twice(problem: Problem, device: Device) -> NormSpec:
     """That kernel. A row has the shape of either norm's own, and so its bits."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(problem.cols, pack)
@@ -166,13 +169,18 @@ def forward_twice(problem: Problem) -> NormSpec:
     # x and residual wait at once; of either norm's vectors a pack comes late, from L1.
     working = (52 if problem.row_dtype != "float64" else 88) + words_to_shift(spec) * (1 if spec.aligned else 4)
     waiting = shape.packs * sum(pack * one.itemsize // 4 for one in spec.matrices) * (1 if spec.aligned else 2)
+    ctas = ctas_of(spec, working + waiting + column_bytes(problem, shape) // 4, RESIDENT)
+    if spec.aligned and problem.rows <= (device.sms - problem.sm_margin) * ctas * rows_per_cta:
+        # All rows at once, as in short_forward: else they wait for either weight after the sums.
+        return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     return replace(spec, ctas_per_sm=max(1, ctas_of(spec, working + waiting, RESIDENT)))
 
 
 def _fits_64_registers(spec: NormSpec) -> bool:
     """Whether two matrices, four packs of each, are to have 64 registers: 1024 threads on an SM.
 
-    Then rows of 16384 cols are two on an SM and not one: add_layer_norm 179 us and 137, rms_norm_gated 120 and 98.
+    Then rows of 16384 cols are two on an SM and not one: add_layer_norm 179 us and 137, rms_norm_gated 120 and 98,
+    add_rms_norm with dropout 151 and 135.
     """
     gates = any(step.function in FUNCTIONS for step in spec.operation.epilogue.steps)
     if spec.beside and not gates:  # a sum after the norm spilled 8 to 20 bytes

@@ -49,7 +49,7 @@ class RowShape:
 class NormSpec:
     """A kernel that reads rows. `operands` are in the order of its parameters, without their strides."""
 
-    # "forward", "forward_pairs", "forward_spread", "forward_streamed", "forward_twice", "backward",
+    # "forward", "forward_pairs", "forward_spread", "forward_streamed", "forward_twice", "backward", "backward_twice",
     # "backward_streamed" or "column_gradients"
     kernel: str
     operation: Operation
@@ -182,7 +182,7 @@ class NormSpec:
         return tuple(one for one in self.results if one not in self.early_results)
 
 
-BACKWARD = ("backward", "column_gradients")
+BACKWARD = ("backward", "backward_twice", "column_gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
     """Bytes of shared memory that the launch asks for: places of rows and columns, later sums of the row groups."""
     if isinstance(spec, OtherSpec):
         return spec.dynamic_shared
-    if spec.kernel not in ("forward", "backward") or isinstance(spec, SumSpec):
+    if spec.kernel not in ("forward", "backward", "backward_twice") or isinstance(spec, SumSpec):
         return 0
     shape, rows = spec.shape, spec.rows_per_cta
     threads = rows * shape.threads

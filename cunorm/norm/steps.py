@@ -73,7 +73,7 @@ class Plan:
 
 def tier_name(spec: NormSpec) -> str:
     """Who holds a row, in a word."""
-    if spec.kernel not in ("forward", "forward_spread", "forward_twice", "backward"):
+    if spec.kernel not in ("forward", "forward_spread", "forward_twice", "backward", "backward_twice"):
         return "streamed"
     if spec.shape.cluster > 1:
         return "cluster"

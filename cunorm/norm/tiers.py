@@ -100,7 +100,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     shape = _backward_shape(problem, tier, plain, device)
     if shape is None:
         return None
-    spec = kernel_spec(problem, problem.direction, shape)
+    spec = kernel_spec(problem, "backward_twice" if problem.operation.second else "backward", shape)
     # In 96 registers rows at odd addresses spilled 4 bytes, on sm_100 others 16, and what is kept of g 100.
     few = spec.aligned and device.arch < 100 and not is_dear
     resident = tier.resident if few else min(tier.resident, 512)
@@ -165,6 +165,8 @@ def _asks_late(problem: Problem, tier: Tier, shape: RowShape, many: bool) -> boo
 
     Rows of groups were not measured, nor those of which a warp holds several.
     """
+    if problem.operation.second:
+        return True
     results = [one for one in problem.operands if one.kind == "full" and one.written]
     return len(results) > 1 and not problem.groups and many and shape.threads >= WARP and tier.stages > 0
 
@@ -176,6 +178,8 @@ def _rows_asked_for_late(problem: Problem, tier: Tier, shape: RowShape) -> tuple
     """
     if tier.cluster > 1:
         return 1, 2
+    if problem.operation.second:  # norm, add, norm of 4096 cols 209 us, by two launches 224
+        return max(1, (48 << 10) // _row_bytes(problem)), 2
     rows = min(max(1, round((48 << 10) / _row_bytes(problem))), tier.cta // shape.threads)
     return (1, 3) if rows == 2 else (rows, 2)  # 4096 cols by two rows 175 us
 

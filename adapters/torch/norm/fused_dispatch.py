@@ -99,8 +99,12 @@ def gradients_of(family, names, saved, numbers, eps, dy, ds, statistics, mask) -
     if not all(one is None or functional.launchable(one) for one in (dy, ds)):
         return _through_torch(family, names, saved, numbers, eps, dy, ds, statistics, mask)
     wanted = family.call.wanted(mask)
-    found = iter(fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, wanted))
-    return [next(found) if one else None for one in mask]
+    given = fused_launching.given_through(family, wanted, dy)
+    computed = tuple(name for name in wanted if name not in given)
+    if computed:
+        found = fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, computed)
+        given |= dict(zip(computed, found, strict=True))
+    return [given.get(name) for name in family.call.names]
 
 
 _apply = functional.applied(_Fused)

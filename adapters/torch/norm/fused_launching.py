@@ -5,8 +5,9 @@ As launching.py: what follows from layouts and options alone is worked out once,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ...norm.checks import Layout
 from ...norm.fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
 from ...norm.problem import backward_reads, pointer_order
 from ...norm.steps import Plan
-from ...operation import NORMS, Operation
+from ...operation import NORMS, Operation, derivative
 from . import checks, launching
 
 
@@ -199,6 +200,24 @@ def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
     key = tuple(contiguous.values())
     found = call.families.get(key)
     return found or launching.keep(call.families, key, Family(call, contiguous, {}))
+
+
+def given_through(family: Family, wanted: Collection[str], dy: Tensor | None) -> dict[str, Tensor]:
+    """The gradients that are dy itself, as that of what is added to a norm: nobody need write them."""
+    call, layouts, _ = family
+    added = _added(call.operation, call.names, call.numbers)
+    if dy is None or not added:
+        return {}
+    of_dy = dy.shape, checks.dtype_name(dy.dtype)
+    return {name: dy for name in added if name in wanted and (layouts[name].shape, layouts[name].dtype) == of_dy}
+
+
+@lru_cache(maxsize=512)
+def _added(operation: Operation, names: tuple[str, ...], numbers: tuple[str, ...]) -> tuple[str, ...]:
+    """The operands whose gradients are that of y."""
+    after = [name for name in operation.after if name in names and name not in operation.before]
+    found = derivative(operation, after, (*names, *numbers)).early
+    return tuple(name for name, one in found if one.text == "dy")
 
 
 def backward(

@@ -84,6 +84,7 @@ def rms_norm_modulate(
     >>> rms_norm_modulate(torch.tensor([[3.0, 4.0]]), torch.ones(2), torch.zeros(2), 0.0)
     tensor([[1.6971, 2.2627]])
     """
+    scale, shift = of_samples(input, scale, shift)
     (y,) = _named("rms_norm_modulate", input, None, {"scale": scale, "shift": shift}, eps, dtype, sm_margin=sm_margin)
     return y
 

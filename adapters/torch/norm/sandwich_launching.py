@@ -1,18 +1,19 @@
-"""rms_norm_add_rms_norm on plain CUDA tensors in one launch, where a CTA holds a row; as fused_launching.py."""
+"""rms_norm_add_rms_norm on plain CUDA tensors by one kernel, where a CTA holds a row; as fused_launching.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import launch
-from ...norm.fused_recipe import forward_recipe, one_kernel_norms_twice
+from ...norm.checks import Layout
+from ...norm.fused_recipe import backward_twice_recipe, forward_recipe, one_kernel_norms_twice
 from ...norm.problem import pointer_order
 from ...norm.steps import Plan
-from . import fused_launching, launching
+from . import checks, fused_launching, launching
 from .fused_launching import Call, Memory
 
 
@@ -92,4 +93,76 @@ def _recipe(call: Call, s_dtype: str | None, tensors: Sequence[Tensor], sm_margi
         s=fused_launching._memory(*s[1:]),
         statistics=fused_launching._memory((1, *of_rows), compute),
         order=None if found.plan is None else pointer_order(found.plan.problem, names),
+    )
+
+
+class Backward(NamedTuple):
+    """`gradients` by name, in the order of the plan."""
+
+    plan: Plan
+    gradients: tuple[tuple[str, Memory], ...]
+    order: Callable[[Sequence[int]], tuple[int, ...]]
+
+
+_backward_recipes: dict[Hashable, Backward | None] = {}  # None where one kernel does not do it
+
+
+def backward(
+    call: Call, tensors: Mapping[str, Tensor], of_x: Tensor, of_s: Tensor, wanted: tuple[str, ...]
+) -> dict[str, Tensor] | None:
+    """The gradients of x and of the residual, and of the weights that are `wanted`, by name; None where two launches
+    are needed. `tensors`: x, s, dy, ds if there is one, and the weights.
+    """
+    index = of_s.get_device()
+    if index != launching._current_device():
+        with torch.cuda.device(index):
+            return backward(call, tensors, of_x, of_s, wanted)
+    given = tuple(tensors.values())
+    pointers = [tensor.data_ptr() for tensor in given]
+    aligned = fused_launching._aligned(tuple(tensors), pointers, given, tensors["x"].shape)
+    key = (
+        call,
+        tuple(tensors),
+        wanted,
+        aligned,
+        *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in given],
+    )
+    if key not in _backward_recipes:
+        launching.keep(_backward_recipes, key, _backward_recipe(call, tensors, of_s, wanted, aligned))
+    recipe = _backward_recipes[key]
+    if recipe is None:
+        return None
+    plan, memory, order = recipe
+    gradients = {name: launching._empty(*one) for name, one in memory}
+    workspace = launching._empty((plan.workspace,), (1,), torch.uint8) if plan.workspace else None
+    of_x, of_s = of_x.contiguous(), of_s.contiguous()  # vmap may have moved their axes
+    pointers += (of_x.data_ptr(), of_s.data_ptr())
+    pointers += (gradient.data_ptr() for gradient in gradients.values())
+    workspace_pointer = 0 if workspace is None else workspace.data_ptr()
+    launch.run(plan, index, launching._stream(index), order(pointers), (), workspace_pointer)
+    return gradients
+
+
+def _backward_recipe(
+    call: Call, tensors: Mapping[str, Tensor], of_s: Tensor, wanted: tuple[str, ...], aligned: bool
+) -> Backward | None:
+    layouts = {name: fused_launching.layout(call.function, name, one) for name, one in tensors.items()}
+    x = layouts["x"]
+    of_rows = Layout(x.shape[:-1], fused_launching._strides(x.shape[:-1]), checks.dtype_name(of_s.dtype), x.device)
+    found = backward_twice_recipe(
+        call.operation,
+        layouts | {"rstd": of_rows, "second_rstd": of_rows},
+        wanted,
+        launching.properties_of(call.function, of_s),
+        sm_margin=call.sm_margins[1],
+        aligned=aligned,
+    )
+    if found.plan is None:
+        return None
+    names = (*tensors, "rstd", "second_rstd", *(name for name, _, _ in found.written))
+    gradients = zip(found.gradients, found.written, strict=True)
+    return Backward(
+        plan=found.plan,
+        gradients=tuple((name, fused_launching._memory(*one[1:])) for (name, _), one in gradients),
+        order=pointer_order(found.plan.problem, names),
     )
