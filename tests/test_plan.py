@@ -11,6 +11,7 @@ from problems import problem
 
 from cunorm.device import CLUSTER_SIZES, KNOWN
 from cunorm.norm.plan import plan
+from cunorm.norm.problem import float8_problem
 from cunorm.norm.spec import NormSpec, dynamic_shared, shared_memory
 
 DIRECTIONS = ("forward", "backward")
@@ -114,6 +115,27 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, arch):
             for rows in (5 * 10**7, 10**8, 10**9)
         ]
         assert specs[0] == specs[1] == specs[2]
+
+
+@pytest.mark.parametrize(
+    ("elements", "cols", "granularity", "by_two"),
+    [
+        (64, 2048, "row", True),
+        (64, 2048, "tensor", True),
+        (64, 12288, 128, True),
+        (64, 12288, "tensor", False),
+        (64, 4096, "row", False),
+        (8, 2048, "row", True),
+        (4, 2048, "row", False),
+        (8, 3072, "row", False),
+    ],
+)
+def test_layer_norm_to_8_bits_takes_rows_by_two_where_it_was_measured_to_win(elements, cols, granularity, by_two):
+    x = "bfloat16"
+    problem = float8_problem(
+        "layer_norm", (elements << 20) // cols, cols, x, x, x, y8="float8_e4m3fn", granularity=granularity
+    )
+    assert (plan(problem, KNOWN[90]).steps[0].spec.kernel == "forward_pairs") == by_two
 
 
 @pytest.mark.parametrize(
