@@ -252,7 +252,7 @@ MUTATIONS = (
     Mutation(
         "places of a column as many as of a row",
         "columns.template read<Shape::kCapacity, kRows>(",
-        "columns.template read<Shape::kCapacity, 5 * kRows>(",
+        "columns.template read<Shape::kCapacity, 2 * kRows>(",
         "gate, cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
