@@ -127,6 +127,8 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
     width = widest_column(spec)
     narrow = spec.aligned and len(spec.matrices) == 1 and width <= max(4, itemsize) and not needs.y
     narrow = narrow and not (spec.grouped and spec.scales)  # 4 bytes spilled on sm_80, 128 cols
+    # 16 bytes on sm_100, y of float64, 4104 cols
+    narrow = narrow and all(one.itemsize <= max(4, itemsize) for one in spec.written)
     # On sm_80 two packs spilled 8 bytes in 40 registers.
     most, words = (1536, 28 if device.arch >= 90 else 40) if shape.packs <= 3 and narrow else (RESIDENT, needs.working)
     if device.arch == 90 and not spec.scales and sixteen_bits(spec):
