@@ -1,5 +1,5 @@
-// LayerNorm and RMSNorm forward of many rows that several warps hold, two at a time: what norm_forward.cu computes, to
-// the bit. A thread reads and unpacks weight and bias once for both rows, and what a row costs whatever its length one
+// LayerNorm forward of many rows that several warps hold, two at a time: what norm_forward.cu computes, to the bit. A
+// thread reads and unpacks weight and bias once for both rows, and what a row costs whatever its length one
 // half of a warp works out for one of them, the other half for the other.
 #pragma once
 #include "float8.cuh"
@@ -18,6 +18,7 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
   constexpr int kPacks = Shape::kPacks;
   constexpr int kSlots = Shape::kSlots;
   using Exchange = RowExchange<Shape, 1, Norm::kValues, Compute>;
+  static_assert(Norm::kHasMean, "RMSNorm gained nothing by it");
   static_assert(Beside::kCount == 0 && !kStores<StoreS>, "x is read and y written, nothing else");
   static_assert(Shape::kCluster == 1 && kSlots > 1 && kSlots <= 16, "half a warp reads what all warps published");
   __shared__ typename Exchange::Slots slots[2];
@@ -41,10 +42,8 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     Compute values[kPack], of_row[Norm::kLaneSums] = {};
-    if constexpr (Norm::kHasMean) {
-      read(r, 0, values);
-      pivots[r] = Norm::template pivot<Shape>(warp, values);
-    }
+    read(r, 0, values);
+    pivots[r] = Norm::template pivot<Shape>(warp, values);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       read(r, p, values);
@@ -59,17 +58,13 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
   if (lane % kPartLanes == 0) {
     slots[half](Norm::kValues - Norm::kLaneSums + lane / kPartLanes % Norm::kLaneSums, warp) = of_part;
   }
-  if constexpr (Norm::kHasMean) {
-    if (lane % 16 == 0) slots[half](0, warp) = half ? pivots[1] : pivots[0];
-  }
+  if (lane % 16 == 0) slots[half](0, warp) = half ? pivots[1] : pivots[0];
   __syncthreads();
   Compute part[Norm::kValues];
   Norm::template merge<Exchange, Shape::kCols>(part, slots[half], [](int other) { return Shape::slot_columns(other); });
   const auto of_half = Norm::template finish<Shape::kCols>(part, eps);
   if (warp == 0 && lane % 16 == 0) {
-    if constexpr (Norm::kHasMean) {
-      if (mean != nullptr) mean[half ? pair[1] : pair[0]] = of_half.mean();
-    }
+    if (mean != nullptr) mean[half ? pair[1] : pair[0]] = of_half.mean();
     if (rstd != nullptr) rstd[half ? pair[1] : pair[0]] = of_half.rstd;
   }
   const typename Norm::template Row<Compute> statistics[2] = {of_half.of_lane(0), of_half.of_lane(16)};
