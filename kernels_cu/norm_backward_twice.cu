@@ -72,6 +72,28 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
   };
 
+  // Of a pack of either half: its part of the sums, and then the gradient of what that half normalises.
+  const auto sum_up = [](const auto& of, const SavedRow& saved, Compute(&means)[Norm::kGradientSums], int p,
+                         const auto& matrices, const auto& columns, auto& sums) {
+    Compute nothing[1][kPack];
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      const Compute xhat = saved.xhat(of.source(matrices, columns, i));
+      of.early(xhat, matrices, columns, i, p, sums, nothing);
+      Norm::add_gradient(means, of.gradient(xhat, matrices, columns, i), xhat);
+    }
+  };
+  const auto differentiate = [](const auto& of, const SavedRow& saved, const Compute(&means)[Norm::kGradientSums],
+                                int p, const auto& matrices, const auto& columns, auto& sums,
+                                Compute(&values)[1][kPack]) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      const Compute xhat = saved.xhat(of.source(matrices, columns, i));
+      const Compute through_norm = gradient_of_s<Norm>(of, saved, means, xhat, matrices, columns, i);
+      of.late(xhat, through_norm, matrices, columns, i, p, sums, values);
+    }
+  };
+
   SavedRow next_of_s = saved_of(second_rstd, row), next_of_x = saved_of(rstd, row);
   for (int turn = 0; first_of_warp<Shape>(row) < rows; row += row_step, turn += 2) {
     const SavedRow saved_of_s = next_of_s, saved_of_x = next_of_x;
@@ -95,14 +117,9 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
     Compute means[Norm::kGradientSums] = {};
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      Compute matrices[kArrays<MatricesOfS>][kPack], columns[kArrays<ColumnsOfS>][kPack], nothing[1][kPack];
+      Compute matrices[kArrays<MatricesOfS>][kPack], columns[kArrays<ColumnsOfS>][kPack];
       read_of_s(p, matrices, columns);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        const Compute xhat = saved_of_s.xhat(of_s.source(matrices, columns, i));
-        of_s.early(xhat, matrices, columns, i, p, sums_of_s, nothing);
-        Norm::add_gradient(means, of_s.gradient(xhat, matrices, columns, i), xhat);
-      }
+      sum_up(of_s, saved_of_s, means, p, matrices, columns, sums_of_s);
     }
     exchanged(turn, means, [&] {
       if constexpr (!RowsOfS::kAskEarly) ask_next();
@@ -124,23 +141,13 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
       {
         Compute matrices[kArrays<MatricesOfS>][kPack], columns[kArrays<ColumnsOfS>][kPack];
         read_of_s(p, matrices, columns);
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) {
-          const Compute xhat = saved_of_s.xhat(of_s.source(matrices, columns, i));
-          const Compute through_norm = gradient_of_s<Norm>(of_s, saved_of_s, means, xhat, matrices, columns, i);
-          of_s.late(xhat, through_norm, matrices, columns, i, p, sums_of_s, values);
-        }
+        differentiate(of_s, saved_of_s, means, p, matrices, columns, sums_of_s, values);
       }
       t[p] = pack_values<T>(values[0]);
       results_of_s.store_packed(row, Shape::column_beside_sums(rank, p), valid_of(p), t[p]);
-      Compute matrices[2][kPack], columns[kArrays<ColumnsOfX>][kPack], nothing[1][kPack];
+      Compute matrices[2][kPack], columns[kArrays<ColumnsOfX>][kPack];
       read_of_x(p, matrices, columns);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        const Compute xhat = saved_of_x.xhat(of_x.source(matrices, columns, i));
-        of_x.early(xhat, matrices, columns, i, p, sums_of_x, nothing);
-        Norm::add_gradient(means_of_x, of_x.gradient(xhat, matrices, columns, i), xhat);
-      }
+      sum_up(of_x, saved_of_x, means_of_x, p, matrices, columns, sums_of_x);
     }
     exchanged(turn + 1, means_of_x, [] {});
 
@@ -149,12 +156,7 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
       Compute matrices[2][kPack], columns[kArrays<ColumnsOfX>][kPack], values[1][kPack];
       stay_packed(t[p]);
       read_of_x(p, matrices, columns);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        const Compute xhat = saved_of_x.xhat(of_x.source(matrices, columns, i));
-        const Compute through_norm = gradient_of_s<Norm>(of_x, saved_of_x, means_of_x, xhat, matrices, columns, i);
-        of_x.late(xhat, through_norm, matrices, columns, i, p, sums_of_x, values);
-      }
+      differentiate(of_x, saved_of_x, means_of_x, p, matrices, columns, sums_of_x, values);
       results_of_x.store(row, Shape::column_beside_sums(rank, p), valid_of(p), values[0]);
     }
   }
