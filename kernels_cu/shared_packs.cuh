@@ -42,35 +42,30 @@ struct SharedPacks {
     }
   }
 
-  // What was copied of a pack that begins `offset` bytes behind a multiple of its size, as its row does.
-  DEVICE static void read_covering(Pack<T, kPack>& pack, const char* place, PackSlot slot, const T* row, uint32 offset,
-                                   int valid) {
-    uint32 words[kWords * (kPieces + 1)];
-    const char* const covering = covering_place(place, slot, row);
-#pragma unroll
-    for (int i = 0; i <= kPieces; ++i) {
-      uint32 unit[kWords];
-      load_shared_words(covering + i * kPiece, unit);
-#pragma unroll
-      for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
-    }
-    shift_down<T, kPiece / 8>(words, offset);
-    keep_valid(pack, words, valid);
-  }
+  // What was copied of a pack. Of several arrays some may be kAligned beside others that are not.
   DEVICE static void read_covering(Pack<T, kPack>& pack, const char* place, PackSlot slot, const T* row, int valid) {
-    with_known<sizeof(T), kPiece>(past_multiple_of<kPiece>(row),
-                                  [&](uint32 offset) { read_covering(pack, place, slot, row, offset, valid); });
+    if constexpr (kAligned) {
+      read(pack, place, slot);
+    } else {
+      with_known<sizeof(T), kPiece>(past_multiple_of<kPiece>(row),
+                                    [&](uint32 offset) { read_shifted(pack, place, slot, row, offset, valid); });
+    }
   }
 
   // All packs that this thread has of the row.
   template <class Shape>
   DEVICE static void read_covering(Pack<T, kPack> (&packs)[Shape::kPacks], const char* place, const T* row, int rank) {
-    with_known<sizeof(T), kPiece>(past_multiple_of<kPiece>(row), [&](uint32 offset) {
+    if constexpr (kAligned) {
 #pragma unroll
-      for (int p = 0; p < Shape::kPacks; ++p) {
-        read_covering(packs[p], place, Shape::pack_slot(p), row, offset, Shape::valid(rank, p));
-      }
-    });
+      for (int p = 0; p < Shape::kPacks; ++p) read(packs[p], place, Shape::pack_slot(p));
+    } else {
+      with_known<sizeof(T), kPiece>(past_multiple_of<kPiece>(row), [&](uint32 offset) {
+#pragma unroll
+        for (int p = 0; p < Shape::kPacks; ++p) {
+          read_shifted(packs[p], place, Shape::pack_slot(p), row, offset, Shape::valid(rank, p));
+        }
+      });
+    }
   }
 
   DEVICE static void put(char* place, PackSlot slot, const Pack<T, kPack>& pack) {
@@ -83,7 +78,7 @@ struct SharedPacks {
     }
   }
 
-  DEVICE static void read(Pack<T, kPack>& pack, char* place, PackSlot slot) {
+  DEVICE static void read(Pack<T, kPack>& pack, const char* place, PackSlot slot) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       uint32 words[kWords];
@@ -101,6 +96,22 @@ struct SharedPacks {
   template <class Place>
   DEVICE static Place* covering_place(Place* place, PackSlot slot, const T* row) {
     return piece(place, slot, 0) + lane(slot) * (kBytes - kPiece) + past_multiple_of<kRunGap>(row) / kPiece * kPiece;
+  }
+
+  // A pack that begins `offset` bytes behind a multiple of its size, as its row does.
+  DEVICE static void read_shifted(Pack<T, kPack>& pack, const char* place, PackSlot slot, const T* row, uint32 offset,
+                                  int valid) {
+    uint32 words[kWords * (kPieces + 1)];
+    const char* const covering = covering_place(place, slot, row);
+#pragma unroll
+    for (int i = 0; i <= kPieces; ++i) {
+      uint32 unit[kWords];
+      load_shared_words(covering + i * kPiece, unit);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
+    }
+    shift_down<T, kPiece / 8>(words, offset);
+    keep_valid(pack, words, valid);
   }
 
   // A lane copies the words that hold its pack, but for the one in which the pack before ends: that lane copies it.

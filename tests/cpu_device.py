@@ -27,7 +27,7 @@ import numpy
 
 from cunorm import launch, source
 from cunorm.launch import NUMBERS
-from cunorm.norm.spec import KernelSpec, dynamic_shared
+from cunorm.norm.spec import RUN_GAP, KernelSpec, dynamic_shared
 from cunorm.norm.steps import Plan, Step
 from cunorm.source import Baked
 
@@ -36,6 +36,7 @@ STAND_IN = Path(__file__).parent / "cpu"
 # Kernels are not optimised: compiling one takes longer than running it, with -O1 the sanitizers' cases took 1.6 times
 # as long in all.
 OPTIONS = ("-std=c++20", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
+ALIGNMENT = RUN_GAP  # kernels look at an address modulo this, and at no more of it
 POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
 ORDERS = ("ascending", "descending", "even before odd")
 SECONDS = 120  # that a launch may take
@@ -154,7 +155,7 @@ def run(path: Path, how: Launch, parameters: str, arguments: Sequence[int | floa
     views = [numpy.frombuffer((ctypes.c_char * size).from_address(low), "uint8") for low, size in _spans]
     words = [*how, len(views), len(arguments)]
     for low, size in _spans:
-        words += [size, low % 16]
+        words += [size, low % ALIGNMENT]
     for parameter, argument in zip(parameters, arguments, strict=True):
         words += _argument(parameter, argument)
     job = struct.pack(f"{len(words)}q", *words) + b"".join(view.tobytes() for view in views)

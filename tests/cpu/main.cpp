@@ -2,7 +2,7 @@
 // are 64-bit words:
 //   grid x, y, z, threads, CTAs of a cluster, order (as in scheduler.cpp), bytes of dynamic shared memory,
 //   number of arrays, number of arguments,
-//   of each array its bytes and its address modulo 16,
+//   of each array its bytes and its address modulo 32,
 //   of each argument its bytes, the number of its array or -1, and its value or its offset in the array,
 //   then the arrays.
 #include <unistd.h>
@@ -43,11 +43,11 @@ int main() {
   const auto arrays = read<Array>(header.arrays);
   const auto parameters = read<Argument>(header.arguments);
   // Blocks of their exact size, so that AddressSanitizer sees a byte too far; in front of one that begins at an odd
-  // place up to 15 bytes go unnoticed.
+  // place up to 31 bytes go unnoticed.
   std::vector<char*> memory;
   for (const Array& array : arrays) {
     void* block = nullptr;
-    if (posix_memalign(&block, 16, array.misplacement + array.bytes) != 0) return 2;
+    if (posix_memalign(&block, 32, array.misplacement + array.bytes) != 0) return 2;
     memory.push_back(static_cast<char*>(block) + array.misplacement);
     if (std::fread(memory.back(), 1, array.bytes, stdin) != array.bytes) return 2;
   }
