@@ -82,6 +82,7 @@ RUNS = (
     Run("samples", (3, 13, 33), "float16", "samples of rows that share a warp, not whole warps of them"),
     Run("samples", (3, 7, 1000), "bfloat16", "more partial rows than one of each sample", MANY_SMS, ("warp", "cta")),
     Run("samples", (2, 3, 17000), "float32", "samples of a cluster's rows", tiers=("cluster", "cluster")),
+    Run("samples", (1, 3, 17000), "float64", "more sums than one SM may have partial rows"),
     Run(
         "samples",
         (2, 3, 17000),
