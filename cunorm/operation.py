@@ -240,7 +240,8 @@ def _derivative(operation: Operation, wanted: tuple[str, ...], absent: tuple[tup
     late_names = [name for name in wanted if name == "x" or name in operation.before]
     early_names = [name for name in wanted if name in operation.after]
     found = gradients(operation.epilogue, ("xhat", *early_names), seed="dy")
-    found = {name: _with_numbers(expression, dict(absent)) for name, expression in found.items()}
+    numbers = dict(absent)
+    found = {name: _with_numbers(expression, numbers) for name, expression in found.items()}
     prologue = operation.prologue or X
     late = gradients(prologue, late_names, seed="ds")
     return Derivative(

@@ -8,7 +8,7 @@
 //   gathered<kLanes>(part, sums, pivot)                    those of the columns that this warp holds, in every lane
 //   merge<Exchange, kCols>(part, slots, columns)           those of the row, of what its warps published
 //   finish<kCols>(part, eps)                               a Row
-//   Row                rstd, mean() if there is one; normalise(values); LayerNorm: of_lane(lane), of another
+//   Row                rstd, mean() if there is one; normalise(values); LayerNorm's: of_lane(lane), of another lane
 //   Running            for rows too long to hold: add(values, valid), publish(part) of kRunningValues numbers, merge
 //   SavedRow           of(mean, rstd, row) in the backward pass: xhat(value), and dx(g, xhat, means)
 //   kGradientSums      sums over a row that dx needs; add_gradient(sums, g, xhat) adds a column to them,

@@ -42,9 +42,9 @@ class Array(numpy.ndarray):
         return self.view(numpy.ndarray)
 
 
-def asarray(array: numpy.ndarray) -> Array:
-    """Its values in memory that begins as that of a GPU does."""
-    copy = Array(array.shape, array.dtype)
+def asarray(array: numpy.ndarray, start: int = 0) -> Array:
+    """Its values, `start` elements behind where memory of a GPU begins."""
+    copy = Array((start + array.size,), array.dtype)[start:].reshape(array.shape)
     copy[...] = array
     return copy
 

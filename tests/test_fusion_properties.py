@@ -1,4 +1,4 @@
-"""Random calls of fused operations against float64: every tier, arrays in other dtypes and at other addresses.
+"""Random calls of fused operations against float64: of any tier, with arrays in other dtypes and at other addresses.
 
 As many examples as test_properties.py says, of which the stand-in and a GPU each take a part.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import cpu_cupy
 import numpy
 import pytest
 from arrays import misplaced
+from cases import DTYPES
 from cpu_device import ORDERS, Machine, missing
 from cpu_functions import FEW_SMS, MANY_SMS, SMALL, WITHOUT_CLUSTERS
 from fusion_cases import CASES, Case, Made, check, make
@@ -57,10 +57,9 @@ def calls(draw: st.DrawFn) -> Call:
         leading = (draw(st.integers(1, max(1, min(4, most)))), draw(st.integers(1, max(1, min(5, most // 4)))))
     else:
         leading = (draw(st.integers(1, max(1, min(40, most)))),)
-    sizes = ("float32", "float64") if name in ROUNDED else ("float16", "bfloat16", "float32", "float64")
-    dtype = draw(st.sampled_from(sizes))
-    kinds = ("float16", "bfloat16", "float32", *(("float64",) if dtype == "float64" else ()))
-    others = st.dictionaries(st.sampled_from((*names_of(case), "dy", "ds")), st.sampled_from(kinds), max_size=4)
+    dtype = draw(st.sampled_from(("float32", "float64") if name in ROUNDED else DTYPES))
+    formats = DTYPES if dtype == "float64" else DTYPES[:-1]  # float64 beside others makes the arithmetic float64
+    others = st.dictionaries(st.sampled_from((*names_of(case), "dy", "ds")), st.sampled_from(formats), max_size=4)
     return Call(
         name,
         (*leading, cols),
@@ -93,11 +92,18 @@ def run(call: Call, as_array: Callable[[numpy.ndarray, int], Any]) -> None:
 
     case = CASES[call.case]
     made = make(case, call.shape, call.dtype, call.dtypes)
+    if call.dtype in ("float16", "bfloat16"):
+        made = in_few_bits(made)
     # A sum over more of them may come to less than its terms' roundings.
     alone = {*case.numbers, *case.of_rows, *case.of_samples} if math.prod(call.shape) > 2**12 else ()
-    wanted = ("x", *(name for name in case.op.operation.operands if name not in alone))
-    with suppress(NotImplementedError):  # after the forward pass: a vector's gradient before the norm of streamed rows
-        check(case, made if call.dtype in ("float32", "float64") else in_few_bits(made), placed, wanted)
+    operation = case.op.operation
+    wanted = ("x", *(name for name in operation.operands if name not in alone))
+    try:
+        check(case, made, placed, wanted)
+    except NotImplementedError:  # streamed rows have no gradient of what the prologue takes for many of them
+        refused = {*operation.before} - {"x", *case.full, *case.of_rows}
+        assert refused & {*wanted}
+        check(case, made, placed, tuple(name for name in wanted if name not in refused))
 
 
 @pytest.mark.slow
@@ -107,7 +113,7 @@ def run(call: Call, as_array: Callable[[numpy.ndarray, int], Any]) -> None:
 def test_any_fused_call_is_right_on_the_stand_in(call):
     with pytest.MonkeyPatch.context() as patch:
         cpu_cupy.play(patch, DEVICES[call.device], Machine(order=call.order))
-        run(call, lambda one, start: misplaced(one, start).view(cpu_cupy.Array))
+        run(call, cpu_cupy.asarray)
 
 
 @pytest.mark.gpu

@@ -24,12 +24,13 @@ std::vector<T> read(std::size_t count) {
   return result;
 }
 
-// An array begins where the caller's does modulo this. Where AddressSanitizer looks on, packs of 16 bytes are as far as
-// it goes, so that fewer bytes before an array go unnoticed.
+// An array begins where the caller's does modulo this: RUN_GAP (spec.py), for kernels look at no more of an address.
+// AddressSanitizer does not see an access between the begin of a block and that of its array, so that there it is the
+// size of a vector access.
 #ifdef CUNORM_ADDRESS
-constexpr std::size_t kPlaces = 16;
+constexpr std::size_t kAlignment = 16;
 #else
-constexpr std::size_t kPlaces = 32;
+constexpr std::size_t kAlignment = 32;
 #endif
 
 struct Array {
@@ -50,13 +51,12 @@ int main() {
   const auto header = read<Header>(1)[0];
   const auto arrays = read<Array>(header.arrays);
   const auto parameters = read<Argument>(header.arguments);
-  // Blocks of their exact size, so that AddressSanitizer sees a byte too far; in front of one that begins at an odd
-  // place those up to there go unnoticed.
+  // Blocks of their exact size, so that AddressSanitizer sees a byte too far.
   std::vector<char*> memory;
   for (const Array& array : arrays) {
     void* block = nullptr;
-    const std::size_t before = array.misplacement % kPlaces;
-    if (posix_memalign(&block, 32, before + array.bytes) != 0) return 2;
+    const std::size_t before = array.misplacement % kAlignment;
+    if (posix_memalign(&block, kAlignment, before + array.bytes) != 0) return 2;
     memory.push_back(static_cast<char*>(block) + before);
     if (std::fread(memory.back(), 1, array.bytes, stdin) != array.bytes) return 2;
   }
