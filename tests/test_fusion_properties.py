@@ -36,7 +36,7 @@ class Call(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     dtypes: dict[str, str]  # of operands and gradients that have another
-    starts: list[int]  # elements from an aligned address to each array, one after the other
+    starts: list[int]  # of each array, one after the other: so many bytes behind an aligned address, or one element
     device: str  # of the stand-in, as is the order of its threads
     order: str
 
@@ -49,7 +49,13 @@ def names_of(case: Case) -> tuple[str, ...]:
 def calls(draw: st.DrawFn) -> Call:
     name = draw(st.sampled_from(sorted(CASES)))
     case = CASES[name]
-    cols = draw(st.integers(1, 64) | st.integers(1, 640).map(lambda n: 8 * n) | st.integers(65, 36000))
+    # Of fewer columns the deviation may be tiny by chance, and gradients are divided by it.
+    cols = draw(
+        st.integers(16, 64)
+        | st.integers(2, 640).map(lambda n: 8 * n)
+        | st.integers(65, 9000)
+        | st.integers(16000, 36000)
+    )
     most = ELEMENTS // cols
     if case.heads or case.odd:
         leading = (draw(st.integers(1, 2)), 2, 3) if most >= 12 else (1, 2, 2)
@@ -65,7 +71,7 @@ def calls(draw: st.DrawFn) -> Call:
         (*leading, cols),
         dtype,
         draw(others),
-        draw(st.lists(st.sampled_from((0, 0, 1, 2, 3, 4, 8)), min_size=10, max_size=10)),
+        draw(st.lists(st.sampled_from((0, 1, 16)), min_size=10, max_size=10)),
         draw(st.sampled_from(sorted(DEVICES))),
         draw(st.sampled_from(ORDERS)),
     )
@@ -87,7 +93,8 @@ def run(call: Call, as_array: Callable[[numpy.ndarray, int], Any]) -> None:
 
     def placed(one: numpy.ndarray) -> Any:
         if id(one) not in start_of:
-            start_of[id(one)] = next(starts)
+            start = next(starts)
+            start_of[id(one)] = max(start > 0, start // one.itemsize)
         return as_array(one, start_of[id(one)])
 
     case = CASES[call.case]
