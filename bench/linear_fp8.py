@@ -171,7 +171,7 @@ def shape_of(text: str) -> tuple[int, int, int]:
     return rows, cols, outs
 
 
-def lines(parts: Sequence[str], shapes: Sequence[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+def lines(parts: Sequence[str], shapes: Sequence[tuple[int, int, int]] | None) -> Iterator[dict[str, Any]]:
     if "casts" in parts:
         from .roofs import Roofs
 
@@ -183,14 +183,14 @@ def lines(parts: Sequence[str], shapes: Sequence[tuple[int, int, int]]) -> Itera
     functions = {"products": products, "host": host, "kernels": kernels, "layers": layers, "forwards": forwards}
     for name, function in functions.items():
         if name in parts:
-            for shape in FORWARDS if name == "forwards" else shapes:
+            for shape in shapes or (FORWARDS if name == "forwards" else SHAPES):
                 yield {"part": name, "shape": list(shape)} | function(*shape)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--shapes", nargs="+", type=shape_of, default=SHAPES)
+    parser.add_argument("--shapes", nargs="+", type=shape_of, help="default: those of each part")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     import torch

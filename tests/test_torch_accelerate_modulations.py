@@ -19,7 +19,7 @@ from functorch.compile import make_boxed_func  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch_diffusers import build, output_of  # noqa: E402
-from torch_tensors import on_devices, random  # noqa: E402
+from torch_tensors import assert_no_farther, on_devices, random  # noqa: E402
 
 from cunorm.torch import accelerate, replace_norms  # noqa: E402
 from cunorm.torch.models import blocks, joins  # noqa: E402
@@ -46,10 +46,6 @@ def results_of(model: nn.Module, inputs: dict) -> dict[str, torch.Tensor]:
     return {"output": y.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
-def norm_of(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values.double()))
-
-
 @on_devices
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, torch.float32) for name in MODELS] + [("flux", torch.bfloat16)], ids=str
@@ -64,12 +60,7 @@ def test_a_model(device, name, dtype):
     assert not report.left
     after = results_of(model, inputs)
     assert all(ran == (1, {}) for ran in report.ran().values())
-    largest = max(norm_of(value) for key, value in reference.items() if key != "output")
-    for key, expected in reference.items():
-        distance = [norm_of(result[key].double() - expected) for result in (before, after)]
-        # As test_torch_replace.py has it.
-        room = torch.finfo(dtype).eps * (8 * norm_of(expected) + 0.1 * largest)
-        assert distance[1] <= 2 * distance[0] + room, f"{key}: {distance}, of {norm_of(expected)}"
+    assert_no_farther(after, before, reference, dtype)
     report.undo()
     assert [*map(type, model.modules())] == classes
     if device == "cpu":

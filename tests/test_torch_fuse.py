@@ -13,8 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import _dynamo, nn  # noqa: E402
-from torch_models import build, loss_of  # noqa: E402
-from torch_tensors import on_devices, random  # noqa: E402
+from torch_models import build, loss_and_gradients, loss_of  # noqa: E402
+from torch_tensors import assert_no_farther, norm_of, on_devices, random  # noqa: E402
 
 from cunorm.torch import fuse_norm_linear, replace_norms  # noqa: E402
 from cunorm.torch.linear import functional as linear_functional  # noqa: E402
@@ -25,18 +25,6 @@ READERS = {
     "vit": [("attention.q_proj", "attention.k_proj", "attention.v_proj"), ("mlp.fc1",)],
     "llama": [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")],
 }
-
-
-def loss_and_gradients(model: nn.Module, inputs: dict) -> dict[str, Any]:
-    model.zero_grad()
-    loss, logits = loss_of(model, inputs)
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), **gradients}
-
-
-def norm_of(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values.double()))
 
 
 @pytest.fixture
@@ -80,12 +68,7 @@ def test_logits_and_gradients_of_a_model(device, name, dtype, replaced, products
     products.clear()
     after = loss_and_gradients(model, inputs)
     assert len(products) == 4  # one of each norm
-    largest = max(norm_of(value) for key, value in reference.items() if key != "logits")
-    for key, expected in reference.items():
-        distance = [norm_of(result[key].double() - expected) for result in (before, after)]
-        # As test_torch_replace.py has it.
-        room = torch.finfo(dtype).eps * (8 * norm_of(expected) + 0.1 * largest)
-        assert distance[1] <= 2 * distance[0] + room, f"{key}: {distance}, of {norm_of(expected)}"
+    assert_no_farther(after, before, reference, dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 
@@ -12,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 import cpu_device  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_models import build, loss_of  # noqa: E402
-from torch_tensors import on_devices, random  # noqa: E402
+from torch_models import build, loss_and_gradients, loss_of  # noqa: E402
+from torch_tensors import assert_no_farther, on_devices, random  # noqa: E402
 
 from cunorm.torch import LayerNorm, RMSNorm, accelerate, fuse_norm_linear, replace_norms  # noqa: E402
 
@@ -123,28 +122,10 @@ def test_logits_and_gradients_of_a_model(device, name, dtype):
     assert len(report.swapped) >= 4
     assert not report.left
     after = loss_and_gradients(model, inputs)
-    largest = max(norm_of(value) for key, value in reference.items() if key != "logits")
-    for key, expected in reference.items():
-        distance = [norm_of(result[key].double() - expected) for result in (before, after)]
-        # Errors of rounding, of the same kind but not the same: 2 times. Some gradients are zero but for rounding (that
-        # of a bias of keys, which softmax does not see): their errors are to be small beside the other gradients.
-        room = torch.finfo(dtype).eps * (8 * norm_of(expected) + 0.1 * largest)
-        assert distance[1] <= 2 * distance[0] + room, f"{key}: {distance}, of {norm_of(expected)}"
+    assert_no_farther(after, before, reference, dtype)
     report.undo()
     again = loss_and_gradients(model, inputs)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), again.values(), strict=True)) or device == "cuda"
-
-
-def norm_of(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values.double()))
-
-
-def loss_and_gradients(model, inputs) -> dict[str, Any]:
-    model.zero_grad()
-    loss, logits = loss_of(model, inputs)
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), **gradients}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])

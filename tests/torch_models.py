@@ -73,3 +73,11 @@ def loss_of(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, torch.T
     labels = inputs.pop("labels")
     logits = model(**inputs).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()), logits
+
+
+def loss_and_gradients(model: torch.nn.Module, inputs: dict) -> dict[str, Any]:
+    model.zero_grad()
+    loss, logits = loss_of(model, inputs)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **gradients}

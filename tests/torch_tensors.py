@@ -48,3 +48,22 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.dtype == b.dtype
         and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
     )
+
+
+def norm_of(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values.double()))
+
+
+def assert_no_farther(
+    found: dict[str, torch.Tensor], untouched: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], dtype: Any
+) -> None:
+    """A model's output and gradients in `dtype`, in this order, are no farther from float64 than before, or little.
+
+    Errors of rounding are of the same kind but not the same: 2 times. Some gradients are zero but for rounding (that of
+    a bias of keys, which softmax does not see): their errors are to be small beside the other gradients.
+    """
+    largest = max(map(norm_of, list(exact.values())[1:]))
+    for key, expected in exact.items():
+        distance, before = (norm_of(result[key].double() - expected) for result in (found, untouched))
+        room = torch.finfo(dtype).eps * (8 * norm_of(expected) + 0.1 * largest)
+        assert distance <= 2 * before + room, f"{key}: {distance}, {before} before, of {norm_of(expected)}"
