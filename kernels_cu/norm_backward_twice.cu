@@ -9,6 +9,32 @@
 
 namespace cunorm {
 
+// A pack of either half, first: what it adds to the sums over the row, and to those over rows. Functions, since as
+// lambdas they made NVRTC 13.0 crash.
+template <class Norm, class Of, class SavedRow, class Sums, class Compute, int kMatrices, int kColumns, int kPack>
+DEVICE void sum_up(const Of& of, const SavedRow& saved, Compute (&means)[Norm::kGradientSums], int p,
+                   const Compute (&matrices)[kMatrices][kPack], const Compute (&columns)[kColumns][kPack], Sums& sums) {
+  Compute nothing[1][kPack];
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    const Compute xhat = saved.xhat(of.source(matrices, columns, i));
+    of.early(xhat, matrices, columns, i, p, sums, nothing);
+    Norm::add_gradient(means, of.gradient(xhat, matrices, columns, i), xhat);
+  }
+}
+// And then, with the means of the row: the gradient of what this half normalises.
+template <class Norm, class Of, class SavedRow, class Sums, class Compute, int kMatrices, int kColumns, int kPack>
+DEVICE void differentiate(const Of& of, const SavedRow& saved, const Compute (&means)[Norm::kGradientSums], int p,
+                          const Compute (&matrices)[kMatrices][kPack], const Compute (&columns)[kColumns][kPack],
+                          Sums& sums, Compute (&values)[1][kPack]) {
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    const Compute xhat = saved.xhat(of.source(matrices, columns, i));
+    const Compute through_norm = gradient_of_s<Norm>(of, saved, means, xhat, matrices, columns, i);
+    of.late(xhat, through_norm, matrices, columns, i, p, sums, values);
+  }
+}
+
 // OfS: the operation of which s is the row, of the matrices dy, ds and s. OfX: that of which x is, of t and x. t waits
 // in the registers of a thread, rounded to T, from the sums of the one to those of the other.
 template <class Norm, class Shape, int kRows, template <class> class Rows, class T, class Compute, class OfS, class OfX,
@@ -72,28 +98,6 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
   };
 
-  // Of a pack of either half: its part of the sums, and then the gradient of what that half normalises.
-  const auto sum_up = [](const auto& of, const SavedRow& saved, Compute(&means)[Norm::kGradientSums], int p,
-                         const auto& matrices, const auto& columns, auto& sums) {
-    Compute nothing[1][kPack];
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      const Compute xhat = saved.xhat(of.source(matrices, columns, i));
-      of.early(xhat, matrices, columns, i, p, sums, nothing);
-      Norm::add_gradient(means, of.gradient(xhat, matrices, columns, i), xhat);
-    }
-  };
-  const auto differentiate = [](const auto& of, const SavedRow& saved, const Compute(&means)[Norm::kGradientSums],
-                                int p, const auto& matrices, const auto& columns, auto& sums,
-                                Compute(&values)[1][kPack]) {
-#pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      const Compute xhat = saved.xhat(of.source(matrices, columns, i));
-      const Compute through_norm = gradient_of_s<Norm>(of, saved, means, xhat, matrices, columns, i);
-      of.late(xhat, through_norm, matrices, columns, i, p, sums, values);
-    }
-  };
-
   SavedRow next_of_s = saved_of(second_rstd, row), next_of_x = saved_of(rstd, row);
   for (int turn = 0; first_of_warp<Shape>(row) < rows; row += row_step, turn += 2) {
     const SavedRow saved_of_s = next_of_s, saved_of_x = next_of_x;
@@ -119,7 +123,7 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
     for (int p = 0; p < kPacks; ++p) {
       Compute matrices[kArrays<MatricesOfS>][kPack], columns[kArrays<ColumnsOfS>][kPack];
       read_of_s(p, matrices, columns);
-      sum_up(of_s, saved_of_s, means, p, matrices, columns, sums_of_s);
+      sum_up<Norm>(of_s, saved_of_s, means, p, matrices, columns, sums_of_s);
     }
     exchanged(turn, means, [&] {
       if constexpr (!RowsOfS::kAskEarly) ask_next();
@@ -141,13 +145,13 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
       {
         Compute matrices[kArrays<MatricesOfS>][kPack], columns[kArrays<ColumnsOfS>][kPack];
         read_of_s(p, matrices, columns);
-        differentiate(of_s, saved_of_s, means, p, matrices, columns, sums_of_s, values);
+        differentiate<Norm>(of_s, saved_of_s, means, p, matrices, columns, sums_of_s, values);
       }
       t[p] = pack_values<T>(values[0]);
       results_of_s.store_packed(row, Shape::column_beside_sums(rank, p), valid_of(p), t[p]);
       Compute matrices[2][kPack], columns[kArrays<ColumnsOfX>][kPack];
       read_of_x(p, matrices, columns);
-      sum_up(of_x, saved_of_x, means_of_x, p, matrices, columns, sums_of_x);
+      sum_up<Norm>(of_x, saved_of_x, means_of_x, p, matrices, columns, sums_of_x);
     }
     exchanged(turn + 1, means_of_x, [] {});
 
@@ -156,7 +160,7 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
       Compute matrices[2][kPack], columns[kArrays<ColumnsOfX>][kPack], values[1][kPack];
       stay_packed(t[p]);
       read_of_x(p, matrices, columns);
-      differentiate(of_x, saved_of_x, means_of_x, p, matrices, columns, sums_of_x, values);
+      differentiate<Norm>(of_x, saved_of_x, means_of_x, p, matrices, columns, sums_of_x, values);
       results_of_x.store(row, Shape::column_beside_sums(rank, p), valid_of(p), values[0]);
     }
   }

@@ -347,8 +347,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the gradient of x by the sums of s",
-        "differentiate(of_x, saved_of_x, means_of_x,",
-        "differentiate(of_x, saved_of_x, means,",
+        "differentiate<Norm>(of_x, saved_of_x, means_of_x,",
+        "differentiate<Norm>(of_x, saved_of_x, means,",
         "norms one after the other, backward",
         (("results", "dx"),),
     ),

@@ -1,0 +1,63 @@
+"""The kernels compile by the NVRTC of CUDA 12 too, which users of `cunorm[cuda12]` have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cunorm.commands import matrix
+from cunorm.compile import AS_CUPY, OPTIONS
+from cunorm.device import KNOWN
+from cunorm.linear import float8_plan
+from cunorm.norm.plan import plan
+from cunorm.norm.spec import NormSpec
+from cunorm.source import source
+
+ARCH = 90
+DEVICE = KNOWN[ARCH]
+
+
+def library() -> Path | None:
+    found = find_spec("nvidia.cuda_nvrtc")
+    places = found.submodule_search_locations if found else None
+    return next((one for place in places or () for one in Path(place).glob("lib/libnvrtc.so.12")), None)
+
+
+def kinds() -> list:
+    """A kernel of each text: what the compilers of a GPU make of it is nothing that this test asks."""
+
+    def planned(problem):
+        try:
+            plan(problem, DEVICE)
+        except NotImplementedError:  # streamed rows have no sums of what the prologue takes for many rows
+            return False
+        return True
+
+    problems = [*matrix.covering(DEVICE), *filter(planned, matrix.named_fusions()), *matrix.backward_twice(DEVICE)]
+    problems += [*matrix.numbers_of_rows(), *matrix.fused_float8()]
+    found = {}
+    for spec in [*matrix.kernels_of(problems, DEVICE), *float8_plan.kernels_of(matrix.casts(DEVICE))]:
+        kind = (type(spec),)
+        if isinstance(spec, NormSpec):
+            choices = (spec.stages > 1, spec.cluster > 1, spec.aligned, bool(spec.scales), bool(spec.grouped))
+            kind = (spec.kernel, spec.operation.norm, *choices)
+        found.setdefault(kind, spec)
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library() is None, reason="the NVRTC of CUDA 12 is not installed")
+def test_a_kernel_of_each_kind(tmp_path):
+    files = []
+    for number, spec in enumerate(kinds()):
+        files.append(tmp_path / f"{number}.cu")
+        files[-1].write_text(source(spec))
+    assert len(files) > 60
+    options = [*OPTIONS, *AS_CUPY, f"-arch=compute_{ARCH}"]
+    command = [sys.executable, Path(__file__).with_name("compile_by.py"), library(), *files, "--", *options]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, f"status {done.returncode}, at the last of these:\n{done.stdout[-2000:]}{done.stderr}"
