@@ -17,7 +17,7 @@ from torch import _dynamo  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
+from torch_tensors import array, compiled_on_devices, on_devices, random, same, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm.operation import name_of  # noqa: E402
@@ -305,10 +305,9 @@ def test_checkpointing(device, reentrant):
     torch.testing.assert_close([t.grad for t in inputs], list(expected))
 
 
-@on_devices
+@compiled_on_devices
 @keeping
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_compiled_whole(device, keep, op, backend):
     _dynamo.reset()
     inputs = five(device, torch.float32)

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch import _dynamo  # noqa: E402
 from torch_linear_float8 import RECIPES, inputs, make  # noqa: E402
-from torch_tensors import on_devices, same  # noqa: E402
+from torch_tensors import compiled_on_devices, on_devices, same  # noqa: E402
 
 from cunorm.torch import RowwiseScaling, autocast, set_recipe  # noqa: E402
 from cunorm.torch.linear import float8_operators, float8_passes  # noqa: E402
@@ -16,9 +16,8 @@ from cunorm.torch.linear import float8_operators, float8_passes  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@on_devices
+@compiled_on_devices
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [

@@ -16,9 +16,18 @@ from linear_reference import check_backward, check_forward
 
 torch = pytest.importorskip("torch")
 
-from torch import _dynamo, nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402, N812
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_linear_module import (  # noqa: E402
+    COLS,
+    NORMALIZATION,
+    OUTS,
+    expected,
+    keeping,
+    make,
+    splits,
+    twin,
+    whole,
+)
 from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 
 from cunorm.torch import LayerNormLinear  # noqa: E402
@@ -54,53 +63,6 @@ ARGUMENTS = {
     "symmetric_ar_type": None,
     "name": None,
 }
-NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
-COLS, OUTS = 16, 24
-keeping = pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
-splits = pytest.mark.parametrize(
-    "split", [None, ("q_", "k", "v"), {"query": 8, "key_value_": 16}], ids=["whole", "equal", "sizes"]
-)
-
-
-def make(device: str = "cpu", dtype: Any = torch.float32, **options: Any) -> LayerNormLinear:
-    """With parameters of which none is what it begins as."""
-    torch.manual_seed(0)
-    module = LayerNormLinear(COLS, OUTS, options.pop("eps", 0.3), device=device, params_dtype=dtype, **options)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn(parameter.shape).to(parameter) * 0.3)
-    return module
-
-
-def twin(module: LayerNormLinear, **options: Any) -> LayerNormLinear:
-    """Another module with the same parameters."""
-    other = make(module.layer_norm_weight.device.type, module.layer_norm_weight.dtype, **options)
-    other.load_state_dict(module.state_dict())
-    return other
-
-
-def whole(module: LayerNormLinear) -> tuple[Any, Any, Any, Any]:
-    """weight, bias, ln_weight, ln_bias of it, parts put together."""
-    biases = [
-        parameter for name, parameter in module.named_parameters() if name.endswith("bias") and "norm" not in name
-    ]
-    weights = [p for name, p in module.named_parameters() if name.endswith("weight") and "norm" not in name]
-    return torch.cat(weights), torch.cat(biases) if biases else None, module.layer_norm_weight, module.layer_norm_bias
-
-
-def expected(module: LayerNormLinear, x: Any, apply_bias: bool = True) -> tuple[Any, Any]:
-    """(y, z) by torch's own operators."""
-    weight, bias, ln_weight, ln_bias = whole(module)
-    gamma = ln_weight + 1 if module.zero_centered_gamma else ln_weight
-    if module.normalization == "LayerNorm":
-        z = F.layer_norm(x, (COLS,), gamma, ln_bias, module.eps)
-    else:
-        z = F.rms_norm(x, (COLS,), gamma, module.eps)
-    return F.linear(z, weight, bias if apply_bias else None), z
-
-
-def gradients_of(module: LayerNormLinear) -> dict[str, Any]:
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def test_the_constructor_is_transformer_engines():
@@ -383,225 +345,6 @@ def test_what_acts_over_several_ranks_changes_nothing_on_one():
     for options in ({flag: True} for flag in flags), ({"symmetric_ar_type": kind} for kind in ("two_shot", None)):
         for option in options:
             assert same(twin(module, **option)(x).detach(), module(x).detach())
-
-
-# Weight gradients: added up in the product, or later.
-
-
-def microbatches(device, count=2, dtype=torch.float32):
-    return [
-        (random(6, COLS, device=device, dtype=dtype, seed=i), random(6, OUTS, device=device, dtype=dtype, seed=i + 9))
-        for i in range(count)
-    ]
-
-
-@on_devices
-@splits
-@keeping
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [None, True, False], ids=lambda value: f"first={value}")
-def test_fuse_wgrad_accumulation(device, split, keep, delay, dtype, first):
-    """main_grad is float32; None and False add to it, True overwrites."""
-    options = {"parameters_split": split, "keep_normalized": keep}
-    plain = make(device, dtype, **options)
-    fused = twin(plain, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, **options)
-    names = [name for name, _ in fused.named_parameters() if name.endswith("weight") and "norm" not in name]
-    for name in names:
-        getattr(fused, name).main_grad = torch.full_like(getattr(fused, name), 3.0, dtype=torch.float32)
-    for x, dy in microbatches(device, dtype=dtype):
-        x = x.requires_grad_()
-        plain(x).backward(dy)
-        fused(x.detach().requires_grad_(), is_first_microbatch=first).backward(dy)
-        if delay:
-            fused.backward_dw()
-    x, dy = microbatches(device, dtype=dtype)[-1]
-    last = twin(plain, **options)
-    last(x).backward(dy)
-    for name, parameter in fused.named_parameters():
-        if name in names:
-            assert parameter.grad is None
-            total = (last if first else plain).get_parameter(name).grad.float() + (0.0 if first else 3.0)
-            tolerance = 8 * torch.finfo(dtype).eps
-            torch.testing.assert_close(parameter.main_grad, total, rtol=tolerance, atol=20 * tolerance)
-        else:
-            assert same(parameter.grad, plain.get_parameter(name).grad)
-
-
-def test_main_grad_of_megatrons_hooks():
-    module = make(fuse_wgrad_accumulation=True)
-    weight = module.weight
-    weight.main_grad = torch.ones_like(weight)
-    weight.grad_added_to_main_grad = False
-    weight.zero_out_wgrad = True
-    weight.overwrite_main_grad = True
-    x, dy = microbatches("cpu")[0]
-    module(x).backward(dy)
-    assert weight.grad_added_to_main_grad is True
-    assert not weight.grad.any()
-    plain = twin(module)
-    plain(x).backward(dy)
-    torch.testing.assert_close(weight.main_grad, plain.weight.grad)
-
-
-def test_a_frozen_weight_is_not_accumulated():
-    module = make(fuse_wgrad_accumulation=True)
-    module.weight.requires_grad_(False)
-    x, dy = microbatches("cpu")[0]
-    module(x.requires_grad_()).backward(dy)
-    assert module.weight.grad is None
-    assert x.grad is not None
-
-
-@on_devices
-@splits
-@keeping
-@pytest.mark.parametrize("return_bias", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_delay_wgrad_compute(device, split, keep, return_bias, autocast):
-    """Nothing until backward_dw(), the oldest pass first, then the same bits as without delay."""
-    options = {"parameters_split": split, "keep_normalized": keep, "return_bias": return_bias}
-    plain = make(device, **options)
-    delayed = twin(plain, delay_wgrad_compute=True, **options)
-    assert delayed.need_backward_dw()
-    assert not plain.need_backward_dw()
-    calls = []
-    delayed.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append("hook"))
-
-    def backward(module, x, dy):
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            y = module(x)
-        outputs, gradients = ([y[0], y[1]], [dy, dy[0]]) if return_bias else ([y], [dy])
-        gradients = [g.to(o.dtype) for g, o in zip(gradients, outputs, strict=True)]
-        torch.autograd.backward(outputs, gradients)
-
-    late = [name for name, _ in delayed.named_parameters() if "norm" not in name]
-    if return_bias:
-        late = [name for name in late if name.endswith("weight")]
-    for x, dy in microbatches(device):
-        backward(delayed, x, dy)
-    assert all(delayed.get_parameter(name).grad is None for name in late)
-    for x, dy in microbatches(device):
-        backward(plain, x, dy)
-        with torch.autocast(device, torch.bfloat16):  # is nothing to gradients that were left
-            delayed.backward_dw()
-        differing = [n for n in late if not same(delayed.get_parameter(n).grad, plain.get_parameter(n).grad)]
-        assert not differing
-    assert all(same(a, b) for a, b in zip(gradients_of(delayed).values(), gradients_of(plain).values(), strict=True))
-    assert calls == ["hook", "hook"]
-    with pytest.raises(RuntimeError, match=r"backward_dw\(\) needs a backward pass"):
-        delayed.backward_dw()
-    assert all(same(a, b) for a, b in zip(gradients_of(delayed).values(), gradients_of(plain).values(), strict=True))
-    plain.backward_dw()  # nothing to do, nothing said, as in TransformerEngine
-
-
-# What torch does with a module.
-
-
-@on_devices
-@splits
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_compiled_whole(device, split, normalization, backend):
-    _dynamo.reset()
-    module = make(
-        device, parameters_split=split, normalization=normalization, return_bias=True, return_layernorm_output=True
-    )
-    compiled = torch.compile(module, fullgraph=True, backend=backend, dynamic=True)
-
-    def gradients(call, x):
-        y, bias, z = call(x)
-        return [y, *torch.autograd.grad((y + bias).square().sum() + z.sin().sum(), [x, *module.parameters()])]
-
-    for rows in (6, 11):
-        x = random(rows, COLS, device=device, dtype=torch.float32).requires_grad_()
-        torch.testing.assert_close(gradients(compiled, x), gradients(module, x), rtol=1e-4, atol=1e-4)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), module(x))
-
-
-@on_devices
-@pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}], ids=str)
-def test_compiled_with_a_break_in_the_graph(device, options):
-    _dynamo.reset()
-    plain = make(device)
-    module = twin(plain, **options)
-    module.weight.main_grad = torch.zeros_like(module.weight)
-    compiled = torch.compile(module, backend="aot_eager")
-    x, dy = microbatches(device)[0]
-    compiled(x).backward(dy)
-    plain(x).backward(dy)
-    module.backward_dw()
-    torch.testing.assert_close(
-        module.weight.main_grad if module.weight.grad is None else module.weight.grad, plain.weight.grad
-    )
-
-
-@on_devices
-@splits
-def test_autocast(device, split):
-    """All of it in autocast's dtype, z too; gradients in that of the parameters."""
-    module = make(device, parameters_split=split, return_layernorm_output=True)
-    x = random(6, COLS, device=device, dtype=torch.float32).requires_grad_()
-    with torch.autocast(device, torch.bfloat16):
-        y, z = module(x)
-    assert y.dtype is z.dtype is torch.bfloat16
-    y_expected, z_expected = expected(module, x)
-    torch.testing.assert_close(y.float(), y_expected, rtol=0.05, atol=0.1)
-    torch.testing.assert_close(z.float(), z_expected, rtol=0.01, atol=0.02)
-    y.sum().backward()
-    assert x.grad.dtype is torch.float32
-    assert all(p.grad.dtype is torch.float32 for p in module.parameters())
-
-
-@on_devices
-@splits
-def test_checkpointing(device, split):
-    module = make(device, parameters_split=split)
-    x = random(6, COLS, device=device, dtype=torch.float32).requires_grad_()
-    wanted = [x, *module.parameters()]
-    direct = torch.autograd.grad(module(x).square().sum(), wanted)
-    torch.testing.assert_close(
-        torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), wanted), direct
-    )
-
-
-@pytest.mark.gpu
-@splits
-def test_graphed_callables(split):
-    module = make("cuda", torch.bfloat16, parameters_split=split)
-    other = twin(module, parameters_split=split)
-    sample = random(8, COLS, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    graphed = torch.cuda.make_graphed_callables(other, (sample,))
-    for seed in range(3):
-        x = random(8, COLS, device="cuda", dtype=torch.bfloat16, seed=seed).requires_grad_()
-        a = torch.autograd.grad(graphed(x).square().sum(), [x, *other.parameters()])
-        b = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.gpu
-def test_accumulation_in_a_captured_step():
-    module = make("cuda", torch.bfloat16, fuse_wgrad_accumulation=True)
-    module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
-    x, dy = microbatches("cuda", dtype=torch.bfloat16)[0]
-
-    def step():
-        module(x).backward(dy)
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    one = module.weight.main_grad / 3
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    module.weight.main_grad.zero_()
-    for _ in range(2):
-        graph.replay()
-    torch.testing.assert_close(module.weight.main_grad, 2 * one, rtol=1e-5, atol=1e-5)
 
 
 # Bad input.

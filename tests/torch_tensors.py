@@ -10,6 +10,10 @@ import pytest
 import torch
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+# For a CPU inductor has g++ compile each graph, in minutes in which a GPU waits.
+compiled_on_devices = pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
+)
 
 
 def tensor(array: Any) -> torch.Tensor:
