@@ -10,9 +10,11 @@ from cases import DTYPES, SHAPES, TIER_COLUMNS
 from problems import problem
 
 from cunorm.device import CLUSTER_SIZES, KNOWN
+from cunorm.expression import trace
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import float8_problem
+from cunorm.norm.problem import float8_problem, forward_problem
 from cunorm.norm.spec import NormSpec, dynamic_shared, shared_memory
+from cunorm.operation import Operation
 
 DIRECTIONS = ("forward", "backward")
 ALL_COLUMNS = sorted({*(columns.cols for columns in SHAPES), *TIER_COLUMNS, 15, 16, 1024, 2048, 3_000_000})
@@ -147,6 +149,16 @@ def test_layer_norm_beside_float32_weights_waits_where_it_was_measured_to_win(ro
     parameters = dict.fromkeys(("weight", "bias"), "float32")
     (step,) = plan(problem("forward", rows, cols, "bfloat16", "layer_norm", **parameters), KNOWN[90]).steps
     assert (step.spec.ctas_per_sm, step.spec.stages) == (ctas, stages)
+
+
+@pytest.mark.parametrize("cols", [5120, 14336, 16384])
+@pytest.mark.parametrize(("kind", "in_a_ring"), [("full", True), ("per_row", False)])
+def test_rows_wait_in_a_ring_beside_what_is_as_large_as_they_are(cols, kind, in_a_ring):
+    """A number for each row had that plan too, and took 1.26 times as long as without."""
+    operation = Operation("layer_norm", trace(lambda xhat, weight, bias, beside: (xhat * weight + bias) * beside))
+    dtypes = dict.fromkeys(("x", "y", *operation.operands), "bfloat16")
+    problem = forward_problem(operation, 2**26 // cols, cols, dtypes, kinds={"beside": kind})
+    assert (plan(problem, KNOWN[90]).steps[0].spec.stages > 1) == in_a_ring
 
 
 @pytest.mark.parametrize("arch", KNOWN)
