@@ -9,8 +9,8 @@
 
 namespace cunorm {
 
-// A pack of either half, first: what it adds to the sums over the row, and to those over rows. Functions, since as
-// lambdas they made NVRTC 13.0 crash.
+// A pack of either half, first: what it adds to the sums over the row, and to those over rows. Functions, since NVRTC
+// 12.9 and 13.0 crash where these are lambdas.
 template <class Norm, class Of, class SavedRow, class Sums, class Compute, int kMatrices, int kColumns, int kPack>
 DEVICE void sum_up(const Of& of, const SavedRow& saved, Compute (&means)[Norm::kGradientSums], int p,
                    const Compute (&matrices)[kMatrices][kPack], const Compute (&columns)[kColumns][kPack], Sums& sums) {

@@ -61,7 +61,7 @@ def norm_of(values: torch.Tensor) -> float:
 def assert_no_farther(
     found: dict[str, torch.Tensor], untouched: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], dtype: Any
 ) -> None:
-    """A model's output and gradients in `dtype`, in this order, are no farther from float64 than before, or little.
+    """Output and gradients of a model in `dtype`, in this order: no farther from float64 than before, give or take.
 
     Errors of rounding are of the same kind but not the same: 2 times. Some gradients are zero but for rounding (that of
     a bias of keys, which softmax does not see): their errors are to be small beside the other gradients.
