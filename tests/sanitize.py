@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -34,12 +35,13 @@ SECONDS = 1500  # that a tool may take
 TAIL = 40  # lines of a log that are kept
 FOUND = 99  # the exit status of compute-sanitizer when it has findings
 ROWS = 5
-SIDE_BY_SIDE = 12  # processes: they wait for the compiler more than for the GPU
+PARTS = 4  # processes of a dtype: racecheck takes minutes for all lengths of bfloat16
+SIDE_BY_SIDE = 16  # processes: they wait for the compiler more than for the GPU
 
 
 def main() -> int:
     if sys.argv[1:2] == ["run"]:
-        return run(sys.argv[3], clusters=sys.argv[2] != "synccheck")
+        return run(sys.argv[3], int(sys.argv[4]), clusters=sys.argv[2] != "synccheck")
     if shutil.which("compute-sanitizer") is None:
         print("sanitize: compute-sanitizer must be on the PATH; it comes with the CUDA toolkit.", file=sys.stderr)
         return 1
@@ -51,7 +53,8 @@ def main() -> int:
         shutil.copy(__file__, package)
         wanted = list(product(sys.argv[1:] or TOOLS, ITEMSIZE))
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            results = list(pool.map(lambda one: check(*one, package), wanted))
+            parts = list(pool.map(lambda one: check(*one, package), product(wanted, range(PARTS))))
+    results = [together(*one, parts[PARTS * i : PARTS * (i + 1)]) for i, one in enumerate(wanted)]
     print(f"{'tool':<12}{'dtype':<10}{'calls':>7}{'findings':>10}  status", file=sys.stderr)
     for result in results:
         print("{tool:<12}{dtype:<10}{calls!s:>7}{findings!s:>10}  {status}".format(**result), file=sys.stderr)
@@ -61,13 +64,14 @@ def main() -> int:
     return 0 if all(result["status"] == "ok" for result in results) else 1
 
 
-def check(tool: str, dtype: str, package: Path) -> dict:
-    """What one tool says of one dtype; its failure is told apart from its findings and does not stop the others."""
+def check(wanted: tuple[str, str], part: int, package: Path) -> dict:
+    """What one tool says of a part of one dtype; its failure is told apart from its findings and stops no other."""
+    tool, dtype = wanted
     sanitizer = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=cunorm", "--error-exitcode", str(FOUND)]
     command = [] if tool == "none" else sanitizer
     try:
         done = subprocess.run(
-            [*command, sys.executable, str(package / Path(__file__).name), "run", tool, dtype],
+            [*command, sys.executable, str(package / Path(__file__).name), "run", tool, dtype, str(part)],
             cwd=package,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -78,7 +82,18 @@ def check(tool: str, dtype: str, package: Path) -> dict:
     except subprocess.TimeoutExpired as error:
         log, code = (error.stdout or b"").decode(errors="replace"), None
     found = verdict(tool, log, code)
-    return {"tool": tool, "dtype": dtype, **found, "log": [] if found["status"] == "ok" else log.splitlines()[-TAIL:]}
+    return {**found, "log": [] if found["status"] == "ok" else log.splitlines()[-TAIL:]}
+
+
+def together(tool: str, dtype: str, parts: Sequence[dict]) -> dict:
+    """Of all parts of a dtype: sums, and status and log of the first that is not ok."""
+
+    def total(name: str) -> int | None:
+        return None if any(part[name] is None for part in parts) else sum(part[name] for part in parts)
+
+    worst = next((part for part in parts if part["status"] != "ok"), parts[0])
+    found = {"calls": total("calls"), "findings": total("findings"), "status": worst["status"], "log": worst["log"]}
+    return {"tool": tool, "dtype": dtype, **found}
 
 
 def verdict(tool: str, log: str, code: int | None) -> dict:
@@ -102,10 +117,10 @@ def gpu() -> str:
     return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
 
 
-def run(dtype: str, *, clusters: bool) -> int:
-    """Rows of one dtype through every tier, both norms and directions, alone, with a sum before them and in an
-    operation of a user: shortest and longest rows, aligned and not, in bfloat16; of the other dtypes the longest, in
-    turns aligned and not, since only the width of a pack is another.
+def run(dtype: str, part: int, *, clusters: bool) -> int:
+    """A part of the rows of one dtype through every tier, both norms and directions, alone, with a sum before them and
+    in an operation of a user: shortest and longest rows, aligned and not, in bfloat16; of the other dtypes the longest,
+    in turns aligned and not, since only the width of a pack is another.
     """
     import cupy
     import numpy
@@ -167,12 +182,13 @@ def run(dtype: str, *, clusters: bool) -> int:
             shortest.add(found[0])
             longest.add(found[-1] if tier else found[0])
     calls = 0
-    for index, cols in enumerate(sorted(longest)):
+    for index, cols in list(enumerate(sorted(longest)))[part::PARTS]:
         if dtype == "bfloat16":
             calls += plain(cols, (index + 1) % 2)
         calls += plain(cols, index % 2) + fused(cols, index % 2)
         cupy.cuda.Device().synchronize()
-    for cols, start in product(sorted(shortest - longest) if dtype == "bfloat16" else (), (0, 1)):
+    others = product(sorted(shortest - longest) if dtype == "bfloat16" else (), (0, 1))
+    for cols, start in list(others)[part::PARTS]:
         calls += plain(cols, start)
         cupy.cuda.Device().synchronize()
     print(f"calls: {calls}", flush=True)

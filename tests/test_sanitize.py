@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sanitize import verdict
+from sanitize import together, verdict
 
 CLEAN = "calls: 8\n========= ERROR SUMMARY: 0 errors\n"
 CASES = [
@@ -32,3 +32,20 @@ CASES = [
 @pytest.mark.parametrize(("tool", "log", "code", "expected"), CASES)
 def test_what_a_log_says(tool, log, code, expected):
     assert tuple(verdict(tool, log, code).values()) == expected
+
+
+def test_parts_of_a_dtype_are_put_together():
+    clean, found = (
+        {**verdict("memcheck", log, code), "log": log.splitlines()} for _, log, code, _ in (CASES[0], CASES[3])
+    )
+    assert together("memcheck", "float16", [clean, clean])["calls"] == 16
+    assert together("memcheck", "float16", [clean, found]) == {
+        "tool": "memcheck",
+        "dtype": "float16",
+        "calls": 16,
+        "findings": 1,
+        "status": "findings",
+        "log": found["log"],
+    }
+    lost = {**found, "calls": None, "findings": None, "status": "stopped after 1500 s"}
+    assert together("memcheck", "float16", [clean, lost])["calls"] is None
