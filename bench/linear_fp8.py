@@ -1,7 +1,8 @@
 """LayerNormLinear in 8 bits, part by part: `python -m bench.linear_fp8 [--parts ...] [--shapes ...] [--out FILE]`.
 
     casts      what makes operands, against the roof for their bytes, 3 an element of 16 bits
-    products   of rows with scales of rows, of tensors, and of ones with the scales after, in both kinds of accumulation
+    products   of rows with scales of rows, of tensors, of blocks (1 x 128 by 128 x 128), and of ones with the scales
+               after, in both kinds of accumulation
     layers     cunorm.torch.LayerNormLinear with RowwiseScaling, in bfloat16, and the bare products of the same kind;
                TransformerEngine's with its current scaling and torchao's scales of rows, where they are installed
     forwards   of these the forward passes alone, with weight kept, of shapes of their own: from few rows to many
@@ -36,6 +37,7 @@ SHAPES = (
 FORWARDS = tuple(
     (rows, *sizes) for sizes in ((1024, 4096), (8192, 10240), (4096, 12288)) for rows in (128, 512, 2048, 8192)
 )
+BLOCK = 128  # columns of a scale, and outputs of one of weight
 SECONDS = 0.3  # a shape
 Calls = Mapping[str, Sequence[Callable[[], Any]]]  # for each contender a call for each set of buffers
 
@@ -143,6 +145,16 @@ def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
         (a, _), (b, _) = pair
         return call(a, b.t(), scale_a=one, scale_b=one, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
+    # Down the columns, as torch asks of scales of blocks.
+    of_blocks = [
+        torch.ones(cols // BLOCK, rows, device="cuda").t(),
+        torch.ones(outs // BLOCK, cols // BLOCK, device="cuda").t(),
+    ]
+
+    def by_blocks(pair: Any) -> Any:
+        (a, _), (b, _) = pair
+        return call(a, b.t(), *of_blocks, out_dtype=torch.bfloat16, use_fast_accum=False)
+
     def scaled_after(pair: Any, dtype: Any) -> Any:
         (a, a_scale), (b, b_scale) = pair
         product = call(a, b.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
@@ -158,6 +170,7 @@ def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
             "rows, split": each(by_rows, False),
             "tensor, fast": each(by_tensor, True),
             "tensor, split": each(by_tensor, False),
+            "blocks, split": each(by_blocks),
             "ones, then scales, float32": each(scaled_after, torch.float32),
             "ones, then scales, bfloat16": each(scaled_after, torch.bfloat16),
         },
