@@ -1,8 +1,8 @@
 """LayerNormLinear in 8 bits, part by part: `python -m bench.linear_fp8 [--parts ...] [--shapes ...] [--out FILE]`.
 
     casts      what makes operands, against the roof for their bytes, 3 an element of 16 bits
-    products   of rows with scales of rows, of tensors, of blocks (1 x 128 by 128 x 128), and of ones with the scales
-               after, in both kinds of accumulation
+    products   of rows with scales of rows, of tensors, and of ones with the scales after, in both kinds of
+               accumulation, and of blocks, 1 x 128 by 128 x 128, in the split one
     layers     cunorm.torch.LayerNormLinear with RowwiseScaling, in bfloat16, and the bare products of the same kind;
                TransformerEngine's with its current scaling and torchao's scales of rows, where they are installed
     forwards   of these the forward passes alone, with weight kept, of shapes of their own: from few rows to many
@@ -145,7 +145,7 @@ def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
         (a, _), (b, _) = pair
         return call(a, b.t(), scale_a=one, scale_b=one, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-    # Down the columns, as torch asks of scales of blocks.
+    # (rows, cols / 128) and (cols / 128, outs / 128), neighbours down a column: so torch knows scales of blocks.
     of_blocks = [
         torch.ones(cols // BLOCK, rows, device="cuda").t(),
         torch.ones(outs // BLOCK, cols // BLOCK, device="cuda").t(),

@@ -86,14 +86,21 @@ def check(wanted: tuple[str, str], part: int, package: Path) -> dict:
 
 
 def together(tool: str, dtype: str, parts: Sequence[dict]) -> dict:
-    """Of all parts of a dtype: sums, and status and log of the first that is not ok."""
+    """Of all parts of a dtype: sums of what each said, and every status and log that is not ok."""
 
     def total(name: str) -> int | None:
-        return None if any(part[name] is None for part in parts) else sum(part[name] for part in parts)
+        said = [part[name] for part in parts if part[name] is not None]
+        return sum(said) if said else None
 
-    worst = next((part for part in parts if part["status"] != "ok"), parts[0])
-    found = {"calls": total("calls"), "findings": total("findings"), "status": worst["status"], "log": worst["log"]}
-    return {"tool": tool, "dtype": dtype, **found}
+    bad = [part for part in parts if part["status"] != "ok"]
+    return {
+        "tool": tool,
+        "dtype": dtype,
+        "calls": total("calls"),
+        "findings": total("findings"),
+        "status": ", ".join(dict.fromkeys(part["status"] for part in bad)) or "ok",
+        "log": [line for part in bad for line in part["log"]],
+    }
 
 
 def verdict(tool: str, log: str, code: int | None) -> dict:

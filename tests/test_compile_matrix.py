@@ -7,6 +7,7 @@ from itertools import combinations, product
 
 import pytest
 from nvrtc import needs_nvrtc
+from problems import refused
 
 from cunorm.commands import matrix
 from cunorm.commands.compilation import compile_all, compiler, fault
@@ -84,15 +85,6 @@ def faults_of(specs, arch):
         return [
             f"{one.spec} {one.fault}" for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.fault
         ]
-
-
-def refused(problem, device):
-    """Streamed rows have no sums of what the prologue takes for many rows."""
-    try:
-        plan(problem, device)
-    except NotImplementedError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize("arch", KNOWN)

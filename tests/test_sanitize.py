@@ -47,5 +47,8 @@ def test_parts_of_a_dtype_are_put_together():
         "status": "findings",
         "log": found["log"],
     }
-    lost = {**found, "calls": None, "findings": None, "status": "stopped after 1500 s"}
-    assert together("memcheck", "float16", [clean, lost])["calls"] is None
+    lost = {**verdict("memcheck", "", None), "log": ["nothing"]}
+    both = together("memcheck", "float16", [lost, clean, found])
+    assert (both["findings"], both["status"]) == (1, "stopped after 1500 s, findings")
+    assert both["log"] == ["nothing", *found["log"]]
+    assert together("memcheck", "float16", [lost])["calls"] is None

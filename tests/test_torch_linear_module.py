@@ -19,7 +19,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch_linear_module import (  # noqa: E402
     COLS,
-    NORMALIZATION,
     OUTS,
     expected,
     keeping,
@@ -63,6 +62,7 @@ ARGUMENTS = {
     "symmetric_ar_type": None,
     "name": None,
 }
+NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 
 def test_the_constructor_is_transformer_engines():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch_linear_module import (  # noqa: E402
-    gradients_of,
     keeping,
     make,
     microbatches,
@@ -15,6 +16,12 @@ from torch_linear_module import (  # noqa: E402
     twin,
 )
 from torch_tensors import on_devices, same  # noqa: E402
+
+from cunorm.torch import LayerNormLinear  # noqa: E402
+
+
+def gradients_of(module: LayerNormLinear) -> dict[str, Any]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 @on_devices

@@ -13,7 +13,6 @@ from torch_tensors import random  # noqa: E402
 
 from cunorm.torch import LayerNormLinear  # noqa: E402
 
-NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 COLS, OUTS = 16, 24
 keeping = pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
 splits = pytest.mark.parametrize(
@@ -56,10 +55,6 @@ def expected(module: LayerNormLinear, x: Any, apply_bias: bool = True) -> tuple[
     else:
         z = F.rms_norm(x, (COLS,), gamma, module.eps)
     return F.linear(z, weight, bias if apply_bias else None), z
-
-
-def gradients_of(module: LayerNormLinear) -> dict[str, Any]:
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def microbatches(device, count=2, dtype=torch.float32):
