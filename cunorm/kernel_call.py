@@ -54,7 +54,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
         template = f"norm_forward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call}, rows, eps)")
     if spec.kernel == "forward_spread":
-        template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, Operation::Compute>"
+        template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, {spec.held}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call}, eps)")
     if spec.kernel == "forward_pairs":
         template = f"norm_forward_pairs<{norm}, {_row_shape(spec)}, Operation::Compute>"

@@ -35,6 +35,7 @@ RUNS = (
     Run("add_layer_norm", (13, 33), "float16", "several rows in a warp, and rows that do not fill the last", SMALL),
     Run("add_layer_norm", (3, 1000), "bfloat16", "whole packs that fill no warp", MANY_SMS, ("warp", "cta")),
     Run("add_rms_norm", (5, 1001), "float32", "no row but the first is aligned"),
+    Run("add_rms_norm", (12, 3088), "bfloat16", "few rows: two threads for the four packs of each", MANY_SMS),
     Run("add_rms_norm", (2, 3, 129), "float64", "rows along two axes"),
     Run(
         "add_layer_norm",

@@ -58,6 +58,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "streamed": (17, 8201, "float64", {"device": MANY_WITHOUT_CLUSTERS}),
     "misplaced": (3, 136, "float16", {"misplaced": True}),
     "spread": (3, 1152, "bfloat16", {"device": MANY_SMS}),
+    "spread, two packs a thread": (2, 2100, "float64", {"device": MANY_SMS}),
     "spread, threads to spare": (2, 322, "bfloat16", {"device": MANY_SMS}),
     "whole columns": (20, 250, "bfloat16", {"device": MANY_SMS}),
     "odd rows": (3, 137, "float16", {}),

@@ -43,7 +43,7 @@ KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "
 KINDS_OF_FUSIONS |= {SEED: "seed", "dropped": "scalar", "factor": "scalar"}
 GROUPED_ROWS = ((2**16, Groups(2**12, 2**4)), (64, Groups(16, 4)))
 ROWS = 2**24  # of more rows kernels do not depend on how many
-FEW_ROWS = (16384, 2000, 100, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
+FEW_ROWS = (16384, 2000, 60, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
 # Every number up to a few for each SM, then by steps: who meets a call of any size has all its kernels.
 NUMBERS_OF_ROWS = sorted({*range(1, 600), *(int(2 ** (eighths / 8)) for eighths in range(72, 200))})
 LEVELS = 7  # a prime, and no factor has more values
@@ -117,8 +117,16 @@ def covering(device: Device) -> list[Problem]:
                     rows = (ROWS, *FEW_ROWS)[sum(levels) % LEVELS]
                     problems.append(_mixed(direction, rows, found[picked.pop("cols") % len(found)], **picked))
         if direction == "forward":
-            problems += _float8(lengths)
+            problems += _float8(lengths) + _all_at_once(device)
     return problems
+
+
+def _all_at_once(device: Device) -> list[Problem]:
+    """LayerNorm of three packs a thread, of as many rows as run at once, if they have no turns."""
+    return [
+        whole("layer_norm", "forward", device.sms * (1024 // threads), 3 * 8 * threads, dtype)
+        for threads, dtype in product((128, 192, 256, 512), ("float16", "bfloat16"))
+    ]
 
 
 def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Problem]:
@@ -187,7 +195,8 @@ def named_fusions() -> list[Problem]:
         wanted = [name for name, kind in {"x": "full", **kinds}.items() if kind not in ("seed", "scalar")]
         if "gate" not in kinds and SEED not in kinds:
             wanted = [name for name in wanted if name != "residual"]
-        for dtype, cols, (rows, groups) in product(("bfloat16", "float32"), (128, 4096, 16384), GROUPED_ROWS):
+        sizes = (*product((128, 4096, 16384), GROUPED_ROWS), (4096, (500, Groups(125, 4))))
+        for dtype, (cols, (rows, groups)) in product(("bfloat16", "float32"), sizes):
             dtypes = dict.fromkeys(("x", "y", "dy", *operation.operands), dtype)
             dtypes |= {name: "float32" for name, kind in kinds.items() if kind == "scalar"}
             dtypes |= {

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ..device import Device
 from ..expression_value import FUNCTIONS
+from ..operation import SEED
 from .clusters import WORKING
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, column_bytes, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
@@ -35,13 +36,15 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
     )
     needs = needs_of(problem, spec, device)
-    alone = _rows_alone(problem, spec, needs, device)
-    if alone is not None:
-        return alone
+    few = _few_rows(problem, spec, needs, device)
+    if few is not None:
+        return few
     ctas = ctas_of(spec, needs.working + max(needs.at_once, needs.y))
     if ctas and problem.rows <= (device.sms - problem.sm_margin) * ctas * rows_per_cta:
         # All rows at once: weight and bias are asked for with x.
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
+    if (once := _without_turns(problem, spec, device)) is not None:
+        return once
     many = bytes_per_sm(problem, device) > RING_BYTES
     if many and (by_two := _by_two_ctas(problem, spec, needs, device)) is not None:
         return by_two
@@ -52,23 +55,60 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
     )
 
 
-def _rows_alone(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
-    """Of fewer rows than there are SMs: a thread for each pack, or a cluster for each row; None where neither wins."""
-    shape, sms = spec.shape, device.sms - problem.sm_margin
+def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+    """Of rows that leave SMs idle, or threads of them: more threads for each row; None where nothing wins.
+
+    All of it with the bits of the same threads in one CTA. Beside each rule its time and that of one CTA a row, in
+    bfloat16 on an H200.
+    """
+    shape, rows, sms = spec.shape, problem.rows, device.sms - problem.sm_margin
     spec = replace(spec, rows_per_cta=1, columns_stay=True)
+    # 160 registers of weight and bias beside a row at odd addresses spilled 128 bytes.
+    in_four = replace(spec, shape=in_clusters(shape, 4), columns_stay=needs.columns <= 128)
+    long = shape.threads * shape.packs > 1024
+    if spec.finds_scales:  # the largest of a row would be one exchange more
+        return in_four if long and 4 * rows <= sms and device.runs_clusters(8) else None
     spread = replace(spec, kernel="forward_spread")
-    can_spread = not spec.finds_scales  # the largest of a row would be one exchange more
-    if can_spread and 1 < shape.threads <= WARP and shape.packs > 2 and problem.rows <= 2 * sms:
+    if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
         return spread  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
-    if problem.cols <= 1024 * shape.pack or not device.runs_clusters(8):
+    two = sum(one.kind == "full" for one in spec.matrices) > 1
+    # 32 x 32768 3.98 us, in one CTA 4.9, by four CTAs 4.54; 8 x 8192 with another matrix 2.15 and 2.43.
+    few = 4 * rows <= sms if long else 8 * rows <= sms and two and shape.threads * shape.packs == 1024
+    if few and device.runs_clusters(8):
+        return replace(spread, shape=in_clusters(shape, 8), held=ceil_div(shape.packs, 2))
+    if not spec.aligned:
         return None
-    few_threads = shape.threads * shape.packs <= 8 * 1024
-    if can_spread and few_threads and 8 * problem.rows <= sms:  # 1 x 16384 2.3 us, in one CTA 3.2
-        return replace(spread, shape=in_clusters(shape, 8))
-    if 4 * problem.rows <= sms:  # 32 x 16384 3.5 us, in one CTA 3.8
-        # Beside a row at odd addresses 160 registers of weight and bias spilled 128 bytes.
-        return replace(spec, shape=in_clusters(shape, 4), columns_stay=needs.columns <= 128)
+    # 64 x 32768 5.9 us and 7.15; RMSNorm of 24576 cols with a matrix added 5.3 and 4.9.
+    in_two = shape.threads == 512 and shape.packs > (4 if problem.norm.subtracts_mean else 6)
+    if in_two and 2 * rows <= sms and device.runs_clusters(2):
+        return replace(spread, shape=in_clusters(shape, 2), held=shape.packs)
+    # Beside wide vectors, and dropout, more than one row on an SM spilled 4 to 280 bytes.
+    narrow = widest_column(spec) <= ITEMSIZE[problem.row_dtype] and SEED not in (one.name for one in spec.matrices)
+    most = sms * (RESIDENT // 2 // shape.threads) if narrow else sms
+    if shape.packs == 4 and shape.threads in (128, 256) and two and sms // 8 < rows <= most:
+        # 512 x 4096 with another matrix 6.1 us and 6.5.
+        return replace(spread, held=2, ctas_per_sm=ceil_div(rows, sms))
     return None
+
+
+def _without_turns(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
+    """LayerNorm, or modulated rows, of three packs a thread: all rows at once by the kernel without turns, which needs
+    fewer registers. RMSNorm and two matrices gain nothing.
+
+    1024 x 3072 5.5 us, in turns 5.7; modulated 5.45 and 6.3.
+    """
+    shape, resident = spec.shape, RESIDENT // spec.shape.threads
+    two = sum(one.kind == "full" for one in spec.matrices) > 1
+    if two or spec.finds_scales or not (problem.norm.subtracts_mean or spec.grouped):
+        return None
+    # 64 registers: on sm_100 and sm_120 4 to 12 bytes spilled.
+    if shape.packs != 3 or shape.threads <= WARP or not sixteen_bits(spec) or device.arch >= 100:
+        return None
+    if problem.rows > (device.sms - problem.sm_margin) * resident:
+        return None
+    return replace(
+        spec, kernel="forward_spread", rows_per_cta=1, columns_stay=True, held=shape.packs, ctas_per_sm=resident
+    )
 
 
 def _by_two_ctas(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:

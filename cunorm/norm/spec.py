@@ -67,6 +67,7 @@ class NormSpec:
     streamed_x: bool = False  # x is read past L1
     streamed_y: bool = False  # y, or dy, is written, or read, past L1
     columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
+    held: int = 1  # forward_spread: packs of a thread
     unpacked: bool = False  # forward: a thread keeps the values of its row, not the packs in which they wait
     once: bool = False  # forward: the grid has a CTA for every row
     keeps_g: bool = False  # backward: a thread keeps the gradient of xhat from the row's sums to dx
@@ -96,7 +97,8 @@ class NormSpec:
         if self.kernel == "forward_pairs":
             return self.shape.threads
         if self.kernel == "forward_spread":
-            return -(-self.shape.threads * self.shape.packs // WARP) * WARP
+            parts = -(-self.shape.packs // self.held)
+            return -(-self.shape.threads * parts // WARP) * WARP
         return self.shape.threads * self.rows_per_cta
 
     @property
@@ -260,7 +262,7 @@ def shared_memory(spec: KernelSpec) -> int:
     norm = NORMS[spec.operation.norm]
     slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
     lane_sums = 0
-    if spec.kernel == "forward_spread" and spec.shape.packs > 1:
+    if spec.kernel == "forward_spread" and spec.shape.packs > spec.held:
         lane_sums = norm.lane_sums * spec.shape.packs * spec.shape.threads * compute
     if slots == 1:
         return lane_sums
