@@ -108,13 +108,14 @@ def _check_dtype(function: str, name: str, array: Layout, x: Layout) -> None:
 def check_float8(function: str, layouts: Named) -> None:
     """What a product in 8 bits asks beside what check_forward does."""
     found = dict(layouts)
-    outs, cols = found["weight"].shape
+    name = "kernel" if "kernel" in found else "weight"
     if found["x"].dtype == "float64":
         raise TypeError(
             f"{function}: x must have dtype float16, bfloat16 or float32 with fp8; got float64. Convert it."
         )
-    if outs % 16 or cols % 16:
+    shape = found[name].shape
+    if any(size % 16 for size in shape):
         raise ValueError(
-            f"{function}: both sizes of weight must be multiples of 16 with fp8; got shape {(outs, cols)}. Pad it, or "
-            "leave fp8=None."
+            f"{function}: both sizes of {name} must be multiples of 16 with fp8; got shape {shape}. Pad it, or leave "
+            "fp8=None."
         )

@@ -8,7 +8,7 @@ kernel is wanted; mean and rstd are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ...operation import affine
 from ..norm import formulas, primitives, sharding
 from ..norm.formulas import Task
 from ..norm.functional import array
+from . import float8
 
 
 def layer_norm_linear(
@@ -37,6 +38,7 @@ def layer_norm_linear(
     keep_normalized: bool = False,
     precision: Any = None,
     out_sharding: Any = None,
+    fp8: str | None = None,
 ) -> jax.Array:
     """y = z kernel + bias, z = (x - mean(x)) / sqrt(var(x) + eps) * ln_weight + ln_bias over the last axis of x.
 
@@ -64,6 +66,12 @@ def layer_norm_linear(
     out_sharding : jax.sharding.NamedSharding or PartitionSpec, optional
         Of y, over explicit axes of a mesh, as jnp.dot takes it. Needed where rows of x and columns of kernel are split
         over the same axis: XLA then gathers z, and scatters its gradient.
+    fp8 : "tensor", optional
+        Take the product of the forward pass in 8 bits, e4m3: z with a scale that none exceeds, whatever x is, kernel
+        with that of its largest number, both powers of two. in and out must be multiples of 16, x not float64. kernel
+        is cast in every call, which reads it twice. Gradients are those without fp8: their products have 16 bits.
+        XLA (jax 0.11) takes its product in 8 bits with xla_gpu_enable_triton_gemm=False, in XLA_FLAGS or among the
+        compiler_options of jax.jit; else it multiplies the same bytes as numbers of 16 bits.
 
     Returns
     -------
@@ -103,7 +111,10 @@ def layer_norm_linear(
     name = "layer_norm_linear"
     op = linear_problem.op(name, normalization, ln_bias)
     arrays = {"x": x, "kernel": kernel, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
+    if fp8 not in (None, "tensor"):
+        raise ValueError(f"{name}: fp8 must be None or 'tensor', for XLA has no product by rows; got {fp8!r}.")
     options = {"keep_normalized": keep_normalized, "precision": precision, "out_sharding": out_sharding}
+    options["fp8"] = fp8 is not None
     return norm_linear(name, op, arrays, eps, zero_centered_gamma, **options)[0]
 
 
@@ -119,6 +130,7 @@ def norm_linear(
     precision: Any = None,
     out_sharding: Any = None,
     mixed: bool = False,
+    fp8: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(y, {mean, rstd}), the latter empty without `statistics`, of the arrays of a call by name, where None is none.
 
@@ -128,10 +140,12 @@ def norm_linear(
     eps = checks.check_eps(function, eps)
     arrays = given(function, named, required=("x", "kernel", "weight"))
     linear_problem.check_forward(function, layouts(arrays), bool(zero_centered_gamma), mixed)
+    if fp8:
+        linear_problem.check_float8(function, layouts(arrays))
     axis = 0 if "kernel" in arrays else 1
     matrix = arrays["weight" if axis else "kernel"]
     task = norm_task(op, bool(zero_centered_gamma), eps, matrix.dtype.name, arrays)
-    call = Call(task, Product(axis, precision, out_sharding), bool(statistics), bool(keep_normalized))
+    call = Call(task, Product(axis, precision, out_sharding), bool(statistics), bool(keep_normalized), fp8)
     return FORWARD[op](call, norm_inputs(task, arrays), matrix, arrays.get("bias"))
 
 
@@ -189,6 +203,7 @@ class Call(NamedTuple):
     product: Product
     statistics: bool
     keep_normalized: bool
+    fp8: bool
 
 
 def _program(op: str):
@@ -204,13 +219,31 @@ def _program(op: str):
             return y.astype(z.dtype), results
 
         kept = jax.checkpoint_policies.save_only_these_names(primitives.STATISTICS)
-        return (both if call.keep_normalized else jax.checkpoint(both, policy=kept))(inputs, matrix, bias)
+        exact = both if call.keep_normalized else jax.checkpoint(both, policy=kept)
+        return (_in_8_bits(call, exact) if call.fp8 else exact)(inputs, matrix, bias)
 
     forward.__name__ = forward.__qualname__ = f"cunorm_{op}_linear"
     return jax.jit(forward, static_argnums=0)
 
 
 FORWARD = {op: _program(op) for op in linear_problem.OPS.values()}
+
+
+def _in_8_bits(call: Call, exact: Callable) -> Callable:
+    """The product in 8 bits, whose derivative is that of the exact one."""
+
+    @jax.custom_jvp
+    def forward(inputs, matrix, bias):
+        y = float8.product(call.task, inputs, matrix, call.product)
+        if bias is not None:
+            y = y + bias.astype(y.dtype)
+        return y.astype(matrix.dtype), {}
+
+    @forward.defjvp
+    def _jvp(primals, tangents):
+        return forward(*primals), jax.jvp(exact, primals, tangents)[1]
+
+    return forward
 
 
 @jax.custom_jvp

@@ -89,14 +89,19 @@ def results8(task: Float8Task, arrays: dict[str, jax.Array], scale: Any, *, wide
     """
     if task.granularity == "tensor":
         if scale is None:
-            _, cols = task.rows_and_cols(arrays["x"].shape)
-            zero_centered = "weight" in arrays and dict(task.operation.defaults)["weight"] == 0
-            parameters = (arrays.get("weight"), arrays.get("bias"), zero_centered)
-            # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
-            largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[task.y8]))
-            scale = float8.static_scale(jnp, task.norm.subtracts_mean, cols, *parameters, largest)
+            scale = unexceeded(task, arrays, task.y8)
         arrays = sharding.prepared(task, arrays | {"y8_scale": jnp.asarray(scale, jnp.float32).reshape(())})
     return arrays | cunorm_float8(task, wide, arrays)
+
+
+def unexceeded(task: Task, arrays: Arrays, y8: str) -> jax.Array:
+    """A scale for all of y that no value of an affine operation exceeds."""
+    _, cols = task.rows_and_cols(arrays["x"].shape)
+    zero_centered = "weight" in arrays and dict(task.operation.defaults)["weight"] == 0
+    # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
+    largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[y8]))
+    parameters = (arrays.get("weight"), arrays.get("bias"), zero_centered)
+    return float8.static_scale(jnp, task.norm.subtracts_mean, cols, *parameters, largest)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

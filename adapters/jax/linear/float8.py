@@ -1,0 +1,49 @@
+"""The product of `layer_norm_linear` in 8 bits, from what XLA makes its FP8 product of.
+
+That is a conversion of either matrix, a number that multiplies it, and the product, of one axis of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...norm import float8 as scales
+from ...norm.problem import FLOAT8
+from ..norm import float8
+from ..norm.formulas import Arrays, Task
+
+E4M3 = next(iter(FLOAT8))
+
+
+def product(
+    task: Task, inputs: Arrays, matrix: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]
+) -> Any:
+    """z matrix, either with one scale: z's such that no z exceeds it, whatever x is, matrix's its largest number's.
+
+    Scales are powers of two, so that bytes times a scale are exact in 16 bits, as they are where XLA gives the scales
+    to its product.
+    """
+    z_scale = _power_of_two(float8.unexceeded(task, inputs, E4M3))
+    z = float8.results8(float8.task8(task, E4M3, "tensor"), dict(inputs), z_scale, wide=False)["y8"]
+    wide = matrix.astype(jnp.float32)
+    _, found = float8.quantise(wide.reshape(1, -1), "row", E4M3, None)
+    scale = _power_of_two(found.reshape(()))
+    bytes, _ = float8.quantise(wide.reshape(1, -1), "tensor", E4M3, scale)
+    # XLA allows itself more precision than it is asked for, and would leave the rounding out.
+    bytes = jax.lax.optimization_barrier(bytes)
+    # float16 has not the range of a scale.
+    dtype = jnp.bfloat16 if matrix.dtype == jnp.bfloat16 else jnp.float32
+    return multiply(
+        z.astype(dtype) * z_scale.astype(dtype), bytes.reshape(matrix.shape).astype(dtype) * scale.astype(dtype)
+    )
+
+
+def _power_of_two(scale: jax.Array) -> jax.Array:
+    """The next one that is not smaller. NaN stays NaN."""
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & jnp.uint32(0xFF800000), jnp.float32)
+    return jnp.where(scale < jnp.inf, jnp.maximum(rounded, 1 / scales.MOST_MULTIPLIER), scale + (scale - scale))
