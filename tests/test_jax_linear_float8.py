@@ -10,7 +10,7 @@ from test_linear import NORMALIZATION
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from jax_arrays import on_devices, random  # noqa: E402
+from jax_arrays import lowered, on_devices, random  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm.jax import layer_norm_linear  # noqa: E402
@@ -103,6 +103,13 @@ def test_numbers_that_are_not_finite_and_zeros(device):
         assert bool(jnp.isnan(layer_norm_linear(**bad, fp8="tensor")).all())
     y = layer_norm_linear(**given | {"kernel": given["kernel"] * 0}, fp8="tensor")
     assert bool((y == given["bias"]).all())
+
+
+def test_the_largest_number_of_kernel_is_reduced():
+    """A window over all of it is one thread's on a GPU: 427 ms on an H200 at 8192, 4096 -> 12288."""
+    program = lowered(lambda given: layer_norm_linear(**given, fp8="tensor"), arguments("cpu"))
+    assert "reduce_window" not in program
+    assert "stablehlo.reduce" in program
 
 
 @pytest.mark.gpu

@@ -30,16 +30,15 @@ def product(
     z_scale = _power_of_two(float8.unexceeded(task, inputs, E4M3))
     z = float8.results8(float8.task8(task, E4M3, "tensor"), dict(inputs), z_scale, wide=False)["y8"]
     wide = matrix.astype(jnp.float32)
-    _, found = float8.quantise(wide.reshape(1, -1), "row", E4M3, None)
-    scale = _power_of_two(found.reshape(()))
-    bytes, _ = float8.quantise(wide.reshape(1, -1), "tensor", E4M3, scale)
+    # By their bits NaN is the largest; of floats XLA's maximum on the CPU lost it.
+    largest = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(abs(wide), jnp.int32).max(), jnp.float32)
+    scale = _power_of_two(largest / FLOAT8[E4M3])
+    bytes, _ = float8.quantise(wide, "tensor", E4M3, scale)
     # XLA allows itself more precision than it is asked for, and would leave the rounding out.
     bytes = jax.lax.optimization_barrier(bytes)
     # float16 has not the range of a scale.
     dtype = jnp.bfloat16 if matrix.dtype == jnp.bfloat16 else jnp.float32
-    return multiply(
-        z.astype(dtype) * z_scale.astype(dtype), bytes.reshape(matrix.shape).astype(dtype) * scale.astype(dtype)
-    )
+    return multiply(z.astype(dtype) * z_scale.astype(dtype), bytes.astype(dtype) * scale.astype(dtype))
 
 
 def _power_of_two(scale: jax.Array) -> jax.Array:
