@@ -33,7 +33,7 @@ from ..norm.problem import (
     plain,
     whole,
 )
-from ..norm.short_forward import holds_twice
+from ..norm.short_forward import RESIDENT, holds_twice
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
 from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once
@@ -124,7 +124,7 @@ def covering(device: Device) -> list[Problem]:
 def _all_at_once(device: Device) -> list[Problem]:
     """LayerNorm of three packs a thread, of as many rows as run at once, if they have no turns."""
     return [
-        whole("layer_norm", "forward", device.sms * (1024 // threads), 3 * 8 * threads, dtype)
+        whole("layer_norm", "forward", device.sms * (RESIDENT // threads), 3 * 8 * threads, dtype)
         for threads, dtype in product((128, 192, 256, 512), ("float16", "bfloat16"))
     ]
 

@@ -71,7 +71,7 @@ def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
     spread = replace(spec, kernel="forward_spread")
     if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
         return spread  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
-    two = sum(one.kind == "full" for one in spec.matrices) > 1
+    two = _reads_two(spec)
     # 32 x 32768 3.98 us, in one CTA 4.9, by four CTAs 4.54; 8 x 8192 with another matrix 2.15 and 2.43.
     few = 4 * rows <= sms if long else 8 * rows <= sms and two and shape.threads * shape.packs == 1024
     if few and device.runs_clusters(8):
@@ -98,7 +98,7 @@ def _without_turns(problem: Problem, spec: NormSpec, device: Device) -> NormSpec
     1024 x 3072 5.5 us, in turns 5.7; modulated 5.45 and 6.3.
     """
     shape, resident = spec.shape, RESIDENT // spec.shape.threads
-    two = sum(one.kind == "full" for one in spec.matrices) > 1
+    two = _reads_two(spec)
     if two or spec.finds_scales or not (problem.norm.subtracts_mean or spec.grouped):
         return None
     # 64 registers: on sm_100 and sm_120 4 to 12 bytes spilled.
@@ -156,7 +156,7 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
     shape, itemsize = spec.shape, ITEMSIZE[problem.row_dtype]
     # Past L1, which is left to weight and bias: 64 M elements of 5760 cols 68.7 and 67.9. But not two matrices of rows
     # that a warp holds: rms_norm_gated of 128 cols 102.1 us, by way of L1 96.2; of 1024 cols as fast.
-    two = sum(one.kind == "full" for one in spec.matrices) > 1
+    two = _reads_two(spec)
     by_l1 = spec.aligned and shape.threads <= WARP and two
     spec = replace(
         spec,
@@ -229,6 +229,11 @@ def _fits_64_registers(spec: NormSpec) -> bool:
         return False
     # Of a sum alone, in shorter rows, 768 threads are as fast.
     return len(spec.columns) <= 3 and (spec.grouped or gates or spec.shape.threads == 512)
+
+
+def _reads_two(spec: NormSpec) -> bool:
+    """Whether it reads another matrix beside x."""
+    return sum(one.kind == "full" for one in spec.matrices) > 1
 
 
 def bytes_per_sm(problem: Problem, device: Device) -> float:
