@@ -6,6 +6,7 @@ Loops within one jit over rotating buffers, bfloat16, random data. Of every shap
 compiled first and then run in turns, so that a GPU that slows down under load slows all of them; medians. Every result
 is checked against float64 before it is timed. Forward and backward are timed together, in one program: apart, XLA would
 have to write what its formulas keep for the backward pass, and in a program of both it computes some of it again.
+"cunorm, fp8" has XLA's product in 8 bits with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ EPS = 1e-5
 SECONDS, ROUNDS = 0.03, 8  # of a loop; each round begins with another contender
 LAYERS = 4  # of the program whose memory is measured
 ERROR = 8e-3  # relative, of bfloat16
-ERROR_OF_FP8 = 0.045  # likewise, of y
+ERRORS_OF_Y = {"cunorm, fp8": 0.045}  # likewise, where it is another one
 
 Function = Callable[..., Any]
 
@@ -125,8 +126,9 @@ def measure(write: Function, shape: tuple[int, int, int]) -> None:
         if name != "product":
             found = errors(compiled(*sets[0]), sets[0])
             write("error", **base, contender=name, relative=found)
-            most = ERROR_OF_FP8 if "fp8" in name else ERROR
-            if not (found[0] < most and all(error < ERROR for error in found[1:])):  # NaN is wrong
+            if not (
+                found[0] < ERRORS_OF_Y.get(name, ERROR) and all(error < ERROR for error in found[1:])
+            ):  # NaN is wrong
                 raise AssertionError(f"{name} is wrong at {shape}: {found}")
     write("memory", **base, layers=1, unit="bytes", z=2 * rows * cols, **memory)
     for direction, make in DIRECTIONS.items():

@@ -27,6 +27,7 @@ from reference import (
 Array = Any
 ROUNDINGS = 6  # standard deviations of a sum of rounding errors that a result may be off
 
+NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 NAMES = ("dx", "dweight", "dbias", "dln_weight", "dln_bias")
 
 

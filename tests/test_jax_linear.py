@@ -14,8 +14,7 @@ import linear_reference
 import numpy
 import pytest
 from functions import OPS
-from linear_reference import check_backward, check_forward
-from test_linear import NORMALIZATION
+from linear_reference import NORMALIZATION, check_backward, check_forward
 
 jax = pytest.importorskip("jax")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy
 import pytest
-from test_linear import NORMALIZATION
+from linear_reference import NORMALIZATION
 
 jax = pytest.importorskip("jax")
 
@@ -17,7 +17,8 @@ from cunorm.jax import layer_norm_linear  # noqa: E402
 
 ROWS, COLS, OUTS = 24, 96, 48
 LARGEST = 448  # of e4m3
-EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}  # of the sum of a row's products too
+EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}
+SUM = 2.0**-20  # of a row's products, of the lengths of its factors
 
 
 def arguments(device: str, dtype: str = "bfloat16", op: str = "layer_norm") -> dict[str, jax.Array]:
@@ -55,23 +56,20 @@ def test_the_bytes_that_are_multiplied(device, op, dtype, zero_centered_gamma):
     of_kernel = power_of_two(abs(wide).max() / LARGEST)
     expected = z @ ((wide / of_kernel).astype(ml_dtypes.float8_e4m3fn).astype("float64") * of_kernel)
     exact = expected + bias.astype("float64")
-    room = EPSILON[dtype] * (abs(exact) + numpy.linalg.norm(z, axis=1, keepdims=True) * numpy.linalg.norm(wide, axis=0))
+    room = EPSILON[dtype] * (abs(expected) + abs(exact))  # y is rounded before bias is added, and after
+    room += SUM * numpy.linalg.norm(z, axis=1, keepdims=True) * numpy.linalg.norm(wide, axis=0)
     assert (y.dtype, y.shape) == (x.dtype, (ROWS, OUTS))
     assert (abs(numpy.asarray(y).astype("float64") - exact) <= room).all()
 
 
 @pytest.mark.parametrize("keep_normalized", [False, True])
 def test_gradients_are_those_of_the_product_in_16_bits(keep_normalized):
-    """To the bit, of y by way of a function that is linear in it."""
+    """To the bit."""
     given, dy = arguments("cpu"), random(ROWS, OUTS, dtype="bfloat16", seed=9)
 
     def gradients(**options):
-        def run(given):
-            return jax.vjp(lambda one: layer_norm_linear(**one, keep_normalized=keep_normalized, **options), given)[1](
-                dy
-            )
-
-        return jax.jit(run)(given)[0]
+        call = lambda given: layer_norm_linear(**given, keep_normalized=keep_normalized, **options)  # noqa: E731
+        return jax.jit(lambda given: jax.vjp(call, given)[1](dy)[0])(given)
 
     found, expected = gradients(fp8="tensor"), gradients()
     assert found.keys() == given.keys()
@@ -109,7 +107,6 @@ def test_the_largest_number_of_kernel_is_reduced():
     """A window over all of it is one thread's on a GPU: 427 ms on an H200 at 8192, 4096 -> 12288."""
     program = lowered(lambda given: layer_norm_linear(**given, fp8="tensor"), arguments("cpu"))
     assert "reduce_window" not in program
-    assert "stablehlo.reduce" in program
 
 
 @pytest.mark.gpu

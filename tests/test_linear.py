@@ -10,11 +10,10 @@ import numpy
 import pytest
 from arrays import in_wider_rows, same_bits
 from functions import OPS
-from linear_reference import check_backward, check_forward
+from linear_reference import NORMALIZATION, check_backward, check_forward
 
 import cunorm
 
-NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

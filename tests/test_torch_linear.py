@@ -9,7 +9,7 @@ import linear_reference
 import numpy
 import pytest
 from functions import OPS
-from linear_reference import check_backward, check_forward
+from linear_reference import NORMALIZATION, check_backward, check_forward
 
 torch = pytest.importorskip("torch")
 
@@ -27,7 +27,6 @@ from cunorm.torch.linear import passes  # noqa: E402
 from cunorm.torch.linear.functional import norm_linear  # noqa: E402
 from cunorm.torch.norm import operators  # noqa: E402
 
-NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 keeping = pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import linear_reference
 import pytest
 from functions import OPS
-from linear_reference import check_backward, check_forward
+from linear_reference import NORMALIZATION, check_backward, check_forward
 
 torch = pytest.importorskip("torch")
 
@@ -62,7 +62,6 @@ ARGUMENTS = {
     "symmetric_ar_type": None,
     "name": None,
 }
-NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 
 def test_the_constructor_is_transformer_engines():

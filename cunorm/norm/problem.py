@@ -15,7 +15,8 @@ from typing import NamedTuple
 from ..operation import NAMED, NORMS, SEED, Norm, Operation, derivative, name_of
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # the largest number of each; y alone may have them
+E4M3 = "float8_e4m3fn"  # what products take
+FLOAT8 = {E4M3: 448.0, "float8_e5m2": 57344.0}  # the largest number of each; y alone may have them
 BLOCK = 128  # columns that share a scale, where neither a row nor all do
 # The granularity of scales, and what kind of operand they are.
 SCALES = {"row": "per_row", BLOCK: "per_block", "tensor": "one"}

@@ -63,17 +63,19 @@ def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
     """
     shape, rows, sms = spec.shape, problem.rows, device.sms - problem.sm_margin
     spec = replace(spec, rows_per_cta=1, columns_stay=True)
-    # 160 registers of weight and bias beside a row at odd addresses spilled 128 bytes.
-    in_four = replace(spec, shape=in_clusters(shape, 4), columns_stay=needs.columns <= 128)
-    long = shape.threads * shape.packs > 1024
+    places = shape.threads * shape.packs
+    long = places > 1024
     if spec.finds_scales:  # the largest of a row would be one exchange more
-        return in_four if long and 4 * rows <= sms and device.runs_clusters(8) else None
+        if not long or 4 * rows > sms or not device.runs_clusters(8):
+            return None
+        # 160 registers of weight and bias beside a row at odd addresses spilled 128 bytes.
+        return replace(spec, shape=in_clusters(shape, 4), columns_stay=needs.columns <= 128)
     spread = replace(spec, kernel="forward_spread")
     if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
-        return spread  # 1 x 1600 1.5 us, by a warp 1.75; of several warps no gain
+        return spread  # 1 x 1600 1.5 us, by a warp 1.75; of several warps and one matrix no gain
     two = _reads_two(spec)
     # 32 x 32768 3.98 us, in one CTA 4.9, by four CTAs 4.54; 8 x 8192 with another matrix 2.15 and 2.43.
-    few = 4 * rows <= sms if long else 8 * rows <= sms and two and shape.threads * shape.packs == 1024
+    few = 4 * rows <= sms if long else 8 * rows <= sms and two and places == 1024
     if few and device.runs_clusters(8):
         return replace(spread, shape=in_clusters(shape, 8), held=ceil_div(shape.packs, 2))
     if not spec.aligned:

@@ -6,22 +6,19 @@ That is a conversion of either matrix, a number that multiplies it, and the prod
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...norm import float8 as scales
-from ...norm.problem import FLOAT8
+from ...norm.problem import E4M3, FLOAT8
 from ..norm import float8
 from ..norm.formulas import Arrays, Task
-
-E4M3 = next(iter(FLOAT8))
 
 
 def product(
     task: Task, inputs: Arrays, matrix: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]
-) -> Any:
+) -> jax.Array:
     """z matrix, either with one scale: z's such that no z exceeds it, whatever x is, matrix's its largest number's.
 
     Scales are powers of two, so that bytes times a scale are exact in 16 bits, as they are where XLA gives the scales
@@ -30,8 +27,7 @@ def product(
     z_scale = _power_of_two(float8.unexceeded(task, inputs, E4M3))
     z = float8.results8(float8.task8(task, E4M3, "tensor"), dict(inputs), z_scale, wide=False)["y8"]
     wide = matrix.astype(jnp.float32)
-    # By their bits NaN is the largest; of floats XLA's maximum on the CPU lost it.
-    largest = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(abs(wide), jnp.int32).max(), jnp.float32)
+    largest = jax.lax.bitcast_convert_type(float8.bits_of_magnitudes(wide).max(), jnp.float32)
     scale = _power_of_two(largest / FLOAT8[E4M3])
     bytes, _ = float8.quantise(wide, "tensor", E4M3, scale)
     # XLA allows itself more precision than it is asked for, and would leave the rounding out.

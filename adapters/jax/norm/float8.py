@@ -153,8 +153,7 @@ def quantise(y: jax.Array, granularity: str | int, name: str, scale: jax.Array |
     most = jnp.float32(float8.MOST_MULTIPLIER)
     width = BLOCK if granularity == BLOCK else cols
     blocks = -(-cols // width)
-    # By their bits NaN is the largest; of floats XLA's maximum on the CPU lost it.
-    bits = jax.lax.bitcast_convert_type(abs(y), jnp.int32)
+    bits = bits_of_magnitudes(y)
     padding = ((0, 0), (0, blocks * width - cols))
     bits = jax.lax.reduce_window(bits, jnp.int32(0), jax.lax.max, (1, width), (1, width), padding)
     largest = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -166,6 +165,11 @@ def quantise(y: jax.Array, granularity: str | int, name: str, scale: jax.Array |
     scales = jnp.where(tiny, jnp.where(largest == 0, 1, 1 / most), largest / largest_number)
     scales = scales + (largest - largest)  # NaN where the largest is not finite
     return _rounded(y * jnp.repeat(multiplier, width, axis=1)[:, :cols], name), scales
+
+
+def bits_of_magnitudes(values: jax.Array) -> jax.Array:
+    """In their order, NaN as the largest: of floats XLA's maximum on the CPU lost it."""
+    return jax.lax.bitcast_convert_type(abs(values), jnp.int32)
 
 
 def _rounded(values: jax.Array, name: str) -> jax.Array:
