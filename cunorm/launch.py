@@ -97,6 +97,14 @@ def prepared(plan: Plan, device_id: int) -> Prepared:
     return Prepared(plan, device_id)
 
 
+def context(device_id: int) -> int:
+    """The CUcontext that the kernels of a device are loaded in, made the current one of this thread."""
+    import cupy
+
+    cupy.cuda.runtime.setDevice(device_id)
+    return cupy.cuda.driver.ctxGetCurrent()
+
+
 def prepare(step: Step, device_id: int) -> tuple[Write, Launch]:
     """`write(*pointers, *scalars)` and `launch(stream)`, for one thread at a time."""
     import cupy

@@ -6,8 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
+from ..norm import nodes
 from ..norm.modules import LayerNorm, RMSNorm
 from .blocks import Block, joined_class, known
 from .classes import Swaps, check_module
@@ -51,11 +53,14 @@ class Acceleration:
         Name of a norm in the model: the sum or the modulation that it is computed with, in one kernel.
     left : dict of str to str
         Name of a known block of which nothing was joined: why.
+    without_nodes : str
+        Why autograd's nodes are Python's; "" where they are C++'s, or there is no GPU.
     """
 
     norms: Replacement
     joined: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    without_nodes: str = ""
     _blocks: dict[str, nn.Module] = field(default_factory=dict, repr=False)
     _norms: list[nn.Module] = field(default_factory=list, repr=False)
     _swaps: Swaps = field(default_factory=Swaps, repr=False)
@@ -103,6 +108,8 @@ class Acceleration:
             f"norms of {COMPILED_FROM} elements, of torch.nn in a CUDA graph any, with our backward pass; no joins"
         )
         lines.append(f"  under torch.compile: {compiled}")
+        if self.without_nodes:
+            lines.append(f"  autograd's nodes are Python's, which costs the host time: {self.without_nodes}")
         return "\n".join(lines)
 
 
@@ -138,6 +145,10 @@ def accelerate(model: nn.Module) -> Acceleration:
     torch.nn.LayerNorm or RMSNorm runs torch's own kernel there. Those of transformers are several operators each and
     always run ours. Sums are joined from 64 M elements on, modulations from 8 M.
 
+    On a machine with a GPU the first call compiles the nodes of autograd's graph by the C++ compiler that there is, in
+    some 20 s, and keeps them beside the kernels; every norm uses them then. Without a compiler they are Python's: the
+    same bits, and more time of the host.
+
     Under torch.compile and export the model's own operators are what is traced, as if nothing had been done: a compiler
     joins them itself with what stands beside them. But the backward pass of a norm is our kernel from 8 M elements on,
     that of a norm of torch.nn at every size with mode="reduce-overhead", whose CUDA graphs do not wait for the host;
@@ -161,6 +172,8 @@ def accelerate(model: nn.Module) -> Acceleration:
     """
     check_module("accelerate", model)
     report = Acceleration(replace_norms(model))
+    if torch.cuda.is_available():
+        report.without_nodes = nodes.build()
     try:
         _join_blocks(model, report)
     except BaseException:

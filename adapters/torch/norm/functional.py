@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...operation import NAMED
-from . import checks, formulas, launching, operators
+from . import checks, formulas, launching, norm_nodes, operators
 from .launching import Call
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -139,7 +139,8 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
         checks.tensors(NAMED[operation].norm, x, weight, bias)
         return _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
     call = _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
-    if key is not None:
+    if key is not None and (weight is not None or bias is None):  # what is remembered
+        call = call._replace(compiled=norm_nodes.of_norm(call, x, weight, bias, _gradients, launchable))
         launching.remember_call(key, x, weight, bias, call)
     return _run(call, x, weight, bias)
 
@@ -159,6 +160,8 @@ def _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -
 
 
 def _run(call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if call.compiled is not None and (found := call.compiled(x, weight, bias)) is not None:
+        return found[0]
     if call.differentiable and _grad_enabled():
         return _apply(x, weight, bias, call)
     return launching.forward_by(call.recipe, x, weight, bias, call.eps, False)[0]
@@ -248,16 +251,21 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, statistics, weight = ctx.saved_tensors
-        recipe, eps, _, sm_margin, bias_dtype = ctx.call
-        mask = ctx.needs_input_grad[:3]
-        gradients = launched_gradients(recipe.family, dy, x, statistics, weight, mask, sm_margin)
-        if gradients is None:
-            operation = recipe.family.operation
-            gradients = operators.backward(dy, x, statistics, weight, operation, eps, mask, sm_margin)
-        dx, dweight, dbias = gradients
-        if dbias is not None and dbias.dtype is not bias_dtype:
-            dbias = dbias.to(bias_dtype)
-        return dx, dweight, dbias, None
+        return *_gradients(ctx.call, dy, x, statistics, weight, ctx.needs_input_grad[:3]), None
+
+
+def _gradients(
+    call: Call, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, mask: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Those of x, weight and bias, None where `mask` says so."""
+    family, margin = call.recipe.family, call.backward_margin
+    gradients = launched_gradients(family, dy, x, statistics, weight, mask, margin)
+    if gradients is None:
+        gradients = operators.backward(dy, x, statistics, weight, family.operation, call.eps, mask, margin)
+    dx, dweight, dbias = gradients
+    if dbias is not None and dbias.dtype is not call.bias_dtype:
+        dbias = dbias.to(call.bias_dtype)
+    return dx, dweight, dbias
 
 
 class _NormWithStatistics(_Norm):

@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...norm import fused
-from . import checks, functional, fused_formulas, fused_launching, fused_operators, operators
+from . import (
+    checks,
+    functional,
+    fused_formulas,
+    fused_launching,
+    fused_operators,
+    launching,
+    norm_nodes,
+    operators,
+    repeats,
+)
 from .fused_launching import Call
 
 
@@ -30,7 +40,15 @@ def run(
         if torch.onnx.is_in_onnx_export():  # which knows no operators of ours
             return _own(call, tensors, numbers, eps, wants_statistics)
         return _by_operator(call, tensors, numbers, eps, wants_statistics)
+    if not wants_statistics:
+        for known, compiled in call.compiled.get((tensors[0].shape, eps, *numbers), ()):
+            if known(*tensors) and functional.nothing_else_listens():
+                results = compiled(*tensors)
+                if results is not None:
+                    return results, None
     if at_once(tensors):
+        if not wants_statistics:
+            _describe(call, tensors, numbers, eps)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             results = _apply(call, numbers, eps, wants_statistics, *tensors)
             return (results[:-1], results[-1]) if wants_statistics else (results, None)
@@ -52,6 +70,16 @@ def run(
     if elsewhere or forward_ad._current_level >= 0 or operators.under_functorch():
         return _own(call, tensors, numbers, eps, wants_statistics)
     return _by_operator(call, tensors, numbers, eps, wants_statistics)
+
+
+def _describe(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> None:
+    """For calls like this one."""
+    if len({id(tensor) for tensor in tensors}) < len(tensors):  # repeats.py does not remember such
+        return
+    compiled = norm_nodes.of_fused(call, tensors, numbers, eps, gradients_of, functional.launchable)
+    if compiled is not None:
+        key = (tensors[0].shape, eps, *numbers)
+        repeats.remember(call.compiled, key, tuple(tensors), compiled, launching.RECIPES)
 
 
 def at_once(tensors: Sequence[Tensor]) -> bool:

@@ -21,6 +21,7 @@ from ...norm.problem import backward_reads, pointer_order
 from ...norm.steps import Plan
 from ...operation import NORMS, Operation, derivative
 from . import checks, launching
+from .launching import Memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +38,7 @@ class Call:
     s_dtype: str | None
     sm_margins: tuple[int, int, int] = (0, 0, 0)  # forward, backward, forward where nobody will go back
     recipes: dict[Hashable, Forward] = field(default_factory=dict)
+    compiled: dict[Hashable, tuple] = field(default_factory=dict)  # what serves calls in C++ (norm_nodes.py)
     families: dict[Hashable, Family] = field(default_factory=dict)
     masks: dict[tuple[bool, ...], tuple[str, ...]] = field(default_factory=dict)
     reads: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
@@ -90,9 +92,6 @@ class Family(NamedTuple):
     recipes: dict[Hashable, Backward]
 
 
-Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
-
-
 class Forward(NamedTuple):
     """`plan` is None where there is nothing to compute."""
 
@@ -111,6 +110,7 @@ class Backward(NamedTuple):
     plan: Plan | None
     copies: tuple[tuple[int, tuple[int, ...]], ...]  # places among dy, ds and what was saved
     gradients: tuple[Memory, ...]
+    written: tuple[str, ...]  # their names
     places: tuple[int, ...]  # of each gradient that is wanted among those
     # What is yet to be added up of those that are wanted, by place: along which axes, and what it comes to.
     sums: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
@@ -134,11 +134,7 @@ def forward(
         with torch.cuda.device(index):
             return forward(call, tensors, numbers, eps, wants_statistics, sm_margin=sm_margin)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    aligned = _aligned(call.names, pointers, tensors, tensors[0].shape)
-    key = (aligned, sm_margin, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
-    recipe = call.recipes.get(key)
-    if recipe is None:
-        recipe = launching.keep(call.recipes, key, _forward_recipe(call, tensors, sm_margin, aligned))
+    recipe = recipe_of(call, tensors, pointers, sm_margin)
     plan, copies, memory, memory_of_statistics, rstd_offset, order, family = recipe
     results = [launching._empty(*one) for one in memory]
     statistics = None
@@ -159,6 +155,15 @@ def forward(
         scalars = scalars_of(plan, dict(zip(call.numbers, numbers, strict=True), eps=eps))
     launch.run(plan, index, launching._stream(index), order(pointers), scalars)
     return results, statistics, family
+
+
+def recipe_of(call: Call, tensors: Sequence[Tensor], pointers: Sequence[int], sm_margin: int) -> Forward:
+    aligned = _aligned(call.names, pointers, tensors, tensors[0].shape)
+    key = (aligned, sm_margin, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
+    recipe = call.recipes.get(key)
+    if recipe is None:
+        recipe = launching.keep(call.recipes, key, _forward_recipe(call, tensors, sm_margin, aligned))
+    return recipe
 
 
 def _forward_recipe(call: Call, tensors: Sequence[Tensor], sm_margin: int, aligned: bool) -> Forward:
@@ -240,14 +245,8 @@ def backward(
             return backward(family, names, saved, numbers, dy, ds, statistics, wanted)
     tensors = (dy, ds, *saved)
     pointers = [0 if one is None else one.data_ptr() for one in tensors]
-    aligned = _aligned(("dy", "ds", *names), pointers, tensors, family.layouts["x"].shape)
-    key = (wanted, names, aligned, *[None if one is None else (one.stride(), one.dtype) for one in tensors])
-    recipe = family.recipes.get(key)
-    if recipe is None:
-        named = dict(zip(("dy", "ds", *names), tensors, strict=True))
-        made = _backward_recipe(family, named, statistics, wanted, aligned)
-        recipe = launching.keep(family.recipes, key, made)
-    plan, copies, memory, places, sums, zeros, rstd_offset, order = recipe
+    recipe = backward_recipe_of(family, names, tensors, pointers, statistics, wanted)
+    plan, copies, memory, _, places, sums, zeros, rstd_offset, order = recipe
     gradients = [launching._empty(*one) for one in memory]
     if plan is None or order is None:  # sums over no rows
         return _summed([gradients[place].zero_() for place in places], sums)
@@ -267,6 +266,26 @@ def backward(
     workspace_pointer = 0 if workspace is None else workspace.data_ptr()
     launch.run(plan, index, launching._stream(index), order(pointers), scalars, workspace_pointer)
     return _summed([gradients[place] for place in places], sums)
+
+
+def backward_recipe_of(
+    family: Family,
+    names: tuple[str, ...],
+    tensors: Sequence[Tensor | None],
+    pointers: Sequence[int],
+    statistics: Tensor,
+    wanted: tuple[str, ...],
+) -> Backward:
+    """`tensors` are dy, ds and those of `names`."""
+    names = ("dy", "ds", *names)
+    aligned = _aligned(names, pointers, tensors, family.layouts["x"].shape)
+    key = (wanted, names, aligned, *[None if one is None else (one.stride(), one.dtype) for one in tensors])
+    recipe = family.recipes.get(key)
+    if recipe is None:
+        named = dict(zip(names, tensors, strict=True))
+        made = _backward_recipe(family, named, statistics, wanted, aligned)
+        recipe = launching.keep(family.recipes, key, made)
+    return recipe
 
 
 def _copied(tensors: Sequence[Tensor | None], copies: tuple, pointers: list[int]) -> list[Tensor | None]:
@@ -319,6 +338,7 @@ def _backward_recipe(
         plan=recipe.plan,
         copies=_copies(recipe, tuple(tensors), {name: one.shape for name, one in read.items()}),
         gradients=tuple(_memory(shape, dtype) for _, shape, dtype in recipe.written),
+        written=tuple(written),
         places=tuple(written.index(found[name]) for name in wanted),
         sums=sums,
         zeros=None if recipe.dy is None else _memory(*recipe.dy[1:]),

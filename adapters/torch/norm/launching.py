@@ -21,6 +21,8 @@ from . import checks
 from .formulas import compute_dtype
 from .repeats import Alike, remember
 
+Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+
 RECIPES = 4096  # kept at most
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in a torch without CUDA
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -40,8 +42,8 @@ class Recipe(NamedTuple):
     plan: Plan | None
     copies: tuple[bool, ...]  # which inputs must be made contiguous, in the order of the call's tensors
     copied: bool  # any of them
-    first: tuple  # (shape, strides, dtype) of y, or of dx
-    second: tuple  # of statistics, or of dweight and dbias
+    first: Memory  # of y, or of dx
+    second: Memory  # of statistics, or of dweight and dbias
     rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
     order: Callable[..., Any]  # picks, of all pointers of a call, those that the plan takes
     family: Family  # of the backward passes of a forward one
@@ -70,9 +72,10 @@ class Call(NamedTuple):
     differentiable: bool  # some tensor requires a gradient
     backward_margin: int
     bias_dtype: torch.dtype | None
+    compiled: Any = None  # what serves such a call in C++ (norm_nodes.py)
 
 
-def _contiguously(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+def _contiguously(shape: Sequence[int], dtype: torch.dtype) -> Memory:
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return tuple(shape), tuple(strides), dtype
 
@@ -247,7 +250,7 @@ def backward(
 
     `in_place`: nobody needs dy any more, and dx takes its memory if it can. `dx_out`: where dx is written, checked.
     """
-    recipe = _backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, dx_out)
+    recipe = backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, dx_out)
     return backward_by(recipe, dy, x, statistics, weight, output_mask, in_place, dx_out)
 
 
@@ -266,11 +269,11 @@ def remember_backward(
 ) -> None:
     """For `known_backward`."""
     tensors = (dy, x) if weight is None else (dy, x, weight)
-    recipe = _backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, None)
+    recipe = backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, None)
     remember(family.known, (output_mask, sm_margin, weight is None), tensors, recipe, RECIPES)
 
 
-def _backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, dx_out) -> Recipe:
+def backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, dx_out) -> Recipe:
     weight_key = out_key = None
     pointers = dy.data_ptr() | x.data_ptr()
     if weight is not None:
@@ -308,7 +311,7 @@ def backward_by(
     weight_pointer = 0 if weight is None else weight.data_ptr()
     out_pointer = 0 if dx_out is None else dx_out.data_ptr()
     if ((dy_pointer | x_pointer | weight_pointer | out_pointer) & 15 == 0) is not aligned:
-        recipe = _backward_recipe_of(family, *options, dy, x, weight, dx_out)
+        recipe = backward_recipe_of(family, *options, dy, x, weight, dx_out)
         return backward_by(recipe, dy, x, statistics, weight, output_mask, in_place, dx_out)
     wants_dx, wants_dweight, wants_dbias = output_mask
     dx = dweight = dbias = None
@@ -351,7 +354,7 @@ def column_sums(dy: Tensor) -> Tensor:
     key, wanted = ("column_sums", dy.shape, dy.dtype), (False, False, True)
     recipe = known_call(key, dy, None, None)
     if recipe is None:
-        recipe = _backward_recipe_of(family("layer_norm", 1, dy), wanted, 0, dy, dy, None, None)
+        recipe = backward_recipe_of(family("layer_norm", 1, dy), wanted, 0, dy, dy, None, None)
         remember_call(key, dy, None, None, recipe)
     return backward_by(recipe, dy, dy, dy, None, wanted)[2]
 

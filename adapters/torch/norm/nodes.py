@@ -1,0 +1,176 @@
+"""Passes whose launches are known, described for nodes.cpp: then no Python runs in the backward pass.
+
+Of an autograd.Function's 100 us of the host, both passes, most is Python's (bench/NOTES.md). nodes.cpp is compiled once
+for each version of torch and of Python, by `build`, and kept beside the kernels. Without it, or without a compiler,
+Python computes the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import launch, logs
+from ...compile import cache_directory, kernel, write
+from ...norm.steps import Plan, Step
+from .launching import Memory
+
+SOURCE = Path(__file__).with_name("nodes.cpp")
+OPTIONS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
+PASSES = 4096  # described at most, as they are kept for good
+
+Call = Callable[..., tuple[Tensor, ...] | None]  # with the tensors of a call; None where they cannot be served
+
+
+def kept_file() -> Path:
+    """Where the compiled file is kept: named by all that it depends on."""
+    inputs = repr((SOURCE.read_bytes(), OPTIONS, torch.__version__, sys.implementation.cache_tag))
+    return cache_directory() / f"cunorm_nodes_{hashlib.sha256(inputs.encode()).hexdigest()[:40]}.so"
+
+
+def build() -> str:
+    """Compiles nodes.cpp, 15 s, where it has not been; why it could not be, "" if it could."""
+    kept = kept_file()
+    if not kept.exists():
+        compiler = os.environ.get("CXX", "c++")
+        root = Path(torch.__file__).parent
+        headers = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include"))
+        libraries = (f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python")
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "nodes.so"
+            command = [compiler, *OPTIONS, *(f"-I{one}" for one in headers), str(SOURCE), "-o", str(made), *libraries]
+            logs.logger.info("compiling %s, once for this version of torch", SOURCE.name)
+            try:
+                run = subprocess.run(command, capture_output=True, text=True)
+            except OSError as error:
+                return f"{compiler} could not be run ({error})"
+            if run.returncode:
+                return f"{compiler} failed: {run.stderr.strip().splitlines()[-1:] or run.returncode}"
+            write(kept, made.read_bytes())
+        module.cache_clear()
+    return ""
+
+
+@functools.cache
+def module() -> Any:
+    """What was compiled, ready to launch; None if there is none."""
+    if not torch.cuda.is_available() or (found := load()) is None:
+        return None
+    driver = ctypes.CDLL("libcuda.so.1")
+    of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cuda.so"))
+    functions = (driver.cuLaunchKernelEx, driver.cuCtxGetCurrent, driver.cuCtxSetCurrent)
+    functions = (*functions, of_torch.aoti_torch_get_current_cuda_stream)
+    found.set_driver(*(ctypes.cast(one, ctypes.c_void_p).value for one in functions))
+    return found
+
+
+def load() -> Any:
+    """The compiled module, None if there is none."""
+    kept = kept_file()
+    if not kept.exists():
+        return None
+    loader = importlib.machinery.ExtensionFileLoader("cunorm_nodes", str(kept))
+    spec = importlib.util.spec_from_file_location("cunorm_nodes", kept, loader=loader)
+    try:
+        return importlib.util.module_from_spec(spec)
+    except ImportError as error:
+        logs.logger.warning("%s cannot be used: %s", kept, error)
+        return None
+
+
+def forward_pass(
+    plan: Plan | None,
+    tensors: Mapping[str, Tensor],
+    results: Mapping[str, Memory],
+    statistics: Memory,
+    rstd_offset: int,
+    numbers: Mapping[str, float],
+    saved: Sequence[str],
+    backward: Callable[..., Sequence[Tensor | None]],
+) -> Call | None:
+    """What serves calls with tensors like these, of aligned memory; None where nothing can.
+
+    Whatever the plan takes goes by name. `saved` are the names of what the backward pass reads besides statistics.
+    `backward(which, given, statistics, saved, mask)` is that pass by Python: the gradients of the tensors, of those
+    given of the results. It may call `add_backward`. `mask` has a bit for each of the tensors.
+    """
+    global _described
+    compiled = module()
+    if compiled is None or plan is None or _described >= PASSES:
+        return None
+    _described += 1
+    index = next(iter(tensors.values())).get_device()
+    work = _work(plan, index, (*tensors,), results, rstd_offset, numbers)
+    places = tuple((*tensors, *results).index(name) for name in saved)
+
+    def later(*given: Any) -> Sequence[Tensor | None]:
+        return backward(which, *given)
+
+    which = compiled.make_pass(len(tensors), work, statistics, places, later)
+    return functools.partial(compiled.call, which)
+
+
+def add_backward(
+    which: int,
+    plan: Plan | None,
+    given: Mapping[str, Tensor | None],
+    statistics: Tensor,
+    saved: Mapping[str, Tensor],
+    mask: int,
+    results: Mapping[str, Memory],
+    rstd_offset: int,
+    numbers: Mapping[str, float],
+    places: Sequence[int],
+) -> None:
+    """Describes a backward pass for tensors like these, by name. `places` are those of each gradient among the results,
+    -1 where it is not wanted, -2 - i where it is the i-th of `given` itself.
+    """
+    compiled = module()
+    read = (*(one for one in given.values() if one is not None), statistics, *saved.values())
+    if compiled is None or plan is None or any(one.data_ptr() % 16 for one in read):
+        return
+    work = _work(plan, statistics.get_device(), (*given, *saved), results, rstd_offset, numbers)
+    compiled.add_backward(which, tuple(given.values()), (statistics, *saved.values()), mask, work, tuple(places))
+
+
+_described = 0
+_kept: list[Any] = []  # kernels, whose addresses are in the descriptions
+
+
+def _work(
+    plan: Plan, index: int, read: Sequence[str], results: Mapping[str, Memory], rstd_offset: int, numbers: Any
+) -> tuple:
+    """As nodes.cpp takes it."""
+    context = launch.context(index)
+    names = (*read, "mean", "rstd", *results, "workspace")
+    launches = tuple(_launch(step, index, names, numbers) for step in plan.steps)
+    return tuple(results.values()), plan.workspace, rstd_offset, context, launches
+
+
+def _launch(step: Step, index: int, names: Sequence[str], numbers: Mapping[str, float]) -> tuple:
+    function = kernel(step.spec, index)
+    _kept.append(function)
+    pack = launch.NUMBERS[step.spec.compute]
+    arguments = [
+        *((names.index(name), offset) if name in names else (-1, 0) for name, offset in step.pointers),
+        *((-1, struct.unpack("q", struct.pack(pack, numbers[name]))[0]) for name in step.scalars),
+        *((-1, struct.unpack("q", struct.pack("Q", number % 2**64))[0]) for number in step.integers),
+    ]
+    places, values = zip(*arguments, strict=True)
+    early = int(step.begins_early)
+    return function.ptr, *step.grid, step.spec.threads, step.dynamic_shared, early, places, values

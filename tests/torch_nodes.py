@@ -1,0 +1,106 @@
+"""A driver for nodes.cpp whose launches run on the stand-in, of torch tensors on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cunorm import launch
+from cunorm.launch import NUMBERS
+from cunorm.torch.norm import nodes
+
+CONTEXT = 77
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """In the place of CUDA's. `plans` are those that C++ launched, `fails` the error that a launch answers.
+
+    `runs` has what runs a plan on pointers, as cunorm.launch does.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, compiled: Any, runs: Any):
+        self.plans: list[Any] = []
+        self.fails = 0
+        self._runs, self._context = runs, None
+        self._steps: dict[int, tuple[Any, int]] = {}
+        self._pointers: dict[str, int] = {}
+        pointer = ctypes.POINTER(ctypes.c_void_p)
+        words = ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64))
+        kernel = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, words, ctypes.c_void_p)
+        self._functions = (
+            kernel(self._launch),
+            ctypes.CFUNCTYPE(ctypes.c_int, pointer)(self._current_context),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._set_context),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, pointer)(self._stream),
+        )
+        compiled.set_driver(*(ctypes.cast(one, ctypes.c_void_p).value for one in self._functions))
+        monkeypatch.setattr(launch, "context", lambda _: CONTEXT)
+        monkeypatch.setattr(nodes, "module", lambda: compiled)
+        work = nodes._work
+
+        def described(plan, *rest):
+            steps = iter(range(len(plan.steps)))
+
+            def kernel(*_):
+                address = len(self._steps) + 1
+                self._steps[address] = plan, next(steps)
+                return SimpleNamespace(ptr=address)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(nodes, "kernel", kernel)
+                return work(plan, *rest)
+
+        monkeypatch.setattr(nodes, "_work", described)
+
+    def _current_context(self, to) -> int:
+        to[0] = self._context
+        return 0
+
+    def _set_context(self, context) -> int:
+        self._context = context
+        return 0
+
+    def _stream(self, _, to) -> int:
+        to[0] = 5
+        return 0
+
+    def _launch(self, config, function, arguments, extra) -> int:
+        if self.fails:
+            return self.fails
+        plan, index = self._steps[function]
+        step, found = plan.steps[index], config[0]
+        asked = (*found.grid, *found.block, found.shared, found.stream, found.attribute_count)
+        assert asked == (*step.grid, step.spec.threads, 1, 1, step.dynamic_shared, 5, int(step.begins_early))
+        assert (self._context, extra) == (CONTEXT, None)
+        count = len(step.pointers) + len(step.scalars) + len(step.integers)
+        words = [arguments[i][0] for i in range(count)]
+        for (name, offset), word in zip(step.pointers, words, strict=False):
+            assert self._pointers.setdefault(name, word - offset) == word - offset
+        scalars = [
+            struct.unpack(NUMBERS[step.spec.compute], struct.pack("Q", word))[0]
+            for word in words[len(step.pointers) :][: len(step.scalars)]
+        ]
+        assert words[count - len(step.integers) :] == [number % 2**64 for number in step.integers]
+        if index == len(plan.steps) - 1:
+            pointers = [self._pointers.get(name, 0) for name in plan.problem.pointers]
+            self._pointers = {}
+            self._runs.run(plan, -1, 0, pointers, scalars)
+            self.plans.append(plan)
+        return 0
