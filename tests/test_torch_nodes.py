@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def compiled() -> Any:
 
 
 @pytest.fixture
-def driver(monkeypatch, stand_in, compiled) -> Driver:
+def driver(monkeypatch, stand_in, compiled) -> Iterator[Driver]:
     """Tensors on the CPU play those of a GPU, for Python's launches and for those of C++."""
     if cpu_device.missing():
         pytest.skip(cpu_device.missing())
@@ -42,7 +43,8 @@ def driver(monkeypatch, stand_in, compiled) -> Driver:
         monkeypatch.setattr(launching, kept, {})
     monkeypatch.setattr(functional, "_at_once", lambda *_: True)
     monkeypatch.setattr(functional, "launchable", lambda dy: not torch.is_grad_enabled())
-    return found
+    yield found
+    assert found.errors == []
 
 
 def by_python(call: Any, wanting: list[Any], given: list[Any]) -> list[Any]:

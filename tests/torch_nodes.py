@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,18 +30,28 @@ class Config(ctypes.Structure):
     )
 
 
+class OfThread(threading.local):
+    """The context that a thread set, and the pointers of the launches of its plan so far."""
+
+    def __init__(self):
+        self.context: int | None = None
+        self.pointers: dict[str, int] = {}
+
+
 class Driver:
     """In the place of CUDA's. `plans` are those that C++ launched, `fails` the error that a launch answers.
 
-    `runs` has what runs a plan on pointers, as cunorm.launch does.
+    `runs` has what runs a plan on pointers, as cunorm.launch does, one at a time. `errors` are those of launches, of
+    which ctypes lets none through.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, compiled: Any, runs: Any):
         self.plans: list[Any] = []
+        self.errors: list[Exception] = []
         self.fails = 0
-        self._runs, self._context = runs, None
+        self._runs, self._one_at_a_time = runs, threading.Lock()
         self._steps: dict[int, tuple[Any, int]] = {}
-        self._pointers: dict[str, int] = {}
+        self._thread = OfThread()
         pointer = ctypes.POINTER(ctypes.c_void_p)
         words = ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64))
         kernel = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, words, ctypes.c_void_p)
@@ -70,11 +81,11 @@ class Driver:
         monkeypatch.setattr(nodes, "_work", described)
 
     def _current_context(self, to) -> int:
-        to[0] = self._context
+        to[0] = self._thread.context
         return 0
 
     def _set_context(self, context) -> int:
-        self._context = context
+        self._thread.context = context
         return 0
 
     def _stream(self, _, to) -> int:
@@ -84,23 +95,32 @@ class Driver:
     def _launch(self, config, function, arguments, extra) -> int:
         if self.fails:
             return self.fails
+        try:
+            self._run(config, function, arguments, extra)
+        except Exception as error:
+            self.errors.append(error)
+            return 1
+        return 0
+
+    def _run(self, config, function, arguments, extra) -> None:
         plan, index = self._steps[function]
         step, found = plan.steps[index], config[0]
         asked = (*found.grid, *found.block, found.shared, found.stream, found.attribute_count)
         assert asked == (*step.grid, step.spec.threads, 1, 1, step.dynamic_shared, 5, int(step.begins_early))
-        assert (self._context, extra) == (CONTEXT, None)
+        assert (self._thread.context, extra) == (CONTEXT, None)
         count = len(step.pointers) + len(step.scalars) + len(step.integers)
         words = [arguments[i][0] for i in range(count)]
+        seen = self._thread.pointers
         for (name, offset), word in zip(step.pointers, words, strict=False):
-            assert self._pointers.setdefault(name, word - offset) == word - offset
+            assert seen.setdefault(name, word - offset) == word - offset
         scalars = [
             struct.unpack(NUMBERS[step.spec.compute], struct.pack("Q", word))[0]
             for word in words[len(step.pointers) :][: len(step.scalars)]
         ]
         assert words[count - len(step.integers) :] == [number % 2**64 for number in step.integers]
         if index == len(plan.steps) - 1:
-            pointers = [self._pointers.get(name, 0) for name in plan.problem.pointers]
-            self._pointers = {}
-            self._runs.run(plan, -1, 0, pointers, scalars)
+            pointers = [seen.get(name, 0) for name in plan.problem.pointers]
+            seen.clear()
+            with self._one_at_a_time:
+                self._runs.run(plan, -1, 0, pointers, scalars)
             self.plans.append(plan)
-        return 0
