@@ -11,14 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import cpu_device  # noqa: E402
 from fusion_cases import CASES, EPS, make  # noqa: E402
 from torch_fused import leaves  # noqa: E402
-from torch_nodes import Driver  # noqa: E402
+from torch_nodes import Driver, by_python, gradients, playing_a_gpu, same_bits  # noqa: E402
 from torch_tensors import random  # noqa: E402
 
 from cunorm.torch import add_layer_norm, add_rms_norm, layer_norm, rms_norm  # noqa: E402
-from cunorm.torch.norm import functional, fused_functional, launching, nodes  # noqa: E402
+from cunorm.torch.norm import functional, nodes  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -26,49 +25,14 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Any:
-    assert nodes.build() == ""
-    return nodes.load()
-
-
 @pytest.fixture
-def driver(monkeypatch, stand_in, compiled) -> Iterator[Driver]:
-    """Tensors on the CPU play those of a GPU, for Python's launches and for those of C++."""
-    if cpu_device.missing():
-        pytest.skip(cpu_device.missing())
-    found = Driver(monkeypatch, compiled, stand_in)
-    monkeypatch.setattr(launching, "launch", stand_in)
-    for kept in ("_recipes", "_families", "_calls"):
-        monkeypatch.setattr(launching, kept, {})
-    monkeypatch.setattr(functional, "_at_once", lambda *_: True)
-    monkeypatch.setattr(functional, "launchable", lambda dy: not torch.is_grad_enabled())
-    yield found
-    assert found.errors == []
-
-
-def by_python(call: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
-    """Results and gradients."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nodes, "module", lambda: None)
-        patch.setattr(launching, "_calls", {})
-        patch.setattr(fused_functional, "_calls", {})
-        results = call()
-        results = results if isinstance(results, tuple) else (results,)
-        return [*results, *gradients(results, wanting, given)]
+def driver(monkeypatch, stand_in) -> Iterator[Driver]:
+    with playing_a_gpu(monkeypatch, stand_in) as found:
+        yield found
 
 
 def directions(plans: Any) -> list[str]:
     return [plan.problem.direction for plan in plans]
-
-
-def gradients(results: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
-    return [one.clone() for one in torch.autograd.grad(results, wanting, given, allow_unused=True)]
-
-
-def same_bits(found: Any, expected: Any) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 NORMS = {
@@ -291,8 +255,9 @@ def test_tensor_hooks_see_gradients(driver):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(64, 1024), (2, 5, 768), (300, 1000), (4, 16384), (3, 50257)])
 @pytest.mark.parametrize("op", [layer_norm, rms_norm, add_layer_norm, add_rms_norm])
-def test_a_gpu_has_the_bits_of_python(compiled, op, shape):
+def test_a_gpu_has_the_bits_of_python(op, shape):
     """In the default stream, in another one, and in a CUDA graph."""
+    assert nodes.build() == ""
     nodes.module.cache_clear()
     cols = shape[-1]
     rows, x, residual = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import cpu_device
 import pytest
+import torch
 
 from cunorm import launch
 from cunorm.launch import NUMBERS
-from cunorm.torch.norm import nodes
+from cunorm.torch.linear import linear_nodes, passes
+from cunorm.torch.norm import functional, fused_functional, launching, nodes
 
 CONTEXT = 77
 
@@ -60,6 +65,7 @@ class Driver:
             ctypes.CFUNCTYPE(ctypes.c_int, pointer)(self._current_context),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._set_context),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, pointer)(self._stream),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(self._is_capturing),
         )
         compiled.set_driver(*(ctypes.cast(one, ctypes.c_void_p).value for one in self._functions))
         monkeypatch.setattr(launch, "context", lambda _: CONTEXT)
@@ -90,6 +96,10 @@ class Driver:
 
     def _stream(self, _, to) -> int:
         to[0] = 5
+        return 0
+
+    def _is_capturing(self, _, status) -> int:
+        status[0] = 0
         return 0
 
     def _launch(self, config, function, arguments, extra) -> int:
@@ -124,3 +134,41 @@ class Driver:
             with self._one_at_a_time:
                 self._runs.run(plan, -1, 0, pointers, scalars)
             self.plans.append(plan)
+
+
+@contextmanager
+def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Driver]:
+    """Tensors on the CPU play those of a GPU, for Python's launches and for those of C++."""
+    if cpu_device.missing():
+        pytest.skip(cpu_device.missing())
+    assert nodes.build() == ""
+    found = Driver(monkeypatch, nodes.load(), stand_in)
+    monkeypatch.setattr(launching, "launch", stand_in)
+    for kept in ("_recipes", "_families", "_calls"):
+        monkeypatch.setattr(launching, kept, {})
+    for module in (functional, passes):
+        monkeypatch.setattr(module, "_at_once", lambda *_: True)
+    for module in (functional, passes, linear_nodes):
+        monkeypatch.setattr(module, "launchable", lambda dy: not torch.is_grad_enabled())
+    yield found
+    assert found.errors == []
+
+
+def by_python(call: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
+    """Results and gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "module", lambda: None)
+        patch.setattr(launching, "_calls", {})
+        patch.setattr(fused_functional, "_calls", {})
+        results = call()
+        results = results if isinstance(results, tuple) else (results,)
+        return [*results, *gradients(results, wanting, given)]
+
+
+def gradients(results: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
+    return [one.clone() for one in torch.autograd.grad(results, wanting, given, allow_unused=True)]
+
+
+def same_bits(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

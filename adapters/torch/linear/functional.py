@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from ...linear import problem as linear_problem
 from ...operation import NAMED, name_of
-from ..norm import checks, launching, operators
+from ..norm import checks, launching, nodes, operators
 from ..norm.functional import (
     FLOATING,
     PLAIN,
@@ -31,6 +31,7 @@ from ..norm.functional import (
     nothing_else_listens,
 )
 from ..norm.repeats import remember
+from . import linear_nodes
 from . import operators as linear_operators
 from .passes import Options, Sink, gradients, normalise, recipe_at_once, without_autocast
 
@@ -161,6 +162,7 @@ class Call(NamedTuple):
     options: Options
     recipe: launching.Recipe  # of the norm
     differentiable: bool  # some tensor requires a gradient
+    compiled: nodes.Call | None  # what serves such a call in C++ (linear_nodes.py)
 
 
 def _remember(function, x, weight, bias, ln_weight, ln_bias, options: Options, differentiable: bool) -> None:
@@ -170,7 +172,7 @@ def _remember(function, x, weight, bias, ln_weight, ln_bias, options: Options, d
     operation, eps, dtype, keep_normalized, sm_margin, _ = options
     recipe = recipe_at_once(x, ln_weight, ln_bias, operation, dtype, sm_margin)
     if recipe is not None:
-        call = Call(options, recipe, differentiable)
+        call = Call(options, recipe, differentiable, linear_nodes.of_norm_linear(options, recipe, *tensors))
         remember_known(call, function, *tensors, eps, operation, keep_normalized)
 
 
@@ -207,6 +209,10 @@ def known(function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_no
 
 def run_known(call: Call, x, weight, bias, ln_weight, ln_bias, sink: Sink | None) -> tuple[Tensor, Tensor]:
     """(y, z)"""
+    if sink is None and call.compiled is not None:
+        found = call.compiled(x, weight, bias, ln_weight, ln_bias)
+        if found is not None:
+            return found
     if call.differentiable and torch.is_grad_enabled():
         return _apply(x, weight, bias, ln_weight, ln_bias, call.options, call.recipe, sink)[:2]
     z, _ = launching.forward_by(call.recipe, x, ln_weight, ln_bias, call.options.eps, False)

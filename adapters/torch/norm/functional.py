@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ...operation import NAMED
-from . import checks, formulas, launching, norm_nodes, operators
+from . import checks, formulas, launching, nodes, norm_nodes, operators
 from .launching import Call
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -140,7 +140,8 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
         return _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
     call = _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
     if key is not None and (weight is not None or bias is None):  # what is remembered
-        call = call._replace(compiled=norm_nodes.of_norm(call, x, weight, bias, _gradients, launchable))
+        which = norm_nodes.of_norm(call, x, weight, bias, _gradients, launchable)
+        call = call._replace(compiled=nodes.call_of(which))
         launching.remember_call(key, x, weight, bias, call)
     return _run(call, x, weight, bias)
 

@@ -22,6 +22,7 @@ from . import (
     fused_launching,
     fused_operators,
     launching,
+    nodes,
     norm_nodes,
     operators,
     repeats,
@@ -76,7 +77,8 @@ def _describe(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], e
     """For calls like this one."""
     if len({id(tensor) for tensor in tensors}) < len(tensors):  # repeats.py does not remember such
         return
-    compiled = norm_nodes.of_fused(call, tensors, numbers, eps, gradients_of, functional.launchable)
+    which = norm_nodes.of_fused(call, tensors, numbers, eps, gradients_of, functional.launchable)
+    compiled = nodes.call_of(which)
     if compiled is not None:
         key = (tensors[0].shape, eps, *numbers)
         repeats.remember(call.compiled, key, tuple(tensors), compiled, launching.RECIPES)

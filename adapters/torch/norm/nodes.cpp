@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -34,6 +35,7 @@ struct Driver {
   int (*current_context)(void** context);                                              // cuCtxGetCurrent
   int (*set_context)(void* context);                                                   // cuCtxSetCurrent
   int (*current_stream)(int32_t device, void** stream);  // aoti_torch_get_current_cuda_stream
+  int (*is_capturing)(void* stream, int* status);        // cuStreamIsCapturing
 } driver;
 
 int64_t address(const Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.const_data_ptr()); }
@@ -92,6 +94,16 @@ struct Pass {
   std::vector<size_t> saved;  // places among inputs and results
   PyObject* learn;            // (given gradients, statistics, saved, mask) -> gradients of the inputs
   std::atomic<Backward*> backwards{nullptr};
+};
+
+// The same of a norm with the product that reads it. Inputs: x, weight, bias if there is one, and the norm's others.
+struct LinearPass {
+  const Pass* norm;
+  bool has_bias, keep_normalized;
+  std::vector<Layout> norm_inputs;
+  Layout dy;  // (rows, out)
+  Work sums;  // of dy over its rows
+  PyObject* learn;
 };
 
 using Pointers = c10::SmallVector<int64_t, 24>;
@@ -195,23 +207,41 @@ PyObject* wrapped(const variable_list& tensors, size_t from = 0) {
 }
 
 // By Python, which may describe what it did (`add_backward`).
-variable_list learn(const Pass& pass, const variable_list& gradients, const variable_list& saved, uint64_t mask) {
+variable_list learn(PyObject* by, const variable_list& gradients, const variable_list& saved, uint64_t mask) {
   pybind11::gil_scoped_acquire gil;
   THPObjectPtr given(wrapped(gradients)), statistics(THPVariable_Wrap(saved[0])), tensors(wrapped(saved, 1));
   THPObjectPtr bits(PyLong_FromUnsignedLongLong(mask));
   THPObjectPtr found(
-      PyObject_CallFunctionObjArgs(pass.learn, given.get(), statistics.get(), tensors.get(), bits.get(), nullptr));
+      PyObject_CallFunctionObjArgs(by, given.get(), statistics.get(), tensors.get(), bits.get(), nullptr));
   if (!found) {
     python_error error;
     error.persist();
     throw error;
   }
   variable_list unpacked;
-  for (size_t i = 0; i < pass.inputs; ++i) {
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(found.get()); ++i) {
     PyObject* one = PySequence_Fast_GET_ITEM(found.get(), i);
     unpacked.push_back(one == Py_None ? Tensor() : THPVariable_Unpack(one));
   }
   return unpacked;
+}
+
+template <class Context>
+uint64_t wanted(const Context& context, size_t inputs) {
+  uint64_t mask = 0;
+  for (size_t i = 0; i < inputs; ++i) mask |= static_cast<uint64_t>(context->needs_input_grad(i)) << i;
+  return mask;
+}
+
+bool any(const variable_list& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& one) { return one.defined(); });
+}
+
+variable_list gradients_of(const Pass& pass, const variable_list& gradients, const variable_list& saved,
+                           uint64_t mask) {
+  const bool plain = !c10::GradMode::is_enabled() && nothing_listens();
+  const Backward* backward = plain ? known(pass, gradients, saved, mask) : nullptr;
+  return backward ? run_backward(*backward, gradients, saved) : learn(pass.learn, gradients, saved, mask);
 }
 
 struct Norm : torch::autograd::Function<Norm> {
@@ -232,15 +262,103 @@ struct Norm : torch::autograd::Function<Norm> {
   static variable_list backward(torch::autograd::AutogradContext* context, variable_list gradients) {
     const Pass& pass = *reinterpret_cast<const Pass*>(context->saved_data["pass"].toInt());
     const variable_list saved = context->get_saved_variables();
-    uint64_t mask = 0;
-    for (size_t i = 0; i < pass.inputs; ++i) mask |= static_cast<uint64_t>(context->needs_input_grad(i)) << i;
-    bool any = false;
-    for (const Tensor& one : gradients) any |= one.defined();
     variable_list found(pass.inputs);
-    if (any) {
-      const bool plain = !c10::GradMode::is_enabled() && nothing_listens();
-      const Backward* backward = plain ? known(pass, gradients, saved, mask) : nullptr;
-      found = backward ? run_backward(*backward, gradients, saved) : learn(pass, gradients, saved, mask);
+    if (any(gradients)) found = gradients_of(pass, gradients, saved, wanted(context, pass.inputs));
+    found.emplace_back();  // of `which`
+    return found;
+  }
+};
+
+// z = norm(x), y = z weightᵀ + bias -> z, the statistics if they are wanted, y
+variable_list linear_forward(const LinearPass& pass, at::TensorList inputs, bool wants_statistics) {
+  c10::SmallVector<Tensor, 3> of_norm = {inputs[0]};
+  for (size_t i = 2 + pass.has_bias; i < inputs.size(); ++i) of_norm.push_back(inputs[i]);
+  variable_list results = forward(*pass.norm, of_norm, wants_statistics);
+  results.push_back(at::linear(results[0], inputs[1], pass.has_bias ? inputs[2] : Tensor()));
+  return results;
+}
+
+// A graph has two streams, which Python sets up.
+bool is_capturing(c10::Device device) {
+  void* stream = nullptr;
+  int status = 0;
+  driver.current_stream(device.index(), &stream);
+  return driver.is_capturing(stream, &status) || status;
+}
+
+// Gradients of y alone, by what is known of its layout. `saved`: statistics, the inputs but for bias, z if it was kept.
+variable_list linear_gradients(const LinearPass& pass, const Tensor& dy, const variable_list& saved, uint64_t mask) {
+  const Tensor &statistics = saved[0], &x = saved[1], &weight = saved[2];
+  const c10::DeviceGuard guard(dy.device());
+  const size_t others = pass.norm_inputs.size() - 1, bias = pass.has_bias;
+  variable_list found(2 + bias + others);
+  if (mask & 2) {
+    Tensor z;
+    if (pass.keep_normalized) {
+      z = saved.back();
+    } else {
+      Pointers pointers = {address(x)};
+      for (size_t i = 0; i < others; ++i) pointers.push_back(address(saved[3 + i]));
+      z = run(pass.norm->forward, pointers, Tensor(), dy.device())[0];
+    }
+    z = z.view({dy.size(0), -1});
+    // Laid out as weight is: autograd would copy another layout.
+    found[1] = weight.stride(1) == 1 ? at::mm(dy.t(), z) : at::mm(z.t(), dy).t();
+  }
+  if (bias && (mask & 4)) {
+    Pointers pointers = {address(dy)};
+    found[2] = run(pass.sums, pointers, Tensor(), dy.device())[0];
+  }
+  const uint64_t norm_mask = (mask & 1) | (mask >> (2 + bias) << 1);
+  if (norm_mask) {
+    variable_list of_norm = {statistics, x};
+    for (size_t place : pass.norm->saved) {
+      if (place) of_norm.push_back(saved[2 + place]);
+    }
+    const variable_list dz = {at::mm(dy, weight).view(x.sizes())};
+    const variable_list of_inputs = gradients_of(*pass.norm, dz, of_norm, norm_mask);
+    found[0] = of_inputs[0];
+    std::copy(of_inputs.begin() + 1, of_inputs.end(), found.begin() + 2 + bias);
+  }
+  return found;
+}
+
+struct NormLinear : torch::autograd::Function<NormLinear> {
+  static variable_list forward(torch::autograd::AutogradContext* context, at::TensorList inputs, int64_t which) {
+    const auto& pass = *reinterpret_cast<const LinearPass*>(which);
+    const variable_list computed = linear_forward(pass, inputs, true);
+    variable_list saved = {computed[1]};
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (i != 2 || !pass.has_bias) saved.push_back(inputs[i]);
+    }
+    if (pass.keep_normalized) saved.push_back(computed[0]);
+    context->save_for_backward(std::move(saved));
+    context->set_materialize_grads(false);
+    context->saved_data["pass"] = which;
+    return {computed[2], computed[0]};
+  }
+
+  static variable_list backward(torch::autograd::AutogradContext* context, variable_list gradients) {
+    const auto& pass = *reinterpret_cast<const LinearPass*>(context->saved_data["pass"].toInt());
+    // The products have the dtypes that those of the forward pass had.
+    const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+    const variable_list saved = context->get_saved_variables();
+    const size_t inputs = 1 + pass.has_bias + pass.norm_inputs.size();
+    const uint64_t mask = wanted(context, inputs);
+    variable_list found(inputs);
+    if (any(gradients)) {
+      bool plain = !c10::GradMode::is_enabled() && nothing_listens() && gradients[0].defined() &&
+                   !gradients[1].defined() && !is_capturing(saved[0].device());
+      for (size_t i = 0; plain && i < pass.norm_inputs.size(); ++i) {
+        plain = pass.norm_inputs[i].fits(saved[i ? 2 + i : 1]);
+      }
+      Tensor dy;
+      if (plain) {
+        // An expanded gradient would be copied by every product.
+        dy = gradients[0].reshape({pass.dy.memory.shape[0], -1}).contiguous();
+        plain = pass.dy.fits(dy);
+      }
+      found = plain ? linear_gradients(pass, dy, saved, mask) : learn(pass.learn, gradients, saved, mask);
     }
     found.emplace_back();  // of `which`
     return found;
@@ -286,11 +404,11 @@ Work work(PyObject* one) {
   return found;
 }
 
-// The addresses of cuLaunchKernelEx, cuCtxGetCurrent, cuCtxSetCurrent and aoti_torch_get_current_cuda_stream.
+// The addresses of the functions that Driver has.
 PyObject* set_driver(PyObject*, PyObject* const* given, Py_ssize_t) {
   HANDLE_TH_ERRORS
   void** const fields = reinterpret_cast<void**>(&driver);
-  for (int i = 0; i < 4; ++i) fields[i] = PyLong_AsVoidPtr(given[i]);
+  for (int i = 0; i < 5; ++i) fields[i] = PyLong_AsVoidPtr(given[i]);
   if (PyErr_Occurred()) return nullptr;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -332,11 +450,28 @@ PyObject* add_backward(PyObject*, PyObject* const* given, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
+// (pass of the norm, whether there is a bias, whether z is kept, the norm's inputs, dy of (rows, out), work, learn) ->
+// what `call_linear` takes
+PyObject* make_linear_pass(PyObject*, PyObject* const* given, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  std::vector<Layout> inputs;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given[3]); ++i) {
+    inputs.emplace_back(THPVariable_Unpack(PyTuple_GET_ITEM(given[3], i)));
+  }
+  const auto norm = static_cast<const Pass*>(PyLong_AsVoidPtr(given[0]));
+  auto pass = std::make_unique<LinearPass>(LinearPass{norm, given[1] == Py_True, given[2] == Py_True, std::move(inputs),
+                                                      Layout(THPVariable_Unpack(given[4])), work(given[5]),
+                                                      Py_NewRef(given[6])});
+  if (PyErr_Occurred()) return nullptr;
+  return PyLong_FromVoidPtr(pass.release());
+  END_HANDLE_TH_ERRORS
+}
+
 // (pass, *inputs, some of them None) -> tuple of results; None where an address is no multiple of 16
-PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+template <class Node, class Results>
+PyObject* call_by(PyObject* const* given, Py_ssize_t count, const Results& without_gradients) {
   HANDLE_TH_ERRORS
   const int64_t which = PyLong_AsLongLong(given[0]);
-  const Pass& pass = *reinterpret_cast<const Pass*>(which);
   c10::SmallVector<Tensor, 8> inputs;
   bool differentiable = false;
   int64_t addresses = 0;
@@ -349,20 +484,38 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (addresses % 16) Py_RETURN_NONE;
   variable_list results;
   if (differentiable && c10::GradMode::is_enabled()) {
-    results = Norm::apply(at::TensorList(inputs), which);
+    results = Node::apply(at::TensorList(inputs), which);
   } else {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    results = forward(pass, inputs, false);
+    results = without_gradients(which, inputs);
   }
   return wrapped(results);
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return call_by<Norm>(given, count, [](int64_t which, at::TensorList inputs) {
+    return forward(*reinterpret_cast<const Pass*>(which), inputs, false);
+  });
+}
+
+// -> (y, z)
+PyObject* call_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return call_by<NormLinear>(given, count, [](int64_t which, at::TensorList inputs) {
+    variable_list found = linear_forward(*reinterpret_cast<const LinearPass*>(which), inputs, false);
+    std::swap(found[0], found[1]);
+    return found;
+  });
+}
+
 PyMethodDef methods[] = {
     {"set_driver", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(set_driver)), METH_FASTCALL, nullptr},
     {"make_pass", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(make_pass)), METH_FASTCALL, nullptr},
+    {"make_linear_pass", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(make_linear_pass)), METH_FASTCALL,
+     nullptr},
     {"add_backward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(add_backward)), METH_FASTCALL, nullptr},
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call)), METH_FASTCALL, nullptr},
+    {"call_linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call_linear)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "cunorm_nodes", nullptr, -1, methods};

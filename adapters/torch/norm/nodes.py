@@ -73,8 +73,13 @@ def module() -> Any:
         return None
     driver = ctypes.CDLL("libcuda.so.1")
     of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cuda.so"))
-    functions = (driver.cuLaunchKernelEx, driver.cuCtxGetCurrent, driver.cuCtxSetCurrent)
-    functions = (*functions, of_torch.aoti_torch_get_current_cuda_stream)
+    functions = (
+        driver.cuLaunchKernelEx,
+        driver.cuCtxGetCurrent,
+        driver.cuCtxSetCurrent,
+        of_torch.aoti_torch_get_current_cuda_stream,
+        driver.cuStreamIsCapturing,
+    )
     found.set_driver(*(ctypes.cast(one, ctypes.c_void_p).value for one in functions))
     return found
 
@@ -102,8 +107,8 @@ def forward_pass(
     numbers: Mapping[str, float],
     saved: Sequence[str],
     backward: Callable[..., Sequence[Tensor | None]],
-) -> Call | None:
-    """What serves calls with tensors like these, of aligned memory; None where nothing can.
+) -> int | None:
+    """A pass for tensors like these, of aligned memory, as `call_of` takes it; None where nothing can serve them.
 
     Whatever the plan takes goes by name. `saved` are the names of what the backward pass reads besides statistics.
     `backward(which, given, statistics, saved, mask)` is that pass by Python: the gradients of the tensors, of those
@@ -122,7 +127,35 @@ def forward_pass(
         return backward(which, *given)
 
     which = compiled.make_pass(len(tensors), work, statistics, places, later)
-    return functools.partial(compiled.call, which)
+    return which
+
+
+def call_of(which: int | None) -> Call | None:
+    """What serves calls of the tensors of a pass."""
+    return None if which is None else functools.partial(module().call, which)
+
+
+def linear_call(
+    which: int,
+    x: Tensor,
+    others: Sequence[Tensor],
+    dy: Tensor,
+    sums: tuple[Plan, Memory] | None,
+    keep_normalized: bool,
+    backward: Callable[..., Sequence[Tensor | None]],
+) -> Call:
+    """What serves calls (x, weight, bias, *others) -> (y, z), with z = norm(x, *others), y = z weightᵀ + bias.
+
+    `which` is the pass of the norm, (rows, out) the shape of `dy`. `sums` are its plan to dbias and what that takes,
+    None without a bias. `backward(given, statistics, saved, mask)` as for `forward_pass`.
+    """
+    work = ((), 0, 0, 0, ())
+    if sums is not None:
+        plan, dbias = sums
+        work = _work(plan, x.get_device(), ("dy",), {"dbias": dbias}, 0, {})
+    compiled, given = module(), (x, *others)
+    made = compiled.make_linear_pass(which, sums is not None, keep_normalized, given, dy, work, backward)
+    return functools.partial(compiled.call_linear, made)
 
 
 def add_backward(
@@ -136,15 +169,17 @@ def add_backward(
     rstd_offset: int,
     numbers: Mapping[str, float],
     places: Sequence[int],
+    in_place: bool = False,
 ) -> None:
     """Describes a backward pass for tensors like these, by name. `places` are those of each gradient among the results,
-    -1 where it is not wanted, -2 - i where it is the i-th of `given` itself.
+    -1 where it is not wanted, -2 - i where it is the i-th of `given` itself. `in_place`: dx goes where dy is.
     """
     compiled = module()
     read = (*(one for one in given.values() if one is not None), statistics, *saved.values())
     if compiled is None or plan is None or any(one.data_ptr() % 16 for one in read):
         return
-    work = _work(plan, statistics.get_device(), (*given, *saved), results, rstd_offset, numbers)
+    aliases = {"dx": "dy"} if in_place else {}
+    work = _work(plan, statistics.get_device(), (*given, *saved), results, rstd_offset, numbers, aliases)
     compiled.add_backward(which, tuple(given.values()), (statistics, *saved.values()), mask, work, tuple(places))
 
 
@@ -153,24 +188,32 @@ _kept: list[Any] = []  # kernels, whose addresses are in the descriptions
 
 
 def _work(
-    plan: Plan, index: int, read: Sequence[str], results: Mapping[str, Memory], rstd_offset: int, numbers: Any
+    plan: Plan,
+    index: int,
+    read: Sequence[str],
+    results: Mapping[str, Memory],
+    rstd_offset: int,
+    numbers: Mapping[str, float],
+    aliases: Mapping[str, str] = {},
 ) -> tuple:
     """As nodes.cpp takes it."""
     context = launch.context(index)
     names = (*read, "mean", "rstd", *results, "workspace")
-    launches = tuple(_launch(step, index, names, numbers) for step in plan.steps)
+    places = {name: place for place, name in enumerate(names)}
+    places |= {name: places[other] for name, other in aliases.items()}
+    launches = tuple(_launch(step, index, places, numbers) for step in plan.steps)
     return tuple(results.values()), plan.workspace, rstd_offset, context, launches
 
 
-def _launch(step: Step, index: int, names: Sequence[str], numbers: Mapping[str, float]) -> tuple:
+def _launch(step: Step, index: int, places: Mapping[str, int], numbers: Mapping[str, float]) -> tuple:
     function = kernel(step.spec, index)
     _kept.append(function)
     pack = launch.NUMBERS[step.spec.compute]
     arguments = [
-        *((names.index(name), offset) if name in names else (-1, 0) for name, offset in step.pointers),
+        *((places[name], offset) if name in places else (-1, 0) for name, offset in step.pointers),
         *((-1, struct.unpack("q", struct.pack(pack, numbers[name]))[0]) for name in step.scalars),
         *((-1, struct.unpack("q", struct.pack("Q", number % 2**64))[0]) for number in step.integers),
     ]
-    places, values = zip(*arguments, strict=True)
+    of, values = zip(*arguments, strict=True)
     early = int(step.begins_early)
-    return function.ptr, *step.grid, step.spec.threads, step.dynamic_shared, early, places, values
+    return function.ptr, *step.grid, step.spec.threads, step.dynamic_shared, early, of, values

@@ -15,10 +15,16 @@ Plain = Callable[[Tensor], bool]  # whether nothing listens that a launch for th
 
 
 def of_norm(
-    call: launching.Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, gradients: Gradients, plain: Plain
-) -> nodes.Call | None:
-    """What serves calls of (x, weight, bias); None where Python alone does. `gradients(call, dy, x, statistics, weight,
-    mask)` are those of the three.
+    call: launching.Call,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gradients: Gradients,
+    plain: Plain,
+    in_place: bool = False,
+) -> int | None:
+    """A pass of (x, weight, bias); None where Python alone serves them. `gradients(call, dy, x, statistics, weight,
+    mask)` are those of the three. `in_place`: dx may take the memory of dy.
     """
     recipe = call.recipe
     if recipe.plan is None or recipe.copied or not recipe.aligned:
@@ -42,10 +48,14 @@ def of_norm(
         *_, dtype = of.second
         if of.copied or not of.aligned or (mask[2] and dtype is not call.bias_dtype):
             return
-        results = {f"d{name}": of.first if name == "x" else of.second for name in wanted}
-        places = _places(tuple(tensors), wanted)
-        given = {"dy": dy}
-        nodes.add_backward(which, of.plan, given, statistics, saved, bits, results, of.rstd_offset, {}, places)
+        into_dy = in_place and mask[0] and launching.takes_dx(dy, of.plan, of.first)
+        written = wanted[1:] if into_dy else wanted  # x is the first
+        results = {f"d{name}": of.first if name == "x" else of.second for name in written}
+        places = _places(tuple(tensors), written)
+        if into_dy:
+            places[0] = -2
+        work = (results, of.rstd_offset, {}, places, into_dy)
+        nodes.add_backward(which, of.plan, {"dy": dy}, statistics, saved, bits, *work)
 
     numbers = dict.fromkeys(recipe.plan.problem.scalars, call.eps)
     results = {"y": recipe.first}
@@ -60,8 +70,8 @@ def of_fused(
     eps: float,
     gradients: Gradients,
     plain: Plain,
-) -> nodes.Call | None:
-    """What serves calls of such tensors; None where Python alone does. `gradients(family, names, saved, numbers, eps,
+) -> int | None:
+    """A pass of such tensors; None where Python alone serves them. `gradients(family, names, saved, numbers, eps,
     dy, ds, statistics, mask)` are those of the tensors.
     """
     margin, _, inference_margin = call.sm_margins

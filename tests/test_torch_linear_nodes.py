@@ -1,0 +1,251 @@
+"""LayerNormLinear's calls and nodes in C++: what they compute and leave to Python, on a stand-in and on a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch_nodes import Driver, by_python, gradients, playing_a_gpu, same_bits  # noqa: E402
+from torch_tensors import random  # noqa: E402
+
+from cunorm.torch import LayerNormLinear, layer_norm_linear  # noqa: E402
+from cunorm.torch.linear import functional, passes  # noqa: E402
+from cunorm.torch.norm import nodes  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler"),
+]
+
+
+@pytest.fixture
+def driver(monkeypatch, stand_in) -> Iterator[Driver]:
+    with playing_a_gpu(monkeypatch, stand_in) as found:
+        yield found
+
+
+@pytest.fixture
+def by_python_alone(monkeypatch) -> list[str]:
+    """One entry for each backward pass that Python computed as a whole."""
+    found = []
+
+    def counted(*given: Any) -> Any:
+        found.append("a pass")
+        return passes.gradients(*given)
+
+    monkeypatch.setattr("cunorm.torch.linear.linear_nodes.gradients", counted)
+    return found
+
+
+def a_call(
+    *,
+    dtype: str = "bfloat16",
+    norms: str | None = "bfloat16",
+    bias: bool = True,
+    leading: tuple[int, ...] = (5,),
+    frozen: tuple[str, ...] = (),
+    transposed: bool = False,
+    device: str = "cpu",
+    cols: int = 136,
+    **options: Any,
+) -> tuple[Any, list[Any], Any]:
+    """(the call, what wants gradients, dy)"""
+    outs, kind = 24, getattr(torch, dtype)
+    of_rms = options.get("normalization") == "RMSNorm"
+    tensors: dict[str, Any] = {
+        "input": random(*leading, cols, dtype=kind, seed=0),
+        "weight": random(cols, outs, dtype=kind, seed=1).t() if transposed else random(outs, cols, dtype=kind, seed=1),
+        "bias": random(outs, dtype=kind, seed=2) if bias else None,
+        "ln_weight": None if norms is None else random(cols, dtype=getattr(torch, norms), seed=3),
+        "ln_bias": None if norms is None or of_rms else random(cols, dtype=getattr(torch, norms), seed=4),
+    }
+    tensors = {name: one if one is None else one.to(device) for name, one in tensors.items()}
+    wanting = [one.requires_grad_() for name, one in tensors.items() if one is not None and name not in frozen]
+    dy = random(*leading, outs, dtype=kind, seed=5).to(device)
+    return lambda: layer_norm_linear(**tensors, **options), wanting, dy
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "all five": {},
+    "float32 norm": {"norms": "float32"},
+    "no bias": {"bias": False},
+    "no norm weights": {"norms": None},
+    "rms_norm": {"normalization": "RMSNorm", "bias": False, "zero_centered_gamma": True},
+    "leading axes": {"leading": (2, 1, 3)},
+    "z kept": {"keep_normalized": True},
+    "norm frozen": {"frozen": ("input", "ln_weight", "ln_bias")},
+    "Linear frozen": {"frozen": ("weight", "bias")},
+    "bias alone": {"frozen": ("input", "weight", "ln_weight", "ln_bias")},
+    "weight by columns": {"transposed": True},
+    "float64": {"dtype": "float64", "norms": "float64"},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_has_the_bits_of_python(driver, by_python_alone, name):
+    call, wanting, dy = a_call(**CALLS[name])
+    expected = by_python(call, wanting, [dy])
+    call()  # Python describes it
+    for _ in range(3):
+        y = call()
+        assert "CppNode" in y.grad_fn.name()
+        same_bits([y, *gradients(y, wanting, [dy])], expected)
+    assert by_python_alone == []
+    with torch.no_grad():
+        same_bits([call()], expected[:1])
+
+
+def test_z_is_computed_again_for_the_gradient_of_weight_alone(driver):
+    passes_of = {"weight": ["forward"], "ln_weight": ["backward"], "bias": ["backward"]}
+    for wanted, directions in passes_of.items():
+        every = ("input", "weight", "bias", "ln_weight", "ln_bias")
+        call, wanting, dy = a_call(frozen=tuple(name for name in every if name != wanted))
+        for _ in range(3):
+            torch.autograd.grad(call(), wanting, dy)
+        y, count = call(), len(driver.plans)
+        torch.autograd.grad(y, wanting, dy)
+        assert [plan.problem.direction for plan in driver.plans[count:]] == directions
+
+
+def test_dx_takes_the_memory_of_dz(driver, monkeypatch):
+    call, wanting, dy = a_call(frozen=("weight", "bias", "ln_weight", "ln_bias"))
+    for _ in range(3):
+        torch.autograd.grad(call(), wanting, dy)
+    seen: list[dict[str, int]] = []
+    run = driver._runs.run
+    monkeypatch.setattr(
+        driver._runs,
+        "run",
+        lambda plan, index, stream, pointers, *rest: (
+            seen.append(dict(zip(plan.problem.pointers, pointers, strict=True))),
+            run(plan, index, stream, pointers, *rest),
+        ),
+    )
+    torch.autograd.grad(call(), wanting, dy)
+    assert seen[-1]["dx"] == seen[-1]["dy"]
+
+
+LEFT = {
+    "one number": lambda dy: dy[:1, :1].expand_as(dy),
+    "of other strides": lambda dy: dy.t().contiguous().t(),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_gradients_of_other_layouts_are_copied(driver, by_python_alone, name):
+    call, wanting, dy = a_call()
+    call()
+    other = LEFT[name](dy)
+    found = gradients(call(), wanting, [other])
+    assert by_python_alone == []
+    same_bits(found, gradients(call(), wanting, [other.contiguous().clone()]))
+
+
+def test_an_odd_address_is_left_to_python(driver, by_python_alone):
+    call, wanting, dy = a_call()
+    call()
+    odd = torch.cat([dy.flatten()[:1], dy.flatten()])[1:].view_as(dy)
+    found = gradients(call(), wanting, [odd])
+    assert by_python_alone == ["a pass"]
+    same_bits(found, gradients(call(), wanting, [dy]))
+
+
+def test_what_saved_tensors_hooks_change(driver, by_python_alone):
+    """What comes back lies otherwise than what was saved."""
+    call, wanting, dy = a_call()
+    expected = by_python(call, wanting, [dy])[1:]
+    call()
+
+    def turned(one: Any) -> Any:
+        return one.t().contiguous().t() if one.dim() == 2 else one
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, turned):
+        same_bits(gradients(call(), wanting, [dy]), expected)
+    assert by_python_alone == ["a pass"]
+
+
+def test_the_gradient_of_z(driver, by_python_alone):
+    tensors = [random(6, 64, dtype=torch.float32), random(24, 64, dtype=torch.float32), None]
+    norm = [random(64, dtype=torch.float32, seed=2), None, 1e-5, "rms_norm", False]
+    wanting = [one.requires_grad_() for one in (*tensors[:2], norm[0])]
+
+    def call() -> Any:
+        return functional.norm_linear("layer_norm_linear", *tensors, *norm)
+
+    given = [random(6, 24, dtype=torch.float32, seed=3), random(6, 64, dtype=torch.float32, seed=4)]
+    expected = by_python(call, wanting, given)
+    call()
+    results = call()
+    same_bits([*results, *gradients(results, wanting, given)], expected)
+    assert by_python_alone == ["a pass"]
+
+
+def test_second_derivatives(driver):
+    call, (x, weight, *_), dy = a_call(dtype="float64", norms="float64")
+    call()
+
+    def second() -> Any:
+        (dx,) = torch.autograd.grad(call(), [x], dy, create_graph=True)
+        return [dx, *torch.autograd.grad(dx.square().sum(), [x, weight])]
+
+    found = second()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "known", lambda *_: None)
+        same_bits(found, second())
+
+
+def test_the_backward_pass_has_the_dtypes_of_the_forward_pass(driver):
+    call, wanting, dy = a_call(dtype="float32", norms="float32")
+    expected = by_python(call, wanting, [dy])[1:]
+    call()
+    for _ in range(2):
+        y = call()
+        with torch.autocast("cpu", torch.bfloat16):
+            same_bits(gradients(y, wanting, [dy]), expected)
+
+
+def test_main_grad_is_left_to_python(driver):
+    module = LayerNormLinear(64, 32, params_dtype=torch.float32, device="cpu", fuse_wgrad_accumulation=True)
+    module.weight.main_grad = torch.zeros_like(module.weight)
+    x = random(4, 64, dtype=torch.float32)
+    for turn in range(3):
+        module(x).sum().backward()
+        if turn == 0:
+            once = module.weight.main_grad.clone()
+    torch.testing.assert_close(module.weight.main_grad, 3 * once)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("rows", "cols"), [(64, 1024), (300, 1000), (4, 16384)])
+def test_a_gpu_has_the_bits_of_python(rows, cols, name):
+    """In the default stream and in a CUDA graph, where Python has two streams."""
+    assert nodes.build() == ""
+    nodes.module.cache_clear()
+    call, wanting, dy = a_call(**{"leading": (rows,)} | CALLS[name], cols=cols, device="cuda")
+    expected = by_python(call, wanting, [dy])
+    call()
+    for _ in range(3):
+        y = call()
+        assert "CppNode" in y.grad_fn.name()
+        same_bits([y, *gradients(y, wanting, [dy])], expected)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Of those used before on the default stream autograd would wait for that one.
+        call, wanting, dy = a_call(**{"leading": (rows,)} | CALLS[name], cols=cols, device="cuda")
+        for _ in range(2):
+            gradients(call(), wanting, [dy])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = call()
+            captured = [y, *torch.autograd.grad(y, wanting, dy, allow_unused=True)]
+        graph.replay()
+        same_bits(captured, expected)
+    torch.cuda.synchronize()
