@@ -1,6 +1,6 @@
 """layer_norm_linear against the bare product, torch's two operators, torch.compile and TransformerEngine where it is.
 
-    python -m bench.linear [--warm] [--out FILE]
+    python -m bench.linear [--warm] [--parts speed memory host] [--out FILE]
 
 Replays of CUDA graphs, bfloat16, random data. Of every shape and direction all contenders are captured first and then
 replayed in turns, so that a GPU that slows down under load slows all of them; medians. Every result is checked against
@@ -25,6 +25,7 @@ from bench.results import lines_to
 from bench.timing import buffers_needed
 from bench.torch_models import alternate
 from cunorm.torch import layer_norm_linear
+from cunorm.torch.norm import nodes
 
 # Of ANCHORS' table: rows, in, out.
 SHAPES = (
@@ -39,6 +40,7 @@ EPS = 1e-5
 ROUNDS = 40
 MICROSECONDS = 400  # at least, of a graph
 DIRECTIONS = ("forward", "backward")
+PARTS = ("speed", "memory", "host")
 ERROR = 8e-3  # relative, of bfloat16
 
 
@@ -264,6 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--only", type=int, choices=range(len(SHAPES)), help="the number of a shape")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path, default=Path("bench/results/linear/linear.jsonl"))
     arguments = parser.parse_args()
     shapes = SHAPES if arguments.only is None else SHAPES[arguments.only : arguments.only + 1]
@@ -273,20 +276,22 @@ def main() -> None:
             return
         command = [sys.executable, "-m", "bench.linear", "--warm", "--only"]
         sys.exit(max(p.wait() for p in [subprocess.Popen([*command, str(i)]) for i in range(len(SHAPES))]))
+    nodes.build()
     with lines_to(arguments.out) as write:
         write(
             "run",
             gpu=torch.cuda.get_device_name(),
             torch=torch.__version__,
             cuda=torch.version.cuda,
-            command="python -m bench.linear",
+            command=" ".join(["python -m bench.linear", *sys.argv[1:]]),
         )
-        for shape in shapes:
+        for shape in shapes if "speed" in arguments.parts else ():
             with torch.cuda.stream(torch.cuda.Stream()):  # the default one cannot be captured, and backward goes there
                 measure(write, shape)
-        for shape in shapes[-2:]:
+        for shape in shapes[-2:] if "memory" in arguments.parts else ():
             peak_memory(write, shape)
-        host_time(write)
+        if "host" in arguments.parts:
+            host_time(write)
 
 
 if __name__ == "__main__":
