@@ -20,6 +20,7 @@ from cunorm.torch.linear import linear_nodes, passes
 from cunorm.torch.norm import functional, fused_functional, launching, nodes
 
 CONTEXT = 77
+OF_GPU = nodes.module
 
 
 class Config(ctypes.Structure):
@@ -150,7 +151,11 @@ def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Dr
         monkeypatch.setattr(module, "_at_once", lambda *_: True)
     for module in (functional, passes, linear_nodes):
         monkeypatch.setattr(module, "launchable", lambda dy: not torch.is_grad_enabled())
-    yield found
+    try:
+        yield found
+    finally:
+        OF_GPU.cache_clear()
+        OF_GPU()  # launches on a GPU again, if there is one
     assert found.errors == []
 
 

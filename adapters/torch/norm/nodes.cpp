@@ -112,6 +112,12 @@ Tensor allocate(const Memory& memory, c10::Device device) {
   return at::empty_strided(memory.shape, memory.strides, at::TensorOptions().dtype(memory.dtype).device(device));
 }
 
+// A thread that never called CUDA's runtime has no context.
+void use(void* context) {
+  void* current = nullptr;
+  if (driver.current_context(&current) || current != context) driver.set_context(context);
+}
+
 // `statistics` has mean and rstd, or is undefined. `pointers` are those of what is read.
 std::vector<Tensor> run(const Work& work, Pointers& pointers, const Tensor& statistics, c10::Device device) {
   const int64_t mean = statistics.defined() ? address(statistics) : 0;
@@ -128,9 +134,8 @@ std::vector<Tensor> run(const Work& work, Pointers& pointers, const Tensor& stat
     workspace = at::empty({work.workspace}, at::TensorOptions().dtype(at::kByte).device(device));
     pointers.push_back(address(workspace));
   }
-  void *context = nullptr, *stream = nullptr;
-  // A thread that never called CUDA's runtime has none.
-  if (driver.current_context(&context) || context != work.context) driver.set_context(work.context);
+  void* stream = nullptr;
+  use(work.context);
   driver.current_stream(device.index(), &stream);
   for (const Launch& launch : work.launches) {
     c10::SmallVector<int64_t, 32> words;
@@ -290,6 +295,7 @@ bool is_capturing(c10::Device device) {
 variable_list linear_gradients(const LinearPass& pass, const Tensor& dy, const variable_list& saved, uint64_t mask) {
   const Tensor &statistics = saved[0], &x = saved[1], &weight = saved[2];
   const c10::DeviceGuard guard(dy.device());
+  use(pass.norm->forward.context);  // for the products, which may come first
   const size_t others = pass.norm_inputs.size() - 1, bias = pass.has_bias;
   variable_list found(2 + bias + others);
   if (mask & 2) {
