@@ -26,6 +26,7 @@ from cunorm.torch import accelerate, replace_norms  # noqa: E402
 from cunorm.torch.models import blocks, joins  # noqa: E402
 from cunorm.torch.models.rewrite import GATED, MODULATED, rewritten  # noqa: E402
 from cunorm.torch.models.settle import Settle  # noqa: E402
+from cunorm.torch.norm import nodes  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
@@ -458,3 +459,14 @@ def test_a_few_elements_stay_apart(monkeypatch):
     torch.testing.assert_close(output_of(model, inputs), expected, rtol=0, atol=0)
     together = [ran.together for ran in report.ran().values()]
     assert together == [0] * len(together) != []
+
+
+def test_few_elements_are_joined_by_nodes_in_cpp(monkeypatch):
+    """They cost the host less than the model's own operators."""
+    monkeypatch.setattr(importlib.import_module("cunorm.torch.models.accelerate"), "MODULATED_FROM", 8 << 20)
+    monkeypatch.setattr(nodes, "module", object)
+    model, inputs = build("dit")
+    expected = output_of(model, inputs)
+    report = accelerate(model)
+    torch.testing.assert_close(output_of(model, inputs), expected)
+    assert all(ran.together and not ran.apart for ran in report.ran().values())

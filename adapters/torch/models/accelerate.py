@@ -23,8 +23,9 @@ HOST_BOUND_BELOW = 8 << 20
 # Elements from which a join was measured to gain: 0.80 to 0.85 forward and 0.66 to 0.71 backward of the two calls. At
 # 8 M elements a step of Llama gained nothing, at 3 M one of GPT-2 lost 350 us of the host for each (bench/NOTES.md).
 JOINED_FROM = 64 << 20
-# A norm with its modulation is four operators, with a gated sum six. With fewer elements the host pays more for ours: a
-# step of DiT, 5 M elements, 38.3 ms with torch's norms and 40.7 joined.
+# A norm with its modulation is four operators, with a gated sum six. With fewer elements the host pays more for ours by
+# Python's nodes: a step of DiT, 5 M elements, 38.3 ms with torch's norms and 40.7 joined. By nodes in C++ it pays less:
+# 0.97 and 0.98 of torch's step on two machines (bench/NOTES.md).
 MODULATED_FROM = HOST_BOUND_BELOW
 FEW = "too few elements to gain by it"
 # Elements from which compiled code has our kernel for the backward pass of a norm, and torch's operators for its
@@ -189,6 +190,7 @@ def _join_blocks(model: nn.Module, report: Acceleration) -> None:
             norm.__dict__["_own_below"] = HOST_BOUND_BELOW
         norm.__dict__["_compiled_from"] = COMPILED_FROM
         report._norms.append(norm)
+    modulated_from = MODULATED_FROM if nodes.module() is None else 0
     for prefix, block in model.named_modules():
         found = known(block)
         if found is None or isinstance(block, Block):
@@ -199,7 +201,7 @@ def _join_blocks(model: nn.Module, report: Acceleration) -> None:
             continue
         report._swaps.swap(block, joined)
         of_sums = {SUM_FIRST, SUM_AFTER}.issuperset(found.joins.values())
-        block.__dict__["_joined_from"] = JOINED_FROM if of_sums else MODULATED_FROM
+        block.__dict__["_joined_from"] = JOINED_FROM if of_sums else modulated_from
         block.__dict__["_few"] = dict.fromkeys(found.joins, 0)
         block.__dict__["_ran"] = Counter()
         report._blocks[prefix] = block
