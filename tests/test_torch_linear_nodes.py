@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch_repeats  # noqa: E402
 from torch_nodes import Driver, by_python, gradients, playing_a_gpu, same_bits  # noqa: E402
 from torch_tensors import random  # noqa: E402
 
@@ -218,6 +219,10 @@ def test_main_grad_is_left_to_python(driver):
         if turn == 0:
             once = module.weight.main_grad.clone()
     torch.testing.assert_close(module.weight.main_grad, 3 * once)
+
+
+def test_repeated_calls_have_the_bits_of_first_ones(driver):
+    torch_repeats.first_then_repeated(torch_repeats.linear_calls(), torch_repeats.linear_results)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch_repeats  # noqa: E402
 from fusion_cases import CASES, EPS, make  # noqa: E402
 from torch_fused import leaves  # noqa: E402
 from torch_nodes import Driver, by_python, gradients, playing_a_gpu, same_bits  # noqa: E402
@@ -225,6 +226,12 @@ def test_an_error_of_python_in_the_backward_pass(driver, monkeypatch):
     monkeypatch.setattr(functional, "launched_gradients", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         torch.autograd.grad(y, wanting, dy)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_repeated_calls_have_the_bits_of_first_ones(driver, op):
+    cases = {name: (*case, name == "frozen weight") for name, case in torch_repeats.calls().items()}
+    torch_repeats.first_then_repeated(cases, lambda *case: torch_repeats.results(op, *case))
 
 
 def test_threads(driver):
