@@ -2,7 +2,8 @@
 
 The kernel writes the normalised tensor, torch's own product reads it. For the backward pass x, mean and rstd are kept,
 not the normalised tensor, which is computed once more. A call takes one of three ways:
-- in eager mode an autograd.Function, or without a gradient the two steps one after the other;
+- in eager mode an autograd.Function, or without a gradient the two steps one after the other; in calls like an earlier
+  one the same in C++, where that was compiled (linear_nodes.py);
 - under torch.compile and export one operator for each pass (operators.py): in a graph of single operators the
   compiler would compute the normalised tensor a second time in the forward pass, and keep that;
 - under functorch, for forward-mode derivatives and subclasses of Tensor the two steps, each with its own rules.
