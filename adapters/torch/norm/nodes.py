@@ -30,7 +30,7 @@ from ...compile import cache_directory, kernel, write
 from ...norm.steps import Plan, Step
 from .launching import Memory
 
-SOURCE = Path(__file__).with_name("nodes.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("nodes.cpp", "nodes_autograd.h", "nodes_passes.h"))
 OPTIONS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
 PASSES = 4096  # described at most, as they are kept for good
 
@@ -39,7 +39,7 @@ Call = Callable[..., tuple[Tensor, ...] | None]  # with the tensors of a call; N
 
 def kept_file() -> Path:
     """Where the compiled file is kept: named by all that it depends on."""
-    inputs = repr((SOURCE.read_bytes(), OPTIONS, torch.__version__, sys.implementation.cache_tag))
+    inputs = repr(([one.read_bytes() for one in SOURCES], OPTIONS, torch.__version__, sys.implementation.cache_tag))
     return cache_directory() / f"cunorm_nodes_{hashlib.sha256(inputs.encode()).hexdigest()[:40]}.so"
 
 
@@ -53,8 +53,16 @@ def build() -> str:
         libraries = (f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python")
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "nodes.so"
-            command = [compiler, *OPTIONS, *(f"-I{one}" for one in headers), str(SOURCE), "-o", str(made), *libraries]
-            logs.logger.info("compiling %s, once for this version of torch", SOURCE.name)
+            command = [
+                compiler,
+                *OPTIONS,
+                *(f"-I{one}" for one in headers),
+                str(SOURCES[0]),
+                "-o",
+                str(made),
+                *libraries,
+            ]
+            logs.logger.info("compiling %s, once for this version of torch", SOURCES[0].name)
             try:
                 run = subprocess.run(command, capture_output=True, text=True)
             except OSError as error:

@@ -1,0 +1,204 @@
+// Passes whose launches are known: what they allocate, where the arguments of their launches come from, and their
+// running.
+#pragma once
+
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/python_headers.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {  // of nodes.cpp, the only file that includes it
+
+using at::Tensor;
+using torch::autograd::variable_list;
+
+// The driver's and torch's functions, by their addresses: neither CUDA's headers nor its libraries are needed.
+struct LaunchAttribute {
+  int id, pad;
+  unsigned value[16];
+};
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+struct Driver {
+  int (*launch)(const LaunchConfig*, void* function, void** arguments, void** extra);  // cuLaunchKernelEx
+  int (*current_context)(void** context);                                              // cuCtxGetCurrent
+  int (*set_context)(void* context);                                                   // cuCtxSetCurrent
+  int (*current_stream)(int32_t device, void** stream);  // aoti_torch_get_current_cuda_stream
+  int (*is_capturing)(void* stream, int* status);        // cuStreamIsCapturing
+} driver;
+
+int64_t address(const Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.const_data_ptr()); }
+
+struct Memory {
+  std::vector<int64_t> shape, strides;
+  at::ScalarType dtype;
+};
+
+// What a described pass may be given: another key is another kind of tensor.
+struct Layout {
+  Memory memory;
+  c10::DispatchKeySet keys;
+  explicit Layout(const Tensor& like)
+      : memory{like.sizes().vec(), like.strides().vec(), like.scalar_type()}, keys(like.key_set()) {}
+  bool fits(const Tensor& tensor) const {
+    return tensor.key_set() == keys && tensor.scalar_type() == memory.dtype && tensor.sizes() == memory.shape &&
+           tensor.strides() == memory.strides && address(tensor) % 16 == 0;
+  }
+};
+
+struct Argument {
+  int64_t place;  // among the pointers of a pass; -1: a constant
+  int64_t value;  // the constant, or bytes past the pointer
+};
+
+struct Launch {
+  void* function;
+  unsigned grid[3], threads, shared;
+  bool early;  // before the launch in front of it ends
+  std::vector<Argument> arguments;
+};
+
+// The launches of a pass. Pointers: of what it reads, of mean and rstd, of what it writes, of the workspace.
+struct Work {
+  std::vector<Memory> results;
+  int64_t workspace, rstd_offset;  // bytes
+  void* context;                   // that the kernels are loaded in
+  std::vector<Launch> launches;
+};
+
+struct Backward {
+  std::vector<std::optional<Layout>> gradients;  // given, of each result
+  std::vector<Layout> saved;                     // statistics, and what the pass reads besides; hooks may change it
+  uint64_t mask;                                 // the inputs whose gradients are wanted
+  Work work;
+  std::vector<int64_t> places;  // of each input's gradient among what is written; -1: none; -2 - i: the i-th given one
+  Backward* next;
+};
+
+// What calls with inputs of certain layouts have in common. Never freed: nodes.py makes so many and no more.
+struct Pass {
+  size_t inputs;
+  Work forward;
+  Memory statistics;
+  std::vector<size_t> saved;  // places among inputs and results
+  PyObject* learn;            // (given gradients, statistics, saved, mask) -> gradients of the inputs
+  std::atomic<Backward*> backwards{nullptr};
+};
+
+// The same of a norm with the product that reads it. Inputs: x, weight, bias if there is one, and the norm's others.
+struct LinearPass {
+  const Pass* norm;
+  bool has_bias, keep_normalized;
+  std::vector<Layout> norm_inputs;
+  Layout dy;  // (rows, out)
+  Work sums;  // of dy over its rows
+  PyObject* learn;
+};
+
+using Pointers = c10::SmallVector<int64_t, 24>;
+
+Tensor allocate(const Memory& memory, c10::Device device) {
+  return at::empty_strided(memory.shape, memory.strides, at::TensorOptions().dtype(memory.dtype).device(device));
+}
+
+// A thread that never called CUDA's runtime has no context.
+void use(void* context) {
+  void* current = nullptr;
+  if (driver.current_context(&current) || current != context) driver.set_context(context);
+}
+
+// `statistics` has mean and rstd, or is undefined. `pointers` are those of what is read.
+std::vector<Tensor> run(const Work& work, Pointers& pointers, const Tensor& statistics, c10::Device device) {
+  const int64_t mean = statistics.defined() ? address(statistics) : 0;
+  pointers.push_back(mean);
+  pointers.push_back(mean ? mean + work.rstd_offset : 0);
+  std::vector<Tensor> results;
+  results.reserve(work.results.size());
+  for (const Memory& memory : work.results) {
+    results.push_back(allocate(memory, device));
+    pointers.push_back(address(results.back()));
+  }
+  Tensor workspace;
+  if (work.workspace) {
+    workspace = at::empty({work.workspace}, at::TensorOptions().dtype(at::kByte).device(device));
+    pointers.push_back(address(workspace));
+  }
+  void* stream = nullptr;
+  use(work.context);
+  driver.current_stream(device.index(), &stream);
+  for (const Launch& launch : work.launches) {
+    c10::SmallVector<int64_t, 32> words;
+    c10::SmallVector<void*, 32> addresses;
+    for (const Argument& one : launch.arguments) {
+      words.push_back(one.place < 0 ? one.value : pointers[one.place] + one.value);
+    }
+    for (int64_t& word : words) addresses.push_back(&word);
+    LaunchAttribute early = {6, 0, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    const LaunchConfig config = {{launch.grid[0], launch.grid[1], launch.grid[2]},
+                                 {launch.threads, 1, 1},
+                                 launch.shared,
+                                 stream,
+                                 &early,
+                                 launch.early ? 1u : 0u};
+    const int error = driver.launch(&config, launch.function, addresses.data(), nullptr);
+    // TORCH_CHECK, which notes its callers' frames, ended in a segmentation fault in a backward pass of torch 2.11.
+    if (error)
+      throw std::runtime_error("cunorm: cuLaunchKernelEx failed with CUDA error " + std::to_string(error) + ".");
+  }
+  return results;
+}
+
+// Results, and the statistics last if they are wanted.
+variable_list forward(const Pass& pass, at::TensorList inputs, bool wants_statistics) {
+  const c10::Device device = inputs[0].device();
+  const c10::DeviceGuard guard(device);
+  Pointers pointers;
+  for (const Tensor& input : inputs) pointers.push_back(address(input));
+  const Tensor statistics = wants_statistics ? allocate(pass.statistics, device) : Tensor();
+  variable_list results = run(pass.forward, pointers, statistics, device);
+  if (wants_statistics) results.push_back(statistics);
+  return results;
+}
+
+// A launch would bypass what listens.
+bool nothing_listens() {
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+const Backward* known(const Pass& pass, const variable_list& gradients, const variable_list& saved, uint64_t mask) {
+  for (const Backward* one = pass.backwards.load(std::memory_order_acquire); one; one = one->next) {
+    bool fits = one->mask == mask;
+    for (size_t i = 0; fits && i < gradients.size(); ++i) {
+      const auto& layout = one->gradients[i];
+      fits = gradients[i].defined() == layout.has_value() && (!layout || layout->fits(gradients[i]));
+    }
+    for (size_t i = 0; fits && i < saved.size(); ++i) fits = one->saved[i].fits(saved[i]);
+    if (fits) return one;
+  }
+  return nullptr;
+}
+
+variable_list run_backward(const Backward& backward, const variable_list& gradients, const variable_list& saved) {
+  const Tensor& statistics = saved[0];
+  const c10::DeviceGuard guard(statistics.device());
+  Pointers pointers;
+  for (const Tensor& one : gradients) pointers.push_back(one.defined() ? address(one) : 0);
+  for (size_t i = 1; i < saved.size(); ++i) pointers.push_back(address(saved[i]));
+  const auto written = run(backward.work, pointers, statistics, statistics.device());
+  variable_list found;
+  for (int64_t place : backward.places) {
+    found.push_back(place == -1 ? Tensor() : place < 0 ? gradients[-2 - place] : written[place]);
+  }
+  return found;
+}
+
+}  // namespace
