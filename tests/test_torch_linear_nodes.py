@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,6 +210,16 @@ def test_the_backward_pass_has_the_dtypes_of_the_forward_pass(driver):
         y = call()
         with torch.autocast("cpu", torch.bfloat16):
             same_bits(gradients(y, wanting, [dy]), expected)
+
+
+def test_tensors_are_not_kept(driver):
+    call, wanting, dy = a_call()
+    kept = [weakref.ref(one) for one in wanting]
+    for _ in range(3):
+        torch.autograd.grad(call(), wanting, dy)
+    del call, wanting
+    gc.collect()
+    assert [one() for one in kept] == [None] * 5
 
 
 def test_main_grad_is_left_to_python(driver):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -232,6 +234,18 @@ def test_an_error_of_python_in_the_backward_pass(driver, monkeypatch):
 def test_repeated_calls_have_the_bits_of_first_ones(driver, op):
     cases = {name: (*case, name == "frozen weight") for name, case in torch_repeats.calls().items()}
     torch_repeats.first_then_repeated(cases, lambda *case: torch_repeats.results(op, *case))
+
+
+def test_tensors_are_not_kept(driver):
+    tensors = [random(4, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2)]
+    for call in (lambda x, _: rms_norm(x, (64,)), lambda x, residual: add_rms_norm(x, residual, (64,))[0]):
+        x, residual = (one.detach().clone().requires_grad_() for one in tensors)
+        kept = [weakref.ref(x), weakref.ref(residual)]
+        for _ in range(3):
+            call(x, residual).sum().backward()
+        del x, residual
+        gc.collect()
+        assert [one() for one in kept] == [None, None]
 
 
 def test_threads(driver):

@@ -29,18 +29,20 @@ def of_norm(
     recipe = call.recipe
     if recipe.plan is None or recipe.copied or not recipe.aligned:
         return None
-    every = {"x": x, "weight": weight, "bias": bias}
-    tensors = {name: one for name, one in every.items() if one is not None}
-    saved_names = tuple(name for name in ("x", "weight") if name in tensors)
+    given = {"x": x, "weight": weight, "bias": bias}
+    tensors = {name: one for name, one in given.items() if one is not None}
+    # What is described is kept for good, and must not keep tensors.
+    every, names = tuple(given), tuple(tensors)
+    saved_names = tuple(name for name in ("x", "weight") if name in names)
 
     def backward(which: int, given: Sequence[Tensor], statistics: Tensor, saved: Sequence[Tensor], bits: int) -> Any:
         (dy,), by_name = given, dict(zip(saved_names, saved, strict=True))
-        wanted = _wanted(tuple(tensors), bits)
+        wanted = _wanted(names, bits)
         mask = ("x" in wanted, "weight" in wanted, "bias" in wanted)
         found = gradients(call, dy, by_name["x"], statistics, by_name.get("weight"), mask)
         if plain(dy):
             describe(which, dy, statistics, by_name, wanted, mask, bits)
-        return [one for name, one in zip(every, found, strict=True) if name in tensors]
+        return [one for name, one in zip(every, found, strict=True) if name in names]
 
     def describe(which, dy, statistics, saved, wanted, mask, bits) -> None:
         x, weight, margin = saved["x"], saved.get("weight"), call.backward_margin
@@ -51,7 +53,7 @@ def of_norm(
         into_dy = in_place and mask[0] and launching.takes_dx(dy, of.plan, of.first)
         written = wanted[1:] if into_dy else wanted  # x is the first
         results = {f"d{name}": of.first if name == "x" else of.second for name in written}
-        places = _places(tuple(tensors), written)
+        places = _places(names, written)
         if into_dy:
             places[0] = -2
         work = (results, of.rstd_offset, {}, places, into_dy)
