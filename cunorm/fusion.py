@@ -21,8 +21,8 @@ EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 OF_THE_CALL = ("x", "xhat", "y", "s", "dx", "dxhat", "dy", "ds", "mean", "rstd", "eps", "rows", "out", "sm_margin")
 OF_THE_CALL += ("dtype", "granularity", "y_scale")
 OF_THE_TEXT = """
-    beside bfloat16 centred column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm
-    operation p prologue results rounded source sums term value y8 y8_scale
+    beside bfloat16 column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm operation
+    p prologue results rounded source sums taken value without y8 y8_scale
 """
 PATTERNS = r"(sum|next|value|group)_.*|.*_stride|cunorm.*|norm_(forward|backward).*|.*[A-Z].*"
 

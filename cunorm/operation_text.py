@@ -84,9 +84,9 @@ def backward_struct(
         functions.append(_function("gradient", ("Compute xhat", *given), found.g, places, spec))
         # What is kept is rounded, so that what is computed again must be.
         g = parse("dxhat", ("dxhat",)) if found.is_dear else found.g
-        centred = _sum(g, "term", minus=True)
+        without = substitute(parse("of - taken", ("of", "taken")), {"of": g})
         of_g = places | {"dxhat": "gradient(xhat, matrices, columns, i)"}
-        functions.append(_function("centred", ("Compute xhat", *given), centred, of_g, spec, more=", Compute term"))
+        functions.append(_function("without", ("Compute xhat", *given), without, of_g, spec, more=", Compute taken"))
     added = {name: one for name, one in early.items() if name in sums}
     at_once = {one.name: early[one.name] for one in spec.early_results}
     functions.append(_gradients("early", "Compute xhat", added, at_once, sums, places))
@@ -107,9 +107,9 @@ _SAFE = {"name", "constant", "+", "-", "*", "negative", "where", "abs", "erf", "
 _SAFE |= {*COMPARISONS}
 
 
-def _sum(expression: Expression, name: str, *, minus: bool = False) -> Expression:
-    """expression + name, or - name."""
-    return substitute(parse(f"of {'-' if minus else '+'} {name}", ("of", name)), {"of": expression})
+def _sum(expression: Expression, name: str) -> Expression:
+    """expression + name."""
+    return substitute(parse(f"of + {name}", ("of", name)), {"of": expression})
 
 
 def _late(spec, early, late, sums, results, places) -> str:

@@ -1,19 +1,19 @@
 // dweight and dbias on their way out of a kernel that adds them up.
 #pragma once
 #include "pack_access.cuh"
+#include "statistics.cuh"
 
 namespace cunorm {
 
 // The gradient of s: what comes through the norm. (What somebody asks of s itself the operation adds.)
-template <class Norm, class Operation, class Saved, class Compute, int kSums, class Matrices, class Columns>
-DEVICE Compute gradient_of_s(const Operation& operation, const Saved& saved, const Compute (&means)[kSums],
+template <class Operation, class SavedRow, class Compute, class Matrices, class Columns>
+DEVICE Compute gradient_of_s(const Operation& operation, const SavedRow& saved, const Projection<Compute>& projection,
                              Compute xhat, const Matrices& matrices, const Columns& columns, int i) {
   if constexpr (!Operation::kOfS) {
     return 0;
-  } else if constexpr (Norm::kCentresGradient) {
-    return saved.dx(operation.centred(xhat, matrices, columns, i, means[1]), xhat, means);
   } else {
-    return saved.dx(operation.gradient(xhat, matrices, columns, i), xhat, means);
+    const Compute taken = projection.at(operation.source(matrices, columns, i));
+    return operation.without(xhat, matrices, columns, i, taken) * saved.rstd;
   }
 }
 
@@ -25,8 +25,10 @@ struct PartialRow {
   int64 cols;
 
   DEVICE constexpr int64 packs() const { return (cols + kPack - 1) / kPack; }
-  // From one partial row to the next: whole pieces.
-  DEVICE constexpr int64 stride() const { return (packs() * kPack + kSumColumns - 1) / kSumColumns * kSumColumns; }
+  // What is read of it: whole pieces.
+  DEVICE constexpr int64 places() const { return (packs() * kPack + kSumColumns - 1) / kSumColumns * kSumColumns; }
+  // From one partial row to the next: whole lines of L2.
+  DEVICE constexpr int64 stride() const { return (places() + kLineColumns - 1) / kLineColumns * kLineColumns; }
   DEVICE constexpr int64 position(int64 column) const {
     return column % kPack / kPiece * (packs() * kPiece) + column / kPack * kPiece + column % kPiece;
   }

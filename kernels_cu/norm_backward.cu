@@ -223,10 +223,11 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
       }
       early_results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);
     });
-    if constexpr (Operation::kOfS) {
+    if constexpr (kExchanges) {
+      exchange.publish_sums(turn, rank, means);
+    } else if constexpr (Operation::kOfS) {
 #pragma unroll
       for (Compute& sum : means) sum = group_sum<Shape::kLanes>(sum);
-      if constexpr (kExchanges) exchange.publish(turn, rank, means);
     }
     if constexpr (!RowsIn::kAskEarly) ask_next();
     if constexpr (!Operation::kLate) continue;
@@ -243,6 +244,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     }
 #pragma unroll
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
+    const Projection<Compute> projection = saved.projection(means);
     if (kMayFollow && turn == 0 && results.in_place_of(matrices)) wait_for_kernel_before();
     RowTotals totals;
     for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
@@ -256,10 +258,9 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
         }
         Compute ds;
         if constexpr (Operation::kKeepsG) {
-          ds = saved.dx(Norm::kCentresGradient ? kept[p][i] - means[Norm::kGradientSums - 1] : kept[p][i], xhat[i],
-                        means);
+          ds = (kept[p][i] - projection.at(operation.source(matrix_values, column_values, i))) * saved.rstd;
         } else {
-          ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
+          ds = gradient_of_s(operation, saved, projection, xhat[i], matrix_values, column_values, i);
         }
         operation.late(xhat[i], ds, matrix_values, column_values, i, p, sums, values);
       }

@@ -61,8 +61,8 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
         for (int k = 0; k < Norm::kGradientSums; ++k) sums[k].add(of_pack[k]);
       });
 #pragma unroll
-      for (int k = 0; k < Norm::kGradientSums; ++k) means[k] = group_sum<32>(sums[k].total());
-      exchange.publish(turn, 0, means);
+      for (int k = 0; k < Norm::kGradientSums; ++k) means[k] = sums[k].total();
+      exchange.publish_sums(turn, 0, means);
       const auto& slots = exchange.collect(turn);
 #pragma unroll
       for (int k = 0; k < Norm::kGradientSums; ++k) {
@@ -71,6 +71,7 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
       }
     }
 
+    const Projection<Compute> projection = saved.projection(means);
     // A warp that stores together goes on until its first lane is beyond the row.
     RowTotals totals;
     const int64 before = Results::kTogether ? threadIdx.x % 32 * kPack : 0;
@@ -79,7 +80,7 @@ DEVICE void norm_backward_streamed(Operation operation, Matrices matrices, Colum
           Compute values[RowTotals::kArrays][kPack], no_sums[1][1][kPack];
 #pragma unroll
           for (int i = 0; i < kPack; ++i) {
-            const Compute ds = gradient_of_s<Norm>(operation, saved, means, xhat[i], matrix_values, column_values, i);
+            const Compute ds = gradient_of_s(operation, saved, projection, xhat[i], matrix_values, column_values, i);
             operation.late(xhat[i], ds, matrix_values, column_values, i, 0, no_sums, values);
           }
           results.store(row, column, valid, values);

@@ -23,14 +23,14 @@ DEVICE void sum_up(const Of& of, const SavedRow& saved, Compute (&means)[Norm::k
   }
 }
 // And then, with the means of the row: the gradient of what this half normalises.
-template <class Norm, class Of, class SavedRow, class Sums, class Compute, int kMatrices, int kColumns, int kPack>
-DEVICE void differentiate(const Of& of, const SavedRow& saved, const Compute (&means)[Norm::kGradientSums], int p,
+template <class Of, class SavedRow, class Sums, class Compute, int kMatrices, int kColumns, int kPack>
+DEVICE void differentiate(const Of& of, const SavedRow& saved, const Projection<Compute>& projection, int p,
                           const Compute (&matrices)[kMatrices][kPack], const Compute (&columns)[kColumns][kPack],
                           Sums& sums, Compute (&values)[1][kPack]) {
 #pragma unroll
   for (int i = 0; i < kPack; ++i) {
     const Compute xhat = saved.xhat(of.source(matrices, columns, i));
-    const Compute through_norm = gradient_of_s<Norm>(of, saved, means, xhat, matrices, columns, i);
+    const Compute through_norm = gradient_of_s(of, saved, projection, xhat, matrices, columns, i);
     of.late(xhat, through_norm, matrices, columns, i, p, sums, values);
   }
 }
@@ -85,9 +85,12 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
   };
   // The means over the row of what each thread has added up; `turn` counts them.
   const auto exchanged = [&](int turn, Compute(&means)[Norm::kGradientSums], auto meanwhile) {
+    if constexpr (Shape::kSlots > 1) {
+      exchange.publish_sums(turn, rank, means);
+    } else {
 #pragma unroll
-    for (Compute& sum : means) sum = group_sum<Shape::kLanes>(sum);
-    if constexpr (Shape::kSlots > 1) exchange.publish(turn, rank, means);
+      for (Compute& sum : means) sum = group_sum<Shape::kLanes>(sum);
+    }
     meanwhile();
     if constexpr (Shape::kSlots > 1) {
       const auto& slots = exchange.collect(turn);
@@ -129,6 +132,7 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
       if constexpr (!RowsOfS::kAskEarly) ask_next();
     });
 
+    const Projection<Compute> projection_of_s = saved_of_s.projection(means);
     Pack<T, kPack> t[kPacks];
     Compute means_of_x[Norm::kGradientSums] = {};
     // t and x
@@ -145,7 +149,7 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
       {
         Compute matrices[kArrays<MatricesOfS>][kPack], columns[kArrays<ColumnsOfS>][kPack];
         read_of_s(p, matrices, columns);
-        differentiate<Norm>(of_s, saved_of_s, means, p, matrices, columns, sums_of_s, values);
+        differentiate(of_s, saved_of_s, projection_of_s, p, matrices, columns, sums_of_s, values);
       }
       t[p] = pack_values<T>(values[0]);
       results_of_s.store_packed(row, Shape::column_beside_sums(rank, p), valid_of(p), t[p]);
@@ -154,13 +158,14 @@ DEVICE void norm_backward_twice(OfS of_s, OfX of_x, MatricesOfS matrices_of_s, M
       sum_up<Norm>(of_x, saved_of_x, means_of_x, p, matrices, columns, sums_of_x);
     }
     exchanged(turn + 1, means_of_x, [] {});
+    const Projection<Compute> projection_of_x = saved_of_x.projection(means_of_x);
 
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       Compute matrices[2][kPack], columns[kArrays<ColumnsOfX>][kPack], values[1][kPack];
       stay_packed(t[p]);
       read_of_x(p, matrices, columns);
-      differentiate<Norm>(of_x, saved_of_x, means_of_x, p, matrices, columns, sums_of_x, values);
+      differentiate(of_x, saved_of_x, projection_of_x, p, matrices, columns, sums_of_x, values);
       results_of_x.store(row, Shape::column_beside_sums(rank, p), valid_of(p), values[0]);
     }
   }

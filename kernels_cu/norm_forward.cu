@@ -123,7 +123,8 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       Norm::template merge<Exchange, Shape::kCols>(part, exchange.collect(turn),
                                                    [](int other) { return Shape::slot_columns(other); });
     }
-    const auto statistics = Norm::template finish<Shape::kCols>(part, eps);
+    constexpr bool kByCall = !kColumnsStay || kPacks > 4;  // else five packs spilled 4 bytes
+    const auto statistics = Norm::template finish<Shape::kCols, kByCall>(part, eps);
 
     const bool active = Shape::kThreads >= 32 || row < rows;
     if (active && rank == 0 && threadIdx.x % Shape::kThreads == 0) {

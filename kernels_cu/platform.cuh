@@ -328,6 +328,18 @@ DEVICE void copy_covering_async(void* to, const void* from) {
   copy_async<kBytes, kFetch>(to, from);
 }
 // Asks for what will be read from L1.
+// kCount elements, whole lines of 128 bytes, that nobody will read: they are lost, and L2 need not write them to
+// memory.
+template <int kCount, class T>
+DEVICE void discard(const T* first) {
+  static_assert(kCount * sizeof(T) % 128 == 0);
+#if __CUDA_ARCH__ >= 800
+#pragma unroll
+  for (int i = 0; i < kCount; i += 128 / sizeof(T)) {
+    asm volatile("discard.global.L2 [%0], 128;" ::"l"(first + i) : "memory");
+  }
+#endif
+}
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
 DEVICE void copies_commit() {
 #if __CUDA_ARCH__ >= 800

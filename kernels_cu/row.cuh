@@ -202,6 +202,22 @@ struct RowExchange {
     }
   }
 
+  // Of numbers that every thread has a part of: their sums over the lanes of a warp.
+  DEVICE void publish_sums(int turn, int rank, Compute (&sums)[kValues]) {
+    static_assert(kValues <= 2);
+    const Compute total = group_sum<32>(sums);  // of two, the second is in the upper half of the lanes
+    if constexpr (kValues == 1) {
+      const Compute values[1] = {total};
+      publish(turn, rank, values);
+    } else if constexpr (Shape::kCluster == 1) {
+      const int lane = threadIdx.x % 32;
+      if (lane % 16 == 0) slots[turn % 2](lane / 16, Shape::thread() / 32) = total;
+    } else {
+      const Compute values[2] = {total, shuffle_xor(total, 16)};  // the lower half sends
+      publish(turn, rank, values);
+    }
+  }
+
   // What all warps of the row published for the row number `turn`.
   DEVICE const Slots& collect(int turn) {
     if constexpr (Shape::kCluster == 1) {

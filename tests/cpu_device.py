@@ -27,7 +27,7 @@ import numpy
 
 from cunorm import launch, source
 from cunorm.launch import NUMBERS
-from cunorm.norm.spec import RUN_GAP, KernelSpec, dynamic_shared
+from cunorm.norm.spec import KernelSpec, dynamic_shared
 from cunorm.norm.steps import Plan, Step
 from cunorm.source import Baked
 
@@ -36,7 +36,7 @@ STAND_IN = Path(__file__).parent / "cpu"
 # Kernels are not optimised: compiling one takes longer than running it, with -O1 the sanitizers' cases took 1.6 times
 # as long in all.
 OPTIONS = ("-std=c++20", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
-ALIGNMENT = RUN_GAP  # kernels look at an address modulo this, and at no more of it
+ALIGNMENT = 128  # kernels look at an address modulo this, and at no more of it
 POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
 ORDERS = ("ascending", "descending", "even before odd")
 SECONDS = 120  # that a launch may take
@@ -93,7 +93,7 @@ class Machine:
     def run(self, plan: Plan, scalars: Mapping[str, float], **arrays: numpy.ndarray | None) -> None:
         """launch.run on NumPy arrays by the names of the problem's operands, None where there is none."""
         given = {name: arrays.get(name) for name in plan.problem.pointers}
-        with memory(given | {"workspace": numpy.full(plan.workspace, POISON, "uint8")}) as pointers:
+        with memory(given | {"workspace": poisoned(plan.workspace)}) as pointers:
             *addresses, workspace = pointers.values()
             launch.run(plan, self, 0, addresses, [scalars[name] for name in plan.problem.scalars], workspace)
 
@@ -127,6 +127,13 @@ class Machine:
             written[:] = (*arguments, *(() if baked else step.integers))
 
         return write, lambda stream: run(path, how, pointers + ("" if baked else numbers), written)
+
+
+def poisoned(size: int) -> numpy.ndarray:
+    """So many bytes, aligned as device memory is."""
+    buffer = numpy.full(size + ALIGNMENT, POISON, "uint8")
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + size]
 
 
 _spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that a launch may touch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import compress
 
 import numpy
-from cpu_device import ALIGNMENT, POISON, Machine
+from cpu_device import Machine, poisoned
 from functions import bias_of
 from reference import EPS, check_backward, check_forward
 
@@ -153,7 +153,4 @@ def row_stride(matrix: numpy.ndarray) -> int:
 def unwritten(shape: tuple[int, ...] | int, dtype: numpy.dtype | str) -> numpy.ndarray:
     """Aligned as device memory is, full of NaN."""
     dtype = numpy_dtype("test", dtype) if isinstance(dtype, str) else dtype
-    size = int(numpy.prod(shape)) * dtype.itemsize
-    buffer = numpy.full(size + ALIGNMENT, POISON, "uint8")
-    start = -buffer.ctypes.data % ALIGNMENT
-    return buffer[start : start + size].view(dtype).reshape(shape)
+    return poisoned(int(numpy.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)

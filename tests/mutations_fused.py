@@ -347,8 +347,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the gradient of x by the sums of s",
-        "differentiate<Norm>(of_x, saved_of_x, means_of_x,",
-        "differentiate<Norm>(of_x, saved_of_x, means,",
+        "differentiate(of_x, saved_of_x, projection_of_x,",
+        "differentiate(of_x, saved_of_x, projection_of_s,",
         "norms one after the other, backward",
         (("results", "dx"),),
     ),

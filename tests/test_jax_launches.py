@@ -7,8 +7,8 @@ from typing import Any
 import numpy
 import pytest
 from arrays import inputs
-from cpu_device import POISON, Machine, memory, missing
-from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL
+from cpu_device import Machine, memory, missing
+from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, unwritten
 from functions import OPS, bias_of
 from problems import problem
 from reference import EPS, check_backward, check_forward
@@ -50,9 +50,7 @@ def run(
     buffers: dict[str, Any] = dict(given)
     empty = wanted | {"workspace": numpy.empty(solution.workspace, "uint8")}
     for one in xla_call.launches(solution, {"eps": EPS[op]} | (numbers or {}), tuple(wanted)):
-        results = {name: numpy.empty_like(empty[name]) for name in one.writes}
-        for result in results.values():
-            result.view("uint8")[...] = POISON
+        results = {name: unwritten(empty[name].shape, empty[name].dtype) for name in one.writes}
         with memory({name: buffers[name] for name in one.reads} | results) as pointers:
             write, launch = Machine().prepare(one.step, one.baked)
             write(*pointers.values())

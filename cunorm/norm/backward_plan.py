@@ -35,8 +35,8 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
     compute = ITEMSIZE[problem.compute]
     written = [one for one in problem.operands if one.written]
     sums = tuple(one.name for one in written if one.kind not in ("full", "per_row"))
-    # Two partial rows of float32 an SM; more gradients have fewer, at least one.
-    most_groups = max(1, 2 * device.sms * 8 // (compute * max(2, len(sums))))
+    # Four partial rows of float32 an SM; more gradients have fewer, at least one.
+    most_groups = max(1, 4 * device.sms * 8 // (compute * max(2, len(sums))))
     # For sums of dy alone neither x nor the whole of a row is needed.
     choice = choose(problem, device) if len(sums) < len(written) or "rstd" in problem.pointers else None
     if choice is None:

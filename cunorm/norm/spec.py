@@ -15,6 +15,7 @@ WARP = 32
 COLUMN_BYTES = 64
 COLUMN_PACKS = 2
 SUM_COLUMNS = 4  # of a thread that adds partial rows up, and of a piece of a partial row
+LINE_COLUMNS = 32  # a partial row is a multiple of them: lines of L2, of 128 bytes or two of these
 BLOCK_VALUES = 32  # of y that a thread holds while it looks for the largest of blocks, where one block has no more
 MAILBOX = 8  # bytes
 SHARED_ALIGNMENT = 128  # of dynamic shared memory

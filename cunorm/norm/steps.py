@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..device import Device
 from .problem import ITEMSIZE, Problem
 from .shapes import ceil_div
-from .spec import SUM_COLUMNS, WARP, KernelSpec, NormSpec, SumSpec, dynamic_shared, shared_memory
+from .spec import LINE_COLUMNS, WARP, KernelSpec, NormSpec, SumSpec, dynamic_shared, shared_memory
 
 GRID_LIMIT = 2**31 - 1
 STREAMED_THREADS = 512  # of a CTA of a row that no other kernel takes
@@ -107,6 +107,6 @@ def step_of(problem: Problem, spec: NormSpec, grid: tuple[int, int, int], groups
 
 
 def partial_row(problem: Problem) -> int:
-    """Elements of a partial row: whole packs, whole fours."""
+    """Elements of a partial row: whole packs, whole lines."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
-    return ceil_div(ceil_div(problem.cols, pack) * pack, SUM_COLUMNS) * SUM_COLUMNS
+    return ceil_div(ceil_div(problem.cols, pack) * pack, LINE_COLUMNS) * LINE_COLUMNS

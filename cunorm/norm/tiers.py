@@ -52,10 +52,10 @@ FORWARD = (*SHORT, *CLUSTERS)
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
     Tier(512, (), 1, 512, 512, stages=3, ask_early=("rms_norm",)),
-    # 4608 cols: LayerNorm by six warps of three packs 102 us, by nine of two 114, RMSNorm 108 and 100. Of 4928 cols two
-    # rows on an SM 103, one 110.
-    Tier(576, (3,), 1, 512, 512, stages=3, norm="layer_norm"),
-    Tier(640, (2,), 1, 640, 640, stages=3, norm="layer_norm"),
+    # 4608 cols: LayerNorm by six warps of three packs 102 us, by nine of two 114, RMSNorm 108 and 100. Two rows on an
+    # SM, each in a CTA, 99 us, in one CTA 101.
+    Tier(576, (3,), 1, 192, 512, stages=3, norm="layer_norm"),
+    Tier(640, (2,), 1, 320, 640, stages=3, norm="layer_norm"),
     Tier(640, (2,), 1, 640, 640, stages=2, norm="rms_norm", always_early=True),
     Tier(1024, (2,), 1, 512, 512, stages=3, ask_early=("rms_norm",)),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1344, (3,), 1, 448, 448, stages=3),  # 10240 cols 0.91; two places 0.85
@@ -105,15 +105,15 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     few = spec.aligned and device.arch < 100 and not is_dear
     resident = tier.resident if few else min(tier.resident, 512)
     groups = problem.groups
-    many = bytes_per_sm(problem, device) > RING_BYTES
     rows_per_cta = max(1, min(tier.cta, resident) // shape.threads) if tier.cluster == 1 else 1
+    norm = problem.operation.norm
+    early = tier.always_early or (norm in tier.ask_early and is_power_of_two(problem.cols))
+    sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *column_dtypes(problem))) == 2
+    early = sixteen_bits and early
     if not tier.packs:
-        # Rows that several warps hold wait for each other: in one CTA where they are many (4096 cols 0.94 of the roof,
-        # in two 0.86 to 0.95), in two where they are few (8 M elements of 2048 cols 0.77 and 0.74).
-        ctas = 1 if shape.threads > 64 and many else 2
-        rows_per_cta = min(max(1, tier.cta // ctas // shape.threads), _rows_under_way(problem, tier, shape, ctas))
+        rows_per_cta, ctas = _rows_under_way(problem, tier, shape, early)
         resident = min(resident, ctas * rows_per_cta * shape.threads)
-    late = _asks_late(problem, tier, shape, many)
+    late = _asks_late(problem, tier, shape, device)
     if late:
         rows_per_cta, stages = _rows_asked_for_late(problem, tier, shape)
         tier, resident = tier._replace(stages=stages), rows_per_cta * shape.threads
@@ -122,14 +122,11 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     if groups:  # a CTA has rows of one group alone
         whole_warps = _whole_warps(shape)
         rows_per_cta = min(rows_per_cta, ceil_div(problem.rows // groups.count, whole_warps) * whole_warps)
-    norm = problem.operation.norm
-    early = tier.always_early or (norm in tier.ask_early and is_power_of_two(problem.cols))
-    sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *column_dtypes(problem))) == 2
     spec = replace(
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
-        ask_early=sixteen_bits and early and not late,
+        ask_early=early and not late,
         # Of rows at odd addresses three packs spilled 44 bytes with it and none without.
         keeps_g=is_dear and (spec.aligned or shape.packs <= 2),
     )
@@ -151,16 +148,25 @@ def _backward_shape(problem: Problem, tier: Tier, plain: bool, device: Device) -
     return backward_shape(shapes) if shapes else None
 
 
-def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, ctas: int) -> int:
-    """Rows of a CTA, whole warps of them, so that the CTAs of an SM have about 64 KB under way."""
-    rows = (64 << 10) / (ctas * (tier.stages - 1) * _row_bytes(problem))
-    if shape.threads <= WARP:  # three warps of 1280 cols, of five packs each, 0.69 of the roof, four of 1152 0.94
-        return max(1, ceil(rows * shape.threads / WARP)) * WARP // shape.threads
-    # Of three matrices 4096 cols by one row add_rms_norm 141 us, by two 128.
-    return max(2 if len(_read(problem)) == 3 else 1, round(rows))
+def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, early: bool) -> tuple[int, int]:
+    """(rows of a CTA, CTAs of an SM), so that an SM has 54 to 64 KB under way.
+
+    Rows that more than two warps hold have a CTA each: LayerNorm of 3200 cols 102.0 us, of two rows a CTA 105.3;
+    RMSNorm of 2304 cols 98.9 by three CTAs, 109.0 by four rows in one.
+    """
+    # RMSNorm takes 98 to 101 us or 105 to 108, and which of them hangs on little: 512 cols, which ask early, 97.4 with
+    # 64 KB and 104.8 with 54; 1472, 2112, 2880 cols, which ask late, 105 to 108 with 60 KB and 100 to 101 with 54.
+    # LayerNorm of 2880 cols 98.8 with 60 KB, 103.8 with 54.
+    under_way = 64 if early else 60 if problem.norm.subtracts_mean else 54
+    rows = (under_way << 10) / ((tier.stages - 1) * _row_bytes(problem))
+    if shape.threads > 2 * WARP:
+        return 1, max(2, round(rows))
+    # Whole warps: three of 1280 cols, of five packs each, 0.69 of the roof, four of 1152 0.94.
+    warps = ceil(rows / 2 * shape.threads / WARP)
+    return min(max(1, warps) * WARP, tier.cta // 2) // shape.threads, 2
 
 
-def _asks_late(problem: Problem, tier: Tier, shape: RowShape, many: bool) -> bool:
+def _asks_late(problem: Problem, tier: Tier, shape: RowShape, device: Device) -> bool:
     """Whether two matrices are written by rows: then less is to be under way, and to be asked for late.
 
     Rows of groups were not measured, nor those of which a warp holds several.
@@ -168,6 +174,7 @@ def _asks_late(problem: Problem, tier: Tier, shape: RowShape, many: bool) -> boo
     if problem.operation.second:
         return True
     results = [one for one in problem.operands if one.kind == "full" and one.written]
+    many = bytes_per_sm(problem, device) > RING_BYTES
     return len(results) > 1 and not problem.groups and many and shape.threads >= WARP and tier.stages > 0
 
 

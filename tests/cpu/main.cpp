@@ -2,7 +2,7 @@
 // are 64-bit words:
 //   grid x, y, z, threads, CTAs of a cluster, order (as in scheduler.cpp), bytes of dynamic shared memory,
 //   number of arrays, number of arguments,
-//   of each array its bytes and its address modulo 32,
+//   of each array its bytes and its address modulo 128,
 //   of each argument its bytes, the number of its array or -1, and its value or its offset in the array,
 //   then the arrays.
 #include <unistd.h>
@@ -30,7 +30,7 @@ std::vector<T> read(std::size_t count) {
 #ifdef CUNORM_ADDRESS
 constexpr std::size_t kAlignment = 16;
 #else
-constexpr std::size_t kAlignment = 32;
+constexpr std::size_t kAlignment = 128;
 #endif
 
 struct Array {

@@ -201,6 +201,11 @@ void prefetch(const T* address) {
   const volatile T read = *address;  // it must be there
   static_cast<void>(read);
 }
+template <int kCount, class T>
+void discard(const T* first) {
+  if (reinterpret_cast<std::uintptr_t>(first) % 128 != 0) cpu::fail("discarded lines begin at a multiple of 128 bytes");
+  std::memset(const_cast<T*>(first), 0xff, kCount * sizeof(T));  // NaN, for who reads it all the same
+}
 inline void copies_commit() { cpu::copies_commit(); }
 template <int kPending>
 void copies_wait() {
