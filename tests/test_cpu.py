@@ -55,7 +55,7 @@ SHAPES = (
     Shape(2, 321, "bfloat16", MANY_SMS, "a thread for every pack, eight lanes to a pack's turn, threads to spare"),
     Shape(3, 1152, "bfloat16", MANY_SMS, "a thread for every pack, a warp to a pack's turn"),
     Shape(2, 500, "float16", SMALL, "gradients of two warps"),
-    Shape(40, 768, "float16", SMALL, "a warp a row; partial rows of five warps"),
+    Shape(40, 768, "float16", SMALL, "a warp a row; partial rows of four warps"),
     Shape(4000, 24, "bfloat16", SMALL, "several turns in registers"),
     Shape(3, 1000, "bfloat16", SMALL, "whole packs that fill no warp"),
     Shape(12, 1024, "float32", SMALL, "a full shape; a ring of rows"),
@@ -78,7 +78,7 @@ SHAPES = (
     Shape(5, 3201, "float64", SMALL, "cluster of 2 in the backward pass, odd"),
     Shape(5, 6001, "float32", SMALL, "three packs a thread in the backward pass, odd"),
     Shape(8, 4601, "bfloat16", SMALL, "six warps of three packs or nine of two in the backward pass, odd"),
-    Shape(8, 4992, "float16", SMALL, "ten warps of two packs, two rows of a CTA in the backward pass"),
+    Shape(8, 4992, "float16", SMALL, "ten warps of two packs in the backward pass, RMSNorm by two rows of a CTA"),
     Shape(8, 8191, "float16", SMALL, "a CTA a row, odd"),
     Shape(3, 8192, "bfloat16", SMALL, "a full shape"),
     Shape(3, 2601, "float64", SMALL, "three packs a thread and three places in the backward pass, odd"),
@@ -163,7 +163,7 @@ def test_the_table_reaches_every_tier(direction):
 
 def test_the_table_reaches_every_way_to_add_up_gradients():
     """Rows share a warp of a CTA, have one or several, all of the CTA, a cluster; one group of them or more."""
-    specs = [plan(*one).steps[0].spec for one in problems("backward")]
+    specs = [plan(*one).steps[0].spec for op in OPS for one in problems("backward", op)]
     ways = {(holder(spec), spec.final) for spec in specs if spec.kernel == "backward"}
     every = set(itertools.product(("part of a warp", "warp", "warps", "CTA", "cluster"), (True, False)))
     assert ways == every
@@ -210,7 +210,7 @@ def check_shape(name: str, op: str, machine: Machine) -> None:
 
 
 # In the backward pass a row is held by a part of a warp, a warp, two warps, a CTA (with two places), a cluster.
-IN_PLACES = ((128, "float16"), (504, "float16"), (768, "float16"), (6000, "float32"), (3202, "float64"))
+IN_PLACES = ((128, "float16"), (504, "float16"), (704, "float16"), (6000, "float32"), (3202, "float64"))
 
 
 def backward_step(rows: int, cols: int, dtype: str) -> Step:
@@ -219,7 +219,7 @@ def backward_step(rows: int, cols: int, dtype: str) -> Step:
 
 def rows_that_take(wanted: int, cols: int, dtype: str) -> int:
     """The fewest rows of which every thread takes so many."""
-    return next(rows for rows in itertools.count(1) if turns(rows, backward_step(rows, cols, dtype)) == wanted)
+    return next(rows for rows in range(1, 1000) if turns(rows, backward_step(rows, cols, dtype)) == wanted)
 
 
 @pytest.mark.parametrize("filled", ["one row", "a turn less than places", "as many", "a row more", "many"])
@@ -316,7 +316,7 @@ def test_wide_weight_and_bias_beside_bfloat16(cols, wide):
 
 @pytest.mark.parametrize(
     ("cols", "device", "places", "rows_per_cta"),
-    [(8191, SMALL, 2, 1), (768, LITTLE_SHARED, 2, 3), (129, LITTLE_SHARED, 2, 12)],
+    [(8191, SMALL, 2, 1), (704, LITTLE_SHARED, 2, 3), (129, LITTLE_SHARED, 2, 12)],
 )
 def test_rows_of_a_wide_dy_have_fewer_places(cols, device, places, rows_per_cta):
     """Where shared memory does not hold all of them, and then a CTA takes fewer rows."""
