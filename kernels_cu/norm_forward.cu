@@ -123,7 +123,8 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       Norm::template merge<Exchange, Shape::kCols>(part, exchange.collect(turn),
                                                    [](int other) { return Shape::slot_columns(other); });
     }
-    constexpr bool kByCall = !kColumnsStay || kPacks > 4;  // else five packs spilled 4 bytes
+    // By a product five packs spilled 4 bytes, and rows that fill all places 24 to 32.
+    constexpr bool kByCall = !kColumnsStay || kPacks > 4 || Shape::kCapacity * Shape::kCluster == Shape::kCols;
     const auto statistics = Norm::template finish<Shape::kCols, kByCall>(part, eps);
 
     const bool active = Shape::kThreads >= 32 || row < rows;

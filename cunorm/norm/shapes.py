@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..operation import Norm
 from .problem import Problem
 from .spec import WARP, NormSpec, RowShape
 
@@ -16,24 +17,29 @@ FORWARD_THREADS = {
     80: 16,
     248: 32,  # 832 cols 68.5, by 16 71.5; 1728 cols 68.9, by 64 74.4
     256: 128,  # 2048 cols 66.5, by 64 71.3; 1920 cols 73.4, by 32 72.8
-    320: 64,  # 2304 cols 73.4, by 128 73.9
+    288: 96,  # 2304 cols 70.7, by 64 71.6; RMSNorm 68.5 and 73.3
+    320: 64,  # 2432 cols 71.7, by 160 76.0
     512: 128,  # 3008 cols 67.7, by 64 72.1; 3392 cols 69.1 and 72.6
     576: 192,  # 4480 cols 68.4, by 128 71.6
-    640: 128,  # 4928 cols 72.3, by 256 73.3
+    640: 160,  # 4992 cols 68.1, by 128 69.7
+    672: 224,  # 5184 cols 69.2, by 256 70.9
     768: 256,  # 6016 cols 67.3, by 128 71.0
     960: 192,  # 7104 cols 68.3, by 128 73.7, by 256 68.5
     1280: 256,
     4096: 512,
 }
+# RMSNorm's, where another number is better by more than 2%.
+RMS_FORWARD_THREADS = {320: 160}  # 2560 cols 67.4, by 64 74.3
 # Packs of a thread, the best first, where several numbers waste as little.
 PREFERRED_PACKS = (2, 3, 4, 5, 6, 7, 8, 1)
 
 
-def forward_shape(pack: int, packs: int) -> RowShape:
+def forward_shape(norm: Norm, pack: int, packs: int) -> RowShape:
     """Rows of up to 4096 packs."""
     if packs <= WARP:
         return _power_of_two_shape(pack, packs, dict.fromkeys((1, 2, 4, 8, 16, WARP), 8))
-    threads = next(threads for most, threads in FORWARD_THREADS.items() if packs <= most)
+    most, threads = next((most, threads) for most, threads in FORWARD_THREADS.items() if packs <= most)
+    threads = threads if norm.subtracts_mean else RMS_FORWARD_THREADS.get(most, threads)
     return RowShape(pack, threads, ceil_div(packs, threads))
 
 

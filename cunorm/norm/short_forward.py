@@ -30,7 +30,7 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
     Whoever holds what of a row is the same for all, and so are the bits.
     """
     pack = 16 // ITEMSIZE[problem.row_dtype]
-    shape = forward_shape(pack, ceil_div(problem.cols, pack))
+    shape = forward_shape(problem.norm, pack, ceil_div(problem.cols, pack))
     rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
     spec = kernel_spec(
         problem, "forward", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
@@ -205,7 +205,7 @@ def forward_twice(problem: Problem, device: Device) -> NormSpec:
     """That kernel. A row has the shape of either norm's own, and so its bits."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(problem.cols, pack)
-    shape = forward_shape(pack, packs)
+    shape = forward_shape(problem.norm, pack, packs)
     rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
     spec = kernel_spec(
         problem, "forward_twice", shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True

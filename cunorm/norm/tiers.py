@@ -43,7 +43,7 @@ class Tier(NamedTuple):
 
 # Forward rows that one CTA may hold are run by short_forward.py. A line for each row length at which a thread's packs
 # or a row's threads change a good deal, for those who want an example of each.
-SHORT = tuple(map(Tier, (2, 32, 64, 128, 256, 320, 512, 640, 1024, 1280, 2048, 3072, 4096)))
+SHORT = tuple(map(Tier, (2, 32, 64, 128, 256, 288, 320, 512, 640, 672, 1024, 1280, 2048, 3072, 4096)))
 # Longer ones by clusters.py, likewise.
 CLUSTERS = tuple(Tier(most, cluster=2) for most in (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536))
 FORWARD = (*SHORT, *CLUSTERS)
