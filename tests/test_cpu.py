@@ -102,7 +102,7 @@ SHAPES = (
     Shape(10, 28680, "bfloat16", SMALL, "many rows of LayerNorm beside wide weight and bias: three places", "float32"),
     Shape(30, 1280, "bfloat16", SMALL, "a warp's rows in three places beside wide weight and bias", "float32"),
     Shape(216, 1280, "bfloat16", SMALL, "many rows in a ring beside wide weight and bias", "float32"),
-    Shape(54, 5000, "bfloat16", SMALL, "many rows of RMSNorm in a ring beside a wide weight", "float32"),
+    Shape(54, 5000, "bfloat16", SMALL, "many rows beside a wide weight, a hundred and sixty threads", "float32"),
     Shape(4, 65537, "float16", SMALL, "four packs a thread of clusters of 8 and 16, backward of 8, odd"),
     Shape(3, 57352, "bfloat16", SMALL, "cluster of 2, backward of 8 with four packs a thread"),
     Shape(3, 32772, "float64", SMALL, "cluster of 8, backward of 16 with three packs a thread"),

@@ -41,8 +41,6 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
     whole = not problem.norm.subtracts_mean or spec.cols == shape.capacity
     in_warp = shape.threads <= WARP and spec.scales in ("one", "per_row")
     narrow = in_warp or (shape.threads < 512 and spec.scales == "one" and whole)
-    if many and _five_beside_a_wide_weight(problem, spec, device):
-        return _short_ring(spec, needs.columns + needs.working + _more_in_a_ring(shape), 32 << 10, device)
     if many and not narrow:
         return None
     under_way = 42 if many else 48
@@ -50,24 +48,6 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
     late = narrow and spec.aligned and device.arch < 100
     registers = needs.working - 20 if late else needs.working + needs.y
     return _short_ring(spec, needs.columns + registers + _more_in_a_ring(shape), under_way << 10, device)
-
-
-def _five_beside_a_wide_weight(problem: Problem, spec: NormSpec, device: Device) -> bool:
-    """RMSNorm of rows of 16 bits, five packs a thread, two to four warps: 64 M elements of 4992 cols 69.2 us, in
-    registers 73.4; of 2112 cols 69.7 and 73.8. Of other packs, of one warp or six, a ring gained 2% at most.
-    """
-    shape, columns = spec.shape, spec.columns
-    plain = not any(step.function in FUNCTIONS for step in spec.operation.epilogue.steps)
-    return (
-        plain
-        and len(columns) == 1
-        and columns[0].itemsize == 4
-        and device.arch == 90
-        and not (spec.scales or problem.norm.subtracts_mean)
-        and sixteen_bits(spec, spec.matrices)
-        and shape.packs == 5
-        and WARP < shape.threads <= 4 * WARP
-    )
 
 
 def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
@@ -108,7 +88,7 @@ def _ring_beside(spec: NormSpec, device: Device) -> NormSpec | None:
     if gates or not alone or not sixteen_bits(spec):
         return None
     ring = replace(spec, stages=2, columns_stay=True, streamed_x=True)
-    if (shape.threads, shape.packs) == (128, 5):
+    if (shape.threads, shape.packs) == (160, 4):
         return replace(ring, ctas_per_sm=2, ask_early=True)
     if (shape.threads, shape.packs) == (512, 4) and device.runs_clusters(4):
         return replace(ring, shape=in_clusters(shape, 4), ctas_per_sm=4)
