@@ -196,7 +196,9 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   int turns = 0;
   for (int turn = 0; first_of_warp<Shape>(place) < count; place += row_step, ++turn) {
     saved = next;
-    next = saved_of(place + row_step);
+    // Of clusters' rows at odd addresses later: 4 bytes spilled.
+    constexpr bool kSavedLate = Shape::kCluster > 1 && !Matrices::kVectors;
+    if constexpr (!kSavedLate) next = saved_of(place + row_step);
     const auto ask_next = [&] {
       rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);
       RowsIn::sent();
@@ -230,6 +232,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
       for (Compute& sum : means) sum = group_sum<Shape::kLanes>(sum);
     }
     if constexpr (!RowsIn::kAskEarly) ask_next();
+    if constexpr (kSavedLate) next = saved_of(place + row_step);
     if constexpr (!Operation::kLate) continue;
 
     if constexpr (kExchanges) {

@@ -171,8 +171,9 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
     narrow = narrow and not (spec.grouped and spec.scales)  # 4 bytes spilled on sm_80, 128 cols
     # 16 bytes on sm_100, y of float64, 4104 cols
     narrow = narrow and all(one.itemsize <= max(4, itemsize) for one in spec.written)
-    # On sm_80 two packs spilled 8 bytes in 40 registers.
-    most, words = (1536, 28 if device.arch >= 90 else 40) if shape.packs <= 3 and narrow else (RESIDENT, needs.working)
+    # On sm_80 two packs spilled 8 bytes in 40 registers, on sm_100 and sm_120 three 24 to 40.
+    few = device.arch == 90 or (device.arch > 90 and shape.packs < 3)
+    most, words = (1536, 28 if few else 40) if shape.packs <= 3 and narrow else (RESIDENT, needs.working)
     if device.arch == 90 and not spec.scales and sixteen_bits(spec):
         if spec.grouped and narrow:
             # An SM has few rows of a group at once, so that late its vectors come from L2: modulated rows of 4096 cols
