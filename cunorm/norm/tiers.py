@@ -112,7 +112,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     early = sixteen_bits and early
     if not tier.packs:
         rows_per_cta, ctas = _rows_under_way(problem, tier, shape, early)
-        if groups and shape.threads > WARP:  # in one CTA: else each of them leaves a partial row of each group
+        # In one CTA, else each of them leaves a partial row of each group; of more matrices 4 to 12 bytes spilled.
+        if groups and shape.threads > WARP and len(_read(problem)) <= 2:
             rows_per_cta, ctas = min(ctas * rows_per_cta, tier.cta // shape.threads), 1
         resident = min(resident, ctas * rows_per_cta * shape.threads)
     late = _asks_late(problem, tier, shape, device)
