@@ -14,9 +14,12 @@ from .operation import NORMS
 from .operation_text import CPP_TYPE, backward_struct, cpp, forward_struct
 
 
-def call_of(spec: NormSpec | SumSpec) -> tuple[str, str]:
-    """(definitions before the entry, the statements of the entry)"""
-    return ("", _sum_partials(spec)) if isinstance(spec, SumSpec) else _FAMILIES[spec.kernel](spec)
+def call_of(spec: NormSpec | SumSpec, *, owns_workspace: bool = True) -> tuple[str, str]:
+    """(definitions before the entry, the statements of the entry)
+
+    A launch of XLA's does not own the workspace that it reads: to XLA it is an operand, which stays as it is.
+    """
+    return ("", _sum_partials(spec, owns_workspace)) if isinstance(spec, SumSpec) else _FAMILIES[spec.kernel](spec)
 
 
 def row_numbers(operand: Operand) -> tuple[str, ...]:
@@ -308,7 +311,7 @@ def _rows(spec: NormSpec) -> str:
     return f"template <class Load>\nusing Rows = {kind};\n"
 
 
-def _sum_partials(spec: SumSpec) -> str:
+def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
     """blockIdx.y says which."""
     of_this = {
         name: "".join(f"blockIdx.y == {i} ? {name}{i} : " for i in range(spec.count - 1)) + f"{name}{spec.count - 1}"
@@ -317,7 +320,7 @@ def _sum_partials(spec: SumSpec) -> str:
     if spec.grouped:
         of_this["partials"] = f"({of_this['partials']}) + blockIdx.z * groups * {_partial_stride(spec.pack, 'cols')}"
         of_this["sum"] = f"({of_this['sum']}) + blockIdx.z * cols"
-    template = f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}>"
+    template = f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}, {cpp(owns_workspace)}>"
     return f"  {template}({of_this['partials']}, {of_this['sum']}, groups, cols);\n"
 
 

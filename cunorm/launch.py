@@ -57,7 +57,7 @@ def run(
 ) -> None:
     """Pointers are ints, in the order of `plan.problem.pointers`, 0 where there is no array; scalars likewise.
 
-    `stream` is a cudaStream_t; `workspace` has plan.workspace bytes.
+    `stream` is a cudaStream_t; `workspace` has plan.workspace bytes, at a multiple of 128, and what it held is lost.
     """
     found = prepared(plan, device_id)
     alone = found.alone

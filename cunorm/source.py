@@ -132,7 +132,7 @@ def _pointer(operand: Operand, dtype: str) -> str:
 
 def _entry(spec: KernelSpec, baked: Baked | None) -> str:
     """The expressions of a spec, the instance of a template, and the entry point with what launch.py passes."""
-    before, call = spec.text() if isinstance(spec, OtherSpec) else call_of(spec)
+    before, call = spec.text() if isinstance(spec, OtherSpec) else call_of(spec, owns_workspace=baked is None)
     ctas_per_sm = 1 if isinstance(spec, SumSpec) else spec.ctas_per_sm
     types = parameters(spec)
     constants = offsets = ""

@@ -111,8 +111,8 @@ DEVICE void column_gradients(Operation operation, Matrices matrices, Columns col
 
 // gradient[column] = Σ_group partials[group][column]. kLanes threads (a power of two) read kSumColumns each; the
 // CTA's kRows such sets of threads take every kRows-th partial row, and are added up at the end. The partial rows were
-// written in packs of kPack.
-template <int kLanes, int kRows, int kPack, class Compute, class Gradient>
+// written in packs of kPack. kOwnsPartials: nobody else reads them.
+template <int kLanes, int kRows, int kPack, bool kOwnsPartials, class Compute, class Gradient>
 DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
   constexpr int kOwn = kSumColumns;
   constexpr int kColumns = kLanes * kOwn;  // of a CTA
@@ -166,7 +166,7 @@ DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 grou
   constexpr int kLineLanes = kLineColumns / kOwn;
   static_assert(kLanes % kLineLanes == 0, "the lanes that read a line are of one warp");
   warp_barrier();
-  if (cols > 1024 && threadIdx.x % kLineLanes == 0 && own < row.places()) {
+  if (kOwnsPartials && cols > 1024 && threadIdx.x % kLineLanes == 0 && own < row.places()) {
     for (int64 group = threadIdx.x / kLanes; group < groups; group += kRows) {
       discard<kLineColumns>(partials + group * row.stride() + own);
     }

@@ -54,7 +54,9 @@ def run(
         with memory({name: buffers[name] for name in one.reads} | results) as pointers:
             write, launch = Machine().prepare(one.step, one.baked)
             write(*pointers.values())
+            read = {name: buffers[name].tobytes() for name in one.reads}
             launch(0)
+        assert {name: buffers[name].tobytes() for name in one.reads} == read, "what a call reads is the program's"
         buffers |= results
     for name, result in wanted.items():
         result[...] = buffers[name]
