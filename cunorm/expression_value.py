@@ -184,10 +184,10 @@ class Graph:
                 return first if is_constant(second, "1") else self.apply("negative", first)
             if function == "*" and is_constant(first, "1", "-1"):
                 return second if is_constant(first, "1") else self.apply("negative", second)
-            for place in (first, second):
-                if (positive := negated(place)) is not None:
-                    factors = (positive if operand == place else operand for operand in (first, second))
-                    return self.apply("negative", self.apply(function, *factors))
+            if (positive := negated(first)) is not None:
+                return self.apply("negative", self.apply(function, positive, second))
+            if (positive := negated(second)) is not None:
+                return self.apply("negative", self.apply(function, first, positive))
         return None
 
 

@@ -177,6 +177,21 @@ def test_any_expression_is_read_back_and_differentiated(plan, seed):
         numpy.testing.assert_allclose(slopes[1][smooth], found[smooth], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda a, b: -a * -a, "a * a"),
+        (lambda a, b: -a / -a, "a / a"),
+        (lambda a, b: -a * -b, "a * b"),
+        (lambda a, b: a / -b, "-(a / b)"),
+        (lambda a, b: -a * b, "-(a * b)"),
+    ],
+)
+def test_signs_of_products_are_counted(function, text):
+    """Each factor's by itself, also where both are one number: the derivative of erf(-a) squares it."""
+    assert trace(function).text == text
+
+
 @pytest.mark.parametrize("name", STABLE)
 def test_derivatives_are_right_far_away_in_float32(name):
     """Within what float32 can say of torch's in float64."""
