@@ -14,7 +14,7 @@ from .operation import NORMS
 from .operation_text import CPP_TYPE, backward_struct, cpp, forward_struct
 
 
-def call_of(spec: NormSpec | SumSpec, *, owns_workspace: bool = True) -> tuple[str, str]:
+def call_of(spec: NormSpec | SumSpec, *, owns_workspace: bool) -> tuple[str, str]:
     """(definitions before the entry, the statements of the entry)
 
     A launch of XLA's does not own the workspace that it reads: to XLA it is an operand, which stays as it is.
