@@ -20,7 +20,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from . import device, logs
-from .norm.spec import KernelSpec, NormSpec, dynamic_shared
+from .norm.shared_memory import dynamic_shared
+from .norm.spec import KernelSpec, NormSpec
 from .source import Baked, entry_name, source
 
 OPTIONS = ("--std=c++17", "-fmad=false")  # platform.cuh says why

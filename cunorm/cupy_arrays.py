@@ -263,6 +263,7 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
         strides=_strides(x=x_rows, dy=dy_rows, dx=dx_rows),
         sm_margin=checks.check_sm_margin(function, sm_margin, properties.sms),
         aligned=aligned(arrays),
+        overwrites=dx_rows is not None,
     )
     return Recipe(
         plan=plan(task, properties) if task.rows and any(mask) else None,

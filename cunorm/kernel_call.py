@@ -9,17 +9,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from .norm.problem import BLOCK, Operand
-from .norm.spec import BACKWARD, NormSpec, SumSpec
+from .norm.spec import BACKWARD, FewRowsSpec, NormSpec, SumSpec
 from .operation import NORMS
 from .operation_text import CPP_TYPE, backward_struct, cpp, forward_struct
 
 
-def call_of(spec: NormSpec | SumSpec, *, owns_workspace: bool) -> tuple[str, str]:
+def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> tuple[str, str]:
     """(definitions before the entry, the statements of the entry)
 
     A launch of XLA's does not own the workspace that it reads: to XLA it is an operand, which stays as it is.
     """
-    return ("", _sum_partials(spec, owns_workspace)) if isinstance(spec, SumSpec) else _FAMILIES[spec.kernel](spec)
+    if isinstance(spec, SumSpec):
+        return "", _sum_partials(spec, owns_workspace)
+    return _few_rows(spec) if isinstance(spec, FewRowsSpec) else _FAMILIES[spec.kernel](spec)
 
 
 def row_numbers(operand: Operand) -> tuple[str, ...]:
@@ -96,14 +98,28 @@ def _forward_twice(spec: NormSpec) -> tuple[str, str]:
     return before, _call([], f"{template}({call})")
 
 
-def _backward(spec: NormSpec) -> tuple[str, str]:
+def _few_rows(spec: FewRowsSpec) -> tuple[str, str]:
+    """Sums over rows by the first CTAs, and what is written by rows by the others."""
+    # With 128 bytes on their way to a thread it takes 93 registers, with 64 no more than 64.
+    before, of_columns = _backward(spec.columns, "OfColumns", ahead=64)
+    first = spec.column_ctas
+    before_rows, of_rows = _backward(spec.rows, "OfRows", f"blockIdx.x - {first}, gridDim.x - {first}")
+    return before + before_rows, f"  if (blockIdx.x < {first}) {{\n{of_columns}  }} else {{\n{of_rows}  }}\n"
+
+
+def _backward(
+    spec: NormSpec, name: str = "Operation", ctas: str = "blockIdx.x, gridDim.x", ahead: int = 128
+) -> tuple[str, str]:
+    """`name`: of the struct. `ctas`: which CTA it is, and of how many, of those that have rows. `ahead`: bytes on their
+    way to a thread of column_gradients.
+    """
     by_name = {one.name: one for one in spec.operands}
     matrices = [one.name for one in spec.matrices]
     columns = [one.name for one in spec.columns]
     scalars = [one.name for one in spec.operands if one.kind == "scalar"]
-    before, sums = backward_struct(spec, matrices, columns, scalars)
+    before, sums = backward_struct(spec, matrices, columns, scalars, name)
     statistics = [
-        name if name in by_name else "static_cast<const Operation::Compute*>(nullptr)" for name in ("mean", "rstd")
+        one if one in by_name else f"static_cast<const {name}::Compute*>(nullptr)" for one in ("mean", "rstd")
     ]
     cache = _cache(spec.streamed_y)
     arguments = [
@@ -116,7 +132,7 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
         arguments += [_list("Results", (_store(spec, one, KEPT) for one in of_list)) for of_list in lists]
         arguments.append(_row_sums(spec))
     if spec.kernel != "backward_streamed":
-        arguments.append(_list("Sums", (_store_sum(spec, name, by_name[name].dtype) for name in sums)))
+        arguments.append(_list("Sums", (_store_sum(spec, one, by_name[one].dtype) for one in sums)))
     if spec.kernel == "backward_streamed":
         which_rows = ()
     elif spec.grouped:
@@ -126,16 +142,16 @@ def _backward(spec: NormSpec) -> tuple[str, str]:
     call = ",\n      ".join((*arguments, *statistics, "rows", *which_rows))
     norm = NORMS[spec.operation.norm].policy
     if spec.kernel == "backward":
-        template = f"norm_backward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, Operation::Compute>"
-        return before + _rows(spec), _call(scalars, f"{template}({call})")
+        template = f"norm_backward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {name}::Compute>"
+        return before + _rows(spec), _call(scalars, f"{template}({call}, {ctas})", name)
     if spec.kernel == "backward_streamed":
-        template = f"norm_backward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
+        template = f"norm_backward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, {name}::Compute>"
     else:
         template = (
-            f"column_gradients<{norm}, {spec.cols}, {spec.shape.threads}, {spec.rows_per_cta}, {spec.shape.pack}, "
-            "Operation::Compute>"
+            f"column_gradients<{norm}, {ahead}, {spec.cols}, {spec.shape.threads}, {spec.rows_per_cta}, "
+            f"{spec.shape.pack}, {name}::Compute>"
         )
-    return before, _call(scalars, f"{template}({call})")
+    return before, _call(scalars, f"{template}({call})", name)
 
 
 def _backward_twice(spec: NormSpec) -> tuple[str, str]:
@@ -174,8 +190,8 @@ def _backward_twice(spec: NormSpec) -> tuple[str, str]:
     return before + _rows(spec), f"  {template}({call});\n"
 
 
-def _call(scalars: Iterable[str], call: str) -> str:
-    return f"  const Operation operation{{{', '.join(scalars)}}};\n  {call};\n"
+def _call(scalars: Iterable[str], call: str, name: str = "Operation") -> str:
+    return f"  const {name} operation{{{', '.join(scalars)}}};\n  {call};\n"
 
 
 KEPT = "Cache::kKept"

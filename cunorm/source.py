@@ -25,6 +25,7 @@ from .norm.spec import (
     RUN_GAP,
     SHARED_ALIGNMENT,
     SUM_COLUMNS,
+    FewRowsSpec,
     KernelSpec,
     OtherSpec,
     SumSpec,
@@ -38,6 +39,7 @@ FILES = {
     "forward_streamed": "norm_forward_streamed.cu",
     "forward_twice": "norm_forward_twice.cu",
     "backward": "norm_backward.cu",
+    "backward_few": "norm_backward_few.cu",
     "backward_twice": "norm_backward_twice.cu",
     "backward_streamed": "norm_backward_streamed.cu",
     "column_gradients": "weight_gradient.cu",
@@ -109,6 +111,8 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     """The C++ type of each parameter of a kernel, by name and in order: arrays, numbers, sizes."""
     if isinstance(spec, OtherSpec):
         return spec.parameters()
+    if isinstance(spec, FewRowsSpec):
+        return parameters(spec.whole)
     if isinstance(spec, SumSpec):
         of_one = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
         found = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}

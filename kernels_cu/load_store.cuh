@@ -15,7 +15,6 @@
 //          stands_at(raw, row, column)                      after read: for what no place holds (philox.cuh,
 //                                                           row_numbers.cuh)
 //          place_bytes(columns)                             of shared memory for a row
-//          lies_at(address)                                 whether the matrix begins there
 // Store:   store(row, column, valid, values)
 #pragma once
 #include "functions.cuh"
@@ -88,7 +87,6 @@ struct LoadRows {
   DEVICE void put(char* place, PackSlot slot, const Packed& pack) const { Shared::put(place, slot, pack); }
   DEVICE void read(Packed& pack, char* place, PackSlot slot) const { Shared::read(pack, place, slot); }
   DEVICE void stands_at(Packed&, int64, int64) const {}
-  DEVICE bool lies_at(const void* address) const { return data == address; }
 };
 
 // A vector for all rows, or for a group of them, that begins at an odd address. It is read again for every row: shifted
@@ -138,7 +136,6 @@ struct Matrices<> {
   template <int kColumns, int kPlaces>
   DEVICE void read(Raw&, char*, int, PackSlot) const {}
   DEVICE void stands_at(Raw&, int64, int64) const {}
-  DEVICE bool lies_at(const void*) const { return false; }
 };
 
 template <class First, class... Others>
@@ -234,8 +231,6 @@ struct Matrices<First, Others...> {
     first.stands_at(raw.first, row, column);
     others.stands_at(raw.others, row, column);
   }
-  // Whether one of them lies there.
-  DEVICE bool lies_at(const void* address) const { return first.lies_at(address) || others.lies_at(address); }
 
  private:
   template <int kColumns>
@@ -368,10 +363,6 @@ struct Results<> {
   static constexpr bool kTogether = false;
   template <class Values>
   DEVICE void store(int64, int64, int, Values) const {}
-  template <class Matrices>
-  DEVICE bool in_place_of(const Matrices&) const {
-    return false;
-  }
 };
 
 template <class First, class... Others>
@@ -386,11 +377,6 @@ struct Results<First, Others...> {
   DEVICE void store(int64 row, int64 column, int valid, const Compute (*values)[First::kPack]) const {
     first.store(row, column, valid, values[0]);
     others.store(row, column, valid, values + 1);
-  }
-  // Whether one of them is written where one of the matrices is read. Other overlaps no function takes.
-  template <class Matrices>
-  DEVICE bool in_place_of(const Matrices& matrices) const {
-    return matrices.lies_at(first.data) || others.in_place_of(matrices);
   }
 };
 

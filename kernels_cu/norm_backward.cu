@@ -126,19 +126,17 @@ DEVICE void read_columns(const Columns& columns,
 // Rows: where the rows of the matrices wait (rows.cuh). Columns: the vectors that the derivative takes besides them.
 // EarlyResults: gradients that are written row by row and need no sums over the row, Results: those that do; Sums:
 // those that are sums over rows (gradients.cuh), all of them or those of a group (WhichRows, in rows.cuh); RowSums:
-// those of numbers for rows (row_numbers.cuh).
+// those of numbers for rows (row_numbers.cuh). `cta`, of `ctas`: the CTA among those that have rows.
 template <class Norm, class Shape, int kRows, template <class> class Rows, class Compute, class Operation,
           class Matrices, class Columns, class EarlyResults, class Results, class RowSums, class Sums, class WhichRows>
 DEVICE void norm_backward(Operation operation, Matrices matrices, Columns columns, EarlyResults early_results,
                           Results results, RowSums row_sums_to, Sums sums_to, const Compute* mean, const Compute* rstd,
-                          int64 rows, WhichRows which_rows) {
+                          int64 rows, WhichRows which_rows, unsigned cta, unsigned ctas) {
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
   using RowsIn = Rows<Matrices>;
   using Exchange = RowExchange<Shape, kRows, Norm::kGradientSums, Compute>;
   constexpr bool kExchanges = Operation::kOfS && Shape::kSlots > 1;
-  // Whether it may be launched before the kernel in front of it ends.
-  constexpr bool kMayFollow = Sums::kCount == 0 && Shape::kCluster == 1;
   __shared__ Exchange exchanges[kRows];
   const int row_group = row_group_of_thread<Shape, kRows, Matrices::kVectors>();
   Exchange& exchange = exchanges[row_group];
@@ -147,12 +145,14 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   auto& exchange_of_totals = exchanges_of_totals[row_group];
 
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
-  const int group = blockIdx.x / Shape::kCluster;
-  const int64 row_step = static_cast<int64>(gridDim.x / Shape::kCluster) * kRows;
+  const int group = cta / Shape::kCluster;
+  const int64 row_step = static_cast<int64>(ctas / Shape::kCluster) * kRows;
   Compute sums[kArrays<Sums>][kPacks][kPack] = {};
 
+  // A thread that holds its row in registers has no other one.
+  constexpr bool kOnce = RowsIn::kAhead == 0;
   // Columns stay in registers from row to row where a few hold them, else in shared memory.
-  constexpr bool kColumnsStay = kStay<Shape, Columns::kColumnBytes>;
+  constexpr bool kColumnsStay = kOnce || kStay<Shape, Columns::kColumnBytes>;
   typename Columns::Packed column_packs[kColumnsStay ? kPacks : 1];
   char* const column_places = dynamic_shared() + RowsIn::kBytes;  // one for each row group
   hold_columns<Shape, kRows, kColumnsStay>(columns, column_packs, column_places, rank, row_group);
@@ -194,11 +194,11 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
 
   SavedRow next = saved_of(place);
   int turns = 0;
-  for (int turn = 0; first_of_warp<Shape>(place) < count; place += row_step, ++turn) {
+  for (int turn = 0; first_of_warp<Shape>(place) < count && !(kOnce && turn > 0); place += row_step, ++turn) {
     saved = next;
     // Of clusters' rows at odd addresses later: 4 bytes spilled.
     constexpr bool kSavedLate = Shape::kCluster > 1 && !Matrices::kVectors;
-    if constexpr (!kSavedLate) next = saved_of(place + row_step);
+    if constexpr (!kSavedLate && !kOnce) next = saved_of(place + row_step);
     const auto ask_next = [&] {
       rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);
       RowsIn::sent();
@@ -207,9 +207,6 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     rows_in.take(which_rows.of(place));
     if constexpr (RowsIn::kAskEarly) ask_next();
 
-    // Launched beside column_gradients (backward_plan.py), which reads dy: a gradient may lie there. Elsewhere it need
-    // not wait yet: 455 x 2304 6.7 us and 6.05.
-    if (kMayFollow && turn == 0 && early_results.in_place_of(matrices)) wait_for_kernel_before();
     Compute means[Norm::kGradientSums] = {}, kept[Operation::kKeepsG ? kPacks : 1][kPack];
     for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
       Compute values[kArrays<EarlyResults>][kPack] = {};
@@ -232,7 +229,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
       for (Compute& sum : means) sum = group_sum<Shape::kLanes>(sum);
     }
     if constexpr (!RowsIn::kAskEarly) ask_next();
-    if constexpr (kSavedLate) next = saved_of(place + row_step);
+    if constexpr (kSavedLate && !kOnce) next = saved_of(place + row_step);
     if constexpr (!Operation::kLate) continue;
 
     if constexpr (kExchanges) {
@@ -248,8 +245,9 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
 #pragma unroll
     for (Compute& mean_of : means) mean_of *= one_part_in<Compute, Shape::kCols>();
     const Projection<Compute> projection = saved.projection(means);
-    if (kMayFollow && turn == 0 && results.in_place_of(matrices)) wait_for_kernel_before();
     RowTotals totals;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) rows_in.stay_packed(p);
     for_each_pack([&](int p, int valid, const auto& xhat, const auto& matrix_values, const auto& column_values) {
       Compute values[RowTotals::kArrays][kPack];
 #pragma unroll
@@ -278,8 +276,6 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
     RowTotals::template collect<false>(row_sums_to, exchange_of_totals, turns - 1, rank,
                                        which_rows.of(place - row_step));
   }
-  // What comes next waits for this kernel alone.
-  if constexpr (kMayFollow) wait_for_kernel_before();
   // A row group that had no row has waited for nothing, and its columns may still be under way.
   if constexpr (!kColumnsStay) copies_wait<0>();
   next_kernel_may_begin();

@@ -84,7 +84,6 @@ struct RandomRows {
   DEVICE void put(char*, PackSlot, const Packed&) const {}
   DEVICE void read(Packed&, const char*, PackSlot) const {}
   DEVICE void stands_at(Packed& pack, int64 row, int64 column) const { pack = {row, static_cast<uint32>(column)}; }
-  DEVICE bool lies_at(const void*) const { return false; }
 };
 
 }  // namespace cunorm

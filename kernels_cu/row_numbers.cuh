@@ -61,7 +61,6 @@ struct RowNumbers {
   DEVICE void put(char*, PackSlot, const Packed&) const {}
   DEVICE void read(Packed&, const char*, PackSlot) const {}
   DEVICE void stands_at(Packed& number, int64 row, int64) const { load(number, row); }
-  DEVICE bool lies_at(const void*) const { return false; }
 };
 
 // Where the gradients of such numbers go, which are sums over a row.

@@ -27,7 +27,8 @@ import numpy
 
 from cunorm import launch, source
 from cunorm.launch import NUMBERS
-from cunorm.norm.spec import KernelSpec, dynamic_shared
+from cunorm.norm.shared_memory import dynamic_shared
+from cunorm.norm.spec import KernelSpec
 from cunorm.norm.steps import Plan, Step
 from cunorm.source import Baked
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import compress
+from unittest import mock
 
 import numpy
 from cpu_device import Machine, poisoned
@@ -10,8 +11,10 @@ from functions import bias_of
 from reference import EPS, check_backward, check_forward
 
 from cunorm.device import Device
+from cunorm.norm import few_rows
+from cunorm.norm.backward_plan import plan_backward
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import plain
+from cunorm.norm.problem import Problem, plain
 from cunorm.norm.steps import Plan
 from cunorm.numpy_arrays import numpy_dtype
 
@@ -80,10 +83,11 @@ def backward(
     device: Device = SMALL,
     zero_centered_gamma: bool = False,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
+    as_many: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """(dx, dweight, dbias), None where output_mask says so."""
+    """(dx, dweight, dbias), None where output_mask says so. `as_many`: by the kernels of many rows."""
     mask = (*output_mask[:2], output_mask[2] and op == "layer_norm")
-    solution = backward_plan(op, dy, x, mean, rstd, weight, device, zero_centered_gamma, mask)
+    solution = backward_plan(op, dy, x, mean, rstd, weight, device, zero_centered_gamma, mask, as_many)
     parameter = x.dtype if weight is None else weight.dtype
     dx = unwritten(x.shape, x.dtype) if mask[0] else None
     dweight, dbias = (unwritten(x.shape[1], parameter) if wanted else None for wanted in mask[1:])
@@ -101,6 +105,7 @@ def backward_plan(
     device: Device,
     zero_centered_gamma: bool,
     mask: tuple[bool, bool, bool],
+    as_many: bool,
 ) -> Plan:
     problem = plain(
         op,
@@ -114,7 +119,15 @@ def backward_plan(
         strides={"x": row_stride(x), "dy": row_stride(dy)},
         aligned=aligned(x, dy, weight, mean, rstd),
     )
-    return plan(problem, device)
+    return plan_of_many(problem, device) if as_many else plan(problem, device)
+
+
+def plan_of_many(problem: Problem, device: Device) -> Plan:
+    """The plan, of a backward pass as if its rows were not few."""
+    if problem.direction == "forward":
+        return plan(problem, device)
+    with mock.patch.object(few_rows, "MOST_ROWS", 0):
+        return plan_backward(problem, device)
 
 
 def check(
@@ -131,14 +144,22 @@ def check(
     y: Array = None,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
 ) -> None:
-    """Forward, and backward of what forward saved, are as accurate as reference.py says, and inputs are left alone."""
+    """Forward, and backward of what forward saved by the kernels of few and of many rows, are as accurate as
+    reference.py says, and inputs are left alone.
+    """
     inputs = [array for array in (x, dy, weight, bias) if array is not None]
     before = [array.tobytes() for array in inputs]
     options = {"device": device, "zero_centered_gamma": zero_centered_gamma}
     y, mean, rstd = forward(machine, op, x, weight, bias, eps=eps, y=y, **options)
     check_forward(op, (y, mean, rstd), x, weight, bias_of(op, bias), eps=eps, zero_centered_gamma=zero_centered_gamma)
-    gradients = backward(machine, op, dy, x, mean, rstd, weight, output_mask=output_mask, **options)
-    check_backward(op, gradients, dy, x, weight, eps=eps, zero_centered_gamma=zero_centered_gamma)
+    found = []
+    for as_many in (False, True):
+        gradients = backward(
+            machine, op, dy, x, mean, rstd, weight, output_mask=output_mask, as_many=as_many, **options
+        )
+        check_backward(op, gradients, dy, x, weight, eps=eps, zero_centered_gamma=zero_centered_gamma)
+        found.append(None if gradients[0] is None else gradients[0].tobytes())
+    assert found[0] == found[1], "dx has the same bits whatever adds dweight up"
     assert [array.tobytes() for array in inputs] == before
 
 

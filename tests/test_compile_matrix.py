@@ -16,7 +16,7 @@ from cunorm.device import KNOWN, Device
 from cunorm.linear import float8_plan
 from cunorm.norm.plan import plan
 from cunorm.norm.problem import ITEMSIZE, whole
-from cunorm.norm.spec import dynamic_shared, shared_memory
+from cunorm.norm.shared_memory import dynamic_shared, shared_memory
 from cunorm.norm.tiers import Tier, choose
 
 WHOLE = 90  # the architecture of which every kind of kernel is compiled

@@ -11,7 +11,17 @@ import pytest
 from arrays import in_wider_rows, inputs, misplaced
 from cases import DTYPES, OFFSETS
 from cpu_device import BUILDS, ORDERS, Machine, missing
-from cpu_functions import FEW_SMS, MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, WITHOUT_CLUSTERS, backward, check, forward
+from cpu_functions import (
+    FEW_SMS,
+    MANY_SMS,
+    MANY_WITHOUT_CLUSTERS,
+    SMALL,
+    WITHOUT_CLUSTERS,
+    backward,
+    check,
+    forward,
+    plan_of_many,
+)
 from functions import OPS
 from problems import problem
 from reference import check_backward, check_forward
@@ -19,7 +29,8 @@ from reference import check_backward, check_forward
 from cunorm.device import Device
 from cunorm.norm.plan import plan
 from cunorm.norm.problem import Problem
-from cunorm.norm.spec import KernelSpec, NormSpec, SumSpec, dynamic_shared
+from cunorm.norm.shared_memory import dynamic_shared
+from cunorm.norm.spec import FewRowsSpec, KernelSpec, NormSpec, SumSpec
 from cunorm.norm.steps import Step
 from cunorm.norm.tiers import TABLES, choose
 from cunorm.source import FILES
@@ -131,6 +142,7 @@ def problems(direction: str, op: str = "layer_norm") -> list[tuple[Problem, Devi
 def test_the_table_reaches_every_kind_of_kernel():
     """A change of the plan must not leave one without tests."""
     solutions = [plan(*one) for direction in TABLES for one in problems(direction)]
+    solutions += [plan_of_many(*one) for one in problems("backward")]
     steps = [step for solution in solutions for step in solution.steps]
     # Those that test_float8.py and test_sandwich.py run.
     elsewhere = {"forward_pairs", "forward_twice", "backward_twice"}
@@ -158,17 +170,26 @@ def test_the_table_reaches_every_tier(direction):
     if direction == "backward":
         assert {weight_waits(spec) for spec in specs} == {True, False}
     # Clusters of every size come back to the first place for rows, and to the first set of slots.
-    first_steps = [(one[0].rows, plan(*one).steps[0]) for one in mine]
+    first_steps = [(one[0].rows, plan_of_many(*one).steps[0]) for one in mine]
     again = {step.spec.shape.cluster for rows, step in first_steps if turns(rows, step) > max(2, step.spec.stages)}
     assert again >= {tier.cluster for tier in table if tier.stages}
 
 
 def test_the_table_reaches_every_way_to_add_up_gradients():
     """Rows share a warp of a CTA, have one or several, all of the CTA, a cluster; one group of them or more."""
-    specs = [plan(*one).steps[0].spec for op in OPS for one in problems("backward", op)]
+    specs = [plan_of_many(*one).steps[0].spec for op in OPS for one in problems("backward", op)]
     ways = {(holder(spec), spec.final) for spec in specs if spec.kernel == "backward"}
     every = set(itertools.product(("part of a warp", "warp", "warps", "CTA", "cluster"), (True, False)))
     assert ways == every
+
+
+def test_the_table_reaches_backward_kernels_for_few_rows():
+    """By columns of a part of a warp or of several, beside rows that anybody holds."""
+    solutions = [plan(*one) for op in OPS for one in problems("backward", op)]
+    specs = [step.spec for one in solutions for step in one.steps if isinstance(step.spec, FewRowsSpec)]
+    assert {holder(spec.rows) for spec in specs} == {"part of a warp", "warp", "warps", "CTA", "cluster"}
+    assert {spec.columns.shape.threads >= 32 for spec in specs} == {True, False}
+    assert {spec.rows.aligned for spec in specs} == {True, False}
 
 
 def test_the_table_reaches_forward_kernels_for_few_rows():
@@ -216,7 +237,7 @@ IN_PLACES = ((128, "float16"), (504, "float16"), (704, "float16"), (6000, "float
 
 
 def backward_step(rows: int, cols: int, dtype: str) -> Step:
-    return plan(problem("backward", rows, cols, dtype), SMALL).steps[0]
+    return plan_of_many(problem("backward", rows, cols, dtype), SMALL).steps[0]
 
 
 def rows_that_take(wanted: int, cols: int, dtype: str) -> int:
@@ -455,10 +476,12 @@ def test_no_layout_leads_beyond_an_array(name):
 
 def test_the_order_of_threads_does_not_show():
     x, dy, weight, bias = inputs(numpy, 8, 8191, "float16")
-    results = []
+    results = ([], [])
     for order in ORDERS:
         machine = Machine(order=order)
         y, mean, rstd = forward(machine, "layer_norm", x, weight, bias)
-        results.append((y, mean, rstd, *backward(machine, "layer_norm", dy, x, mean, rstd, weight)))
-    for arrays in zip(*results, strict=True):
+        for as_many in (False, True):
+            gradients = backward(machine, "layer_norm", dy, x, mean, rstd, weight, as_many=as_many)
+            results[as_many].append((y, mean, rstd, *gradients))
+    for arrays in itertools.chain(*(zip(*found, strict=True) for found in results)):
         assert len({array.tobytes() for array in arrays}) == 1

@@ -18,7 +18,7 @@ from cunorm.expression import trace
 from cunorm.fusion import OF_THE_CALL, is_reserved
 from cunorm.norm.plan import plan
 from cunorm.norm.problem import Groups, backward_problem, forward_problem
-from cunorm.norm.spec import shared_memory
+from cunorm.norm.shared_memory import shared_memory
 from cunorm.operation import Operation
 from cunorm.source import source
 

@@ -119,10 +119,19 @@ LAYERS = (
     {"operation"},
     {"norm.problem"},
     {"norm.checks", "norm.spec"},
-    {"norm.registers", "norm.shapes", "norm.fused", "norm.float8", "linear.problem"},
+    {
+        "norm.registers",
+        "norm.shapes",
+        "norm.shared_memory",
+        "norm.backward_parts",
+        "norm.fused",
+        "norm.float8",
+        "linear.problem",
+    },
     {"norm.short_forward", "norm.short_rings", "norm.clusters"},
     {"norm.tiers"},
     {"norm.steps"},
+    {"norm.few_rows"},
     {"norm.backward_plan"},
     {"norm.plan"},
     {"norm.fused_recipe"},
@@ -148,7 +157,7 @@ LAYERS = (
     {"adding", "adding_float8", "norm_add", "modulating", "gating", "sandwich"},
     {"gate_modulating"},
 )
-PURE = set().union(*LAYERS[:16]) - {"linear.gemm"}
+PURE = set().union(*LAYERS[:17]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {
     "cupy_arrays",

@@ -13,7 +13,8 @@ from cunorm.device import CLUSTER_SIZES, KNOWN
 from cunorm.expression import trace
 from cunorm.norm.plan import plan
 from cunorm.norm.problem import float8_problem, forward_problem
-from cunorm.norm.spec import NormSpec, dynamic_shared, shared_memory
+from cunorm.norm.shared_memory import dynamic_shared, shared_memory
+from cunorm.norm.spec import FewRowsSpec, NormSpec
 from cunorm.operation import Operation
 
 DIRECTIONS = ("forward", "backward")
@@ -79,10 +80,11 @@ def test_who_holds_which_columns_depends_on_neither_rows_nor_addresses(direction
 
     def shapes(rows, cols, **changes):
         solution = plan(problem(direction, rows, cols, dtype, op=op, **changes), KNOWN[arch])
+        specs = [getattr(step.spec, "rows", step.spec) for step in solution.steps]
         return [
-            (step.spec.kernel.replace("_spread", ""), step.spec.shape.order)
-            for step in solution.steps
-            if step.spec.kernel not in ("sum_partials", "column_gradients")
+            (spec.kernel.replace("_spread", ""), spec.shape.order)
+            for spec in specs
+            if spec.kernel not in ("sum_partials", "column_gradients")
         ]
 
     for cols in ALL_COLUMNS:
@@ -170,7 +172,8 @@ def test_the_workspace_is_bounded(dtype, arch):
         solution = plan(problem("backward", rows, cols, dtype, wanted=wanted), device)
         assert solution.workspace <= 4 * device.sms * -(-cols // 32) * 32 * 8
         adds_up = wanted != ("x",) and not any(
-            isinstance(step.spec, NormSpec) and step.spec.final for step in solution.steps
+            isinstance(step.spec, FewRowsSpec) or (isinstance(step.spec, NormSpec) and step.spec.final)
+            for step in solution.steps
         )
         assert (solution.workspace > 0) == adds_up
         assert plan(problem("forward", rows, cols, dtype), device).workspace == 0
@@ -194,8 +197,31 @@ def test_few_rows_with_a_margin_have_no_kernel_that_takes_all_multiprocessors():
         solution = plan(problem("backward", 64, 1024, "bfloat16", sm_margin=sm_margin), KNOWN[90])
         return [step.spec.kernel for step in solution.steps]
 
-    assert "column_gradients" in kernels(0)
-    assert "column_gradients" not in kernels(20)
+    assert kernels(0) == ["backward_few"]
+    assert kernels(20) == ["backward", "sum_partials"]
+
+
+def test_few_rows_whose_gradient_may_lie_where_dy_does_are_two_launches():
+    """Their columns are read before dx is written, and dweight has the bits that it has elsewhere."""
+    apart = plan(problem("backward", 64, 1024, "bfloat16"), KNOWN[90])
+    over = plan(problem("backward", 64, 1024, "bfloat16", overwrites=True), KNOWN[90])
+    assert [step.spec for step in over.steps] == [apart.steps[0].spec.columns, apart.steps[0].spec.rows]
+    assert (apart.may_overwrite, over.may_overwrite) == (False, True)
+    assert sum(step.grid[0] for step in over.steps) == apart.steps[0].grid[0]
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_few_rows_have_threads_for_every_column_and_every_row(arch):
+    device = KNOWN[arch]
+    for dtype, cols, rows in itertools.product(DTYPES, ALL_COLUMNS, (1, 7, 100, 500, 2000)):
+        for step in plan(problem("backward", rows, cols, dtype), device).steps:
+            if isinstance(step.spec, FewRowsSpec):
+                columns, of_rows = step.spec.columns, step.spec.rows
+                assert columns.shape.pack * columns.shape.threads * step.spec.column_ctas >= cols
+                assert columns.threads == of_rows.threads == step.spec.threads <= 1024
+                ctas = step.grid[0] - step.spec.column_ctas
+                assert ctas % step.spec.cluster == 0
+                assert rows <= ctas // step.spec.cluster * of_rows.rows_per_cta < rows + of_rows.rows_per_cta
 
 
 ALIGNMENT = [
@@ -220,7 +246,7 @@ def test_vectors_are_used_where_every_row_is_aligned(cols, x_stride, y_stride, a
 def test_dx_is_contiguous_whatever_the_strides_of_x():
     changes = {"strides": {"x": 1024, "dy": 1024}}
     steps = plan(problem("backward", 10, 1023, "float16", **changes), KNOWN[90]).steps
-    assert not any(step.spec.aligned for step in steps if any(one.name == "dx" for one in step.spec.operands))
+    assert [step.spec.rows.aligned for step in steps] == [False]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from .. import compile, source
 from ..compile import Resources
-from ..norm.spec import KernelSpec, shared_memory
+from ..norm.shared_memory import shared_memory
+from ..norm.spec import KernelSpec
 from .cache import RESULTS_FILE
 
 SHARED_LIMIT = 48 << 10  # bytes that a CTA can declare, on every architecture

@@ -15,7 +15,8 @@ from ..device import CLUSTER_SIZES, Device
 from .problem import ITEMSIZE, Problem
 from .registers import column_bytes, registers_of, with_shifted, working_of_shifted
 from .shapes import ceil_div, in_clusters, kernel_spec
-from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
+from .shared_memory import dynamic_shared, shared_memory
+from .spec import WARP, NormSpec, RowShape
 
 # Of the SMs of an H200, how many the clusters of each size reach (Device.clusters). A constant, so that who holds what
 # of a row, and so its bits, is the same on every GPU that has clusters of that size.

@@ -121,6 +121,7 @@ class Problem:
     operands: tuple[Operand, ...]
     sm_margin: int = 0
     aligned: bool = True  # every array begins at a multiple of 16 bytes
+    overwrites: bool = False  # dx may take the memory of x or dy
 
     @property
     def norm(self) -> Norm:
@@ -325,6 +326,7 @@ def plain(
     strides: Mapping[str, int | RowStrides] | None = None,
     sm_margin: int = 0,
     aligned: bool = True,
+    overwrites: bool = False,
 ) -> Problem:
     """A pass of one of NAMED, by dtypes; `y` is that of y or of dy, by default that of x.
 
@@ -336,9 +338,10 @@ def plain(
     if direction == "forward":
         return forward_problem(operation, rows, cols, dtypes, strides=strides, sm_margin=sm_margin, aligned=aligned)
     dtypes |= {"dweight": weight or dtype, "dbias": weight or dtype}
-    return backward_problem(
+    found = backward_problem(
         operation, rows, cols, dtypes, wanted, strides=strides, sm_margin=sm_margin, aligned=aligned
     )
+    return replace(found, overwrites=overwrites)
 
 
 def float8_problem(

@@ -75,6 +75,22 @@ def working_of_shifted(norm: Norm) -> int:
     return 64 if norm.subtracts_mean else 48
 
 
+def registers_of_one_turn(spec: NormSpec) -> int:
+    """Of a backward kernel that holds its row, and weight, in registers: with x, dy and a weight of 16 bits 64 for two
+    packs, 96 for three, 168 for five.
+    """
+    shape = spec.shape
+
+    def beyond(operands: Iterable[Operand], words: int) -> int:
+        held = sum(shape.pack * one.itemsize // 4 for one in operands if one.kind in ("full", "column"))
+        return shape.packs * max(0, held - words)
+
+    # Numbers for rows, and what is kept for a second matrix that is written, spilled 180 to 580 bytes in 64.
+    more = bool(spec.row_sums) + max(0, len(spec.results) - 1)
+    shifted = 0 if spec.aligned and spec.columns_aligned else 2 * words_to_shift(spec)
+    return 32 * shape.packs + beyond(spec.matrices, 8) + beyond(spec.columns, 8) + shifted + 24 * more
+
+
 class Needs(NamedTuple):
     """Registers of a thread, for what it keeps of a row at once."""
 

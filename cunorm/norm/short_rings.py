@@ -13,7 +13,8 @@ from ..operation import NAMED
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, ctas_of, sixteen_bits, widest_column, with_shifted
 from .shapes import in_clusters
-from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
+from .shared_memory import dynamic_shared, shared_memory
+from .spec import WARP, NormSpec, RowShape
 
 UNDER_WAY = 52 << 10  # bytes of x that an SM asks for ahead, where y has 8 bits
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..operation import NORMS, Operation
-from .problem import ITEMSIZE, Operand, compute_dtype
+from ..operation import Operation
+from .problem import Operand, compute_dtype
 
 WARP = 32
 # The backward pass keeps its column operands in registers where a thread has so many bytes and packs of them at most,
@@ -76,12 +75,17 @@ class NormSpec:
 
     def __str__(self) -> str:
         """The kernel in short, for logs and messages."""
-        shape, operation = self.shape, self.operation
+        operation = self.operation
         y = operation.second or operation.epilogue
         arrays = ", ".join(f"{one.name} {one.dtype}" for one in self.operands if one.kind != "scalar")
+        return f"{self.kernel} {operation.norm}, {self.cols} cols, {arrays}; y = {y.text}; {self.layout}"
+
+    @property
+    def layout(self) -> str:
+        """Who holds what, in words."""
+        shape = self.shape
         return (
-            f"{self.kernel} {operation.norm}, {self.cols} cols, {arrays}; y = {y.text}; "
-            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} a row, "
+            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} cols each, "
             f"cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
         )
 
@@ -210,6 +214,49 @@ class SumSpec:
         return self.threads // self.lanes
 
 
+@dataclass(frozen=True, slots=True)
+class FewRowsSpec:
+    """The backward kernel of few rows: some of its CTAs add whole columns up, the others have rows.
+
+    x and dy are read by either, the second time from L2, and nothing waits for partial rows.
+    """
+
+    whole: NormSpec  # both parts as one: their parameters
+    columns: NormSpec  # column_gradients, of as many threads as the other
+    rows: NormSpec  # backward
+    kernel: str = "backward_few"
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.rows}; {self.layout}"
+
+    @property
+    def layout(self) -> str:
+        columns = self.columns.shape.threads
+        return f"{self.column_ctas} CTAs with {columns} packs of all rows, the others with {self.rows.layout}"
+
+    @property
+    def column_ctas(self) -> int:
+        """Whole clusters."""
+        columns = self.columns.shape.pack * self.columns.shape.threads * self.cluster
+        return -(-self.columns.cols // columns) * self.cluster
+
+    @property
+    def compute(self) -> str:
+        return self.rows.compute
+
+    @property
+    def threads(self) -> int:
+        return self.rows.threads
+
+    @property
+    def cluster(self) -> int:
+        return self.rows.cluster
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return self.rows.ctas_per_sm
+
+
 class OtherSpec(ABC):
     """A kernel of no norm: it says itself what its text and its launch need (linear/float8_spec.py)."""
 
@@ -224,17 +271,22 @@ class OtherSpec(ABC):
         """Of a CTA."""
 
     @property
+    def layout(self) -> str:
+        """As NormSpec.layout."""
+        return str(self)
+
+    @property
     def cluster(self) -> int:
         return 1
 
     @property
     def shared_memory(self) -> int:
-        """As the function below."""
+        """As norm/shared_memory.py says."""
         return 0
 
     @property
     def dynamic_shared(self) -> int:
-        """As the function below."""
+        """As norm/shared_memory.py says."""
         return 0
 
     @abstractmethod
@@ -246,69 +298,4 @@ class OtherSpec(ABC):
         """(definitions before the entry, the statements of the entry)"""
 
 
-KernelSpec = NormSpec | SumSpec | OtherSpec
-
-
-def shared_memory(spec: KernelSpec) -> int:
-    """Bytes of static shared memory; the compile test holds it against ptxas."""
-    if isinstance(spec, OtherSpec):
-        return spec.shared_memory
-    compute = ITEMSIZE[spec.compute]
-    if isinstance(spec, SumSpec):
-        sums = spec.threads // max(WARP, spec.lanes)
-        return compute * sums * spec.lanes * SUM_COLUMNS if sums > 1 else 0
-    if spec.kernel == "column_gradients":
-        holders = spec.threads // max(WARP, spec.shape.threads)
-        return len(spec.sums) * holders * spec.shape.capacity * compute if spec.rows_per_cta > 1 else 0
-    norm = NORMS[spec.operation.norm]
-    slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
-    lane_sums = 0
-    if spec.kernel == "forward_spread" and spec.shape.packs > spec.held:
-        lane_sums = norm.lane_sums * spec.shape.packs * spec.shape.threads * compute
-    if slots == 1:
-        return lane_sums
-    counts = [1] if spec.scales == "per_row" else []
-    if spec.kernel == "forward_pairs":
-        return 2 * slots * compute * (norm.forward_values + sum(counts))
-    if spec.kernel.startswith("backward"):
-        counts += [norm.backward_values] if spec.of_s else []
-        counts += [len(spec.row_sums)] if spec.row_sums else []
-    else:
-        counts.append(norm.streamed_values if spec.kernel == "forward_streamed" else norm.forward_values)
-    if not counts:
-        return lane_sums
-    if spec.shape.cluster > 1:  # a slot's numbers go in one message
-        counts = [1 << (count - 1).bit_length() for count in counts]
-    total = lane_sums + spec.rows_per_cta * 2 * sum(count * slots * compute + MAILBOX for count in counts)
-    return -(-total // SHARED_ALIGNMENT) * SHARED_ALIGNMENT if dynamic_shared(spec) else total
-
-
-def dynamic_shared(spec: KernelSpec) -> int:
-    """Bytes of shared memory that the launch asks for: places of rows and columns, later sums of the row groups."""
-    if isinstance(spec, OtherSpec):
-        return spec.dynamic_shared
-    if spec.kernel not in ("forward", "backward", "backward_twice") or isinstance(spec, SumSpec):
-        return 0
-    shape, rows = spec.shape, spec.rows_per_cta
-    threads = rows * shape.threads
-
-    def places(operands: Iterable[Operand]) -> int:
-        """One of each for each of the rows of a CTA."""
-        packs = threads * shape.packs
-        gaps = packs // shape.lanes * RUN_GAP
-        return sum(
-            packs * shape.pack * one.itemsize + gaps * (not spec.has_vectors(one))
-            for one in operands
-            if one.kind not in ("seed", "per_row")
-        )
-
-    if spec.kernel == "forward":
-        return spec.stages * places((*spec.inputs, *spec.beside))
-    total = spec.stages * places(spec.matrices)
-    width = sum(one.itemsize for one in spec.columns)
-    if shape.packs > COLUMN_PACKS or shape.packs * shape.pack * width > COLUMN_BYTES:
-        total += places(spec.columns)
-    # A warp holds a row group, or several whose sums it adds up by shuffles.
-    holders = threads // max(WARP, shape.threads)
-    sums = len(spec.sums) * holders * shape.capacity // shape.cluster * ITEMSIZE[spec.compute] if holders > 1 else 0
-    return max(total, sums)
+KernelSpec = NormSpec | SumSpec | FewRowsSpec | OtherSpec

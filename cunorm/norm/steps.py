@@ -8,7 +8,8 @@ from typing import NamedTuple
 from ..device import Device
 from .problem import ITEMSIZE, Problem
 from .shapes import ceil_div
-from .spec import LINE_COLUMNS, WARP, KernelSpec, NormSpec, SumSpec, dynamic_shared, shared_memory
+from .shared_memory import dynamic_shared, shared_memory
+from .spec import LINE_COLUMNS, WARP, KernelSpec, NormSpec, SumSpec
 
 GRID_LIMIT = 2**31 - 1
 STREAMED_THREADS = 512  # of a CTA of a row that no other kernel takes
@@ -46,6 +47,11 @@ class Plan:
     groups: int = 0  # backward: partial rows of dweight and dbias in the workspace
     workspace: int = 0
 
+    @property
+    def may_overwrite(self) -> bool:
+        """Of a backward pass: whether a row of dy has been read when the same row of dx is written."""
+        return self.tier != "streamed" and all(step.spec.kernel != "backward_few" for step in self.steps)
+
     def describe(self) -> str:
         """The plan in words, a line for each launch."""
         problem = self.problem
@@ -60,12 +66,8 @@ class Plan:
             if isinstance(spec, SumSpec):
                 lines.append(f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.lanes} a row")
                 continue
-            assert isinstance(spec, NormSpec)
-            shape = spec.shape
             lines.append(
-                f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.rows_per_cta} rows a CTA, "
-                f"{shape.threads} threads x {shape.packs} packs of {shape.pack} cols a row, cluster {shape.cluster}, "
-                f"{'aligned' if spec.aligned else 'shifted'} access, "
+                f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.layout}, "
                 f"{shared_memory(spec) + step.dynamic_shared} bytes of shared memory"
             )
         return "\n".join(lines)

@@ -18,8 +18,9 @@ from .clusters import backward_shape, cluster_forward, places
 from .problem import ITEMSIZE, Operand, Problem
 from .registers import column_dtypes, with_shifted
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
+from .shared_memory import dynamic_shared, shared_memory
 from .short_forward import RING_BYTES, bytes_per_sm, short_forward
-from .spec import WARP, NormSpec, RowShape, dynamic_shared, shared_memory
+from .spec import WARP, NormSpec, RowShape
 
 
 class Tier(NamedTuple):

@@ -368,8 +368,7 @@ def column_sums_recipe(dy: Tensor) -> Recipe:
 
 
 def takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
-    """A row of dy has been read when the same row of dx is written, unless rows are streamed."""
-    return plan is not None and plan.tier != "streamed" and (dy.shape, dy.stride(), dy.dtype) == dx
+    return plan is not None and plan.may_overwrite and (dy.shape, dy.stride(), dy.dtype) == dx
 
 
 def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned) -> Recipe:
@@ -393,6 +392,7 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, alig
         strides=_strides(x=x_rows, dy=dy_rows, dx=dx_rows),
         sm_margin=sm_margin,
         aligned=aligned,
+        overwrites=dx_rows is not None,
     )
     copies = (dy_rows is None, x_rows is None, weight is not None and not weight.is_contiguous())
     names = ("grad_output", "input", "weight", "dx_out")

@@ -1,0 +1,95 @@
+"""How few rows are differentiated: whole columns are added up beside the rows, so that nothing waits for partial rows.
+
+Every CTA has one turn. Pure functions; no GPU library is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ..device import Device
+from ..operation import derivative
+from .backward_parts import part, sources
+from .problem import ITEMSIZE, Problem
+from .registers import ctas_of, registers_of_one_turn
+from .shapes import ceil_div, kernel_spec
+from .shared_memory import dynamic_shared, shared_memory
+from .spec import FewRowsSpec, NormSpec, RowShape
+from .steps import Step, step_of
+from .tiers import choose
+
+# Of so many rows, and of a matrix of so many bytes to each SM at most.
+MOST_ROWS = 2048
+MOST_BYTES = 48 << 10
+# Threads of a CTA, up to so many rows: 64 x 1024 2.28 us by 128 threads, 2.37 by 256; 512 x 1024 3.9 by 256, 4.1 by
+# 128 and by 512; 2048 x 1024 7.9 by 512, 9.1 by 256.
+THREADS = {128: 128, 1023: 256, MOST_ROWS: 512}
+# Rows that a thread adds up where the CTAs of all columns and rows run at once: 42 x 24576 by five 5.2 us, by three,
+# when they do not, 6.9. But 204 x 5120 by ten 5.7 and by five 4.9.
+ROWS_OF_THREAD = 6
+MOST_THREADS = 1024  # of an SM
+STATIC_SHARED = 48 << 10
+
+
+def are_few(problem: Problem, device: Device, sums: Collection[str]) -> bool:
+    """Whether x and dy are read twice, the second time from L2, by CTAs that add up columns and CTAs that have rows."""
+    if not sums or all(one.name in sums for one in problem.operands if one.written) or problem.sm_margin:
+        return False  # its CTAs are as many as columns and rows need, on all SMs
+    if problem.operation.second or derivative(problem.operation, sources(sums), problem.by_name).late:
+        return False
+    return fit(problem, device)
+
+
+def fit(problem: Problem, device: Device) -> bool:
+    matrix = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype]
+    return problem.rows <= MOST_ROWS and matrix <= MOST_BYTES * device.sms
+
+
+def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...]) -> list[Step]:
+    """One launch, or two where dx may take the memory of x or dy, which the columns must have been read from."""
+    rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in sums))
+    choice = choose(rows, device)
+    if choice is None:
+        raise AssertionError("which tier takes a row depends on what is read of it alone")
+    shape = choice[1].shape
+    threads = next(threads for most, threads in THREADS.items() if problem.rows <= most)
+    rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
+    threads = rows_per_cta * shape.threads
+    of_rows = replace(choice[1], rows_per_cta=rows_per_cta, stages=0, shifted_stay=False)
+    ctas_per_sm = max(1, ctas_of(of_rows, registers_of_one_turn(of_rows), MOST_THREADS))
+    of_rows = replace(of_rows, ctas_per_sm=ctas_per_sm)
+    row_ctas = ceil_div(problem.rows, rows_per_cta) * shape.cluster
+
+    columns = part(problem, sums)
+    of_columns = _of_columns(columns, shape.pack, threads, ctas_per_sm * device.sms - row_ctas, device)
+    whole = kernel_spec(problem, "backward", shape, final=True)
+    spec = FewRowsSpec(whole, of_columns, of_rows)
+    if problem.overwrites:
+        return [
+            step_of(columns, of_columns, (spec.column_ctas, 1, 1), 1),
+            step_of(rows, of_rows, (row_ctas, 1, 1), 0),
+        ]
+    step = step_of(problem, whole, (spec.column_ctas + row_ctas, 1, 1), 1)
+    return [replace(step, spec=spec, dynamic_shared=dynamic_shared(spec))]
+
+
+def _of_columns(problem: Problem, pack: int, threads: int, slots: int, device: Device) -> NormSpec:
+    """The kernel of the columns: how many threads beside each other, of a CTA's. As few of them as leave a thread two
+    rows, or where all CTAs are to run at once, in so many slots, as few as do.
+    """
+    packs = ceil_div(problem.cols, pack)
+
+    def by(lanes: int) -> NormSpec:
+        shape = RowShape(pack, lanes, 1)
+        return kernel_spec(problem, "column_gradients", shape, rows_per_cta=threads // lanes, final=True)
+
+    powers = [2**n for n in range(1, 10) if threads % 2**n == 0]
+    powers = [lanes for lanes in powers if shared_memory(by(lanes)) <= STATIC_SHARED]
+    first = max((lanes for lanes in powers if threads // lanes >= max(8, problem.rows // 2)), default=2)
+    powers = [lanes for lanes in powers if lanes >= first]
+    at_once = (
+        one for one in powers if ceil_div(packs, one) <= slots and problem.rows * one <= ROWS_OF_THREAD * threads
+    )
+    no_more = (one for one in powers if ceil_div(packs, one) <= device.sms)
+    return by(next(at_once, next(no_more, powers[-1])))
