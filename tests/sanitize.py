@@ -35,6 +35,7 @@ SECONDS = 1500  # that a tool may take
 TAIL = 40  # lines of a log that are kept
 FOUND = 99  # the exit status of compute-sanitizer when it has findings
 ROWS = 5
+MARGINS = (0, 1)  # the backward kernels of few rows, and those of many: few are none where SMs are left idle
 PARTS = 4  # processes of a dtype: racecheck takes minutes for all lengths of bfloat16
 SIDE_BY_SIDE = 16  # processes: they wait for the compiler more than for the GPU
 
@@ -167,21 +168,23 @@ def run(dtype: str, part: int, *, clusters: bool) -> int:
     def plain(cols: int, start: int) -> int:
         x, dy, weight = arrays(cols, start)
         _, mean, rstd = cunorm.layer_norm_forward(x, None, weight, weight)
-        cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
-        _, rstd = cunorm.rms_norm_forward(x, None, weight)
-        cunorm.rms_norm_backward(dy, x, rstd, weight)
-        return 4
+        _, rms_rstd = cunorm.rms_norm_forward(x, None, weight)
+        for margin in MARGINS:
+            cunorm.layer_norm_backward(dy, x, mean, rstd, weight, sm_margin=margin)
+            cunorm.rms_norm_backward(dy, x, rms_rstd, weight, sm_margin=margin)
+        return 2 + 2 * len(MARGINS)
 
     def fused(cols: int, start: int) -> int:
         x, dy, weight = arrays(cols, start)
         _, s, mean, rstd = cunorm.add_layer_norm_forward(x, dy, weight, weight)
-        cunorm.add_layer_norm_backward(dy, x, s, mean, rstd, weight)
+        for margin in MARGINS:
+            cunorm.add_layer_norm_backward(dy, x, s, mean, rstd, weight, sm_margin=margin)
         _, saved = gated.forward(x, shift=weight, residual=dy, factor=0.5, z=x, weight=weight, sharp=2.0)
         try:
             gated.backward(saved, dy)
         except NotImplementedError:  # of streamed rows, for what the prologue takes for all of them
             gated.backward(saved, dy, wanted=("x", "residual", "z", "weight", "sharp"))
-        return 4
+        return 3 + len(MARGINS)
 
     shortest, longest = set(), set()
     for direction in TABLES:
