@@ -210,6 +210,15 @@ def test_few_rows_whose_gradient_may_lie_where_dy_does_are_two_launches():
     assert sum(step.grid[0] for step in over.steps) == apart.steps[0].grid[0]
 
 
+def test_columns_of_few_rows_are_added_up_in_the_same_order_wherever_they_lie():
+    for dtype, cols, rows in itertools.product(DTYPES, ALL_COLUMNS, (1, 7, 100, 500, 2000)):
+        for step in plan(problem("backward", rows, cols, dtype), KNOWN[90]).steps:
+            if isinstance(step.spec, FewRowsSpec):
+                (apart,) = plan(problem("backward", rows, cols, dtype, aligned=False), KNOWN[90]).steps
+                assert apart.spec.columns.shape == step.spec.columns.shape
+                assert apart.spec.columns.rows_per_cta == step.spec.columns.rows_per_cta
+
+
 @pytest.mark.parametrize("arch", KNOWN)
 def test_few_rows_have_threads_for_every_column_and_every_row(arch):
     device = KNOWN[arch]

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_tensors import array, compiled_on_devices, on_devices, random, same, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
+from cunorm import device  # noqa: E402
+from cunorm.norm import few_rows  # noqa: E402
 from cunorm.operation import name_of  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear import operators as linear_operators  # noqa: E402
@@ -448,8 +450,9 @@ def test_a_gradient_that_is_yet_to_be_negated(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [7, 64, 1000, 4096, 12288, 65536, 131073])
-@pytest.mark.parametrize("rows", [1, 33, 700])
+@pytest.mark.parametrize("rows", [1, 33, 700, 3000])
 def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
+    """Of few rows dz is read to the end, beside what writes dx: there dx has memory of its own."""
     from cunorm.torch.norm import launching, operators
 
     x, dz, weight = (
@@ -461,7 +464,8 @@ def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
     expected = launching.backward(family, dz, x, statistics, weight, mask, 0)
     copy = dz.clone()
     gradients = launching.backward(family, copy, x, statistics, weight, mask, 0, in_place=True)
-    assert gradients[0].data_ptr() == copy.data_ptr()
+    many = rows > few_rows.MOST_ROWS or rows * cols * 2 > few_rows.MOST_BYTES * device.current(0).sms
+    assert (gradients[0].data_ptr() == copy.data_ptr()) == many
     assert all(same(a, b) for a, b in zip(gradients, expected, strict=True) if a is not None)
 
 

@@ -57,12 +57,13 @@ def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...]) -
     rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
     threads = rows_per_cta * shape.threads
     of_rows = replace(choice[1], rows_per_cta=rows_per_cta, stages=0, shifted_stay=False)
-    ctas_per_sm = max(1, ctas_of(of_rows, registers_of_one_turn(of_rows), MOST_THREADS))
-    of_rows = replace(of_rows, ctas_per_sm=ctas_per_sm)
+    of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
     row_ctas = ceil_div(problem.rows, rows_per_cta) * shape.cluster
 
     columns = part(problem, sums)
-    of_columns = _of_columns(columns, shape.pack, threads, ctas_per_sm * device.sms - row_ctas, device)
+    # Wherever the arrays lie: dweight has the same bits.
+    slots = _ctas_per_sm(replace(of_rows, aligned=True, columns_aligned=True)) * device.sms
+    of_columns = _of_columns(columns, shape.pack, threads, slots - row_ctas, device)
     whole = kernel_spec(problem, "backward", shape, final=True)
     spec = FewRowsSpec(whole, of_columns, of_rows)
     if problem.overwrites:
@@ -72,6 +73,10 @@ def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...]) -
         ]
     step = step_of(problem, whole, (spec.column_ctas + row_ctas, 1, 1), 1)
     return [replace(step, spec=spec, dynamic_shared=dynamic_shared(spec))]
+
+
+def _ctas_per_sm(spec: NormSpec) -> int:
+    return max(1, ctas_of(spec, registers_of_one_turn(spec), MOST_THREADS))
 
 
 def _of_columns(problem: Problem, pack: int, threads: int, slots: int, device: Device) -> NormSpec:
