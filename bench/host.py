@@ -55,6 +55,7 @@ def calls() -> dict[str, Callable[[], object]]:
     arrays = {"x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
     pointers = tuple(arrays[name].data.ptr for name in problem.pointers)
     ((write, start, _),) = launch.prepared(solution, 0).launches
+    write(*pointers, 1e-5)  # before the first launch by itself
     options = {"zero_centered_gamma": False, "out": None, "dtype": None, "sm_margin": 0, "statistics": False}
     bare = cupy.RawModule(code=BARE)
     three, ten = bare.get_function("three"), bare.get_function("ten")
