@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 from .. import compile, source
 from ..compile import Resources
-from ..norm.shared_memory import shared_memory
+from ..norm.shared_memory import SHARED_LIMIT, shared_memory
 from ..norm.spec import KernelSpec
 from .cache import RESULTS_FILE
-
-SHARED_LIMIT = 48 << 10  # bytes that a CTA can declare, on every architecture
 
 CompileOne = Callable[[KernelSpec, int], Resources]
 

@@ -137,9 +137,8 @@ def _streamed_backward(
         of_rows = part(problem, rows)
         spec = kernel_spec(of_rows, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
         # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
-        plain = {one.dtype for one in of_rows.operands if one.kind != "statistic"} == {
-            of_rows.row_dtype
-        } and spec.aligned
+        dtypes = {one.dtype for one in of_rows.operands if one.kind != "statistic"}
+        plain = dtypes == {problem.row_dtype} and spec.aligned
         # Of more arrays, of two strides and of vectors of groups, they spilled 4 to 60 bytes.
         strides = any(one.inner for one in spec.operands)
         plain = plain and len(spec.matrices) + len(spec.results) <= 4 and not strides and not spec.grouped

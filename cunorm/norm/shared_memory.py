@@ -20,6 +20,8 @@ from .spec import (
     SumSpec,
 )
 
+SHARED_LIMIT = 48 << 10  # bytes that a CTA can declare, on every architecture
+
 
 def shared_memory(spec: KernelSpec) -> int:
     """Bytes of static shared memory; the compile test holds it against ptxas."""

@@ -368,6 +368,7 @@ def column_sums_recipe(dy: Tensor) -> Recipe:
 
 
 def takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
+    """Whether dx, of such a shape, strides and dtype, may take the memory of dy."""
     return plan is not None and plan.may_overwrite and (dy.shape, dy.stride(), dy.dtype) == dx
 
 
