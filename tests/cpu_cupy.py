@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy
 from cpu_device import Machine
-from cpu_functions import SMALL, unwritten
+from cpu_functions import SMALL, plan_of_many, unwritten
 
 from cunorm import cupy_arrays, families
 from cunorm.device import Device
-from cunorm.norm import float8_cupy, fused_cupy
+from cunorm.norm import float8_cupy, fused_cupy, fused_recipe
 from cunorm.norm.problem import Operand
 from cunorm.norm.steps import Plan
 from cunorm.numpy_arrays import numpy_dtype
@@ -83,8 +83,8 @@ def _array_at(pointer: int, operand: Operand, rows: int, cols: int) -> numpy.nda
     )
 
 
-def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = None) -> Runs:
-    """Until the end of the test."""
+def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = None, *, as_many: bool = False) -> Runs:
+    """Until the end of the test. `as_many`: backward passes by the kernels of many rows."""
     runs = Runs(machine or Machine())
     cupy = SimpleNamespace(
         ndarray=Array,
@@ -105,6 +105,8 @@ def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = Non
         monkeypatch.setattr(family, "launch", runs)
         monkeypatch.setattr(family, "device", SimpleNamespace(current=lambda _: device))
         monkeypatch.setattr(family, "_recipes", Recipes())
+    for planning in (cupy_arrays, fused_recipe) if as_many else ():
+        monkeypatch.setattr(planning, "plan", plan_of_many)
     monkeypatch.setattr(cupy_arrays, "_current_device", lambda: 0)
     monkeypatch.setattr(cupy_arrays, "_current_stream", cupy.cuda.get_current_stream)
     monkeypatch.setitem(families._fused, Array, fused_cupy)

@@ -6,6 +6,7 @@ from itertools import compress
 from unittest import mock
 
 import numpy
+import pytest
 from cpu_device import Machine, poisoned
 from functions import bias_of
 from reference import EPS, check_backward, check_forward
@@ -25,6 +26,9 @@ WITHOUT_CLUSTERS = Device("one SM without clusters", 80, 1, 163 << 10)
 FEW_SMS = Device("4 SMs", 90, 4, 227 << 10, (2, 1, 1, 1))
 MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2))
 MANY_WITHOUT_CLUSTERS = Device("80 SMs without clusters", 80, 80, 163 << 10)
+
+# The backward pass by the kernels that its rows have, which are few, and by those of many.
+as_few_and_as_many = pytest.mark.parametrize("as_many", [False, True], ids=["few", "many"])
 
 Array = numpy.ndarray | None
 

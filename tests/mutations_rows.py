@@ -96,6 +96,27 @@ MUTATIONS = (
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
+        "rows beside columns are counted from the first CTA of all",
+        "const int group = cta / Shape::kCluster;",
+        "const int group = blockIdx.x / Shape::kCluster;",
+        "whole columns",
+        (("results", "dx: .* elements are wrong"),),
+    ),
+    Mutation(
+        "columns beside rows begin a CTA late",
+        "const int64 column = (static_cast<int64>(blockIdx.x) * kLanes",
+        "const int64 column = (static_cast<int64>(blockIdx.x + 1) * kLanes",
+        "whole columns",
+        (("results", "d(weight|bias): .* elements are wrong"),),
+    ),
+    Mutation(
+        "a thread with one turn has the weight of its first pack for all",
+        "columns.unpack(column_packs[kColumnsStay ? p : 0], values);",
+        "columns.unpack(column_packs[0], values);",
+        "whole columns",
+        (("results", "dx: .* elements are wrong"),),
+    ),
+    Mutation(
         "a weight that nobody waits for",
         "if constexpr (!kColumnsStay) copies_wait<0>();",
         "",

@@ -10,7 +10,7 @@ import cpu_device
 import numpy
 import pytest
 from arrays import on_host, same_bits
-from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
+from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS, as_few_and_as_many
 from fusion_cases import Case, close, make
 from nvrtc import needs_nvrtc
 from reference import narrow, widen
@@ -111,16 +111,17 @@ def check_run(run: Run, function: str) -> None:
 
 @needs_machine
 def test_the_backward_pass_of_four_packs_for_three_has_four(monkeypatch):
-    runs = cpu_cupy.play(monkeypatch, SMALL)
+    runs = cpu_cupy.play(monkeypatch, SMALL, as_many=True)
     check_run(RUNS["a cluster, backward of four packs for three"], "add_layer_norm")
     backward = next(step.spec for step in runs.plans[-1].steps if step.spec.kernel == "backward")
     assert (backward.cluster, backward.shape.packs) == (2, 4)
 
 
 @needs_machine
+@as_few_and_as_many
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_kernels_drop_what_numpy_does(monkeypatch, run):
-    cpu_cupy.play(monkeypatch, run.device)
+def test_kernels_drop_what_numpy_does(monkeypatch, run, as_many):
+    cpu_cupy.play(monkeypatch, run.device, as_many=as_many)
     for function in ("add_layer_norm", "add_rms_norm"):
         check_run(run, function)
 

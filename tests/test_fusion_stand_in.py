@@ -9,7 +9,7 @@ import cpu_device
 import numpy
 import pytest
 from arrays import same_bits
-from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
+from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS, as_few_and_as_many
 from fusion_cases import CASES, EPS, check, make
 
 import cunorm
@@ -135,9 +135,10 @@ RUNS = (
 
 
 @needs_machine
+@as_few_and_as_many
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case}, {run.reason}")
-def test_kernels_on_the_stand_in_compute_the_same(monkeypatch, run):
-    runs = cpu_cupy.play(monkeypatch, run.device)
+def test_kernels_on_the_stand_in_compute_the_same(monkeypatch, run, as_many):
+    runs = cpu_cupy.play(monkeypatch, run.device, as_many=as_many)
     case = CASES[run.case]
     check(case, make(case, run.shape, run.dtype, run.dtypes), cpu_cupy.asarray, run.wanted)
     forward, again, backward = (one.tier for one in runs.plans)

@@ -206,22 +206,25 @@ class Edit:
 
 def run(case: str, machine: Machine) -> None:
     if case in FUSED:
-        run_fused(FUSED[case], machine)
+        for as_many in (False, True):
+            run_fused(FUSED[case], machine, as_many)
         return
     if case in DROPPED:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            cpu_cupy.play(monkeypatch, DROPPED[case].device, machine)
-            test_dropout.check_run(DROPPED[case], "add_rms_norm")
+        for as_many in (False, True):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                cpu_cupy.play(monkeypatch, DROPPED[case].device, machine, as_many=as_many)
+                test_dropout.check_run(DROPPED[case], "add_rms_norm")
         return
     if case in FLOAT8:
         with pytest.MonkeyPatch.context() as monkeypatch:
             FLOAT8[case](monkeypatch, machine)
         return
     if case in VIEWED:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            family = test_views.stand_in(monkeypatch, machine)
-            family.play(SMALL)
-            test_views.check(family, "layer_norm", *VIEWED[case], list)
+        for as_many in (False, True):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                family = test_views.stand_in(monkeypatch, machine, as_many)
+                family.play(SMALL)
+                test_views.check(family, "layer_norm", *VIEWED[case], list)
         return
     rows, cols, dtype, options = CASES[case]
     options = {"device": SMALL, **options}
@@ -233,10 +236,10 @@ def run(case: str, machine: Machine) -> None:
     check(machine, "layer_norm", x, dy, weight, bias, **options)
 
 
-def run_fused(case: FusedRun, machine: Machine) -> None:
+def run_fused(case: FusedRun, machine: Machine, as_many: bool) -> None:
     made = fusion_cases.make(case.operation, case.shape, case.dtype, case.dtypes)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        cpu_cupy.play(monkeypatch, case.device, machine)
+        cpu_cupy.play(monkeypatch, case.device, machine, as_many=as_many)
         fusion_cases.check(case.operation, made, cpu_cupy.asarray, case.wanted)
 
 

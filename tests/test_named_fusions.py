@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 from arrays import on_host
-from cpu_functions import SMALL
+from cpu_functions import SMALL, as_few_and_as_many
 from fusion_cases import EPS, close, tensor
 from reference import FORMATS, narrow
 
@@ -203,9 +203,10 @@ def test_values_and_gradients_on_a_gpu(name, shape, dtype):
     [((2, 3, 33), "float16", SMALL), ((2, 3, 1000), "bfloat16", SMALL), ((2, 1, 17000), "float32", SMALL)],
     ids=["rows share a warp", "a CTA", "a cluster"],
 )
+@as_few_and_as_many
 @pytest.mark.parametrize("name", [name for name in TABLE if not name.startswith("add_")])
-def test_kernels_on_the_stand_in_compute_the_same(monkeypatch, name, shape, dtype, device):
-    cpu_cupy.play(monkeypatch, device)
+def test_kernels_on_the_stand_in_compute_the_same(monkeypatch, name, shape, dtype, device, as_many):
+    cpu_cupy.play(monkeypatch, device, as_many=as_many)
     check(name, shape, dtype, cpu_cupy.asarray)
 
 

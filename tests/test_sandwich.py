@@ -137,7 +137,7 @@ def check_backward(monkeypatch, machine):
 @pytest.mark.parametrize("build", ["results", "memory", "races"])
 @pytest.mark.parametrize(
     ("shape", "device", "zero_centered_gamma"),
-    [((30, 1024), SMALL, False), ((70, 1528), FEW_SMS, True), ((2, 90, 504), FEW_SMS, False)],
+    [((30, 1024), SMALL, False), ((70, 1528), FEW_SMS, True), ((2, 120, 504), FEW_SMS, False)],
     ids=["one group of rows", "three packs, not full", "a warp, not full"],
 )
 def test_one_backward_pass_has_the_bits_of_two(monkeypatch, shape, device, zero_centered_gamma, build):

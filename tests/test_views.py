@@ -176,7 +176,7 @@ def test_no_overlap_is_missed():
 # The kernels.
 
 
-@pytest.fixture(params=["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["stand-in", "stand-in, as many rows", pytest.param("gpu", marks=pytest.mark.gpu)])
 def family(request, monkeypatch):
     """CuPy's asarray and broadcast_to, and `play`, which lets the stand-in be a GPU."""
     if request.param == "gpu":
@@ -185,14 +185,14 @@ def family(request, monkeypatch):
         return SimpleNamespace(asarray=cupy.asarray, broadcast_to=cupy.broadcast_to, play=lambda device: None)
     if missing():
         pytest.skip(missing())
-    return stand_in(monkeypatch, Machine())
+    return stand_in(monkeypatch, Machine(), "many" in request.param)
 
 
-def stand_in(monkeypatch: Any, machine: Machine) -> Any:
+def stand_in(monkeypatch: Any, machine: Machine, as_many: bool = False) -> Any:
     return SimpleNamespace(
         asarray=cpu_cupy.asarray,
         broadcast_to=lambda array, shape: numpy.broadcast_to(array, shape, subok=True),
-        play=lambda device: cpu_cupy.play(monkeypatch, device, machine),
+        play=lambda device: cpu_cupy.play(monkeypatch, device, machine, as_many=as_many),
     )
 
 
