@@ -5,8 +5,9 @@ One function for each family of kernels. Templates stand in kernels_cu/, and are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from .norm.problem import BLOCK, Operand
 from .norm.spec import BACKWARD, FewRowsSpec, NormSpec, SumSpec
@@ -19,9 +20,7 @@ def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> 
 
     A launch of XLA's does not own the workspace that it reads: to XLA it is an operand, which stays as it is.
     """
-    if isinstance(spec, SumSpec):
-        return "", _sum_partials(spec, owns_workspace)
-    return _few_rows(spec) if isinstance(spec, FewRowsSpec) else _FAMILIES[spec.kernel](spec)
+    return ("", _sum_partials(spec, owns_workspace)) if isinstance(spec, SumSpec) else _FAMILIES[spec.kernel](spec)
 
 
 def row_numbers(operand: Operand) -> tuple[str, ...]:
@@ -340,13 +339,14 @@ def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
     return f"  {template}({of_this['partials']}, {of_this['sum']}, groups, cols);\n"
 
 
-_FAMILIES = {
+_FAMILIES: dict[str, Callable[[Any], tuple[str, str]]] = {
     "forward": _forward,
     "forward_pairs": _forward,
     "forward_spread": _forward,
     "forward_streamed": _forward,
     "forward_twice": _forward_twice,
     "backward": _backward,
+    "backward_few": _few_rows,
     "backward_twice": _backward_twice,
     "backward_streamed": _backward,
     "column_gradients": _backward,

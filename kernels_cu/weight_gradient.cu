@@ -1,5 +1,6 @@
-// dweight = Σ_rows dy * xhat and dbias = Σ_rows dy: partial sums by columns for rows too long for norm_backward.cu, and
-// the last sum over partial rows, in a fixed order: the same input gives the same bits.
+// dweight = Σ_rows dy * xhat and dbias = Σ_rows dy: sums by columns, whole ones of few rows and partial ones of rows
+// too long for norm_backward.cu, and the last sum over partial rows, in a fixed order: the same input gives the same
+// bits.
 #pragma once
 #include "gradients.cuh"
 #include "load_store.cuh"

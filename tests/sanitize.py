@@ -35,7 +35,7 @@ SECONDS = 1500  # that a tool may take
 TAIL = 40  # lines of a log that are kept
 FOUND = 99  # the exit status of compute-sanitizer when it has findings
 ROWS = 5
-MARGINS = (0, 1)  # the backward kernels of few rows, and those of many: few are none where SMs are left idle
+MARGINS = (0, 1)  # with a margin few rows run backward as many do
 PARTS = 4  # processes of a dtype: racecheck takes minutes for all lengths of bfloat16
 SIDE_BY_SIDE = 16  # processes: they wait for the compiler more than for the GPU
 

@@ -133,7 +133,7 @@ def reachable(direction: str, device: Device) -> set[Tier | None]:
 def test_once_each_reaches_every_kernel_of_every_tier(arch):
     device, problems = KNOWN[arch], matrix.covering(KNOWN[arch])
     few, all_of_them = matrix.once_each(problems, device), matrix.kernels_of(problems, device)
-    assert len(few) < len(all_of_them) / 9
+    assert len(few) < len(all_of_them) / 10
 
     def kinds(specs):
         return {(spec.kernel, spec.cluster, ITEMSIZE[getattr(spec, "row_dtype", spec.compute)]) for spec in specs}

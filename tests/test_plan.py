@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from cases import DTYPES, SHAPES, TIER_COLUMNS
@@ -15,6 +16,7 @@ from cunorm.norm.plan import plan
 from cunorm.norm.problem import float8_problem, forward_problem
 from cunorm.norm.shared_memory import dynamic_shared, shared_memory
 from cunorm.norm.spec import FewRowsSpec, NormSpec
+from cunorm.norm.steps import Step
 from cunorm.operation import Operation
 
 DIRECTIONS = ("forward", "backward")
@@ -210,27 +212,33 @@ def test_few_rows_whose_gradient_may_lie_where_dy_does_are_two_launches():
     assert sum(step.grid[0] for step in over.steps) == apart.steps[0].grid[0]
 
 
-def test_columns_of_few_rows_are_added_up_in_the_same_order_wherever_they_lie():
+def few_rows(arch: int, **changes: Any) -> list[tuple[int, int, Step]]:
+    """(rows, cols, the launch) of each backward pass that is one for few rows."""
+    found = []
     for dtype, cols, rows in itertools.product(DTYPES, ALL_COLUMNS, (1, 7, 100, 500, 2000)):
-        for step in plan(problem("backward", rows, cols, dtype), KNOWN[90]).steps:
-            if isinstance(step.spec, FewRowsSpec):
-                (apart,) = plan(problem("backward", rows, cols, dtype, aligned=False), KNOWN[90]).steps
-                assert apart.spec.columns.shape == step.spec.columns.shape
-                assert apart.spec.columns.rows_per_cta == step.spec.columns.rows_per_cta
+        step = plan(problem("backward", rows, cols, dtype, **changes), KNOWN[arch]).steps[0]
+        if isinstance(step.spec, FewRowsSpec):
+            found.append((rows, cols, step))
+    assert {rows for rows, *_ in found} == {1, 7, 100, 500, 2000}
+    return found
+
+
+def test_columns_of_few_rows_are_added_up_in_the_same_order_wherever_they_lie():
+    for (*_, one), (*_, odd) in zip(few_rows(90), few_rows(90, aligned=False), strict=True):
+        assert not odd.spec.rows.aligned
+        assert odd.spec.columns.shape == one.spec.columns.shape
+        assert odd.spec.columns.rows_per_cta == one.spec.columns.rows_per_cta
 
 
 @pytest.mark.parametrize("arch", KNOWN)
 def test_few_rows_have_threads_for_every_column_and_every_row(arch):
-    device = KNOWN[arch]
-    for dtype, cols, rows in itertools.product(DTYPES, ALL_COLUMNS, (1, 7, 100, 500, 2000)):
-        for step in plan(problem("backward", rows, cols, dtype), device).steps:
-            if isinstance(step.spec, FewRowsSpec):
-                columns, of_rows = step.spec.columns, step.spec.rows
-                assert columns.shape.pack * columns.shape.threads * step.spec.column_ctas >= cols
-                assert columns.threads == of_rows.threads == step.spec.threads <= 1024
-                ctas = step.grid[0] - step.spec.column_ctas
-                assert ctas % step.spec.cluster == 0
-                assert rows <= ctas // step.spec.cluster * of_rows.rows_per_cta < rows + of_rows.rows_per_cta
+    for rows, cols, step in few_rows(arch):
+        columns, of_rows = step.spec.columns, step.spec.rows
+        assert columns.shape.pack * columns.shape.threads * step.spec.column_ctas >= cols
+        assert columns.threads == of_rows.threads == step.spec.threads <= 1024
+        ctas = step.grid[0] - step.spec.column_ctas
+        assert ctas % step.spec.cluster == 0
+        assert rows <= ctas // step.spec.cluster * of_rows.rows_per_cta < rows + of_rows.rows_per_cta
 
 
 ALIGNMENT = [

@@ -44,6 +44,7 @@ KINDS_OF_FUSIONS |= {SEED: "seed", "dropped": "scalar", "factor": "scalar"}
 GROUPED_ROWS = ((2**16, Groups(2**12, 2**4)), (64, Groups(16, 4)))
 ROWS = 2**24  # of more rows kernels do not depend on how many
 FEW_ROWS = (16384, 2000, 60, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
+MIDDLING_ROWS = 300  # backward by CTAs of 256 threads (norm/few_rows.py)
 # Every number up to a few for each SM, then by steps: who meets a call of any size has all its kernels.
 NUMBERS_OF_ROWS = sorted({*range(1, 600), *(int(2 ** (eighths / 8)) for eighths in range(72, 200))})
 LEVELS = 7  # a prime, and no factor has more values
@@ -106,7 +107,7 @@ def covering(device: Device) -> list[Problem]:
         for place, tier in enumerate(dict.fromkeys(tier for found in lengths.values() for tier in found)):
             for op, x in product(OPS, (x for x in DTYPES if tier in lengths[x])):
                 longest = whole(op, direction, ROWS, lengths[x][tier][-1], x)
-                problems += [replace(longest, rows=rows) for rows in (ROWS, *FEW_ROWS)]
+                problems += [replace(longest, rows=rows) for rows in (ROWS, *FEW_ROWS, MIDDLING_ROWS)]
             for levels in orthogonal_array()[place % 2 :: 2] if direction == "forward" else orthogonal_array():
                 factors = FACTORS[direction].items()
                 picked = {
@@ -115,7 +116,9 @@ def covering(device: Device) -> list[Problem]:
                 found = lengths[picked["x"]].get(tier)
                 if found:
                     rows = (ROWS, *FEW_ROWS)[sum(levels) % LEVELS]
-                    problems.append(_mixed(direction, rows, found[picked.pop("cols") % len(found)], **picked))
+                    mixed = _mixed(direction, rows, found[picked.pop("cols") % len(found)], **picked)
+                    # Few rows have another kernel backward, which does not take the place of that of many.
+                    problems += [mixed, replace(mixed, rows=ROWS)] if direction == "backward" else [mixed]
         if direction == "forward":
             problems += _float8(lengths) + _all_at_once(device)
     return problems

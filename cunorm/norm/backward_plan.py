@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..device import Device
 from ..operation import derivative
 from .backward_parts import part, sources
-from .few_rows import are_few, few_rows_backward, fit
+from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
 from .problem import ITEMSIZE, Problem
 from .registers import sixteen_bits
 from .shapes import ceil_div, kernel_spec
@@ -53,7 +53,7 @@ def one_kernel_differentiates_twice(problem: Problem, device: Device) -> bool:
     than twelve warps it spilled 20 to 28 bytes; on sm_100 8 to 164, and 4 to 72 without ds, by 512 threads.
     """
     choice = choose(problem, device) if device.arch == 90 and "ds" in problem.by_name else None
-    if choice is None or fit(problem, device):
+    if choice is None or rows_are_few(problem, device):
         return False
     shape = choice[1].shape
     held = shape.cluster == 1 and shape.threads >= WARP and shape.threads * shape.packs <= 768
@@ -64,9 +64,9 @@ def _resident_backward(
     problem: Problem, device: Device, sums: tuple[str, ...], most_groups: int, tier: Tier, spec: NormSpec
 ) -> tuple[list[Step], int]:
     """The launches for rows that a tier takes, and how many partial rows they leave."""
-    groups = min(resident_groups(problem, spec, device, tier.idle), most_groups)
-    if are_few(problem, device, sums):
+    if adds_columns_beside_rows(problem, device, sums):
         return few_rows_backward(problem, device, sums), 0
+    groups = min(resident_groups(problem, spec, device, tier.idle), most_groups)
     # What a single group adds up are the gradients: nothing is left to be done.
     spec = replace(spec, final=groups == 1 and bool(sums))
     step = step_of(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)

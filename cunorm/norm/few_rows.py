@@ -20,11 +20,11 @@ from .steps import Step, step_of
 from .tiers import choose
 
 # Of so many rows, and of a matrix of so many bytes to each SM at most: 3 M elements take 0.88 of the time by partial
-# rows, 4 M 1.01, 4096 x 256 1.25.
+# rows, 4 M 1.01, 4096 x 256 1.3.
 MOST_ROWS = 2048
 MOST_BYTES = 48 << 10
-# Threads of a CTA, up to so many rows: 64 x 1024 2.28 us by 128 threads, 2.37 by 256; 512 x 1024 3.9 by 256, 4.1 by
-# 128 and by 512; 2048 x 1024 7.9 by 512, 9.1 by 256.
+# Threads of a CTA, up to so many rows: 64 x 1024 2.28 us by 128 threads, 2.37 by 256; 512 x 1024 3.97 by 256, 4.1
+# by 128 and by 512; 2048 x 1024 7.9 by 512, 9.1 by 256.
 THREADS = {128: 128, 1023: 256, MOST_ROWS: 512}
 # Rows that a thread adds up where the CTAs of all columns and rows run at once: 42 x 24576 by five 5.2 us, by three,
 # when they do not, 6.9. But 204 x 5120 by ten 5.7 and by five 4.9.
@@ -32,7 +32,7 @@ ROWS_OF_THREAD = 6
 MOST_THREADS = 1024  # of an SM
 
 
-def are_few(problem: Problem, device: Device, sums: Collection[str]) -> bool:
+def adds_columns_beside_rows(problem: Problem, device: Device, sums: Collection[str]) -> bool:
     """Whether x and dy are read twice, the second time from L2, by CTAs that add up columns and CTAs that have rows."""
     if not sums or all(one.name in sums for one in problem.operands if one.written):
         return False
@@ -40,11 +40,10 @@ def are_few(problem: Problem, device: Device, sums: Collection[str]) -> bool:
         return False  # its CTAs are as many as columns and rows need, on all SMs
     if problem.operation.second or derivative(problem.operation, sources(sums), problem.by_name).late:
         return False
-    return fit(problem, device)
+    return rows_are_few(problem, device)
 
 
-def fit(problem: Problem, device: Device) -> bool:
-    """Whether rows are few."""
+def rows_are_few(problem: Problem, device: Device) -> bool:
     matrix = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype]
     return problem.rows <= MOST_ROWS and matrix <= MOST_BYTES * device.sms
 
@@ -66,7 +65,7 @@ def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...]) -
     columns = part(problem, sums)
     # Wherever the arrays lie: dweight has the same bits.
     slots = _ctas_per_sm(replace(of_rows, aligned=True, columns_aligned=True)) * device.sms
-    of_columns = _of_columns(columns, shape.pack, threads, slots - row_ctas, device)
+    of_columns = _of_columns(columns, shape.pack, threads, slots - row_ctas, device.sms)
     whole = kernel_spec(problem, "backward", shape, final=True)
     spec = FewRowsSpec(whole, of_columns, of_rows)
     if problem.overwrites:
@@ -82,11 +81,10 @@ def _ctas_per_sm(spec: NormSpec) -> int:
     return max(1, ctas_of(spec, registers_of_one_turn(spec), MOST_THREADS))
 
 
-def _of_columns(problem: Problem, pack: int, threads: int, slots: int, device: Device) -> NormSpec:
-    """The kernel of the columns: how many threads beside each other, of a CTA's. As few of them as leave a thread two
-    rows, or where all CTAs are to run at once, in so many slots, as few as do.
+def _of_columns(problem: Problem, pack: int, threads: int, slots: int, sms: int) -> NormSpec:
+    """The kernel of the columns, by so many threads of a CTA beside each other: as few as leave each two rows, or as
+    make so few CTAs that they run at once, in so many slots, or else no more than there are SMs.
     """
-    packs = ceil_div(problem.cols, pack)
 
     def by(lanes: int) -> NormSpec:
         shape = RowShape(pack, lanes, 1)
@@ -94,10 +92,8 @@ def _of_columns(problem: Problem, pack: int, threads: int, slots: int, device: D
 
     powers = [2**n for n in range(1, 10) if threads % 2**n == 0]
     powers = [lanes for lanes in powers if shared_memory(by(lanes)) <= SHARED_LIMIT]
-    first = max((lanes for lanes in powers if threads // lanes >= max(8, problem.rows // 2)), default=2)
-    powers = [lanes for lanes in powers if lanes >= first]
-    at_once = (
-        one for one in powers if ceil_div(packs, one) <= slots and problem.rows * one <= ROWS_OF_THREAD * threads
-    )
-    no_more = (one for one in powers if ceil_div(packs, one) <= device.sms)
+    least = max((lanes for lanes in powers if threads // lanes >= max(8, problem.rows // 2)), default=2)
+    ctas = {lanes: ceil_div(problem.cols, pack * lanes) for lanes in powers if lanes >= least}
+    at_once = (lanes for lanes in ctas if ctas[lanes] <= slots and problem.rows * lanes <= ROWS_OF_THREAD * threads)
+    no_more = (lanes for lanes in ctas if ctas[lanes] <= sms)
     return by(next(at_once, next(no_more, powers[-1])))

@@ -59,6 +59,8 @@ def with_shifted(spec: NormSpec, device: Device) -> NormSpec:
             working = working_of_shifted(NORMS[spec.operation.norm])
     if any(one.itemsize > ITEMSIZE[spec.row_dtype] for one in spec.written if one.kind == "full"):
         working += 16  # y of float64 beside 16 bits spilled 4 bytes in 128
+    if {one.dtype for one in spec.matrices if one.kind == "full"} == {"float16", "bfloat16"}:
+        working += 8  # three packs of RMSNorm, backward beside a float32 weight, spilled 4 bytes in 128
     if spec.row_sums:
         working += 24  # numbers for rows and what a thread has added up for their gradients spilled 16 to 24 bytes
     words = sum(spec.shape.pack * one.itemsize // 4 for one in spec.matrices)
@@ -77,7 +79,7 @@ def working_of_shifted(norm: Norm) -> int:
 
 def registers_of_one_turn(spec: NormSpec) -> int:
     """Of a backward kernel that holds its row, and weight, in registers: with x, dy and a weight of 16 bits 64 for two
-    packs, 96 for three, 168 for five.
+    packs, 96 for three, 160 for five.
     """
     shape = spec.shape
 

@@ -85,8 +85,8 @@ class NormSpec:
         """Who holds what, in words."""
         shape = self.shape
         return (
-            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} cols each, "
-            f"cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
+            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} cols "
+            f"a row, cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
         )
 
     @property
@@ -269,11 +269,6 @@ class OtherSpec(ABC):
     @abstractmethod
     def threads(self) -> int:
         """Of a CTA."""
-
-    @property
-    def layout(self) -> str:
-        """As NormSpec.layout."""
-        return str(self)
 
     @property
     def cluster(self) -> int:

@@ -9,7 +9,7 @@ from ..device import Device
 from .problem import ITEMSIZE, Problem
 from .shapes import ceil_div
 from .shared_memory import dynamic_shared, shared_memory
-from .spec import LINE_COLUMNS, WARP, KernelSpec, NormSpec, SumSpec
+from .spec import LINE_COLUMNS, WARP, FewRowsSpec, KernelSpec, NormSpec, SumSpec
 
 GRID_LIMIT = 2**31 - 1
 STREAMED_THREADS = 512  # of a CTA of a row that no other kernel takes
@@ -50,7 +50,7 @@ class Plan:
     @property
     def may_overwrite(self) -> bool:
         """Of a backward pass: whether a row of dy has been read when the same row of dx is written."""
-        return self.tier != "streamed" and all(step.spec.kernel != "backward_few" for step in self.steps)
+        return self.tier != "streamed" and not any(isinstance(step.spec, FewRowsSpec) for step in self.steps)
 
     def describe(self) -> str:
         """The plan in words, a line for each launch."""
@@ -66,6 +66,7 @@ class Plan:
             if isinstance(spec, SumSpec):
                 lines.append(f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.lanes} a row")
                 continue
+            assert isinstance(spec, NormSpec | FewRowsSpec)
             lines.append(
                 f"  {spec.kernel}: grid {step.grid}, {spec.threads} threads a CTA, {spec.layout}, "
                 f"{shared_memory(spec) + step.dynamic_shared} bytes of shared memory"
