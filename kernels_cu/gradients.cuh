@@ -46,7 +46,6 @@ struct StorePartial {
   static constexpr int64 kCols = kCols_;
   Compute* data;
 
-  static constexpr int kPlaces = static_cast<int>(Row{kCols}.packs() * kPack);
   DEVICE StorePartial of_group(int64 group) const { return {data + group * Row{kCols}.stride()}; }
   DEVICE void pack(int64 column, const Compute (&sums)[kPack], int valid) const {
     if (valid == 0) return;
@@ -59,8 +58,6 @@ struct StorePartial {
                                      pack_values<Compute>(values), Row::kPiece);
     }
   }
-  // Places are in the order of memory.
-  DEVICE static int column(int place) { return static_cast<int>(Row{kCols}.column(place)); }
   DEVICE static int64 place(int64 column) { return Row{kCols}.position(column); }
   DEVICE void value(int64 place, Compute sum) const { data[place] = sum; }
 };
@@ -69,7 +66,6 @@ struct StorePartial {
 template <class T, int kPack, int64 kCols_, bool kAligned>
 struct StoreGradient {
   static constexpr int64 kCols = kCols_;
-  static constexpr int kPlaces = kCols;
   T* data;
 
   DEVICE StoreGradient of_group(int64) const { return *this; }
@@ -77,7 +73,6 @@ struct StoreGradient {
   DEVICE void pack(int64 column, const Compute (&sums)[kPack], int valid) const {
     store_pack<kAligned, Cache::kKept>(data + column, pack_values<T>(sums), valid);
   }
-  DEVICE static int column(int place) { return place; }
   DEVICE static int64 place(int64 column) { return column; }
   template <class Compute>
   DEVICE void value(int64 place, Compute sum) const {

@@ -174,8 +174,8 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of one group beyond the last column",
-        "static constexpr int kPlaces = kCols;",
-        "static constexpr int kPlaces = (kCols + kPack - 1) / kPack * kPack;",
+        "Shape::kWholePacks || left > kPack ? kPack : left",
+        "kPack",
         "lanes",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),

@@ -155,8 +155,9 @@ def _backward_shape(problem: Problem, tier: Tier, plain: bool, device: Device) -
 def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, early: bool) -> tuple[int, int]:
     """(rows of a CTA, CTAs of an SM), so that an SM has 54 to 64 KB under way.
 
-    Rows that more than two warps hold have a CTA each: LayerNorm of 3200 cols 102.0 us, of two rows a CTA 105.3;
-    RMSNorm of 2304 cols 98.9 by three CTAs, 109.0 by four rows in one.
+    Rows that more than two warps hold share a CTA by two or three, which leave one partial row: 8 M elements of 2048
+    cols 17.2 us, by a CTA each 18.2, of 2304 18.5 and 19.2. Two of LayerNorm are in a CTA each: 3776 cols 18.8, in one
+    19.1, at 64 M elements 99.1 and 100.1; RMSNorm 17.4 and 16.9, 99.2 and 98.1.
     """
     # RMSNorm takes 98 to 101 us or 105 to 108, and which of them hangs on little: 512 cols, which ask early, 97.4 with
     # 64 KB and 104.8 with 54; 1472, 2112, 2880 cols, which ask late, 105 to 108 with 60 KB and 100 to 101 with 54.
@@ -164,7 +165,10 @@ def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, early: bool) 
     under_way = 64 if early else 60 if problem.norm.subtracts_mean else 54
     rows = (under_way << 10) / ((tier.stages - 1) * _row_bytes(problem))
     if shape.threads > 2 * WARP:
-        return 1, max(2, round(rows))
+        count = max(2, round(rows))
+        if count > 3:
+            return 2, count // 2
+        return (1, 2) if count == 2 and problem.norm.subtracts_mean else (count, 1)
     # Whole warps, in two CTAs: 1280 cols by three of five packs each 99.3 us, by four 105.3.
     warps = ceil(rows / 2 * shape.threads / WARP)
     return min(max(1, warps) * WARP, tier.cta // 2) // shape.threads, 2
@@ -213,7 +217,10 @@ def _whole_warps(shape: RowShape) -> int:
 def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> NormSpec | None:
     """As many places as fit, two at least: fewer than the tier's for a wide dy or weight, then fewer rows in a CTA."""
     whole_warps = _whole_warps(spec.shape)
-    threads, resident = _small_ctas(rows, device, spec.threads, spec.threads * spec.ctas_per_sm)
+    threads, resident = spec.threads, spec.threads * spec.ctas_per_sm
+    # Rows of several warps share a CTA all the same: RMSNorm of 993 x 4224 11.4 us, 13.1 without.
+    if spec.shape.threads <= WARP or spec.rows_per_cta == 1:
+        threads, resident = _small_ctas(rows, device, threads, resident)
     # Of a single row 512 cols 1.67 us, with a row group beside it that has none 2.00; rms_norm 1.54 and 1.68.
     most = whole_warps if rows == 1 else min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
     # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
@@ -235,8 +242,7 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
 def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple[int, int]:
     """Threads of a CTA and threads that an SM holds, for a few rows to each SM.
 
-    The more row groups share a CTA, the longer their sums take to be added up. Backward of 512 x 1024 takes 6.1 us
-    with a CTA a row and 7.2 with seven rows in a CTA, 4096 x 1024 13.0 with two and 13.7 with seven.
+    The more row groups share a CTA, the longer their sums take to be added up.
     """
     if rows <= 8 * device.sms:
         return 64, 256
