@@ -166,6 +166,8 @@ def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, early: bool) 
     rows = (under_way << 10) / ((tier.stages - 1) * _row_bytes(problem))
     if shape.threads > 2 * WARP:
         count = max(2, round(rows))
+        if len(_read(problem)) > 2:
+            return 1, count  # two of 4096 cols beside a gate spilled 8 bytes in one
         if count > 3:
             return 2, count // 2
         return (1, 2) if count == 2 and problem.norm.subtracts_mean else (count, 1)
@@ -194,7 +196,8 @@ def _rows_asked_for_late(problem: Problem, tier: Tier, shape: RowShape) -> tuple
     if tier.cluster > 1:
         return 1, 2
     if problem.operation.second:  # norm, add, norm of 4096 cols 209 us, by two launches 224
-        return max(1, (48 << 10) // _row_bytes(problem)), 2
+        # Five rows of five packs each, 1152 cols of float16, spilled 8 bytes.
+        return min(max(1, (48 << 10) // _row_bytes(problem)), 4 if shape.packs == 5 else 16), 2
     rows = min(max(1, round((48 << 10) / _row_bytes(problem))), tier.cta // shape.threads)
     return (1, 3) if rows == 2 else (rows, 2)  # 4096 cols by two rows 175 us
 
