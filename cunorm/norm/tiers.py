@@ -197,7 +197,8 @@ def _rows_asked_for_late(problem: Problem, tier: Tier, shape: RowShape) -> tuple
         return 1, 2
     if problem.operation.second:  # norm, add, norm of 4096 cols 209 us, by two launches 224
         # Five rows of five packs each, 1152 cols of float16, spilled 8 bytes.
-        return min(max(1, (48 << 10) // _row_bytes(problem)), 4 if shape.packs == 5 else 16), 2
+        rows = max(1, (48 << 10) // _row_bytes(problem))
+        return min(rows, 4) if shape.packs == 5 else rows, 2
     rows = min(max(1, round((48 << 10) / _row_bytes(problem))), tier.cta // shape.threads)
     return (1, 3) if rows == 2 else (rows, 2)  # 4096 cols by two rows 175 us
 
