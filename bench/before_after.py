@@ -2,7 +2,7 @@
 
 DIR is a checkout of the earlier commit. Its package is loaded under another name, so that both work on the same buffers
 in one process. A line is a case: the median of a call before and after, in CUDA graphs over rotating buffers (cold L2),
-replayed in turns, whose order is turned round every time.
+replayed in turns.
 """
 
 from __future__ import annotations

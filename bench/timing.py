@@ -5,8 +5,9 @@ and L2 holds nothing useful. A call's results are kept until its buffers' next t
 call would write into memory that is still in L2. XLA runs on streams of its own, so there it is a loop over the sets
 within one jit, by the clock.
 
-Whatever is compared is timed in turns, whose order is turned round every time: the chip's clock and heat are then the
-same for all of them, and who comes first is also last.
+Whatever is compared is timed in turns, each of which begins with the next one: the chip's clock and heat are then the
+same for all of them, and who comes first is also last. Where the order was turned round instead, those at its ends ran
+twice in a row, and found what fits L2 half of the time where they had left it: 32 x 1024 Liger 1.87 us and not 1.99.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def in_turns(timers: Sequence[Timer], seconds: float | None = None) -> list[Time
             end = time.perf_counter() + seconds
         elif turn > least and time.perf_counter() > end:
             break
-        for which in range(len(timers)) if turn % 2 else reversed(range(len(timers))):
+        for place in range(turn, turn + len(timers)):
+            which = place % len(timers)
             if which not in failed:
                 try:
                     times[which].append(timers[which]())

@@ -189,6 +189,12 @@ NAMED = {
 }
 
 
+@cache
+def is_named(operation: Operation) -> bool:
+    """Whether it is one of NAMED, of a call that may leave weight or bias out."""
+    return any(operation == one.given(operation.operands) for one in NAMED.values())
+
+
 # What the named functions over fused operations compute, by the flags of a call: zero_centered_gamma, norm_before_gate.
 FUSIONS: dict[str, Callable[..., Operation]] = {
     "add_layer_norm": partial(added, "layer_norm"),

@@ -23,9 +23,12 @@ from .tiers import choose
 # rows, 4 M 1.01, 4096 x 256 1.3.
 MOST_ROWS = 2048
 MOST_BYTES = 48 << 10
-# Threads of a CTA, up to so many rows: 64 x 1024 2.28 us by 128 threads, 2.37 by 256; 512 x 1024 3.97 by 256, 4.1
-# by 128 and by 512; 2048 x 1024 7.9 by 512, 9.1 by 256.
-THREADS = {128: 128, 1023: 256, MOST_ROWS: 512}
+# Up to so many rows a thread adds up all of them, so that nobody waits for another: RMSNorm 1 x 4096 1.63 us, by eight
+# row groups 1.74. Of four rows 4096 columns lose 4%.
+ALONE = 2
+# Threads of a CTA, up to so many rows: 2 x 1024 1.39 us by 64 threads, 1.43 by 128; 64 x 1024 2.28 by 128, 2.37 by 256;
+# 512 x 1024 3.97 by 256, 4.1 by 128 and by 512; 2048 x 1024 7.9 by 512, 9.1 by 256.
+THREADS = {ALONE: 64, 128: 128, 1023: 256, MOST_ROWS: 512}
 # Rows that a thread adds up where the CTAs of all columns and rows run at once: 42 x 24576 by five 5.2 us, by three,
 # when they do not, 6.9. But 204 x 5120 by ten 5.7 and by five 4.9.
 ROWS_OF_THREAD = 6
@@ -83,13 +86,16 @@ def _ctas_per_sm(spec: NormSpec) -> int:
 
 def _of_columns(problem: Problem, pack: int, threads: int, slots: int, sms: int) -> NormSpec:
     """The kernel of the columns, by so many threads of a CTA beside each other: as few as leave each two rows, or as
-    make so few CTAs that they run at once, in so many slots, or else no more than there are SMs.
+    make so few CTAs that they run at once, in so many slots, or else no more than there are SMs. All of them where a
+    thread adds up all rows.
     """
 
     def by(lanes: int) -> NormSpec:
         shape = RowShape(pack, lanes, 1)
         return kernel_spec(problem, "column_gradients", shape, rows_per_cta=threads // lanes, final=True)
 
+    if problem.rows <= ALONE:
+        return by(threads)
     powers = [2**n for n in range(1, 10) if threads % 2**n == 0]
     powers = [lanes for lanes in powers if shared_memory(by(lanes)) <= SHARED_LIMIT]
     least = max((lanes for lanes in powers if threads // lanes >= max(8, problem.rows // 2)), default=2)

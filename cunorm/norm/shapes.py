@@ -26,10 +26,15 @@ FORWARD_THREADS = {
     768: 256,  # 6016 cols 67.3, by 128 71.0
     960: 192,  # 7104 cols 68.3, by 128 73.7, by 256 68.5
     1280: 256,
+    1536: 512,
+    1792: 256,  # 14336 cols 69.6, by 512 76.0; 13312 cols 70.4 and 79.2
     4096: 512,
 }
 # RMSNorm's, where another number is better by more than 2%.
-RMS_FORWARD_THREADS = {320: 160}  # 2560 cols 67.4, by 64 74.3
+RMS_FORWARD_THREADS = {
+    320: 160,  # 2560 cols 67.4, by 64 74.3
+    1792: 512,  # 13312 cols, 8 M elements, 10.5, by 256 10.9
+}
 # Packs of a thread, the best first, where several numbers waste as little.
 PREFERRED_PACKS = (2, 3, 4, 5, 6, 7, 8, 1)
 

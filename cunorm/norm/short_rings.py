@@ -9,14 +9,41 @@ from dataclasses import replace
 
 from ..device import Device
 from ..expression_value import FUNCTIONS
-from ..operation import NAMED
+from ..operation import is_named
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, ctas_of, sixteen_bits, widest_column, with_shifted
 from .shapes import in_clusters
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
 
-UNDER_WAY = 52 << 10  # bytes of x that an SM asks for ahead, where y has 8 bits
+# Bytes of x that an SM asks for ahead: where y has 8 bits, by LayerNorm, many rows and few, and by RMSNorm.
+UNDER_WAY, MANY_UNDER_WAY, FEW_UNDER_WAY, RMS_UNDER_WAY = 52 << 10, 32 << 10, 55 << 10, 64 << 10
+# Of rows to each SM. Of more, rows in registers are faster: LayerNorm of 4096 cols, 32 M elements, 35.9 us, in a ring
+# 39.2; 24 M 27.8 and 29.2, 16 M 19.5 and 19.8, 12 M 15.6 and 15.1.
+NARROW_RING_BYTES = 320 << 10
+# By threads and packs of a row: CTAs of a cluster, places, CTAs of an SM, beside weights of 16 bits and of 32. In
+# clusters an SM has parts of more rows, and more threads, than whole rows would leave room for: 8 M elements, LayerNorm
+# of 8192 cols 10.9 us, by whole rows 11.7; 12288 cols 11.9 and 13.8; 20480 cols 12.5 and 14.5.
+RINGS: dict[str, dict[tuple[int, int], tuple[tuple[int, int, int] | None, tuple[int, int, int]]]] = {
+    "layer_norm": {
+        (128, 2): (None, (1, 2, 7)),  # 2048 cols beside float32 weights 11.0 us, in registers 12.7
+        (128, 4): ((1, 2, 5), (2, 2, 8)),
+        (256, 3): ((1, 2, 3), (2, 2, 5)),
+        (256, 4): ((2, 2, 5), (2, 2, 4)),
+        (256, 5): ((2, 2, 5), (1, 2, 2)),
+        (512, 3): ((2, 2, 3), (4, 2, 5)),
+        (256, 7): ((2, 2, 4), (2, 2, 3)),
+        (512, 4): ((4, 2, 5), (4, 2, 4)),
+        (512, 5): ((4, 2, 5), (2, 2, 2)),
+    },
+    "rms_norm": {
+        (256, 4): ((2, 2, 7), (2, 2, 5)),
+        (256, 5): ((1, 3, 2), (2, 2, 5)),
+        (512, 3): ((2, 3, 3), (2, 3, 3)),
+        (512, 4): ((2, 2, 4), (4, 2, 6)),
+        (512, 5): ((2, 2, 3), (4, 2, 5)),
+    },
+}
 
 
 def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
@@ -31,12 +58,13 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
         return found
     if many and device.arch == 90 and (found := _ring_beside(spec, device)) is not None:
         return found
-    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped:
+    if len(spec.matrices) > 1 or spec.grouped:
         return None
-    # RMSNorm's operation, and that of a call without weight or bias, is another one.
-    plain = problem.operation in NAMED.values() and not spec.scales
+    plain = is_named(problem.operation) and not spec.scales
     if plain and device.arch == 90 and sixteen_bits(spec, spec.matrices):
         return _plain_ring(problem, spec, needs, many, device)
+    if shape.packs <= 2:
+        return None
     # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
     # of 12288 cols, one CTA on an SM, 67.8 and 61.3, and of 7168, where some threads have a pack less, 62.9 and 57.0.
     whole = not problem.norm.subtracts_mean or spec.cols == shape.capacity
@@ -52,26 +80,73 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
 
 
 def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
-    """LayerNorm of rows of 16 bits with weight and bias: few rows, and many beside float32 ones.
+    """LayerNorm and RMSNorm of rows of 16 bits: few rows, and many of LayerNorm beside float32 weight and bias.
 
-    Late, from L1, those cost more than a ring: 64 M elements of 4992 cols 72.1 us and 74.5; of 6720 cols 76.0, 74.5.
+    Late, from L1, those cost more than a ring: 64 M elements of 4992 cols 72.1 us and 74.5; of 6720 cols 76.0, 74.5;
+    of 14336 cols 74.2 and 84.6.
     """
-    shape, wide = spec.shape, widest_column(spec) == 4
-    if many and not (wide and shape.threads * shape.packs <= 640):
+    shape, layer_norm, width = spec.shape, problem.norm.subtracts_mean, widest_column(spec)
+    wide, packs = width == 4, shape.threads * shape.packs
+    zero_centred = dict(problem.operation.defaults).get("weight") == 0
+    # Where gamma is zero-centred five packs beside float32 weights spilled 16 bytes.
+    known = width <= 4 and not (wide and layer_norm and zero_centred)
+    found = RINGS[problem.operation.norm].get((shape.threads, shape.packs)) if known else None
+    # LayerNorm of 704 cols beside float32 weights, 64 M elements, 70.6 us, in registers 67.7.
+    if many and not (wide and len(spec.columns) == 2 and (found or 96 < packs <= 640)):
         return None
-    under_way = (32 if many else 55) << 10
+    # LayerNorm beside wide weights, or of two and three warps, stays in a ring: 2240 cols, 24 M elements, 28.1 us and
+    # in registers 30.3.
+    stays = layer_norm and (wide or WARP < shape.threads < 128)
+    if not stays and bytes_per_sm(problem, device) > NARROW_RING_BYTES:
+        return None
+    if found and device.runs_clusters(4):
+        if found[wide] is None:
+            return None
+        size, stages, ctas = found[wide]
+        spec = replace(spec, stages=stages, ask_early=True, columns_stay=True, ctas_per_sm=ctas)
+        return replace(spec, shape=in_clusters(shape, size))
+    if not layer_norm:
+        return _rms_ring(problem, spec, needs, device)
+    if shape.packs <= 2:
+        return None
+    under_way = MANY_UNDER_WAY if many else FEW_UNDER_WAY
     registers = needs.working + _more_in_a_ring(shape)
-    if wide and problem.operation == NAMED["layer_norm"]:
-        # 8192 cols have two CTAs on an SM instead of one, 8 M elements 12.2 us and 13.4; six warps four instead of two,
-        # 4224 cols 11.5 and 12.7. As few spilled 4 to 28 bytes beside 16 bits, and 8 where gamma is zero-centred.
-        registers = 32 if shape.threads == 192 else 48
+    if zero_centred and shape.threads <= WARP:
+        registers += 26  # 240 bytes spilled, 1024 cols
+    if shape.threads == 2 * WARP and spec.cols < shape.capacity:
+        registers += 24  # 16 bytes, 2368 cols
+    if wide and len(spec.columns) == 2 and not zero_centred:
+        # As few spilled 4 to 28 bytes beside 16 bits, and 24 with a warp's three packs.
+        registers = 56 if packs <= 96 else 48
     ring = _short_ring(spec, needs.columns + registers, under_way, device)
     if wide and not many and shape.threads <= 64:
         # Where registers leave few CTAs, three places for each: 1152 cols 10.5 us, by two 11.5.
-        deeper = _short_ring(spec, needs.columns + registers, under_way // 2, device, stages=3)
+        deeper = _short_ring(spec, needs.columns + registers, under_way, device, stages=3)
         if ring is None or (deeper is not None and 2 * deeper.ctas_per_sm > ring.ctas_per_sm):
             return deeper
     return ring
+
+
+def _rms_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+    """RMSNorm's, with 64 KB under way: 8 M elements of 1600 cols 9.9 us, with 50 KB 10.4. By three places where
+    registers leave two too little, and each row group has so many rows: 2560 cols 10.3 us, in registers 10.9; but
+    2432 cols, 3 M elements, 5.4 and 5.0.
+    """
+    shape = spec.shape
+    if shape.threads > WARP:
+        registers = needs.columns + 56
+    elif shape.packs > 2:
+        # Four packs, kept unpacked, spilled 16 to 110 bytes with 72 and 80, 172 with 64; five 8 with 72.
+        registers = 96 if shape.packs == 4 else max(72, 44 + 6 * shape.packs)
+    else:
+        return None
+    two = _short_ring(spec, registers, RMS_UNDER_WAY, device) if shape.packs > 2 else None
+    if two is not None and _under_way(two) >= RMS_UNDER_WAY * 3 // 4:
+        return two
+    three = _short_ring(spec, registers, RMS_UNDER_WAY, device, stages=3)
+    if three is None or problem.rows < 3 * device.sms * three.ctas_per_sm * three.rows_per_cta:
+        return two
+    return three
 
 
 def _ring_beside(spec: NormSpec, device: Device) -> NormSpec | None:
@@ -79,7 +154,7 @@ def _ring_beside(spec: NormSpec, device: Device) -> NormSpec | None:
     shapes have too few.
 
     layer_norm_add of 16384 cols by one row on an SM 112.9 us, by a cluster of four CTAs, parts of four rows on an SM,
-    98.8; of 14336 cols 117.2 and 98.5. Of 5120 cols 105.6 and 98.3.
+    98.8. Of 5120 cols 105.6 and 98.3.
     """
     shape = spec.shape
     gates = any(step.function in FUNCTIONS for step in spec.operation.epilogue.steps)
@@ -129,11 +204,11 @@ def _unpacked_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Devic
 
 def _more_in_a_ring(shape: RowShape) -> int:
     """Registers besides those of rows that wait in registers."""
-    return 26 if shape.packs == 4 else 14  # RMSNorm of four packs spilled 12 bytes in 80
+    return 26 if shape.packs == 4 else 14
 
 
 def _short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, stages: int = 2) -> NormSpec | None:
-    """So many places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM, one place each.
+    """So many places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM.
 
     None if less than half of them fit, weight and bias staying in registers.
 
@@ -141,6 +216,17 @@ def _short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, 
     """
     spec = replace(spec, stages=stages, ask_early=True, columns_stay=True)
     needed = shared_memory(spec) + dynamic_shared(spec)
-    wanted = max(1, round(under_way / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
+    wanted = max(1, round(under_way / _under_way(replace(spec, ctas_per_sm=1))))
     ctas = min(wanted, ctas_of(spec, registers), (device.shared + 1024) // (needed + 1024))
     return with_shifted(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
+
+
+def bytes_per_sm(problem: Problem, device: Device) -> float:
+    """Of x."""
+    return problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] / device.sms
+
+
+def _under_way(spec: NormSpec) -> int:
+    """Bytes of rows that an SM asks for ahead."""
+    of_cta = spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta // spec.cluster
+    return spec.ctas_per_sm * (spec.stages - 1) * of_cta
