@@ -175,6 +175,30 @@ def test_forward_rows_wait_where_it_was_measured_to_win(norm, weight, elements, 
     assert (step.spec.cluster, step.spec.stages, step.spec.ctas_per_sm) == waits
 
 
+@pytest.mark.parametrize(
+    ("norm", "elements", "cols", "together"),
+    [
+        # (threads of a CTA, CTAs of an SM, whether the next row is asked for early)
+        ("layer_norm", 8, 192, (192, 2, False)),
+        ("layer_norm", 2, 192, (128, 2, False)),
+        ("rms_norm", 64, 768, (128, 2, False)),
+        ("rms_norm", 8, 256, (256, 2, False)),
+        ("rms_norm", 64, 256, (256, 2, True)),
+    ],
+)
+def test_backward_rows_of_a_warp_share_a_cta_as_was_measured_to_win(norm, elements, cols, together):
+    wanted = ("x", "weight", "bias") if norm == "layer_norm" else ("x", "weight")
+    rows = (elements << 20) // cols
+    spec = plan(problem("backward", rows, cols, "bfloat16", norm, wanted=wanted), KNOWN[90]).steps[0].spec
+    assert (spec.threads, spec.ctas_per_sm, spec.ask_early) == together
+
+
+@pytest.mark.parametrize(("rows", "row_groups"), [(1, 1), (2, 1), (3, 8), (64, 32)])
+def test_a_thread_adds_up_one_row_and_two_alone(rows, row_groups):
+    (step,) = plan(problem("backward", rows, 1024, "bfloat16"), KNOWN[90]).steps
+    assert step.spec.columns.rows_per_cta == row_groups
+
+
 @pytest.mark.parametrize("cols", [5120, 16384])
 @pytest.mark.parametrize(("kind", "in_a_ring"), [("full", True), ("per_row", False)])
 def test_rows_wait_in_a_ring_beside_what_is_as_large_as_they_are(cols, kind, in_a_ring):

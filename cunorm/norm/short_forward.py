@@ -58,15 +58,16 @@ def _all_at_once(problem: Problem, late: NormSpec, device: Device) -> bool:
     """Whether registers hold all rows at once, weight and bias coming late, and rather that than a ring: LayerNorm of
     five warps and more, where two thirds of the places or more are taken.
 
-    512 x 10240 8.0 us, in a ring 8.6; 256 x 20480 8.3 and 9.2. Beside float32 weights of five packs and more: 227 x
-    13824 7.3 and 8.6, but 12288 cols up to 10% longer.
+    512 x 10240 8.0 us, in a ring 8.6; 256 x 20480 8.3 and 9.2. Beside float32 weights of five packs and more, and half
+    of the places: 227 x 13824 7.2 and 8.5, but 12288 cols up to 10% longer.
     """
     rows = (device.sms - problem.sm_margin) * late.ctas_per_sm * late.rows_per_cta
     plain = is_named(problem.operation) and not late.scales and problem.norm.subtracts_mean
     if not (plain and device.arch == 90 and sixteen_bits(late, late.matrices) and late.shape.threads >= 160):
         return False
-    narrow = widest_column(late) <= 2 or (late.shape.threads == 256 and late.shape.packs >= 5)
-    return narrow and 2 * rows < 3 * problem.rows <= 3 * rows
+    if widest_column(late) <= 2:
+        return 2 * rows < 3 * problem.rows <= 3 * rows
+    return late.shape.threads == 256 and late.shape.packs >= 5 and rows < 2 * problem.rows <= 2 * rows
 
 
 def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
@@ -91,7 +92,9 @@ def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
     # 32 x 32768 3.98 us, in one CTA 4.9, by four CTAs 4.54; 8 x 8192 with another matrix 2.15 and 2.43.
     few = 4 * rows <= sms if long else 8 * rows <= sms and two and places == 1024
     if few and device.runs_clusters(8):
-        return replace(spread, shape=in_clusters(shape, 8), held=ceil_div(shape.packs, 2))
+        # By two: gates of 16 x 14336 3.0 us, by four 3.3; but of five packs 10240 cols 3% longer than by three.
+        held = 2 if shape.packs == 7 and shape.threads == 256 else ceil_div(shape.packs, 2)
+        return replace(spread, shape=in_clusters(shape, 8), held=held)
     if not spec.aligned:
         return None
     # 64 x 32768 5.9 us and 7.15; RMSNorm of 24576 cols with a matrix added 5.3 and 4.9.

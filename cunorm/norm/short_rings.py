@@ -21,6 +21,7 @@ UNDER_WAY, MANY_UNDER_WAY, FEW_UNDER_WAY, RMS_UNDER_WAY = 52 << 10, 32 << 10, 55
 # Of rows to each SM. Of more, rows in registers are faster: LayerNorm of 4096 cols, 32 M elements, 35.9 us, in a ring
 # 39.2; 24 M 27.8 and 29.2, 16 M 19.5 and 19.8, 12 M 15.6 and 15.1.
 NARROW_RING_BYTES = 320 << 10
+RMS_TWO_PACKS_BYTES = 192 << 10  # likewise: 2560 cols, 16 M elements, 18.5 us, in a ring 19.2; 8 M 10.9 and 10.5
 # By threads and packs of a row: CTAs of a cluster, places, CTAs of an SM, beside weights of 16 bits and of 32. In
 # clusters an SM has parts of more rows, and more threads, than whole rows would leave room for: 8 M elements, LayerNorm
 # of 8192 cols 10.9 us, by whole rows 11.7; 12288 cols 11.9 and 13.8; 20480 cols 12.5 and 14.5.
@@ -34,11 +35,11 @@ RINGS: dict[str, dict[tuple[int, int], tuple[tuple[int, int, int] | None, tuple[
         (512, 3): ((2, 2, 3), (4, 2, 5)),
         (256, 7): ((2, 2, 4), (2, 2, 3)),
         (512, 4): ((4, 2, 5), (4, 2, 4)),
-        (512, 5): ((4, 2, 5), (2, 2, 2)),
+        (512, 5): ((4, 2, 5), (1, 2, 1)),
     },
     "rms_norm": {
         (256, 4): ((2, 2, 7), (2, 2, 5)),
-        (256, 5): ((1, 3, 2), (2, 2, 5)),
+        (256, 5): ((2, 2, 6), (2, 2, 5)),
         (512, 3): ((2, 3, 3), (2, 3, 3)),
         (512, 4): ((2, 2, 4), (4, 2, 6)),
         (512, 5): ((2, 2, 3), (4, 2, 5)),
@@ -94,17 +95,21 @@ def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devi
     # LayerNorm of 704 cols beside float32 weights, 64 M elements, 70.6 us, in registers 67.7.
     if many and not (wide and len(spec.columns) == 2 and (found or 96 < packs <= 640)):
         return None
-    # LayerNorm beside wide weights, or of two and three warps, stays in a ring: 2240 cols, 24 M elements, 28.1 us and
-    # in registers 30.3.
-    stays = layer_norm and (wide or WARP < shape.threads < 128)
+    # LayerNorm beside wide weights, and rows of two and three warps, stay in a ring: 2240 cols, 24 M elements, 28.1 us
+    # and in registers 30.3.
+    stays = (layer_norm and wide) or WARP < shape.threads < 128
     if not stays and bytes_per_sm(problem, device) > NARROW_RING_BYTES:
         return None
     if found and device.runs_clusters(4):
         if found[wide] is None:
             return None
         size, stages, ctas = found[wide]
-        spec = replace(spec, stages=stages, ask_early=True, columns_stay=True, ctas_per_sm=ctas)
-        return replace(spec, shape=in_clusters(shape, size))
+        # RMSNorm of no more rows than run at once: 256 x 16384 7.1 us, by whole rows 6.5; of 256 x 12288, which three
+        # places want more of, 6.3 and in registers 5.6.
+        turns = problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
+        if layer_norm or turns > 1.2 * (stages - 1):
+            spec = replace(spec, stages=stages, ask_early=True, columns_stay=True, ctas_per_sm=ctas)
+            return replace(spec, shape=in_clusters(shape, size))
     if not layer_norm:
         return _rms_ring(problem, spec, needs, device)
     if shape.packs <= 2:
@@ -133,12 +138,14 @@ def _rms_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
     2432 cols, 3 M elements, 5.4 and 5.0.
     """
     shape = spec.shape
-    if shape.threads > WARP:
+    if shape.threads > WARP or widest_column(spec) > 4:
         registers = needs.columns + 56
     elif shape.packs > 2:
         # Four packs, kept unpacked, spilled 16 to 110 bytes with 72 and 80, 172 with 64; five 8 with 72.
         registers = 96 if shape.packs == 4 else max(72, 44 + 6 * shape.packs)
     else:
+        return None
+    if shape.packs <= 2 and bytes_per_sm(problem, device) > RMS_TWO_PACKS_BYTES:
         return None
     two = _short_ring(spec, registers, RMS_UNDER_WAY, device) if shape.packs > 2 else None
     if two is not None and _under_way(two) >= RMS_UNDER_WAY * 3 // 4:

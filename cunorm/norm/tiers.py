@@ -45,7 +45,7 @@ class Tier(NamedTuple):
 
 # Forward rows that one CTA may hold are run by short_forward.py. A line for each row length at which a thread's packs
 # or a row's threads change a good deal, for those who want an example of each.
-SHORT = tuple(map(Tier, (2, 32, 64, 128, 256, 288, 320, 512, 640, 672, 1024, 1280, 2048, 3072, 4096)))
+SHORT = tuple(map(Tier, (2, 32, 64, 128, 256, 288, 320, 512, 640, 672, 1024, 1280, 1536, 1792, 2048, 3072, 4096)))
 # Longer ones by clusters.py, likewise.
 CLUSTERS = tuple(Tier(most, cluster=2) for most in (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536))
 FORWARD = (*SHORT, *CLUSTERS)
@@ -131,7 +131,8 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
-        ask_early=early and not late,
+        # Few rows that a warp or two hold ask late: 8 M elements of 256 cols 16.5 us, early 17.1; 64 M 100.2 and 98.7.
+        ask_early=early and not late and (shape.threads > 2 * WARP or bytes_per_sm(problem, device) > RING_BYTES // 2),
         # Of rows at odd addresses three packs spilled 44 bytes with it and none without.
         keeps_g=is_dear and (spec.aligned or shape.packs <= 2),
     )
@@ -172,8 +173,14 @@ def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, early: bool) 
         if count > 3:
             return 2, count // 2
         return (1, 2) if count == 2 and problem.norm.subtracts_mean else (count, 1)
-    # Whole warps, in two CTAs: 1280 cols by three of five packs each 99.3 us, by four 105.3.
+    # Whole warps, in two CTAs: 1280 cols by three of five packs each 99.3 us, by four 105.3. Twice five are uneven for
+    # an SM's four schedulers: 8 M elements of 192 cols 18.6 us, by six 17.8; RMSNorm of 64 M elements of 768 cols 5%
+    # less by four. But LayerNorm of those 3% more by six.
     warps = ceil(rows / 2 * shape.threads / WARP)
+    if warps == 5 and not problem.norm.subtracts_mean:
+        warps = 4
+    elif warps == 5 and shape.threads < WARP:
+        warps = 6
     return min(max(1, warps) * WARP, tier.cta // 2) // shape.threads, 2
 
 
@@ -226,6 +233,9 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
     # Rows of several warps share a CTA all the same: RMSNorm of 993 x 4224 11.4 us, 13.1 without.
     if spec.shape.threads <= WARP or spec.rows_per_cta == 1:
         threads, resident = _small_ctas(rows, device, threads, resident)
+        # Where row groups of a warp would have two rows each: 2 M elements of 192 cols 8.6 us and 9.9.
+        if threads > 64 and spec.shape.threads <= WARP and 2 * rows * spec.shape.threads < 5 * resident * device.sms:
+            threads, resident = 128, 256
     # Of a single row 512 cols 1.67 us, with a row group beside it that has none 2.00; rms_norm 1.54 and 1.68.
     most = whole_warps if rows == 1 else min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
     # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
