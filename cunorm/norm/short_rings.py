@@ -22,10 +22,11 @@ UNDER_WAY, MANY_UNDER_WAY, FEW_UNDER_WAY, RMS_UNDER_WAY = 52 << 10, 32 << 10, 55
 # 39.2; 24 M 27.8 and 29.2, 16 M 19.5 and 19.8, 12 M 15.6 and 15.1.
 NARROW_RING_BYTES = 320 << 10
 RMS_TWO_PACKS_BYTES = 192 << 10  # likewise: 2560 cols, 16 M elements, 18.5 us, in a ring 19.2; 8 M 10.9 and 10.5
-# By threads and packs of a row: CTAs of a cluster, places, CTAs of an SM, beside weights of 16 bits and of 32. In
-# clusters an SM has parts of more rows, and more threads, than whole rows would leave room for: 8 M elements, LayerNorm
-# of 8192 cols 10.9 us, by whole rows 11.7; 12288 cols 11.9 and 13.8; 20480 cols 12.5 and 14.5.
-RINGS: dict[str, dict[tuple[int, int], tuple[tuple[int, int, int] | None, tuple[int, int, int]]]] = {
+Waits = tuple[int, int, int]  # CTAs of a cluster, places, CTAs of an SM
+# By threads and packs of a row, beside weights of 16 bits and of 32. In clusters an SM has parts of more rows, and more
+# threads, than whole rows would leave room for: 8 M elements, LayerNorm of 8192 cols 10.9 us, by whole rows 11.7; 12288
+# cols 11.9 and 13.8; 20480 cols 12.5 and 14.5.
+RINGS: dict[str, dict[tuple[int, int], tuple[Waits | None, Waits]]] = {
     "layer_norm": {
         (128, 2): (None, (1, 2, 7)),  # 2048 cols beside float32 weights 11.0 us, in registers 12.7
         (128, 4): ((1, 2, 5), (2, 2, 8)),
@@ -101,9 +102,10 @@ def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devi
     if not stays and bytes_per_sm(problem, device) > NARROW_RING_BYTES:
         return None
     if found and device.runs_clusters(4):
-        if found[wide] is None:
+        waits = found[wide]
+        if waits is None:
             return None
-        size, stages, ctas = found[wide]
+        size, stages, ctas = waits
         # RMSNorm of no more rows than run at once: 256 x 16384 7.1 us, by whole rows 6.5; of 256 x 12288, which three
         # places want more of, 6.3 and in registers 5.6.
         turns = problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
