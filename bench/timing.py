@@ -6,9 +6,8 @@ call would write into memory that is still in L2. XLA runs on streams of its own
 within one jit, by the clock.
 
 Whatever is compared is timed in turns, in an order that is drawn anew for each: the chip's clock and heat, and what the
-one before left in L2, are then alike for all of them. Of 32 x 1024, which half fits L2, our LayerNorm took 2.07 us and
-Liger's 1.87, who stood at an end, where the order was turned round; 1.85 and 2.01, ours always after the roof, where
-each turn began with the next one.
+one before left in L2, are then alike for all of them. In an order that is turned round those at its ends run twice in a
+row: 32 x 1024, which L2 nearly holds, LayerNorm of Liger 1.75 us and 1.99 by turns.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ LAYERS = (
         "norm.float8",
         "linear.problem",
     },
-    {"norm.short_forward", "norm.short_rings", "norm.clusters"},
+    {"norm.short_forward", "norm.short_rings", "norm.plain_rings", "norm.clusters"},
     {"norm.tiers"},
     {"norm.steps"},
     {"norm.few_rows"},

@@ -166,6 +166,9 @@ def test_layer_norm_to_8_bits_takes_rows_by_two_where_it_was_measured_to_win(ele
         ("rms_norm", "bfloat16", 8, 2560, (1, 3, 6)),
         ("rms_norm", "bfloat16", 3, 2432, (1, 0, 9)),  # too few for three places
         ("rms_norm", "float32", 24, 8192, (1, 0, 4)),
+        ("rms_norm", "bfloat16", 3, 12288, (1, 2, 1)),  # hardly more than run at once
+        ("rms_norm", "bfloat16", 16, 2560, (1, 0, 9)),
+        ("layer_norm", "float32", 3, 13824, (1, 0, 3)),  # all rows at once
     ],
 )
 def test_forward_rows_wait_where_it_was_measured_to_win(norm, weight, elements, cols, waits):

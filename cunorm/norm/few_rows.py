@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..device import Device
 from ..operation import derivative
 from .backward_parts import part, sources
-from .problem import ITEMSIZE, Problem
+from .problem import Problem
 from .registers import ctas_of, registers_of_one_turn
 from .shapes import ceil_div, kernel_spec
 from .shared_memory import SHARED_LIMIT, dynamic_shared, shared_memory
@@ -24,9 +24,9 @@ from .tiers import choose
 MOST_ROWS = 2048
 MOST_BYTES = 48 << 10
 # Up to so many rows a thread adds up all of them, so that nobody waits for another: RMSNorm 1 x 4096 1.63 us, by eight
-# row groups 1.74. Of four rows 4096 columns lose 4%.
+# row groups 1.74. Of four rows 4096 columns take up to 6% longer.
 ALONE = 2
-# Threads of a CTA, up to so many rows: 2 x 1024 1.39 us by 64 threads, 1.43 by 128; 64 x 1024 2.28 by 128, 2.37 by 256;
+# Threads of a CTA, up to so many rows: RMSNorm 2 x 1024 1.39 us by 64, 1.43 by 128; 64 x 1024 2.28 by 128, 2.37 by 256;
 # 512 x 1024 3.97 by 256, 4.1 by 128 and by 512; 2048 x 1024 7.9 by 512, 9.1 by 256.
 THREADS = {ALONE: 64, 128: 128, 1023: 256, MOST_ROWS: 512}
 # Rows that a thread adds up where the CTAs of all columns and rows run at once: 42 x 24576 by five 5.2 us, by three,
@@ -47,8 +47,7 @@ def adds_columns_beside_rows(problem: Problem, device: Device, sums: Collection[
 
 
 def rows_are_few(problem: Problem, device: Device) -> bool:
-    matrix = problem.rows * problem.cols * ITEMSIZE[problem.row_dtype]
-    return problem.rows <= MOST_ROWS and matrix <= MOST_BYTES * device.sms
+    return problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
 
 
 def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...]) -> list[Step]:

@@ -162,6 +162,11 @@ class Problem:
         moved = (o for o in self.operands if o.kind in ("full", "column", "group"))
         return sum(o.size(self.rows, self.cols) * o.itemsize for o in moved)
 
+    @property
+    def matrix_bytes(self) -> int:
+        """Of x."""
+        return self.rows * self.cols * ITEMSIZE[self.row_dtype]
+
 
 def compute_dtype(row_dtype: str) -> str:
     return "float64" if row_dtype == "float64" else "float32"

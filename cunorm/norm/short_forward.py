@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from ..device import Device
 from ..expression_value import FUNCTIONS
-from ..operation import SEED, is_named
+from ..operation import SEED
 from .clusters import WORKING
+from .plain_rings import is_plain, plain_ring
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, column_bytes, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
 from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
-from .short_rings import bytes_per_sm, in_a_ring
+from .short_rings import in_a_ring
 from .spec import WARP, NormSpec
 
 THREADS = 128  # of a CTA of rows that a warp or less holds
@@ -45,13 +46,14 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     if (once := _without_turns(problem, spec, device)) is not None:
         return once
-    many = bytes_per_sm(problem, device) > RING_BYTES
+    many = problem.matrix_bytes > RING_BYTES * device.sms
     if many and (by_two := _by_two_ctas(problem, spec, needs, device)) is not None:
         return by_two
     if (in_pairs := _in_pairs(problem, spec, device)) is not None:
         return in_pairs
-    ring, late = in_a_ring(problem, spec, needs, many, device), _in_registers(problem, spec, needs, device)
-    return late if ring is None or _all_at_once(problem, late, device) else ring
+    plain, late = is_plain(problem, spec, device), _in_registers(problem, spec, needs, device)
+    ring = (plain_ring if plain else in_a_ring)(problem, spec, needs, many, device)
+    return late if ring is None or (plain and _all_at_once(problem, late, device)) else ring
 
 
 def _all_at_once(problem: Problem, late: NormSpec, device: Device) -> bool:
@@ -59,12 +61,11 @@ def _all_at_once(problem: Problem, late: NormSpec, device: Device) -> bool:
     five warps and more, where two thirds of the places or more are taken.
 
     512 x 10240 8.0 us, in a ring 8.6; 256 x 20480 8.3 and 9.2. Beside float32 weights of five packs and more, and half
-    of the places: 227 x 13824 7.2 and 8.5, but 12288 cols up to 10% longer.
+    of the places: 217 x 14336 7.4 and 8.6, but 297 x 12288 8.8 and 8.0.
     """
-    rows = (device.sms - problem.sm_margin) * late.ctas_per_sm * late.rows_per_cta
-    plain = is_named(problem.operation) and not late.scales and problem.norm.subtracts_mean
-    if not (plain and device.arch == 90 and sixteen_bits(late, late.matrices) and late.shape.threads >= 160):
+    if not problem.norm.subtracts_mean or late.shape.threads < 5 * WARP:
         return False
+    rows = (device.sms - problem.sm_margin) * late.ctas_per_sm * late.rows_per_cta
     if widest_column(late) <= 2:
         return 2 * rows < 3 * problem.rows <= 3 * rows
     return late.shape.threads == 256 and late.shape.packs >= 5 and rows < 2 * problem.rows <= 2 * rows
@@ -92,7 +93,7 @@ def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
     # 32 x 32768 3.98 us, in one CTA 4.9, by four CTAs 4.54; 8 x 8192 with another matrix 2.15 and 2.43.
     few = 4 * rows <= sms if long else 8 * rows <= sms and two and places == 1024
     if few and device.runs_clusters(8):
-        # By two: gates of 16 x 14336 3.0 us, by four 3.3; but of five packs 10240 cols 3% longer than by three.
+        # By two: gates of 16 x 14336 3.1 us, by four 3.3; but of five packs 10240 cols 3% longer than by three.
         held = 2 if shape.packs == 7 and shape.threads == 256 else ceil_div(shape.packs, 2)
         return replace(spread, shape=in_clusters(shape, 8), held=held)
     if not spec.aligned:
@@ -161,7 +162,7 @@ def _in_pairs(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | No
     packs = spec.shape.packs
     # By one scale 12288 cols 68.2 us, one by one 61.5. From 8 M elements on: 2048 cols by rows 11.1 us and 11.8.
     few_packs, enough = packs <= (3 if spec.finds_scales else 2), PAIRS_BYTES if packs <= 2 else RING_BYTES
-    if spec.shape.threads <= WARP or not few_packs or bytes_per_sm(problem, device) <= enough:
+    if spec.shape.threads <= WARP or not few_packs or problem.matrix_bytes <= enough * device.sms:
         return None
     if device.arch != 90 or problem.sm_margin:
         return None

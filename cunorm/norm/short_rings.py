@@ -1,6 +1,7 @@
 """The forward kernels of rows that wait in shared memory: how many CTAs, and how many places each has.
 
-How many bytes are on their way decides, and how many registers are left for it.
+How many bytes are on their way decides, and how many registers are left for it. LayerNorm and RMSNorm of 16 bits on
+Hopper have a file of their own, plain_rings.py.
 """
 
 from __future__ import annotations
@@ -9,43 +10,13 @@ from dataclasses import replace
 
 from ..device import Device
 from ..expression_value import FUNCTIONS
-from ..operation import is_named
 from .problem import ITEMSIZE, Problem
-from .registers import Needs, ctas_of, sixteen_bits, widest_column, with_shifted
+from .registers import Needs, ctas_of, sixteen_bits, with_shifted
 from .shapes import in_clusters
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
 
-# Bytes of x that an SM asks for ahead: where y has 8 bits, by LayerNorm, many rows and few, and by RMSNorm.
-UNDER_WAY, MANY_UNDER_WAY, FEW_UNDER_WAY, RMS_UNDER_WAY = 52 << 10, 32 << 10, 55 << 10, 64 << 10
-# Of rows to each SM. Of more, rows in registers are faster: LayerNorm of 4096 cols, 32 M elements, 35.9 us, in a ring
-# 39.2; 24 M 27.8 and 29.2, 16 M 19.5 and 19.8, 12 M 15.6 and 15.1.
-NARROW_RING_BYTES = 320 << 10
-RMS_TWO_PACKS_BYTES = 192 << 10  # likewise: 2560 cols, 16 M elements, 18.5 us, in a ring 19.2; 8 M 10.9 and 10.5
-Waits = tuple[int, int, int]  # CTAs of a cluster, places, CTAs of an SM
-# By threads and packs of a row, beside weights of 16 bits and of 32. In clusters an SM has parts of more rows, and more
-# threads, than whole rows would leave room for: 8 M elements, LayerNorm of 8192 cols 10.9 us, by whole rows 11.7; 12288
-# cols 11.9 and 13.8; 20480 cols 12.5 and 14.5.
-RINGS: dict[str, dict[tuple[int, int], tuple[Waits | None, Waits]]] = {
-    "layer_norm": {
-        (128, 2): (None, (1, 2, 7)),  # 2048 cols beside float32 weights 11.0 us, in registers 12.7
-        (128, 4): ((1, 2, 5), (2, 2, 8)),
-        (256, 3): ((1, 2, 3), (2, 2, 5)),
-        (256, 4): ((2, 2, 5), (2, 2, 4)),
-        (256, 5): ((2, 2, 5), (1, 2, 2)),
-        (512, 3): ((2, 2, 3), (4, 2, 5)),
-        (256, 7): ((2, 2, 4), (2, 2, 3)),
-        (512, 4): ((4, 2, 5), (4, 2, 4)),
-        (512, 5): ((4, 2, 5), (1, 2, 1)),
-    },
-    "rms_norm": {
-        (256, 4): ((2, 2, 7), (2, 2, 5)),
-        (256, 5): ((2, 2, 6), (2, 2, 5)),
-        (512, 3): ((2, 3, 3), (2, 3, 3)),
-        (512, 4): ((2, 2, 4), (4, 2, 6)),
-        (512, 5): ((2, 2, 3), (4, 2, 5)),
-    },
-}
+UNDER_WAY = 52 << 10  # bytes of x that an SM asks for ahead, where y has 8 bits
 
 
 def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
@@ -60,12 +31,7 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
         return found
     if many and device.arch == 90 and (found := _ring_beside(spec, device)) is not None:
         return found
-    if len(spec.matrices) > 1 or spec.grouped:
-        return None
-    plain = is_named(problem.operation) and not spec.scales
-    if plain and device.arch == 90 and sixteen_bits(spec, spec.matrices):
-        return _plain_ring(problem, spec, needs, many, device)
-    if shape.packs <= 2:
+    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped:
         return None
     # y in 8 bits by one scale, or by rows that a warp holds: 64 M elements of 4096 cols 53.6 us, in registers 59.0. But
     # of 12288 cols, one CTA on an SM, 67.8 and 61.3, and of 7168, where some threads have a pack less, 62.9 and 57.0.
@@ -78,84 +44,7 @@ def in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device
     # There y is made after x has been summed up: 96 registers are enough for four packs.
     late = narrow and spec.aligned and device.arch < 100
     registers = needs.working - 20 if late else needs.working + needs.y
-    return _short_ring(spec, needs.columns + registers + _more_in_a_ring(shape), under_way << 10, device)
-
-
-def _plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
-    """LayerNorm and RMSNorm of rows of 16 bits: few rows, and many of LayerNorm beside float32 weight and bias.
-
-    Late, from L1, those cost more than a ring: 64 M elements of 4992 cols 72.1 us and 74.5; of 6720 cols 76.0, 74.5;
-    of 14336 cols 74.2 and 84.6.
-    """
-    shape, layer_norm, width = spec.shape, problem.norm.subtracts_mean, widest_column(spec)
-    wide, packs = width == 4, shape.threads * shape.packs
-    zero_centred = dict(problem.operation.defaults).get("weight") == 0
-    # Where gamma is zero-centred five packs beside float32 weights spilled 16 bytes.
-    known = width <= 4 and not (wide and layer_norm and zero_centred)
-    found = RINGS[problem.operation.norm].get((shape.threads, shape.packs)) if known else None
-    # LayerNorm of 704 cols beside float32 weights, 64 M elements, 70.6 us, in registers 67.7.
-    if many and not (wide and len(spec.columns) == 2 and (found or 96 < packs <= 640)):
-        return None
-    # LayerNorm beside wide weights, and rows of two and three warps, stay in a ring: 2240 cols, 24 M elements, 28.1 us
-    # and in registers 30.3.
-    stays = (layer_norm and wide) or WARP < shape.threads < 128
-    if not stays and bytes_per_sm(problem, device) > NARROW_RING_BYTES:
-        return None
-    if found and device.runs_clusters(4):
-        waits = found[wide]
-        if waits is None:
-            return None
-        size, stages, ctas = waits
-        # RMSNorm of no more rows than run at once: 256 x 16384 7.1 us, by whole rows 6.5; of 256 x 12288, which three
-        # places want more of, 6.3 and in registers 5.6.
-        turns = problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
-        if layer_norm or turns > 1.2 * (stages - 1):
-            spec = replace(spec, stages=stages, ask_early=True, columns_stay=True, ctas_per_sm=ctas)
-            return replace(spec, shape=in_clusters(shape, size))
-    if not layer_norm:
-        return _rms_ring(problem, spec, needs, device)
-    if shape.packs <= 2:
-        return None
-    under_way = MANY_UNDER_WAY if many else FEW_UNDER_WAY
-    registers = needs.working + _more_in_a_ring(shape)
-    if zero_centred and shape.threads <= WARP:
-        registers += 26  # 240 bytes spilled, 1024 cols
-    if shape.threads == 2 * WARP and spec.cols < shape.capacity:
-        registers += 24  # 16 bytes, 2368 cols
-    if wide and len(spec.columns) == 2 and not zero_centred:
-        # As few spilled 4 to 28 bytes beside 16 bits, and 24 with a warp's three packs.
-        registers = 56 if packs <= 96 else 48
-    ring = _short_ring(spec, needs.columns + registers, under_way, device)
-    if wide and not many and shape.threads <= 64:
-        # Where registers leave few CTAs, three places for each: 1152 cols 10.5 us, by two 11.5.
-        deeper = _short_ring(spec, needs.columns + registers, under_way, device, stages=3)
-        if ring is None or (deeper is not None and 2 * deeper.ctas_per_sm > ring.ctas_per_sm):
-            return deeper
-    return ring
-
-
-def _rms_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
-    """RMSNorm's, with 64 KB under way: 8 M elements of 1600 cols 9.9 us, with 50 KB 10.4. By three places where
-    registers leave two too little, and each row group has so many rows: 2560 cols 10.3 us, in registers 10.9; but
-    2432 cols, 3 M elements, 5.4 and 5.0.
-    """
-    shape = spec.shape
-    if shape.threads > WARP or widest_column(spec) > 4:
-        registers = needs.columns + 56
-    elif shape.packs > 2:
-        # Four packs, kept unpacked, spilled 16 to 110 bytes with 72 and 80, 172 with 64; five 8 with 72.
-        registers = 96 if shape.packs == 4 else max(72, 44 + 6 * shape.packs)
-    else:
-        return None
-    if shape.packs <= 2 and bytes_per_sm(problem, device) > RMS_TWO_PACKS_BYTES:
-        return None
-    two = _short_ring(spec, registers, RMS_UNDER_WAY, device) if shape.packs > 2 else None
-    if two is not None and _under_way(two) >= RMS_UNDER_WAY * 3 // 4:
-        return two
-    three = _short_ring(spec, registers, RMS_UNDER_WAY, device, stages=3)
-    if three is None or problem.rows < 3 * device.sms * three.ctas_per_sm * three.rows_per_cta:
-        return two
-    return three
+    return short_ring(spec, needs.columns + registers + more_in_a_ring(shape), under_way << 10, device)
 
 
 def _ring_beside(spec: NormSpec, device: Device) -> NormSpec | None:
@@ -211,12 +100,12 @@ def _unpacked_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Devic
     return spec if fits else None
 
 
-def _more_in_a_ring(shape: RowShape) -> int:
+def more_in_a_ring(shape: RowShape) -> int:
     """Registers besides those of rows that wait in registers."""
     return 26 if shape.packs == 4 else 14
 
 
-def _short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, stages: int = 2) -> NormSpec | None:
+def short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, stages: int = 2) -> NormSpec | None:
     """So many places for each row group, and CTAs that ask for `under_way` bytes of rows on an SM.
 
     None if less than half of them fit, weight and bias staying in registers.
@@ -225,17 +114,12 @@ def _short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, 
     """
     spec = replace(spec, stages=stages, ask_early=True, columns_stay=True)
     needed = shared_memory(spec) + dynamic_shared(spec)
-    wanted = max(1, round(under_way / _under_way(replace(spec, ctas_per_sm=1))))
+    wanted = max(1, round(under_way / bytes_under_way(replace(spec, ctas_per_sm=1))))
     ctas = min(wanted, ctas_of(spec, registers), (device.shared + 1024) // (needed + 1024))
     return with_shifted(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
 
 
-def bytes_per_sm(problem: Problem, device: Device) -> float:
-    """Of x."""
-    return problem.rows * problem.cols * ITEMSIZE[problem.row_dtype] / device.sms
-
-
-def _under_way(spec: NormSpec) -> int:
+def bytes_under_way(spec: NormSpec) -> int:
     """Bytes of rows that an SM asks for ahead."""
     of_cta = spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta // spec.cluster
     return spec.ctas_per_sm * (spec.stages - 1) * of_cta

@@ -20,7 +20,6 @@ from .registers import column_dtypes, with_shifted
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
 from .shared_memory import dynamic_shared, shared_memory
 from .short_forward import RING_BYTES, short_forward
-from .short_rings import bytes_per_sm
 from .spec import WARP, NormSpec, RowShape
 
 
@@ -131,8 +130,10 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=max(1, resident // (shape.threads * rows_per_cta)) if tier.cluster == 1 else 1,
-        # Few rows that a warp or two hold ask late: 8 M elements of 256 cols 16.5 us, early 17.1; 64 M 100.2 and 98.7.
-        ask_early=early and not late and (shape.threads > 2 * WARP or bytes_per_sm(problem, device) > RING_BYTES // 2),
+        # Few rows that a warp or two hold ask late: 8 M elements of 256 cols 16.5 us, early 17.1; 64 M 100.5 and 98.7.
+        ask_early=early
+        and not late
+        and (shape.threads > 2 * WARP or 2 * problem.matrix_bytes > RING_BYTES * device.sms),
         # Of rows at odd addresses three packs spilled 44 bytes with it and none without.
         keeps_g=is_dear and (spec.aligned or shape.packs <= 2),
     )
@@ -192,7 +193,7 @@ def _asks_late(problem: Problem, tier: Tier, shape: RowShape, device: Device) ->
     if problem.operation.second:
         return True
     results = [one for one in problem.operands if one.kind == "full" and one.written]
-    many = bytes_per_sm(problem, device) > RING_BYTES
+    many = problem.matrix_bytes > RING_BYTES * device.sms
     return len(results) > 1 and not problem.groups and many and shape.threads >= WARP and tier.stages > 0
 
 
@@ -229,13 +230,7 @@ def _whole_warps(shape: RowShape) -> int:
 def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> NormSpec | None:
     """As many places as fit, two at least: fewer than the tier's for a wide dy or weight, then fewer rows in a CTA."""
     whole_warps = _whole_warps(spec.shape)
-    threads, resident = spec.threads, spec.threads * spec.ctas_per_sm
-    # Rows of several warps share a CTA all the same: RMSNorm of 993 x 4224 11.4 us, 13.1 without.
-    if spec.shape.threads <= WARP or spec.rows_per_cta == 1:
-        threads, resident = _small_ctas(rows, device, threads, resident)
-        # Where row groups of a warp would have two rows each: 2 M elements of 192 cols 8.6 us and 9.9.
-        if threads > 64 and spec.shape.threads <= WARP and 2 * rows * spec.shape.threads < 5 * resident * device.sms:
-            threads, resident = 128, 256
+    threads, resident = _small_ctas(spec, rows, device)
     # Of a single row 512 cols 1.67 us, with a row group beside it that has none 2.00; rms_norm 1.54 and 1.68.
     most = whole_warps if rows == 1 else min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
     # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
@@ -254,14 +249,24 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
     return None
 
 
-def _small_ctas(rows: int, device: Device, threads: int, resident: int) -> tuple[int, int]:
-    """Threads of a CTA and threads that an SM holds, for a few rows to each SM.
+def _small_ctas(spec: NormSpec, rows: int, device: Device) -> tuple[int, int]:
+    """Threads of a CTA and threads that an SM holds: fewer for a few rows to each SM.
 
     The more row groups share a CTA, the longer their sums take to be added up.
     """
+    threads, resident = spec.threads, spec.threads * spec.ctas_per_sm
+    in_warp = spec.shape.threads <= WARP
+    # Rows of several warps share a CTA all the same: RMSNorm of 993 x 4224 11.4 us, 13.1 without.
+    if not in_warp and spec.rows_per_cta > 1:
+        return threads, resident
     if rows <= 8 * device.sms:
         return 64, 256
-    return (128, resident) if rows <= 32 * device.sms else (threads, resident)
+    if rows <= 32 * device.sms:
+        threads = 128
+    # Where row groups of a warp would have two rows each: 2 M elements of 192 cols 8.6 us and 9.9.
+    if in_warp and threads > 64 and 2 * rows * spec.shape.threads < 5 * resident * device.sms:
+        return 128, 256
+    return threads, resident
 
 
 def _registers_suffice(problem: Problem, shape: RowShape, device: Device) -> bool:

@@ -1,0 +1,135 @@
+"""Rows of 16 bits of LayerNorm and RMSNorm, with nothing before or after them, that wait in shared memory on Hopper.
+
+An H200 was searched for how: bfloat16, us in the comments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..device import Device
+from ..operation import is_named
+from .problem import Problem
+from .registers import Needs, sixteen_bits, widest_column
+from .shapes import in_clusters
+from .short_rings import bytes_under_way, more_in_a_ring, short_ring
+from .spec import WARP, NormSpec
+
+# Bytes of x that an SM asks for ahead: by LayerNorm, many rows and few, and by RMSNorm.
+MANY_UNDER_WAY, FEW_UNDER_WAY, RMS_UNDER_WAY = 32 << 10, 55 << 10, 64 << 10
+# Of rows to each SM. Of more, rows in registers are faster: LayerNorm of 4096 cols, 32 M elements, 35.9 us, in a ring
+# 39.2; 24 M 27.8 and 29.2, 16 M 19.5 and 19.8, 12 M 15.6 and 15.1.
+PLAIN_RING_BYTES = 320 << 10
+RMS_TWO_PACKS_BYTES = 192 << 10  # likewise: 2560 cols, 16 M elements, 18.5 us, in a ring 19.2; 8 M 10.7 and 10.3
+Waits = tuple[int, int, int]  # CTAs of a cluster, places, CTAs of an SM
+# By threads and packs of a row, beside weights of 16 bits and of 32; None: not in a ring. In clusters an SM has
+# parts of more rows, and more threads, than whole rows would leave room for: 8 M elements, LayerNorm of 8192 cols 10.9
+# us, by whole rows 11.7; 12288 cols 11.9 and 13.9; 20480 cols 12.5 and 14.5.
+RINGS: dict[str, dict[tuple[int, int], tuple[Waits | None, Waits]]] = {
+    "layer_norm": {
+        (128, 2): (None, (1, 2, 7)),  # 2048 cols beside float32 weights 10.7 us, in registers 12.6
+        (128, 4): ((1, 2, 5), (2, 2, 8)),
+        (256, 3): ((1, 2, 3), (2, 2, 5)),
+        (256, 4): ((2, 2, 5), (2, 2, 4)),
+        (256, 5): ((2, 2, 5), (1, 2, 2)),
+        (512, 3): ((2, 2, 3), (4, 2, 5)),
+        (256, 7): ((2, 2, 4), (2, 2, 3)),
+        (512, 4): ((4, 2, 5), (4, 2, 4)),
+        (512, 5): ((4, 2, 5), (1, 2, 1)),
+    },
+    "rms_norm": {
+        (256, 4): ((2, 2, 7), (2, 2, 5)),
+        (256, 5): ((2, 2, 6), (2, 2, 5)),
+        (512, 3): ((2, 3, 3), (2, 3, 3)),
+        (512, 4): ((2, 2, 4), (4, 2, 6)),
+        (512, 5): ((2, 2, 3), (4, 2, 5)),
+    },
+}
+
+
+def is_plain(problem: Problem, spec: NormSpec, device: Device) -> bool:
+    """Whether the searches were of such rows."""
+    alone = is_named(problem.operation) and len(spec.matrices) == 1 and not spec.grouped and not spec.scales
+    return alone and device.arch == 90 and sixteen_bits(spec, spec.matrices)
+
+
+def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
+    """The kernel of few rows, and of many of LayerNorm beside float32 weight and bias; None where registers win.
+
+    Late, from L1, those cost more than a ring: 64 M elements of 4992 cols 72.1 us and 74.5; of 6720 cols 76.0, 74.5;
+    of 14336 cols 74.4 and 84.8.
+    """
+    shape, width, layer_norm = spec.shape, widest_column(spec), problem.norm.subtracts_mean
+    wide, places = width == 4, shape.threads * shape.packs
+    # Where gamma is zero-centred five packs beside float32 weights spilled 8 bytes.
+    searched = width <= 4 and device.runs_clusters(4) and not (layer_norm and wide and _zero_centred(problem))
+    rings = RINGS[problem.operation.norm] if searched else {}
+    waits = rings.get((shape.threads, shape.packs), (None, None))[wide]
+    # LayerNorm of 704 cols beside float32 weights, 64 M elements, 70.6 us, in registers 67.7.
+    if many and not (wide and len(spec.columns) == 2 and (waits or 96 < places <= 640)):
+        return None
+    # LayerNorm beside wide weights, and rows of two and three warps, stay in a ring: 2240 cols, 24 M elements, 28.1 us
+    # and in registers 30.3.
+    stays = (layer_norm and wide) or WARP < shape.threads < 128
+    if not stays and problem.matrix_bytes > PLAIN_RING_BYTES * device.sms:
+        return None
+    if waits:
+        size, stages, ctas = waits
+        # RMSNorm of hardly more rows than run at once, or than three places want: 256 x 16384 7.1 us, by whole rows
+        # 6.5; 256 x 12288 6.3 and 5.6.
+        turns = problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
+        if layer_norm or turns > 1.2 * (stages - 1):
+            spec = replace(spec, stages=stages, ask_early=True, columns_stay=True, ctas_per_sm=ctas)
+            return replace(spec, shape=in_clusters(shape, size))
+    of_norm = _layer_norm_ring if layer_norm else _rms_norm_ring
+    return of_norm(problem, spec, needs, many, device)
+
+
+def _layer_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
+    shape, wide, zero_centred = spec.shape, widest_column(spec) == 4, _zero_centred(problem)
+    if shape.packs <= 2:
+        return None
+    under_way = MANY_UNDER_WAY if many else FEW_UNDER_WAY
+    registers = needs.working + more_in_a_ring(shape)
+    if zero_centred and shape.threads <= WARP:
+        registers += 26  # 120 bytes spilled, 1024 cols
+    if shape.threads == 2 * WARP and spec.cols < shape.capacity:
+        registers += 24  # 8 bytes, 2368 cols
+    if wide and len(spec.columns) == 2 and not zero_centred:
+        # As few spilled 4 to 28 bytes beside 16 bits, and 12 with a warp's three packs.
+        registers = 56 if shape.threads * shape.packs <= 96 else 48
+    ring = short_ring(spec, needs.columns + registers, under_way, device)
+    if wide and not many and shape.threads <= 64:
+        # Where registers leave few CTAs, three places for each: 1152 cols 10.5 us, by two 11.5.
+        deeper = short_ring(spec, needs.columns + registers, under_way, device, stages=3)
+        if ring is None or (deeper is not None and 2 * deeper.ctas_per_sm > ring.ctas_per_sm):
+            return deeper
+    return ring
+
+
+def _rms_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, _: bool, device: Device) -> NormSpec | None:
+    """With 64 KB under way: 8 M elements of 1600 cols 9.9 us, with 50 KB 10.4. By three places where registers leave
+    two too little, and each row group has so many rows: 2560 cols 10.3 us, in registers 10.7; but 2432 cols, 3 M
+    elements, 5.4 and 5.0.
+    """
+    shape = spec.shape
+    if shape.threads > WARP or widest_column(spec) > 4:
+        registers = needs.columns + 56
+    elif shape.packs > 2:
+        # Four packs, kept unpacked, spilled 8 to 52 bytes with 72 and 80, 84 with 64; five 4 with 72.
+        registers = 96 if shape.packs == 4 else max(72, 44 + 6 * shape.packs)
+    else:
+        return None
+    if shape.packs <= 2 and problem.matrix_bytes > RMS_TWO_PACKS_BYTES * device.sms:
+        return None
+    two = short_ring(spec, registers, RMS_UNDER_WAY, device) if shape.packs > 2 else None
+    if two is not None and bytes_under_way(two) >= RMS_UNDER_WAY * 3 // 4:
+        return two
+    three = short_ring(spec, registers, RMS_UNDER_WAY, device, stages=3)
+    if three is None or problem.rows < 3 * device.sms * three.ctas_per_sm * three.rows_per_cta:
+        return two
+    return three
+
+
+def _zero_centred(problem: Problem) -> bool:
+    return dict(problem.operation.defaults).get("weight") == 0
