@@ -1,4 +1,4 @@
-"""Turns of what is compared: all have a place in each, nobody always the same, and one that fails leaves the others be."""
+"""Turns of what is compared: all have a place in each, not always the same, and one that fails leaves the others be."""
 
 from __future__ import annotations
 
