@@ -317,7 +317,7 @@ def _step_shape(spec: NormSpec) -> str:
 
 def _rows(spec: NormSpec) -> str:
     """Where rows wait (rows.cuh)."""
-    shape, when = _row_shape(spec), f"{cpp(spec.ask_early)}, {cpp(spec.shifted_stay)}"
+    shape, when = _row_shape(spec), f"{cpp(spec.ask_early)}, {cpp(spec.rows_stay)}"
     kind = (
         f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {when}, Load>"
         if spec.stages

@@ -8,7 +8,7 @@
 //          stay_packed(packed)                       between two uses: drop the values, keep the pack
 //          copy(places, number, slot, row, column, valid)   starts the copy of a pack to shared memory
 //          read_covering(raw, places, number, slot, row, valid)  a pack of what was copied, unless kVectors
-//          read_covering(raws, places, number, row, rank)   all packs of this thread
+//          read_covering(raws, places, number, row, rank)   all packs of this thread, at whatever addresses
 //          clear(places, number, slot)                      zeros instead, for a pack that is never copied
 //          put(places, number, slot, packed)                a pack that is there already instead
 //          read(raw, places, number, slot)                  a pack that was copied, cleared or put

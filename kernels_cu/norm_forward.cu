@@ -123,8 +123,11 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       Norm::template merge<Exchange, Shape::kCols>(part, exchange.collect(turn),
                                                    [](int other) { return Shape::slot_columns(other); });
     }
-    // By a product five packs spilled 4 bytes, and rows that fill all places 24 to 32.
-    constexpr bool kByCall = !kColumnsStay || kPacks > 4 || Shape::kCapacity * Shape::kCluster == Shape::kCols;
+    // By a product five packs of a CTA spilled 4 to 130 bytes, rows that fill all places 24 to 120, and six packs beside
+    // float32 weight and bias in clusters 16 to 20.
+    constexpr bool kFull = Shape::kCapacity == Shape::kCols;
+    constexpr bool kLarge = kPacks > 4 && (Shape::kCluster == 1 || Columns::kColumnBytes > 4);
+    constexpr bool kByCall = !kColumnsStay || kLarge || kFull;
     const auto statistics = Norm::template finish<Shape::kCols, kByCall>(part, eps);
 
     const bool active = Shape::kThreads >= 32 || row < rows;

@@ -30,6 +30,10 @@ DEVICE void norm_forward_spread(Operation operation, Load load, Beside beside, C
   // The last warp may have threads to spare, and the last thread places.
   const auto pack_of = [&](int i) { return part_of_row + i * kParts; };
   const auto there = [&](int i) { return (Shape::kThreads % 32 == 0 && kPacks % kParts == 0) || pack_of(i) < kPacks; };
+  // Many packs of a cluster are checked though the compiler knows that they lie in the row: LayerNorm of 64 x 32768 5.8
+  // us, unchecked 6.7.
+  constexpr bool kChecked = Shape::kCluster > 1 && kHeld > 4;
+  const auto valid_of = [&](int p) { return Shape::template valid<kChecked>(rank, p); };
 
   typename Load::Raw raw[kHeld], raw_first;
   typename Beside::Packed beside_packs[kHeld];
@@ -37,24 +41,24 @@ DEVICE void norm_forward_spread(Operation operation, Load load, Beside beside, C
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     const int p = pack_of(i);
-    load.fetch(raw[i], row, Shape::column(rank, p), Shape::valid(rank, p));
+    load.fetch(raw[i], row, Shape::column(rank, p), valid_of(p));
   }
   // Every warp finds the pivot itself: to hand it on would take one more barrier.
-  if constexpr (Norm::kHasMean && kParts > 1) load.fetch(raw_first, row, Shape::column(rank, 0), Shape::valid(rank, 0));
+  if constexpr (Norm::kHasMean && kParts > 1) load.fetch(raw_first, row, Shape::column(rank, 0), valid_of(0));
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     const int p = pack_of(i);
-    beside.fetch(beside_packs[i], row, Shape::column(rank, p), Shape::valid(rank, p));
-    columns.fetch(column_packs[i], row, Shape::column(rank, p), Shape::valid(rank, p));
+    beside.fetch(beside_packs[i], row, Shape::column(rank, p), valid_of(p));
+    columns.fetch(column_packs[i], row, Shape::column(rank, p), valid_of(p));
   }
   if constexpr (Shape::kSlots > 1) exchange.start();
 
   Compute values[kPack], pivot = 0;
   typename Load::Packed s[kHeld];
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) s[i] = load.keep(raw[i], Shape::valid(rank, pack_of(i)));
+  for (int i = 0; i < kHeld; ++i) s[i] = load.keep(raw[i], valid_of(pack_of(i)));
   if constexpr (Norm::kHasMean) {
-    load.unpack(kParts > 1 ? load.keep(raw_first, Shape::valid(rank, 0)) : s[0], values);
+    load.unpack(kParts > 1 ? load.keep(raw_first, valid_of(0)) : s[0], values);
     pivot = Norm::template pivot<Shape>(slot, values);
   }
   Compute sums[Norm::kLaneSums] = {}, part[Norm::kValues];
@@ -65,7 +69,7 @@ DEVICE void norm_forward_spread(Operation operation, Load load, Beside beside, C
 #pragma unroll
       for (Compute& sum : sums) sum = 0;
     }
-    Norm::add(sums, values, Shape::valid(rank, pack_of(i)), pivot);
+    Norm::add(sums, values, valid_of(pack_of(i)), pivot);
     if constexpr (kParts > 1) {
 #pragma unroll
       for (int k = 0; k < Norm::kLaneSums; ++k) {
@@ -99,7 +103,7 @@ DEVICE void norm_forward_spread(Operation operation, Load load, Beside beside, C
   }
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    const int column = Shape::column(rank, pack_of(i)), valid = Shape::valid(rank, pack_of(i));
+    const int column = Shape::column(rank, pack_of(i)), valid = valid_of(pack_of(i));
     Compute beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
     load.unpack(s[i], values);
     store_s.store_packed(row, column, valid, s[i]);

@@ -51,14 +51,13 @@ struct RowShape {
 
   DEVICE static int first_column(int rank) { return (rank * kThreads + thread()) * kPack; }
 
-  // Where the compiler knows that a pack lies in the row, in every thread, it needs no check. Many packs of a cluster
-  // are checked all the same: without it ptxas moves so many loads together that it spills 8 to 12 bytes.
-  static constexpr bool kChecked = kCluster > 1 && kPacks > 4;
-  DEVICE static constexpr bool whole(int p) { return !kChecked && (p + 1) * kStep <= kCols; }
+  // Where the compiler knows that a pack lies in the row, in every thread, it needs no check.
+  DEVICE static constexpr bool whole(int p) { return (p + 1) * kStep <= kCols; }
 
-  // How many columns of this thread's pack number p lie in the row.
+  // How many columns of this thread's pack number p lie in the row. kChecked: as if the compiler did not know it.
+  template <bool kChecked = false>
   DEVICE static int valid(int rank, int p) {
-    if (whole(p)) return kPack;
+    if (!kChecked && whole(p)) return kPack;
     const int left = kCols - (first_column(rank) + p * kStep);
     if constexpr (kWholePacks) return left > 0 ? kPack : 0;
     return left < 0 ? 0 : left < kPack ? left : kPack;

@@ -147,24 +147,27 @@ def test_layer_norm_to_8_bits_takes_rows_by_two_where_it_was_measured_to_win(ele
 @pytest.mark.parametrize(
     ("norm", "weight", "elements", "cols", "waits"),
     [
-        # (CTAs of a cluster, places, CTAs of an SM); 0 places: in registers, weight and bias coming late
-        ("layer_norm", "float32", 8, 8192, (2, 2, 4)),
+        # (CTAs of a cluster, places, CTAs of an SM); one place: a thread keeps its row; 0: in registers, weight and
+        # bias coming late
+        ("layer_norm", "float32", 8, 8192, (2, 1, 4)),
         ("layer_norm", "float32", 8, 1152, (1, 3, 3)),
         ("layer_norm", "float32", 8, 4224, (1, 2, 3)),
         ("layer_norm", "float32", 64, 2048, (1, 2, 7)),
         ("layer_norm", "float32", 64, 4992, (1, 2, 3)),
-        ("layer_norm", "float32", 64, 6720, (1, 0, 5)),
-        ("layer_norm", "float32", 64, 14336, (2, 2, 3)),
-        ("layer_norm", "bfloat16", 8, 8192, (2, 2, 5)),
-        ("layer_norm", "bfloat16", 8, 20480, (4, 2, 5)),
-        ("layer_norm", "bfloat16", 16, 4096, (1, 2, 5)),
+        ("layer_norm", "float32", 64, 6720, (1, 1, 2)),
+        ("layer_norm", "float32", 64, 14336, (2, 1, 2)),
+        ("layer_norm", "bfloat16", 8, 8192, (2, 1, 5)),
+        ("layer_norm", "bfloat16", 8, 20480, (4, 1, 4)),
+        ("layer_norm", "bfloat16", 16, 4096, (1, 1, 5)),
         ("layer_norm", "bfloat16", 24, 4096, (1, 0, 8)),
-        ("layer_norm", "bfloat16", 24, 2240, (1, 2, 8)),
+        ("layer_norm", "bfloat16", 24, 2240, (1, 1, 8)),
+        ("layer_norm", "bfloat16", 64, 2240, (1, 1, 7)),
+        ("layer_norm", "bfloat16", 64, 32768, (8, 1, 6)),
         ("layer_norm", "bfloat16", 5, 10240, (1, 0, 4)),  # all rows at once
-        ("rms_norm", "bfloat16", 8, 8192, (2, 2, 7)),
+        ("rms_norm", "bfloat16", 8, 8192, (2, 1, 6)),
         ("rms_norm", "bfloat16", 8, 1600, (1, 2, 5)),
-        ("rms_norm", "bfloat16", 8, 2560, (1, 3, 6)),
-        ("rms_norm", "bfloat16", 3, 2432, (1, 0, 9)),  # too few for three places
+        ("rms_norm", "bfloat16", 8, 2560, (1, 1, 7)),
+        ("rms_norm", "bfloat16", 3, 2432, (1, 1, 7)),
         ("rms_norm", "float32", 24, 8192, (1, 0, 4)),
         ("rms_norm", "bfloat16", 3, 12288, (1, 2, 1)),  # hardly more than run at once
         ("rms_norm", "bfloat16", 16, 2560, (1, 0, 9)),

@@ -60,7 +60,7 @@ def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...]) -
     threads = next(threads for most, threads in THREADS.items() if problem.rows <= most)
     rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
     threads = rows_per_cta * shape.threads
-    of_rows = replace(choice[1], rows_per_cta=rows_per_cta, stages=0, shifted_stay=False)
+    of_rows = replace(choice[1], rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
     of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
     row_ctas = ceil_div(problem.rows, rows_per_cta) * shape.cluster
 

@@ -21,28 +21,54 @@ MANY_UNDER_WAY, FEW_UNDER_WAY, RMS_UNDER_WAY = 32 << 10, 55 << 10, 64 << 10
 # 39.2; 24 M 27.8 and 29.2, 16 M 19.5 and 19.8, 12 M 15.6 and 15.1.
 PLAIN_RING_BYTES = 320 << 10
 RMS_TWO_PACKS_BYTES = 192 << 10  # likewise: 2560 cols, 16 M elements, 18.5 us, in a ring 19.2; 8 M 10.7 and 10.3
-Waits = tuple[int, int, int]  # CTAs of a cluster, places, CTAs of an SM
-# By threads and packs of a row, beside weights of 16 bits and of 32; None: not in a ring. In clusters an SM has
-# parts of more rows, and more threads, than whole rows would leave room for: 8 M elements, LayerNorm of 8192 cols 10.9
-# us, by whole rows 11.7; 12288 cols 11.9 and 13.9; 20480 cols 12.5 and 14.5.
-RINGS: dict[str, dict[tuple[int, int], tuple[Waits | None, Waits]]] = {
+# By threads and packs of a row, beside weights of 16 bits and of 32: CTAs of a cluster, places, and CTAs of an SM. With
+# one place a thread keeps its row, so that the place is free for the next one. More threads than stand here spilled. In
+# clusters an SM has parts of more rows, and more threads, than whole rows would leave room for. LayerNorm, 8 M
+# elements, us, and by two places: 3072 cols 10.4 and 10.6, 8192 10.5 and 10.9, 12288 11.0 and 11.9; 28672 11.2, and by
+# a CTA a row 13.8. None: by the rules below.
+Waits = tuple[int, int, int] | None
+RINGS: dict[str, dict[tuple[int, int], tuple[Waits, Waits]]] = {
     "layer_norm": {
-        (128, 2): (None, (1, 2, 7)),  # 2048 cols beside float32 weights 10.7 us, in registers 12.6
-        (128, 4): ((1, 2, 5), (2, 2, 8)),
-        (256, 3): ((1, 2, 3), (2, 2, 5)),
-        (256, 4): ((2, 2, 5), (2, 2, 4)),
-        (256, 5): ((2, 2, 5), (1, 2, 2)),
-        (512, 3): ((2, 2, 3), (4, 2, 5)),
-        (256, 7): ((2, 2, 4), (2, 2, 3)),
-        (512, 4): ((4, 2, 5), (4, 2, 4)),
-        (512, 5): ((4, 2, 5), (1, 2, 1)),
+        (32, 4): ((1, 1, 5), None),
+        (32, 5): ((1, 1, 5), None),
+        (32, 6): ((1, 1, 4), None),
+        (32, 7): ((1, 1, 4), None),
+        (32, 8): ((1, 1, 4), None),
+        (64, 5): ((1, 1, 8), None),
+        (96, 3): ((1, 1, 8), None),
+        (128, 2): (None, (1, 2, 7)),
+        (128, 3): ((1, 1, 6), (1, 2, 5)),
+        (128, 4): ((1, 1, 5), (1, 1, 4)),
+        (192, 3): ((2, 1, 8), None),
+        (192, 5): ((2, 1, 5), (1, 1, 2)),
+        (256, 3): ((2, 1, 6), (2, 1, 4)),
+        (256, 4): ((2, 1, 5), (2, 1, 4)),
+        (256, 5): ((2, 1, 4), (2, 1, 3)),
+        (256, 7): ((2, 1, 3), (2, 1, 2)),
+        (512, 3): ((4, 1, 6), (4, 1, 4)),
+        (512, 4): ((4, 1, 5), (4, 1, 4)),
+        (512, 5): ((4, 1, 4), (4, 1, 3)),
+        (512, 6): ((8, 1, 6), (4, 1, 3)),
+        (512, 7): ((8, 1, 6), (8, 1, 4)),
+        (512, 8): ((8, 1, 6), (8, 1, 4)),
     },
     "rms_norm": {
-        (256, 4): ((2, 2, 7), (2, 2, 5)),
-        (256, 5): ((2, 2, 6), (2, 2, 5)),
-        (512, 3): ((2, 3, 3), (2, 3, 3)),
-        (512, 4): ((2, 2, 4), (4, 2, 6)),
-        (512, 5): ((2, 2, 3), (4, 2, 5)),
+        (96, 3): ((1, 1, 10), None),
+        (128, 2): ((1, 1, 8), (1, 1, 8)),
+        (128, 3): ((1, 1, 8), (1, 1, 7)),
+        (160, 2): ((1, 1, 7), None),
+        (192, 3): ((1, 1, 5), None),
+        (192, 5): ((2, 1, 6), (1, 1, 3)),
+        (224, 3): ((1, 1, 4), None),
+        (256, 3): ((2, 1, 8), (2, 1, 7)),
+        (256, 4): ((2, 1, 6), (2, 1, 5)),
+        (256, 5): ((2, 1, 5), (2, 1, 4)),
+        (512, 3): ((4, 1, 8), (4, 1, 7)),
+        (512, 4): ((4, 1, 7), (4, 1, 5)),
+        (512, 5): ((4, 1, 5), (4, 1, 4)),
+        (512, 6): ((8, 1, 8), (4, 1, 3)),
+        (512, 7): ((8, 1, 8), (4, 2, 3)),
+        (512, 8): ((8, 1, 8), (4, 2, 3)),
     },
 }
 
@@ -56,31 +82,35 @@ def is_plain(problem: Problem, spec: NormSpec, device: Device) -> bool:
 def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
     """The kernel of few rows, and of many of LayerNorm beside float32 weight and bias; None where registers win.
 
-    Late, from L1, those cost more than a ring: 64 M elements of 4992 cols 72.1 us and 74.5; of 6720 cols 76.0, 74.5;
-    of 14336 cols 74.4 and 84.8.
+    Late, from L1, those cost more than a ring: 64 M elements of 4992 cols 74.5 us and 72.1, of 14336 84.8 and 74.4.
     """
     shape, width, layer_norm = spec.shape, widest_column(spec), problem.norm.subtracts_mean
     wide, places = width == 4, shape.threads * shape.packs
     # Where gamma is zero-centred five packs beside float32 weights spilled 8 bytes.
-    searched = width <= 4 and device.runs_clusters(4) and not (layer_norm and wide and _zero_centred(problem))
+    searched = width <= 4 and device.runs_clusters(8) and not (layer_norm and wide and _zero_centred(problem))
     rings = RINGS[problem.operation.norm] if searched else {}
     waits = rings.get((shape.threads, shape.packs), (None, None))[wide]
-    # LayerNorm of 704 cols beside float32 weights, 64 M elements, 70.6 us, in registers 67.7.
-    if many and not (wide and len(spec.columns) == 2 and (waits or 96 < places <= 640)):
-        return None
-    # LayerNorm beside wide weights, and rows of two and three warps, stay in a ring: 2240 cols, 24 M elements, 28.1 us
-    # and in registers 30.3.
-    stays = (layer_norm and wide) or WARP < shape.threads < 128
+    # LayerNorm of rows that 512 threads hold, beside wide weights, and of two and three warps stays in a ring: 64 M
+    # elements of 24576 cols 69.6 us, by two CTAs a row 72.3; 24 M of 2240 cols 28.1, in registers 30.3.
+    stays = (layer_norm and (wide or shape.threads == 512)) or WARP < shape.threads < 128
     if not stays and problem.matrix_bytes > PLAIN_RING_BYTES * device.sms:
+        return None
+    # LayerNorm of 704 cols beside float32 weights, 64 M elements, 70.6 us, in registers 67.7.
+    wide_ring = wide and len(spec.columns) == 2 and (waits or 96 < places <= 640)
+    if many and not wide_ring and not (layer_norm and stays and waits and (places > 1536 or shape.threads < 128)):
+        return None
+    if not layer_norm and shape.packs <= 2 and problem.matrix_bytes > RMS_TWO_PACKS_BYTES * device.sms:
         return None
     if waits:
         size, stages, ctas = waits
+        if many and shape.threads < 128:
+            ctas -= 1  # 2240 cols, 64 M elements, 72.0 us, by eight 74.5; 8 M 11.0 and 10.8
         # RMSNorm of hardly more rows than run at once, or than three places want: 256 x 16384 7.1 us, by whole rows
         # 6.5; 256 x 12288 6.3 and 5.6.
         turns = problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
-        if layer_norm or turns > 1.2 * (stages - 1):
-            spec = replace(spec, stages=stages, ask_early=True, columns_stay=True, ctas_per_sm=ctas)
-            return replace(spec, shape=in_clusters(shape, size))
+        if layer_norm or turns > 1.2:
+            spec = replace(spec, stages=stages, rows_stay=stages == 1, ask_early=True, columns_stay=True)
+            return replace(spec, shape=in_clusters(shape, size), ctas_per_sm=ctas)
     of_norm = _layer_norm_ring if layer_norm else _rms_norm_ring
     return of_norm(problem, spec, needs, many, device)
 
@@ -119,8 +149,6 @@ def _rms_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, _: bool, devi
         # Four packs, kept unpacked, spilled 8 to 52 bytes with 72 and 80, 84 with 64; five 4 with 72.
         registers = 96 if shape.packs == 4 else max(72, 44 + 6 * shape.packs)
     else:
-        return None
-    if shape.packs <= 2 and problem.matrix_bytes > RMS_TWO_PACKS_BYTES * device.sms:
         return None
     two = short_ring(spec, registers, RMS_UNDER_WAY, device) if shape.packs > 2 else None
     if two is not None and bytes_under_way(two) >= RMS_UNDER_WAY * 3 // 4:

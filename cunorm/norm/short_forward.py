@@ -47,12 +47,12 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
     if (once := _without_turns(problem, spec, device)) is not None:
         return once
     many = problem.matrix_bytes > RING_BYTES * device.sms
-    if many and (by_two := _by_two_ctas(problem, spec, needs, device)) is not None:
-        return by_two
     if (in_pairs := _in_pairs(problem, spec, device)) is not None:
         return in_pairs
     plain, late = is_plain(problem, spec, device), _in_registers(problem, spec, needs, device)
     ring = (plain_ring if plain else in_a_ring)(problem, spec, needs, many, device)
+    if ring is None and many:
+        ring = _by_two_ctas(problem, spec, needs, device)
     return late if ring is None or (plain and _all_at_once(problem, late, device)) else ring
 
 
@@ -68,7 +68,7 @@ def _all_at_once(problem: Problem, late: NormSpec, device: Device) -> bool:
     rows = (device.sms - problem.sm_margin) * late.ctas_per_sm * late.rows_per_cta
     if widest_column(late) <= 2:
         return 2 * rows < 3 * problem.rows <= 3 * rows
-    return late.shape.threads == 256 and late.shape.packs >= 5 and rows < 2 * problem.rows <= 2 * rows
+    return late.shape.threads >= 256 and late.shape.packs >= 5 and rows < 2 * problem.rows <= 2 * rows
 
 
 def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:

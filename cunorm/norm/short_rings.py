@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..device import Device
 from ..expression_value import FUNCTIONS
 from .problem import ITEMSIZE, Problem
-from .registers import Needs, ctas_of, sixteen_bits, with_shifted
+from .registers import Needs, ctas_of, sixteen_bits, with_rows_kept
 from .shapes import in_clusters
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
@@ -116,7 +116,7 @@ def short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, s
     needed = shared_memory(spec) + dynamic_shared(spec)
     wanted = max(1, round(under_way / bytes_under_way(replace(spec, ctas_per_sm=1))))
     ctas = min(wanted, ctas_of(spec, registers), (device.shared + 1024) // (needed + 1024))
-    return with_shifted(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
+    return with_rows_kept(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
 
 
 def bytes_under_way(spec: NormSpec) -> int:

@@ -62,7 +62,7 @@ class NormSpec:
     rows_per_cta: int = 1
     ctas_per_sm: int = 1
     stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
-    shifted_stay: bool = False  # a thread keeps its packs of a row at odd addresses once it has shifted them
+    rows_stay: bool = False  # a thread keeps its packs of a row in registers once they have come to shared memory
     ask_early: bool = False  # the next row is asked for before the present one is summed up
     streamed_x: bool = False  # x is read past L1
     streamed_y: bool = False  # y, or dy, is written, or read, past L1

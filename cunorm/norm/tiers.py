@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..operation import SEED, derivative
-from .clusters import backward_shape, cluster_forward, places
+from .clusters import backward_shape, cluster_backward, cluster_forward, places
 from .problem import ITEMSIZE, Operand, Problem
-from .registers import column_dtypes, with_shifted
+from .registers import column_dtypes, with_rows_kept
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
 from .shared_memory import dynamic_shared, shared_memory
 from .short_forward import RING_BYTES, short_forward
@@ -39,6 +39,7 @@ class Tier(NamedTuple):
     always_early: bool = False  # whatever cols is
     idle: int = 0  # SMs that are left idle
     norm: str = ""  # that it is for, if not for all
+    whole: bool = False  # for rows of whole packs alone
     fused_packs: int = 0  # that a thread holds instead where there is more to do than in a plain norm
 
 
@@ -48,6 +49,8 @@ SHORT = tuple(map(Tier, (2, 32, 64, 128, 256, 288, 320, 512, 640, 672, 1024, 128
 # Longer ones by clusters.py, likewise.
 CLUSTERS = tuple(Tier(most, cluster=2) for most in (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536))
 FORWARD = (*SHORT, *CLUSTERS)
+# Backward rows of whole packs, of x and dy alone, by clusters.py too.
+LONG = Tier(32768, cluster=16, whole=True)
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
@@ -67,6 +70,7 @@ BACKWARD = (
     Tier(2304, (3,), 2, 384, 384, stages=3),  # 18432 cols 0.91; four packs 0.84, clusters of 4 0.56
     Tier(3072, (3, 4), 2, 512, 512),  # 20480 cols by three packs 105 us, by five 112
     Tier(4096, (4,), 4, 256, 256),  # 32768 cols 0.96
+    LONG,
     Tier(6144, (3, 4), 4, 512, 512),
     Tier(8192, (4,), 8, 256, 256),  # 65536 cols 0.91 to 0.98; clusters of 4 x 512 threads 0.94
     # Of these packs those that are the least work (clusters.py): 73728 cols by three 105 us, by five 110, by four 116.
@@ -78,9 +82,10 @@ TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
 def choose(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
-    vectors = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    vectors = ceil_div(problem.cols, pack)
     for tier in TABLES[problem.direction]:
-        if tier.norm not in ("", problem.operation.norm):
+        if tier.norm not in ("", problem.operation.norm) or (tier.whole and problem.cols % pack):
             continue
         if vectors <= tier.most and device.runs_clusters(tier.cluster):
             spec = _tier_spec(problem, tier, device)
@@ -95,14 +100,14 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         return short_forward(problem, device)
     if tier in CLUSTERS:
         return cluster_forward(problem, device)
-    wanted = (one.name[1:] for one in problem.operands if one.written)
-    is_dear = derivative(problem.operation, wanted, problem.by_name).is_dear
-    plain = not is_dear and not problem.groups and len(_read(problem)) <= 2
-    shape = _backward_shape(problem, tier, plain, device)
+    if tier is LONG:
+        return cluster_backward(problem, device) if _is_plain(problem) else None
+    shape = _backward_shape(problem, tier, device)
     if shape is None:
         return None
     spec = kernel_spec(problem, "backward_twice" if problem.operation.second else "backward", shape)
     # In 96 registers rows at odd addresses spilled 4 bytes, on sm_100 others 16, and what is kept of g 100.
+    is_dear = _is_dear(problem)
     few = spec.aligned and device.arch < 100 and not is_dear
     resident = tier.resident if few else min(tier.resident, 512)
     groups = problem.groups
@@ -140,7 +145,18 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
     return _in_shared_memory(spec, tier, problem.rows, device)
 
 
-def _backward_shape(problem: Problem, tier: Tier, plain: bool, device: Device) -> RowShape | None:
+def _is_dear(problem: Problem) -> bool:
+    """Whether the derivative takes much to compute."""
+    wanted = (one.name[1:] for one in problem.operands if one.written)
+    return derivative(problem.operation, wanted, problem.by_name).is_dear
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether a backward pass reads x and dy, or s and dy, and has little to compute."""
+    return not problem.groups and not problem.operation.second and len(_read(problem)) <= 2 and not _is_dear(problem)
+
+
+def _backward_shape(problem: Problem, tier: Tier, device: Device) -> RowShape | None:
     """Who holds what of a row; None where a thread has no registers for it."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(ceil_div(problem.cols, pack), tier.cluster)
@@ -150,7 +166,7 @@ def _backward_shape(problem: Problem, tier: Tier, plain: bool, device: Device) -
         shapes = shapes if tier.packs else [short_backward_shape(pack, packs)]
         return [one for one in shapes if _registers_suffice(problem, one, device)]
 
-    shapes = by([tier.fused_packs]) if tier.fused_packs and not plain else []
+    shapes = by([tier.fused_packs]) if tier.fused_packs and not _is_plain(problem) else []
     shapes = shapes or by(tier.packs)
     return backward_shape(shapes) if shapes else None
 
@@ -245,7 +261,7 @@ def _in_shared_memory(spec: NormSpec, tier: Tier, rows: int, device: Device) -> 
             if needed <= device.shared:
                 ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
                 most_ctas = max(1, resident // fitting.threads) if tier.cluster == 1 else 1
-                return with_shifted(replace(fitting, ctas_per_sm=min(most_ctas, ctas)), device)
+                return with_rows_kept(replace(fitting, ctas_per_sm=min(most_ctas, ctas)), device)
     return None
 
 
