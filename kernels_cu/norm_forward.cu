@@ -40,6 +40,8 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
   typename Columns::Packed column_packs[kPacks];
 
   int64 row = static_cast<int64>(blockIdx.x / Shape::kCluster) * kRows + threadIdx.x / Shape::kThreads;
+  // Of many packs of a cluster, whose vectors come late, so many packs of them are asked for ahead.
+  constexpr int kColumnsAhead = Shape::kCluster > 1 && kPacks > 4 && !kColumnsStay && !StoreY::kScaled ? 2 : 0;
   const auto fetch_columns = [&](int p) {
     columns.fetch(column_packs[p], row, Shape::column(rank, p), Shape::valid(rank, p));
   };
@@ -123,10 +125,11 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       Norm::template merge<Exchange, Shape::kCols>(part, exchange.collect(turn),
                                                    [](int other) { return Shape::slot_columns(other); });
     }
-    // By a product five packs of a CTA spilled 4 to 130 bytes, rows that fill all places 24 to 120, and six packs beside
-    // float32 weight and bias in clusters 16 to 20.
+    // By a product five packs of a CTA spilled 4 to 130 bytes, rows that fill all places 24 to 120, and six packs that
+    // stay beside float32 weight and bias in clusters 16 to 20. Seven that are read for each use, 53248 columns, took
+    // 90 us by a call, 73 by a product.
     constexpr bool kFull = Shape::kCapacity == Shape::kCols;
-    constexpr bool kLarge = kPacks > 4 && (Shape::kCluster == 1 || Columns::kColumnBytes > 4);
+    constexpr bool kLarge = kPacks > 4 && (Shape::kCluster == 1 || (RowsS::kStay && Columns::kColumnBytes > 4));
     constexpr bool kByCall = !kColumnsStay || kLarge || kFull;
     const auto statistics = Norm::template finish<Shape::kCols, kByCall>(part, eps);
 
@@ -138,7 +141,15 @@ DEVICE void norm_forward(Operation operation, Load load, Beside beside, Columns 
       if (rstd != nullptr) rstd[row] = statistics.rstd;
     }
     const auto y_of = [&](int p, int valid, Compute(&values)[kPack]) {
-      if constexpr (!kColumnsStay) fetch_columns(p);
+      if constexpr (kColumnsAhead > 0) {
+        if (p == 0) {
+#pragma unroll
+          for (int ahead = 0; ahead < kColumnsAhead; ++ahead) fetch_columns(ahead);
+        }
+        if (p + kColumnsAhead < kPacks) fetch_columns(p + kColumnsAhead);
+      } else if constexpr (!kColumnsStay) {
+        fetch_columns(p);
+      }
       typename Load::Packed s;
       typename Beside::Packed beside_pack;
       Compute beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];

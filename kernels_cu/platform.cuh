@@ -440,8 +440,8 @@ DEVICE int cluster_rank() {
 }
 
 // Until every CTA of the cluster runs, its shared memory must not be written from outside. Relaxed, as initialised
-// mailboxes are known to the cluster by a fence of their own: a release waits for the first rows of all threads, backward
-// of 8 M elements, 16384 columns, 19.7 us and 20.2.
+// mailboxes are known to the cluster by a fence of their own: a release waits for the first rows of all threads,
+// backward of 8 M elements, 16384 columns, 19.7 us and 20.2.
 DEVICE void cluster_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -3,6 +3,7 @@
 //
 //   kAhead             how many rows to ask for before the first is taken
 //   kAskEarly          whether to ask for the next as soon as a row is taken, or when its sums are known
+//   kStay              whether a thread keeps its packs of a row in registers
 //   ask(row, ahead)    asks for `row`, which comes `ahead` rows after the next that will be taken
 //   sent()             ends what is asked for in a turn, of all matrices
 //   arrived()          waits for all matrices of the next turn
@@ -39,6 +40,7 @@ struct RegisterRows {
   static constexpr int kBytes = 0;
   static constexpr int kAhead = 0;
   static constexpr bool kAskEarly = true;
+  static constexpr bool kStay = true;
   Load load;
   int rank;
   int64 rows;
@@ -65,8 +67,8 @@ struct RegisterRows {
 // anybody; of packs at odd addresses, what it and its neighbours copied (SharedPacks), which it shifts. With kRowsStay
 // it reads them once, when they have come, and keeps them in registers. What it copied itself has then a free place, so
 // that as many rows are under way by a place fewer: LayerNorm forward of 12288 columns, 8 M elements, 10.9 us by one
-// place, 11.8 by two and a reading for each use. Rows at odd addresses would have to wait for their neighbours: backward
-// of 1045 columns 125 us, by a place more 117.
+// place, 11.8 by two and a reading for each use. Rows at odd addresses would have to wait for their neighbours:
+// backward of 1045 columns 125 us, by a place more 117.
 template <class Shape, int kRows, int kStages, bool kAskEarly_, bool kRowsStay, class Load>
 struct SharedRows {
   // Rows of neighbouring threads lie side by side: with the places of a row side by side 32 columns fell from 0.86 to
@@ -75,6 +77,7 @@ struct SharedRows {
   static constexpr int kBytes = kPlaces * Load::place_bytes(Shape::kCapacity);
   static constexpr int kAhead = kStages - 1 + (kRowsStay && Load::kVectors);
   static constexpr bool kAskEarly = kAskEarly_;
+  static constexpr bool kStay = kRowsStay;
   // Where rows lie close together, a CTA reads their neighbours too.
   static constexpr Fetch kFetch = Shape::kThreads < 32 ? Fetch::kNeighbours : Fetch::kAlone;
   Load load;

@@ -22,6 +22,9 @@ from .shapes import ceil_div, in_clusters, kernel_spec
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
 
+# Of a matrix to each SM, from which on rows are many. Those that a CTA may hold are then faster in registers than in a
+# ring: 64 M elements 0.95 and 0.91 of the roof, 8 M 0.83 and 0.92.
+MANY_BYTES = 512 << 10
 # Of the SMs of an H200, how many the clusters of each size reach (Device.clusters). A constant, so that who holds what
 # of a row, and so its bits, is the same on every GPU that has clusters of that size.
 REACHED = {2: 1.0, 4: 0.91, 8: 0.91, 16: 0.95}
@@ -54,6 +57,11 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     shape, most = found
     spec = kernel_spec(problem, "forward", shape)
     spec = replace(spec, columns_stay=_columns_stay(problem, spec, device))
+    few_ctas = shape.cluster <= 8 or len(spec.matrices) > 2
+    many = problem.matrix_bytes > MANY_BYTES * device.sms
+    if not spec.columns_stay and few_ctas and many and spec.aligned:
+        shape = _in_large_ctas(shape)
+        spec, most = replace(spec, shape=shape), max(1, MOST_WARPS * WARP // shape.threads)
     for ctas in range(most, 0, -1):
         for stages in range(places(ctas * _bytes(shape) * len(spec.matrices)), 1, -1):
             # Parts of two and three rows of clusters of 16, by two places: LayerNorm of 143360 cols 69.8 us, late 72.0;
@@ -71,6 +79,17 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
         # those.
         shape = in_clusters(replace(shape, threads=512 * shape.cluster, cluster=1), 2 * shape.cluster)
     return replace(spec, shape=shape)
+
+
+def _in_large_ctas(shape: RowShape) -> RowShape:
+    """The same threads, and so the same bits, by CTAs as large as there are: where vectors come late, for each row.
+
+    layer_norm_modulate of 65536 cols 104 us, by clusters of eight 126; gate_add_layer_norm_modulate of 196608 cols 196
+    and 263. Of few rows parts of several on an SM win all the same: 8 M elements of 65536 cols 17.0 and 16.5.
+    """
+    threads = shape.threads * shape.cluster
+    size = next(size for size in CLUSTER_SIZES if threads <= size * MOST_THREADS and threads % (size * WARP) == 0)
+    return in_clusters(replace(shape, threads=threads, cluster=1), size)
 
 
 def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | None:
@@ -171,7 +190,7 @@ def _backward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | 
     for size, ctas in product(filter(device.runs_clusters, BACKWARD_REACHED), BACKWARD_PACKS):
         for threads in range(192 // ctas, MOST_THREADS // ctas + 1, WARP):
             shape = RowShape(pack, threads, ceil_div(ceil_div(packs, size), threads), size)
-            if shape.packs not in BACKWARD_PACKS[ctas]:
+            if shape.packs not in BACKWARD_PACKS[ctas] or size * shape.packs == 32:
                 continue
             spec = kernel_spec(problem, "backward", shape, ctas_per_sm=ctas)
             fitting = _under_way(problem, spec, device)
