@@ -22,9 +22,6 @@ from .shapes import ceil_div, in_clusters, kernel_spec
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
 
-# Of a matrix to each SM, from which on rows are many. Those that a CTA may hold are then faster in registers than in a
-# ring: 64 M elements 0.95 and 0.91 of the roof, 8 M 0.83 and 0.92.
-MANY_BYTES = 512 << 10
 # Of the SMs of an H200, how many the clusters of each size reach (Device.clusters). A constant, so that who holds what
 # of a row, and so its bits, is the same on every GPU that has clusters of that size.
 REACHED = {2: 1.0, 4: 0.91, 8: 0.91, 16: 0.95}
@@ -57,11 +54,6 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     shape, most = found
     spec = kernel_spec(problem, "forward", shape)
     spec = replace(spec, columns_stay=_columns_stay(problem, spec, device))
-    few_ctas = shape.cluster <= 8 or len(spec.matrices) > 2
-    many = problem.matrix_bytes > MANY_BYTES * device.sms
-    if not spec.columns_stay and few_ctas and many and spec.aligned:
-        shape = _in_large_ctas(shape)
-        spec, most = replace(spec, shape=shape), max(1, MOST_WARPS * WARP // shape.threads)
     for ctas in range(most, 0, -1):
         for stages in range(places(ctas * _bytes(shape) * len(spec.matrices)), 1, -1):
             # Parts of two and three rows of clusters of 16, by two places: LayerNorm of 143360 cols 69.8 us, late 72.0;
@@ -79,17 +71,6 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
         # those.
         shape = in_clusters(replace(shape, threads=512 * shape.cluster, cluster=1), 2 * shape.cluster)
     return replace(spec, shape=shape)
-
-
-def _in_large_ctas(shape: RowShape) -> RowShape:
-    """The same threads, and so the same bits, by CTAs as large as there are: where vectors come late, for each row.
-
-    layer_norm_modulate of 65536 cols 104 us, by clusters of eight 126; gate_add_layer_norm_modulate of 196608 cols 196
-    and 263. Of few rows parts of several on an SM win all the same: 8 M elements of 65536 cols 17.0 and 16.5.
-    """
-    threads = shape.threads * shape.cluster
-    size = next(size for size in CLUSTER_SIZES if threads <= size * MOST_THREADS and threads % (size * WARP) == 0)
-    return in_clusters(replace(shape, threads=threads, cluster=1), size)
 
 
 def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | None:
@@ -154,14 +135,12 @@ def _columns_stay(problem: Problem, spec: NormSpec, device: Device) -> bool:
     )
 
 
-# The backward pass, likewise: 44 row lengths of 36864 to 262144 columns.
+# The backward pass, likewise, fitted to 44 row lengths of 36864 to 262144 columns.
 BACKWARD_REACHED = {4: 0.85, 8: 1.0, 16: 0.95}
-BACKWARD_FIXED_PACKS = 3
+BACKWARD_FIXED_PACKS, BACKWARD_LEAST_PACKS = 3, 3
 SLOWER = 1.1  # where a thread does not keep its row, and where two rows under way take too much shared memory
-BACKWARD_WORKING = (
-    73  # registers of a thread besides the sums of its columns; with 64 four packs in 128 spilled 24 bytes
-)
-BACKWARD_PACKS = {1: range(3, 9), 2: range(3, 7)}  # by CTAs of an SM; of two eight took 4 to 11% longer
+# Registers of a thread besides the sums of its columns: with 64 four packs in 128 spilled 24 bytes.
+BACKWARD_WORKING = 73
 
 
 def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
@@ -187,10 +166,12 @@ def _backward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | 
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(problem.cols, pack)
     found = []
-    for size, ctas in product(filter(device.runs_clusters, BACKWARD_REACHED), BACKWARD_PACKS):
+    for size, ctas in product(filter(device.runs_clusters, BACKWARD_REACHED), (1, 2)):
+        # Eight took 4 to 11% longer by two CTAs on an SM, 3 to 8% by clusters of four.
+        most = 6 if ctas == 2 else 7 if size == 4 else 8
         for threads in range(192 // ctas, MOST_THREADS // ctas + 1, WARP):
             shape = RowShape(pack, threads, ceil_div(ceil_div(packs, size), threads), size)
-            if shape.packs not in BACKWARD_PACKS[ctas] or size * shape.packs == 32:
+            if not BACKWARD_LEAST_PACKS <= shape.packs <= most:
                 continue
             spec = kernel_spec(problem, "backward", shape, ctas_per_sm=ctas)
             fitting = _under_way(problem, spec, device)

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..operation import SEED, derivative
-from .clusters import MANY_BYTES, backward_shape, cluster_backward, cluster_forward, places
+from .clusters import backward_shape, cluster_backward, cluster_forward, places
 from .problem import ITEMSIZE, Operand, Problem
 from .registers import column_dtypes, with_rows_kept
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
 from .shared_memory import dynamic_shared, shared_memory
-from .short_forward import short_forward
+from .short_forward import RING_BYTES, short_forward
 from .spec import WARP, NormSpec, RowShape
 
 
@@ -138,7 +138,7 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         # Few rows that a warp or two hold ask late: 8 M elements of 256 cols 16.5 us, early 17.1; 64 M 100.5 and 98.7.
         ask_early=early
         and not late
-        and (shape.threads > 2 * WARP or 2 * problem.matrix_bytes > MANY_BYTES * device.sms),
+        and (shape.threads > 2 * WARP or 2 * problem.matrix_bytes > RING_BYTES * device.sms),
         # Of rows at odd addresses three packs spilled 44 bytes with it and none without.
         keeps_g=is_dear and (spec.aligned or shape.packs <= 2),
     )
@@ -209,7 +209,7 @@ def _asks_late(problem: Problem, tier: Tier, shape: RowShape, device: Device) ->
     if problem.operation.second:
         return True
     results = [one for one in problem.operands if one.kind == "full" and one.written]
-    many = problem.matrix_bytes > MANY_BYTES * device.sms
+    many = problem.matrix_bytes > RING_BYTES * device.sms
     return len(results) > 1 and not problem.groups and many and shape.threads >= WARP and tier.stages > 0
 
 
