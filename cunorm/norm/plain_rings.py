@@ -105,8 +105,8 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devic
         size, stages, ctas = waits
         if many and shape.threads < 128:
             ctas -= 1  # 2240 cols, 64 M elements, 72.0 us, by eight 74.5; 8 M 11.0 and 10.8
-        # RMSNorm of hardly more rows than run at once, or than three places want: 256 x 16384 7.1 us, by whole rows
-        # 6.5; 256 x 12288 6.3 and 5.6.
+        # RMSNorm of hardly more rows than run at once: by two places 256 x 16384 7.1 us, by whole rows 6.5; 256 x 12288
+        # 6.3 and 5.6.
         turns = problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
         if layer_norm or turns > 1.2:
             spec = replace(spec, stages=stages, rows_stay=stages == 1, ask_early=True, columns_stay=True)

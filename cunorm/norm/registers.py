@@ -76,7 +76,7 @@ def with_rows_kept(spec: NormSpec, device: Device) -> NormSpec:
         words += spec.shape.pack * ITEMSIZE[spec.compute] // 4
     if working + words * spec.shape.packs > registers_of(spec.threads * spec.ctas_per_sm):
         return spec
-    return replace(spec, rows_stay=True, stages=spec.stages - spec.aligned)
+    return replace(spec, rows_stay=True, stages=spec.stages - 1 if spec.aligned else spec.stages)
 
 
 def working_of_shifted(norm: Norm) -> int:
