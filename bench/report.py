@@ -125,7 +125,7 @@ def _verdicts(rows: list[Bar]) -> str:
         return ""
     failed, missing = sum(not bar.holds for bar in measured), len(rows) - len(measured)
     text = f"Of the {len(rows)} bars that this project sets itself {len(measured) - failed} hold and {failed} fail"
-    text += f"; {missing} were not measured." if missing else "."
+    text += f"; {missing} {'was' if missing == 1 else 'were'} not measured." if missing else "."
     return f"{text}\n\n{bars_table(measured)}"
 
 
