@@ -266,7 +266,7 @@ MUTATIONS = (
         "return places + (kPlaces - 1) * First::place_bytes(kColumns);",
         "gate, cluster",
         (
-            ("results", "dx: .* of what is allowed"),
+            ("results", "y: .* of what is allowed"),
             ("races", "race: .* while a copy to it is under way"),
         ),
     ),

@@ -77,8 +77,8 @@ MUTATIONS = (
     ),
     Mutation(
         "in the backward pass what the next row drops",
-        "row_taken = row;",
-        "row_taken = row + 1;",
+        "read_covering<Shape, kPlaces>(raws, places(), place(taken), row, rank);",
+        "read_covering<Shape, kPlaces>(raws, places(), place(taken), row + 1, rank);",
         "dropout, a warp",
         (("results", "dx: .* elements are dropped that are not"),),
     ),
