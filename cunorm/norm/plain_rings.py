@@ -80,9 +80,10 @@ def is_plain(problem: Problem, spec: NormSpec, device: Device) -> bool:
 
 
 def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
-    """The kernel of few rows, and of many of LayerNorm beside float32 weight and bias; None where registers win.
+    """The kernel of few rows, and of many of LayerNorm that are long or beside float32 weight and bias; None where
+    registers win.
 
-    Late, from L1, those cost more than a ring: 64 M elements of 4992 cols 74.5 us and 72.1, of 14336 84.8 and 74.4.
+    Late, from L1, such weights cost more: 64 M elements of 4992 cols 74.5 us, in a ring 72.1, of 14336 84.8 and 74.4.
     """
     shape, width, layer_norm = spec.shape, widest_column(spec), problem.norm.subtracts_mean
     wide, places = width == 4, shape.threads * shape.packs

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..device import Device
 from ..expression_value import FUNCTIONS
 from ..operation import SEED
-from .clusters import WORKING
+from .cluster_forward import WORKING
 from .plain_rings import is_plain, plain_ring
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, column_bytes, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..operation import SEED, derivative
-from .clusters import backward_shape, cluster_backward, cluster_forward, places
+from .cluster_backward import backward_shape, cluster_backward
+from .cluster_forward import cluster_forward, places
 from .problem import ITEMSIZE, Operand, Problem
 from .registers import column_dtypes, with_rows_kept
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
@@ -46,10 +47,10 @@ class Tier(NamedTuple):
 # Forward rows that one CTA may hold are run by short_forward.py. A line for each row length at which a thread's packs
 # or a row's threads change a good deal, for those who want an example of each.
 SHORT = tuple(map(Tier, (2, 32, 64, 128, 256, 288, 320, 512, 640, 672, 1024, 1280, 1536, 1792, 2048, 3072, 4096)))
-# Longer ones by clusters.py, likewise.
+# Longer ones by cluster_forward.py, likewise.
 CLUSTERS = tuple(Tier(most, cluster=2) for most in (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536))
 FORWARD = (*SHORT, *CLUSTERS)
-# Backward rows of whole packs, of x and dy alone, by clusters.py too.
+# Backward rows of whole packs, of x and dy alone, by cluster_backward.py.
 LONG = Tier(32768, cluster=16, whole=True)
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
@@ -73,7 +74,8 @@ BACKWARD = (
     LONG,
     Tier(6144, (3, 4), 4, 512, 512),
     Tier(8192, (4,), 8, 256, 256),  # 65536 cols 0.91 to 0.98; clusters of 4 x 512 threads 0.94
-    # Of these packs those that are the least work (clusters.py): 73728 cols by three 105 us, by five 110, by four 116.
+    # Of these packs those that are the least work (cluster_backward.py): 73728 cols by three 105 us, by five 110, by
+    # four 116.
     Tier(16384, (3, 4, 5), 8, 512, 512),
     Tier(32768, (3, 4, 5), 16, 512, 512),
 )

@@ -1,0 +1,96 @@
+"""Backward rows that the CTAs of a cluster hold together: who holds what of a row.
+
+What a row costs an SM's schedulers was fitted to searches at row lengths of 36864 to 262144 columns (bench/NOTES.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+
+from ..device import Device
+from .cluster_forward import THREE_PLACES, bytes_of_part
+from .problem import ITEMSIZE, Problem, whole
+from .registers import registers_of, with_rows_kept
+from .shapes import ceil_div, kernel_spec
+from .shared_memory import dynamic_shared, shared_memory
+from .spec import WARP, NormSpec, RowShape
+
+# How much of an H200's SMs the clusters of each size count as reaching, as in cluster_forward.py.
+REACHED = {4: 0.85, 8: 1.0, 16: 0.95}
+FIXED_PACKS = 3  # what a warp does once for a row, in packs
+LEAST_PACKS = 3
+LEAST_THREADS, MOST_THREADS = 192, 512  # of an SM
+SLOWER = 1.1  # where a thread does not keep its row, and where two rows under way take too much shared memory
+# Registers of a thread besides the sums of its columns: with 64 four packs in 128 spilled 24 bytes.
+WORKING = 73
+
+
+def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
+    """The backward kernel of rows of whole packs that more than four CTAs hold, of x and dy alone; None if none fits.
+
+    LayerNorm of 163840 cols by eight warps of five packs, which keep the row, 103.5 us, by 14 of three 115.4; RMSNorm
+    101.9 and 105.1.
+    """
+    columns = [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
+    widest = max(columns, key=lambda dtype: ITEMSIZE[dtype], default=problem.row_dtype)
+    # The same whatever gradients are asked for, and at whatever addresses: so are the bits of dx.
+    all_of_it = whole(problem.operation.norm, "backward", 1, problem.cols, problem.row_dtype, widest)
+    found = _shape(all_of_it, device)
+    if found is None:
+        return None
+    shape, ctas = found
+    return _under_way(problem, kernel_spec(problem, "backward", shape, ctas_per_sm=ctas), device)
+
+
+@lru_cache(maxsize=1024)
+def _shape(problem: Problem, device: Device) -> tuple[RowShape, int] | None:
+    """(who holds a row, CTAs of an SM): what costs least."""
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    packs = ceil_div(problem.cols, pack)
+    found = []
+    for size, ctas in product(filter(device.runs_clusters, REACHED), (1, 2)):
+        # Eight took 4 to 11% longer by two CTAs on an SM, 3 to 8% by clusters of four.
+        most = 6 if ctas == 2 else 7 if size == 4 else 8
+        for threads in range(LEAST_THREADS // ctas, MOST_THREADS // ctas + 1, WARP):
+            shape = RowShape(pack, threads, ceil_div(ceil_div(packs, size), threads), size)
+            if not LEAST_PACKS <= shape.packs <= most:
+                continue
+            spec = kernel_spec(problem, "backward", shape, ctas_per_sm=ctas)
+            fitting = _under_way(problem, spec, device)
+            if fitting and _under_way(problem, replace(spec, aligned=False, columns_aligned=False), device):
+                found.append((_cost(fitting), threads, (shape, ctas)))
+    return min(found, key=lambda one: one[:2])[-1] if found else None
+
+
+def _under_way(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
+    """The same with places for rows; None if registers or shared memory are too small."""
+    shape, ctas, width = spec.shape, spec.ctas_per_sm, ITEMSIZE[problem.row_dtype]
+    sums = len(spec.sums) * shape.packs * shape.pack * ITEMSIZE[problem.compute] // 4
+    wide = 16 * any(one.itemsize > width for one in (*spec.columns, *spec.matrices))
+    if WORKING + sums + wide > registers_of(ctas * shape.threads):
+        return None
+    of_row = ctas * bytes_of_part(shape) * sum(one.itemsize for one in spec.matrices) // width
+    # RMSNorm of long rows: 217088 cols by one row under way, asked for early, 104.4 us, late 111.5.
+    early = of_row > THREE_PLACES and not problem.norm.subtracts_mean
+    for stages in (2,) if early else (3, 2):
+        fitting = with_rows_kept(replace(spec, stages=stages, ask_early=early), device)
+        if ctas * (shared_memory(fitting) + dynamic_shared(fitting) + 1024) <= device.shared + 1024:
+            return fitting
+    return None
+
+
+def _cost(spec: NormSpec) -> float:
+    shape, ctas = spec.shape, spec.ctas_per_sm
+    turn = ceil_div(ctas * shape.threads // WARP, 4) * (shape.packs + FIXED_PACKS)
+    if not spec.rows_stay:
+        turn *= SLOWER * (SLOWER if spec.stages == 2 else 1)
+    return round(turn * shape.cluster / (ctas * REACHED[shape.cluster]), 6)
+
+
+def backward_shape(shapes: list[RowShape]) -> RowShape:
+    """Of these, one for each number of packs, the one by which a row is the least work for an SM's schedulers."""
+    # Five packs by 256 threads would be that of 73728 columns, and are slower.
+    shapes = [one for one in shapes if one.packs < 5 or one.threads > 256] or shapes
+    return min(shapes, key=lambda shape: (ceil_div(shape.threads // WARP, 4) * shape.packs, shape.packs))
