@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..device import Device
 from ..operation import is_named
 from .problem import Problem
-from .registers import Needs, sixteen_bits, widest_column
+from .registers import Needs, ctas_of, sixteen_bits, widest_column
 from .shapes import in_clusters
 from .short_rings import bytes_under_way, more_in_a_ring, short_ring
 from .spec import WARP, NormSpec
@@ -21,6 +21,8 @@ MANY_UNDER_WAY, FEW_UNDER_WAY, RMS_UNDER_WAY = 32 << 10, 55 << 10, 64 << 10
 # 39.2; 24 M 27.8 and 29.2, 16 M 19.5 and 19.8, 12 M 15.6 and 15.1.
 PLAIN_RING_BYTES = 320 << 10
 RMS_TWO_PACKS_BYTES = 192 << 10  # likewise: 2560 cols, 16 M elements, 18.5 us, in a ring 19.2; 8 M 10.7 and 10.3
+# Likewise, of LayerNorm beside float32 weight and bias: of fewer a thread keeps its rows (_few_wide_rows).
+FEW_WIDE_BYTES = 64 << 10
 # By threads and packs of a row, beside weights of 16 bits and of 32: CTAs of a cluster, places, and CTAs of an SM. With
 # one place a thread keeps its row, so that the place is free for the next one. More threads than stand here spilled. In
 # clusters an SM has parts of more rows, and more threads, than whole rows would leave room for. LayerNorm, 8 M
@@ -39,8 +41,10 @@ RINGS: dict[str, dict[tuple[int, int], tuple[Waits, Waits]]] = {
         (128, 2): (None, (1, 2, 7)),
         (128, 3): ((1, 1, 6), (1, 2, 5)),
         (128, 4): ((1, 1, 5), (1, 1, 4)),
+        (160, 4): ((1, 1, 4), None),
         (192, 3): ((2, 1, 8), None),
         (192, 5): ((2, 1, 5), (1, 1, 2)),
+        (224, 3): (None, (1, 1, 2)),
         (256, 3): ((2, 1, 6), (2, 1, 4)),
         (256, 4): ((2, 1, 5), (2, 1, 4)),
         (256, 5): ((2, 1, 4), (2, 1, 3)),
@@ -56,10 +60,12 @@ RINGS: dict[str, dict[tuple[int, int], tuple[Waits, Waits]]] = {
         (96, 3): ((1, 1, 10), None),
         (128, 2): ((1, 1, 8), (1, 1, 8)),
         (128, 3): ((1, 1, 8), (1, 1, 7)),
+        (128, 4): (None, (1, 2, 7)),
         (160, 2): ((1, 1, 7), None),
-        (192, 3): ((1, 1, 5), None),
+        (160, 4): ((1, 1, 5), (1, 2, 5)),
+        (192, 3): ((1, 1, 5), (1, 2, 5)),
         (192, 5): ((2, 1, 6), (1, 1, 3)),
-        (224, 3): ((1, 1, 4), None),
+        (224, 3): ((1, 1, 4), (1, 2, 4)),
         (256, 3): ((2, 1, 8), (2, 1, 7)),
         (256, 4): ((2, 1, 6), (2, 1, 5)),
         (256, 5): ((2, 1, 5), (2, 1, 4)),
@@ -71,6 +77,17 @@ RINGS: dict[str, dict[tuple[int, int], tuple[Waits, Waits]]] = {
         (512, 8): ((8, 1, 8), (4, 2, 3)),
     },
 }
+# The same of LayerNorm's rows that fill all places, which need fewer registers: 5120 cols beside float32 weights, 8 M
+# elements, 10.5 us, by two places 11.5; 5376 cols beside 16 bits 10.1 and 11.1.
+FULL_RINGS: dict[tuple[int, int], tuple[Waits, Waits]] = {
+    (96, 3): (RINGS["layer_norm"][96, 3][0], (1, 1, 6)),
+    (160, 4): (RINGS["layer_norm"][160, 4][0], (1, 1, 3)),
+    (192, 3): (RINGS["layer_norm"][192, 3][0], (1, 1, 3)),
+    (224, 3): ((1, 1, 4), (1, 1, 2)),
+}
+# And of many rows beside float32 weights: 64 M elements of 5696 cols 72.4 us, as of few 75.7; of 5184 cols in registers
+# 76.3, as of few 78.5.
+MANY_WIDE_RINGS: dict[tuple[int, int], Waits] = {(64, 5): (1, 1, 6), (224, 3): None, (256, 3): (2, 2, 5)}
 
 
 def is_plain(problem: Problem, spec: NormSpec, device: Device) -> bool:
@@ -89,8 +106,7 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devic
     wide, places = width == 4, shape.threads * shape.packs
     # Where gamma is zero-centred five packs beside float32 weights spilled 8 bytes.
     searched = width <= 4 and device.runs_clusters(8) and not (layer_norm and wide and _zero_centred(problem))
-    rings = RINGS[problem.operation.norm] if searched else {}
-    waits = rings.get((shape.threads, shape.packs), (None, None))[wide]
+    waits = _waits(spec, wide, many) if searched else None
     # LayerNorm of rows that 512 threads hold, beside wide weights, and of two and three warps stays in a ring: 64 M
     # elements of 24576 cols 69.6 us, by two CTAs a row 72.3; 24 M of 2240 cols 28.1, in registers 30.3.
     stays = (layer_norm and (wide or shape.threads == 512)) or WARP < shape.threads < 128
@@ -104,7 +120,7 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devic
         return None
     if waits:
         size, stages, ctas = waits
-        if many and shape.threads < 128:
+        if many and shape.threads < 128 and not wide:
             ctas -= 1  # 2240 cols, 64 M elements, 72.0 us, by eight 74.5; 8 M 11.0 and 10.8
         # RMSNorm of hardly more rows than run at once: by two places 256 x 16384 7.1 us, by whole rows 6.5; 256 x 12288
         # 6.3 and 5.6.
@@ -116,17 +132,49 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devic
     return of_norm(problem, spec, needs, many, device)
 
 
+def _waits(spec: NormSpec, wide: bool, many: bool) -> Waits:
+    """How rows of such threads wait, by the tables."""
+    shape, norm = spec.shape, spec.operation.norm
+    held = shape.threads, shape.packs
+    if norm == "layer_norm":
+        if many and wide and held in MANY_WIDE_RINGS:
+            return MANY_WIDE_RINGS[held]
+        if spec.cols == shape.capacity and held in FULL_RINGS:
+            return FULL_RINGS[held][wide]
+    return RINGS[norm].get(held, (None, None))[wide]
+
+
+def _few_wide_rows(spec: NormSpec, needs: Needs) -> NormSpec | None:
+    """One place for each row group, which keeps its row: of a few rows the registers are there. By two CTAs a row where
+    an SM then has more threads.
+
+    2 M elements of 5056 cols 5.6 us, by two places 5.9; 4 M of 4224 cols, by two CTAs a row, 7.0 and 7.7.
+    """
+    shape = spec.shape
+    # Weight and bias, the row, and 62: with less rows that do not fill all places spilled.
+    registers = needs.columns + shape.packs * shape.pack // 2 + 62
+    spec = replace(spec, stages=1, rows_stay=True, ask_early=True, columns_stay=True)
+    halves = in_clusters(shape, 2) if shape.threads % (4 * WARP) == 2 * WARP and shape.threads > 2 * WARP else shape
+    by_shape = (replace(spec, shape=one) for one in dict.fromkeys((shape, halves)))
+    found = [replace(one, ctas_per_sm=ctas_of(one, registers)) for one in by_shape]
+    best = max(found, key=lambda one: one.ctas_per_sm * one.threads)
+    return best if best.ctas_per_sm else None
+
+
 def _layer_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
     shape, wide, zero_centred = spec.shape, widest_column(spec) == 4, _zero_centred(problem)
     if shape.packs <= 2:
         return None
+    wide_pair = wide and len(spec.columns) == 2 and not zero_centred
+    if wide_pair and shape.threads > WARP and problem.matrix_bytes <= FEW_WIDE_BYTES * device.sms:
+        return _few_wide_rows(spec, needs)
     under_way = MANY_UNDER_WAY if many else FEW_UNDER_WAY
     registers = needs.working + more_in_a_ring(shape)
     if zero_centred and shape.threads <= WARP:
         registers += 26  # 120 bytes spilled, 1024 cols
     if shape.threads == 2 * WARP and spec.cols < shape.capacity:
         registers += 24  # 8 bytes, 2368 cols
-    if wide and len(spec.columns) == 2 and not zero_centred:
+    if wide_pair:
         # As few spilled 4 to 28 bytes beside 16 bits, and 12 with a warp's three packs.
         registers = 56 if shape.threads * shape.packs <= 96 else 48
     ring = short_ring(spec, needs.columns + registers, under_way, device)
@@ -145,6 +193,8 @@ def _rms_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, _: bool, devi
     shape = spec.shape
     if shape.threads > WARP or widest_column(spec) > 4:
         registers = needs.columns + 56
+        if widest_column(spec) == 4 and _zero_centred(problem):
+            registers += 8  # 4 bytes spilled, 5128 cols
     elif shape.packs > 2:
         # Four packs, kept unpacked, spilled 8 to 52 bytes with 72 and 80, 84 with 64; five 4 with 72.
         registers = 96 if shape.packs == 4 else max(72, 44 + 6 * shape.packs)
