@@ -10,6 +10,7 @@ from dataclasses import replace
 from ..device import Device
 from ..operation import derivative
 from .backward_parts import part, sources
+from .cluster_backward import by_halves
 from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
 from .problem import ITEMSIZE, Problem
 from .registers import sixteen_bits
@@ -37,9 +38,12 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
         tier = "streamed"
         steps, partials = _streamed_backward(problem, device, sums, most_groups)
     else:
-        tier = tier_name(choice[1])
+        row_tier, spec = choice
+        if not rows_are_few(problem, device):
+            spec = by_halves(problem, spec, device)
+        tier = tier_name(spec)
         resident_backward = _grouped_backward if problem.groups else _resident_backward
-        steps, partials = resident_backward(problem, device, sums, most_groups, *choice)
+        steps, partials = resident_backward(problem, device, sums, most_groups, row_tier, spec)
     if partials:
         steps += _sum_partials(problem, device, sums, partials)
     workspace = partials * partial_row(problem) * compute * len(sums)
