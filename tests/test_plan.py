@@ -152,12 +152,18 @@ def test_layer_norm_to_8_bits_takes_rows_by_two_where_it_was_measured_to_win(ele
         ("layer_norm", "float32", 8, 8192, (2, 1, 4)),
         ("layer_norm", "float32", 8, 1152, (1, 3, 3)),
         ("layer_norm", "float32", 8, 4224, (1, 2, 3)),
+        ("layer_norm", "float32", 2, 4224, (2, 1, 5)),  # few: a thread keeps its row
+        ("layer_norm", "float32", 2, 2560, (1, 1, 6)),
+        ("layer_norm", "float32", 8, 5120, (1, 1, 3)),  # fills all places
+        ("layer_norm", "float32", 64, 5696, (2, 2, 5)),  # many
+        ("layer_norm", "float32", 64, 5184, (1, 0, 6)),
         ("layer_norm", "float32", 64, 2048, (1, 2, 7)),
         ("layer_norm", "float32", 64, 4992, (1, 2, 3)),
         ("layer_norm", "float32", 64, 6720, (1, 1, 2)),
         ("layer_norm", "float32", 64, 14336, (2, 1, 2)),
         ("layer_norm", "bfloat16", 8, 8192, (2, 1, 5)),
         ("layer_norm", "bfloat16", 8, 20480, (4, 1, 4)),
+        ("layer_norm", "bfloat16", 8, 5376, (1, 1, 4)),
         ("layer_norm", "bfloat16", 16, 4096, (1, 1, 5)),
         ("layer_norm", "bfloat16", 24, 4096, (1, 0, 8)),
         ("layer_norm", "bfloat16", 24, 2240, (1, 1, 8)),
@@ -166,6 +172,7 @@ def test_layer_norm_to_8_bits_takes_rows_by_two_where_it_was_measured_to_win(ele
         ("layer_norm", "bfloat16", 5, 10240, (1, 0, 4)),  # all rows at once
         ("rms_norm", "bfloat16", 8, 8192, (2, 1, 6)),
         ("rms_norm", "bfloat16", 8, 1600, (1, 2, 5)),
+        ("rms_norm", "float32", 4, 3328, (1, 2, 5)),
         ("rms_norm", "bfloat16", 8, 2560, (1, 1, 7)),
         ("rms_norm", "bfloat16", 3, 2432, (1, 1, 7)),
         ("rms_norm", "float32", 24, 8192, (1, 0, 4)),
@@ -179,6 +186,32 @@ def test_forward_rows_wait_where_it_was_measured_to_win(norm, weight, elements, 
     rows = (elements << 20) // cols
     (step,) = plan(problem("forward", rows, cols, "bfloat16", norm, weight=weight, **bias), KNOWN[90]).steps
     assert (step.spec.cluster, step.spec.stages, step.spec.ctas_per_sm) == waits
+
+
+@pytest.mark.parametrize(
+    ("norm", "elements", "cols", "held"),
+    [
+        # (threads of a CTA, CTAs of a cluster, CTAs of an SM, places)
+        ("layer_norm", 8, 5120, (320, 1, 2, 3)),
+        ("layer_norm", 8, 8192, (256, 2, 2, 2)),
+        ("layer_norm", 64, 8192, (256, 2, 2, 2)),
+        ("layer_norm", 8, 6656, (416, 1, 1, 2)),  # no halves of whole warps
+        ("layer_norm", 64, 9216, (384, 1, 1, 2)),
+        ("layer_norm", 8, 10240, (224, 2, 1, 2)),
+        ("layer_norm", 16, 10240, (224, 2, 2, 3)),
+        ("layer_norm", 64, 12288, (256, 2, 1, 2)),
+        ("rms_norm", 8, 8192, (256, 2, 2, 2)),
+        ("rms_norm", 64, 8192, (512, 1, 1, 2)),
+        ("rms_norm", 8, 12288, (512, 1, 1, 1)),
+    ],
+)
+def test_backward_rows_are_held_by_two_ctas_where_it_was_measured_to_win(norm, elements, cols, held):
+    wanted = ("x", "weight", "bias") if norm == "layer_norm" else ("x", "weight")
+    rows = (elements << 20) // cols
+    first, *_ = plan(problem("backward", rows, cols, "bfloat16", norm, wanted=wanted), KNOWN[90]).steps
+    spec = first.spec
+    assert (spec.shape.threads, spec.cluster, spec.ctas_per_sm, spec.stages) == held
+    assert first.grid[0] % spec.cluster == 0
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
         steps, partials = _streamed_backward(problem, device, sums, most_groups)
     else:
         row_tier, spec = choice
-        if not rows_are_few(problem, device):
+        if not adds_columns_beside_rows(problem, device, sums):
             spec = by_halves(problem, spec, device)
         tier = tier_name(spec)
         resident_backward = _grouped_backward if problem.groups else _resident_backward
