@@ -31,8 +31,8 @@ WORKING = 73
 # Rows of x and dy alone of which an SM would have one, in so many packs of a thread and by so many threads (0: any):
 # where a matrix has up to so many bytes to each SM, CTAs of an SM, places, and whether a thread keeps its row. Two CTAs
 # hold a row, with the same bits of dx, and an SM has halves of two rows, of which one moves while the other waits; or
-# of one row, and half as many partial rows are left. LayerNorm, 8 M elements: 8192 cols 19.0 us, by a CTA a row 20.2;
-# 12288 cols 19.2 and 21.6, 64 M elements 102 either way. RMSNorm, 64 M elements: 8192 cols 104 and 97.
+# of one row, and half as many partial rows are left. LayerNorm, 8 M elements: 8192 cols 19.0 us, by a CTA a row 19.9;
+# 12288 cols 19.1 and 21.2, 64 M elements 102 either way. RMSNorm, 64 M elements: 8192 cols 104 and 97.
 HALVES: dict[str, dict[tuple[int, int], tuple[tuple[float, int, int, bool], ...]]] = {
     "layer_norm": {
         (2, 0): ((inf, 2, 2, True),),

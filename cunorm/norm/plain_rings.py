@@ -85,7 +85,7 @@ FULL_RINGS: dict[tuple[int, int], tuple[Waits, Waits]] = {
     (192, 3): (RINGS["layer_norm"][192, 3][0], (1, 1, 3)),
     (224, 3): ((1, 1, 4), (1, 1, 2)),
 }
-# And of many rows beside float32 weights: 64 M elements of 5696 cols 72.4 us, as of few 75.7; of 5184 cols in registers
+# And of many rows beside float32 weights: 64 M elements of 5696 cols 72.3 us, as of few 75.5; of 5184 cols in registers
 # 76.3, as of few 78.5.
 MANY_WIDE_RINGS: dict[tuple[int, int], Waits] = {(64, 5): (1, 1, 6), (224, 3): None, (256, 3): (2, 2, 5)}
 
