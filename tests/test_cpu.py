@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import pytest
-from arrays import in_wider_rows, inputs, misplaced
+from arrays import in_wider_rows, inputs, misplaced, same_bits
 from cases import DTYPES, OFFSETS
 from cpu_device import BUILDS, ORDERS, Machine, missing
 from cpu_functions import (
@@ -93,7 +93,9 @@ SHAPES = (
     Shape(8, 4601, "bfloat16", SMALL, "six warps of three packs or nine of two in the backward pass, odd"),
     Shape(8, 4992, "float16", SMALL, "ten warps of two packs in the backward pass, RMSNorm by two rows of a CTA"),
     Shape(8, 8191, "float16", SMALL, "a CTA a row, odd"),
-    Shape(3, 8192, "bfloat16", SMALL, "a full shape"),
+    Shape(3, 8192, "bfloat16", SMALL, "a full shape, backward by halves of two rows on a multiprocessor"),
+    Shape(7, 12288, "float16", SMALL, "backward by two CTAs, of LayerNorm by half of one row on a multiprocessor"),
+    Shape(9, 10240, "bfloat16", SMALL, "backward by two CTAs with three places"),
     Shape(3, 2601, "float64", SMALL, "three packs a thread and three places in the backward pass, odd"),
     Shape(3, 3970, "float64", SMALL, "the longest rows of 64 registers, forward"),
     Shape(3, 5999, "float64", SMALL, "six packs a thread, backward cluster of 2, odd"),
@@ -431,6 +433,17 @@ def test_layouts(cols, dtype, name):
     check(Machine(), "layer_norm", x, dy, weight, bias, y=y)
     padding = y.base[:, cols:] if name.startswith("wider") else numpy.full(1, numpy.nan)
     assert numpy.isnan(padding.astype("float32")).all(), "written beside a row of y"
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(7, 12288), (9, 10240), (3, 8192)])
+def test_what_two_ctas_add_up_has_the_same_bits_at_odd_addresses(rows, cols):
+    options = {"device": SMALL, "as_many": True}
+    x, dy, weight, bias = inputs(numpy, rows, cols, "bfloat16")
+    _, mean, rstd = forward(Machine(), "layer_norm", x, weight, bias, device=SMALL)
+    aligned = backward(Machine(), "layer_norm", dy, x, mean, rstd, weight, **options)
+    moved = backward(Machine(), "layer_norm", misplaced(dy, 1), misplaced(x, 1), mean, rstd, weight, **options)
+    for name, one, other in zip(("dx", "dweight", "dbias"), aligned, moved, strict=True):
+        assert same_bits(one, other), name
 
 
 @pytest.mark.parametrize("build", ["results", "memory", "races"])

@@ -214,6 +214,19 @@ def test_backward_rows_are_held_by_two_ctas_where_it_was_measured_to_win(norm, e
     assert first.grid[0] % spec.cluster == 0
 
 
+@pytest.mark.parametrize("cols", [8192, 10240, 12288])
+@pytest.mark.parametrize("elements", [4, 8, 64])
+def test_rows_held_by_two_ctas_leave_as_many_partial_rows_at_odd_addresses(elements, cols):
+    """Or dweight would be added up in another order."""
+    rows = (elements << 20) // cols
+    changes = {"wanted": ("x", "weight", "bias")}
+    plans = [
+        plan(problem("backward", rows, cols, "bfloat16", aligned=aligned, **changes), KNOWN[90])
+        for aligned in (True, False)
+    ]
+    assert len({(one.groups, one.steps[0].spec.rows_per_cta) for one in plans}) == 1
+
+
 @pytest.mark.parametrize(
     ("norm", "elements", "cols", "together"),
     [

@@ -14,7 +14,7 @@ from ..device import Device
 from ..operation import is_named
 from .cluster_forward import THREE_PLACES, bytes_of_part
 from .problem import ITEMSIZE, Problem, whole
-from .registers import registers_of, sixteen_bits, widest_column, with_rows_kept
+from .registers import registers_of, widest_column, with_rows_kept
 from .shapes import ceil_div, in_clusters, kernel_spec
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
@@ -52,7 +52,8 @@ def by_halves(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     """The kernel of such rows, or the same."""
     shape = spec.shape
     one_row = shape.cluster * spec.rows_per_cta * spec.ctas_per_sm == 1
-    plain = is_named(problem.operation) and len(spec.matrices) == 2 and sixteen_bits(spec, spec.matrices)
+    alike = {(one.kind, one.dtype) for one in spec.matrices} == {("full", spec.row_dtype)}
+    plain = is_named(problem.operation) and alike and ITEMSIZE[spec.row_dtype] == 2
     # The sums of a dbias beside RMSNorm's spilled 32 to 80 bytes.
     sums = (1, 2) if problem.norm.subtracts_mean else (1,)
     if not (one_row and plain and len(spec.sums) in sums and widest_column(spec) <= 4 and shape.threads >= 12 * WARP):
@@ -61,11 +62,17 @@ def by_halves(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
         return spec
     of_norm = HALVES[problem.operation.norm]
     options = of_norm.get((shape.packs, shape.threads), of_norm.get((shape.packs, 0), ()))
-    for most, ctas, stages, keeps in options:
-        if problem.matrix_bytes <= most * device.sms:
-            spec = replace(spec, shape=in_clusters(shape, 2), ctas_per_sm=ctas, stages=stages, rows_stay=keeps)
-            return replace(spec, ask_early=False)
-    return spec
+    fitting = [how for most, *how in options if problem.matrix_bytes <= most * device.sms]
+    if not fitting:
+        return spec
+    ctas, stages, keeps = fitting[0]
+    if not spec.aligned:
+        # Where half as many partial rows are left, the same rows at odd addresses leave as many, so that dweight has
+        # its bits. Not timed.
+        if ctas > 1 or problem.cols % shape.pack:
+            return spec
+        stages += 1  # a row that is kept frees no place there
+    return replace(spec, shape=in_clusters(shape, 2), ctas_per_sm=ctas, stages=stages, rows_stay=keeps, ask_early=False)
 
 
 def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
