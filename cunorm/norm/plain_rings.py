@@ -6,19 +6,20 @@ An H200 was searched for how: bfloat16, us in the comments.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from ..device import Device
-from ..operation import is_named
+from ..operation import NORMS, is_named
 from .problem import Problem
 from .registers import Needs, ctas_of, sixteen_bits, widest_column
 from .shapes import in_clusters
-from .short_rings import bytes_under_way, more_in_a_ring, short_ring
+from .short_rings import RING_BYTES, bytes_under_way, more_in_a_ring, short_ring
 from .spec import WARP, NormSpec
 
 # Bytes of x that an SM asks for ahead: by LayerNorm, many rows and few, and by RMSNorm.
 MANY_UNDER_WAY, FEW_UNDER_WAY, RMS_UNDER_WAY = 32 << 10, 55 << 10, 64 << 10
-# Of rows to each SM. Of more, rows in registers are faster: LayerNorm of 4096 cols, 32 M elements, 35.9 us, in a ring
-# 39.2; 24 M 27.8 and 29.2, 16 M 19.5 and 19.8, 12 M 15.6 and 15.1.
+# Of rows to each SM (_most_bytes): LayerNorm of 4096 cols, 32 M elements, in registers 35.9 us, in a ring 39.2; 24 M
+# 27.8 and 29.2, 16 M 19.5 and 19.8, 12 M 15.6 and 15.1.
 PLAIN_RING_BYTES = 320 << 10
 RMS_TWO_PACKS_BYTES = 192 << 10  # likewise: 2560 cols, 16 M elements, 18.5 us, in a ring 19.2; 8 M 10.7 and 10.3
 # Likewise, of LayerNorm beside float32 weight and bias: of fewer a thread keeps its rows (_few_wide_rows).
@@ -96,27 +97,14 @@ def is_plain(problem: Problem, spec: NormSpec, device: Device) -> bool:
     return alone and device.arch == 90 and sixteen_bits(spec, spec.matrices)
 
 
-def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
-    """The kernel of few rows, and of many of LayerNorm that are long or beside float32 weight and bias; None where
-    registers win.
-
-    Late, from L1, such weights cost more: 64 M elements of 4992 cols 74.5 us, in a ring 72.1, of 14336 84.8 and 74.4.
-    """
-    shape, width, layer_norm = spec.shape, widest_column(spec), problem.norm.subtracts_mean
-    wide, places = width == 4, shape.threads * shape.packs
+def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+    """The kernel of rows that wait in shared memory; None where registers win."""
+    shape, layer_norm, wide = spec.shape, problem.norm.subtracts_mean, widest_column(spec) == 4
+    many = problem.matrix_bytes > RING_BYTES * device.sms
     # Where gamma is zero-centred five packs beside float32 weights spilled 8 bytes.
-    searched = width <= 4 and device.runs_clusters(8) and not (layer_norm and wide and _zero_centred(problem))
-    waits = _waits(spec, wide, many) if searched else None
-    # LayerNorm of rows that 512 threads hold, beside wide weights, and of two and three warps stays in a ring: 64 M
-    # elements of 24576 cols 69.6 us, by two CTAs a row 72.3; 24 M of 2240 cols 28.1, in registers 30.3.
-    stays = (layer_norm and (wide or shape.threads == 512)) or WARP < shape.threads < 128
-    if not stays and problem.matrix_bytes > PLAIN_RING_BYTES * device.sms:
-        return None
-    # LayerNorm of 704 cols beside float32 weights, 64 M elements, 70.6 us, in registers 67.7.
-    wide_ring = wide and len(spec.columns) == 2 and (waits or 96 < places <= 640)
-    if many and not wide_ring and not (layer_norm and stays and waits and (places > 1536 or shape.threads < 128)):
-        return None
-    if not layer_norm and shape.packs <= 2 and problem.matrix_bytes > RMS_TWO_PACKS_BYTES * device.sms:
+    searched = widest_column(spec) <= 4 and not (layer_norm and wide and _zero_centred(problem))
+    waits = _waits(spec, wide, many) if searched and device.runs_clusters(8) else None
+    if problem.matrix_bytes > _most_bytes(spec, wide, waits) * device.sms:
         return None
     if waits:
         size, stages, ctas = waits
@@ -130,6 +118,26 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, devic
             return replace(spec, shape=in_clusters(shape, size), ctas_per_sm=ctas)
     of_norm = _layer_norm_ring if layer_norm else _rms_norm_ring
     return of_norm(problem, spec, needs, many, device)
+
+
+def _most_bytes(spec: NormSpec, wide: bool, waits: Waits) -> float:
+    """Of a matrix, to each SM, of which rows wait in a ring: of more, registers win.
+
+    LayerNorm of rows that 512 threads hold, beside wide weights, and of two and three warps stays in a ring: 64 M
+    elements of 24576 cols 69.6 us, by two CTAs a row 72.3; 24 M of 2240 cols 28.1, in registers 30.3. Late, from L1,
+    wide weight and bias cost more: 64 M elements of 4992 cols 74.5 us, in a ring 72.1, of 14336 84.8 and 74.4; but of
+    704 cols 67.7 and 70.6.
+    """
+    shape, places = spec.shape, spec.shape.threads * spec.shape.packs
+    few_warps = WARP < shape.threads < 128
+    if NORMS[spec.operation.norm].subtracts_mean:
+        if wide and len(spec.columns) == 2 and (waits or 96 < places <= 640):
+            return inf
+        if not (wide or few_warps or shape.threads == 512):
+            return PLAIN_RING_BYTES
+        return inf if waits and (few_warps or places > 1536) else RING_BYTES
+    most = RING_BYTES if few_warps else PLAIN_RING_BYTES
+    return min(most, RMS_TWO_PACKS_BYTES) if shape.packs <= 2 else most
 
 
 def _waits(spec: NormSpec, wide: bool, many: bool) -> Waits:

@@ -15,14 +15,12 @@ from .plain_rings import is_plain, plain_ring
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, column_bytes, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
 from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
-from .short_rings import in_a_ring
+from .short_rings import RING_BYTES, in_a_ring
 from .spec import WARP, NormSpec
 
 THREADS = 128  # of a CTA of rows that a warp or less holds
 RESIDENT = 1024  # threads that an SM is to hold at once, where rows are many
-# Of rows to each SM. Of more, rows in registers are faster than a ring: 64 M elements 0.95 and 0.91; 8 M 0.83 and 0.92.
-RING_BYTES = 512 << 10
-PAIRS_BYTES = 112 << 10  # likewise: two rows of two packs a thread, where y has 8 bits
+PAIRS_BYTES = 112 << 10  # of rows to each SM: two rows of two packs a thread, where y has 8 bits
 
 
 def short_forward(problem: Problem, device: Device) -> NormSpec:
@@ -50,7 +48,7 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
     if (in_pairs := _in_pairs(problem, spec, device)) is not None:
         return in_pairs
     plain, late = is_plain(problem, spec, device), _in_registers(problem, spec, needs, device)
-    ring = (plain_ring if plain else in_a_ring)(problem, spec, needs, many, device)
+    ring = plain_ring(problem, spec, needs, device) if plain else in_a_ring(problem, spec, needs, many, device)
     if ring is None and many:
         ring = _by_two_ctas(problem, spec, needs, device)
     return late if ring is None or (plain and _all_at_once(problem, late, device)) else ring
@@ -134,10 +132,11 @@ def _without_turns(problem: Problem, spec: NormSpec, device: Device) -> NormSpec
 
 
 def _by_two_ctas(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
-    """LayerNorm of more than 2560 packs, of which an SM would have one row at a time: two CTAs hold a row, keep weight
-    and bias and have the next rows under way, with the same bits.
+    """LayerNorm of more than 2560 packs, of which an SM would have one row at a time, where plain_rings.py has no
+    better way, as beside zero-centred float32 or float64 weights: two CTAs hold a row, keep weight and bias and have
+    the next rows under way, with the same bits.
 
-    32768 cols 73.6 us, by one CTA 90.3; with a float32 weight 74.1 and 107.8. RMSNorm took 74.8 and 71.6.
+    Timed before there were better ways, 32768 cols beside 16 bits 73.6 us, by one CTA 90.3. RMSNorm took 74.8 and 71.6.
     """
     alone = len(spec.matrices) == 1 and not spec.grouped and not spec.scales
     if not (alone and spec.aligned and ITEMSIZE[problem.row_dtype] == 2 and problem.norm.subtracts_mean):

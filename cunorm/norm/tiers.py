@@ -20,7 +20,8 @@ from .problem import ITEMSIZE, Operand, Problem
 from .registers import column_dtypes, with_rows_kept
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
 from .shared_memory import dynamic_shared, shared_memory
-from .short_forward import RING_BYTES, short_forward
+from .short_forward import short_forward
+from .short_rings import RING_BYTES
 from .spec import WARP, NormSpec, RowShape
 
 
