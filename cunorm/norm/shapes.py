@@ -30,11 +30,10 @@ FORWARD_THREADS = {
     1792: 256,  # 14336 cols 70.8, by 512 77.3; 13312 cols 71.2 and 80.3
     4096: 512,
 }
-# RMSNorm's, where another number is better by more than 2%: of so many packs.
+# RMSNorm's, where another number is better by more than 2%.
 RMS_FORWARD_THREADS = {
-    range(289, 321): 160,  # 2560 cols 67.4, by 64 74.3
-    range(385, 449): 192,  # 3520 cols beside a float32 weight 69.0, by 128 72.1
-    range(1537, 1793): 512,  # 13312 cols, 8 M elements, 10.5, by 256 10.9
+    320: 160,  # 2560 cols 67.4, by 64 74.3
+    1792: 512,  # 13312 cols, 8 M elements, 10.5, by 256 10.9
 }
 # Packs of a thread, the best first, where several numbers waste as little.
 PREFERRED_PACKS = (2, 3, 4, 5, 6, 7, 8, 1)
@@ -44,9 +43,8 @@ def forward_shape(norm: Norm, pack: int, packs: int) -> RowShape:
     """Rows of up to 4096 packs."""
     if packs <= WARP:
         return _power_of_two_shape(pack, packs, dict.fromkeys((1, 2, 4, 8, 16, WARP), 8))
-    threads = next(threads for most, threads in FORWARD_THREADS.items() if packs <= most)
-    if not norm.subtracts_mean:
-        threads = next((own for some, own in RMS_FORWARD_THREADS.items() if packs in some), threads)
+    most, threads = next((most, threads) for most, threads in FORWARD_THREADS.items() if packs <= most)
+    threads = threads if norm.subtracts_mean else RMS_FORWARD_THREADS.get(most, threads)
     return RowShape(pack, threads, ceil_div(packs, threads))
 
 
