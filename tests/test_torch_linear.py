@@ -1,58 +1,33 @@
-"""cunorm.torch.layer_norm_linear: values, gradients, and what torch does with a function."""
+"""cunorm.torch.layer_norm_linear: values, gradients, memory, errors."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import linear_reference
 import numpy
 import pytest
 from functions import OPS
-from linear_reference import NORMALIZATION, check_backward, check_forward
+from linear_reference import check_backward, check_forward
 
 torch = pytest.importorskip("torch")
 
-from torch import _dynamo  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_tensors import array, compiled_on_devices, on_devices, random, same, tensor  # noqa: E402
+from torch_linear_calls import five, grad, keeping, run, tensors  # noqa: E402
+from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm import device  # noqa: E402
 from cunorm.norm import few_rows  # noqa: E402
-from cunorm.operation import name_of  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
-from cunorm.torch.linear import operators as linear_operators  # noqa: E402
 from cunorm.torch.linear import passes  # noqa: E402
 from cunorm.torch.linear.functional import norm_linear  # noqa: E402
 from cunorm.torch.norm import operators  # noqa: E402
 
 SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
+
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-keeping = pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
-
-
-def tensors(call: linear_reference.Call, device: str) -> list[Any]:
-    """x, weight, bias, ln_weight, ln_bias, wanting gradients; None where there is none."""
-    arrays = call[1:6]
-    return [None if a is None else tensor(a).to(device).requires_grad_() for a in arrays]
-
-
-def run(call: linear_reference.Call, inputs: list[Any], keep: bool = False) -> Any:
-    options = {"normalization": NORMALIZATION[call.op], "zero_centered_gamma": call.zero_centered_gamma}
-    return layer_norm_linear(*inputs, call.eps, keep_normalized=keep, **options)
-
-
-def grad(y: Any, inputs: list[Any], dy: Any) -> tuple[Any, ...]:
-    there = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
-    return tuple(None if t is None else next(there) for t in inputs)
-
-
-def five(device: str, dtype: Any = torch.float64, rows: tuple[int, ...] = (6,)) -> list[Any]:
-    shapes = ((*rows, 16), (12, 16), (12,), (16,), (16,))
-    return [random(*shape, device=device, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
 @on_devices
@@ -226,234 +201,13 @@ def test_peak_memory_is_below_that_of_two_operators_by_z(keep):
     assert saved >= (0 if keep else z) - workspace
 
 
-@on_devices
-@keeping
-@pytest.mark.parametrize("op", OPS)
-def test_first_and_second_derivatives(device, keep, op):
-    inputs = five(device, rows=(3,))
-    if op == "rms_norm":
-        inputs = inputs[:4]
-
-    def function(*inputs):
-        inputs = (*inputs, None)[:5]
-        return norm_linear("test", *inputs, 0.3, name_of(op, True), keep)
-
-    assert torch.autograd.gradcheck(function, inputs, nondet_tol=1e-12)
-    assert torch.autograd.gradgradcheck(function, inputs, nondet_tol=1e-12, fast_mode=True)
-
-
-@on_devices
-def test_functorch(device):
-    """grad, vmap over samples and over weights, and jvp, against torch's operators."""
-    x, weight, bias, ln_weight, ln_bias = (t.detach() for t in five(device, rows=(4,)))
-
-    def ours(x, weight):
-        return layer_norm_linear(x, weight, bias, ln_weight, ln_bias, 0.3).square().sum()
-
-    def torchs(x, weight):
-        return F.linear(F.layer_norm(x, (16,), ln_weight, ln_bias, 0.3), weight, bias).square().sum()
-
-    weights = torch.stack((weight, 2 * weight))
-    for transform in (
-        lambda f: torch.func.grad(f, (0, 1))(x, weight),
-        lambda f: torch.func.vmap(torch.func.grad(f, 1), (0, None))(x, weight),
-        lambda f: torch.func.vmap(f, (None, 0))(x, weights),
-        lambda f: torch.func.jvp(f, (x, weight), (x.cos(), weight.sin())),
-    ):
-        torch.testing.assert_close(transform(ours), transform(torchs))
-
-
-@on_devices
-@keeping
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-def test_autocast(device, keep, x_dtype):
-    """y, z and the products in autocast's dtype; gradients in that of each tensor; x is not rounded before the norm."""
-    call = linear_reference.inputs("layer_norm", 24, 64, 48, "float32")
-    inputs = [t.detach() for t in tensors(call, device)]
-    inputs[0] = inputs[0].to(x_dtype)
-    inputs = [t.requires_grad_() for t in inputs]
-    with torch.autocast(device, torch.bfloat16):
-        y = layer_norm_linear(*inputs, call.eps, keep_normalized=keep)
-    assert y.dtype is torch.bfloat16
-    gradients = torch.autograd.grad(y, inputs, tensor(call.dy).to(device, torch.bfloat16))
-    assert [g.dtype for g in gradients] == [t.dtype for t in inputs]
-    wide = [t.detach().double() for t in inputs]
-    wide[1:3] = [t.bfloat16().double() for t in wide[1:3]]
-    wide = [t.requires_grad_() for t in wide]
-    expected = layer_norm_linear(*wide, call.eps)
-    exact = torch.autograd.grad(expected, wide, tensor(call.dy).to(device, torch.bfloat16).double())
-    for a, b in zip((y, *gradients), (expected, *exact), strict=True):
-        assert float((a.double() - b).norm() / b.norm()) < 4e-3
-
-
-@on_devices
-def test_autocast_in_the_backward_pass_alone(device):
-    inputs = five(device, torch.float32)
-    y = layer_norm_linear(*inputs, 0.3)
-    expected = torch.autograd.grad(y, inputs, torch.ones_like(y), retain_graph=True)
-    with torch.autocast(device, torch.bfloat16):
-        gradients = torch.autograd.grad(y, inputs, torch.ones_like(y))
-    torch.testing.assert_close(gradients, expected)
-
-
-@on_devices
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(device, reentrant):
-    inputs = five(device)
-    expected = torch.autograd.grad(layer_norm_linear(*inputs).square().sum(), inputs)
-    y = checkpoint(layer_norm_linear, *inputs, use_reentrant=reentrant)
-    y.square().sum().backward()
-    torch.testing.assert_close([t.grad for t in inputs], list(expected))
-
-
-@compiled_on_devices
-@keeping
-@pytest.mark.parametrize("op", OPS)
-def test_compiled_whole(device, keep, op, backend):
-    _dynamo.reset()
-    inputs = five(device, torch.float32)
-    ln_bias = inputs[4] if op == "layer_norm" else None
-    wanted = inputs if op == "layer_norm" else inputs[:4]
-
-    def function(x, weight, bias, ln_weight, ln_bias):
-        options = {"normalization": NORMALIZATION[op], "keep_normalized": keep}
-        return torch.tanh(layer_norm_linear(torch.sin(x), weight, bias, ln_weight, ln_bias, 0.3, **options))
-
-    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
-    for rows in (6, 9):
-        inputs[0] = random(rows, 16, device=device, dtype=torch.float32).requires_grad_()
-        wanted[0] = inputs[0]
-        results = []
-        for f in (function, compiled):
-            y = f(*inputs[:4], ln_bias)
-            results.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
-@on_devices
-def test_a_graph_holds_one_operator(device):
-    _dynamo.reset()
-    graphs = []
-
-    def backend(graph, example):
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compile(layer_norm_linear, fullgraph=True, backend=backend)(*five(device, torch.float32))
-    targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert targets.count("cunorm.norm_linear.default") == 1
-    assert not any("linear" in target and "cunorm" not in target for target in targets)
-
-
-@on_devices
-def test_a_compiled_graph_keeps_x_and_not_z(device):
-    """One operator a pass: from single ones the compiler would compute z again in the forward pass, and keep it."""
-    _dynamo.reset()
-    from functorch.compile import aot_function, make_boxed_func
-
-    graphs = []
-
-    def keep(graph, example):
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    inputs = five(device, torch.float32)
-
-    def function(*inputs):
-        return linear_operators.norm_linear(*inputs, "layer_norm", 0.3, torch.float32, False, 0, 0)[0]
-
-    aot_function(function, fw_compiler=keep, bw_compiler=keep)(*inputs).sum().backward()
-    forward, backward = graphs
-    names = [str(node.target) for node in forward.graph.nodes if node.op == "call_function"]
-    assert names.count("cunorm.norm_linear_forward.default") == 1
-    (output,) = (node for node in forward.graph.nodes if node.op == "output")
-    shapes = [tuple(node.meta["val"].shape) for node in output.args[0] if node is not None]
-    assert shapes.count((6, 16)) == 1  # x
-    assert "cunorm.norm_linear_backward.default" in [str(node.target) for node in backward.graph.nodes]
-
-
-@on_devices
-def test_opcheck(device):
-    x, weight, bias, ln_weight, ln_bias = five(device, torch.float32)
-    options = ("layer_norm", 0.3, torch.float32, False, 0, 0)
-    torch.library.opcheck(linear_operators.norm_linear, (x, weight, bias, ln_weight, ln_bias, *options))
-    given = [t.detach() for t in (x, weight, bias, ln_weight, ln_bias)]
-    torch.library.opcheck(linear_operators.norm_linear_forward, (*given, *options))
-    transposed = weight.detach().t().contiguous().t()
-    with torch.no_grad():
-        y, z, statistics = linear_operators.norm_linear_forward(x, transposed, bias, None, ln_bias, *options)
-        for dz, kept, mask in ((None, z, [True] * 5), (z, None, [True, False, True, False, True])):
-            arguments = (y, dz, x.detach(), transposed, None, ln_bias.detach(), statistics, kept, *options, mask)
-            torch.library.opcheck(linear_operators.norm_linear_backward, arguments)
-
-
-@on_devices
-def test_export(device):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parameters_ = torch.nn.ParameterList(five(device, torch.float32)[1:])
-
-        def forward(self, x):
-            return layer_norm_linear(x, *self.parameters_, 0.3)
-
-    model, x = Model(), random(6, 16, device=device, dtype=torch.float32)
-    with torch.no_grad():
-        program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
-        for rows in (6, 9):
-            x = random(rows, 16, device=device, dtype=torch.float32)
-            torch.testing.assert_close(program.module()(x), model(x))
-
-
-@pytest.mark.gpu
-@keeping
-@pytest.mark.parametrize("side_by_side", [False, True])
-def test_a_captured_training_step_replays(keep, side_by_side, monkeypatch):
-    from cunorm.torch.linear import side_by_side as module
-
-    monkeypatch.setattr(module, "MOST", module.MOST if side_by_side else -1)
-    inputs = [t.detach().cuda().bfloat16().requires_grad_() for t in five("cpu", rows=(64,))]
-
-    def step():
-        for t in inputs:
-            t.grad = None
-        layer_norm_linear(*inputs, keep_normalized=keep).square().sum().backward()
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    captured = [t.grad for t in inputs]
-    for seed in range(3):
-        with torch.no_grad():
-            inputs[0].copy_(random(64, 16, device="cuda", seed=seed))
-        graph.replay()
-        replayed = [g.clone() for g in captured]
-        step()
-        torch.testing.assert_close(replayed, [t.grad for t in inputs])
-
-
-@on_devices
-def test_a_gradient_that_is_yet_to_be_negated(device):
-    """Its memory holds the negative, as that of the imaginary part of a conjugate does."""
-    inputs = [t.detach().requires_grad_() for t in five(device, rows=(6,))]
-    y = layer_norm_linear(*inputs)
-    dy = random(*y.shape, device=device)
-    expected = torch.autograd.grad(y, inputs, dy, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(y, inputs, torch._neg_view(dy.neg())), expected)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [7, 64, 1000, 4096, 12288, 65536, 131073])
 @pytest.mark.parametrize("rows", [1, 33, 700, 3000])
 def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
     """Of few rows dz is read to the end, beside what writes dx: there dx has memory of its own."""
-    from cunorm.torch.norm import launching, operators
+    from cunorm.torch.norm import launching
 
     x, dz, weight = (
         random(*s, device="cuda", dtype=torch.bfloat16, seed=i) for i, s in enumerate([(rows, cols)] * 2 + [(cols,)])
@@ -471,7 +225,7 @@ def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
 
 @pytest.mark.gpu
 def test_streamed_rows_leave_dz_alone():
-    from cunorm.torch.norm import launching, operators
+    from cunorm.torch.norm import launching
 
     x, dz = (random(3, 600_000, device="cuda", dtype=torch.bfloat16, seed=i) for i in (0, 1))
     _, statistics = operators.norm_forward(x, None, None, "layer_norm", 1, 1e-5, x.dtype, True, 0, 0)
@@ -559,61 +313,3 @@ def test_bad_input(device, what, change, error, phrase):
         layer_norm_linear(**arguments)
     assert phrase in str(caught.value)
     assert str(caught.value).startswith("layer_norm_linear: ")
-
-
-class Counted(TorchDispatchMode):
-    """Counts the calls that normalise."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = str(function)
-        if "norm" in name and "backward" not in name:
-            self.calls.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-@on_devices
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("wants_gradients", [True, False])
-def test_cunorms_own_forward_function_normalises_once(device, op, wants_gradients):
-    """y, the statistics and the gradients of y; nothing of it normalises x a second time."""
-    inputs = [t.detach().requires_grad_(wants_gradients) for t in five(device)]
-    if op == "rms_norm":
-        inputs[4] = None
-    with Counted() as counted:
-        y, mean, rstd = cunorm.layer_norm_linear_forward(*inputs, 0.3, normalization=NORMALIZATION[op])
-    assert len(counted.calls) == 1, counted.calls
-    x, weight, bias, ln_weight, ln_bias = inputs
-    options = (op, 1, 0.3, x.dtype, True, 0, 0)
-    z, statistics = operators.norm(x, ln_weight, ln_bias, *options)
-    expected = F.linear(z, weight, bias)
-    torch.testing.assert_close(y, expected)
-    assert not rstd.requires_grad
-    torch.testing.assert_close(rstd, statistics[-1])
-    if op == "layer_norm":
-        torch.testing.assert_close(mean, statistics[0])
-    else:
-        assert mean is None
-    if wants_gradients:
-        there = [t for t in inputs if t is not None]
-        torch.testing.assert_close(
-            torch.autograd.grad(y.sin().sum(), there), torch.autograd.grad(expected.sin().sum(), there)
-        )
-
-
-@on_devices
-def test_cunorms_own_backward_function_under_autocast(device):
-    """The gradients are in the dtype of x, and as without autocast."""
-    x, weight, _, ln_weight, ln_bias = (t.detach() for t in five(device, torch.float32))
-    _, mean, rstd = cunorm.layer_norm_linear_forward(x, weight, None, ln_weight, ln_bias)
-    dy = random(6, 12, device=device, dtype=torch.float32)
-
-    def gradients():
-        return cunorm.layer_norm_linear_backward(dy, x, mean, rstd, weight, ln_weight, ln_bias, eps=1e-5)
-
-    expected = gradients()
-    with torch.autocast(device, torch.bfloat16):
-        assert all(same(a, b) for a, b in zip(gradients(), expected, strict=True))
