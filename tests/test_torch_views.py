@@ -1,5 +1,6 @@
-"""Views in PyTorch: autograd, out and dx_out, memory. Tensors on the CPU play those of a GPU: what is launched is run on
-the stand-in.
+"""Views in PyTorch: autograd, out and dx_out, memory.
+
+Tensors on the CPU play those of a GPU: what is launched is run on the stand-in.
 """
 
 from __future__ import annotations
