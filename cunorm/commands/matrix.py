@@ -120,8 +120,18 @@ def covering(device: Device) -> list[Problem]:
                     # Few rows have another kernel backward, which does not take the place of that of many.
                     problems += [mixed, replace(mixed, rows=ROWS)] if direction == "backward" else [mixed]
         if direction == "forward":
-            problems += _float8(lengths) + _all_at_once(device)
+            problems += _float8(lengths) + _all_at_once(device) + _zero_centred(lengths)
     return problems
+
+
+def _zero_centred(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Problem]:
+    """LayerNorm with a zero-centred weight, of rows that fill all places: few enough for a ring, and many."""
+    return [
+        plain("layer_norm", "forward", rows, found[-1], "bfloat16", dtype, dtype, zero_centered_gamma=True)
+        for found in lengths["bfloat16"].values()
+        for rows in (2**23 // found[-1], ROWS)
+        for dtype in ("bfloat16", "float32")
+    ]
 
 
 def _all_at_once(device: Device) -> list[Problem]:

@@ -101,8 +101,10 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
     """The kernel of rows that wait in shared memory; None where registers win."""
     shape, layer_norm, wide = spec.shape, problem.norm.subtracts_mean, widest_column(spec) == 4
     many = problem.matrix_bytes > RING_BYTES * device.sms
-    # Where gamma is zero-centred five packs beside float32 weights spilled 8 bytes.
-    searched = widest_column(spec) <= 4 and not (layer_norm and wide and _zero_centred(problem))
+    # Where gamma is zero-centred five packs beside float32 weights spilled 8 bytes, four beside 16 bits, 1024 and 4096
+    # cols, 108 to 136.
+    spills = layer_norm and (wide or (shape.packs == 4 and shape.threads in (WARP, 4 * WARP)))
+    searched = widest_column(spec) <= 4 and not (spills and has_zero_centred_weight(problem))
     waits = _waits(spec, wide, many) if searched and device.runs_clusters(8) else None
     if problem.matrix_bytes > _most_bytes(spec, wide, waits) * device.sms:
         return None
@@ -170,7 +172,7 @@ def _few_wide_rows(spec: NormSpec, needs: Needs) -> NormSpec | None:
 
 
 def _layer_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
-    shape, wide, zero_centred = spec.shape, widest_column(spec) == 4, _zero_centred(problem)
+    shape, wide, zero_centred = spec.shape, widest_column(spec) == 4, has_zero_centred_weight(problem)
     if shape.packs <= 2:
         return None
     wide_pair = wide and len(spec.columns) == 2 and not zero_centred
@@ -201,7 +203,7 @@ def _rms_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, _: bool, devi
     shape = spec.shape
     if shape.threads > WARP or widest_column(spec) > 4:
         registers = needs.columns + 56
-        if widest_column(spec) == 4 and _zero_centred(problem):
+        if widest_column(spec) == 4 and has_zero_centred_weight(problem):
             registers += 8  # 4 bytes spilled, 5128 cols
     elif shape.packs > 2:
         # Four packs, kept unpacked, spilled 8 to 52 bytes with 72 and 80, 84 with 64; five 4 with 72.
@@ -217,5 +219,5 @@ def _rms_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, _: bool, devi
     return three
 
 
-def _zero_centred(problem: Problem) -> bool:
+def has_zero_centred_weight(problem: Problem) -> bool:
     return dict(problem.operation.defaults).get("weight") == 0

@@ -11,7 +11,7 @@ from ..device import Device
 from ..expression_value import FUNCTIONS
 from ..operation import SEED
 from .cluster_forward import WORKING
-from .plain_rings import is_plain, plain_ring
+from .plain_rings import has_zero_centred_weight, is_plain, plain_ring
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, column_bytes, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
 from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
@@ -190,8 +190,11 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
     narrow = narrow and not (spec.grouped and spec.scales)  # 4 bytes spilled on sm_80, 128 cols
     # 16 bytes on sm_100, y of float64, 4104 cols
     narrow = narrow and all(one.itemsize <= max(4, itemsize) for one in spec.written)
-    # On sm_80 two packs spilled 8 bytes in 40 registers, on sm_100 and sm_120 three 24 to 40.
+    # On sm_80 two packs spilled 8 bytes in 40 registers, on sm_100 and sm_120 three 24 to 40, on sm_90 two of LayerNorm
+    # beside a zero-centred float32 weight 4.
     few = device.arch == 90 or (device.arch > 90 and shape.packs < 3)
+    if problem.norm.subtracts_mean and width == 4 and shape.packs == 2 and has_zero_centred_weight(problem):
+        few = False
     most, words = (1536, 28 if few else 40) if shape.packs <= 3 and narrow else (RESIDENT, needs.working)
     if device.arch == 90 and not spec.scales and sixteen_bits(spec):
         if spec.grouped and narrow:
