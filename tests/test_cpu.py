@@ -435,11 +435,14 @@ def test_layouts(cols, dtype, name):
     assert numpy.isnan(padding.astype("float32")).all(), "written beside a row of y"
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(7, 12288), (9, 10240), (3, 8192)])
-def test_what_two_ctas_add_up_has_the_same_bits_at_odd_addresses(rows, cols):
-    options = {"device": SMALL, "as_many": True}
-    x, dy, weight, bias = inputs(numpy, rows, cols, "bfloat16")
-    _, mean, rstd = forward(Machine(), "layer_norm", x, weight, bias, device=SMALL)
+@pytest.mark.parametrize("cols", [8192, 10240, 12288])
+def test_what_two_ctas_add_up_has_the_same_bits_at_odd_addresses(cols):
+    """In as many partial rows: four multiprocessors leave two or four. Rounded to 16 bits sums in another order would
+    be the same.
+    """
+    options = {"device": FEW_SMS, "as_many": True}
+    x, dy, weight, bias = inputs(numpy, 13, cols, "bfloat16", weight="float32", bias="float32")
+    _, mean, rstd = forward(Machine(), "layer_norm", x, weight, bias, device=FEW_SMS)
     aligned = backward(Machine(), "layer_norm", dy, x, mean, rstd, weight, **options)
     moved = backward(Machine(), "layer_norm", misplaced(dy, 1), misplaced(x, 1), mean, rstd, weight, **options)
     for name, one, other in zip(("dx", "dweight", "dbias"), aligned, moved, strict=True):

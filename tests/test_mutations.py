@@ -42,7 +42,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "groups of warps": (40, 1024, "float16", {}),
     "idle threads": (3, 1000, "float32", {"offset": 10.0}),
     "CTA": (8, 4096, "float32", {}),
-    "CTA, read for each use": (8, 10240, "bfloat16", {}),
+    "CTA, read for each use": (8, 11000, "bfloat16", {}),
     "cluster": (5, 16400, "float32", {}),
     "cluster, odd": (3, 12001, "float64", {}),
     "cluster, the last CTA nearly full": (3, 12285, "float64", {}),

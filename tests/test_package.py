@@ -133,6 +133,7 @@ LAYERS = (
     {"norm.tiers"},
     {"norm.steps"},
     {"norm.few_rows"},
+    {"norm.backward_halves"},
     {"norm.backward_plan"},
     {"norm.plan"},
     {"norm.fused_recipe"},

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from ..device import Device
 from ..operation import derivative
+from .backward_halves import by_halves
 from .backward_parts import part, sources
-from .cluster_backward import by_halves
 from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
 from .problem import ITEMSIZE, Problem
 from .registers import sixteen_bits
@@ -38,12 +38,15 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
         tier = "streamed"
         steps, partials = _streamed_backward(problem, device, sums, most_groups)
     else:
-        row_tier, spec = choice
-        if not adds_columns_beside_rows(problem, device, sums):
+        of_length, spec = choice
+        if problem.groups:
+            steps, partials = _grouped_backward(problem, device, sums, of_length, spec)
+        elif adds_columns_beside_rows(problem, device, sums):
+            steps, partials = few_rows_backward(problem, device, sums), 0
+        else:
             spec = by_halves(problem, spec, device)
+            steps, partials = _resident_backward(problem, device, sums, most_groups, of_length, spec)
         tier = tier_name(spec)
-        resident_backward = _grouped_backward if problem.groups else _resident_backward
-        steps, partials = resident_backward(problem, device, sums, most_groups, row_tier, spec)
     if partials:
         steps += _sum_partials(problem, device, sums, partials)
     workspace = partials * partial_row(problem) * compute * len(sums)
@@ -68,8 +71,6 @@ def _resident_backward(
     problem: Problem, device: Device, sums: tuple[str, ...], most_groups: int, tier: Tier, spec: NormSpec
 ) -> tuple[list[Step], int]:
     """The launches for rows that a tier takes, and how many partial rows they leave."""
-    if adds_columns_beside_rows(problem, device, sums):
-        return few_rows_backward(problem, device, sums), 0
     groups = min(resident_groups(problem, spec, device, tier.idle), most_groups)
     # What a single group adds up are the gradients: nothing is left to be done.
     spec = replace(spec, final=groups == 1 and bool(sums))
@@ -78,7 +79,7 @@ def _resident_backward(
 
 
 def _grouped_backward(
-    problem: Problem, device: Device, sums: tuple[str, ...], _: int, tier: Tier, spec: NormSpec
+    problem: Problem, device: Device, sums: tuple[str, ...], tier: Tier, spec: NormSpec
 ) -> tuple[list[Step], int]:
     """The same where rows are of groups: a CTA has rows of one, so that its sums are of one."""
     assert problem.groups is not None

@@ -1,6 +1,6 @@
 """Backward rows that the CTAs of a cluster hold together: who holds what of a row.
 
-What a row of more than 32768 columns costs an SM's schedulers was fitted to searches at such lengths (bench/NOTES.md).
+What a row costs an SM's schedulers was fitted to searches at row lengths of 36864 to 262144 columns (bench/NOTES.md).
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from math import inf
 
 from ..device import Device
-from ..operation import is_named
 from .cluster_forward import THREE_PLACES, bytes_of_part
 from .problem import ITEMSIZE, Problem, whole
-from .registers import registers_of, widest_column, with_rows_kept
-from .shapes import ceil_div, in_clusters, kernel_spec
+from .registers import registers_of, with_rows_kept
+from .shapes import ceil_div, kernel_spec
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
 
@@ -27,52 +25,6 @@ LEAST_THREADS, MOST_THREADS = 192, 512  # of an SM
 SLOWER = 1.1  # where a thread does not keep its row, and where two rows under way take too much shared memory
 # Registers of a thread besides the sums of its columns: with 64 four packs in 128 spilled 24 bytes.
 WORKING = 73
-
-# Rows of x and dy alone of which an SM would have one, in so many packs of a thread and by so many threads (0: any):
-# where a matrix has up to so many bytes to each SM, CTAs of an SM, places, and whether a thread keeps its row. Two CTAs
-# hold a row, with the same bits of dx, and an SM has halves of two rows, of which one moves while the other waits; or
-# of one row, and half as many partial rows are left. LayerNorm, 8 M elements: 8192 cols 19.0 us, by a CTA a row 19.9;
-# 12288 cols 19.1 and 21.2, 64 M elements 102 either way. RMSNorm, 64 M elements: 8192 cols 104 and 97.
-HALVES: dict[str, dict[tuple[int, int], tuple[tuple[float, int, int, bool], ...]]] = {
-    "layer_norm": {
-        (2, 0): ((inf, 2, 2, True),),
-        (3, 384): ((512 << 10, 2, 2, True),),
-        (3, 448): ((128 << 10, 1, 2, True), (256 << 10, 2, 3, False)),
-        (3, 512): ((inf, 1, 2, True),),
-    },
-    "rms_norm": {
-        (2, 0): ((256 << 10, 2, 2, True),),
-        (3, 384): ((256 << 10, 2, 2, True),),
-        (3, 448): ((256 << 10, 2, 2, True),),
-    },
-}
-
-
-def by_halves(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
-    """The kernel of such rows, or the same."""
-    shape = spec.shape
-    one_row = shape.cluster * spec.rows_per_cta * spec.ctas_per_sm == 1
-    alike = {(one.kind, one.dtype) for one in spec.matrices} == {("full", spec.row_dtype)}
-    plain = is_named(problem.operation) and alike and ITEMSIZE[spec.row_dtype] == 2
-    # The sums of a dbias beside RMSNorm's spilled 32 to 80 bytes.
-    sums = (1, 2) if problem.norm.subtracts_mean else (1,)
-    if not (one_row and plain and len(spec.sums) in sums and widest_column(spec) <= 4 and shape.threads >= 12 * WARP):
-        return spec
-    if shape.threads % (2 * WARP) or device.arch != 90 or not device.runs_clusters(2):
-        return spec
-    of_norm = HALVES[problem.operation.norm]
-    options = of_norm.get((shape.packs, shape.threads), of_norm.get((shape.packs, 0), ()))
-    fitting = [how for most, *how in options if problem.matrix_bytes <= most * device.sms]
-    if not fitting:
-        return spec
-    ctas, stages, keeps = fitting[0]
-    if not spec.aligned:
-        # Where half as many partial rows are left, the same rows at odd addresses leave as many, so that dweight has
-        # its bits. Not timed.
-        if ctas > 1 or problem.cols % shape.pack:
-            return spec
-        stages += 1  # a row that is kept frees no place there
-    return replace(spec, shape=in_clusters(shape, 2), ctas_per_sm=ctas, stages=stages, rows_stay=keeps, ask_early=False)
 
 
 def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:

@@ -78,15 +78,15 @@ RINGS: dict[str, dict[tuple[int, int], tuple[Waits, Waits]]] = {
         (512, 8): ((8, 1, 8), (4, 2, 3)),
     },
 }
-# The same of LayerNorm's rows that fill all places, which need fewer registers: 5120 cols beside float32 weights, 8 M
-# elements, 10.5 us, by two places 11.5; 5376 cols beside 16 bits 10.1 and 11.1.
-FULL_RINGS: dict[tuple[int, int], tuple[Waits, Waits]] = {
-    (96, 3): (RINGS["layer_norm"][96, 3][0], (1, 1, 6)),
-    (160, 4): (RINGS["layer_norm"][160, 4][0], (1, 1, 3)),
-    (192, 3): (RINGS["layer_norm"][192, 3][0], (1, 1, 3)),
-    (224, 3): ((1, 1, 4), (1, 1, 2)),
+# LayerNorm's rows that fill all places, which need fewer registers, by threads, packs and whether weights have 32 bits:
+# 5120 cols beside such, 8 M elements, 10.5 us, by two places 11.5; 5376 cols beside 16 bits 10.1 and 11.1.
+FULL_RINGS: dict[tuple[int, int, bool], Waits] = {
+    (96, 3, True): (1, 1, 6),
+    (160, 4, True): (1, 1, 3),
+    (192, 3, True): (1, 1, 3),
+    (224, 3, False): (1, 1, 4),
 }
-# And of many rows beside float32 weights: 64 M elements of 5696 cols 72.3 us, as of few 75.5; of 5184 cols in registers
+# And many rows beside float32 weights: 64 M elements of 5696 cols 72.3 us, as of few 75.5; of 5184 cols in registers
 # 76.3, as of few 78.5.
 MANY_WIDE_RINGS: dict[tuple[int, int], Waits] = {(64, 5): (1, 1, 6), (224, 3): None, (256, 3): (2, 2, 5)}
 
@@ -104,7 +104,7 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
     # Where gamma is zero-centred five packs beside float32 weights spilled 8 bytes, four beside 16 bits, 1024 and 4096
     # cols, 108 to 136.
     spills = layer_norm and (wide or (shape.packs == 4 and shape.threads in (WARP, 4 * WARP)))
-    searched = widest_column(spec) <= 4 and not (spills and has_zero_centred_weight(problem))
+    searched = widest_column(spec) <= 4 and not (spills and problem.is_zero_centred)
     waits = _waits(spec, wide, many) if searched and device.runs_clusters(8) else None
     if problem.matrix_bytes > _most_bytes(spec, wide, waits) * device.sms:
         return None
@@ -149,8 +149,8 @@ def _waits(spec: NormSpec, wide: bool, many: bool) -> Waits:
     if norm == "layer_norm":
         if many and wide and held in MANY_WIDE_RINGS:
             return MANY_WIDE_RINGS[held]
-        if spec.cols == shape.capacity and held in FULL_RINGS:
-            return FULL_RINGS[held][wide]
+        if spec.cols == shape.capacity and (*held, wide) in FULL_RINGS:
+            return FULL_RINGS[*held, wide]
     return RINGS[norm].get(held, (None, None))[wide]
 
 
@@ -172,7 +172,7 @@ def _few_wide_rows(spec: NormSpec, needs: Needs) -> NormSpec | None:
 
 
 def _layer_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, many: bool, device: Device) -> NormSpec | None:
-    shape, wide, zero_centred = spec.shape, widest_column(spec) == 4, has_zero_centred_weight(problem)
+    shape, wide, zero_centred = spec.shape, widest_column(spec) == 4, problem.is_zero_centred
     if shape.packs <= 2:
         return None
     wide_pair = wide and len(spec.columns) == 2 and not zero_centred
@@ -203,7 +203,7 @@ def _rms_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, _: bool, devi
     shape = spec.shape
     if shape.threads > WARP or widest_column(spec) > 4:
         registers = needs.columns + 56
-        if widest_column(spec) == 4 and has_zero_centred_weight(problem):
+        if widest_column(spec) == 4 and problem.is_zero_centred:
             registers += 8  # 4 bytes spilled, 5128 cols
     elif shape.packs > 2:
         # Four packs, kept unpacked, spilled 8 to 52 bytes with 72 and 80, 84 with 64; five 4 with 72.
@@ -217,7 +217,3 @@ def _rms_norm_ring(problem: Problem, spec: NormSpec, needs: Needs, _: bool, devi
     if three is None or problem.rows < 3 * device.sms * three.ctas_per_sm * three.rows_per_cta:
         return two
     return three
-
-
-def has_zero_centred_weight(problem: Problem) -> bool:
-    return dict(problem.operation.defaults).get("weight") == 0

@@ -132,6 +132,11 @@ class Problem:
         return {operand.name: operand for operand in self.operands}
 
     @property
+    def is_zero_centred(self) -> bool:
+        """Whether the norm multiplies by 1 + weight, of a weight that is given."""
+        return dict(self.operation.defaults).get("weight") == 0
+
+    @property
     def compute(self) -> str:
         """The dtype of mean and rstd, and of all arithmetic."""
         return compute_dtype(self.row_dtype)

@@ -11,7 +11,7 @@ from ..device import Device
 from ..expression_value import FUNCTIONS
 from ..operation import SEED
 from .cluster_forward import WORKING
-from .plain_rings import has_zero_centred_weight, is_plain, plain_ring
+from .plain_rings import is_plain, plain_ring
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, column_bytes, ctas_of, needs_of, registers_of, sixteen_bits, widest_column, words_to_shift
 from .shapes import ceil_div, forward_shape, in_clusters, kernel_spec
@@ -58,8 +58,8 @@ def _all_at_once(problem: Problem, late: NormSpec, device: Device) -> bool:
     """Whether registers hold all rows at once, weight and bias coming late, and rather that than a ring: LayerNorm of
     five warps and more, where two thirds of the places or more are taken.
 
-    512 x 10240 8.0 us, in a ring 8.6; 256 x 20480 8.3 and 9.2. Beside float32 weights of five packs and more, and half
-    of the places: 217 x 14336 7.4 and 8.6, but 297 x 12288 8.8 and 8.0.
+    512 x 10240 8.0 us, in a ring 8.6; 256 x 20480 8.3 and 9.2. Beside float32 weights five packs and more by 256
+    threads, six by 512, and half of the places: 217 x 14336 7.4 and 8.6, but 297 x 12288 8.8 and 8.0.
     """
     if not problem.norm.subtracts_mean or late.shape.threads < 5 * WARP:
         return False
@@ -193,7 +193,7 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
     # On sm_80 two packs spilled 8 bytes in 40 registers, on sm_100 and sm_120 three 24 to 40, on sm_90 two of LayerNorm
     # beside a zero-centred float32 weight 4.
     few = device.arch == 90 or (device.arch > 90 and shape.packs < 3)
-    if problem.norm.subtracts_mean and width == 4 and shape.packs == 2 and has_zero_centred_weight(problem):
+    if problem.norm.subtracts_mean and width == 4 and shape.packs == 2 and problem.is_zero_centred:
         few = False
     most, words = (1536, 28 if few else 40) if shape.packs <= 3 and narrow else (RESIDENT, needs.working)
     if device.arch == 90 and not spec.scales and sixteen_bits(spec):
