@@ -211,12 +211,19 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
   int turns = 0;
   for (int turn = 0; first_of_warp<Shape>(place) < count && !(kOnce && turn > 0); place += row_step, ++turn) {
     saved = next;
-    // Of clusters' rows at odd addresses later: 4 bytes spilled.
-    constexpr bool kSavedLate = Shape::kCluster > 1 && !Matrices::kVectors;
+    // Of clusters' rows at odd addresses, and of those in place, later: 4 to 52 bytes spilled.
+    constexpr bool kSavedLate = Shape::kCluster > 1 && (!Matrices::kVectors || RowsIn::kInPlace);
     if constexpr (!kSavedLate && !kOnce) next = saved_of(place + row_step);
     const auto ask_next = [&] {
       rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);
       RowsIn::sent();
+    };
+    // After the last reading of a pack.
+    const auto ask_in_place = [&](int p) {
+      if constexpr (RowsIn::kInPlace) rows_in.ask_in_place(which_rows.of(place + row_step), p);
+    };
+    const auto sent_in_place = [&] {
+      if constexpr (RowsIn::kInPlace) RowsIn::sent();
     };
     RowsIn::arrived();
     rows_in.take(which_rows.of(place));
@@ -236,6 +243,7 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
         }
       }
       early_results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);
+      if constexpr (!Operation::kLate) ask_in_place(p);
     });
     if constexpr (kExchanges) {
       exchange.publish_sums(turn, rank, means);
@@ -243,9 +251,12 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
 #pragma unroll
       for (Compute& sum : means) sum = group_sum<Shape::kLanes>(sum);
     }
-    if constexpr (!RowsIn::kAskEarly) ask_next();
+    if constexpr (!RowsIn::kAskEarly && !RowsIn::kInPlace) ask_next();
     if constexpr (kSavedLate && !kOnce) next = saved_of(place + row_step);
-    if constexpr (!Operation::kLate) continue;
+    if constexpr (!Operation::kLate) {
+      sent_in_place();
+      continue;
+    }
 
     if constexpr (kExchanges) {
       const auto& slots = exchange.collect(turn);
@@ -282,7 +293,9 @@ DEVICE void norm_backward(Operation operation, Matrices matrices, Columns column
       }
       results.store(which_rows.of(place), Shape::column_beside_sums(rank, p), valid, values);
       totals.add(values, valid);
+      ask_in_place(p);
     });
+    sent_in_place();
     totals.bring(row_sums_to, exchange_of_totals, turn, rank, which_rows.of(place), place < count);
     if constexpr (RowTotals::kExchanges) turns = turn + 1;
   }

@@ -4,7 +4,9 @@
 //   kAhead             how many rows to ask for before the first is taken
 //   kAskEarly          whether to ask for the next as soon as a row is taken, or when its sums are known
 //   kStay              whether a thread keeps its packs of a row in registers
+//   kInPlace           whether the next row takes the place of the present one, pack by pack
 //   ask(row, ahead)    asks for `row`, which comes `ahead` rows after the next that will be taken
+//   ask_in_place(row, p)   the same of pack number p alone, of which this was the last reading
 //   sent()             ends what is asked for in a turn, of all matrices
 //   arrived()          waits for all matrices of the next turn
 //   take(row)          the next row of those asked for is the one to read
@@ -41,6 +43,7 @@ struct RegisterRows {
   static constexpr int kAhead = 0;
   static constexpr bool kAskEarly = true;
   static constexpr bool kStay = true;
+  static constexpr bool kInPlace = false;
   Load load;
   int rank;
   int64 rows;
@@ -69,15 +72,20 @@ struct RegisterRows {
 // that as many rows are under way by a place fewer: LayerNorm forward of 12288 columns, 8 M elements, 10.9 us by one
 // place, 11.8 by two and a reading for each use. Rows at odd addresses would have to wait for their neighbours:
 // backward of 1045 columns 125 us, by a place more 117.
+//
+// A single place of rows that are not kept is filled again in place: float32 of which two rows are more than shared
+// memory has, backward of 262144 columns, H100, 288 us, streamed 632.
 template <class Shape, int kRows, int kStages, bool kAskEarly_, bool kRowsStay, class Load>
 struct SharedRows {
   // Rows of neighbouring threads lie side by side: with the places of a row side by side 32 columns fell from 0.86 to
   // 0.77 of the roof, by bank conflicts.
   static constexpr int kPlaces = kStages * kRows;
   static constexpr int kBytes = kPlaces * Load::place_bytes(Shape::kCapacity);
-  static constexpr int kAhead = kStages - 1 + (kRowsStay && Load::kVectors);
+  static constexpr bool kInPlace = kStages == 1 && !kRowsStay;
+  static constexpr int kAhead = kInPlace ? 1 : kStages - 1 + (kRowsStay && Load::kVectors);
   static constexpr bool kAskEarly = kAskEarly_;
   static constexpr bool kStay = kRowsStay;
+  static_assert(!(kInPlace && kAskEarly), "a row in place is asked for when the one before it has been read");
   // Where rows lie close together, a CTA reads their neighbours too.
   static constexpr Fetch kFetch = Shape::kThreads < 32 ? Fetch::kNeighbours : Fetch::kAlone;
   Load load;
@@ -116,6 +124,16 @@ struct SharedRows {
         load.template copy<Shape::kCapacity, kPlaces, kFetch>(places(), to, Shape::pack_slot(p), row,
                                                               Shape::column(rank, p), Shape::valid(rank, p));
       }
+    }
+  }
+  DEVICE void ask_in_place(int64 row, int p) {
+    // Its neighbours have read what this thread copied.
+    if constexpr (!Load::kVectors) warp_barrier();
+    if (row < rows) {
+      // Checked, or ptxas has the addresses of all packs at once: LayerNorm of 262144 columns spilled 52 bytes.
+      load.template copy<Shape::kCapacity, kPlaces, kFetch>(places(), place(0), Shape::pack_slot(p), row,
+                                                            Shape::column(rank, p),
+                                                            Shape::template valid<true>(rank, p));
     }
   }
   DEVICE static void sent() { copies_commit(); }

@@ -23,15 +23,17 @@ FIXED_PACKS = 3  # what a warp does once for a row, in packs
 LEAST_PACKS = 3
 LEAST_THREADS, MOST_THREADS = 192, 512  # of an SM
 SLOWER = 1.1  # where a thread does not keep its row, and where two rows under way take too much shared memory
-# Registers of a thread besides the sums of its columns: with 64 four packs in 128 spilled 24 bytes.
-WORKING = 73
+# Registers of a thread besides the sums of its columns, of packs of four columns and of others: with 64 four packs of
+# eight in 128 spilled 24 bytes.
+WORKING, WORKING_OF_FOUR = 73, 64
 
 
 def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
     """The backward kernel of rows of whole packs that more than four CTAs hold, of x and dy alone; None if none fits.
 
     LayerNorm of 163840 cols by eight warps of five packs, which keep the row, 103.5 us, by 14 of three 115.4; RMSNorm
-    101.9 and 105.1.
+    101.9 and 105.1. Where two rows are more than shared memory has, one is filled again in place: float32, H100, 262144
+    cols 288 us, streamed 632; of 163840, which have two places, 276, in one 288.
     """
     columns = [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
     widest = max(columns, key=lambda dtype: ITEMSIZE[dtype], default=problem.row_dtype)
@@ -40,13 +42,17 @@ def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
     found = _shape(all_of_it, device)
     if found is None:
         return None
-    shape, ctas = found
-    return _under_way(problem, kernel_spec(problem, "backward", shape, ctas_per_sm=ctas), device)
+    shape, ctas, in_place = found
+    return _under_way(problem, kernel_spec(problem, "backward", shape, ctas_per_sm=ctas), device, in_place)
 
 
 @lru_cache(maxsize=1024)
-def _shape(problem: Problem, device: Device) -> tuple[RowShape, int] | None:
-    """(who holds a row, CTAs of an SM): what costs least."""
+def _shape(problem: Problem, device: Device) -> tuple[RowShape, int, bool] | None:
+    """(who holds a row, CTAs of an SM, whether rows are filled again in place): what costs least."""
+    return _cheapest(problem, device, in_place=False) or _cheapest(problem, device, in_place=True)
+
+
+def _cheapest(problem: Problem, device: Device, in_place: bool) -> tuple[RowShape, int, bool] | None:
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(problem.cols, pack)
     found = []
@@ -58,24 +64,27 @@ def _shape(problem: Problem, device: Device) -> tuple[RowShape, int] | None:
             if not LEAST_PACKS <= shape.packs <= most:
                 continue
             spec = kernel_spec(problem, "backward", shape, ctas_per_sm=ctas)
-            fitting = _under_way(problem, spec, device)
-            if fitting and _under_way(problem, replace(spec, aligned=False, columns_aligned=False), device):
-                found.append((_cost(fitting), threads, (shape, ctas)))
+            fitting = _under_way(problem, spec, device, in_place)
+            if fitting and _under_way(problem, replace(spec, aligned=False, columns_aligned=False), device, in_place):
+                found.append((_cost(fitting), threads, (shape, ctas, in_place)))
     return min(found, key=lambda one: one[:2])[-1] if found else None
 
 
-def _under_way(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
+def _under_way(problem: Problem, spec: NormSpec, device: Device, in_place: bool) -> NormSpec | None:
     """The same with places for rows; None if registers or shared memory are too small."""
     shape, ctas, width = spec.shape, spec.ctas_per_sm, ITEMSIZE[problem.row_dtype]
     sums = len(spec.sums) * shape.packs * shape.pack * ITEMSIZE[problem.compute] // 4
     wide = 16 * any(one.itemsize > width for one in (*spec.columns, *spec.matrices))
-    if WORKING + sums + wide > registers_of(ctas * shape.threads):
+    working = WORKING_OF_FOUR if shape.pack == 4 else WORKING
+    if working + sums + wide > registers_of(ctas * shape.threads):
         return None
     of_row = ctas * bytes_of_part(shape) * sum(one.itemsize for one in spec.matrices) // width
-    # RMSNorm of long rows: 217088 cols by one row under way, asked for early, 104.4 us, late 111.5.
-    early = of_row > THREE_PLACES and not problem.norm.subtracts_mean
-    for stages in (2,) if early else (3, 2):
-        fitting = with_rows_kept(replace(spec, stages=stages, ask_early=early), device)
+    # RMSNorm of long rows: 217088 cols by one row under way, asked for early, 104.4 us, late 111.5. But float32 of
+    # 163840 cols late 273, early 288 (H100).
+    one_ahead = of_row > THREE_PLACES and not problem.norm.subtracts_mean
+    for stages in (1,) if in_place else (2,) if one_ahead else (3, 2):
+        fitting = replace(spec, stages=stages, ask_early=one_ahead and width == 2 and not in_place)
+        fitting = fitting if in_place else with_rows_kept(fitting, device)
         if ctas * (shared_memory(fitting) + dynamic_shared(fitting) + 1024) <= device.shared + 1024:
             return fitting
     return None

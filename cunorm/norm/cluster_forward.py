@@ -23,7 +23,7 @@ from .spec import WARP, NormSpec, RowShape
 # 0.85; 16 was fitted. Constants, so that who holds what of a row, and so its bits, is the same on every GPU that has
 # clusters of that size.
 REACHED = {2: 1.0, 4: 0.91, 8: 0.91, 16: 0.95}
-SHIFTED_REACHED = REACHED | {16: 0.85}  # by rows of odd widths
+SHIFTED_REACHED = REACHED | {16: 0.82}  # by rows of odd widths
 FIXED_PACKS, SHIFTED_FIXED_PACKS = 2, 5  # what a warp does once for a row, in packs
 COST_BY_ROWS = {1: 1.15, 2: 1.04}  # of an SM that has parts of so few rows, which wait for each other
 LEAST_THREADS, MOST_THREADS = 96, 512  # of a CTA
@@ -31,9 +31,9 @@ MOST_ROWS, MOST_WARPS = 4, 16  # of an SM
 LEAST_PACKS, MOST_PACKS = 4, 10
 EARLY_WARPS = 12  # of an SM, at most, whose registers are enough to ask early
 # Rows that begin at odd addresses: of few packs a thread keeps weight and bias and the row once it has shifted it, and
-# more warps hide the shifting. 50257 columns forward, LayerNorm 122 us, by seven packs 144, of four that are shifted at
-# every reading 137; RMSNorm 83, 123 and 121, by 14 warps 91.
-SHIFTED_PACKS, SHIFTED_WARPS = 4, 24
+# more warps hide the shifting. 50257 columns forward, H100, LayerNorm by five packs 98.8 us, by four 109.8; RMSNorm
+# 97.5 and 101.9. On an H200 by seven 144, of four that are shifted at every reading 137, once 122.
+SHIFTED_PACKS, SHIFTED_WARPS = 5, 24
 # Registers of a thread besides weight and bias, and one for each pack: nine in 128 spilled 8 to 24 bytes. Seven beside
 # float32 weight and bias, of rows that fill all places, spilled 20 in 168.
 WORKING, MORE_IF_FULL = 48, 3
@@ -53,7 +53,10 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     spec = kernel_spec(problem, "forward", shape)
     spec = replace(spec, columns_stay=_columns_stay(problem, spec, device))
     for ctas in range(most, 0, -1):
-        for stages in range(places(ctas * bytes_of_part(shape) * len(spec.matrices)), 1, -1):
+        most_places = places(ctas * bytes_of_part(shape) * len(spec.matrices))
+        if problem.cols % shape.pack and shape.packs > 4 and ctas > 1:
+            most_places = 2  # 50257 columns, LayerNorm 98.8 us, by three 102.8; but by four packs 111 and 99
+        for stages in range(most_places, 1, -1):
             # Parts of two and three rows of clusters of 16, by two places: LayerNorm of 143360 cols 69.8 us, late 72.0;
             # of 73728 cols, clusters of eight, 70.1 and 69.9.
             few = ctas < MOST_ROWS and ctas * shape.threads <= EARLY_WARPS * WARP
@@ -103,7 +106,7 @@ def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | N
         warps = ctas * shape.threads // WARP
         reached = (REACHED if whole_packs else SHIFTED_REACHED)[shape.cluster]
         fixed = FIXED_PACKS if whole_packs else SHIFTED_FIXED_PACKS
-        turn = ceil_div(warps, 4) * (shape.packs + fixed) * (COST_BY_ROWS.get(ctas, 1) if whole_packs else 1)
+        turn = ceil_div(warps, 4) * (shape.packs + fixed) * COST_BY_ROWS.get(ctas, 1)
         return round(turn * shape.cluster / (ctas * reached), 6), -ctas, shape.threads
 
     found = [one for one in candidates(whole_packs) if fits(*one)] or [one for one in candidates(True) if fits(*one)]

@@ -16,6 +16,7 @@ from ..device import Device
 from ..operation import SEED, derivative
 from .cluster_backward import backward_shape, cluster_backward
 from .cluster_forward import cluster_forward, places
+from .odd_backward import MOST_PACKS, odd_backward
 from .problem import ITEMSIZE, Operand, Problem
 from .registers import column_dtypes, with_rows_kept
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
@@ -52,11 +53,14 @@ SHORT = tuple(map(Tier, (2, 32, 64, 128, 256, 288, 320, 512, 640, 672, 1024, 128
 CLUSTERS = tuple(Tier(most, cluster=2) for most in (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536))
 FORWARD = (*SHORT, *CLUSTERS)
 # Backward rows of whole packs, of x and dy alone, by cluster_backward.py.
-LONG = Tier(32768, cluster=16, whole=True)
+LONG = Tier(65536, cluster=16, whole=True)
+# Those that end within a pack, of x and dy alone, by odd_backward.py, where that has a better kernel.
+ODD = Tier(MOST_PACKS)
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in bench/NOTES.md.
 # A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
 # roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
 BACKWARD = (
+    ODD,
     Tier(512, (), 1, 512, 512, stages=3, ask_early=("rms_norm",)),
     # 4608 cols: LayerNorm by six warps of three packs 102 us, by nine of two 114, RMSNorm 108 and 100. Two rows on an
     # SM, each in a CTA, 99 us, in one CTA 101.
@@ -103,8 +107,9 @@ def _tier_spec(problem: Problem, tier: Tier, device: Device) -> NormSpec | None:
         return short_forward(problem, device)
     if tier in CLUSTERS:
         return cluster_forward(problem, device)
-    if tier is LONG:
-        return cluster_backward(problem, device) if _is_plain(problem) else None
+    if tier in (LONG, ODD):
+        rule = cluster_backward if tier is LONG else odd_backward
+        return rule(problem, device) if _is_plain(problem) else None
     shape = _backward_shape(problem, tier, device)
     if shape is None:
         return None

@@ -1,0 +1,48 @@
+"""Backward rows that end within a pack: those of 16 bits that few warps hold better than the tiers do.
+
+A thread shifts each pack of such a row at every reading, so a row that is kept is worth more than many warps: by five
+packs of eight warps, or of RMSNorm ten, where the row fills them. H100, 64 M elements, us: LayerNorm of 10007 cols 150,
+by three packs of fourteen warps 167; of 20011 150 and 172, of 80021 162 and 188, of 150001 181 and 219; RMSNorm of
+12345 145 and 175, of 50257 148 and 184, of 100003 147 and 191, where five packs had not been kept. What it costs: few
+rows have fewer threads, RMSNorm of 84 x 12345 7.9 and 6.3.
+"""
+
+from __future__ import annotations
+
+from ..device import CLUSTER_SIZES, Device
+from .problem import ITEMSIZE, Problem
+from .registers import column_dtypes, with_rows_kept
+from .shapes import ceil_div, kernel_spec, shape_of
+from .shared_memory import dynamic_shared, shared_memory
+from .spec import NormSpec, RowShape
+
+PACKS = 5
+EIGHT_WARPS = range(1121, 1281)  # packs of a row to a CTA of eight warps
+TEN_WARPS = range(1441, 1601)
+# RMSNorm of three packs by a CTA has two places: 10501 cols 144 us; by three, which spill 112 bytes, 180.
+THREE_PACKS = range(1025, 1441)
+MOST_PACKS = TEN_WARPS[-1] * CLUSTER_SIZES[-1]  # of a row
+
+
+def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
+    """The kernel of such a row of x and dy alone, on Hopper; None where the tiers have a better one."""
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    if pack != 8 or problem.cols % pack == 0 or device.arch != 90:
+        return None
+    if max((ITEMSIZE[dtype] for dtype in column_dtypes(problem)), default=0) > 4:
+        return None
+    shape = _shape(problem, pack, device)
+    if shape is None:
+        return None
+    spec = with_rows_kept(kernel_spec(problem, "backward", shape, stages=2), device)
+    return spec if shared_memory(spec) + dynamic_shared(spec) <= device.shared else None
+
+
+def _shape(problem: Problem, pack: int, device: Device) -> RowShape | None:
+    packs = ceil_div(problem.cols, pack)
+    rms_norm = not problem.norm.subtracts_mean
+    for size in filter(device.runs_clusters, (1, *CLUSTER_SIZES)):
+        of_cta = ceil_div(packs, size)
+        if of_cta in EIGHT_WARPS or (rms_norm and of_cta in TEN_WARPS):
+            return shape_of(pack, of_cta, PACKS, size)
+    return shape_of(pack, packs, 3, 1) if rms_norm and packs in THREE_PACKS else None
