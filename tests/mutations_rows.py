@@ -33,6 +33,20 @@ MUTATIONS = (
         (("results", "elements are wrong"), ("races", "race:")),
     ),
     Mutation(
+        "a row takes the place of one that neighbours have not read",
+        "// Its neighbours have read what this thread copied.\n    if constexpr (!Load::kVectors) warp_barrier();",
+        "",
+        "in place, misplaced",
+        (("races", "race:"),),
+    ),
+    Mutation(
+        "a row takes the place of one that will be read again",
+        "if constexpr (!Operation::kLate) ask_in_place(p);",
+        "ask_in_place(p);",
+        "in place",
+        (("results", "dx: .* elements are wrong"),),
+    ),
+    Mutation(
         "sum_partials without its barrier",
         "__syncthreads();\n    for (int i = threadIdx.x;",
         "for (int i = threadIdx.x;",

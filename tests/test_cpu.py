@@ -278,6 +278,19 @@ def test_rows_fill_their_places_in_part_and_more_than_once(cols, dtype, filled):
     check(Machine(), "layer_norm", x, dy, weight, bias)
 
 
+@pytest.mark.parametrize("output_mask", [(True, True, True), (False, True, True)], ids=["with dx", "without"])
+@pytest.mark.parametrize("moved_by", [0, 1])
+def test_a_row_takes_the_place_of_the_present_one(moved_by, output_mask):
+    """Without dx it has been read after the first pass; at odd addresses neighbours read what a thread copied."""
+    rows, cols, dtype = 3, 200000, "float32"
+    spec = backward_step(rows, cols, dtype).spec
+    assert (spec.stages, spec.rows_stay) == (1, False)
+    x, dy, weight, bias = inputs(numpy, rows, cols, dtype)
+    check(
+        Machine(), "layer_norm", misplaced(x, moved_by), misplaced(dy, moved_by), weight, bias, output_mask=output_mask
+    )
+
+
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize(
     ("cols", "dtype", "device"),

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "cluster, odd": (3, 12001, "float64", {}),
     "cluster, the last CTA nearly full": (3, 12285, "float64", {}),
     "places": (300, 36, "float32", {}),  # three for a row; five turns
+    "in place": (3, 200000, "float32", {}),
+    "in place, misplaced": (3, 200000, "float32", {"misplaced": True, "output_mask": (False, True, True)}),
     "wide weight": (40, 129, "bfloat16", {"weight": "float64"}),
     "equal values, less than a pack": (3, 7, "bfloat16", {"offset": 1e35}),
     "equal values": (3, 12001, "float32", {"offset": 1e35}),

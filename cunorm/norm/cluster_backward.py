@@ -56,10 +56,12 @@ def _cheapest(problem: Problem, device: Device, in_place: bool) -> tuple[RowShap
     pack = 16 // ITEMSIZE[problem.row_dtype]
     packs = ceil_div(problem.cols, pack)
     found = []
+    # LayerNorm in place of eight packs by 15 warps spilled 12 to 124 bytes, by 16, which have as many registers, none.
+    least, step = (3 * 4 * WARP, 4 * WARP) if in_place else (LEAST_THREADS, WARP)
     for size, ctas in product(filter(device.runs_clusters, REACHED), (1, 2)):
         # Eight took 4 to 11% longer by two CTAs on an SM, 3 to 8% by clusters of four.
         most = 6 if ctas == 2 else 7 if size == 4 else 8
-        for threads in range(LEAST_THREADS // ctas, MOST_THREADS // ctas + 1, WARP):
+        for threads in range(least // ctas, MOST_THREADS // ctas + 1, step):
             shape = RowShape(pack, threads, ceil_div(ceil_div(packs, size), threads), size)
             if not LEAST_PACKS <= shape.packs <= most:
                 continue
