@@ -99,7 +99,7 @@ SHAPES = (
     Shape(7, 9001, "bfloat16", SMALL, "backward by eight warps of five packs that keep the row, odd"),
     Shape(3, 12345, "float16", SMALL, "RMSNorm backward by ten warps of five packs that keep the row, odd"),
     Shape(3, 20003, "bfloat16", SMALL, "five packs a thread of clusters of 2 in the backward pass, odd"),
-    Shape(3, 10501, "bfloat16", SMALL, "RMSNorm backward by three packs in two places, odd"),
+    Shape(3, 10501, "bfloat16", SMALL, "RMSNorm backward by nine warps of five packs that keep the row, odd"),
     Shape(3, 2601, "float64", SMALL, "three packs a thread and three places in the backward pass, odd"),
     Shape(3, 3970, "float64", SMALL, "the longest rows of 64 registers, forward"),
     Shape(3, 5999, "float64", SMALL, "six packs a thread, backward cluster of 2, odd"),

@@ -109,7 +109,7 @@ def test_a_million_standard_deviations_from_zero(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("cols", [7, 1000, 8191, 16384, 65537])
+@pytest.mark.parametrize("cols", [7, 1000, 8191, 16384, 50257])
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 def test_the_bits_are_those_of_the_core(op, cols, zero_centered_gamma):
     """The text differs, with rows and eps in it, and XLA launches; the plan, and so the arithmetic, is the same."""

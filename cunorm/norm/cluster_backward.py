@@ -23,9 +23,9 @@ FIXED_PACKS = 3  # what a warp does once for a row, in packs
 LEAST_PACKS = 3
 LEAST_THREADS, MOST_THREADS = 192, 512  # of an SM
 SLOWER = 1.1  # where a thread does not keep its row, and where two rows under way take too much shared memory
-# Registers of a thread besides the sums of its columns, of packs of four columns and of others: with 64 four packs of
-# eight in 128 spilled 24 bytes.
-WORKING, WORKING_OF_FOUR = 73, 64
+# Registers of a thread besides the sums of its columns: with 64 four packs in 128 spilled 24 bytes. Of packs of four
+# columns; on sm_100 eight of these spilled 28 with as many.
+WORKING, WORKING_OF_FOUR = 73, {90: 64, 100: 72}
 
 
 def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
@@ -77,7 +77,7 @@ def _under_way(problem: Problem, spec: NormSpec, device: Device, in_place: bool)
     shape, ctas, width = spec.shape, spec.ctas_per_sm, ITEMSIZE[problem.row_dtype]
     sums = len(spec.sums) * shape.packs * shape.pack * ITEMSIZE[problem.compute] // 4
     wide = 16 * any(one.itemsize > width for one in (*spec.columns, *spec.matrices))
-    working = WORKING_OF_FOUR if shape.pack == 4 else WORKING
+    working = WORKING_OF_FOUR.get(device.arch, WORKING) if shape.pack == 4 else WORKING
     if working + sums + wide > registers_of(ctas * shape.threads):
         return None
     of_row = ctas * bytes_of_part(shape) * sum(one.itemsize for one in spec.matrices) // width

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from ..device import CLUSTER_SIZES, Device
 from .problem import ITEMSIZE, Problem
-from .registers import column_dtypes, with_rows_kept
+from .registers import with_rows_kept
 from .shapes import ceil_div, kernel_spec, shape_of
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import NormSpec, RowShape
 
 PACKS = 5
 EIGHT_WARPS = range(1121, 1281)  # packs of a row to a CTA of eight warps
-TEN_WARPS = range(1441, 1601)
-# RMSNorm of three packs by a CTA has two places: 10501 cols 144 us; by three, which spill 112 bytes, 180.
-THREE_PACKS = range(1025, 1441)
+TEN_WARPS = range(1281, 1601)  # or nine; by three packs in 128 registers RMSNorm of 10501 cols spilled 112 bytes
 MOST_PACKS = TEN_WARPS[-1] * CLUSTER_SIZES[-1]  # of a row
 
 
@@ -28,8 +26,6 @@ def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
     """The kernel of such a row of x and dy alone, on Hopper; None where the tiers have a better one."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     if pack != 8 or problem.cols % pack == 0 or device.arch != 90:
-        return None
-    if max((ITEMSIZE[dtype] for dtype in column_dtypes(problem)), default=0) > 4:
         return None
     shape = _shape(problem, pack, device)
     if shape is None:
@@ -39,10 +35,8 @@ def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
 
 
 def _shape(problem: Problem, pack: int, device: Device) -> RowShape | None:
-    packs = ceil_div(problem.cols, pack)
-    rms_norm = not problem.norm.subtracts_mean
     for size in filter(device.runs_clusters, (1, *CLUSTER_SIZES)):
-        of_cta = ceil_div(packs, size)
-        if of_cta in EIGHT_WARPS or (rms_norm and of_cta in TEN_WARPS):
-            return shape_of(pack, of_cta, PACKS, size)
-    return shape_of(pack, packs, 3, 1) if rms_norm and packs in THREE_PACKS else None
+        packs = ceil_div(ceil_div(problem.cols, pack), size)
+        if packs in EIGHT_WARPS or (packs in TEN_WARPS and not problem.norm.subtracts_mean):
+            return shape_of(pack, packs, PACKS, size)
+    return None
