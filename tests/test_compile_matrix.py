@@ -121,9 +121,10 @@ def test_a_cta_is_whole_warps_and_has_the_shared_memory_it_needs(arch, rows):
 def reachable(direction: str, device: Device) -> set[Tier | None]:
     """What rows of many lengths find, whatever is beside x: shared memory and architecture rule tiers out."""
     lengths = {int(1.02**power) for power in range(1, 720)} | {tier.most * 4 for tier in matrix.TABLES[direction]}
+    dtypes = [*product(("float32", "float64"), ITEMSIZE, (None, "float16")), ("bfloat16", "bfloat16", None)]
     problems = [
-        whole(op, direction, matrix.ROWS, cols, x, weight, y)
-        for op, x, weight, y in product(matrix.OPS, ("float32", "float64"), ITEMSIZE, (None, "float16"))
+        whole(op, direction, matrix.ROWS, cols, *of_arrays)
+        for op, of_arrays in product(matrix.OPS, dtypes)
         for cols in lengths
     ]
     return {choice and choice[0] for choice in (choose(problem, device) for problem in problems)}
