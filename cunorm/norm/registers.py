@@ -60,10 +60,10 @@ def with_rows_kept(spec: NormSpec, device: Device) -> NormSpec:
     working = 80 if device.arch < 100 else 88
     if spec.cluster > 1:
         working = 96 if spec.aligned or spec.shape.packs < 6 else 112
-        if spec.cols % spec.shape.pack and spec.shape.packs == 5:
-            working = 88  # RMSNorm of 50257 columns, five packs in 168 registers, H100, 148 us, else 185
         if spec.kernel == "forward" and spec.columns_stay:
             working = working_of_shifted(NORMS[spec.operation.norm])
+    if spec.kernel == "backward" and spec.cols % spec.shape.pack and spec.shape.packs == 5:
+        working = 88  # RMSNorm of 50257 columns, five packs in 168 registers, H100, 148 us, else 185
     if any(one.itemsize > ITEMSIZE[spec.row_dtype] for one in spec.written if one.kind == "full"):
         working += 16  # y of float64 beside 16 bits spilled 4 bytes in 128
     if {one.dtype for one in spec.matrices if one.kind == "full"} == {"float16", "bfloat16"}:
