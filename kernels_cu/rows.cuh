@@ -131,9 +131,8 @@ struct SharedRows {
     if constexpr (!Load::kVectors) warp_barrier();
     if (row < rows) {
       // Checked, or ptxas has the addresses of all packs at once: LayerNorm of 262144 columns spilled 52 bytes.
-      load.template copy<Shape::kCapacity, kPlaces, kFetch>(places(), place(0), Shape::pack_slot(p), row,
-                                                            Shape::column(rank, p),
-                                                            Shape::template valid<true>(rank, p));
+      load.template copy<Shape::kCapacity, kPlaces, kFetch>(
+          places(), place(0), Shape::pack_slot(p), row, Shape::column(rank, p), Shape::template valid<true>(rank, p));
     }
   }
   DEVICE static void sent() { copies_commit(); }

@@ -284,6 +284,7 @@ def test_a_row_takes_the_place_of_the_present_one(moved_by, output_mask):
     """Without dx it has been read after the first pass; at odd addresses neighbours read what a thread copied."""
     rows, cols, dtype = 3, 200000, "float32"
     spec = backward_step(rows, cols, dtype).spec
+    assert isinstance(spec, NormSpec)
     assert (spec.stages, spec.rows_stay) == (1, False)
     x, dy, weight, bias = inputs(numpy, rows, cols, dtype)
     check(
