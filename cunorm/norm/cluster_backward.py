@@ -23,8 +23,8 @@ FIXED_PACKS = 3  # what a warp does once for a row, in packs
 LEAST_PACKS = 3
 LEAST_THREADS, MOST_THREADS = 192, 512  # of an SM
 SLOWER = 1.1  # where a thread does not keep its row, and where two rows under way take too much shared memory
-# Registers of a thread besides the sums of its columns: with 64 four packs in 128 spilled 24 bytes. Of packs of four
-# columns; on sm_100 eight of these spilled 28 with as many.
+# Registers of a thread besides the sums of its columns: with 64 four packs in 128 spilled 24 bytes. Packs of four
+# columns take fewer, by architecture: on sm_100 eight of them spilled 28 bytes with 64.
 WORKING, WORKING_OF_FOUR = 73, {90: 64, 100: 72}
 
 
@@ -33,7 +33,7 @@ def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
 
     LayerNorm of 163840 cols by eight warps of five packs, which keep the row, 103.5 us, by 14 of three 115.4; RMSNorm
     101.9 and 105.1. Where two rows are more than shared memory has, one is filled again in place: float32, H100, 262144
-    cols 288 us, streamed 632; of 163840, which have two places, 276, in one 288.
+    cols 288 us, streamed 635; of 163840, which have two places, 276, in one 288.
     """
     columns = [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
     widest = max(columns, key=lambda dtype: ITEMSIZE[dtype], default=problem.row_dtype)
