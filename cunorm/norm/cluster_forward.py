@@ -55,7 +55,7 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     for ctas in range(most, 0, -1):
         most_places = places(ctas * bytes_of_part(shape) * len(spec.matrices))
         if problem.cols % shape.pack and shape.packs > 4 and ctas > 1:
-            most_places = 2  # LayerNorm of 50257 columns 98.8 us, by three 102.8; by four packs 48001 took 111 and 99
+            most_places = 2  # LayerNorm, 50257 cols 98.8 us, by three 102.8; four packs, 48001 cols 111 and 99
         for stages in range(most_places, 1, -1):
             # Parts of two and three rows of clusters of 16, by two places: LayerNorm of 143360 cols 69.8 us, late 72.0;
             # of 73728 cols, clusters of eight, 70.1 and 69.9.
