@@ -312,8 +312,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks for a row more ahead than there are places",
-        "static constexpr int kAhead = kStages - 1 + (kRowsStay && Load::kVectors);",
-        "static constexpr int kAhead = kStages + (kRowsStay && Load::kVectors);",
+        "kInPlace ? 1 : kStages - 1 + (kRowsStay && Load::kVectors);",
+        "kInPlace ? 1 : kStages + (kRowsStay && Load::kVectors);",
         "CTA",
         (
             ("results", "elements are wrong"),

@@ -129,7 +129,7 @@ LAYERS = (
         "linear.problem",
     },
     {"norm.short_forward", "norm.short_rings", "norm.plain_rings", "norm.cluster_forward"},
-    {"norm.cluster_backward"},
+    {"norm.cluster_backward", "norm.odd_backward"},
     {"norm.tiers"},
     {"norm.steps"},
     {"norm.few_rows"},

@@ -84,7 +84,7 @@ def kernels_of(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
 
 
 def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
-    """Of their kernels one for each kernel family, tier, size of a cluster and size of x: 16 bits, float32, float64. Of
+    """Of their kernels one for each kernel family, tier, CTA or cluster, and size of x: 16 bits, float32, float64. Of
     those with scales the kind of scales takes the place of the tier.
     """
     kernels = {}
@@ -92,7 +92,7 @@ def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
         choice = choose(problem, device)
         for step in plan(problem, device).steps:
             scales = problem.by_name["y8_scale"].kind if "y8_scale" in problem.by_name else None
-            part = (scales if scales else choice and choice[0], step.spec.cluster)
+            part = (scales if scales else choice and choice[0], step.spec.cluster > 1)
             kernels.setdefault((step.spec.kernel, problem.direction, part, ITEMSIZE[problem.row_dtype]), step.spec)
     return list(dict.fromkeys(kernels.values()))
 
