@@ -67,7 +67,7 @@ def calls() -> dict[str, Callable[[], object]]:
         ),
         "cuLaunchKernel, prepared": lambda: start(0),
         "arguments written": lambda: write(*pointers, 1e-5),
-        "launch.run": lambda: launch.run(solution, 0, 0, pointers, (1e-5,)),
+        "launch.run": lambda: launch.run(solution, 0, 0, (*pointers, 1e-5)),
         "cupy.ndarray": lambda: cupy.ndarray(x.shape, x.dtype),
         "gpu.forward": lambda: gpu.forward("layer_norm", x, None, weight, bias, 1e-5, **options),
         "layer_norm": lambda: cunorm.layer_norm(x, None, weight, bias),

@@ -67,7 +67,7 @@ def parts(rows: int) -> dict[str, Callable[[], Any]]:
         "launching.forward with statistics": lambda: launching.forward(*forward, True),
         "launching.backward": lambda: launching.backward(*backward, everything, 0),
         "launching.backward, dx alone": lambda: launching.backward(*backward, (True, False, False), 0),
-        "launch.run, backward": lambda: launch.run(recipe.plan, index, stream, given, (), workspace),
+        "launch.run, backward": lambda: launch.run(recipe.plan, index, stream, given, workspace),
         "empty like x": lambda: launching._empty(*recipe.first),
         "empty like weight": lambda: launching._empty(*recipe.second),
         "stream": lambda: launching._stream(index),

@@ -176,7 +176,7 @@ def run_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, y: Tensor, 
     plan = plan_of("forward", x)
     index, mean = x.get_device(), statistics.data_ptr()
     pointers = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), mean, mean + 4 * plan.problem.rows)
-    launch.run(plan, index, launching._stream(index), pointers, (eps,))
+    launch.run(plan, index, launching._stream(index), (*pointers, eps))
 
 
 def run_backward(dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor, dx, dweight, dbias) -> None:
@@ -185,4 +185,4 @@ def run_backward(dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor, dx, 
     workspace = launching._empty((plan.workspace,), (1,), torch.uint8)
     read = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), mean, mean + 4 * plan.problem.rows)
     pointers = (*read, dx.data_ptr(), dweight.data_ptr(), dbias.data_ptr())
-    launch.run(plan, index, launching._stream(index), pointers, (), workspace.data_ptr())
+    launch.run(plan, index, launching._stream(index), pointers, workspace.data_ptr())

@@ -19,7 +19,7 @@ from . import device, launch, logs
 from .norm import checks
 from .norm.checks import Layout
 from .norm.plan import plan
-from .norm.problem import BACKWARD, FORWARD, RowStrides, plain, pointer_order
+from .norm.problem import BACKWARD, FORWARD, RowStrides, argument_order, plain
 from .norm.steps import Plan
 from .numpy_arrays import numpy_dtype
 from .recipes import LIMIT, Recipes
@@ -38,8 +38,8 @@ class Recipe:
     dtype: numpy.dtype  # of y, or of dweight and dbias
     statistics: numpy.dtype  # of mean and rstd
     layer_norm: bool
-    order: Callable[..., Any]  # picks, of all pointers of a call, those that the plan takes
-    layouts: tuple[Layout | None, ...]  # of the call's arrays
+    order: Callable[..., Any]  # picks, of all pointers and numbers of a call, what the plan takes
+    layouts: dict[str, Layout | None]  # of the call's arrays, by name
     temporary: bool  # out, or dx_out, cannot be written by a kernel
     # Forward.
     eps: float = 0.0  # rounded as the kernel's parameter is
@@ -72,36 +72,72 @@ def forward(
     statistics: bool,
 ) -> tuple[cupy.ndarray, cupy.ndarray | None, cupy.ndarray | None]:
     """Return (y, mean, rstd), statistics None unless asked for."""
-    arrays, options = (x, weight, bias, out), (normalized_shape, eps, zero_centered_gamma, dtype, sm_margin)
+    options = (normalized_shape, eps, zero_centered_gamma, dtype, sm_margin)
     try:
-        pointers = (
-            x.data.ptr,
-            0 if weight is None else weight.data.ptr,
-            0 if bias is None else bias.data.ptr,
-            0 if out is None else out.data.ptr,
-        )
+        x_pointer = x.data.ptr
+        weight_pointer = 0 if weight is None else weight.data.ptr
+        bias_pointer = 0 if bias is None else bias.data.ptr
+        y_pointer = 0 if out is None else out.data.ptr
         key = (
             function,
             options,
             None if normalized_shape is None else kind_of(normalized_shape),
             type(eps),
             type(sm_margin),
-            (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0,
+            (x_pointer | weight_pointer | bias_pointer | y_pointer) % 16 == 0,
             (x.shape, x.strides, x.dtype, x.data.device_id),
             None if weight is None else (weight.shape, weight.strides, weight.dtype, weight.data.device_id),
             None if bias is None else (bias.shape, bias.strides, bias.dtype, bias.data.device_id),
             None if out is None else (out.shape, out.strides, out.dtype, out.data.device_id),
         )
     except (AttributeError, TypeError, ValueError):  # as numpy's .data of dates
-        _forward_recipe(function, arrays, *options)  # says which is no array
+        _forward_recipe(function, (x, weight, bias, out), *options)  # says which is no array
         raise
-    recipe = _recipes.of(key, _forward_recipe, function, arrays, *options)
+    try:
+        recipe = _recipes.kept(key)
+    except TypeError:  # a list has no hash
+        recipe = None
+    if recipe is None:
+        recipe = _recipes.of(key, _forward_recipe, function, (x, weight, bias, out), *options)
+    device_id = recipe.device_id
+    if device_id != _current_device():
+        with cupy.cuda.Device(device_id):
+            return forward(
+                function,
+                x,
+                normalized_shape,
+                weight,
+                bias,
+                eps,
+                zero_centered_gamma=zero_centered_gamma,
+                out=out,
+                dtype=dtype,
+                sm_margin=sm_margin,
+                statistics=statistics,
+            )
+    y = out
     if out is not None:
-        _check_out_memory(function, _FORWARD, recipe, pointers)
-    if _current_device() == recipe.device_id:
-        return _run_forward(recipe, arrays, pointers, statistics)
-    with cupy.cuda.Device(recipe.device_id):
-        return _run_forward(recipe, arrays, pointers, statistics)
+        _check_out_memory(function, recipe, (x_pointer, weight_pointer, bias_pointer, y_pointer))
+    if recipe.copies:
+        (x, weight, bias), (x_pointer, weight_pointer, bias_pointer) = copied((x, weight, bias), recipe.copies)
+    if out is None or recipe.temporary:
+        y = cupy.ndarray(recipe.x_shape, recipe.dtype)
+        y_pointer = y.data.ptr
+    mean = rstd = None
+    mean_pointer = rstd_pointer = 0
+    if statistics:
+        rstd = cupy.ndarray(recipe.leading, recipe.statistics)
+        rstd_pointer = rstd.data.ptr
+        if recipe.layer_norm:
+            mean = cupy.ndarray(recipe.leading, recipe.statistics)
+            mean_pointer = mean.data.ptr
+    if recipe.plan is not None:
+        given = (x_pointer, weight_pointer, bias_pointer, y_pointer, mean_pointer, rstd_pointer, recipe.eps)
+        launch.run(recipe.plan, device_id, _current_stream(device_id).ptr, recipe.order(given))
+    if out is not None and recipe.temporary:
+        out[...] = y
+        y = out
+    return y, mean, rstd
 
 
 def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin) -> Recipe:
@@ -119,9 +155,9 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
     properties = device.current(int(x.device))
     cols = math.prod(shape)
     x_rows, y_rows = (None if array is None else checks.row_strides(array, len(shape)) for array in (x, out))
-    copies = (x_rows is None, *(array is not None and not contiguous(array) for array in (weight, bias)), False)
+    copies = (x_rows is None, *(array is not None and not contiguous(array) for array in (weight, bias)))
     temporary = out is not None and y_rows is None
-    logs.copied(function, _FORWARD, layouts, (*copies[:3], temporary))
+    logs.copied(function, _FORWARD, layouts, (*copies, temporary))
     task = plain(
         "layer_norm" if function.startswith("layer_norm") else "rms_norm",
         "forward",
@@ -149,37 +185,11 @@ def _forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma
         dtype=numpy_dtype(function, y_dtype),
         statistics=statistics,
         layer_norm=task.norm.subtracts_mean,
-        order=pointer_order(task, FORWARD),
-        layouts=layouts,
+        order=argument_order(task, FORWARD),
+        layouts=dict(zip(_FORWARD, layouts, strict=True)),
         temporary=temporary,
         eps=eps,
     )
-
-
-def _run_forward(recipe: Recipe, arrays, pointers, statistics: bool):
-    if recipe.copies:
-        arrays, pointers = copied(arrays, recipe.copies)
-    x_pointer, weight_pointer, bias_pointer, y_pointer = pointers
-    y = out = arrays[3]
-    if out is None or recipe.temporary:
-        y = cupy.ndarray(recipe.x_shape, recipe.dtype)
-        y_pointer = y.data.ptr
-    mean = rstd = None
-    mean_pointer = rstd_pointer = 0
-    if statistics:
-        rstd = cupy.ndarray(recipe.leading, recipe.statistics)
-        rstd_pointer = rstd.data.ptr
-        if recipe.layer_norm:
-            mean = cupy.ndarray(recipe.leading, recipe.statistics)
-            mean_pointer = mean.data.ptr
-    if recipe.plan is not None:
-        pointers = recipe.order((x_pointer, weight_pointer, bias_pointer, y_pointer, mean_pointer, rstd_pointer))
-        stream = _current_stream(recipe.device_id).ptr
-        launch.run(recipe.plan, recipe.device_id, stream, pointers, (recipe.eps,))
-    if out is not None and recipe.temporary:
-        out[...] = y
-        y = out
-    return y, mean, rstd
 
 
 def backward(
@@ -196,21 +206,17 @@ def backward(
     sm_margin: int,
 ) -> tuple[cupy.ndarray | None, cupy.ndarray | None, cupy.ndarray | None]:
     """Return (dx, dweight, dbias), None where output_mask says so."""
-    arrays, options = (dy, x, mean, rstd, weight, dx_out), (zero_centered_gamma, output_mask, sm_margin)
+    options = (zero_centered_gamma, output_mask, sm_margin)
     try:
-        pointers = (
-            dy.data.ptr,
-            x.data.ptr,
-            0 if mean is None else mean.data.ptr,
-            rstd.data.ptr,
-            0 if weight is None else weight.data.ptr,
-            0 if dx_out is None else dx_out.data.ptr,
-        )
+        dy_pointer, x_pointer, rstd_pointer = dy.data.ptr, x.data.ptr, rstd.data.ptr
+        mean_pointer = 0 if mean is None else mean.data.ptr
+        weight_pointer = 0 if weight is None else weight.data.ptr
+        dx_pointer = 0 if dx_out is None else dx_out.data.ptr
         key = (
             function,
             options,
             type(sm_margin),
-            (pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4] | pointers[5]) % 16 == 0,
+            (dy_pointer | x_pointer | mean_pointer | rstd_pointer | weight_pointer | dx_pointer) % 16 == 0,
             (dy.shape, dy.strides, dy.dtype, dy.data.device_id),
             (x.shape, x.strides, x.dtype, x.data.device_id),
             None if mean is None else (mean.shape, mean.strides, mean.dtype, mean.data.device_id),
@@ -219,15 +225,57 @@ def backward(
             None if dx_out is None else (dx_out.shape, dx_out.strides, dx_out.dtype, dx_out.data.device_id),
         )
     except (AttributeError, TypeError, ValueError):
-        _backward_recipe(function, arrays, *options)  # says which is no array
+        _backward_recipe(function, (dy, x, mean, rstd, weight, dx_out), *options)  # says which is no array
         raise
-    recipe = _recipes.of(key, _backward_recipe, function, arrays, *options)
+    try:
+        recipe = _recipes.kept(key)
+    except TypeError:
+        recipe = None
+    if recipe is None:
+        recipe = _recipes.of(key, _backward_recipe, function, (dy, x, mean, rstd, weight, dx_out), *options)
+    device_id = recipe.device_id
+    if device_id != _current_device():
+        with cupy.cuda.Device(device_id):
+            return backward(
+                function,
+                dy,
+                x,
+                mean,
+                rstd,
+                weight,
+                zero_centered_gamma=zero_centered_gamma,
+                output_mask=output_mask,
+                dx_out=dx_out,
+                sm_margin=sm_margin,
+            )
+    pointers = (dy_pointer, x_pointer, mean_pointer, rstd_pointer, weight_pointer)
     if dx_out is not None:
-        _check_out_memory(function, _BACKWARD, recipe, pointers)
-    if _current_device() == recipe.device_id:
-        return _run_backward(recipe, arrays, pointers)
-    with cupy.cuda.Device(recipe.device_id):
-        return _run_backward(recipe, arrays, pointers)
+        _check_out_memory(function, recipe, (*pointers, dx_pointer))
+    wants_dx, wants_dweight, wants_dbias = recipe.mask
+    # Sums over no rows are zero.
+    empty = cupy.ndarray if recipe.plan is not None else cupy.zeros
+    dx = dx_out
+    if wants_dx and (dx_out is None or recipe.temporary):
+        dx = empty(recipe.x_shape, x.dtype)
+        dx_pointer = dx.data.ptr
+    dweight = dbias = None
+    dweight_pointer = dbias_pointer = 0
+    if wants_dweight:
+        dweight = empty(recipe.shape, recipe.dtype)
+        dweight_pointer = dweight.data.ptr
+    if wants_dbias:
+        dbias = empty(recipe.shape, recipe.dtype)
+        dbias_pointer = dbias.data.ptr
+    if recipe.plan is not None:
+        if recipe.copies:
+            (dy, x, mean, rstd, weight), pointers = copied((dy, x, mean, rstd, weight), recipe.copies)
+        workspace = cupy.cuda.alloc(recipe.plan.workspace)
+        arguments = recipe.order((*pointers, dx_pointer, dweight_pointer, dbias_pointer))
+        launch.run(recipe.plan, device_id, _current_stream(device_id).ptr, arguments, workspace.ptr)
+    if dx_out is not None and recipe.temporary:
+        dx_out[...] = dx
+        dx = dx_out
+    return dx, dweight, dbias
 
 
 def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_margin) -> Recipe:
@@ -247,9 +295,9 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
     dy_rows, x_rows = (checks.row_strides(array, len(shape)) for array in (dy, x))
     dx_rows = None if dx_out is None else checks.row_strides(dx_out, len(shape))
     small = (array is not None and not contiguous(array) for array in (mean, rstd, weight))
-    copies = (dy_rows is None, x_rows is None, *small, False)
+    copies = (dy_rows is None, x_rows is None, *small)
     temporary = dx_out is not None and dx_rows is None
-    logs.copied(function, _BACKWARD, layouts, (*copies[:5], temporary))
+    logs.copied(function, _BACKWARD, layouts, (*copies, temporary))
     task = plain(
         "layer_norm" if layer_norm else "rms_norm",
         "backward",
@@ -275,34 +323,11 @@ def _backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_marg
         dtype=arrays[1].dtype if weight is None else arrays[4].dtype,
         statistics=numpy.dtype(task.compute),
         layer_norm=layer_norm,
-        order=pointer_order(task, BACKWARD),
-        layouts=layouts,
+        order=argument_order(task, BACKWARD),
+        layouts=dict(zip(_BACKWARD, layouts, strict=True)),
         temporary=temporary,
         mask=mask,
     )
-
-
-def _run_backward(recipe: Recipe, arrays, pointers):
-    wants_dx, wants_dweight, wants_dbias = recipe.mask
-    # Sums over no rows are zero.
-    empty = cupy.ndarray if recipe.plan is not None else cupy.zeros
-    dx = dx_out = arrays[5]
-    if wants_dx and (dx_out is None or recipe.temporary):
-        dx = empty(recipe.x_shape, arrays[1].dtype)
-    dweight = empty(recipe.shape, recipe.dtype) if wants_dweight else None
-    dbias = empty(recipe.shape, recipe.dtype) if wants_dbias else None
-    if recipe.plan is not None:
-        if recipe.copies:
-            arrays, pointers = copied(arrays, recipe.copies)
-        workspace = cupy.cuda.alloc(recipe.plan.workspace)
-        results = (0 if result is None else result.data.ptr for result in (dx, dweight, dbias))
-        stream = _current_stream(recipe.device_id).ptr
-        pointers = recipe.order((*pointers[:5], *results))
-        launch.run(recipe.plan, recipe.device_id, stream, pointers, (), workspace.ptr)
-    if dx_out is not None and recipe.temporary:
-        dx_out[...] = dx
-        dx = dx_out
-    return dx, dweight, dbias
 
 
 def _strides(**rows: RowStrides | None) -> dict[str, RowStrides]:
@@ -316,10 +341,10 @@ def kind_of(option: Any) -> Hashable:
 
 
 @lru_cache(maxsize=LIMIT)
-def _check_out_memory(function: str, names: tuple[str, ...], recipe: Recipe, pointers: tuple[int, ...]) -> None:
+def _check_out_memory(function: str, recipe: Recipe, pointers: tuple[int, ...]) -> None:
     """Of the last array. Kept, as the same memory comes again and again: without that 9 us of a call with `out`."""
-    named = zip(names, recipe.layouts, pointers, strict=True)
-    *inputs, out = [(name, layout, pointer) for name, layout, pointer in named if layout is not None]
+    named = zip(recipe.layouts.items(), pointers, strict=True)
+    *inputs, out = [(name, layout, pointer) for (name, layout), pointer in named if layout is not None]
     checks.check_out_memory(function, *out, inputs, len(recipe.shape))
 
 

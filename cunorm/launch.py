@@ -51,11 +51,10 @@ def run(
     plan: Plan,
     device_id: int,
     stream: int,
-    pointers: Sequence[int],
-    scalars: Sequence[float] = (),
+    arguments: Sequence[float],
     workspace: int = 0,
 ) -> None:
-    """Pointers are ints, in the order of `plan.problem.pointers`, 0 where there is no array; scalars likewise.
+    """Arguments are the pointers, in the order of `plan.problem.pointers`, 0 where there is no array, then the scalars.
 
     `stream` is a cudaStream_t; `workspace` has plan.workspace bytes, at a multiple of 128, and what it held is lost.
     """
@@ -63,10 +62,10 @@ def run(
     alone = found.alone
     if alone is not None:
         write, launch = alone
-        write(*pointers, *scalars)
+        write(*arguments)
         launch(stream)
         return
-    given = (*pointers, workspace, *scalars)
+    given = (*arguments, workspace)
     for write, launch, picked in found.launches:
         write(*picked(given))
         launch(stream)
@@ -76,12 +75,12 @@ class Prepared(threading.local):
     """The launches of a plan. Python calls __init__ again in every thread: each has its own blocks of arguments."""
 
     def __init__(self, plan: Plan, device_id: int):
-        names = (*plan.problem.pointers, "workspace", *plan.problem.scalars)
+        names = (*plan.problem.pointers, *plan.problem.scalars, "workspace")
 
         def picker(step: Step) -> Callable[[Sequence[float]], Sequence[float]]:
             """Of all that a call is given, what one launch takes."""
-            arguments = (*step.pointers, *((name, 0) for name in step.scalars))
-            places = tuple((names.index(name), offset) for name, offset in arguments)
+            taken = (*step.pointers, *((name, 0) for name in step.scalars))
+            places = tuple((names.index(name), offset) for name, offset in taken)
             if len(places) > 1 and not any(offset for _, offset in places):
                 return operator.itemgetter(*[index for index, _ in places])  # 0.4 us less than a list
             return lambda given: [given[index] + offset for index, offset in places]

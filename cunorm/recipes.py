@@ -11,10 +11,14 @@ Recipe = TypeVar("Recipe")
 
 
 class Recipes(Generic[Recipe]):
-    """Recipes by keys: layouts and options, all that a recipe is made of."""
+    """Recipes by keys: layouts and options, all that a recipe is made of.
+
+    `kept(key)` is the recipe that is kept, or None; a key that has no hash raises TypeError or ValueError.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Recipe] = {}
+        self.kept = self._kept.get
 
     def of(self, key: Hashable, make: Callable[..., Recipe], *arguments: object) -> Recipe:
         """The recipe that is kept, or `make(*arguments)`: always where the key has no hash, as with a list in it."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
-from cpu_device import Machine
+from cpu_device import Machine, divided
 from cpu_functions import SMALL, plan_of_many, unwritten
 
 from cunorm import cupy_arrays, families
@@ -56,14 +56,15 @@ class Runs:
         self.machine = machine
         self.plans: list[Plan] = []
 
-    def run(self, plan: Plan, device_id: int, stream: int, pointers, scalars, workspace: int = 0) -> None:
+    def run(self, plan: Plan, device_id: int, stream: int, arguments, workspace: int = 0) -> None:
         problem = plan.problem
         self.plans.append(plan)
+        pointers, scalars = divided(plan, arguments)
         arrays = {
             name: _array_at(pointer, problem.by_name[name], problem.rows, problem.cols) if pointer else None
-            for name, pointer in zip(problem.pointers, pointers, strict=True)
+            for name, pointer in pointers.items()
         }
-        self.machine.run(plan, dict(zip(problem.scalars, scalars, strict=True)), **arrays)
+        self.machine.run(plan, scalars, **arrays)
 
 
 def _array_at(pointer: int, operand: Operand, rows: int, cols: int) -> numpy.ndarray:

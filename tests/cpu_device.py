@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy
@@ -77,6 +77,13 @@ BUILDS = {
 }
 
 
+def divided(plan: Plan, arguments: Sequence[float]) -> tuple[dict[str, Any], dict[str, float]]:
+    """What launch.run is given, by name: pointers and scalars."""
+    names = plan.problem.pointers
+    pointers, scalars = arguments[: len(names)], arguments[len(names) :]
+    return dict(zip(names, pointers, strict=True)), dict(zip(plan.problem.scalars, scalars, strict=True))
+
+
 class SanitizerError(AssertionError):
     """A sanitizer, or the machine itself, stopped a launch."""
 
@@ -96,7 +103,7 @@ class Machine:
         given = {name: arrays.get(name) for name in plan.problem.pointers}
         with memory(given | {"workspace": poisoned(plan.workspace)}) as pointers:
             *addresses, workspace = pointers.values()
-            launch.run(plan, self, 0, addresses, [scalars[name] for name in plan.problem.scalars], workspace)
+            launch.run(plan, self, 0, (*addresses, *(scalars[name] for name in plan.problem.scalars)), workspace)
 
     def text(self, spec: KernelSpec, baked: Baked | None = None) -> str:
         """The kernel's text with the stand-in for platform.cuh, and what makes a program of it."""

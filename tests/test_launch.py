@@ -43,7 +43,7 @@ def test_a_launch_goes_to_the_stream_that_it_is_given(cols):
     for direction, scalars in (("forward", (1e-5,)), ("backward", ())):
         solution = plan_of(direction, cols)
         given = [pointers[name] for name in solution.problem.pointers]
-        launch.run(solution, 0, stream.ptr, given, scalars, pointers["workspace"])
+        launch.run(solution, 0, stream.ptr, (*given, *scalars), pointers["workspace"])
     stream.synchronize()
     assert not cupy.cuda.get_current_stream().done, "the launches went to CuPy's current stream"
     cupy.cuda.get_current_stream().synchronize()
@@ -92,4 +92,4 @@ def test_a_launch_that_cuda_refuses():
     good = plan_of("forward", 1000)
     bad = replace(good, steps=(replace(good.steps[0], dynamic_shared=1 << 20),))
     with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE"):
-        launch.run(bad, 0, 0, [0] * len(bad.problem.pointers), (1e-5,))
+        launch.run(bad, 0, 0, (*[0] * len(bad.problem.pointers), 1e-5))

@@ -31,11 +31,11 @@ class Launches:
 
         monkeypatch.setattr(torch.Tensor, "data_ptr", pointer)
 
-    def run(self, plan, device_id, stream, pointers, scalars=(), workspace=0) -> None:
+    def run(self, plan, device_id, stream, arguments, workspace=0) -> None:
         self.plans.append(plan)
         self.streams.append(stream)
-        arrays = zip(plan.problem.pointers, map(self._at, pointers), strict=True)
-        self.machine.run(plan, dict(zip(plan.problem.scalars, scalars, strict=True)), **dict(arrays))
+        pointers, scalars = cpu_device.divided(plan, arguments)
+        self.machine.run(plan, scalars, **{name: self._at(pointer) for name, pointer in pointers.items()})
 
     def _at(self, pointer: int) -> numpy.ndarray | None:
         """None for 0. A pointer may lead into an array: that of rstd does, behind the means."""

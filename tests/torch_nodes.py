@@ -133,7 +133,7 @@ class Driver:
             pointers = [seen.get(name, 0) for name in plan.problem.pointers]
             seen.clear()
             with self._one_at_a_time:
-                self._runs.run(plan, -1, 0, pointers, scalars)
+                self._runs.run(plan, -1, 0, (*pointers, *scalars))
             self.plans.append(plan)
 
 

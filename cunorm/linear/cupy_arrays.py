@@ -129,7 +129,7 @@ def _column_sums(dy: cupy.ndarray) -> cupy.ndarray:
     solution = plan(task, device.current(device_id))
     sums, workspace = cupy.empty(cols, dy.dtype), cupy.cuda.alloc(solution.workspace)
     stream = cupy.cuda.get_current_stream().ptr
-    launch.run(solution, device_id, stream, (dy.data.ptr, sums.data.ptr), (), workspace.ptr)
+    launch.run(solution, device_id, stream, (dy.data.ptr, sums.data.ptr), workspace.ptr)
     return sums
 
 

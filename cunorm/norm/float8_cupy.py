@@ -16,7 +16,7 @@ from ..numpy_arrays import numpy_dtype
 from ..recipes import Recipes
 from . import checks, float8
 from .plan import plan
-from .problem import FLOAT8, FORWARD8, RowStrides, float8_problem, pointer_order
+from .problem import FLOAT8, FORWARD8, RowStrides, argument_order, float8_problem
 from .steps import Plan
 
 
@@ -77,9 +77,9 @@ def forward(
         y = None if recipe.y is None else cupy.ndarray(x.shape, recipe.y)
         if recipe.plan is not None:
             y_pointer = 0 if y is None else y.data.ptr
-            pointers = recipe.order((*pointers, scales.data.ptr, found.data.ptr, y_pointer, 0, 0))
+            given = (*pointers, scales.data.ptr, found.data.ptr, y_pointer, 0, 0, recipe.eps)
             stream = cupy.cuda.get_current_stream(recipe.device_id).ptr
-            launch.run(recipe.plan, recipe.device_id, stream, pointers, (recipe.eps,))
+            launch.run(recipe.plan, recipe.device_id, stream, recipe.order(given))
     return found, scales, y
 
 
@@ -127,7 +127,7 @@ def _recipe(
         scales=float8.scales_shape(granularity, x.shape[: len(x.shape) - len(shape)], cols),
         y=numpy_dtype(function, y_dtype) if output else None,
         largest=FLOAT8[name],
-        order=pointer_order(task, FORWARD8),
+        order=argument_order(task, FORWARD8),
         eps=eps,
     )
 

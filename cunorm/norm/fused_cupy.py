@@ -198,11 +198,12 @@ def _launch(recipe: Recipe, solution: Plan, arrays: dict[str, Any], written: dic
     if recipe.copies:
         arrays = arrays | {name: cupy.ascontiguousarray(arrays[name]) for name in recipe.copies}
     arrays = arrays | written
-    pointers = [arrays[name].data.ptr if name in arrays else 0 for name in solution.problem.pointers]
+    arguments = [arrays[name].data.ptr if name in arrays else 0 for name in solution.problem.pointers]
+    arguments += scalars_of(solution, arrays)
     workspace = cupy.cuda.alloc(solution.workspace)
     index = arrays["x"].data.device_id
     stream = cupy.cuda.get_current_stream(index).ptr
-    launch.run(solution, index, stream, pointers, scalars_of(solution, arrays), workspace.ptr)
+    launch.run(solution, index, stream, arguments, workspace.ptr)
 
 
 def _key(arrays: Mapping[str, Any]) -> Hashable:

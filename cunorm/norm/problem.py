@@ -394,13 +394,15 @@ def whole(
     return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None, y=y)
 
 
-# The arrays of a plain pass, in the order in which the frameworks gather their pointers.
-FORWARD = ("x", "weight", "bias", "y", "mean", "rstd")
-FORWARD8 = ("x", "weight", "bias", "y8_scale", "y8", "y", "mean", "rstd")
+# What a plain pass takes, in the order in which the frameworks gather it.
+FORWARD = ("x", "weight", "bias", "y", "mean", "rstd", "eps")
+FORWARD8 = ("x", "weight", "bias", "y8_scale", "y8", "y", "mean", "rstd", "eps")
 BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias")
 
 
-def pointer_order(problem: Problem, names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Picks the pointers that a launch of the problem takes, in its order, from those of the arrays `names`."""
-    places = [names.index(name) for name in problem.pointers]
-    return itemgetter(*places) if len(places) > 1 else lambda pointers: (pointers[places[0]],)
+def argument_order(problem: Problem, names: Sequence[str]) -> Callable[[Sequence[float]], tuple[float, ...]]:
+    """Picks what a launch of the problem takes, in its order, from the pointers and numbers `names`; numbers may be
+    absent there, and come after what is picked.
+    """
+    places = [names.index(name) for name in (*problem.pointers, *(one for one in problem.scalars if one in names))]
+    return itemgetter(*places) if len(places) > 1 else lambda given: (given[places[0]],)

@@ -145,7 +145,7 @@ def _by_callback(plan: Plan, task: Task, names: Names, wanted: Names, avals, *ar
         found = {name: buffer.__cuda_array_interface__["data"][0] for name, buffer in given}
         pointers = [found.get(name, 0) for name in problem.pointers]
         with of_memory(found[names[0]]) as device_id:
-            launch.run(plan, device_id, context.stream, pointers, scalars, found.get(WORKSPACE, 0))
+            launch.run(plan, device_id, context.stream, (*pointers, *scalars), found.get(WORKSPACE, 0))
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, _as_bits(aval.dtype)) for aval in avals]
     if plan.workspace:

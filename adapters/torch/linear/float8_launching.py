@@ -74,7 +74,7 @@ def cast_rows(
     pointers = [pointer, *(() if scale is None else (scale.data_ptr(),)), found.data_ptr()]
     pointers += [one.data_ptr() for one in (None if scale is not None else scales, sums, amax) if one is not None]
     workspace = launching._empty((plan.workspace,), (1,), torch.uint8).data_ptr() if plan.workspace else 0
-    launch.run(plan, index, launching._stream(index), pointers, (), workspace)
+    launch.run(plan, index, launching._stream(index), pointers, workspace)
     return found, scales, sums, amax
 
 

@@ -18,7 +18,7 @@ from ... import launch, logs
 from ...norm import checks as core
 from ...norm import float8
 from ...norm.plan import plan
-from ...norm.problem import BLOCK, FLOAT8, FORWARD8, float8_problem, pointer_order
+from ...norm.problem import BLOCK, FLOAT8, FORWARD8, argument_order, float8_problem
 from ...norm.steps import Plan
 from ...operation import name_of
 from . import arrays, checks, formulas, functional, launching, operators
@@ -191,8 +191,8 @@ def launched_by(
         x, weight, bias = launching._contiguous((x, weight, bias), recipe.copies)
         x_pointer, weight_pointer, bias_pointer = map(launching._pointer, (x, weight, bias))
     given = (x_pointer, weight_pointer, bias_pointer, scales.data_ptr(), found.data_ptr(), y_pointer)
-    pointers = recipe.order((*given, mean_pointer, rstd_pointer))
-    launch.run(recipe.plan, index, launching._stream(index), pointers, (eps,))
+    arguments = recipe.order((*given, mean_pointer, rstd_pointer, eps))
+    launch.run(recipe.plan, index, launching._stream(index), arguments)
     return found, scales, y, statistics
 
 
@@ -231,7 +231,7 @@ def _recipe(options, x, weight, bias, aligned) -> Recipe:
         y=None if of_y is None else contiguously(x.shape, of_y),
         statistics=contiguously((1 + has_mean, *leading), torch.float32),
         rstd_offset=4 * rows * has_mean,
-        order=pointer_order(problem, FORWARD8),
+        order=argument_order(problem, FORWARD8),
         aligned=aligned,
         options=options,
     )

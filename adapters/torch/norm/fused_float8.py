@@ -16,7 +16,7 @@ from ...norm import fused
 from ...norm.checks import Layout
 from ...norm.float8 import Float8Store
 from ...norm.fused_recipe import forward_recipe, scalars_of
-from ...norm.problem import pointer_order
+from ...norm.problem import argument_order
 from ...norm.steps import Plan
 from ...operation import Operation, name_of
 from . import checks, float8, fused_dispatch, fused_launching, launching, operators
@@ -114,8 +114,8 @@ def launched(
     if copies:
         tensors = fused_launching._copied(tensors, copies, pointers)
     scalars = scalars_of(plan, dict(zip(call.numbers, numbers, strict=True), eps=eps))
-    pointers = order((*pointers, *pointers_of_results, 0, 0))
-    launch.run(plan, index, launching._stream(index), pointers, scalars)
+    arguments = (*order((*pointers, *pointers_of_results, 0, 0)), *scalars)
+    launch.run(plan, index, launching._stream(index), arguments)
     return results
 
 
@@ -140,5 +140,5 @@ def _recipe(call: Call, tensors: Sequence[Tensor], store: Float8Store, aligned: 
         plan=found.plan,
         copies=fused_launching._copies(found, call.names, {name: one.shape for name, one in layouts.items()}),
         results=results,
-        order=None if found.plan is None else pointer_order(found.plan.problem, names),
+        order=None if found.plan is None else argument_order(found.plan.problem, names),
     )

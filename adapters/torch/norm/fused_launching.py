@@ -17,7 +17,7 @@ from ... import launch
 from ...norm import fused
 from ...norm.checks import Layout
 from ...norm.fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
-from ...norm.problem import backward_reads, pointer_order
+from ...norm.problem import argument_order, backward_reads
 from ...norm.steps import Plan
 from ...operation import NORMS, Operation, derivative
 from . import checks, launching
@@ -153,7 +153,7 @@ def forward(
     scalars = (eps,)
     if call.numbers:
         scalars = scalars_of(plan, dict(zip(call.numbers, numbers, strict=True), eps=eps))
-    launch.run(plan, index, launching._stream(index), order(pointers), scalars)
+    launch.run(plan, index, launching._stream(index), (*order(pointers), *scalars))
     return results, statistics, family
 
 
@@ -188,7 +188,7 @@ def _forward_recipe(call: Call, tensors: Sequence[Tensor], sm_margin: int, align
         results=tuple(_memory(shape, dtype) for _, shape, dtype in recipe.written),
         statistics=_memory((len(statistics), *leading), recipe.statistics[0][2]),
         rstd_offset=_rstd_offset(recipe.plan),
-        order=None if recipe.plan is None else pointer_order(recipe.plan.problem, names),
+        order=None if recipe.plan is None else argument_order(recipe.plan.problem, names),
         family=family(call, layouts),
     )
 
@@ -264,7 +264,7 @@ def backward(
         pointers.append(gradient.data_ptr())
     scalars = scalars_of(plan, dict(zip(family.call.numbers, numbers, strict=True))) if numbers else ()
     workspace_pointer = 0 if workspace is None else workspace.data_ptr()
-    launch.run(plan, index, launching._stream(index), order(pointers), scalars, workspace_pointer)
+    launch.run(plan, index, launching._stream(index), (*order(pointers), *scalars), workspace_pointer)
     return _summed([gradients[place] for place in places], sums)
 
 
@@ -343,7 +343,7 @@ def _backward_recipe(
         sums=sums,
         zeros=None if recipe.dy is None else _memory(*recipe.dy[1:]),
         rstd_offset=_rstd_offset(recipe.plan),
-        order=None if recipe.plan is None else pointer_order(recipe.plan.problem, names),
+        order=None if recipe.plan is None else argument_order(recipe.plan.problem, names),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import device, launch, logs
 from ...norm.checks import Layout, check_sm_margin, row_strides
 from ...norm.plan import plan
-from ...norm.problem import BACKWARD, FORWARD, RowStrides, plain, pointer_order
+from ...norm.problem import BACKWARD, FORWARD, RowStrides, argument_order, plain
 from ...norm.steps import Plan
 from . import checks
 from .formulas import compute_dtype
@@ -183,8 +183,8 @@ def forward_by(
     if copied:
         x, weight, bias = _contiguous((x, weight, bias), copies)
         x_pointer, weight_pointer, bias_pointer = _pointer(x), _pointer(weight), _pointer(bias)
-    pointers = order((x_pointer, weight_pointer, bias_pointer, y.data_ptr(), mean_pointer, rstd_pointer))
-    launch.run(plan, index, _stream(index), pointers, (eps,))
+    given = (x_pointer, weight_pointer, bias_pointer, y.data_ptr(), mean_pointer, rstd_pointer, eps)
+    launch.run(plan, index, _stream(index), order(given))
     return out.copy_(y) if temporary else y, statistics
 
 
@@ -221,7 +221,7 @@ def _forward_recipe(options, x, weight, bias, out, aligned) -> Recipe:
         first=_contiguously(x.shape, dtype),
         second=_contiguously((1 + problem.norm.subtracts_mean, *leading), compute_dtype(x)),
         rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
-        order=pointer_order(problem, FORWARD),
+        order=argument_order(problem, FORWARD),
         family=family(operation, ndim, x),
         temporary=temporary,
         aligned=aligned,
@@ -340,9 +340,9 @@ def backward_by(
     if not statistics.is_contiguous():  # vmap may have moved its axes
         statistics = statistics.contiguous()
     mean_pointer = statistics.data_ptr()
-    given = (dy_pointer, x_pointer, mean_pointer, mean_pointer + rstd_offset, weight_pointer)
-    pointers = order((*given, dx_pointer, dweight_pointer, dbias_pointer))
-    launch.run(plan, index, _stream(index), pointers, (), workspace_pointer)
+    read = (dy_pointer, x_pointer, mean_pointer, mean_pointer + rstd_offset, weight_pointer)
+    arguments = order((*read, dx_pointer, dweight_pointer, dbias_pointer))
+    launch.run(plan, index, _stream(index), arguments, workspace_pointer)
     return dx_out.copy_(dx) if temporary else dx, dweight, dbias
 
 
@@ -405,7 +405,7 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, alig
         first=_contiguously(x.shape, x.dtype),
         second=_contiguously(shape, x.dtype if weight is None else weight.dtype),
         rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
-        order=pointer_order(problem, BACKWARD),
+        order=argument_order(problem, BACKWARD),
         family=family,
         temporary=temporary,
         aligned=aligned,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import launch
 from ...norm.checks import Layout
 from ...norm.fused_recipe import backward_twice_recipe, forward_recipe, one_kernel_norms_twice
-from ...norm.problem import pointer_order
+from ...norm.problem import argument_order
 from ...norm.steps import Plan
 from . import checks, fused_launching, launching
 from .fused_launching import Call, Memory
@@ -64,8 +64,8 @@ def forward(
         return y, s, of_x, of_s
     if copies:
         tensors = fused_launching._copied(tensors, copies, pointers)
-    given = (*pointers, y.data_ptr(), s.data_ptr(), *pointers_of_statistics)
-    launch.run(plan, index, launching._stream(index), order(given), (eps,))
+    given = (*pointers, y.data_ptr(), s.data_ptr(), *pointers_of_statistics, eps)
+    launch.run(plan, index, launching._stream(index), order(given))
     return y, s, of_x, of_s
 
 
@@ -85,14 +85,14 @@ def _recipe(call: Call, s_dtype: str | None, tensors: Sequence[Tensor], sm_margi
         aligned=aligned,
     )
     (y, s), (_, of_rows, compute) = found.written, found.statistics[0]
-    names = (*call.names, "y", "s", "rstd", "second_rstd")
+    names = (*call.names, "y", "s", "rstd", "second_rstd", "eps")
     return Recipe(
         plan=found.plan,
         copies=fused_launching._copies(found, call.names, {name: one.shape for name, one in layouts.items()}),
         y=fused_launching._memory(*y[1:]),
         s=fused_launching._memory(*s[1:]),
         statistics=fused_launching._memory((1, *of_rows), compute),
-        order=None if found.plan is None else pointer_order(found.plan.problem, names),
+        order=None if found.plan is None else argument_order(found.plan.problem, names),
     )
 
 
@@ -139,7 +139,7 @@ def backward(
     pointers += (of_x.data_ptr(), of_s.data_ptr())
     pointers += (gradient.data_ptr() for gradient in gradients.values())
     workspace_pointer = 0 if workspace is None else workspace.data_ptr()
-    launch.run(plan, index, launching._stream(index), order(pointers), (), workspace_pointer)
+    launch.run(plan, index, launching._stream(index), order(pointers), workspace_pointer)
     return gradients
 
 
@@ -164,5 +164,5 @@ def _backward_recipe(
     return Backward(
         plan=found.plan,
         gradients=tuple((name, fused_launching._memory(*one[1:])) for (name, _), one in gradients),
-        order=pointer_order(found.plan.problem, names),
+        order=argument_order(found.plan.problem, names),
     )

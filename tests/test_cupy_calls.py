@@ -1,0 +1,94 @@
+"""What a call with CuPy arrays does around its launches, on the stand-in: devices, recipes, options."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import cpu_cupy
+import cpu_device
+import numpy
+import pytest
+from arrays import inputs, same_bits
+
+import cunorm
+from cunorm import cupy_arrays
+
+pytestmark = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing() or "-")
+
+OPTIONS = {"zero_centered_gamma": True}
+
+
+@pytest.fixture
+def arrays(monkeypatch):
+    """x, dy, weight, bias"""
+    cpu_cupy.play(monkeypatch)
+    return [cpu_cupy.asarray(one) for one in inputs(numpy, 5, 40, "float16")]
+
+
+def both(x, dy, weight, bias, shape=None, **outs) -> list[Any]:
+    """All that a forward pass and the backward pass of it return."""
+    out = {"out": outs["out"]} if outs else {"dtype": "float32"}
+    y, mean, rstd = cunorm.layer_norm_forward(x, shape, weight, bias, 1e-3, **out, **OPTIONS)
+    dx_out = {"dx_out": outs["dx_out"]} if outs else {}
+    mask = (True, False, True)
+    return [
+        y,
+        mean,
+        rstd,
+        *cunorm.layer_norm_backward(dy, x, mean, rstd, weight, output_mask=mask, **dx_out, **OPTIONS),
+    ]
+
+
+def all_same(found, expected) -> bool:
+    return all((a is b is None) or same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
+def test_the_device_of_x_is_current_for_the_launch_alone(monkeypatch, arrays, given):
+    """With every option of the call. `given`: memory for y and dx."""
+    outs = [{name: cupy_arrays.cupy.ndarray((5, 40), "float16") for name in ("out", "dx_out")} for _ in range(2)]
+    expected = both(*arrays, **(outs[0] if given else {}))
+    current, launched = [7], []
+
+    @contextlib.contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    launch = cupy_arrays.launch.run
+
+    def run(*arguments):
+        launched.append(current[-1])
+        launch(*arguments)
+
+    monkeypatch.setattr(cupy_arrays, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(cupy_arrays.cupy.cuda, "Device", device)
+    monkeypatch.setattr(cupy_arrays, "launch", SimpleNamespace(run=run))
+    found = both(*arrays, **(outs[1] if given else {}))
+    assert all_same(found, expected)
+    assert not given or (found[0] is outs[1]["out"] and found[3] is outs[1]["dx_out"])
+    assert (launched, current) == ([0, 0], [7])
+
+
+def test_a_shape_without_a_hash_is_as_good_as_one_with(arrays):
+    expected = both(*arrays, shape=(40,))
+    assert all_same(both(*arrays, shape=[40]), expected)
+
+
+def test_a_call_like_an_earlier_one_makes_no_recipe(monkeypatch, arrays):
+    expected = both(*arrays)
+    for name in ("_forward_recipe", "_backward_recipe"):
+        monkeypatch.setattr(cupy_arrays, name, None)
+    assert all_same(both(*arrays), expected)
+
+
+@pytest.mark.parametrize("eps", [True, "1e-3"])
+def test_an_option_that_is_equal_to_an_allowed_one_is_still_refused(arrays, eps):
+    """1 has the hash of True."""
+    x, _, weight, bias = arrays
+    cunorm.layer_norm(x, None, weight, bias, 1)
+    with pytest.raises(TypeError, match="eps"):
+        cunorm.layer_norm(x, None, weight, bias, eps)
