@@ -12,7 +12,7 @@ import numpy
 from cpu_device import Machine, divided
 from cpu_functions import SMALL, plan_of_many, unwritten
 
-from cunorm import cupy_arrays, families
+from cunorm import cupy_arrays, cupy_recipes, families
 from cunorm.device import Device
 from cunorm.norm import float8_cupy, fused_cupy, fused_recipe
 from cunorm.norm.problem import Operand
@@ -104,9 +104,11 @@ def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = Non
     for family in (fused_cupy, float8_cupy, cupy_arrays):
         monkeypatch.setattr(family, "cupy", cupy)
         monkeypatch.setattr(family, "launch", runs)
-        monkeypatch.setattr(family, "device", SimpleNamespace(current=lambda _: device))
         monkeypatch.setattr(family, "_recipes", Recipes())
-    for planning in (cupy_arrays, fused_recipe) if as_many else ():
+    for planning in (fused_cupy, float8_cupy, cupy_recipes):
+        monkeypatch.setattr(planning, "device", SimpleNamespace(current=lambda _: device))
+    monkeypatch.setattr(cupy_recipes, "cupy", cupy)
+    for planning in (cupy_recipes, fused_recipe) if as_many else ():
         monkeypatch.setattr(planning, "plan", plan_of_many)
     monkeypatch.setattr(cupy_arrays, "_current_device", lambda: 0)
     monkeypatch.setattr(cupy_arrays, "_current_stream", cupy.cuda.get_current_stream)

@@ -80,7 +80,7 @@ def test_a_shape_without_a_hash_is_as_good_as_one_with(arrays):
 
 def test_a_call_like_an_earlier_one_makes_no_recipe(monkeypatch, arrays):
     expected = both(*arrays)
-    for name in ("_forward_recipe", "_backward_recipe"):
+    for name in ("forward_recipe", "backward_recipe"):
         monkeypatch.setattr(cupy_arrays, name, None)
     assert all_same(both(*arrays), expected)
 

@@ -135,7 +135,7 @@ def test_cupy_casts_weights(monkeypatch):
     monkeypatch.setattr(float8_cupy, "cupy", cupy)
     monkeypatch.setattr(float8_cupy, "launch", Runs)
     monkeypatch.setattr(float8_cupy, "device", SimpleNamespace(current=lambda _: FEW_SMS))
-    monkeypatch.setattr(float8_cupy.gpu, "layout", lambda *arguments: layout(*arguments))
+    monkeypatch.setattr(float8_cupy, "layout", layout)
     wide = cpu_cupy.asarray(matrix(48, 96, "bfloat16"))
     for weight in (wide, wide[:, :64]):
         made[weight.data.ptr] = weight

@@ -142,7 +142,9 @@ LAYERS = (
     {"source", "linear.float8_plan"},
     {"compile"},
     {"launch"},
-    {"numpy_arrays", "cupy_arrays"},
+    {"numpy_arrays"},
+    {"cupy_recipes"},
+    {"cupy_arrays"},
     {"norm.float8_numpy"},
     {
         "dlpack",
@@ -162,6 +164,7 @@ LAYERS = (
 PURE = set().union(*LAYERS[:17]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {
+    "cupy_recipes",
     "cupy_arrays",
     "norm.fused_cupy",
     "norm.float8_cupy",

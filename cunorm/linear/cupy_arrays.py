@@ -8,6 +8,7 @@ import cupy
 
 from .. import cupy_arrays as gpu
 from .. import device, launch
+from ..cupy_recipes import layout
 from ..norm import checks
 from ..norm.plan import plan
 from ..norm.problem import plain
@@ -89,9 +90,7 @@ def backward(
 
 def _layouts(function: str, *, required: tuple[str, ...] = ("x", "weight"), **arrays: Any) -> linear_problem.Named:
     return tuple(
-        (name, gpu.layout(function, name, array))
-        for name, array in arrays.items()
-        if array is not None or name in required
+        (name, layout(function, name, array)) for name, array in arrays.items() if array is not None or name in required
     )
 
 
@@ -119,7 +118,7 @@ def _column_sums(dy: cupy.ndarray) -> cupy.ndarray:
     rows, cols = dy.shape
     if rows == 0:
         return cupy.zeros(cols, dy.dtype)
-    strides = checks.row_strides(gpu.layout("layer_norm_linear_backward", "dy", dy), 1)
+    strides = checks.row_strides(layout("layer_norm_linear_backward", "dy", dy), 1)
     if strides is None:
         dy, strides = cupy.ascontiguousarray(dy), cols
     device_id = dy.data.device_id

@@ -5,8 +5,8 @@ from __future__ import annotations
 import cupy
 import numpy
 
-from .. import cupy_arrays as gpu
 from .. import device, launch
+from ..cupy_recipes import layout
 from ..norm import checks, float8_cupy
 from ..norm.problem import E4M3, RowStrides
 from . import gemm, problem
@@ -28,7 +28,7 @@ def forward(
     """Return y."""
     named = {"x": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
     layouts = tuple(
-        (name, gpu.layout(function, name, array))
+        (name, layout(function, name, array))
         for name, array in named.items()
         if array is not None or name in ("x", "weight")
     )
@@ -64,7 +64,7 @@ def forward(
 def cast_rows(a: cupy.ndarray) -> tuple[cupy.ndarray, cupy.ndarray]:
     """The bytes of a matrix in e4m3, and the scale of each of its rows. Its device must be current."""
     found, scales = cupy.ndarray(a.shape, numpy.uint8), cupy.ndarray(a.shape[:1], numpy.float32)
-    stride = checks.row_strides(gpu.layout("layer_norm_linear", "weight", a), 1)
+    stride = checks.row_strides(layout("layer_norm_linear", "weight", a), 1)
     if stride is None:
         a, stride = cupy.ascontiguousarray(a), RowStrides(a.shape[1])
     device_id = a.data.device_id

@@ -1,4 +1,4 @@
-"""The norms with y in 8 bits on CuPy arrays: check, plan, launch; recipes as in cupy_arrays.py."""
+"""The norms with y in 8 bits on CuPy arrays: check, plan, launch; recipes as in cupy_recipes.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import cupy
 import numpy
 
 from .. import device, launch, logs
-from ..cupy_arrays import aligned, contiguous, copied, kind_of, layout
+from ..cupy_arrays import copied
+from ..cupy_recipes import aligned, contiguous, kind_of, layout
 from ..numpy_arrays import numpy_dtype
 from ..recipes import Recipes
 from . import checks, float8

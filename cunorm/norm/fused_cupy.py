@@ -1,4 +1,4 @@
-"""Fused operations on CuPy arrays: check, plan, launch on CuPy's current stream; recipes as in cupy_arrays.py."""
+"""Fused operations on CuPy arrays: check, plan, launch on CuPy's current stream; recipes as in cupy_recipes.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import cupy
 import numpy
 
 from .. import device, launch
-from ..cupy_arrays import layout
+from ..cupy_recipes import layout
 from ..numpy_arrays import numpy_dtype
 from ..operation import NORMS, Operation
 from ..recipes import Recipes
