@@ -5,6 +5,10 @@ standard error. none: the same calls without a sanitizer, which compiles the ker
 memcheck: accesses outside of arrays and misaligned ones. racecheck: hazards in shared memory. initcheck: device memory
 read before it is written. synccheck: barriers that not all threads reach.
 
+`python tests/sanitize.py compile 90` puts the kernels of these calls into the kernel cache, for compute capability 9.0,
+on a machine without a GPU: there are some 2000, and a tool makes compiling slower still. NVRTC has to be of the version
+that the machine with the GPU has.
+
 Not covered: racecheck does not follow asynchronous copies. The sums that the CTAs of a cluster send each other
 (`st.async` to a mailbox counted by an mbarrier, platform.cuh) are invisible to it; tests/test_cpu.py looks for races
 there. synccheck runs without clusters, long rows streamed: its own table of mbarriers overflows there and the launch
@@ -19,15 +23,19 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
+from cunorm.device import Device
 from cunorm.norm.problem import ITEMSIZE
+from cunorm.norm.spec import KernelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("none", "memcheck", "racecheck", "initcheck", "synccheck")
@@ -43,6 +51,8 @@ SIDE_BY_SIDE = 16  # processes: they wait for the compiler more than for the GPU
 def main() -> int:
     if sys.argv[1:2] == ["run"]:
         return run(sys.argv[3], int(sys.argv[4]), clusters=sys.argv[2] != "synccheck")
+    if sys.argv[1:2] == ["compile"]:
+        return compile_kernels(int(sys.argv[2]))
     if shutil.which("compute-sanitizer") is None:
         print("sanitize: compute-sanitizer must be on the PATH; it comes with the CUDA toolkit.", file=sys.stderr)
         return 1
@@ -126,18 +136,10 @@ def gpu() -> str:
 
 
 def run(dtype: str, part: int, *, clusters: bool) -> int:
-    """A part of the rows of one dtype through every tier, both norms and directions, alone, with a sum before them and
-    in an operation of a user: shortest and longest rows, aligned and not, in bfloat16; of the other dtypes the longest,
-    in turns aligned and not, since only the width of a pack is another.
-    """
+    """A part of the rows of one dtype, on a GPU."""
     import cupy
-    import numpy
 
-    import cunorm
     from cunorm import device
-    from cunorm.commands.matrix import TABLES, lengths_of_tiers
-    from cunorm.expression import silu
-    from cunorm.numpy_arrays import numpy_dtype
 
     def beside(size: int):
         """Memory with 16 bytes more, and these are written: kernels read them with the end of an array at an odd
@@ -153,6 +155,53 @@ def run(dtype: str, part: int, *, clusters: bool) -> int:
     if not clusters:
         target = replace(target, clusters=())
         device.current = lambda _: target
+    calls = 0
+    for count in launches(dtype, part, target, cupy.asarray):
+        cupy.cuda.Device().synchronize()
+        calls += count
+    print(f"calls: {calls}", flush=True)
+    return 0
+
+
+def compile_kernels(arch: int) -> int:
+    """All that `run` launches, with clusters and without, compiled and kept."""
+    from cunorm.commands.compilation import compile_all, compiler
+    from cunorm.device import KNOWN
+
+    targets = KNOWN[arch], replace(KNOWN[arch], clusters=())
+    specs = set().union(*(kernels(*one) for one in product(ITEMSIZE, range(PARTS), targets)))
+    with compiler(keep=True) as compile_one:
+        faults = [one.fault for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.used is None]
+    print(f"{len(specs)} kernels", *faults, sep="\n")
+    return 1 if faults else 0
+
+
+def kernels(dtype: str, part: int, target: Device) -> set[KernelSpec]:
+    """What `run` launches, planned for arrays of NumPy that play CuPy's."""
+    import cpu_cupy
+    import pytest
+
+    specs = set()
+    with pytest.MonkeyPatch.context() as patch:
+        runs = cpu_cupy.play(patch, target, SimpleNamespace(run=lambda *plan, **arrays: None))
+        for _ in launches(dtype, part, target, cpu_cupy.asarray):
+            specs.update(step.spec for plan in runs.plans for step in plan.steps)
+            runs.plans.clear()
+    return specs
+
+
+def launches(dtype: str, part: int, target: Device, asarray: Callable[..., Any]) -> Iterator[int]:
+    """A part of the rows of one dtype through every tier, both norms and directions, alone, with a sum before them and
+    in an operation of a user: shortest and longest rows, aligned and not, in bfloat16; of the other dtypes the longest,
+    in turns aligned and not, since only the width of a pack is another. Yields how many calls were made.
+    """
+    import numpy
+
+    import cunorm
+    from cunorm.commands.matrix import TABLES, lengths_of_tiers
+    from cunorm.expression import silu
+    from cunorm.numpy_arrays import numpy_dtype
+
     gated = cunorm.fuse(
         "rms_norm",
         prologue=lambda x, shift, residual, factor: x * shift + factor * residual,
@@ -162,8 +211,8 @@ def run(dtype: str, part: int, *, clusters: bool) -> int:
 
     def arrays(cols: int, start: int):
         values = random.standard_normal((2, ROWS * cols + start)).astype(numpy_dtype("sanitize", dtype))
-        x, dy = (cupy.asarray(row)[start:].reshape(ROWS, cols) for row in values)
-        return x, dy, cupy.asarray(values[0, :cols])
+        x, dy = (asarray(row)[start:].reshape(ROWS, cols) for row in values)
+        return x, dy, asarray(values[0, :cols])
 
     def plain(cols: int, start: int) -> int:
         x, dy, weight = arrays(cols, start)
@@ -191,18 +240,13 @@ def run(dtype: str, part: int, *, clusters: bool) -> int:
         for tier, found in lengths_of_tiers(direction, dtype, target).items():
             shortest.add(found[0])
             longest.add(found[-1] if tier else found[0])
-    calls = 0
     for index, cols in list(enumerate(sorted(longest)))[part::PARTS]:
         if dtype == "bfloat16":
-            calls += plain(cols, (index + 1) % 2)
-        calls += plain(cols, index % 2) + fused(cols, index % 2)
-        cupy.cuda.Device().synchronize()
+            yield plain(cols, (index + 1) % 2)
+        yield plain(cols, index % 2) + fused(cols, index % 2)
     others = product(sorted(shortest - longest) if dtype == "bfloat16" else (), (0, 1))
     for cols, start in list(others)[part::PARTS]:
-        calls += plain(cols, start)
-        cupy.cuda.Device().synchronize()
-    print(f"calls: {calls}", flush=True)
-    return 0
+        yield plain(cols, start)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from sanitize import together, verdict
+from sanitize import kernels, together, verdict
+
+from cunorm.device import KNOWN
 
 CLEAN = "calls: 8\n========= ERROR SUMMARY: 0 errors\n"
 CASES = [
@@ -52,3 +54,10 @@ def test_parts_of_a_dtype_are_put_together():
     assert (both["findings"], both["status"]) == (1, "stopped after 1500 s, findings")
     assert both["log"] == ["nothing", *found["log"]]
     assert together("memcheck", "float16", [lost])["calls"] is None
+
+
+def test_what_is_launched_is_known_without_a_gpu():
+    pytest.importorskip("cupy", exc_type=ImportError)
+    found = kernels("float64", 0, KNOWN[90])
+    assert {spec.kernel for spec in found} >= {"forward", "forward_spread", "backward", "backward_few"}
+    assert not [spec for spec in kernels("float64", 0, KNOWN[75]) if spec.cluster > 1]
