@@ -30,7 +30,7 @@ def check_zero_centered(function: str, weight: Any, zero_centered_gamma: Any) ->
 
 
 def check_dropout_p(function: str, dropout_p: Any) -> float:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+    if type(dropout_p) is not float and (isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real)):
         raise TypeError(f"{function}: dropout_p must be a real number; got {type(dropout_p).__name__}.")
     dropout_p = float(dropout_p)
     if not 0 <= dropout_p < 1:

@@ -121,7 +121,8 @@ def dtype_name(function: str, dtype: object) -> str:
 
 
 def check_eps(function: str, eps: object) -> float:
-    if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
+    # Asked of an abstract class it takes 0.3 us.
+    if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, numbers.Real)):
         raise TypeError(f"{function}: eps must be a real number; got {type(eps).__name__}.")
     value = float(eps)
     if not (value >= 0 and math.isfinite(value)):
@@ -131,7 +132,7 @@ def check_eps(function: str, eps: object) -> float:
 
 def check_sm_margin(function: str, sm_margin: object, sms: int | None) -> int:
     """`sms` is the device's number of multiprocessors, None on the host."""
-    if isinstance(sm_margin, bool) or not isinstance(sm_margin, numbers.Integral):
+    if type(sm_margin) is not int and (isinstance(sm_margin, bool) or not isinstance(sm_margin, numbers.Integral)):
         raise TypeError(f"{function}: sm_margin must be an integer; got {type(sm_margin).__name__}.")
     margin = int(sm_margin)
     if margin < 0 or (sms is not None and margin >= sms):

@@ -208,13 +208,15 @@ def _launch(recipe: Recipe, solution: Plan, arrays: dict[str, Any], written: dic
 
 def _key(arrays: Mapping[str, Any]) -> Hashable:
     """All that a recipe is made of. Numbers are not: they may change with every call."""
-    layouts = []
+    layouts, pointers = [], 0
     for name, array in arrays.items():
         if isinstance(array, cupy.ndarray):
-            layouts.append((name, array.shape, array.strides, array.dtype, array.data.device_id))
+            memory = array.data
+            pointers |= memory.ptr
+            layouts.append((name, array.shape, array.strides, array.dtype, memory.device_id))
         else:
             layouts.append((name, type(array)))
-    return _aligned(arrays), tuple(layouts)
+    return pointers % 16 == 0 or _aligned(arrays), tuple(layouts)
 
 
 def _given(function: str, name: str, array: Any) -> fused.Given:
@@ -226,11 +228,6 @@ def _given(function: str, name: str, array: Any) -> fused.Given:
 
 def _aligned(arrays: Mapping[str, Any]) -> bool:
     """All arrays that are read by packs begin at multiples of 16 bytes; memory that CuPy allocates does."""
-    pointers = 0
-    for one in arrays.values():
-        pointers |= one.data.ptr if isinstance(one, cupy.ndarray) else 0
-    if pointers % 16 == 0:
-        return True
     return all(
         one.data.ptr % 16 == 0
         for name, one in arrays.items()

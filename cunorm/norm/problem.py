@@ -136,7 +136,7 @@ class Problem:
         """Whether the norm multiplies by 1 + weight, of a weight that is given."""
         return dict(self.operation.defaults).get("weight") == 0
 
-    @property
+    @cached_property
     def compute(self) -> str:
         """The dtype of mean and rstd, and of all arithmetic."""
         return compute_dtype(self.row_dtype)
@@ -146,12 +146,12 @@ class Problem:
         """Of the operands that are for groups of rows: all have the same."""
         return next((operand.groups for operand in self.operands if operand.groups), None)
 
-    @property
+    @cached_property
     def pointers(self) -> tuple[str, ...]:
         """The names of the arrays, in the order in which a launch takes their addresses."""
         return tuple(operand.name for operand in self.operands if operand.kind != "scalar")
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[str, ...]:
         """The names of the numbers, in the order in which a launch takes them."""
         return tuple(operand.name for operand in self.operands if operand.kind == "scalar")
