@@ -63,7 +63,7 @@ def forward(
         raise
     try:
         recipe = _recipes.kept(key)
-    except TypeError:  # a list has no hash
+    except (TypeError, ValueError):  # a list has no hash
         recipe = None
     if recipe is None:
         recipe = _recipes.of(key, forward_recipe, function, (x, weight, bias, out), *options)
@@ -145,7 +145,7 @@ def backward(
         raise
     try:
         recipe = _recipes.kept(key)
-    except TypeError:
+    except (TypeError, ValueError):
         recipe = None
     if recipe is None:
         recipe = _recipes.of(key, backward_recipe, function, (dy, x, mean, rstd, weight, dx_out), *options)
