@@ -61,6 +61,8 @@ def _cheapest(problem: Problem, device: Device, in_place: bool) -> tuple[RowShap
     for size, ctas in product(filter(device.runs_clusters, REACHED), (1, 2)):
         # Eight took 4 to 11% longer by two CTAs on an SM, 3 to 8% by clusters of four.
         most = 6 if ctas == 2 else 7 if size == 4 else 8
+        if device.arch == 120:
+            most = min(most, 5)  # six packs of 32776 cols spilled 48 bytes in 255 registers
         for threads in range(least // ctas, MOST_THREADS // ctas + 1, step):
             shape = RowShape(pack, threads, ceil_div(ceil_div(packs, size), threads), size)
             if not LEAST_PACKS <= shape.packs <= most:

@@ -53,12 +53,17 @@ def with_rows_kept(spec: NormSpec, device: Device) -> NormSpec:
 
     Beside them, the sums of its columns and what it keeps of weight and bias it takes about 80: with 24 for each pack
     it spilled 76 bytes in 168 registers with four packs, 136 in 128 with three, and none in 128 with two; on sm_100 36.
+    There rows at odd addresses spilled 4 to 8 with 88, and eight packs in clusters 8 in 255.
     In clusters RMSNorm, with 16 for each of five packs, spilled 20 bytes in 168, and with 16 for each of six 12 in 255.
     """
     if spec.aligned and spec.kernel != "backward":
         return spec
-    working = 80 if device.arch < 100 else 88
+    working = 80 if device.arch < 100 else 88 if spec.aligned else 104
+    if device.arch >= 100 and widest_column(spec) == 8:
+        working += 24  # 4 bytes, three packs in 168 registers at odd addresses
     if spec.cluster > 1:
+        if device.arch >= 100 and spec.shape.packs > 6:
+            return spec
         working = 96 if spec.aligned or spec.shape.packs < 6 else 112
         if spec.kernel == "forward" and spec.columns_stay:
             working = working_of_shifted(NORMS[spec.operation.norm])
