@@ -211,9 +211,9 @@ def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device
         words += (8 if device.arch < 100 else 16) * (len(spec.matrices) - 1)
         if width < 4 and len(spec.matrices) == 1 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
             most, words = 1536, 40 - needs.y
-        # Four packs alone spilled 8 to 16 bytes there too, and vectors of groups 8 on sm_86; five packs and seven 8 to
-        # 20 in 80.
-        words += 8 * (device.arch >= 100 or (device.arch < 90 and spec.grouped))
+        # Four packs alone spilled 8 to 16 bytes there too, five and seven 8 to 20 in 80; vectors of groups 8 on sm_86,
+        # LayerNorm of two and four packs 4 on sm_80.
+        words += 8 * (device.arch >= 100 or (device.arch < 90 and (spec.grouped or problem.norm.subtracts_mean)))
         words += 24 * (device.arch >= 100 and shape.packs >= 5)
     elif device.arch >= 100 and shape.packs == 5 and not sixteen_bits(spec):
         words += 8  # float32 weights, or y of more bits, spilled 4 to 8 bytes in 64 on sm_120
