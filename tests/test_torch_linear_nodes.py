@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import cpu_device  # noqa: E402
 import torch_repeats  # noqa: E402
 from torch_nodes import Driver, by_python, gradients, playing_a_gpu, same_bits  # noqa: E402
 from torch_tensors import random  # noqa: E402
@@ -124,9 +125,9 @@ def test_dx_takes_the_memory_of_dz(driver, monkeypatch):
     monkeypatch.setattr(
         driver._runs,
         "run",
-        lambda plan, index, stream, pointers, *rest: (
-            seen.append(dict(zip(plan.problem.pointers, pointers, strict=True))),
-            run(plan, index, stream, pointers, *rest),
+        lambda plan, index, stream, arguments, *rest: (
+            seen.append(cpu_device.divided(plan, arguments)[0]),
+            run(plan, index, stream, arguments, *rest),
         ),
     )
     torch.autograd.grad(call(), wanting, dy)
