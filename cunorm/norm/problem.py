@@ -146,15 +146,21 @@ class Problem:
         """Of the operands that are for groups of rows: all have the same."""
         return next((operand.groups for operand in self.operands if operand.groups), None)
 
-    @cached_property
+    @property
     def pointers(self) -> tuple[str, ...]:
         """The names of the arrays, in the order in which a launch takes their addresses."""
-        return tuple(operand.name for operand in self.operands if operand.kind != "scalar")
+        return self._arguments[0]
 
-    @cached_property
+    @property
     def scalars(self) -> tuple[str, ...]:
         """The names of the numbers, in the order in which a launch takes them."""
-        return tuple(operand.name for operand in self.operands if operand.kind == "scalar")
+        return self._arguments[1]
+
+    @cached_property
+    def _arguments(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of the two, once: a call of a fused operation asks for both."""
+        numbers = tuple(operand.name for operand in self.operands if operand.kind == "scalar")
+        return tuple(operand.name for operand in self.operands if operand.kind != "scalar"), numbers
 
     @property
     def wanted(self) -> tuple[str, ...]:
