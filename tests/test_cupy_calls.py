@@ -85,10 +85,9 @@ def test_a_call_like_an_earlier_one_makes_no_recipe(monkeypatch, arrays):
     assert all_same(both(*arrays), expected)
 
 
-@pytest.mark.parametrize("eps", [True, "1e-3"])
-def test_an_option_that_is_equal_to_an_allowed_one_is_still_refused(arrays, eps):
+def test_an_option_that_is_equal_to_an_allowed_one_is_still_refused(arrays):
     """1 has the hash of True."""
     x, _, weight, bias = arrays
     cunorm.layer_norm(x, None, weight, bias, 1)
     with pytest.raises(TypeError, match="eps"):
-        cunorm.layer_norm(x, None, weight, bias, eps)
+        cunorm.layer_norm(x, None, weight, bias, True)

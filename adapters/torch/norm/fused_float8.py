@@ -78,7 +78,7 @@ class Recipe(NamedTuple):
     plan: Plan | None
     copies: tuple[tuple[int, tuple[int, ...]], ...]  # as in fused_launching.py
     results: tuple[tuple[str, Memory], ...]
-    order: Callable[[Sequence[int]], tuple[int, ...]] | None
+    order: Callable[[Sequence[float]], tuple[float, ...]] | None
 
 
 _recipes: dict[Hashable, Recipe] = {}

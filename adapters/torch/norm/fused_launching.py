@@ -100,7 +100,7 @@ class Forward(NamedTuple):
     results: tuple[Memory, ...]
     statistics: Memory
     rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
-    order: Callable[[Sequence[int]], tuple[int, ...]] | None  # picks, of all pointers of a call, those of the plan
+    order: Callable[[Sequence[float]], tuple[float, ...]] | None  # picks, of all pointers of a call, those of the plan
     family: Family
 
 
@@ -116,7 +116,7 @@ class Backward(NamedTuple):
     sums: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     zeros: Memory | None  # what stands for a dy that is not there
     rstd_offset: int
-    order: Callable[[Sequence[int]], tuple[int, ...]] | None
+    order: Callable[[Sequence[float]], tuple[float, ...]] | None
 
 
 def forward(

@@ -1,6 +1,6 @@
 """The norms on plain CUDA tensors: check, plan, launch on torch's current stream, in memory of torch's allocator.
 
-What follows from layouts and options alone is worked out once and kept as a recipe, as in cunorm/cupy_arrays.py.
+What follows from layouts and options alone is worked out once and kept as a recipe, as in cunorm/cupy_recipes.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Recipe(NamedTuple):
     first: Memory  # of y, or of dx
     second: Memory  # of statistics, or of dweight and dbias
     rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
-    order: Callable[..., Any]  # picks, of all pointers of a call, those that the plan takes
+    order: Callable[..., Any]  # picks, of all pointers and numbers of a call, what the plan takes
     family: Family  # of the backward passes of a forward one
     temporary: bool  # what y, or dx, is to be written to cannot be written by a kernel
     aligned: bool  # all pointers are multiples of 16

@@ -25,7 +25,7 @@ class Recipe(NamedTuple):
     y: Memory
     s: Memory
     statistics: Memory  # of either norm
-    order: Callable[[Sequence[int]], tuple[int, ...]] | None
+    order: Callable[[Sequence[float]], tuple[float, ...]] | None
 
 
 _recipes: dict[Hashable, Recipe | None] = {}  # None where one launch does not do it
@@ -101,7 +101,7 @@ class Backward(NamedTuple):
 
     plan: Plan
     gradients: tuple[tuple[str, Memory], ...]
-    order: Callable[[Sequence[int]], tuple[int, ...]]
+    order: Callable[[Sequence[float]], tuple[float, ...]]
 
 
 _backward_recipes: dict[Hashable, Backward | None] = {}  # None where one kernel does not do it
