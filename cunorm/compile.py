@@ -24,7 +24,7 @@ from .norm.shared_memory import dynamic_shared
 from .norm.spec import KernelSpec, NormSpec
 from .source import Baked, entry_name, source
 
-OPTIONS = ("--std=c++17", "-fmad=false")  # platform.cuh says why
+OPTIONS = ("--std=c++17", "-fmad=false")  # numbers.cuh says why
 AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
 DIGEST = hashlib.sha256().digest_size
 

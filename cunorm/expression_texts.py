@@ -12,7 +12,7 @@ from typing import Any
 from .expression_grammar import check_names
 from .expression_value import COMPARISONS, FUNCTIONS, Expression, Graph
 
-# kernels_cu/functions.cuh and platform.cuh define them, for float and double.
+# kernels_cu/functions.cuh and numbers.cuh define them, for float and double.
 CUDA_FUNCTIONS = {
     "abs": "absolute",
     "erf": "error_function",

@@ -1,4 +1,4 @@
-// Functions that expressions call (CUDA_FUNCTIONS in expression_texts.py); platform.cuh has those of the mathematics
+// Functions that expressions call (CUDA_FUNCTIONS in expression_texts.py); numbers.cuh has those of the mathematics
 // library.
 #pragma once
 #include "platform.cuh"

@@ -108,7 +108,7 @@ class Machine:
     def text(self, spec: KernelSpec, baked: Baked | None = None) -> str:
         """The kernel's text with the stand-in for platform.cuh, and what makes a program of it."""
         text, count = re.subn(
-            r'^#line 1 "platform\.cuh"\n.*?(?=^#line )',
+            r'^#line 1 "platform\.cuh"\n.*?(?=^#line \d+ "(?!platform|numbers|memory|threads))',
             '#include "platform.cuh"\n',
             self.edit(source.source(spec, baked)),
             flags=re.DOTALL | re.MULTILINE,

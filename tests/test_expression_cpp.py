@@ -142,8 +142,8 @@ def test_nan_goes_through_minimum_and_maximum_in_cpp(compiled):
 @needs_nvrtc
 @pytest.mark.parametrize("compute", ["float", "double"])
 def test_nvrtc_compiles_the_statements(compute):
-    platform = ROOT / "kernels_cu" / "platform.cuh"
-    text = SHARED_FACTS + without_directives(platform.read_text()) + functions_text()
+    numbers = ROOT / "kernels_cu" / "numbers.cuh"
+    text = SHARED_FACTS + without_directives(numbers.read_text()) + functions_text()
     for number, function in enumerate(IN_CPP):
         results = with_gradients(function)
         names = [*results["result"].names, "seed"]

@@ -54,7 +54,7 @@ namespace {
 
 constexpr std::size_t kGuard = 4096;
 constexpr std::size_t kStack = 256 << 10;
-constexpr std::size_t kSharedAlignment = 128;  // as platform.cuh of kernels_cu asks for
+constexpr std::size_t kSharedAlignment = 128;  // as memory.cuh of kernels_cu asks for
 constexpr int kPoison = 0xff;                  // a byte of NaN in every format: what nobody wrote shows in the results
 
 // AddressSanitizer has to know on which stack the program is.
