@@ -22,6 +22,7 @@ from cunorm.numpy_arrays import numpy_dtype
 # One multiprocessor: a few rows already make a CTA or a cluster take several, one after the other.
 SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1))
 WITHOUT_CLUSTERS = Device("one SM without clusters", 80, 1, 163 << 10)
+LITTLE_SHARED = Device("one SM of a T4", 75, 1, 64 << 10)
 # Enough that a CTA of sum_partials does not read all partial rows at once.
 FEW_SMS = Device("4 SMs", 90, 4, 227 << 10, (2, 1, 1, 1))
 MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2))

@@ -10,9 +10,9 @@ on a machine without a GPU: there are some 2000, and a tool makes compiling slow
 that the machine with the GPU has.
 
 Not covered: racecheck does not follow asynchronous copies. The sums that the CTAs of a cluster send each other
-(`st.async` to a mailbox counted by an mbarrier, threads.cuh) are invisible to it; tests/test_cpu.py looks for races
-there. synccheck runs without clusters, long rows streamed: its own table of mbarriers overflows there and the launch
-fails.
+(`st.async` to a mailbox counted by an mbarrier, threads.cuh) are invisible to it; tests/test_cpu_shapes.py looks for
+races there. synccheck runs without clusters, long rows streamed: its own table of mbarriers overflows there and the
+launch fails.
 CuPy's own kernels are left out by name (`--kernel-name`).
 """
 

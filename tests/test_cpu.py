@@ -1,20 +1,19 @@
-"""The kernels' own source, run on the CPU: as accurate as on a GPU, and nothing found by sanitizers."""
+"""The kernels' own source, run on the CPU: rows in their places, extreme numbers, options and layouts."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pytest
 from arrays import in_wider_rows, inputs, misplaced, same_bits
 from cases import DTYPES, OFFSETS
-from cpu_device import BUILDS, ORDERS, Machine, missing
+from cpu_device import ORDERS, Machine, missing
 from cpu_functions import (
     FEW_SMS,
+    LITTLE_SHARED,
     MANY_SMS,
-    MANY_WITHOUT_CLUSTERS,
     SMALL,
     WITHOUT_CLUSTERS,
     backward,
@@ -22,224 +21,16 @@ from cpu_functions import (
     forward,
     plan_of_many,
 )
-from functions import OPS
+from cpu_shapes import turns, weight_waits
 from problems import problem
 from reference import check_backward, check_forward
 
-from cunorm.device import Device
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import Problem
-from cunorm.norm.shared_memory import dynamic_shared
-from cunorm.norm.spec import FewRowsSpec, KernelSpec, NormSpec, SumSpec
+from cunorm.norm.spec import NormSpec
 from cunorm.norm.steps import Step
-from cunorm.norm.tiers import TABLES, choose
-from cunorm.source import FILES
+from cunorm.norm.tiers import choose
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
-
-
-class Shape(NamedTuple):
-    rows: int
-    cols: int
-    dtype: str
-    device: Device
-    reason: str
-    parameters: str | None = None  # the dtype of weight and bias, if it is not that of x
-
-
-LITTLE_SHARED = Device("one SM of a T4", 75, 1, 64 << 10)
-PARAMETERS = {"forward": ("weight", "bias"), "backward": ("weight",)}
-SHAPES = (
-    Shape(3, 1, "float32", SMALL, "a row is its own mean"),
-    Shape(8, 2, "float64", SMALL, "xhat is +-1, and dx cancels"),
-    Shape(300, 7, "bfloat16", SMALL, "one lane a row, less than a pack; several turns of full CTAs"),
-    Shape(8, 31, "float16", SMALL, "two lanes a row, in the backward pass four"),
-    Shape(320, 33, "float32", SMALL, "odd: rows begin at every alignment"),
-    Shape(3, 127, "bfloat16", SMALL, "eight lanes or sixteen"),
-    Shape(8, 128, "float16", SMALL, "whole packs"),
-    Shape(1, 129, "float64", SMALL, "a last pack of one column"),
-    Shape(8, 50, "float16", SMALL, "a lane of seven packs a row, or four lanes"),
-    Shape(8, 64, "bfloat16", SMALL, "four lanes a row"),
-    Shape(8, 250, "float16", SMALL, "sixteen lanes a row"),
-    Shape(20, 250, "bfloat16", MANY_SMS, "whole columns beside dx"),
-    Shape(45, 500, "float16", SMALL, "a warp a row, odd packs; partial rows of two warps"),
-    Shape(2, 321, "bfloat16", MANY_SMS, "a thread for every pack, eight lanes to a pack's turn, threads to spare"),
-    Shape(3, 1152, "bfloat16", MANY_SMS, "a thread for every pack, a warp to a pack's turn"),
-    Shape(2, 500, "float16", SMALL, "gradients of two warps"),
-    Shape(40, 768, "float16", SMALL, "a warp a row; partial rows of four warps"),
-    Shape(4000, 24, "bfloat16", SMALL, "several turns in registers"),
-    Shape(3, 1000, "bfloat16", SMALL, "whole packs that fill no warp"),
-    Shape(12, 1024, "float32", SMALL, "a full shape; a ring of rows"),
-    Shape(40, 1024, "float16", SMALL, "gradients of four times two warps"),
-    Shape(3, 1034, "bfloat16", SMALL, "rows begin at multiples of 4 bytes"),
-    Shape(3, 1036, "float16", SMALL, "rows begin at multiples of 8 bytes"),
-    Shape(3, 1037, "bfloat16", SMALL, "rows begin at multiples of 2 bytes; shifted packs stay in registers"),
-    Shape(3, 2300, "bfloat16", SMALL, "three packs of 96 threads"),
-    Shape(3, 2500, "bfloat16", SMALL, "five packs of 64 threads, RMSNorm two of 160"),
-    Shape(3, 5300, "bfloat16", SMALL, "three packs of 224 threads"),
-    Shape(20, 5000, "bfloat16", MANY_SMS, "a CTA a row, all rows at once"),
-    Shape(3, 10240, "bfloat16", SMALL, "a full shape of five packs"),
-    Shape(6, 16393, "bfloat16", FEW_SMS, "partial rows of clusters, the last pack holds one column"),
-    Shape(33, 16400, "float32", MANY_WITHOUT_CLUSTERS, "a warp adds up the partial rows of its columns"),
-    Shape(3, 20488, "bfloat16", MANY_SMS, "six packs by two threads, in a cluster of 8"),
-    Shape(18, 20488, "bfloat16", MANY_SMS, "LayerNorm: six packs a thread, in a cluster of 2"),
-    Shape(9, 10248, "bfloat16", MANY_SMS, "three packs by two threads, in a cluster of 8"),
-    Shape(310, 2568, "bfloat16", MANY_SMS, "LayerNorm of three packs a thread: all rows at once, without turns"),
-    Shape(280, 1536, "float32", MANY_SMS, "more partial rows than a CTA of sum_partials reads at once"),
-    Shape(8, 3840, "bfloat16", SMALL, "a CTA a row"),
-    Shape(8, 4096, "float32", SMALL, "a full shape"),
-    Shape(5, 3201, "float64", SMALL, "cluster of 2 in the backward pass, odd"),
-    Shape(5, 6001, "float32", SMALL, "three packs a thread in the backward pass, odd"),
-    Shape(8, 4601, "bfloat16", SMALL, "six warps of three packs or nine of two in the backward pass, odd"),
-    Shape(8, 4992, "float16", SMALL, "ten warps of two packs in the backward pass, RMSNorm by two rows of a CTA"),
-    Shape(8, 8191, "float16", SMALL, "a CTA a row, odd"),
-    Shape(3, 8192, "bfloat16", SMALL, "a full shape, backward by halves of two rows on a multiprocessor"),
-    Shape(7, 12288, "float16", SMALL, "backward by two CTAs, of LayerNorm by half of one row on a multiprocessor"),
-    Shape(9, 10240, "bfloat16", SMALL, "backward by two CTAs with three places"),
-    Shape(7, 9001, "bfloat16", SMALL, "backward by eight warps of five packs that keep the row, odd"),
-    Shape(3, 12345, "float16", SMALL, "RMSNorm backward by ten warps of five packs that keep the row, odd"),
-    Shape(3, 20003, "bfloat16", SMALL, "five packs a thread of clusters of 2 in the backward pass, odd"),
-    Shape(3, 10501, "bfloat16", SMALL, "RMSNorm backward by nine warps of five packs that keep the row, odd"),
-    Shape(3, 2601, "float64", SMALL, "three packs a thread and three places in the backward pass, odd"),
-    Shape(3, 3970, "float64", SMALL, "the longest rows of 64 registers, forward"),
-    Shape(3, 5999, "float64", SMALL, "six packs a thread, backward cluster of 2, odd"),
-    Shape(3, 7001, "float64", SMALL, "seven packs a thread, backward cluster of 4, odd"),
-    Shape(2, 30001, "float64", SMALL, "five packs a thread in a cluster of 8 in the backward pass, odd"),
-    Shape(2, 60001, "float64", SMALL, "five packs a thread in a cluster of 16 in the backward pass, odd"),
-    Shape(2, 32767, "float64", SMALL, "four packs a thread in the backward pass, odd"),
-    Shape(2, 32768, "float64", SMALL, "a full shape in the backward pass"),
-    Shape(2, 65535, "float64", SMALL, "four packs a thread in a cluster of 16 in the backward pass, odd"),
-    Shape(2, 65536, "float64", SMALL, "a full shape in a cluster of 16 in the backward pass"),
-    Shape(8, 8192, "float64", SMALL, "cluster of 4 in the backward pass"),
-    Shape(3, 16385, "bfloat16", SMALL, "the last pack of the row holds one column"),
-    Shape(3, 16393, "bfloat16", MANY_SMS, "five packs by two threads of clusters, the last pack holds one column"),
-    Shape(5, 16384, "float32", SMALL, "a cluster takes its third row in a set of slots used before"),
-    Shape(5, 12002, "float64", SMALL, "cluster of 2, backward of 4"),
-    Shape(5, 12001, "float64", SMALL, "cluster of 8, backward of 4, odd"),
-    Shape(3, 32768, "bfloat16", SMALL, "the longest row that one CTA holds, forward"),
-    Shape(9, 32768, "float16", SMALL, "many rows of LayerNorm: two CTAs of a row on an SM, with the bits of one"),
-    Shape(10, 28680, "bfloat16", SMALL, "many rows of LayerNorm beside wide weight and bias: three places", "float32"),
-    Shape(30, 1280, "bfloat16", SMALL, "a warp's rows in three places beside wide weight and bias", "float32"),
-    Shape(216, 1280, "bfloat16", SMALL, "many rows in a ring beside wide weight and bias", "float32"),
-    Shape(54, 5000, "bfloat16", SMALL, "many rows beside a wide weight, a hundred and sixty threads", "float32"),
-    Shape(4, 65537, "float16", SMALL, "four packs a thread of clusters of 8 and 16, backward of 8, odd"),
-    Shape(3, 57353, "bfloat16", SMALL, "backward of 8 with four packs a thread, odd"),
-    Shape(3, 32771, "float64", SMALL, "cluster of 8, backward of 16 with three packs a thread, odd"),
-    Shape(3, 65538, "float64", SMALL, "cluster of 16 in the forward pass, backward streamed"),
-    Shape(5, 16388, "float32", SMALL, "cluster of 4 instead of 2 beside wide weight and bias", "float64"),
-    Shape(3, 32777, "float32", SMALL, "of 8, odd; backward of 8 too", "float64"),
-    Shape(3, 262144, "float32", SMALL, "a full shape whose next row takes the place of the present one, backward"),
-    Shape(3, 200000, "float32", SMALL, "the same of a shape that is not full"),
-    Shape(2, 65540, "float32", SMALL, "of 16 instead of 8; backward of 16 too", "float64"),
-    Shape(3, 8201, "float64", WITHOUT_CLUSTERS, "streamed, odd; gradients of one group"),
-    Shape(33, 32792, "float32", MANY_WITHOUT_CLUSTERS, "streamed, whole packs, several partial rows"),
-    Shape(1, 32777, "bfloat16", WITHOUT_CLUSTERS, "streamed, odd"),
-    Shape(17, 131081, "float16", MANY_WITHOUT_CLUSTERS, "a thread adds up the partial rows of its columns alone"),
-)
-SHAPES_BY_NAME = {
-    f"{one.rows}x{one.cols}-{one.dtype}{'' if one.device.clusters else '-without clusters'}": one for one in SHAPES
-}
-
-
-def problems(direction: str, op: str = "layer_norm") -> list[tuple[Problem, Device]]:
-    arrays = PARAMETERS[direction] if op == "layer_norm" else ("weight",)
-    return [
-        (problem(direction, rows, cols, dtype, op, **dict.fromkeys(arrays, parameters or dtype)), device)
-        for rows, cols, dtype, device, _, parameters in SHAPES
-    ]
-
-
-def test_the_table_reaches_every_kind_of_kernel():
-    """A change of the plan must not leave one without tests."""
-    solutions = [plan(*one) for direction in TABLES for one in problems(direction)]
-    solutions += [plan_of_many(*one) for one in problems("backward")]
-    steps = [step for solution in solutions for step in solution.steps]
-    # Those that test_float8.py and test_sandwich.py run.
-    elsewhere = {"forward_pairs", "forward_twice", "backward_twice"}
-    assert {step.spec.kernel for step in steps} == set(FILES) - elsewhere
-    assert {step.spec.aligned for step in steps if isinstance(step.spec, NormSpec)} == {True, False}
-    sums = [(one, step.spec) for one in solutions for step in one.steps if step.spec.kernel == "sum_partials"]
-    # A thread takes several partial rows. Added up in a warp and among warps, among warps (two kinds), by a thread.
-    assert any(one.groups > spec.rows_per_cta > 1 for one, spec in sums)
-    assert {holder(spec) for one, spec in sums if one.groups > 1} == {"part of a warp", "warp", "warps", "CTA"}
-    assert any(step.grid[1] > 1 for step in steps if step.spec.kernel == "column_gradients")
-
-
-@pytest.mark.parametrize("direction", TABLES)
-def test_the_table_reaches_every_tier(direction):
-    table, mine = TABLES[direction], problems(direction)
-    chosen = [choose(*one) for op in OPS for one in problems(direction, op)]
-    assert {choice and choice[0] for choice in chosen} == {*table, None}
-    specs = [choice[1] for choice in chosen if choice]
-    # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
-    choices = {(tier, packs) for tier in table for packs in (tier.packs[:1] if len(tier.packs) == 2 else tier.packs)}
-    assert choices <= {(choice[0], choice[1].shape.packs) for choice in chosen if choice}
-    assert {spec.row_dtype for spec in specs} == set(DTYPES)
-    assert {min(32, spec.shape.threads) for spec in specs} == {1, 2, 4, 8, 16, 32}
-    assert {spec.aligned for spec in specs if spec.stages} == {True, False}
-    if direction == "backward":
-        assert {weight_waits(spec) for spec in specs} == {True, False}
-    # Clusters of every size come back to the first place for rows, and to the first set of slots.
-    first_steps = [(one[0].rows, plan_of_many(*one).steps[0]) for one in mine]
-    again = {step.spec.shape.cluster for rows, step in first_steps if turns(rows, step) > max(2, step.spec.stages)}
-    assert again >= {tier.cluster for tier in table if tier.stages}
-
-
-def test_the_table_reaches_every_way_to_add_up_gradients():
-    """Rows share a warp of a CTA, have one or several, all of the CTA, a cluster; one group of them or more."""
-    specs = [plan_of_many(*one).steps[0].spec for op in OPS for one in problems("backward", op)]
-    ways = {(holder(spec), spec.final) for spec in specs if spec.kernel == "backward"}
-    every = set(itertools.product(("part of a warp", "warp", "warps", "CTA", "cluster"), (True, False)))
-    assert ways == every
-
-
-def test_the_table_reaches_backward_kernels_for_few_rows():
-    """By columns of a part of a warp or of several, beside rows that anybody holds."""
-    solutions = [plan(*one) for op in OPS for one in problems("backward", op)]
-    specs = [step.spec for one in solutions for step in one.steps if isinstance(step.spec, FewRowsSpec)]
-    assert {holder(spec.rows) for spec in specs} == {"part of a warp", "warp", "warps", "CTA", "cluster"}
-    assert {spec.columns.shape.threads >= 32 for spec in specs} == {True, False}
-    assert {spec.rows.aligned for spec in specs} == {True, False}
-
-
-def test_the_table_reaches_forward_kernels_for_few_rows():
-    solutions = [plan(*one) for one in problems("forward") if one[0].rows <= one[1].sms]
-    specs = [step.spec for one in solutions for step in one.steps if step.spec.kernel != "forward_streamed"]
-    found = {(spec.kernel, holder(spec)) for spec in specs if not spec.stages}
-    with_more_threads = {("forward_spread", "CTA"), ("forward_spread", "cluster")}
-    assert found == {("forward", "part of a warp"), ("forward", "CTA")} | with_more_threads
-
-
-def turns(rows: int, step: Step) -> int:
-    """How many rows a thread takes one after the other."""
-    return rows * step.spec.shape.cluster // (step.grid[0] * step.spec.rows_per_cta)
-
-
-def weight_waits(spec: KernelSpec) -> bool:
-    """In shared memory."""
-    return dynamic_shared(spec) > dynamic_shared(replace(spec, operands=tuple({*spec.operands} - {*spec.columns})))
-
-
-def holder(spec: KernelSpec) -> str:
-    """What holds a row."""
-    threads = spec.lanes if isinstance(spec, SumSpec) else spec.shape.threads
-    if spec.cluster > 1:
-        return "cluster"
-    if spec.rows_per_cta == 1:
-        return "CTA"
-    return "part of a warp" if threads < 32 else "warp" if threads == 32 else "warps"
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", SHAPES_BY_NAME)
-def test_every_shape(name, op):
-    check_shape(name, op, Machine())
-
-
-def check_shape(name: str, op: str, machine: Machine) -> None:
-    rows, cols, dtype, device, _, parameters = SHAPES_BY_NAME[name]
-    x, dy, weight, bias = inputs(numpy, rows, cols, dtype, weight=parameters, bias=parameters)
-    check(machine, op, x, dy, weight, bias, device=device)
 
 
 # In the backward pass a row is held by a part of a warp, a warp, two warps, a CTA (two rows at once), a cluster.
@@ -484,32 +275,6 @@ def test_packs_of_every_size_at_every_address(dtype, other, cols, build):
         matrix.base[:, cols:] = numpy.nan
     check(Machine(build), "layer_norm", x, dy, misplaced(weight, 1), misplaced(bias, 3), y=y)
     assert numpy.isnan(y.base[:, cols:].astype("float32")).all(), "written beside a row of y"
-
-
-# One of each kind: what a sanitizer build can find does not depend on more.
-SANITIZED = (
-    "300x7-bfloat16",
-    "320x33-float32",
-    "8x128-float16",
-    "45x500-float16",
-    "40x768-float16",
-    "3x1152-bfloat16",
-    "20x250-bfloat16",
-    "3x20488-bfloat16",
-    "8x4096-float32",
-    "8x8191-float16",
-    "5x12001-float64",
-    "3x16393-bfloat16",
-    "5x16384-float32",
-    "3x8201-float64-without clusters",
-)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("build", [build for build in BUILDS if build != "results"])
-@pytest.mark.parametrize("name", SANITIZED)
-def test_sanitizers_find_nothing(name, build, order):
-    check_shape(name, "layer_norm", Machine(build, order))
 
 
 @pytest.mark.parametrize("name", layouts(1, 1, "float32"))

@@ -9,10 +9,10 @@ import pytest
 from arrays import inputs
 from cpu_device import Machine, memory, missing
 from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, unwritten
+from cpu_shapes import Shape
 from functions import OPS, bias_of
 from problems import problem
 from reference import EPS, check_backward, check_forward
-from test_cpu import Shape
 
 pytest.importorskip("jax")
 
