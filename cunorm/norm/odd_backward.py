@@ -3,23 +3,30 @@
 A thread shifts each pack of such a row at every reading, so a row that is kept is worth more than many warps: by five
 packs of eight warps, RMSNorm of nine or ten, where the row fills them. H100, 64 M elements, us: LayerNorm of 10007 cols
 150, by three packs of fourteen warps 167; of 20011 150 and 172, of 80021 162 and 188, of 150001 181 and 219; RMSNorm of
-12345 145 and 175, of 50257 148 and 184, of 100003 147 and 191, where five packs had not been kept. What it costs: few
-rows have fewer threads, RMSNorm of 84 x 12345 7.9 and 6.4.
+12345 145 and 175, of 50257 148 and 184, of 100003 147 and 191, where five packs had not been kept; by eleven and twelve
+warps 27001 148 and 176, 56001 149 and 172, 14999 149 and 162. What it costs: few rows have fewer threads, RMSNorm of
+84 x 12345 7.9 and 6.4.
+
+Where five packs of LayerNorm leave a third empty, thirteen warps keep two, in four places: 50257 cols 177 and 194,
+100003 193 and 202.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..device import CLUSTER_SIZES, Device
 from .problem import ITEMSIZE, Problem
-from .registers import with_rows_kept
+from .registers import widest_column, with_rows_kept
 from .shapes import ceil_div, kernel_spec, shape_of
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import NormSpec, RowShape
 
 PACKS = 5
 EIGHT_WARPS = range(1121, 1281)  # packs of a row to a CTA of eight warps
-NINE_OR_TEN = range(1281, 1601)  # By three packs in 128 registers RMSNorm of 10501 cols spilled 112 bytes
-MOST_PACKS = NINE_OR_TEN[-1] * CLUSTER_SIZES[-1]  # of a row
+TO_TWELVE_WARPS = range(1281, 1921)  # By three packs in 128 registers RMSNorm of 10501 cols spilled 112 bytes
+TWO_PACKS = range(769, 833)  # of a CTA of 13 warps, in clusters of four and more; few rows by 14 spilled 8 bytes
+MOST_PACKS = TO_TWELVE_WARPS[-1] * CLUSTER_SIZES[-1]  # of a row
 
 
 def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
@@ -30,13 +37,20 @@ def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
     shape = _shape(problem, pack, device)
     if shape is None:
         return None
-    spec = with_rows_kept(kernel_spec(problem, "backward", shape, stages=2), device)
+    if shape.packs == PACKS:
+        spec = with_rows_kept(kernel_spec(problem, "backward", shape, stages=2), device)
+    else:
+        spec = kernel_spec(problem, "backward", shape, stages=4)
+        # A float32 weight at an odd address beside them spilled 56 bytes in 128 registers.
+        spec = replace(spec, rows_stay=spec.columns_aligned or widest_column(spec) == 2)
     return spec if shared_memory(spec) + dynamic_shared(spec) <= device.shared else None
 
 
 def _shape(problem: Problem, pack: int, device: Device) -> RowShape | None:
     for size in filter(device.runs_clusters, (1, *CLUSTER_SIZES)):
         packs = ceil_div(ceil_div(problem.cols, pack), size)
-        if packs in EIGHT_WARPS or (packs in NINE_OR_TEN and not problem.norm.subtracts_mean):
+        if packs in EIGHT_WARPS or (packs in TO_TWELVE_WARPS and not problem.norm.subtracts_mean):
             return shape_of(pack, packs, PACKS, size)
+        if packs in TWO_PACKS and size >= 4 and problem.norm.subtracts_mean:
+            return shape_of(pack, packs, 2, size)
     return None

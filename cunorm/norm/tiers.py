@@ -171,7 +171,7 @@ def _backward_shape(problem: Problem, tier: Tier, device: Device) -> RowShape | 
 
     def by(choices: Iterable[int]) -> list[RowShape]:
         shapes = [shape_of(pack, packs, choice, tier.cluster) for choice in choices]
-        shapes = shapes if tier.packs else [short_backward_shape(pack, packs)]
+        shapes = shapes if tier.packs else [short_backward_shape(pack, packs, whole=problem.cols % pack == 0)]
         return [one for one in shapes if _registers_suffice(problem, one, device)]
 
     shapes = by([tier.fused_packs]) if tier.fused_packs and not _is_plain(problem) else []
@@ -186,23 +186,31 @@ def _rows_under_way(problem: Problem, tier: Tier, shape: RowShape, early: bool) 
     cols 17.2 us, by a CTA each 18.2, of 2304 18.5 and 19.2. Two of LayerNorm are in a CTA each: 3776 cols 18.8, in one
     19.1, at 64 M elements 99.1 and 100.1; RMSNorm 17.4 and 16.9, 99.2 and 98.1.
     """
+    # Rows that end within a pack are kept by fewer threads: LayerNorm of 1001 cols by six rows 145 us, by eight 159; of
+    # 301 by 24 rows 163 and by 28 267 (H100).
+    odd = problem.cols % shape.pack != 0 and shape.pack == 8
     # RMSNorm takes 98 to 101 us or 105 to 108, and which of them hangs on little: 512 cols, which ask early, 97.4 with
     # 64 KB and 104.8 with 54; 1472, 2112, 2880 cols, which ask late, 105 to 108 with 60 KB and 100 to 101 with 54.
     # LayerNorm of 2880 cols 98.8 with 60 KB, 103.8 with 54.
-    under_way = 64 if early else 60 if problem.norm.subtracts_mean else 54
+    under_way = 64 if early else 60 if problem.norm.subtracts_mean and not odd else 54
     rows = (under_way << 10) / ((tier.stages - 1) * _row_bytes(problem))
     if shape.threads > 2 * WARP:
         count = max(2, round(rows))
+        count = min(count, tier.cta // shape.threads) if odd else count
         if len(_read(problem)) > 2:
             return 1, count  # two of 4096 cols beside a gate spilled 8 bytes in one
         if count > 3:
-            return 2, count // 2
+            # Five of 96 threads: LayerNorm of 1099 cols 150 us, two in each of two CTAs 156 (H100).
+            return (count, 1) if odd and count % 2 else (2, count // 2)
         return (1, 2) if count == 2 and problem.norm.subtracts_mean else (count, 1)
     # Whole warps, in two CTAs: 1280 cols by three of five packs each 99.3 us, by four 105.3. Twice five are uneven for
     # an SM's four schedulers: 8 M elements of 192 cols 18.6 us, by six 17.8; RMSNorm of 64 M elements of 768 cols 5%
     # less by four. But LayerNorm of those 3% more by six.
     warps = ceil(rows / 2 * shape.threads / WARP)
-    if warps == 5 and not problem.norm.subtracts_mean:
+    # LayerNorm of rows that end within a pack 701 cols by four 146, by five 160 (H100).
+    if odd and problem.norm.subtracts_mean and warps > 4:
+        warps -= warps % 2
+    elif warps == 5 and not problem.norm.subtracts_mean:
         warps = 4
     elif warps == 5 and shape.threads < WARP:
         warps = 6
