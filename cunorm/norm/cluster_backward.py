@@ -11,7 +11,7 @@ from itertools import product
 
 from ..device import Device
 from .cluster_forward import THREE_PLACES, bytes_of_part
-from .problem import ITEMSIZE, Problem, whole
+from .problem import ITEMSIZE, Problem, every_gradient
 from .registers import registers_of, with_rows_kept
 from .shapes import ceil_div, kernel_spec
 from .shared_memory import dynamic_shared, shared_memory
@@ -35,11 +35,8 @@ def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
     101.9 and 105.1. Where two rows are more than shared memory has, one is filled again in place: float32, H100, 262144
     cols 288 us, streamed 635; of 163840, which have two places, 276, in one 288.
     """
-    columns = [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
-    widest = max(columns, key=lambda dtype: ITEMSIZE[dtype], default=problem.row_dtype)
     # The same whatever gradients are asked for, and at whatever addresses: so are the bits of dx.
-    all_of_it = whole(problem.operation.norm, "backward", 1, problem.cols, problem.row_dtype, widest)
-    found = _shape(all_of_it, device)
+    found = _shape(every_gradient(problem), device)
     if found is None:
         return None
     shape, ctas, in_place = found

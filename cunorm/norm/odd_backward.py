@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..device import CLUSTER_SIZES, Device
-from .problem import ITEMSIZE, Problem
+from .problem import ITEMSIZE, Problem, every_gradient
 from .registers import widest_column, with_rows_kept
 from .shapes import ceil_div, kernel_spec, shape_of
 from .shared_memory import dynamic_shared, shared_memory
@@ -37,13 +37,15 @@ def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
     shape = _shape(problem, pack, device)
     if shape is None:
         return None
+    stages = 2 if shape.packs == PACKS else 4
+    most = kernel_spec(every_gradient(problem), "backward", shape, stages=stages, aligned=False, columns_aligned=False)
+    if shared_memory(most) + dynamic_shared(most) > device.shared:
+        return None
+    spec = kernel_spec(problem, "backward", shape, stages=stages)
     if shape.packs == PACKS:
-        spec = with_rows_kept(kernel_spec(problem, "backward", shape, stages=2), device)
-    else:
-        spec = kernel_spec(problem, "backward", shape, stages=4)
-        # A float32 weight at an odd address beside them spilled 56 bytes in 128 registers.
-        spec = replace(spec, rows_stay=spec.columns_aligned or widest_column(spec) == 2)
-    return spec if shared_memory(spec) + dynamic_shared(spec) <= device.shared else None
+        return with_rows_kept(spec, device)
+    # A float32 weight at an odd address beside them spilled 56 bytes in 128 registers.
+    return replace(spec, rows_stay=spec.columns_aligned or widest_column(spec) == 2)
 
 
 def _shape(problem: Problem, pack: int, device: Device) -> RowShape | None:

@@ -110,8 +110,6 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
         return None
     if waits:
         size, stages, ctas = waits
-        if many and shape.threads < 128 and not wide:
-            ctas -= 1  # 2240 cols, 64 M elements, 72.0 us, by eight 74.5; 8 M 11.0 and 10.8
         # RMSNorm of hardly more rows than run at once: by two places 256 x 16384 7.1 us, by whole rows 6.5; 256 x 12288
         # 6.3 and 5.6.
         turns = problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
@@ -125,10 +123,10 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
 def _most_bytes(spec: NormSpec, wide: bool, waits: Waits) -> float:
     """Of a matrix, to each SM, of which rows wait in a ring: of more, registers win.
 
-    LayerNorm of rows that 512 threads hold, beside wide weights, and of two and three warps stays in a ring: 64 M
-    elements of 24576 cols 69.6 us, by two CTAs a row 72.3; 24 M of 2240 cols 28.1, in registers 30.3. Late, from L1,
-    wide weight and bias cost more: 64 M elements of 4992 cols 74.5 us, in a ring 72.1, of 14336 84.8 and 74.4; but of
-    704 cols 67.7 and 70.6.
+    LayerNorm of rows that 512 threads hold, and beside wide weights, stays in a ring: 64 M elements of 24576 cols 69.6
+    us, by two CTAs a row 72.3. So does that of two and three warps for longer: 24 M of 2240 cols 28.1, in registers
+    30.3; but 64 M of 2112 cols on an H100 101.4 and 95.4. Late, from L1, wide weight and bias cost more: 64 M elements
+    of 4992 cols 74.5 us, in a ring 72.1, of 14336 84.8 and 74.4; but of 704 cols 67.7 and 70.6.
     """
     shape, places = spec.shape, spec.shape.threads * spec.shape.packs
     few_warps = WARP < shape.threads < 128
@@ -137,7 +135,7 @@ def _most_bytes(spec: NormSpec, wide: bool, waits: Waits) -> float:
             return inf
         if not (wide or few_warps or shape.threads == 512):
             return PLAIN_RING_BYTES
-        return inf if waits and (few_warps or places > 1536) else RING_BYTES
+        return inf if waits and places > 1536 else RING_BYTES
     most = RING_BYTES if few_warps else PLAIN_RING_BYTES
     return min(most, RMS_TWO_PACKS_BYTES) if shape.packs <= 2 else most
 

@@ -400,6 +400,14 @@ def whole(
     return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None, y=y)
 
 
+def every_gradient(problem: Problem) -> Problem:
+    """The backward pass of such a row with every gradient, beside a weight as wide as the widest vector that it reads:
+    of what a row's shape depends on, what takes the most."""
+    columns = [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
+    widest = max(columns, key=lambda dtype: ITEMSIZE[dtype], default=problem.row_dtype)
+    return whole(problem.operation.norm, "backward", 1, problem.cols, problem.row_dtype, widest)
+
+
 # What a plain pass takes, in the order in which the frameworks gather it.
 FORWARD = ("x", "weight", "bias", "y", "mean", "rstd", "eps")
 FORWARD8 = ("x", "weight", "bias", "y8_scale", "y8", "y", "mean", "rstd", "eps")

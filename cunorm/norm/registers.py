@@ -68,8 +68,8 @@ def with_rows_kept(spec: NormSpec, device: Device) -> NormSpec:
         if spec.kernel == "forward" and spec.columns_stay:
             working = working_of_shifted(NORMS[spec.operation.norm])
     if spec.kernel == "backward" and spec.cols % spec.shape.pack and spec.shape.packs == 5:
-        # RMSNorm of 50257 columns, five packs in 168 registers, H100, 148 us, else 185. But without a weight clusters of
-        # eight and more spilled 80 bytes.
+        # RMSNorm of 50257 columns, five packs in 168 registers, H100, 148 us, else 185. But without a weight clusters
+        # of eight and more spilled 80 bytes.
         working = 88 if spec.columns else 96
     if any(one.itemsize > ITEMSIZE[spec.row_dtype] for one in spec.written if one.kind == "full"):
         working += 16  # y of float64 beside 16 bits spilled 4 bytes in 128
