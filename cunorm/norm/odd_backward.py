@@ -30,9 +30,10 @@ MOST_PACKS = TO_TWELVE_WARPS[-1] * CLUSTER_SIZES[-1]  # of a row
 
 
 def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
-    """The kernel of such a row of x and dy alone, on Hopper; None where the tiers have a better one."""
+    """The kernel of such a row of x and dy alone, of 16 bits, on Hopper; None where the tiers have a better one."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
-    if pack != 8 or problem.cols % pack == 0 or device.arch != 90:
+    wide = any(one.itemsize > 2 for one in problem.operands if one.kind == "full")
+    if pack != 8 or wide or problem.cols % pack == 0 or device.arch != 90:
         return None
     shape = _shape(problem, pack, device)
     if shape is None:
