@@ -215,6 +215,44 @@ def test_backward_rows_are_held_by_two_ctas_where_it_was_measured_to_win(norm, e
     assert first.grid[0] % spec.cluster == 0
 
 
+@pytest.mark.parametrize(
+    ("norm", "cols", "held"),
+    [
+        # (threads and packs of a row, CTAs of a cluster, rows of a CTA, CTAs of an SM, places)
+        ("layer_norm", 301, (16, 3, 1, 12, 2, 3)),
+        ("layer_norm", 517, (32, 3, 1, 6, 2, 3)),
+        ("layer_norm", 1001, (64, 2, 1, 3, 2, 3)),
+        ("layer_norm", 1053, (96, 2, 1, 5, 1, 3)),
+        ("rms_norm", 1053, (96, 2, 1, 5, 1, 3)),
+        ("layer_norm", 2001, (128, 2, 1, 3, 1, 3)),
+        ("rms_norm", 27001, (352, 5, 2, 1, 1, 2)),
+        ("layer_norm", 50257, (416, 2, 8, 1, 1, 4)),
+    ],
+)
+def test_backward_rows_that_end_within_a_pack_are_kept_by_as_few_threads_as_won(norm, cols, held):
+    wanted = ("x", "weight", "bias") if norm == "layer_norm" else ("x", "weight")
+    rows = (64 << 20) // cols
+    spec = plan(problem("backward", rows, cols, "bfloat16", norm, wanted=wanted), KNOWN[90]).steps[0].spec
+    shape = spec.shape
+    assert (shape.threads, shape.packs, spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, spec.stages) == held
+    assert spec.rows_stay
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("rows", "cluster"), [(1, 8), (16, 8), (17, 1)])
+def test_few_forward_rows_of_8192_columns_have_a_cluster_each(norm, rows, cluster):
+    (step,) = plan(problem("forward", rows, 8192, "bfloat16", norm), KNOWN[90]).steps
+    assert step.spec.cluster == cluster
+
+
+@pytest.mark.parametrize(("cols", "stay"), [(64, True), (128, True), (256, False)])
+def test_many_narrow_forward_rows_ask_for_weight_and_bias_with_x(cols, stay):
+    rows = (64 << 20) // cols
+    x = "bfloat16"
+    (step,) = plan(problem("forward", rows, cols, x, weight=x, bias=x), KNOWN[90]).steps
+    assert (step.spec.stages, step.spec.columns_stay) == (0, stay)
+
+
 @pytest.mark.parametrize("cols", [8192, 10240, 12288])
 @pytest.mark.parametrize("elements", [4, 8, 64])
 def test_rows_held_by_two_ctas_leave_as_many_partial_rows_at_odd_addresses(elements, cols):

@@ -92,7 +92,7 @@ def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
     two = _reads_two(spec)
     # 32 x 32768 3.98 us, in one CTA 4.9, by four CTAs 4.54; 8 x 8192 with another matrix 2.15 and 2.43.
     # One matrix, H100: 8 x 8192 2.66 us, in one CTA 2.92, beside float32 weights 2.63 and 3.16; RMSNorm 2.37 and 2.54.
-    few = 4 * rows <= sms if long else 8 * rows <= sms and places == 1024 and shape.packs == 4
+    few = 4 * rows <= sms if long else 8 * rows <= sms and places == 1024
     if few and device.runs_clusters(8):
         # By two: gates of 16 x 14336 3.1 us, by four 3.3; but of five packs 10240 cols 3% longer than by three.
         held = 2 if shape.packs == 7 and shape.threads == 256 else ceil_div(shape.packs, 2)
