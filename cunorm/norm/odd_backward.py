@@ -2,10 +2,10 @@
 
 A thread shifts each pack of such a row at every reading, so a row that is kept is worth more than many warps: by five
 packs of eight warps, RMSNorm of up to twelve, where the row fills them. H100, 64 M elements, us: LayerNorm of 10007
-cols 150, by three packs of fourteen warps 167; of 20011 150 and 172, of 80021 162 and 188, of 150001 181 and 219; RMSNorm of
-12345 145 and 175, of 50257 148 and 184, of 100003 147 and 191, where five packs had not been kept; by eleven and twelve
-warps 27001 147 and 174, 56001 148 and 170, 14999 152 and 161. What it costs: few rows have fewer threads, RMSNorm of
-84 x 12345 7.9 and 6.4.
+cols 150, by three packs of fourteen warps 167; of 20011 150 and 172, of 80021 162 and 188, of 150001 181 and 219;
+RMSNorm of 12345 145 and 175, of 50257 148 and 184, of 100003 147 and 191, where five packs had not been kept; by eleven
+and twelve warps 27001 147 and 174, 56001 148 and 170, 14999 152 and 161. What it costs: few rows have fewer threads,
+RMSNorm of 84 x 12345 7.9 and 6.4.
 
 Where LayerNorm's rows do not fill five packs, thirteen warps keep two, in four places: 50257 cols 177 and 194,
 100003 193 and 202.
