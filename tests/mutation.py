@@ -10,4 +10,5 @@ class Mutation(NamedTuple):
     old: str
     new: str
     case: str
-    caught: tuple[tuple[str, str], ...]  # (build, what is said)
+    # (build, what is said). Of a mistake that leaves its array, `memory` alone: elsewhere it may end the program or pass.
+    caught: tuple[tuple[str, str], ...]

@@ -95,7 +95,7 @@ MUTATIONS = (
         "(quotient(row, reciprocal) -",
         "(quotient(row + 1, reciprocal) -",
         "samples",
-        (("results", "(y|s): .* of what is allowed"),),
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
         "heads begin anew with no token",

@@ -227,7 +227,7 @@ MUTATIONS = (
         "gaps_before(row) * gap",
         "gaps_before(row + 1) * gap",
         "views",
-        (("results", "other bits forward of a view"), ("memory", "AddressSanitizer: heap-buffer-overflow")),
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
         "a gap too late, as by a reciprocal that is rounded down",
