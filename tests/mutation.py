@@ -10,5 +10,5 @@ class Mutation(NamedTuple):
     old: str
     new: str
     case: str
-    # (build, what is said). Of a mistake that leaves its array, `memory` alone: elsewhere it may end the program or pass.
+    # (build, what is said). Of a mistake that leaves its array `memory` alone: others may end or pass.
     caught: tuple[tuple[str, str], ...]
