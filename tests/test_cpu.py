@@ -25,6 +25,7 @@ from cpu_shapes import turns, weight_waits
 from problems import problem
 from reference import check_backward, check_forward
 
+from cunorm.norm.backward_rows import Held
 from cunorm.norm.plan import plan
 from cunorm.norm.spec import NormSpec
 from cunorm.norm.steps import Step
@@ -166,7 +167,8 @@ def test_rows_of_a_wide_dy_have_fewer_places(cols, device, places, rows_per_cta)
     """Where shared memory does not hold all of them, and then a CTA takes fewer rows."""
     (tier, spec) = choose(problem("backward", 40, cols, "float16", y="float64"), device) or pytest.fail("streamed")
     assert (at_once(spec), spec.rows_per_cta) == (places, rows_per_cta)
-    assert places < tier.stages
+    assert isinstance(tier.by, Held)
+    assert places < tier.by.stages
     x, dy, weight, bias = inputs(numpy, 40, cols, "float16", dy="float64")
     check(Machine(), "layer_norm", x, dy, weight, bias, y=numpy.empty_like(dy), device=device)
 

@@ -13,6 +13,7 @@ from cpu_functions import check, plan_of_many
 from cpu_shapes import SHAPES_BY_NAME, holder, problems, turns, weight_waits
 from functions import OPS
 
+from cunorm.norm.backward_rows import Held
 from cunorm.norm.plan import plan
 from cunorm.norm.spec import FewRowsSpec, NormSpec
 from cunorm.norm.tiers import TABLES, choose
@@ -44,7 +45,8 @@ def test_the_table_reaches_every_tier(direction):
     assert {choice and choice[0] for choice in chosen} == {*table, None}
     specs = [choice[1] for choice in chosen if choice]
     # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
-    choices = {(tier, packs) for tier in table for packs in (tier.packs[:1] if len(tier.packs) == 2 else tier.packs)}
+    held = [(tier, tier.by) for tier in table if isinstance(tier.by, Held)]
+    choices = {(tier, packs) for tier, by in held for packs in (by.packs[:1] if len(by.packs) == 2 else by.packs)}
     assert choices <= {(choice[0], choice[1].shape.packs) for choice in chosen if choice}
     assert {spec.row_dtype for spec in specs} == set(DTYPES)
     assert {min(32, spec.shape.threads) for spec in specs} == {1, 2, 4, 8, 16, 32}
@@ -54,7 +56,7 @@ def test_the_table_reaches_every_tier(direction):
     # Clusters of every size come back to the first place for rows, and to the first set of slots.
     first_steps = [(one[0].rows, plan_of_many(*one).steps[0]) for one in mine]
     again = {step.spec.shape.cluster for rows, step in first_steps if turns(rows, step) > max(2, step.spec.stages)}
-    assert again >= {tier.cluster for tier in table if tier.stages}
+    assert again >= {by.cluster for _, by in held if by.stages}
 
 
 def test_the_table_reaches_every_way_to_add_up_gradients():

@@ -130,6 +130,7 @@ LAYERS = (
     },
     {"norm.short_forward", "norm.short_rings", "norm.plain_rings", "norm.cluster_forward"},
     {"norm.cluster_backward", "norm.odd_backward"},
+    {"norm.backward_rows"},
     {"norm.tiers"},
     {"norm.steps"},
     {"norm.few_rows"},

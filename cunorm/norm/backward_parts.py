@@ -1,5 +1,5 @@
-"""Parts of a backward pass: the sums over rows and what is written by rows are of one derivative, and need not be
-computed by the same threads. Pure functions; no GPU library is imported.
+"""What a backward pass reads and computes, and its parts: the sums over rows and what is written by rows are of one
+derivative, and need not be computed by the same threads. Pure functions; no GPU library is imported.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from .problem import Problem, backward_problem
+from ..operation import derivative
+from .problem import Operand, Problem, backward_problem
 
 
 def part(problem: Problem, wanted: Iterable[str]) -> Problem:
@@ -31,3 +32,18 @@ def part(problem: Problem, wanted: Iterable[str]) -> Problem:
 def sources(gradients: Iterable[str]) -> tuple[str, ...]:
     """What they are the gradients of."""
     return tuple(name.removeprefix("d") for name in gradients)
+
+
+def matrices_read(problem: Problem) -> list[Operand]:
+    return [one for one in problem.operands if one.kind == "full" and not one.written]
+
+
+def is_dear(problem: Problem) -> bool:
+    """Whether the derivative takes much to compute."""
+    return derivative(problem.operation, sources(problem.wanted), problem.by_name).is_dear
+
+
+def is_plain(problem: Problem) -> bool:
+    """Whether it reads x and dy, or s and dy, and has little to compute."""
+    alone = not problem.groups and not problem.operation.second and len(matrices_read(problem)) <= 2
+    return alone and not is_dear(problem)

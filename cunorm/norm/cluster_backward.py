@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import product
 
 from ..device import Device
+from .backward_parts import is_plain
 from .cluster_forward import THREE_PLACES, bytes_of_part
 from .problem import ITEMSIZE, Problem, every_gradient
 from .registers import registers_of, with_rows_kept
@@ -19,6 +20,7 @@ from .spec import WARP, NormSpec, RowShape
 
 # How much of an H200's SMs the clusters of each size count as reaching, as in cluster_forward.py.
 REACHED = {4: 0.85, 8: 1.0, 16: 0.95}
+MOST_CLUSTER_PACKS = 65536  # of a row
 FIXED_PACKS = 3  # what a warp does once for a row, in packs
 LEAST_PACKS = 3
 LEAST_THREADS, MOST_THREADS = 192, 512  # of an SM
@@ -29,12 +31,15 @@ WORKING, WORKING_OF_FOUR = 73, {90: 64, 100: 72}
 
 
 def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
-    """The backward kernel of rows of whole packs that more than four CTAs hold, of x and dy alone; None if none fits.
+    """The backward kernel of rows of whole packs that more than four CTAs hold, of x and dy alone, where a GPU has
+    clusters of 16; None if none fits.
 
     LayerNorm of 163840 cols by eight warps of five packs, which keep the row, 103.5 us, by 14 of three 115.4; RMSNorm
     101.9 and 105.1. Where two rows are more than shared memory has, one is filled again in place: float32, H100, 262144
     cols 288 us, streamed 635; of 163840, which have two places, 276, in one 288.
     """
+    if problem.cols % (16 // ITEMSIZE[problem.row_dtype]) or not device.runs_clusters(16) or not is_plain(problem):
+        return None
     # The same whatever gradients are asked for, and at whatever addresses: so are the bits of dx.
     found = _shape(every_gradient(problem), device)
     if found is None:
@@ -97,10 +102,3 @@ def _cost(spec: NormSpec) -> float:
     if not spec.rows_stay:
         turn *= SLOWER * (SLOWER if spec.stages == 2 else 1)
     return round(turn * shape.cluster / (ctas * REACHED[shape.cluster]), 6)
-
-
-def backward_shape(shapes: list[RowShape]) -> RowShape:
-    """Of these, one for each number of packs, the one by which a row is the least work for an SM's schedulers."""
-    # Five packs by 256 threads would be that of 73728 columns, and are slower.
-    shapes = [one for one in shapes if one.packs < 5 or one.threads > 256] or shapes
-    return min(shapes, key=lambda shape: (ceil_div(shape.threads // WARP, 4) * shape.packs, shape.packs))

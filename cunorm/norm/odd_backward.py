@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..device import CLUSTER_SIZES, Device
+from .backward_parts import is_plain
 from .problem import ITEMSIZE, Problem, every_gradient
 from .registers import widest_column, with_rows_kept
 from .shapes import ceil_div, kernel_spec, shape_of
@@ -26,14 +27,14 @@ PACKS = 5
 EIGHT_WARPS = range(1121, 1281)  # packs of a row to a CTA of eight warps
 TO_TWELVE_WARPS = range(1281, 1921)  # By three packs in 128 registers RMSNorm of 10501 cols spilled 112 bytes
 TWO_PACKS = range(769, 833)  # of a CTA of 13 warps, in clusters of four and more; few rows by 14 spilled 8 bytes
-MOST_PACKS = TO_TWELVE_WARPS[-1] * CLUSTER_SIZES[-1]  # of a row
+MOST_ODD_PACKS = TO_TWELVE_WARPS[-1] * CLUSTER_SIZES[-1]  # of a row
 
 
 def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
     """The kernel of such a row of x and dy alone, of 16 bits, on Hopper; None where the tiers have a better one."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     wide = any(one.itemsize > 2 for one in problem.operands if one.kind == "full")
-    if pack != 8 or wide or problem.cols % pack == 0 or device.arch != 90:
+    if pack != 8 or wide or problem.cols % pack == 0 or device.arch != 90 or not is_plain(problem):
         return None
     shape = _shape(problem, pack, device)
     if shape is None:

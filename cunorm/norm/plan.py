@@ -14,10 +14,10 @@ from ..device import Device
 from .backward_plan import plan_backward
 from .problem import ITEMSIZE, Problem
 from .shapes import ceil_div, kernel_spec
-from .short_forward import forward_twice
+from .short_forward import forward_twice, short_forward
 from .spec import NormSpec, RowShape
 from .steps import GRID_LIMIT, STREAMED_THREADS, Plan, resident_groups, step_of, tier_name
-from .tiers import SHORT, choose
+from .tiers import choose
 
 
 @lru_cache(maxsize=4096)
@@ -43,9 +43,9 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         groups = resident_groups(problem, spec, device) if problem.sm_margin else min(problem.rows, GRID_LIMIT)
     else:
         tier, spec = choice
-        if tier in SHORT:
+        if tier.by is short_forward:
             return _plan_short_forward(problem, spec, device)
-        groups = resident_groups(problem, spec, device, tier.idle)
+        groups = resident_groups(problem, spec, device)
     step = step_of(problem, spec, (groups * spec.shape.cluster, 1, 1), 0)
     return Plan(problem, device, tier_name(spec), (step,))
 
