@@ -18,6 +18,7 @@ from ..expression import trace
 from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
 from ..norm.backward_plan import one_kernel_differentiates_twice
+from ..norm.forward_twice import holds_twice
 from ..norm.plan import plan
 from ..norm.problem import (
     FLOAT8,
@@ -33,7 +34,7 @@ from ..norm.problem import (
     plain,
     whole,
 )
-from ..norm.short_forward import RESIDENT, holds_twice
+from ..norm.registers import RESIDENT
 from ..norm.spec import KernelSpec
 from ..norm.tiers import TABLES, Tier, choose
 from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once

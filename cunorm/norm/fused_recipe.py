@@ -17,6 +17,7 @@ from . import checks, fused
 from .backward_plan import one_kernel_differentiates_twice
 from .checks import Layout
 from .float8 import Float8Store, check_rows, scales_shape
+from .forward_twice import holds_twice
 from .plan import plan
 from .problem import (
     ITEMSIZE,
@@ -28,7 +29,6 @@ from .problem import (
     compute_dtype,
     forward_problem,
 )
-from .short_forward import holds_twice
 from .steps import Plan
 
 # Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.

@@ -12,9 +12,10 @@ from functools import lru_cache
 
 from ..device import Device
 from .backward_plan import plan_backward
+from .forward_twice import forward_twice
 from .problem import ITEMSIZE, Problem
 from .shapes import ceil_div, kernel_spec
-from .short_forward import forward_twice, short_forward
+from .short_forward import short_forward
 from .spec import NormSpec, RowShape
 from .steps import GRID_LIMIT, STREAMED_THREADS, Plan, resident_groups, step_of, tier_name
 from .tiers import choose

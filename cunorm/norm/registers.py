@@ -13,6 +13,8 @@ from .problem import BLOCK, ITEMSIZE, Operand, Problem
 from .shapes import ceil_div
 from .spec import BLOCK_VALUES, WARP, NormSpec, RowShape
 
+RESIDENT = 1024  # threads that an SM is to hold at once, where rows are many
+
 
 def ctas_of(spec: NormSpec, registers: int, most: int = 1536) -> int:
     """CTAs whose threads have so many registers each, on an SM with 64 K of them in four equal parts."""

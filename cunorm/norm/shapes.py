@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..operation import Norm
-from .problem import Problem
+from .problem import ITEMSIZE, Problem
 from .spec import WARP, NormSpec, RowShape
 
 # Threads of a forward row of more than 32 packs: up to so many packs. Beside them what LayerNorm of 64 M elements of
@@ -35,11 +35,12 @@ RMS_FORWARD_THREADS = {
     320: 160,  # 2560 cols 67.4, by 64 74.3
     1792: 512,  # 13312 cols, 8 M elements, 10.5, by 256 10.9
 }
+THREADS = 128  # of a CTA of forward rows that a warp or less holds
 # Packs of a thread, the best first, where several numbers waste as little.
 PREFERRED_PACKS = (2, 3, 4, 5, 6, 7, 8, 1)
 
 
-def forward_shape(norm: Norm, pack: int, packs: int) -> RowShape:
+def _forward_shape(norm: Norm, pack: int, packs: int) -> RowShape:
     """Rows of up to 4096 packs."""
     if packs <= WARP:
         return _power_of_two_shape(pack, packs, dict.fromkeys((1, 2, 4, 8, 16, WARP), 8))
@@ -106,6 +107,16 @@ def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> No
         shape=shape,
     )
     return replace(spec, **changes)
+
+
+def short_forward_spec(problem: Problem, kernel: str) -> NormSpec:
+    """The same of forward rows of up to 4096 packs, which one CTA may hold."""
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    shape = _forward_shape(problem.norm, pack, ceil_div(problem.cols, pack))
+    rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
+    return kernel_spec(
+        problem, kernel, shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
+    )
 
 
 def _vectors_fit(problem: Problem, pack: int, kinds: tuple[str, ...]) -> bool:

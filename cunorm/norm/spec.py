@@ -128,6 +128,11 @@ class NormSpec:
         return tuple(one for one in self.read if one.kind in ("full", "seed", "per_row"))
 
     @property
+    def reads_two(self) -> bool:
+        """Whether it reads another matrix beside x."""
+        return sum(one.kind == "full" for one in self.matrices) > 1
+
+    @property
     def inputs(self) -> tuple[Operand, ...]:
         """Of a forward pass: the arrays that s is made of. A column is read again with every row."""
         before = ("x", *self.operation.before)
