@@ -19,8 +19,8 @@ from bench.suites import Case
 from bench.workload import Workload
 from cunorm import cupy_arrays as gpu
 from cunorm import device, launch
+from cunorm.norm.plain_problems import whole
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import whole
 
 CALLS = 64  # without waiting for the GPU; its queue holds a thousand
 REPETITIONS = 301

@@ -14,8 +14,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import cunorm.torch
 from cunorm import device, launch
+from cunorm.norm.plain_problems import whole
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import whole
 from cunorm.norm.steps import Plan
 from cunorm.torch.norm import functional, launching, operators
 

@@ -13,8 +13,9 @@ import numpy
 from . import device, logs
 from .norm import checks
 from .norm.checks import Layout
+from .norm.plain_problems import BACKWARD, FORWARD, plain
 from .norm.plan import plan
-from .norm.problem import BACKWARD, FORWARD, RowStrides, argument_order, plain
+from .norm.problem import RowStrides, argument_order
 from .norm.steps import Plan
 from .numpy_arrays import numpy_dtype
 

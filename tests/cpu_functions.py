@@ -14,8 +14,9 @@ from reference import EPS, check_backward, check_forward
 from cunorm.device import Device
 from cunorm.norm import few_rows
 from cunorm.norm.backward_plan import plan_backward
+from cunorm.norm.plain_problems import plain
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import Problem, plain
+from cunorm.norm.problem import Problem
 from cunorm.norm.steps import Plan
 from cunorm.numpy_arrays import numpy_dtype
 

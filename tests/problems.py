@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cunorm.device import Device
+from cunorm.norm.plain_problems import plain
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import Problem, plain
+from cunorm.norm.problem import Problem
 
 
 def problem(direction: str, rows: int, cols: int, dtype: str, op: str = "layer_norm", **changes: Any) -> Problem:

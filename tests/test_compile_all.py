@@ -14,7 +14,7 @@ from nvrtc import needs_nvrtc
 from cunorm.__main__ import main
 from cunorm.commands import compilation, compile, matrix
 from cunorm.device import KNOWN
-from cunorm.norm.problem import whole
+from cunorm.norm.plain_problems import whole
 
 ONE_ROW = ("--cols", "100", "--dtype", "bfloat16")
 SUMMARY = r"(\d+) kernels compiled for (.+): 0 failures, at most (\d+) registers, ([\d.]+) s\n"

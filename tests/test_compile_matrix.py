@@ -15,8 +15,9 @@ from cunorm.compile import Resources
 from cunorm.device import KNOWN, Device
 from cunorm.linear import float8_plan
 from cunorm.norm.cluster_backward import cluster_backward
+from cunorm.norm.plain_problems import whole
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import ITEMSIZE, whole
+from cunorm.norm.problem import ITEMSIZE
 from cunorm.norm.shared_memory import dynamic_shared, shared_memory
 from cunorm.norm.tiers import Tier, choose
 

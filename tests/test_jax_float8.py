@@ -19,8 +19,8 @@ import cunorm  # noqa: E402
 import cunorm.jax  # noqa: E402
 from cunorm import source  # noqa: E402
 from cunorm.jax.xla import target as choice  # noqa: E402
+from cunorm.norm.plain_problems import float8_problem  # noqa: E402
 from cunorm.norm.plan import plan  # noqa: E402
-from cunorm.norm.problem import float8_problem  # noqa: E402
 
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 

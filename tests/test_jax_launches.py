@@ -18,8 +18,9 @@ pytest.importorskip("jax")
 
 import cunorm
 from cunorm.jax.xla import call as xla_call
+from cunorm.norm.plain_problems import float8_problem
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import backward_problem, float8_problem, forward_problem
+from cunorm.norm.problem import backward_problem, forward_problem
 from cunorm.norm.steps import Plan
 from cunorm.numpy_arrays import numpy_dtype
 from cunorm.operation import affine

@@ -19,8 +19,8 @@ from cunorm.commands.compilation import fault  # noqa: E402
 from cunorm.jax import layer_norm  # noqa: E402
 from cunorm.jax.xla import call as xla_call  # noqa: E402
 from cunorm.jax.xla import target as choice  # noqa: E402
+from cunorm.norm.plain_problems import whole  # noqa: E402
 from cunorm.norm.plan import plan  # noqa: E402
-from cunorm.norm.problem import whole  # noqa: E402
 
 pytest.importorskip("cupy_backends", reason="PTX needs NVRTC, which comes with CuPy")
 

@@ -11,8 +11,8 @@ from busy import spin
 
 import cunorm
 from cunorm import device, launch
+from cunorm.norm.plain_problems import whole
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import whole
 from cunorm.norm.steps import Plan
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")

@@ -121,6 +121,7 @@ LAYERS = (
     {"expression", "expression_texts"},
     {"operation"},
     {"norm.problem"},
+    {"norm.plain_problems"},
     {"norm.checks", "norm.spec"},
     {
         "norm.registers",
@@ -204,6 +205,7 @@ FOR_ADAPTERS = {
     "named_fusions",
     "norm.fused",
     "norm.fused_recipe",
+    "norm.plain_problems",
     "norm.problem",
     "norm.checks",
     "norm.float8",

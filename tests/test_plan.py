@@ -12,8 +12,9 @@ from problems import problem
 
 from cunorm.device import CLUSTER_SIZES, KNOWN
 from cunorm.expression import trace
+from cunorm.norm.plain_problems import float8_problem
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import float8_problem, forward_problem
+from cunorm.norm.problem import forward_problem
 from cunorm.norm.shared_memory import dynamic_shared, shared_memory
 from cunorm.norm.spec import FewRowsSpec, NormSpec
 from cunorm.norm.steps import Step

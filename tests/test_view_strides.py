@@ -10,8 +10,9 @@ import pytest
 
 from cunorm.device import KNOWN
 from cunorm.norm.checks import Layout, check_out_memory, row_strides
+from cunorm.norm.plain_problems import plain
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import Operand, RowStrides, plain
+from cunorm.norm.problem import Operand, RowStrides
 
 # (shape, strides, normalised axes, where rows begin)
 MERGED = {

@@ -21,8 +21,9 @@ import cunorm
 from cunorm.commands.compilation import fault
 from cunorm.compile import compile_for
 from cunorm.device import KNOWN
+from cunorm.norm.plain_problems import plain
 from cunorm.norm.plan import plan
-from cunorm.norm.problem import RowStrides, plain
+from cunorm.norm.problem import RowStrides
 
 needs_machine = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 

@@ -35,8 +35,8 @@ class Cunorm(Provider):
         What is planned otherwise, or rejected, is compiled or reported by the call.
         """
         from cunorm import compile, device
+        from cunorm.norm.plain_problems import whole
         from cunorm.norm.plan import plan
-        from cunorm.norm.problem import whole
 
         properties, specs = device.current(0), {}
         for case in cases:

@@ -10,8 +10,9 @@ from time import perf_counter
 
 from .. import compile, device, source
 from ..linear import float8_plan
+from ..norm.plain_problems import whole
 from ..norm.plan import plan
-from ..norm.problem import ITEMSIZE, Problem, whole
+from ..norm.problem import ITEMSIZE, Problem
 from ..norm.steps import Plan
 from . import matrix
 from .compilation import Compiled, compile_all, compiler

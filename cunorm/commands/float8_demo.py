@@ -9,8 +9,8 @@ import numpy
 
 from .. import device, layer_norm_forward, layer_norm_fp8
 from ..norm.float8 import NAMES
+from ..norm.plain_problems import float8_problem
 from ..norm.plan import plan
-from ..norm.problem import float8_problem
 
 NAME = NAMES["e4m3"]
 

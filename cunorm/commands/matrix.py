@@ -19,6 +19,7 @@ from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
 from ..norm.backward_plan import one_kernel_differentiates_twice
 from ..norm.forward_twice import holds_twice
+from ..norm.plain_problems import float8_problem, plain, whole
 from ..norm.plan import plan
 from ..norm.problem import (
     FLOAT8,
@@ -29,10 +30,7 @@ from ..norm.problem import (
     RowStrides,
     backward_problem,
     backward_twice_problem,
-    float8_problem,
     forward_problem,
-    plain,
-    whole,
 )
 from ..norm.registers import RESIDENT
 from ..norm.spec import KernelSpec

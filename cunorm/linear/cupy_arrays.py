@@ -10,8 +10,8 @@ from .. import cupy_arrays as gpu
 from .. import device, launch
 from ..cupy_recipes import layout
 from ..norm import checks
+from ..norm.plain_problems import plain
 from ..norm.plan import plan
-from ..norm.problem import plain
 from . import gemm
 from . import problem as linear_problem
 

@@ -12,7 +12,8 @@ from itertools import product
 from ..device import Device
 from .backward_parts import is_plain
 from .cluster_forward import THREE_PLACES, bytes_of_part
-from .problem import ITEMSIZE, Problem, every_gradient
+from .plain_problems import every_gradient
+from .problem import ITEMSIZE, Problem
 from .registers import registers_of, with_rows_kept
 from .shapes import ceil_div, kernel_spec
 from .shared_memory import dynamic_shared, shared_memory

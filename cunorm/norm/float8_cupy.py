@@ -16,8 +16,9 @@ from ..cupy_recipes import aligned, contiguous, kind_of, layout
 from ..numpy_arrays import numpy_dtype
 from ..recipes import Recipes
 from . import checks, float8
+from .plain_problems import FORWARD8, float8_problem
 from .plan import plan
-from .problem import FLOAT8, FORWARD8, RowStrides, argument_order, float8_problem
+from .problem import FLOAT8, RowStrides, argument_order
 from .steps import Plan
 
 

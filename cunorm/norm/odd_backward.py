@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from ..device import CLUSTER_SIZES, Device
 from .backward_parts import is_plain
-from .problem import ITEMSIZE, Problem, every_gradient
+from .plain_problems import every_gradient
+from .problem import ITEMSIZE, Problem
 from .registers import widest_column, with_rows_kept
 from .shapes import ceil_div, kernel_spec, shape_of
 from .shared_memory import dynamic_shared, shared_memory

@@ -12,7 +12,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from ..operation import NAMED, NORMS, SEED, Norm, Operation, derivative, name_of
+from ..operation import NORMS, SEED, Norm, Operation, derivative
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 E4M3 = "float8_e4m3fn"  # what products take
@@ -325,93 +325,6 @@ def _operands(
 def _row_strides(name: str, length: int, strides: Mapping[str, int | RowStrides]) -> RowStrides:
     given = strides.get(name, length)
     return RowStrides(given) if isinstance(given, int) else given
-
-
-def plain(
-    norm: str,
-    direction: str,
-    rows: int,
-    cols: int,
-    dtype: str,
-    weight: str | None = None,
-    bias: str | None = None,
-    *,
-    y: str | None = None,
-    zero_centered_gamma: bool = False,
-    wanted: Collection[str] = ("x", "weight", "bias"),
-    strides: Mapping[str, int | RowStrides] | None = None,
-    sm_margin: int = 0,
-    aligned: bool = True,
-    overwrites: bool = False,
-) -> Problem:
-    """A pass of one of NAMED, by dtypes; `y` is that of y or of dy, by default that of x.
-
-    dweight and dbias have the dtype of weight, without one that of x.
-    """
-    operation = NAMED[name_of(norm, zero_centered_gamma)]
-    dtypes = {"x": dtype, "y" if direction == "forward" else "dy": y or dtype}
-    dtypes |= {name: one for name, one in (("weight", weight), ("bias", bias)) if one}
-    if direction == "forward":
-        return forward_problem(operation, rows, cols, dtypes, strides=strides, sm_margin=sm_margin, aligned=aligned)
-    dtypes |= {"dweight": weight or dtype, "dbias": weight or dtype}
-    found = backward_problem(
-        operation, rows, cols, dtypes, wanted, strides=strides, sm_margin=sm_margin, aligned=aligned
-    )
-    return replace(found, overwrites=overwrites)
-
-
-def float8_problem(
-    norm: str,
-    rows: int,
-    cols: int,
-    dtype: str,
-    weight: str | None = None,
-    bias: str | None = None,
-    *,
-    y8: str,
-    granularity: str | int,
-    y: str | None = None,
-    zero_centered_gamma: bool = False,
-    x_rows: int | RowStrides | None = None,
-    sm_margin: int = 0,
-    aligned: bool = True,
-) -> Problem:
-    """The forward pass of one of NAMED with y in 8 bits and its scales; with y too, in the dtype that is given."""
-    named = {"x": dtype, "weight": weight, "bias": bias, "y8": y8, "y": y}
-    return forward_problem(
-        NAMED[name_of(norm, zero_centered_gamma)],
-        rows,
-        cols,
-        {name: one for name, one in named.items() if one},
-        kinds={"y8_scale": SCALES[granularity]},
-        strides={} if x_rows is None else {"x": x_rows},
-        sm_margin=sm_margin,
-        aligned=aligned,
-    )
-
-
-def whole(
-    norm: str, direction: str, rows: int, cols: int, dtype: str, weight: str | None = None, y: str | None = None
-) -> Problem:
-    """`plain` with weight, with bias where there is one, and with every gradient; contiguous and aligned."""
-    weight = weight or dtype
-    if norm == "rms_norm":
-        return plain(norm, direction, rows, cols, dtype, weight, y=y, wanted=("x", "weight"))
-    return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None, y=y)
-
-
-def every_gradient(problem: Problem) -> Problem:
-    """The backward pass of such a row with every gradient, beside a weight as wide as the widest vector that it reads:
-    of what a row's shape depends on, what takes the most."""
-    columns = [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
-    widest = max(columns, key=lambda dtype: ITEMSIZE[dtype], default=problem.row_dtype)
-    return whole(problem.operation.norm, "backward", 1, problem.cols, problem.row_dtype, widest)
-
-
-# What a plain pass takes, in the order in which the frameworks gather it.
-FORWARD = ("x", "weight", "bias", "y", "mean", "rstd", "eps")
-FORWARD8 = ("x", "weight", "bias", "y8_scale", "y8", "y", "mean", "rstd", "eps")
-BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias")
 
 
 def argument_order(problem: Problem, names: Sequence[str]) -> Callable[[Sequence[float]], tuple[float, ...]]:

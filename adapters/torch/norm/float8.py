@@ -17,8 +17,9 @@ from torch.nn import functional as F  # noqa: N812
 from ... import launch, logs
 from ...norm import checks as core
 from ...norm import float8
+from ...norm.plain_problems import FORWARD8, float8_problem
 from ...norm.plan import plan
-from ...norm.problem import BLOCK, FLOAT8, FORWARD8, argument_order, float8_problem
+from ...norm.problem import BLOCK, FLOAT8, argument_order
 from ...norm.steps import Plan
 from ...operation import name_of
 from . import arrays, checks, formulas, functional, launching, operators

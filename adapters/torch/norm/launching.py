@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ... import device, launch, logs
 from ...norm.checks import Layout, check_sm_margin, row_strides
+from ...norm.plain_problems import BACKWARD, FORWARD, plain
 from ...norm.plan import plan
-from ...norm.problem import BACKWARD, FORWARD, RowStrides, argument_order, plain
+from ...norm.problem import RowStrides, argument_order
 from ...norm.steps import Plan
 from . import checks
 from .formulas import compute_dtype
