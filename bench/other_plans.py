@@ -1,0 +1,141 @@
+"""Other kernels for the rows of a plan, for a search: so many threads and packs of a row, CTAs of a cluster and of an
+SM, places for rows, and how rows wait. Pure functions; no GPU library is imported.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, product
+from unittest import mock
+
+from cunorm.device import CLUSTER_SIZES, Device
+from cunorm.norm import backward_plan
+from cunorm.norm import plan as norm_plan
+from cunorm.norm.problem import ITEMSIZE, Problem
+from cunorm.norm.registers import registers_of
+from cunorm.norm.shapes import ceil_div, shape_of
+from cunorm.norm.shared_memory import dynamic_shared, shared_memory
+from cunorm.norm.spec import WARP, NormSpec, RowShape
+from cunorm.norm.steps import Plan
+from cunorm.norm.tiers import choose
+
+MOST_PACKS = 8
+MOST_CTAS = 10  # of an SM
+MOST_THREADS = {"forward": 1024, "backward": 512}  # of a CTA
+LEAST_REGISTERS = {"forward": 32, "backward": 64}  # of a thread
+FEW_ROWS = 8  # to an SM: of so many a row may have more threads than those that decide its bits
+# What makes two kernels of a row different, for the distance between them.
+CHOICES = ("kernel", "held", "order", "cluster", "rows_per_cta", "ctas_per_sm", "stages", "rows_stay", "ask_early")
+CHOICES += ("columns_stay", "streamed_x", "streamed_y")
+
+
+def other_kernels(problem: Problem, device: Device, most: int, *, same_bits: bool = False) -> list[NormSpec]:
+    """Up to so many, those with the fewest differences from the plan's own first, beyond that drawn by a fixed seed.
+
+    `same_bits`: those alone that add a row up in the order in which the plan's kernel does.
+    """
+    choice = choose(problem, device)
+    if choice is None:
+        return []
+    (_, own), found = choice, {}
+    for shape in _shapes(problem, device):
+        if same_bits and shape.order != own.shape.order:
+            continue
+        kernels = _kernels(problem, own, shape)
+        if problem.direction == "forward" and problem.rows <= FEW_ROWS * device.sms:
+            kernels = chain(kernels, _spread(own, shape))
+        for one in kernels:
+            ctas = one.ctas_per_sm
+            needed = shared_memory(one) + dynamic_shared(one) + 1024
+            if ctas * needed <= device.shared + 1024 and one != own:
+                found[one] = sum(_choices(one)[name] != _choices(own)[name] for name in CHOICES)
+    kernels = list(found)
+    random.Random(0).shuffle(kernels)
+    return sorted(kernels, key=found.__getitem__)[:most]
+
+
+def plan_by(problem: Problem, spec: NormSpec, device: Device) -> Plan:
+    """The plan of the problem if this were the kernel of its rows, and they were not few."""
+    choice = choose(problem, device)
+    if choice is None:
+        raise ValueError(f"bench: rows of {problem.cols} columns are streamed: no kernel holds them.")
+    with (
+        mock.patch.object(norm_plan, "choose", return_value=(choice[0], spec)),
+        mock.patch.object(backward_plan, "choose", return_value=(choice[0], spec)),
+        mock.patch.object(backward_plan, "by_halves", lambda _, spec, __: spec),
+        mock.patch.object(backward_plan, "adds_columns_beside_rows", return_value=False),
+    ):
+        return norm_plan.plan.__wrapped__(problem, device)
+
+
+def _choices(spec: NormSpec) -> dict[str, object]:
+    return {name: spec.shape.order if name == "order" else getattr(spec, name) for name in CHOICES}
+
+
+def _shapes(problem: Problem, device: Device) -> list[RowShape]:
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    packs = ceil_div(problem.cols, pack)
+    shapes = (
+        shape_of(pack, ceil_div(packs, size), held, size)
+        for size, held in product(filter(device.runs_clusters, (1, *CLUSTER_SIZES)), range(1, MOST_PACKS + 1))
+    )
+    return [one for one in dict.fromkeys(shapes) if one.threads <= MOST_THREADS[problem.direction]]
+
+
+def _kernels(problem: Problem, own: NormSpec, shape: RowShape) -> Iterator[NormSpec]:
+    direction = problem.direction
+    forward = direction == "forward"
+    rows_of_cta = [1] if shape.cluster > 1 or forward else [1, 2, 3]
+    if shape.cluster == 1 and shape.threads <= WARP:  # whole warps
+        rows_of_cta = [warps * WARP // shape.threads for warps in (1, 2, 4, 6, 8)]
+    ways = _forward_ways(own, shape) if forward else _backward_ways(own)
+    for rows, ctas, changes in product(rows_of_cta, range(1, MOST_CTAS + 1), ways):
+        threads = rows * shape.threads
+        registers = registers_of(threads * ctas) if threads * ctas <= 2048 else 0
+        if threads <= MOST_THREADS[direction] and registers >= LEAST_REGISTERS[direction]:
+            of_rows = {"shape": shape, "rows_per_cta": rows, "ctas_per_sm": ctas}
+            yield replace(own, kernel=direction, held=1, **of_rows, **changes)
+
+
+def _spread(own: NormSpec, shape: RowShape) -> Iterator[NormSpec]:
+    """A row's threads so many times that each holds a few of its packs."""
+    least = 1 if shape.threads >= WARP else 2  # threads to spare are not for the packs of a row undivided
+    packs_held = sorted({ceil_div(shape.packs, parts) for parts in range(least, shape.packs + 1)})
+    for held, ctas in product(packs_held, range(1, MOST_CTAS + 1)):
+        of_rows = {"shape": shape, "rows_per_cta": 1, "ctas_per_sm": ctas, "held": held}
+        ways = {"stages": 0, "rows_stay": False, "ask_early": False, "columns_stay": True}
+        one = replace(own, kernel="forward_spread", **of_rows, **ways)
+        if one.threads <= MOST_THREADS["forward"] and one.threads * ctas <= 2048:
+            yield one
+
+
+def _forward_ways(own: NormSpec, shape: RowShape) -> list[dict[str, object]]:
+    """How rows wait: in registers, in a ring, or in one place from which a thread takes them into registers."""
+    both = (False, True)
+    early = both if shape.cluster > 1 or shape.threads > WARP else (True,)  # late a warp would have nothing under way
+    registers = [
+        {"stages": 0, "rows_stay": False, "ask_early": False, "columns_stay": stay, "streamed_x": x, "streamed_y": y}
+        for stay, x, y in product(both, both, both)
+    ]
+    rings = [
+        {"stages": stages, "rows_stay": False, "ask_early": asked, "columns_stay": stay, "streamed_y": y}
+        for stages, asked, stay, y in product((2, 3), early, both, both)
+    ]
+    kept = [
+        {"stages": 1, "rows_stay": True, "ask_early": True, "columns_stay": True, "streamed_y": y}
+        for y in both
+        if own.aligned
+    ]
+    return registers + rings + kept
+
+
+def _backward_ways(own: NormSpec) -> list[dict[str, object]]:
+    """By places for each row; one that is kept frees its place, where packs are aligned."""
+    kept = (1, 2, 3) if own.aligned else (2, 3, 4)
+    return [
+        {"stages": stages, "rows_stay": stay, "ask_early": early}
+        for stay, early in product((False, True), repeat=2)
+        for stages in (kept if stay else (2, 3, 4))
+    ]
