@@ -20,7 +20,7 @@ from bench.results import lines_to
 from cunorm import launch
 from cunorm.named_fusions import KINDS
 from cunorm.operation import FUSIONS
-from cunorm.torch.norm import functional, fused_dispatch, fused_launching, launching
+from cunorm.torch.norm import functional, fused_dispatch, fused_launching, gpu, launching
 
 COLS, EPS = 1024, 1e-5
 
@@ -56,7 +56,7 @@ def parts(rows: int) -> dict[str, Callable[[], Any]]:
     launching.backward(*backward, everything, 0)
     launching.backward(*backward, (True, False, False), 0)
     recipe: Any = next(iter(family.recipes.values()))  # of all gradients
-    index, stream = x.get_device(), launching._stream(x.get_device())
+    index, stream = x.get_device(), gpu.stream(x.get_device())
     pointers = tuple(one.data_ptr() for one in (dy, x, statistics_[0], statistics_[1], weight, residual, bias, bias))
     given = recipe.order(pointers)
     workspace = torch.empty(max(1, recipe.plan.workspace), dtype=torch.uint8, device="cuda").data_ptr()
@@ -68,9 +68,9 @@ def parts(rows: int) -> dict[str, Callable[[], Any]]:
         "launching.backward": lambda: launching.backward(*backward, everything, 0),
         "launching.backward, dx alone": lambda: launching.backward(*backward, (True, False, False), 0),
         "launch.run, backward": lambda: launch.run(recipe.plan, index, stream, given, workspace),
-        "empty like x": lambda: launching._empty(*recipe.first),
-        "empty like weight": lambda: launching._empty(*recipe.second),
-        "stream": lambda: launching._stream(index),
+        "empty like x": lambda: gpu.empty(*recipe.first),
+        "empty like weight": lambda: gpu.empty(*recipe.second),
+        "stream": lambda: gpu.stream(index),
     }
     _, mean, rstd = torch.native_layer_norm(x, (COLS,), weight, bias, EPS)
     native = torch.ops.aten.native_layer_norm_backward

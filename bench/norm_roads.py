@@ -17,7 +17,7 @@ from cunorm import device, launch
 from cunorm.norm.plain_problems import whole
 from cunorm.norm.plan import plan
 from cunorm.norm.steps import Plan
-from cunorm.torch.norm import functional, launching, operators
+from cunorm.torch.norm import functional, gpu, operators
 
 Road = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
@@ -148,16 +148,16 @@ ROADS: dict[str, Road] = {
 
 
 def like(x: Tensor) -> Tensor:
-    return launching._empty(tuple(x.shape), x.stride(), x.dtype)
+    return gpu.empty(tuple(x.shape), x.stride(), x.dtype)
 
 
 def like_row(x: Tensor) -> Tensor:
-    return launching._empty((x.shape[-1],), (1,), x.dtype)
+    return gpu.empty((x.shape[-1],), (1,), x.dtype)
 
 
 def like_statistics(x: Tensor) -> Tensor:
     rows = x.numel() // x.shape[-1]
-    return launching._empty((2, rows), (rows, 1), torch.float32)
+    return gpu.empty((2, rows), (rows, 1), torch.float32)
 
 
 _plans: dict[tuple[str, int, int], Plan] = {}
@@ -176,13 +176,13 @@ def run_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, y: Tensor, 
     plan = plan_of("forward", x)
     index, mean = x.get_device(), statistics.data_ptr()
     pointers = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), mean, mean + 4 * plan.problem.rows)
-    launch.run(plan, index, launching._stream(index), (*pointers, eps))
+    launch.run(plan, index, gpu.stream(index), (*pointers, eps))
 
 
 def run_backward(dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor, dx, dweight, dbias) -> None:
     plan = plan_of("backward", x)
     index, mean = x.get_device(), statistics.data_ptr()
-    workspace = launching._empty((plan.workspace,), (1,), torch.uint8)
+    workspace = gpu.empty((plan.workspace,), (1,), torch.uint8)
     read = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), mean, mean + 4 * plan.problem.rows)
     pointers = (*read, dx.data_ptr(), dweight.data_ptr(), dbias.data_ptr())
-    launch.run(plan, index, launching._stream(index), pointers, workspace.data_ptr())
+    launch.run(plan, index, gpu.stream(index), pointers, workspace.data_ptr())

@@ -37,7 +37,7 @@ from bench.results import lines_to
 from bench.torch_models import DTYPES, alternate, build
 from cunorm import launch
 from cunorm.torch import fuse_norm_linear, replace_norms
-from cunorm.torch.norm import functional, launching, modules, operators
+from cunorm.torch.norm import functional, gpu, launching, modules, operators
 
 MODEL, DTYPE = "gpt2", DTYPES["bfloat16"]
 EPS = 1e-5
@@ -400,7 +400,7 @@ def single_calls(x, weight, bias, dy) -> dict[str, Callable[[], Any]]:
     index = x.get_device()
     plan = norm_roads.plan_of("forward", x)
     (write, start, _), *_ = launch.prepared(plan, index).launches
-    stream = launching._stream(index)
+    stream = gpu.stream(index)
     words = (*(t.data_ptr() for t in (x, weight, bias, y, both, both)), EPS)
 
     def below_autograd(operator: Callable, arguments: tuple) -> Callable[[], Any]:

@@ -121,9 +121,9 @@ def test_torch_refuses(stand_in):
 @needs_machine
 def test_each_pass_of_torch_has_its_own(stand_in, monkeypatch):
     from cunorm.torch import AddRMSNorm, add_rms_norm, layer_norm_modulate, rms_norm_add_rms_norm
-    from cunorm.torch.norm import fused_dispatch, launching
+    from cunorm.torch.norm import fused_dispatch, gpu
 
-    monkeypatch.setattr(launching, "properties_of", lambda *_: MANY_SMS)
+    monkeypatch.setattr(gpu, "properties_of", lambda *_: MANY_SMS)
     x = torch.ones(5, 64, requires_grad=True)
     margins = {"forward": 1, "backward": 2, "inference": 3}
     module = AddRMSNorm(64, sm_margin=margins)

@@ -22,7 +22,7 @@ from cunorm.torch.linear import (  # noqa: E402
     float8_products,
     side_by_side,
 )
-from cunorm.torch.norm import float8, launching  # noqa: E402
+from cunorm.torch.norm import float8, gpu  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,7 +143,7 @@ def test_the_current_stream_is_asked_for_at_every_launch(on_a_gpu, monkeypatch):
     module, (x, dy) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(40)
     with autocast():
         for stream in (3, 5):
-            monkeypatch.setattr(launching, "_stream", lambda index, stream=stream: stream)
+            monkeypatch.setattr(gpu, "stream", lambda index, stream=stream: stream)
             on_a_gpu.streams.clear()
             step(module, x, dy)
             assert set(on_a_gpu.streams) == {stream}

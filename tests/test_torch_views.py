@@ -24,7 +24,7 @@ import cunorm
 def torch_on_the_stand_in(monkeypatch):
     """What runs plans, until the end of the test."""
     torch = pytest.importorskip("torch")
-    from cunorm.torch.norm import functional, launching
+    from cunorm.torch.norm import functional, gpu, launching
 
     if missing():
         pytest.skip(missing())
@@ -36,9 +36,10 @@ def torch_on_the_stand_in(monkeypatch):
 
     runs = cpu_cupy.Runs(Machine())
     runs.allocated = 0
-    parts = {"_current_device": lambda: -1, "_stream": lambda _: 0, "_empty": empty, "launch": runs}
-    parts |= {"properties_of": lambda *_: SMALL, "_recipes": {}, "_families": {}, "_calls": {}}
+    parts = {"current_device": lambda: -1, "stream": lambda _: 0, "empty": empty, "properties_of": lambda *_: SMALL}
     for name, part in parts.items():
+        monkeypatch.setattr(gpu, name, part)
+    for name, part in {"launch": runs, "_recipes": {}, "_families": {}, "_calls": {}}.items():
         monkeypatch.setattr(launching, name, part)
     monkeypatch.setattr(functional, "_at_once", lambda *_: True)
     monkeypatch.setattr(functional, "launchable", lambda _: True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cpu_functions import FEW_SMS
 
-from cunorm.torch.norm import launching, nodes
+from cunorm.torch.norm import gpu, launching, nodes
 
 
 class Launches:
@@ -67,13 +67,15 @@ def on_the_stand_in(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> La
         pytest.skip(cpu_device.missing())
     launches = Launches(monkeypatch)
     parts = {
-        "_current_device": lambda: -1,
-        "_stream": lambda _: 0,
-        "_empty": empty,
+        "current_device": lambda: -1,
+        "stream": lambda _: 0,
+        "empty": empty,
         "properties_of": lambda *_: FEW_SMS,
     }
-    for name, part in (parts | {"_recipes": {}, "_families": {}, "_calls": {}}).items():
-        monkeypatch.setattr(launching, name, part)
+    for name, part in parts.items():
+        monkeypatch.setattr(gpu, name, part)
+    for kept in ("_recipes", "_families", "_calls"):
+        monkeypatch.setattr(launching, kept, {})
     for module in (launching, *modules):
         monkeypatch.setattr(module, "launch", launches)
         for kept in ("_plans", "_recipes"):

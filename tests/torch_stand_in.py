@@ -10,7 +10,7 @@ import cpu_device
 import torch
 from cpu_functions import SMALL
 
-from cunorm.torch.norm import functional, fused_dispatch, fused_launching, launching, nodes, sandwich_launching
+from cunorm.torch.norm import functional, fused_dispatch, fused_launching, gpu, nodes, sandwich_launching
 
 
 def play(monkeypatch: Any) -> cpu_cupy.Runs:
@@ -24,12 +24,12 @@ def play(monkeypatch: Any) -> cpu_cupy.Runs:
 
     runs.allocated = []
     for name, part in {
-        "_current_device": lambda: -1,
-        "_stream": lambda _: 0,
-        "_empty": empty,
+        "current_device": lambda: -1,
+        "stream": lambda _: 0,
+        "empty": empty,
         "properties_of": lambda *_: SMALL,
     }.items():
-        monkeypatch.setattr(launching, name, part)
+        monkeypatch.setattr(gpu, name, part)
     for module in (fused_launching, sandwich_launching):
         monkeypatch.setattr(module, "launch", runs)
     for recipes in ("_recipes", "_backward_recipes"):

@@ -28,7 +28,7 @@ from ...linear.float8_spec import padded
 from ...norm.float8 import NAMES
 from ...norm.problem import ITEMSIZE
 from ...operation import NAMED
-from ..norm import checks, launching
+from ..norm import checks, gpu, launching
 
 FORMATS = {name: getattr(torch, full) for name, full in NAMES.items()}
 _plans: dict[Hashable, CastPlan] = {}
@@ -51,7 +51,7 @@ def cast_rows(
     float8_casts.as_right makes them. float64 is refused.
     """
     index = a.get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             options = {"scale": scale, "power_2_scale": power_2_scale}
             wanted = {"column_sums": column_sums, "column_amax": column_amax, "sum_dtype": sum_dtype}
@@ -59,7 +59,7 @@ def cast_rows(
     rows, cols = a.shape
     a = _rows_contiguous(a)
     found, scales = _operand(rows, cols, dtype, scale, right)
-    sums = launching._empty((cols,), (1,), sum_dtype) if column_sums else None
+    sums = gpu.empty((cols,), (1,), sum_dtype) if column_sums else None
     amax = _vector(cols) if column_amax else None
     if rows == 0 or cols == 0:
         return found, scales.fill_(1) if scale is None else scales, _zeros(sums), _zeros(amax)
@@ -73,8 +73,8 @@ def cast_rows(
         plan = _plan(plan_rows, problem, a, key)
     pointers = [pointer, *(() if scale is None else (scale.data_ptr(),)), found.data_ptr()]
     pointers += [one.data_ptr() for one in (None if scale is not None else scales, sums, amax) if one is not None]
-    workspace = launching._empty((plan.workspace,), (1,), torch.uint8).data_ptr() if plan.workspace else 0
-    launch.run(plan, index, launching._stream(index), pointers, workspace)
+    workspace = gpu.empty((plan.workspace,), (1,), torch.uint8).data_ptr() if plan.workspace else 0
+    launch.run(plan, index, gpu.stream(index), pointers, workspace)
     return found, scales, sums, amax
 
 
@@ -92,7 +92,7 @@ def cast_columns(
     Rows are padded with zeros to a multiple of 16. `scale` and `right` as there.
     """
     index = a.get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale, right=right)
     rows, cols = a.shape
@@ -111,7 +111,7 @@ def cast_columns(
     else:
         assert amax is not None
         pointers = (pointer, amax.data_ptr(), found.data_ptr(), scales.data_ptr())
-    launch.run(plan, index, launching._stream(index), pointers)
+    launch.run(plan, index, gpu.stream(index), pointers)
     return found, scales
 
 
@@ -131,7 +131,7 @@ def normalised_columns(
     `statistics` are what the forward pass saved, (2, rows), or (1, rows) without a mean; `operation` is one of NAMED.
     """
     index = x.get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             more = (ln_weight, ln_bias, operation, dtype)
             return normalised_columns(x, statistics, *more, power_2_scale=power_2_scale)
@@ -164,19 +164,19 @@ def normalised_columns(
     mean = statistics.data_ptr()
     kept = (mean, mean + 4 * rows) if statistics.shape[0] == 2 else (mean,)
     pointers = (pointer, *others, *kept, found.data_ptr(), scales.data_ptr())
-    launch.run(plan, index, launching._stream(index), pointers)
+    launch.run(plan, index, gpu.stream(index), pointers)
     return found, scales
 
 
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """product (rows, outs) * row_scale (rows,) * column_scale (1, outs) + bias (outs,), rounded once to `dtype`."""
     index = product.get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return scaled(product, row_scale, column_scale, bias, dtype)
     rows, cols = product.shape
     product, row_scale, column_scale = product.contiguous(), row_scale.contiguous(), column_scale.contiguous()
-    y = launching._empty((rows, cols), (cols, 1), dtype)
+    y = gpu.empty((rows, cols), (cols, 1), dtype)
     if rows == 0 or cols == 0:
         return y
     pointers = [product.data_ptr(), column_scale.data_ptr(), y.data_ptr()]
@@ -193,12 +193,12 @@ def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tenso
     if plan is None:
         names = (_name(product), checks.dtype_name(dtype), None if bias is None else checks.dtype_name(bias.dtype))
         plan = _plan(plan_product, ProductProblem(rows, cols, *names, aligned), product, key)
-    launch.run(plan, index, launching._stream(index), pointers)
+    launch.run(plan, index, gpu.stream(index), pointers)
     return y
 
 
 def _plan(plan_of: Callable[..., CastPlan], problem: Any, tensor: Tensor, key: Hashable) -> CastPlan:
-    return launching.keep(_plans, key, plan_of(problem, launching.properties_of("cast to 8 bits", tensor)))
+    return launching.keep(_plans, key, plan_of(problem, gpu.properties_of("cast to 8 bits", tensor)))
 
 
 def _name(tensor: Tensor) -> str:
@@ -213,7 +213,7 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
 
 
 def _vector(size: int) -> Tensor:
-    return launching._empty((size,), (1,), torch.float32)
+    return gpu.empty((size,), (1,), torch.float32)
 
 
 def _operand(
@@ -221,9 +221,9 @@ def _operand(
 ) -> tuple[Tensor, Tensor]:
     """Memory of bytes (outer, inner) and their scales; to the right of a product, what a view would make of it."""
     if right:
-        found = launching._empty((inner, outer), (1, inner), FORMATS[dtype])
-        return found, launching._empty((1, outer), (outer, 1), torch.float32) if scale is None else scale
-    return launching._empty((outer, inner), (inner, 1), FORMATS[dtype]), _vector(outer) if scale is None else scale
+        found = gpu.empty((inner, outer), (1, inner), FORMATS[dtype])
+        return found, gpu.empty((1, outer), (outer, 1), torch.float32) if scale is None else scale
+    return gpu.empty((outer, inner), (inner, 1), FORMATS[dtype]), _vector(outer) if scale is None else scale
 
 
 def _zeros(vector: Tensor | None) -> Tensor | None:

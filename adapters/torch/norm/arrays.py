@@ -15,7 +15,7 @@ from torch import Tensor
 from ...norm import checks as core
 from ...norm.checks import Layout
 from ...operation import name_of
-from . import checks, formulas, functional, launching, operators
+from . import checks, formulas, functional, gpu, launching, operators
 
 
 def forward(
@@ -174,7 +174,7 @@ def mean_and_rstd(statistics: Tensor) -> tuple[Tensor | None, Tensor]:
 
 def _check_sm_margin(function: str, sm_margin: Any, x: Tensor) -> None:
     real = type(x) in functional.PLAIN and x.is_cuda and not torch.compiler.is_compiling()
-    core.check_sm_margin(function, sm_margin, launching.properties_of(function, x).sms if real else None)
+    core.check_sm_margin(function, sm_margin, gpu.properties_of(function, x).sms if real else None)
 
 
 def _check_out(

@@ -22,7 +22,7 @@ from ...norm.plan import plan
 from ...norm.problem import BLOCK, FLOAT8, argument_order
 from ...norm.steps import Plan
 from ...operation import name_of
-from . import arrays, checks, formulas, functional, launching, operators
+from . import arrays, checks, formulas, functional, gpu, launching, operators
 
 
 class Recipe(NamedTuple):
@@ -165,7 +165,7 @@ def launched_by(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """As `launched`, by a recipe made of such tensors, wherever they lie."""
     index = x.get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return launched_by(recipe, x, weight, bias, eps, scales, wants_statistics)
     x_pointer = x.data_ptr()
@@ -176,31 +176,31 @@ def launched_by(
         return launched_by(recipe, x, weight, bias, eps, scales, wants_statistics)
     y_pointer = mean_pointer = rstd_pointer = 0
     y = statistics = None
-    found = launching._empty(*recipe.found)
+    found = gpu.empty(*recipe.found)
     if scales is None:
-        scales = launching._empty(*recipe.scales)
+        scales = gpu.empty(*recipe.scales)
     if recipe.y is not None:
-        y = launching._empty(*recipe.y)
+        y = gpu.empty(*recipe.y)
         y_pointer = y.data_ptr()
     if wants_statistics:
-        statistics = launching._empty(*recipe.statistics)
+        statistics = gpu.empty(*recipe.statistics)
         mean_pointer = statistics.data_ptr()  # rms_norm's kernels write none
         rstd_pointer = mean_pointer + recipe.rstd_offset
     if recipe.plan is None:
         return found, scales, y, statistics
     if recipe.copied:
-        x, weight, bias = launching._contiguous((x, weight, bias), recipe.copies)
-        x_pointer, weight_pointer, bias_pointer = map(launching._pointer, (x, weight, bias))
+        x, weight, bias = gpu.contiguous((x, weight, bias), recipe.copies)
+        x_pointer, weight_pointer, bias_pointer = map(gpu.pointer, (x, weight, bias))
     given = (x_pointer, weight_pointer, bias_pointer, scales.data_ptr(), found.data_ptr(), y_pointer)
     arguments = recipe.order((*given, mean_pointer, rstd_pointer, eps))
-    launch.run(recipe.plan, index, launching._stream(index), arguments)
+    launch.run(recipe.plan, index, gpu.stream(index), arguments)
     return found, scales, y, statistics
 
 
 def _recipe(options, x, weight, bias, aligned) -> Recipe:
     operation, shape, granularity, name, sm_margin, of_y = options
     norm = checks.function_of(operation)
-    cols, x_rows = math.prod(shape), launching._row_strides(x, len(shape))
+    cols, x_rows = math.prod(shape), gpu.row_strides_of(x, len(shape))
     copies = (x_rows is None, *(one is not None and not one.is_contiguous() for one in (weight, bias)))
     logs.copied(f"{norm}_fp8", ("x", "weight", "bias"), (x, weight, bias), copies)
     rows = math.prod(x.shape) // cols
@@ -219,10 +219,10 @@ def _recipe(options, x, weight, bias, aligned) -> Recipe:
         sm_margin=sm_margin,
         aligned=aligned,
     )
-    properties = launching.properties_of(norm, x)
+    properties = gpu.properties_of(norm, x)
     leading = tuple(x.shape[: x.dim() - len(shape)])
     has_mean = formulas.subtracts_mean(operation)
-    contiguously = launching._contiguously
+    contiguously = gpu.contiguously
     return Recipe(
         plan=plan(problem, properties) if problem.rows else None,
         copies=copies,

@@ -59,12 +59,12 @@ def run(
         )
         return results, statistics
     if "torch.distributed.tensor" in sys.modules:  # somebody may hand us a DTensor
-        from . import fused_sharding
+        from . import fused_memory, fused_sharding
 
         if fused_sharding.is_sharded(tensors):
             return fused_sharding.run(run, call, tensors, numbers, eps, wants_statistics)
     x, *operands = [
-        fused_launching.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
+        fused_memory.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
     ]
     fused.check_operands(call.function, x, dict(zip(call.names[1:], operands, strict=True)), demanded=call.demanded)
     elsewhere = not tensors[0].is_cuda or torch.onnx.is_in_onnx_export()

@@ -19,7 +19,7 @@ from ...norm.fused_recipe import forward_recipe, scalars_of
 from ...norm.problem import argument_order
 from ...norm.steps import Plan
 from ...operation import Operation, name_of
-from . import checks, float8, fused_dispatch, fused_launching, launching, operators
+from . import checks, float8, fused_dispatch, fused_launching, fused_memory, gpu, launching, operators
 from .fused_launching import Call, Memory, call_of
 
 
@@ -94,17 +94,17 @@ def launched(
 ) -> dict[str, Tensor]:
     """The results by the kernel, on torch's current stream. `scales` is one for all, which is a result then."""
     index = tensors[0].get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return launched(call, tensors, numbers, eps, store, scales)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    aligned = fused_launching._aligned(call.names, pointers, tensors, tensors[0].shape)
+    aligned = fused_memory.aligned(call.names, pointers, tensors, tensors[0].shape)
     key = (call, store, aligned, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
     recipe = _recipes.get(key)
     if recipe is None:
         recipe = launching.keep(_recipes, key, _recipe(call, tensors, store, aligned))
     plan, copies, memory, order = recipe
-    results = {name: launching._empty(*one) for name, one in memory}
+    results = {name: gpu.empty(*one) for name, one in memory}
     pointers_of_results = [one.data_ptr() for one in results.values()]
     if scales is not None:
         results["y8_scale"] = scales
@@ -112,10 +112,10 @@ def launched(
     if plan is None or order is None:
         return results
     if copies:
-        tensors = fused_launching._copied(tensors, copies, pointers)
+        tensors = fused_memory.copied(tensors, copies, pointers)
     scalars = scalars_of(plan, dict(zip(call.numbers, numbers, strict=True), eps=eps))
     arguments = (*order((*pointers, *pointers_of_results, 0, 0)), *scalars)
-    launch.run(plan, index, launching._stream(index), arguments)
+    launch.run(plan, index, gpu.stream(index), arguments)
     return results
 
 
@@ -125,7 +125,7 @@ def _recipe(call: Call, tensors: Sequence[Tensor], store: Float8Store, aligned: 
         call.function,
         call.operation,
         fused_launching.given_of(call, layouts),
-        launching.properties_of(call.function, tensors[0]),
+        gpu.properties_of(call.function, tensors[0]),
         demanded=call.demanded,
         dtype=call.dtype,
         s_dtype=call.s_dtype,
@@ -133,12 +133,12 @@ def _recipe(call: Call, tensors: Sequence[Tensor], store: Float8Store, aligned: 
         aligned=aligned,
         float8=store,
     )
-    results = tuple((name, fused_launching._memory(shape, dtype)) for name, shape, dtype in found.written)
+    results = tuple((name, fused_memory.memory(shape, dtype)) for name, shape, dtype in found.written)
     of_scale = ("y8_scale",) if store.granularity == "tensor" else ()
     names = (*call.names, *(name for name, _ in results), *of_scale, "mean", "rstd")
     return Recipe(
         plan=found.plan,
-        copies=fused_launching._copies(found, call.names, {name: one.shape for name, one in layouts.items()}),
+        copies=fused_memory.copies(found, call.names, {name: one.shape for name, one in layouts.items()}),
         results=results,
         order=None if found.plan is None else argument_order(found.plan.problem, names),
     )

@@ -16,12 +16,12 @@ from torch import Tensor
 from ... import launch
 from ...norm import fused
 from ...norm.checks import Layout
-from ...norm.fused_recipe import Recipe, backward_recipe, forward_recipe, scalars_of
+from ...norm.fused_recipe import backward_recipe, forward_recipe, scalars_of
 from ...norm.problem import argument_order, backward_reads
 from ...norm.steps import Plan
 from ...operation import NORMS, Operation, derivative
-from . import checks, launching
-from .launching import Memory
+from . import checks, fused_memory, gpu, launching
+from .gpu import Memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,40 +130,45 @@ def forward(
 ) -> tuple[list[Tensor], Tensor | None, Family]:
     """(results in the order of `returns`, statistics as formulas.py has them, what `backward` wants)"""
     index = tensors[0].get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return forward(call, tensors, numbers, eps, wants_statistics, sm_margin=sm_margin)
     pointers = [tensor.data_ptr() for tensor in tensors]
     recipe = recipe_of(call, tensors, pointers, sm_margin)
     plan, copies, memory, memory_of_statistics, rstd_offset, order, family = recipe
-    results = [launching._empty(*one) for one in memory]
+    results = [gpu.empty(*one) for one in memory]
     statistics = None
     mean_pointer = rstd_pointer = 0
     if wants_statistics:
-        statistics = launching._empty(*memory_of_statistics)
+        statistics = gpu.empty(*memory_of_statistics)
         mean_pointer = statistics.data_ptr()
         rstd_pointer = mean_pointer + rstd_offset
     if plan is None or order is None:
         return results, statistics, family
     if copies:
-        tensors = _copied(tensors, copies, pointers)
+        tensors = fused_memory.copied(tensors, copies, pointers)
     for result in results:
         pointers.append(result.data_ptr())
     pointers += (mean_pointer, rstd_pointer)
     scalars = (eps,)
     if call.numbers:
         scalars = scalars_of(plan, dict(zip(call.numbers, numbers, strict=True), eps=eps))
-    launch.run(plan, index, launching._stream(index), (*order(pointers), *scalars))
+    launch.run(plan, index, gpu.stream(index), (*order(pointers), *scalars))
     return results, statistics, family
 
 
 def recipe_of(call: Call, tensors: Sequence[Tensor], pointers: Sequence[int], sm_margin: int) -> Forward:
-    aligned = _aligned(call.names, pointers, tensors, tensors[0].shape)
+    aligned = fused_memory.aligned(call.names, pointers, tensors, tensors[0].shape)
     key = (aligned, sm_margin, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
     recipe = call.recipes.get(key)
     if recipe is None:
         recipe = launching.keep(call.recipes, key, _forward_recipe(call, tensors, sm_margin, aligned))
     return recipe
+
+
+def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
+    """Of x and the operands that are tensors."""
+    return {name: fused_memory.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
 
 
 def _forward_recipe(call: Call, tensors: Sequence[Tensor], sm_margin: int, aligned: bool) -> Forward:
@@ -172,7 +177,7 @@ def _forward_recipe(call: Call, tensors: Sequence[Tensor], sm_margin: int, align
         call.function,
         call.operation,
         given_of(call, layouts),
-        launching.properties_of(call.function, tensors[0]),
+        gpu.properties_of(call.function, tensors[0]),
         demanded=call.demanded,
         dtype=call.dtype,
         s_dtype=call.s_dtype,
@@ -184,9 +189,9 @@ def _forward_recipe(call: Call, tensors: Sequence[Tensor], sm_margin: int, align
     names = (*call.names, *call.operation.returns, "mean", "rstd")
     return Forward(
         plan=recipe.plan,
-        copies=_copies(recipe, call.names, {name: one.shape for name, one in layouts.items()}),
-        results=tuple(_memory(shape, dtype) for _, shape, dtype in recipe.written),
-        statistics=_memory((len(statistics), *leading), recipe.statistics[0][2]),
+        copies=fused_memory.copies(recipe, call.names, {name: one.shape for name, one in layouts.items()}),
+        results=tuple(fused_memory.memory(shape, dtype) for _, shape, dtype in recipe.written),
+        statistics=fused_memory.memory((len(statistics), *leading), recipe.statistics[0][2]),
         rstd_offset=_rstd_offset(recipe.plan),
         order=None if recipe.plan is None else argument_order(recipe.plan.problem, names),
         family=family(call, layouts),
@@ -201,7 +206,7 @@ def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, fused.Given
 
 def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
     """What `backward` wants to know of tensors that it does not see."""
-    contiguous = {name: one._replace(strides=_strides(one.shape)) for name, one in layouts.items()}
+    contiguous = {name: one._replace(strides=fused_memory.strides(one.shape)) for name, one in layouts.items()}
     key = tuple(contiguous.values())
     found = call.families.get(key)
     return found or launching.keep(call.families, key, Family(call, contiguous, {}))
@@ -240,22 +245,22 @@ def backward(
     `saved` are the tensors `names`, those of Call.saved at least. Shapes and devices fit: autograd sees to it.
     """
     index = statistics.get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return backward(family, names, saved, numbers, dy, ds, statistics, wanted)
     tensors = (dy, ds, *saved)
     pointers = [0 if one is None else one.data_ptr() for one in tensors]
     recipe = backward_recipe_of(family, names, tensors, pointers, statistics, wanted)
     plan, copies, memory, _, places, sums, zeros, rstd_offset, order = recipe
-    gradients = [launching._empty(*one) for one in memory]
+    gradients = [gpu.empty(*one) for one in memory]
     if plan is None or order is None:  # sums over no rows
         return _summed([gradients[place].zero_() for place in places], sums)
     if copies:
-        tensors = _copied(tensors, copies, pointers)
+        tensors = fused_memory.copied(tensors, copies, pointers)
     if zeros is not None:
-        dy = launching._empty(*zeros).zero_()
+        dy = gpu.empty(*zeros).zero_()
         pointers[0] = dy.data_ptr()
-    workspace = launching._empty((plan.workspace,), (1,), torch.uint8) if plan.workspace else None
+    workspace = gpu.empty((plan.workspace,), (1,), torch.uint8) if plan.workspace else None
     if not statistics.is_contiguous():  # vmap may have moved its axes
         statistics = statistics.contiguous()
     mean_pointer = statistics.data_ptr()
@@ -264,7 +269,7 @@ def backward(
         pointers.append(gradient.data_ptr())
     scalars = scalars_of(plan, dict(zip(family.call.numbers, numbers, strict=True))) if numbers else ()
     workspace_pointer = 0 if workspace is None else workspace.data_ptr()
-    launch.run(plan, index, launching._stream(index), (*order(pointers), *scalars), workspace_pointer)
+    launch.run(plan, index, gpu.stream(index), (*order(pointers), *scalars), workspace_pointer)
     return _summed([gradients[place] for place in places], sums)
 
 
@@ -278,7 +283,7 @@ def backward_recipe_of(
 ) -> Backward:
     """`tensors` are dy, ds and those of `names`."""
     names = ("dy", "ds", *names)
-    aligned = _aligned(names, pointers, tensors, family.layouts["x"].shape)
+    aligned = fused_memory.aligned(names, pointers, tensors, family.layouts["x"].shape)
     key = (wanted, names, aligned, *[None if one is None else (one.stride(), one.dtype) for one in tensors])
     recipe = family.recipes.get(key)
     if recipe is None:
@@ -286,15 +291,6 @@ def backward_recipe_of(
         made = _backward_recipe(family, named, statistics, wanted, aligned)
         recipe = launching.keep(family.recipes, key, made)
     return recipe
-
-
-def _copied(tensors: Sequence[Tensor | None], copies: tuple, pointers: list[int]) -> list[Tensor | None]:
-    """The tensors, those of `copies` made contiguous and their pointers with them. Hold them until the launch."""
-    copied = list(tensors)
-    for place, shape in copies:
-        copied[place] = tensors[place].expand(shape).contiguous()
-        pointers[place] = copied[place].data_ptr()
-    return copied
 
 
 def _summed(gradients: list[Tensor], sums: Mapping[int, tuple]) -> list[Tensor]:
@@ -310,11 +306,14 @@ def _backward_recipe(
     function = f"backward of {call.function}"
     present = {name: one for name, one in tensors.items() if one is not None}
     read = {
-        name: layout(function, name, present[name]) for name in (*present.keys() & {"dy", "ds"}, *call.saved(wanted))
+        name: fused_memory.layout(function, name, present[name])
+        for name in (*present.keys() & {"dy", "ds"}, *call.saved(wanted))
     }
     of_rows = layouts["x"].shape[:-1]
     read |= {
-        name: Layout(of_rows, _strides(of_rows), checks.dtype_name(statistics.dtype), str(statistics.device))
+        name: Layout(
+            of_rows, fused_memory.strides(of_rows), checks.dtype_name(statistics.dtype), str(statistics.device)
+        )
         for name in NORMS[call.operation.norm].statistics
     }
     recipe = backward_recipe(
@@ -322,7 +321,7 @@ def _backward_recipe(
         call.operation,
         given_of(call, layouts) | read,
         wanted,
-        launching.properties_of(call.function, statistics),
+        gpu.properties_of(call.function, statistics),
         demanded=call.demanded,
         s_dtype=call.s_dtype,
         sm_margin=call.sm_margins[1],
@@ -336,62 +335,18 @@ def _backward_recipe(
     names = (*tensors, "mean", "rstd", *written)
     return Backward(
         plan=recipe.plan,
-        copies=_copies(recipe, tuple(tensors), {name: one.shape for name, one in read.items()}),
-        gradients=tuple(_memory(shape, dtype) for _, shape, dtype in recipe.written),
+        copies=fused_memory.copies(recipe, tuple(tensors), {name: one.shape for name, one in read.items()}),
+        gradients=tuple(fused_memory.memory(shape, dtype) for _, shape, dtype in recipe.written),
         written=tuple(written),
         places=tuple(written.index(found[name]) for name in wanted),
         sums=sums,
-        zeros=None if recipe.dy is None else _memory(*recipe.dy[1:]),
+        zeros=None if recipe.dy is None else fused_memory.memory(*recipe.dy[1:]),
         rstd_offset=_rstd_offset(recipe.plan),
         order=None if recipe.plan is None else argument_order(recipe.plan.problem, names),
     )
-
-
-def _copies(
-    recipe: Recipe, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    shapes = shapes | dict(recipe.expanded)
-    return tuple((names.index(name), shapes[name]) for name in recipe.copies)
-
-
-def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
-    """Of x and the operands that are tensors."""
-    return {name: layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
-
-
-def layout(function: str, name: str, tensor: Tensor) -> Layout:
-    kind = checks.unlike_strided(tensor)
-    if kind:
-        raise TypeError(f"{function}: {name} must be a strided tensor; got {kind}. Convert it first.")
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    return Layout(shape, strides, checks.dtype_name(tensor.dtype), str(tensor.device))
-
-
-def _memory(shape: Sequence[int], dtype: str) -> Memory:
-    return launching._contiguously(shape, getattr(torch, dtype))
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    _, strides, _ = _memory(shape, "float32")
-    return strides
 
 
 def _rstd_offset(plan: Plan | None) -> int:
     if plan is None or not plan.problem.norm.subtracts_mean:
         return 0
     return plan.problem.rows * getattr(torch, plan.problem.compute).itemsize
-
-
-def _aligned(
-    names: Sequence[str], pointers: Sequence[int], tensors: Sequence[Tensor | None], of_x: tuple[int, ...]
-) -> bool:
-    """All tensors that are read by packs begin at multiples of 16 bytes; what torch allocates does."""
-    together = 0
-    for pointer in pointers:
-        together |= pointer
-    if not together & 15:
-        return True
-    return not any(
-        pointer & 15 and one is not None and fused.read_by_packs(name, tuple(one.shape), tuple(of_x))
-        for name, pointer, one in zip(names, pointers, tensors, strict=True)
-    )

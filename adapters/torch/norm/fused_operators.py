@@ -26,7 +26,7 @@ from ...fusion import composed
 from ...norm import fused
 from ...norm.problem import compute_dtype
 from ...operation import NORMS, Operation
-from . import checks, functional, fused_formulas, fused_launching, operators
+from . import checks, functional, fused_formulas, fused_launching, fused_memory, operators
 from .fused_launching import Call, call_of
 
 _library = operators._library
@@ -164,7 +164,7 @@ def _backward_cuda(
     )
     tensors = [x, *operands]
     layouts = {
-        name: fused_launching.layout(call.function, name, tensor)._replace(dtype=dtype)
+        name: fused_memory.layout(call.function, name, tensor)._replace(dtype=dtype)
         for name, tensor, dtype in zip(call.names, tensors, dtypes, strict=True)
     }
     family = fused_launching.family(call, layouts)

@@ -6,35 +6,23 @@ What follows from layouts and options alone is worked out once and kept as a rec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import device, launch, logs
-from ...norm.checks import Layout, check_sm_margin, row_strides
+from ... import launch, logs
+from ...norm.checks import check_sm_margin
 from ...norm.plain_problems import BACKWARD, FORWARD, plain
 from ...norm.plan import plan
 from ...norm.problem import RowStrides, argument_order
 from ...norm.steps import Plan
-from . import checks
+from . import checks, gpu
 from .formulas import compute_dtype
 from .repeats import Alike, remember
 
-Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
-
 RECIPES = 4096  # kept at most
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in a torch without CUDA
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
-
-
-def _empty_on_current_device(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-
-
-# What inductor's own code allocates with: a call takes 1.2 us on an H200's host, torch.empty 3.5.
-_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_on_current_device)
 
 
 class Recipe(NamedTuple):
@@ -43,8 +31,8 @@ class Recipe(NamedTuple):
     plan: Plan | None
     copies: tuple[bool, ...]  # which inputs must be made contiguous, in the order of the call's tensors
     copied: bool  # any of them
-    first: Memory  # of y, or of dx
-    second: Memory  # of statistics, or of dweight and dbias
+    first: gpu.Memory  # of y, or of dx
+    second: gpu.Memory  # of statistics, or of dweight and dbias
     rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
     order: Callable[..., Any]  # picks, of all pointers and numbers of a call, what the plan takes
     family: Family  # of the backward passes of a forward one
@@ -74,11 +62,6 @@ class Call(NamedTuple):
     backward_margin: int
     bias_dtype: torch.dtype | None
     compiled: Any = None  # what serves such a call in C++ (norm_nodes.py)
-
-
-def _contiguously(shape: Sequence[int], dtype: torch.dtype) -> Memory:
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return tuple(shape), tuple(strides), dtype
 
 
 _recipes: dict[Hashable, Recipe] = {}
@@ -162,7 +145,7 @@ def forward_by(
 ) -> tuple[Tensor, Tensor | None]:
     """(y, statistics) by a recipe made of such tensors, wherever they lie."""
     index = x.get_device()
-    if index != _current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return forward_by(recipe, x, weight, bias, eps, wants_statistics, out)
     plan, copies, copied, first, second, rstd_offset, order, _, temporary, aligned, options = recipe
@@ -172,20 +155,20 @@ def forward_by(
     out_pointer = 0 if out is None else out.data_ptr()
     if ((x_pointer | weight_pointer | bias_pointer | out_pointer) & 15 == 0) is not aligned:
         return forward_by(recipe_of(x, weight, bias, options, out), x, weight, bias, eps, wants_statistics, out)
-    y = _empty(*first) if out is None or temporary else out
+    y = gpu.empty(*first) if out is None or temporary else out
     statistics = None
     mean_pointer = rstd_pointer = 0
     if wants_statistics:
-        statistics = _empty(*second)
+        statistics = gpu.empty(*second)
         mean_pointer = statistics.data_ptr()  # rms_norm's kernels write none
         rstd_pointer = mean_pointer + rstd_offset
     if plan is None:
         return y if out is None else out, statistics
     if copied:
-        x, weight, bias = _contiguous((x, weight, bias), copies)
-        x_pointer, weight_pointer, bias_pointer = _pointer(x), _pointer(weight), _pointer(bias)
+        x, weight, bias = gpu.contiguous((x, weight, bias), copies)
+        x_pointer, weight_pointer, bias_pointer = gpu.pointer(x), gpu.pointer(weight), gpu.pointer(bias)
     given = (x_pointer, weight_pointer, bias_pointer, y.data_ptr(), mean_pointer, rstd_pointer, eps)
-    launch.run(plan, index, _stream(index), order(given))
+    launch.run(plan, index, gpu.stream(index), order(given))
     return out.copy_(y) if temporary else y, statistics
 
 
@@ -194,10 +177,10 @@ def _forward_recipe(options, x, weight, bias, out, aligned) -> Recipe:
     function = checks.function_of(operation)
     ndim = checks.trailing_axes(function, x, shape)
     checks.forward(operation, x, ndim, weight, bias, dtype)
-    properties = properties_of(function, x)
+    properties = gpu.properties_of(function, x)
     check_sm_margin(function, sm_margin, properties.sms)
     cols = math.prod(x.shape[-ndim:])
-    x_rows, y_rows = _row_strides(x, ndim), _row_strides(out, ndim)
+    x_rows, y_rows = gpu.row_strides_of(x, ndim), gpu.row_strides_of(out, ndim)
     temporary = out is not None and y_rows is None
     leading = x.shape[:-ndim]
     problem = plain(
@@ -219,8 +202,8 @@ def _forward_recipe(options, x, weight, bias, out, aligned) -> Recipe:
         plan=plan(problem, properties) if problem.rows else None,
         copies=copies,
         copied=any(copies),
-        first=_contiguously(x.shape, dtype),
-        second=_contiguously((1 + problem.norm.subtracts_mean, *leading), compute_dtype(x)),
+        first=gpu.contiguously(x.shape, dtype),
+        second=gpu.contiguously((1 + problem.norm.subtracts_mean, *leading), compute_dtype(x)),
         rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
         order=argument_order(problem, FORWARD),
         family=family(operation, ndim, x),
@@ -304,7 +287,7 @@ def backward_by(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As `backward`, by a recipe made of such tensors, wherever they lie."""
     index = x.get_device()
-    if index != _current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return backward_by(recipe, dy, x, statistics, weight, output_mask, in_place, dx_out)
     plan, copies, copied, first, second, rstd_offset, order, family, temporary, aligned, options = recipe
@@ -321,29 +304,29 @@ def backward_by(
         if dx_out is not None and not temporary:
             dx = dx_out
         else:
-            dx = dy if in_place and takes_dx(dy, plan, first) else _empty(*first)
+            dx = dy if in_place and takes_dx(dy, plan, first) else gpu.empty(*first)
         dx_pointer = dx.data_ptr()
     if wants_dweight:
-        dweight = _empty(*second)
+        dweight = gpu.empty(*second)
         dweight_pointer = dweight.data_ptr()
     if wants_dbias:
-        dbias = _empty(*second)
+        dbias = gpu.empty(*second)
         dbias_pointer = dbias.data_ptr()
     if plan is None:  # sums over no rows
         dx = dx if dx_out is None else dx_out
         return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
     if copied:
-        dy, x, weight = _contiguous((dy, x, weight), copies)
-        dy_pointer, x_pointer, weight_pointer = _pointer(dy), _pointer(x), _pointer(weight)
+        dy, x, weight = gpu.contiguous((dy, x, weight), copies)
+        dy_pointer, x_pointer, weight_pointer = gpu.pointer(dy), gpu.pointer(x), gpu.pointer(weight)
     if plan.workspace:
-        workspace = _empty((plan.workspace,), (1,), torch.uint8)
+        workspace = gpu.empty((plan.workspace,), (1,), torch.uint8)
         workspace_pointer = workspace.data_ptr()
     if not statistics.is_contiguous():  # vmap may have moved its axes
         statistics = statistics.contiguous()
     mean_pointer = statistics.data_ptr()
     read = (dy_pointer, x_pointer, mean_pointer, mean_pointer + rstd_offset, weight_pointer)
     arguments = order((*read, dx_pointer, dweight_pointer, dbias_pointer))
-    launch.run(plan, index, _stream(index), arguments, workspace_pointer)
+    launch.run(plan, index, gpu.stream(index), arguments, workspace_pointer)
     return dx_out.copy_(dx) if temporary else dx, dweight, dbias
 
 
@@ -376,11 +359,11 @@ def takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
 def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned) -> Recipe:
     operation, ndim, *_ = family
     function = checks.function_of(operation)
-    properties = properties_of(function, x)
+    properties = gpu.properties_of(function, x)
     check_sm_margin(function, sm_margin, properties.sms)
     shape = x.shape[-ndim:]
     cols = math.prod(shape)
-    dy_rows, x_rows, dx_rows = (_row_strides(tensor, ndim) for tensor in (dy, x, dx_out))
+    dy_rows, x_rows, dx_rows = (gpu.row_strides_of(tensor, ndim) for tensor in (dy, x, dx_out))
     temporary = dx_out is not None and dx_rows is None
     problem = plain(
         operation,
@@ -403,8 +386,8 @@ def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, alig
         plan=plan(problem, properties) if problem.rows and any(output_mask) else None,
         copies=copies,
         copied=any(copies),
-        first=_contiguously(x.shape, x.dtype),
-        second=_contiguously(shape, x.dtype if weight is None else weight.dtype),
+        first=gpu.contiguously(x.shape, x.dtype),
+        second=gpu.contiguously(shape, x.dtype if weight is None else weight.dtype),
         rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
         order=argument_order(problem, BACKWARD),
         family=family,
@@ -421,34 +404,6 @@ def keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
     return value
 
 
-def properties_of(function: str, x: Tensor) -> device.Device:
-    """The GPU of x, as CuPy sees it."""
-    try:
-        return device.current(x.get_device())
-    except ImportError as error:
-        raise ImportError(
-            f"{function}: tensors on a GPU need CuPy; it could not be imported ({error}). "
-            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
-        ) from error
-    except RuntimeError as error:  # CuPy's errors of CUDA are such
-        raise RuntimeError(
-            f"{function}: CuPy cannot use {x.device}, which input is on: {error}. Compare the driver, by nvidia-smi, "
-            "with what `python -m cunorm info` says."
-        ) from error
-
-
-def _row_strides(tensor: Tensor | None, ndim: int) -> RowStrides | None:
-    return None if tensor is None else row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), ndim)
-
-
 def _strides(**rows: RowStrides | None) -> dict[str, RowStrides]:
     """Those of the tensors that are not copied."""
     return {name: strides for name, strides in rows.items() if strides is not None}
-
-
-def _contiguous(tensors: tuple[Tensor | None, ...], copies: tuple[bool, ...]) -> list[Tensor | None]:
-    return [tensor.contiguous() if copy else tensor for tensor, copy in zip(tensors, copies, strict=True)]
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

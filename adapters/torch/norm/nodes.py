@@ -28,7 +28,7 @@ from torch import Tensor
 from ... import launch, logs
 from ...compile import cache_directory, kernel, write
 from ...norm.steps import Plan, Step
-from .launching import Memory
+from .gpu import Memory
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("nodes.cpp", "nodes_autograd.h", "nodes_passes.h"))
 OPTIONS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")

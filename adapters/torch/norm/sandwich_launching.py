@@ -13,7 +13,7 @@ from ...norm.checks import Layout
 from ...norm.fused_recipe import backward_twice_recipe, forward_recipe, one_kernel_norms_twice
 from ...norm.problem import argument_order
 from ...norm.steps import Plan
-from . import checks, fused_launching, launching
+from . import checks, fused_launching, fused_memory, gpu, launching
 from .fused_launching import Call, Memory
 
 
@@ -36,11 +36,11 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
     """(y, s, statistics of x, statistics of s), these as formulas.py has them; None where two launches are needed."""
     index = tensors[0].get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return forward(call, s_dtype, tensors, eps, wants_statistics, sm_margin)
     pointers = [tensor.data_ptr() for tensor in tensors]
-    aligned = fused_launching._aligned(call.names, pointers, tensors, tensors[0].shape)
+    aligned = fused_memory.aligned(call.names, pointers, tensors, tensors[0].shape)
     key = (
         call,
         aligned,
@@ -54,18 +54,18 @@ def forward(
     if recipe is None:
         return None
     plan, copies, memory_of_y, memory_of_s, memory_of_statistics, order = recipe
-    y, s = launching._empty(*memory_of_y), launching._empty(*memory_of_s)
+    y, s = gpu.empty(*memory_of_y), gpu.empty(*memory_of_s)
     of_x = of_s = None
     pointers_of_statistics = (0, 0)
     if wants_statistics:
-        of_x, of_s = launching._empty(*memory_of_statistics), launching._empty(*memory_of_statistics)
+        of_x, of_s = gpu.empty(*memory_of_statistics), gpu.empty(*memory_of_statistics)
         pointers_of_statistics = (of_x.data_ptr(), of_s.data_ptr())
     if plan is None or order is None:
         return y, s, of_x, of_s
     if copies:
-        tensors = fused_launching._copied(tensors, copies, pointers)
+        tensors = fused_memory.copied(tensors, copies, pointers)
     given = (*pointers, y.data_ptr(), s.data_ptr(), *pointers_of_statistics, eps)
-    launch.run(plan, index, launching._stream(index), order(given))
+    launch.run(plan, index, gpu.stream(index), order(given))
     return y, s, of_x, of_s
 
 
@@ -77,7 +77,7 @@ def _recipe(call: Call, s_dtype: str | None, tensors: Sequence[Tensor], sm_margi
         call.function,
         call.operation,
         fused_launching.given_of(call, layouts),
-        launching.properties_of(call.function, tensors[0]),
+        gpu.properties_of(call.function, tensors[0]),
         demanded=call.demanded,
         dtype=call.dtype,
         s_dtype=None,
@@ -88,10 +88,10 @@ def _recipe(call: Call, s_dtype: str | None, tensors: Sequence[Tensor], sm_margi
     names = (*call.names, "y", "s", "rstd", "second_rstd", "eps")
     return Recipe(
         plan=found.plan,
-        copies=fused_launching._copies(found, call.names, {name: one.shape for name, one in layouts.items()}),
-        y=fused_launching._memory(*y[1:]),
-        s=fused_launching._memory(*s[1:]),
-        statistics=fused_launching._memory((1, *of_rows), compute),
+        copies=fused_memory.copies(found, call.names, {name: one.shape for name, one in layouts.items()}),
+        y=fused_memory.memory(*y[1:]),
+        s=fused_memory.memory(*s[1:]),
+        statistics=fused_memory.memory((1, *of_rows), compute),
         order=None if found.plan is None else argument_order(found.plan.problem, names),
     )
 
@@ -114,12 +114,12 @@ def backward(
     are needed. `tensors`: x, s, dy, ds if there is one, and the weights.
     """
     index = of_s.get_device()
-    if index != launching._current_device():
+    if index != gpu.current_device():
         with torch.cuda.device(index):
             return backward(call, tensors, of_x, of_s, wanted)
     given = tuple(tensors.values())
     pointers = [tensor.data_ptr() for tensor in given]
-    aligned = fused_launching._aligned(tuple(tensors), pointers, given, tensors["x"].shape)
+    aligned = fused_memory.aligned(tuple(tensors), pointers, given, tensors["x"].shape)
     key = (
         call,
         tuple(tensors),
@@ -133,27 +133,27 @@ def backward(
     if recipe is None:
         return None
     plan, memory, order = recipe
-    gradients = {name: launching._empty(*one) for name, one in memory}
-    workspace = launching._empty((plan.workspace,), (1,), torch.uint8) if plan.workspace else None
+    gradients = {name: gpu.empty(*one) for name, one in memory}
+    workspace = gpu.empty((plan.workspace,), (1,), torch.uint8) if plan.workspace else None
     of_x, of_s = of_x.contiguous(), of_s.contiguous()  # vmap may have moved their axes
     pointers += (of_x.data_ptr(), of_s.data_ptr())
     pointers += (gradient.data_ptr() for gradient in gradients.values())
     workspace_pointer = 0 if workspace is None else workspace.data_ptr()
-    launch.run(plan, index, launching._stream(index), order(pointers), workspace_pointer)
+    launch.run(plan, index, gpu.stream(index), order(pointers), workspace_pointer)
     return gradients
 
 
 def _backward_recipe(
     call: Call, tensors: Mapping[str, Tensor], of_s: Tensor, wanted: tuple[str, ...], aligned: bool
 ) -> Backward | None:
-    layouts = {name: fused_launching.layout(call.function, name, one) for name, one in tensors.items()}
+    layouts = {name: fused_memory.layout(call.function, name, one) for name, one in tensors.items()}
     x = layouts["x"]
-    of_rows = Layout(x.shape[:-1], fused_launching._strides(x.shape[:-1]), checks.dtype_name(of_s.dtype), x.device)
+    of_rows = Layout(x.shape[:-1], fused_memory.strides(x.shape[:-1]), checks.dtype_name(of_s.dtype), x.device)
     found = backward_twice_recipe(
         call.operation,
         layouts | {"rstd": of_rows, "second_rstd": of_rows},
         wanted,
-        launching.properties_of(call.function, of_s),
+        gpu.properties_of(call.function, of_s),
         sm_margin=call.sm_margins[1],
         aligned=aligned,
     )
@@ -163,6 +163,6 @@ def _backward_recipe(
     gradients = zip(found.gradients, found.written, strict=True)
     return Backward(
         plan=found.plan,
-        gradients=tuple((name, fused_launching._memory(*one[1:])) for (name, _), one in gradients),
+        gradients=tuple((name, fused_memory.memory(*one[1:])) for (name, _), one in gradients),
         order=argument_order(found.plan.problem, names),
     )
