@@ -13,10 +13,11 @@ from unittest import mock
 from cunorm.device import CLUSTER_SIZES, Device
 from cunorm.norm import backward_plan
 from cunorm.norm import plan as norm_plan
-from cunorm.norm.problem import ITEMSIZE, Problem
+from cunorm.norm.problem import Problem
 from cunorm.norm.registers import registers_of
 from cunorm.norm.shapes import ceil_div, shape_of
 from cunorm.norm.shared_memory import dynamic_shared, shared_memory
+from cunorm.norm.short_forward import short_forward
 from cunorm.norm.spec import WARP, NormSpec, RowShape
 from cunorm.norm.steps import Plan
 from cunorm.norm.tiers import choose
@@ -39,12 +40,10 @@ def other_kernels(problem: Problem, device: Device, most: int, *, same_bits: boo
     choice = choose(problem, device)
     if choice is None:
         return []
-    (_, own), found = choice, {}
-    for shape in _shapes(problem, device):
-        if same_bits and shape.order != own.shape.order:
-            continue
+    (tier, own), found = choice, {}
+    for shape in _spread_over_clusters(own.shape, device) if same_bits else _shapes(problem, own.shape, device):
         kernels = _kernels(problem, own, shape)
-        if problem.direction == "forward" and problem.rows <= FEW_ROWS * device.sms:
+        if tier.by is short_forward and problem.rows <= FEW_ROWS * device.sms:
             kernels = chain(kernels, _spread(own, shape))
         for one in kernels:
             ctas = one.ctas_per_sm
@@ -74,14 +73,20 @@ def _choices(spec: NormSpec) -> dict[str, object]:
     return {name: spec.shape.order if name == "order" else getattr(spec, name) for name in CHOICES}
 
 
-def _shapes(problem: Problem, device: Device) -> list[RowShape]:
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    packs = ceil_div(problem.cols, pack)
-    shapes = (
-        shape_of(pack, ceil_div(packs, size), held, size)
+def _spread_over_clusters(own: RowShape, device: Device) -> list[RowShape]:
+    """The same threads of a row in one CTA and in clusters of each size, of whole warps there."""
+    threads = own.threads * own.cluster
+    sizes = filter(device.runs_clusters, (1, *CLUSTER_SIZES))
+    return [RowShape(own.pack, threads // n, own.packs, n) for n in sizes if n == 1 or threads % (n * WARP) == 0]
+
+
+def _shapes(problem: Problem, own: RowShape, device: Device) -> list[RowShape]:
+    packs = ceil_div(problem.cols, own.pack)
+    others = (
+        shape_of(own.pack, ceil_div(packs, size), held, size)
         for size, held in product(filter(device.runs_clusters, (1, *CLUSTER_SIZES)), range(1, MOST_PACKS + 1))
     )
-    return [one for one in dict.fromkeys(shapes) if one.threads <= MOST_THREADS[problem.direction]]
+    return list(dict.fromkeys((*_spread_over_clusters(own, device), *others)))
 
 
 def _kernels(problem: Problem, own: NormSpec, shape: RowShape) -> Iterator[NormSpec]:

@@ -127,15 +127,14 @@ def check_shard_map(op: str, mesh: Mesh, check_vma: bool) -> None:
 def check_lowering_of_shard_map(mesh: Mesh) -> None:
     """Every device launches for its own rows: 2000 over the devices."""
     from cunorm import device
-    from cunorm.norm import plan
-    from cunorm.norm import problem as problems
+    from cunorm.norm import plain_problems, plan
 
     x, weight = numpy.ones((2000, COLS), numpy.float32), numpy.ones(COLS, numpy.float32)
     data, whole = PartitionSpec(mesh.axis_names[0]), PartitionSpec()
     mapped = jax.shard_map(lambda x, w: call("rms_norm", x, w), mesh=mesh, in_specs=(data, whole), out_specs=data)
     text = jax.jit(mapped).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
     (launch,) = calls(text)
-    problem = problems.whole("rms_norm", "forward", 2000 // mesh.size, COLS, "float32", "float32")
+    problem = plain_problems.whole("rms_norm", "forward", 2000 // mesh.size, COLS, "float32", "float32")
     (step,) = plan.plan(problem, device.KNOWN[90]).steps
     assert launch.grid == step.grid, launch.grid
 
