@@ -18,6 +18,8 @@ DEVICE void norm_forward_spread(Operation operation, Load load, Beside beside, C
   constexpr int kPack = Shape::kPack;
   constexpr int kPacks = Shape::kPacks;
   constexpr int kParts = (kPacks + kHeld - 1) / kHeld;
+  static_assert(kHeld == (kPacks + kParts - 1) / kParts, "no thread of any part holds more packs than it must");
+  static_assert(kParts > 1 || Shape::kThreads % 32 == 0, "threads to spare come after several parts");
   using Exchange = RowExchange<Shape, 1, Norm::kValues, Compute>;
   __shared__ Exchange exchange;
   __shared__ Compute lane_sums[Norm::kLaneSums][kPacks][Shape::kThreads];
