@@ -171,7 +171,7 @@ FAULTS = [
     ({"spill_loads": 8, "stack": 8}, "spills 0 bytes of stores, 8 of loads"),
     ({"stack": 16}, "uses 16 bytes of local memory"),
     ({"shared": 49153}, "uses 49153 bytes of shared memory of 49152"),
-    ({"shared": 4}, "uses 4 bytes of shared memory; tiers.py says 0"),
+    ({"shared": 4}, "uses 4 bytes of shared memory; shared_memory.py says 0"),
 ]
 
 

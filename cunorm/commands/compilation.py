@@ -54,7 +54,7 @@ def fault(spec: KernelSpec, used: Resources) -> str:
     if used.shared > SHARED_LIMIT:
         faults.append(f"uses {used.shared} bytes of shared memory of {SHARED_LIMIT}")
     elif used.shared != shared_memory(spec):
-        faults.append(f"uses {used.shared} bytes of shared memory; tiers.py says {shared_memory(spec)}")
+        faults.append(f"uses {used.shared} bytes of shared memory; shared_memory.py says {shared_memory(spec)}")
     return ", ".join(faults)
 
 
