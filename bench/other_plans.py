@@ -42,10 +42,10 @@ def other_kernels(problem: Problem, device: Device, most: int, *, same_bits: boo
         return []
     (tier, own), found = choice, {}
     for shape in _spread_over_clusters(own.shape, device) if same_bits else _shapes(problem, own.shape, device):
-        kernels = _kernels(problem, own, shape)
+        of_shape = _kernels(problem, own, shape)
         if tier.by is short_forward and problem.rows <= FEW_ROWS * device.sms:
-            kernels = chain(kernels, _spread(own, shape))
-        for one in kernels:
+            of_shape = chain(of_shape, _spread(own, shape))
+        for one in of_shape:
             ctas = one.ctas_per_sm
             needed = shared_memory(one) + dynamic_shared(one) + 1024
             if ctas * needed <= device.shared + 1024 and one != own:

@@ -11,6 +11,7 @@ from arrays import inputs
 from cpu_device import Machine, missing
 from cpu_functions import SMALL
 from problems import problem
+from test_launch_choices import drawn
 
 from bench.other_plans import other_kernels, plan_by
 from cunorm.device import KNOWN
@@ -48,12 +49,8 @@ def test_the_nearest_come_first_and_are_distinct(direction):
 def test_other_kernels_are_right(op, cols):
     """A few of them, of rows in parts of warps, warps, CTAs and clusters."""
     x, dy, weight, bias = inputs(numpy, ROWS, cols, "bfloat16")
-    for draw in range(EXAMPLES):
-
-        def other(problem, device, draw=draw):
-            found = other_kernels(problem, device, 10**9)
-            return plan_by(problem, found[draw * 7919 % len(found)], device)
-
+    for number in range(EXAMPLES):
+        other = drawn(number, same_bits=False)
         with mock.patch.object(cpu_functions, "plan", other), mock.patch.object(cpu_functions, "plan_of_many", other):
             cpu_functions.check(Machine("memory"), op, x, dy, weight, bias, device=SMALL)
 

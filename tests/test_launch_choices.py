@@ -27,11 +27,11 @@ DRAWS = 4  # of the launches that a row could have
 STEP = 7919  # a prime, from one drawn launch to the next
 
 
-def drawn(number: int) -> Callable[[Problem, Device], Plan]:
-    """A plan by another kernel that adds rows up in the order in which the plan's own does."""
+def drawn(number: int, same_bits: bool = True) -> Callable[[Problem, Device], Plan]:
+    """A plan by another kernel; `same_bits`: one that adds rows up in the order in which the plan's own does."""
 
     def other(problem: Problem, device: Device) -> Plan:
-        found = other_kernels(problem, device, 10**9, same_bits=True)
+        found = other_kernels(problem, device, 10**9, same_bits=same_bits)
         return plan_by(problem, found[number * STEP % len(found)], device)
 
     return other

@@ -34,8 +34,8 @@ class Held(NamedTuple):
     fused_packs: int = 0  # that a thread holds instead where there is more to do than in a plain norm
 
 
-class Waits(NamedTuple):
-    """How rows wait."""
+class RowsAtOnce(NamedTuple):
+    """How many rows there are at once, and how they wait."""
 
     rows_per_cta: int
     resident: int  # threads that an SM is to hold at once
@@ -51,15 +51,15 @@ def backward_rows(problem: Problem, held: Held, device: Device) -> NormSpec | No
     dear, early, late = is_dear(problem), _asks_early(problem, held), _asks_late(problem, held, shape, device)
     # In 96 registers rows at odd addresses spilled 4 bytes, on sm_100 others 16, and what is kept of g 100.
     few_registers = spec.aligned and device.arch < 100 and not dear
-    waits = _rows_asked_for_late(problem, held, shape) if late else _rows(problem, held, shape, early, few_registers)
+    at_once = _rows_asked_for_late(problem, held, shape) if late else _rows(problem, held, shape, early, few_registers)
     if problem.groups:  # a CTA has rows of one group alone
         whole_warps = _whole_warps(shape)
         of_group = ceil_div(problem.rows // problem.groups.count, whole_warps) * whole_warps
-        waits = waits._replace(rows_per_cta=min(waits.rows_per_cta, of_group))
+        at_once = at_once._replace(rows_per_cta=min(at_once.rows_per_cta, of_group))
     spec = replace(
         spec,
-        rows_per_cta=waits.rows_per_cta,
-        ctas_per_sm=max(1, waits.resident // (shape.threads * waits.rows_per_cta)) if shape.cluster == 1 else 1,
+        rows_per_cta=at_once.rows_per_cta,
+        ctas_per_sm=max(1, at_once.resident // (shape.threads * at_once.rows_per_cta)) if shape.cluster == 1 else 1,
         # Few rows that a warp or two hold ask late: 8 M elements of 256 cols 16.5 us, early 17.1; 64 M 100.5 and 98.7.
         ask_early=early
         and not late
@@ -67,7 +67,7 @@ def backward_rows(problem: Problem, held: Held, device: Device) -> NormSpec | No
         # Of rows at odd addresses three packs spilled 44 bytes with it and none without.
         keeps_g=dear and (spec.aligned or shape.packs <= 2),
     )
-    return _in_shared_memory(spec, waits.stages, problem.rows, device)
+    return _in_shared_memory(spec, at_once.stages, problem.rows, device)
 
 
 def _shape(problem: Problem, held: Held, device: Device) -> RowShape | None:
@@ -99,7 +99,8 @@ def _asks_early(problem: Problem, held: Held) -> bool:
     return sixteen_bits and (held.always_early or early)
 
 
-def _rows(problem: Problem, held: Held, shape: RowShape, early: bool, few_registers: bool) -> Waits:
+def _rows(problem: Problem, held: Held, shape: RowShape, early: bool, few_registers: bool) -> RowsAtOnce:
+    """By the table; of short rows so many as have enough bytes under way."""
     resident = held.resident if few_registers else min(held.resident, 512)
     rows_per_cta = max(1, min(held.cta, resident) // shape.threads) if held.cluster == 1 else 1
     if not held.packs:
@@ -109,7 +110,7 @@ def _rows(problem: Problem, held: Held, shape: RowShape, early: bool, few_regist
             rows_per_cta, ctas = min(ctas * rows_per_cta, held.cta // shape.threads), 1
         resident = min(resident, ctas * rows_per_cta * shape.threads)
     of_three = held.fused_packs and len(matrices_read(problem)) > 2  # a place of three matrices has 48 KB
-    return Waits(rows_per_cta, resident, 2 if of_three else held.stages)
+    return RowsAtOnce(rows_per_cta, resident, 2 if of_three else held.stages)
 
 
 def _rows_under_way(problem: Problem, held: Held, shape: RowShape, early: bool) -> tuple[int, int]:
@@ -162,7 +163,7 @@ def _asks_late(problem: Problem, held: Held, shape: RowShape, device: Device) ->
     return len(results) > 1 and not problem.groups and many and shape.threads >= WARP and held.stages > 0
 
 
-def _rows_asked_for_late(problem: Problem, held: Held, shape: RowShape) -> Waits:
+def _rows_asked_for_late(problem: Problem, held: Held, shape: RowShape) -> RowsAtOnce:
     """One CTA on an SM, so that about 48 KB are under way.
 
     rms_norm_gated of 4096 cols 164 us, early 172; of 3072 cols 168, by 72 KB 180; of 8192 cols 167, by 98 KB 181.
@@ -178,7 +179,7 @@ def _rows_asked_for_late(problem: Problem, held: Held, shape: RowShape) -> Waits
         rows = min(max(1, round(rows)), held.cta // shape.threads)
         if rows == 2:
             rows, stages = 1, 3  # 4096 cols by two rows 175 us
-    return Waits(rows, rows * shape.threads, stages)
+    return RowsAtOnce(rows, rows * shape.threads, stages)
 
 
 def _row_bytes(problem: Problem) -> int:

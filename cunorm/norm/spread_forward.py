@@ -1,5 +1,5 @@
-"""Forward rows by the kernel without turns, which may give a row more threads than those by whose order it is added up:
-of rows that leave SMs idle, or threads of them.
+"""Forward rows that leave SMs idle, or threads of them: by clusters, and by the kernel without turns, which may give a
+row more threads than those by whose order it is added up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def few_rows_forward(problem: Problem, spec: NormSpec, needs: Needs, device: Dev
     spread = replace(spec, kernel="forward_spread")
     if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
         return spread  # 1 x 1600 1.5 us, by a warp 1.75; of several warps and one matrix no gain
-    two = spec.reads_two
     # 32 x 32768 3.98 us, in one CTA 4.9, by four CTAs 4.54; 8 x 8192 with another matrix 2.15 and 2.43.
     # One matrix, H100: 8 x 8192 2.66 us, in one CTA 2.92, beside float32 weights 2.63 and 3.16; RMSNorm 2.37 and 2.54.
     few = 4 * rows <= sms if long else 8 * rows <= sms and places == 1024
@@ -49,7 +48,7 @@ def few_rows_forward(problem: Problem, spec: NormSpec, needs: Needs, device: Dev
     # Beside wide vectors, and dropout, more than one row on an SM spilled 4 to 280 bytes.
     narrow = widest_column(spec) <= ITEMSIZE[problem.row_dtype] and SEED not in (one.name for one in spec.matrices)
     most = sms * (RESIDENT // 2 // shape.threads) if narrow else sms
-    if shape.packs == 4 and shape.threads in (128, 256) and two and sms // 8 < rows <= most:
+    if shape.packs == 4 and shape.threads in (128, 256) and spec.reads_two and sms // 8 < rows <= most:
         # 512 x 4096 with another matrix 6.1 us and 6.5.
         return replace(spread, held=2, ctas_per_sm=ceil_div(rows, sms))
     return None
@@ -62,8 +61,7 @@ def without_turns(problem: Problem, spec: NormSpec, device: Device) -> NormSpec 
     1024 x 3072 5.5 us, in turns 5.7; modulated 5.45 and 6.3.
     """
     shape, resident = spec.shape, RESIDENT // spec.shape.threads
-    two = spec.reads_two
-    if two or spec.finds_scales or not (problem.norm.subtracts_mean or spec.grouped):
+    if spec.reads_two or spec.finds_scales or not (problem.norm.subtracts_mean or spec.grouped):
         return None
     # 64 registers: on sm_100 and sm_120 4 to 12 bytes spilled.
     if shape.packs != 3 or shape.threads <= WARP or not sixteen_bits(spec) or device.arch >= 100:
