@@ -29,7 +29,7 @@ LEAST_REGISTERS = {"forward": 32, "backward": 64}  # of a thread
 FEW_ROWS = 8  # to an SM: of so many a row may have more threads than those that decide its bits
 # What makes two kernels of a row different, for the distance between them.
 CHOICES = ("kernel", "held", "order", "cluster", "rows_per_cta", "ctas_per_sm", "stages", "rows_stay", "ask_early")
-CHOICES += ("columns_stay", "streamed_x", "streamed_y")
+CHOICES += ("columns_stay", "streamed_x")
 
 
 def other_kernels(problem: Problem, device: Device, most: int, *, same_bits: bool = False) -> list[NormSpec]:
@@ -63,7 +63,7 @@ def plan_by(problem: Problem, spec: NormSpec, device: Device) -> Plan:
     with (
         mock.patch.object(norm_plan, "choose", return_value=(choice[0], spec)),
         mock.patch.object(backward_plan, "choose", return_value=(choice[0], spec)),
-        mock.patch.object(backward_plan, "by_halves", lambda _, spec, __: spec),
+        mock.patch.object(backward_plan, "by_turns", lambda _, spec, __: spec),
         mock.patch.object(backward_plan, "adds_columns_beside_rows", return_value=False),
     ):
         return norm_plan.plan.__wrapped__(problem, device)
@@ -121,18 +121,14 @@ def _forward_ways(own: NormSpec, shape: RowShape) -> list[dict[str, object]]:
     both = (False, True)
     early = both if shape.cluster > 1 or shape.threads > WARP else (True,)  # late a warp would have nothing under way
     registers = [
-        {"stages": 0, "rows_stay": False, "ask_early": False, "columns_stay": stay, "streamed_x": x, "streamed_y": y}
-        for stay, x, y in product(both, both, both)
+        {"stages": 0, "rows_stay": False, "ask_early": False, "columns_stay": stay, "streamed_x": x}
+        for stay, x in product(both, both)
     ]
     rings = [
-        {"stages": stages, "rows_stay": False, "ask_early": asked, "columns_stay": stay, "streamed_y": y}
-        for stages, asked, stay, y in product((2, 3), early, both, both)
+        {"stages": stages, "rows_stay": False, "ask_early": asked, "columns_stay": stay}
+        for stages, asked, stay in product((2, 3), early, both)
     ]
-    kept = [
-        {"stages": 1, "rows_stay": True, "ask_early": True, "columns_stay": True, "streamed_y": y}
-        for y in both
-        if own.aligned
-    ]
+    kept = [{"stages": 1, "rows_stay": True, "ask_early": True, "columns_stay": True}] if own.aligned else []
     return registers + rings + kept
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from . import driver
@@ -27,6 +27,12 @@ class Device:
     # sms / size: a cluster lies within a GPC, whose number of SMs is no multiple of 8. 0 where none does, as 16 on a
     # part of a GPU.
     clusters: tuple[int, ...] = ()
+    bandwidth: int = 0  # of its memory, by clock and width, GB/s; 0 where nothing depends on it
+
+    @property
+    def memory_is_slow(self) -> bool:
+        """Whether an SM has nearer to the 25 GB/s of an H100's than to the 37 of an H200's. Hopper alone was timed."""
+        return self.arch == 90 and 0 < self.bandwidth < 31 * self.sms
 
     def runs_clusters(self, size: int) -> bool:
         """Whether a cluster of `size` CTAs can run; of one it always can."""
@@ -48,10 +54,16 @@ KNOWN = {
     80: Device("A100", 80, 108, 163 << 10),
     86: Device("A10", 86, 72, 99 << 10),
     89: Device("L40S", 89, 142, 99 << 10),
-    90: Device("H200", 90, 132, 227 << 10, (66, 30, 15, 7)),
+    90: Device("H200", 90, 132, 227 << 10, (66, 30, 15, 7), 4900),
     100: Device("B200", 100, 148, 227 << 10, (74, 36, 16, 8)),
     120: Device("RTX PRO 6000", 120, 188, 99 << 10, (94, 46, 22, 10)),
 }
+H100 = replace(KNOWN[90], name="H100", bandwidth=3350)
+
+
+def known(arch: int) -> tuple[Device, ...]:
+    """Of an architecture those whose kernels differ."""
+    return (KNOWN[90], H100) if arch == 90 else (KNOWN[arch],)
 
 
 @contextmanager
@@ -75,7 +87,19 @@ def current(device_id: int) -> Device:
     shared = cupy.cuda.runtime.deviceGetAttribute(optin, device_id)
     with cupy.cuda.Device(device_id):
         clusters = tuple(_resident_clusters(size, shared) for size in CLUSTER_SIZES) if arch >= 90 else ()
-    return Device(properties["name"].decode(), arch, properties["multiProcessorCount"], shared, clusters)
+    return Device(
+        properties["name"].decode(), arch, properties["multiProcessorCount"], shared, clusters, _bandwidth(device_id)
+    )
+
+
+def _bandwidth(device_id: int) -> int:
+    """GB/s; two transfers a clock."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    kilohertz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device_id)
+    bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device_id)
+    return 2 * kilohertz * (bits // 8) // 10**6
 
 
 def _resident_clusters(size: int, shared: int) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cunorm.device import Device
+from cunorm.device import KNOWN, Device, known
 from cunorm.norm.plain_problems import plain
 from cunorm.norm.plan import plan
 from cunorm.norm.problem import Problem
+
+DEVICES = {one.name: one for arch in KNOWN for one in known(arch)}
 
 
 def problem(direction: str, rows: int, cols: int, dtype: str, op: str = "layer_norm", **changes: Any) -> Problem:

@@ -16,7 +16,7 @@ from cases import DTYPES
 from cpu_device import Machine, missing
 from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
 from functions import OPS, backward, forward
-from problems import problem
+from problems import DEVICES, problem
 
 from cunorm.commands import matrix
 from cunorm.device import KNOWN, Device
@@ -34,11 +34,11 @@ BATCHES = (
 MANY = 9  # rows on the stand-in: threads take several one after the other
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("direction", TABLES)
-def test_who_owns_which_column_depends_on_the_row_alone(direction, arch):
+def test_who_owns_which_column_depends_on_the_row_alone(direction, name):
     """Not on how many rows there are, where they lie, what is asked for, or how many multiprocessors are left free."""
-    device = KNOWN[arch]
+    device = DEVICES[name]
     asked: list[dict[str, Any]] = [{}]
     if direction == "backward":
         asked = [{"wanted": ("x",)}, {"wanted": ("x", "weight")}]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from cases import DTYPES, SHAPES, TIER_COLUMNS
-from problems import problem
+from problems import DEVICES, problem
 
-from cunorm.device import CLUSTER_SIZES, KNOWN
+from cunorm.device import CLUSTER_SIZES, H100, KNOWN
 from cunorm.expression import trace
-from cunorm.norm.plain_problems import float8_problem
+from cunorm.norm.plain_problems import float8_problem, whole
 from cunorm.norm.plan import plan
 from cunorm.norm.problem import forward_problem
 from cunorm.norm.shared_memory import dynamic_shared, shared_memory
@@ -30,13 +30,13 @@ GRADIENTS = [
 TIERS = ("warp", "cta", "cluster", "streamed")
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("rows", [1, 3, 4096, 70000, 2**40])
-def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, arch):
+def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, name):
     for cols in ALL_COLUMNS:
-        solution = plan(problem(direction, rows, cols, dtype), KNOWN[arch])
+        solution = plan(problem(direction, rows, cols, dtype), DEVICES[name])
         assert solution.steps
         for step in solution.steps:
             spec, (x, y, z) = step.spec, step.grid
@@ -48,7 +48,7 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, arch):
             assert spec.threads % 32 == 0
             assert spec.threads <= 1024
             assert shared_memory(spec) <= 48 * 1024
-            assert shared_memory(spec) + step.dynamic_shared <= KNOWN[arch].shared
+            assert shared_memory(spec) + step.dynamic_shared <= DEVICES[name].shared
             assert step.dynamic_shared == dynamic_shared(spec)
             if spec.kernel in ("forward", "backward"):
                 assert spec.shape.capacity >= cols
@@ -57,13 +57,13 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, arch):
                 assert fewer.capacity < cols + fewer.pack * fewer.cluster
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_longer_rows_take_higher_tiers(direction, dtype, arch):
-    tiers = [plan(problem(direction, 8, cols, dtype), KNOWN[arch]).tier for cols in ALL_COLUMNS]
+def test_longer_rows_take_higher_tiers(direction, dtype, name):
+    tiers = [plan(problem(direction, 8, cols, dtype), DEVICES[name]).tier for cols in ALL_COLUMNS]
     assert tiers == sorted(tiers, key=TIERS.index)
-    assert ("cluster" in tiers) == (arch >= 90)
+    assert ("cluster" in tiers) == (DEVICES[name].arch >= 90)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,14 +76,14 @@ def test_the_tables_of_cases_reach_every_tier(direction, dtype):
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_who_holds_which_columns_depends_on_neither_rows_nor_addresses(direction, dtype, arch, op):
+def test_who_holds_which_columns_depends_on_neither_rows_nor_addresses(direction, dtype, name, op):
     """Nor on strides: the same columns are added up in the same order. How many rows share a CTA does not matter."""
 
     def shapes(rows, cols, **changes):
-        solution = plan(problem(direction, rows, cols, dtype, op=op, **changes), KNOWN[arch])
+        solution = plan(problem(direction, rows, cols, dtype, op=op, **changes), DEVICES[name])
         specs = [getattr(step.spec, "rows", step.spec) for step in solution.steps]
         return [
             (spec.kernel.replace("_spread", ""), spec.shape.order)
@@ -112,14 +112,14 @@ def test_clusters_that_a_gpu_cannot_run_are_not_planned(direction, missing):
         assert all(min(step.grid) > 0 for step in steps)
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_many_rows_compile_no_more_kernels(direction, dtype, arch):
+def test_many_rows_compile_no_more_kernels(direction, dtype, name):
     """Few rows to an SM may have kernels of their own."""
     for cols in ALL_COLUMNS:
         specs = [
-            [step.spec for step in plan(problem(direction, rows, cols, dtype), KNOWN[arch]).steps]
+            [step.spec for step in plan(problem(direction, rows, cols, dtype), DEVICES[name]).steps]
             for rows in (5 * 10**7, 10**8, 10**9)
         ]
         assert specs[0] == specs[1] == specs[2]
@@ -254,14 +254,15 @@ def test_many_narrow_forward_rows_ask_for_weight_and_bias_with_x(cols, stay):
     assert (step.spec.stages, step.spec.columns_stay) == (0, stay)
 
 
-@pytest.mark.parametrize("cols", [8192, 10240, 12288])
+@pytest.mark.parametrize("device", [KNOWN[90], H100], ids=lambda device: device.name)
+@pytest.mark.parametrize("cols", [768, 1600, 3776, 4352, 7424, 8192, 10240, 12288])
 @pytest.mark.parametrize("elements", [4, 8, 64])
-def test_rows_held_by_two_ctas_leave_as_many_partial_rows_at_odd_addresses(elements, cols):
+def test_backward_rows_leave_as_many_partial_rows_at_odd_addresses(elements, cols, device):
     """Or dweight would be added up in another order."""
     rows = (elements << 20) // cols
     changes = {"wanted": ("x", "weight", "bias")}
     plans = [
-        plan(problem("backward", rows, cols, "bfloat16", aligned=aligned, **changes), KNOWN[90])
+        plan(problem("backward", rows, cols, "bfloat16", aligned=aligned, **changes), device)
         for aligned in (True, False)
     ]
     assert len({(one.groups, one.steps[0].spec.rows_per_cta) for one in plans}) == 1
@@ -283,6 +284,50 @@ def test_backward_rows_of_a_warp_share_a_cta_as_was_measured_to_win(norm, elemen
     rows = (elements << 20) // cols
     spec = plan(problem("backward", rows, cols, "bfloat16", norm, wanted=wanted), KNOWN[90]).steps[0].spec
     assert (spec.threads, spec.ctas_per_sm, spec.ask_early) == together
+
+
+@pytest.mark.parametrize(
+    ("norm", "weight", "elements", "cols", "together"),
+    [
+        # (CTAs of a cluster, rows of a CTA, CTAs of an SM, places, whether the next row is asked for early)
+        ("layer_norm", "bfloat16", 64, 768, (1, 7, 1, 2, False)),
+        ("rms_norm", "bfloat16", 64, 768, (1, 3, 2, 2, False)),
+        ("layer_norm", "float32", 64, 1600, (1, 3, 1, 2, False)),
+        ("layer_norm", "float32", 8, 1600, (1, 2, 2, 2, False)),
+        ("rms_norm", "float32", 64, 1728, (2, 1, 5, 2, False)),
+        ("layer_norm", "float32", 64, 3776, (2, 1, 3, 2, False)),
+        ("layer_norm", "float32", 8, 4288, (1, 2, 1, 2, False)),
+        ("layer_norm", "bfloat16", 64, 4992, (1, 1, 1, 2, False)),
+        ("rms_norm", "bfloat16", 64, 4992, (1, 1, 1, 2, False)),
+        ("layer_norm", "bfloat16", 64, 7424, (1, 1, 1, 2, True)),
+        ("layer_norm", "float32", 64, 7424, (1, 1, 1, 3, False)),
+        ("rms_norm", "float32", 64, 7424, (1, 1, 1, 2, False)),
+        ("layer_norm", "float32", 64, 8192, (4, 1, 3, 2, False)),
+        ("layer_norm", "bfloat16", 64, 10240, (2, 1, 1, 2, False)),
+    ],
+)
+def test_backward_rows_of_an_h100_are_so_many_at_once_as_are_few_bytes(norm, weight, elements, cols, together):
+    problem = whole(norm, "backward", (elements << 20) // cols, cols, "bfloat16", weight)
+    spec = plan(problem, H100).steps[0].spec
+    assert (spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, spec.stages, spec.ask_early) == together
+    assert spec.rows_stay
+
+
+@pytest.mark.parametrize(
+    ("cols", "elements", "of_an_h100", "of_an_h200"),
+    [(1088, 64, 0, 2), (1088, 16, 3, 3), (2112, 64, 2, 2), (5056, 64, 0, 2), (7936, 64, 0, 1), (14336, 64, 1, 1)],
+)
+def test_many_forward_rows_beside_wide_weights_wait_in_registers_of_an_h100(cols, elements, of_an_h100, of_an_h200):
+    problem = whole("layer_norm", "forward", (elements << 20) // cols, cols, "bfloat16", "float32")
+    places = [plan(problem, device).steps[0].spec.stages for device in (H100, KNOWN[90])]
+    assert places == [of_an_h100, of_an_h200]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "arch", "slow"), [(3352, 90, True), (4916, 90, False), (0, 90, False), (2039, 80, False)]
+)
+def test_memory_is_slow_where_an_sm_has_what_an_h100_has(bandwidth, arch, slow):
+    assert replace(KNOWN[arch], bandwidth=bandwidth).memory_is_slow == slow
 
 
 @pytest.mark.parametrize(("rows", "row_groups"), [(1, 1), (2, 1), (3, 8), (64, 32)])

@@ -95,7 +95,7 @@ def _resources(solution: Plan) -> str:
 def _compile_all(arguments: argparse.Namespace) -> int:
     start = perf_counter()
     if arguments.arch or why_no_gpu():
-        targets = [device.KNOWN[arch] for arch in arguments.arch or device.KNOWN]
+        targets = [one for arch in arguments.arch or device.KNOWN for one in device.known(arch)]
     else:
         import cupy
 
@@ -105,6 +105,7 @@ def _compile_all(arguments: argparse.Namespace) -> int:
     ]
     if not arguments.cols:
         work += [(spec, target.arch) for target in targets for spec in float8_plan.kernels_of(matrix.casts(target))]
+    work = list(dict.fromkeys(work))  # GPUs of an architecture share most of them
     with compiler(keep=bool(arguments.cols)) as compile_one:
         found = list(_with_progress(compile_all(work, compile_one), len(work)))
     failures = [one for one in found if one.fault]
@@ -112,7 +113,7 @@ def _compile_all(arguments: argparse.Namespace) -> int:
         print(_table(failures))
     most = max((one.used.registers for one in found if one.used), default=0)
     print(
-        f"{len(found)} kernels compiled for {', '.join(f'sm_{target.arch}' for target in targets)}: "
+        f"{len(found)} kernels compiled for {', '.join(dict.fromkeys(f'sm_{target.arch}' for target in targets))}: "
         f"{len(failures)} failures, at most {most} registers, {perf_counter() - start:.1f} s"
     )
     return 1 if failures else 0

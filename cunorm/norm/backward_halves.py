@@ -48,11 +48,7 @@ def by_halves(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     """The kernel of such rows where the table has them, else the same."""
     shape = spec.shape
     one_row = shape.cluster * spec.rows_per_cta * spec.ctas_per_sm == 1
-    alike = {(one.kind, one.dtype) for one in spec.matrices} == {("full", spec.row_dtype)}
-    plain = is_named(problem.operation) and alike and ITEMSIZE[spec.row_dtype] == 2
-    # The sums of a dbias beside RMSNorm's spilled 32 to 80 bytes.
-    sums = (1, 2) if problem.norm.subtracts_mean else (1,)
-    if not (one_row and plain and len(spec.sums) in sums and widest_column(spec) <= 4):
+    if not (one_row and was_searched(problem, spec)):
         return spec
     if shape.threads < LEAST_THREADS or shape.threads % (2 * WARP) or device.arch != 90 or not device.runs_clusters(2):
         return spec
@@ -70,3 +66,12 @@ def by_halves(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
         places += 1  # a row that is kept frees no place there
     spec = replace(spec, shape=in_clusters(shape, 2), ctas_per_sm=found.ctas, ask_early=False)
     return replace(spec, stages=places, rows_stay=found.kept)
+
+
+def was_searched(problem: Problem, spec: NormSpec) -> bool:
+    """Whether the searches were of such rows: of 16 bits, x and dy alone."""
+    alike = {(one.kind, one.dtype) for one in spec.matrices} == {("full", spec.row_dtype)}
+    plain = is_named(problem.operation) and alike and ITEMSIZE[spec.row_dtype] == 2
+    # The sums of a dbias beside RMSNorm's spilled 32 to 80 bytes.
+    sums = (1, 2) if problem.norm.subtracts_mean else (1,)
+    return plain and len(spec.sums) in sums and widest_column(spec) <= 4

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from ..device import Device
 from ..operation import derivative
-from .backward_halves import by_halves
 from .backward_parts import part, sources
+from .backward_turns import by_turns
 from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
 from .problem import ITEMSIZE, Problem
 from .registers import sixteen_bits
@@ -44,7 +44,7 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
         elif adds_columns_beside_rows(problem, device, sums):
             steps, partials = few_rows_backward(problem, device, sums), 0
         else:
-            spec = by_halves(problem, spec, device)
+            spec = by_turns(problem, spec, device)
             steps, partials = _resident_backward(problem, device, sums, most_groups, of_length, spec)
         tier = tier_name(spec)
     if partials:

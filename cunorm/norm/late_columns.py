@@ -55,10 +55,10 @@ def _ctas_beside_late_columns(problem: Problem, spec: NormSpec, needs: Needs, de
     """CTAs of an SM, by the registers of a thread to which weight and bias come a pack at a time."""
     shape, itemsize, width = spec.shape, ITEMSIZE[problem.row_dtype], widest_column(spec)
     # On sm_80 two packs spilled 8 bytes in 40 registers, on sm_100 and sm_120 three 24 to 40, on sm_90 two of LayerNorm
-    # beside a zero-centred float32 weight 4.
+    # beside a float32 weight 4, where it is zero-centred or 2048 cols fill all places.
     few = device.arch == 90 or (device.arch > 90 and shape.packs < 3)
-    if problem.norm.subtracts_mean and width == 4 and shape.packs == 2 and problem.is_zero_centred:
-        few = False
+    if problem.norm.subtracts_mean and width == 4 and shape.packs == 2:
+        few = few and not problem.is_zero_centred and spec.cols < shape.capacity
     most, words = (
         (1536, 28 if few else 40) if shape.packs <= 3 and _has_few_words(spec, needs) else (RESIDENT, needs.working)
     )

@@ -106,7 +106,7 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
     spills = layer_norm and (wide or (shape.packs == 4 and shape.threads in (WARP, 4 * WARP)))
     searched = widest_column(spec) <= 4 and not (spills and problem.is_zero_centred)
     waits = _waits(spec, wide, many) if searched and device.runs_clusters(8) else None
-    if problem.matrix_bytes > _most_bytes(spec, wide, waits) * device.sms:
+    if problem.matrix_bytes > _most_bytes(spec, wide, waits, device) * device.sms:
         return None
     if waits:
         size, stages, ctas = waits
@@ -120,17 +120,21 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
     return of_norm(problem, spec, needs, many, device)
 
 
-def _most_bytes(spec: NormSpec, wide: bool, waits: Waits) -> float:
+def _most_bytes(spec: NormSpec, wide: bool, waits: Waits, device: Device) -> float:
     """Of a matrix, to each SM, of which rows wait in a ring: of more, registers win.
 
     LayerNorm of rows that 512 threads hold, and beside wide weights, stays in a ring: 64 M elements of 24576 cols 69.6
     us, by two CTAs a row 72.3. So does that of two and three warps for longer: 24 M of 2240 cols 28.1, in registers
     30.3; but 64 M of 2112 cols on an H100 101.4 and 95.4. Late, from L1, wide weight and bias cost more: 64 M elements
-    of 4992 cols 74.5 us, in a ring 72.1, of 14336 84.8 and 74.4; but of 704 cols 67.7 and 70.6.
+    of 4992 cols 74.5 us, in a ring 72.1, of 14336 84.8 and 74.4; but of 704 cols 67.7 and 70.6. Where memory is slower
+    that is hidden: H100, 1088 cols 92.8 and 100.7, 5056 93.3 and 97.7, 7936 93.3 and 98.4; but of two and three warps
+    2112 cols 98.2 and 97.2.
     """
     shape, places = spec.shape, spec.shape.threads * spec.shape.packs
     few_warps = WARP < shape.threads < 128
     if NORMS[spec.operation.norm].subtracts_mean:
+        if wide and device.memory_is_slow and places <= 1024 and not few_warps:
+            return RING_BYTES
         if wide and len(spec.columns) == 2 and (waits or 96 < places <= 640):
             return inf
         if not (wide or few_warps or shape.threads == 512):

@@ -40,7 +40,7 @@ def _plan_forward(problem: Problem, device: Device) -> Plan:
         # Two CTAs an SM: left to itself ptxas takes 71 registers for bfloat16 and has room for one.
         arrays = {one.dtype for one in problem.operands if one.kind in ("full", "column", "group")}
         two = arrays == {problem.row_dtype} != {"float64"} and len(spec.matrices) == 1 and spec.aligned
-        spec = replace(spec, streamed_y=True, ctas_per_sm=2 if two else 1)
+        spec = replace(spec, ctas_per_sm=2 if two else 1)
         groups = resident_groups(problem, spec, device) if problem.sm_margin else min(problem.rows, GRID_LIMIT)
     else:
         tier, spec = choice

@@ -114,9 +114,7 @@ def short_forward_spec(problem: Problem, kernel: str) -> NormSpec:
     pack = 16 // ITEMSIZE[problem.row_dtype]
     shape = _forward_shape(problem.norm, pack, ceil_div(problem.cols, pack))
     rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
-    return kernel_spec(
-        problem, kernel, shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64, streamed_y=True
-    )
+    return kernel_spec(problem, kernel, shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64)
 
 
 def _vectors_fit(problem: Problem, pack: int, kinds: tuple[str, ...]) -> bool:

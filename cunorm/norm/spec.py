@@ -65,7 +65,6 @@ class NormSpec:
     rows_stay: bool = False  # a thread keeps its packs of a row in registers once they have come to shared memory
     ask_early: bool = False  # the next row is asked for before the present one is summed up
     streamed_x: bool = False  # x is read past L1
-    streamed_y: bool = False  # y, or dy, is written, or read, past L1
     columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
     held: int = 1  # forward_spread: packs of a thread
     unpacked: bool = False  # forward: a thread keeps the values of its row, not the packs in which they wait

@@ -1,0 +1,106 @@
+"""Backward rows where an SM has little of the memory's bandwidth, as on an H100: so many at once as are few bytes.
+
+What an SM reads for a turn decides there, and hardly how many places rows have: 64 M elements of LayerNorm take 137 to
+140 us by turns of 20 to 26 KB of x and dy, 147 to 155 by 30 and more, 143 to 148 by 17; RMSNorm 137 to 141 by 17 to 20,
+144 and more by 23. Rows of 16 bits, x and dy alone; an H100 was searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import log
+from typing import NamedTuple
+
+from ..device import Device
+from .backward_halves import by_halves, was_searched
+from .backward_parts import matrices_read
+from .problem import Problem
+from .registers import sixteen_bits, with_rows_kept
+from .shapes import in_clusters, is_power_of_two
+from .short_rings import RING_BYTES
+from .spec import WARP, NormSpec
+
+# Bytes of x and dy that an SM reads for a turn. LayerNorm of 4992 cols 138.5 us, by 39 KB 151; RMSNorm of 1536 cols
+# 138.3, by 24 KB 146.
+TURN_BYTES = {"layer_norm": 21500, "rms_norm": 18000}
+# Of fewer times as many an SM waits: RMSNorm of 448 cols by 14 KB 145 us, by 17.5 137. And what rows that are not many
+# want at least, of which partial rows take longer: LayerNorm of 1728 cols, 8 M elements, 21.7 us, by 20 KB 22.7.
+LEAST, LEAST_OF_FEW = 0.8, 0.97
+# Of so many times as many a thread of two packs asks early: RMSNorm of 6400 cols 135.9 us, late 143.6, LayerNorm of
+# 7168 136.2 and 148.6; or, beside a float32 weight, where early takes 160 and more, has LayerNorm a place more: 7424
+# cols 141.9 and 147.3. Of more the rows keep their plan.
+TOO_MANY, FAR_TOO_MANY = 1.26, 1.7
+CLUSTERS_COST = 0.07  # in log of the bytes: RMSNorm of 2688 cols by clusters of 16 KB is no faster than by 21
+MOST_THREADS = 512  # of an SM
+THREADS_TOGETHER = 384  # of a CTA of several rows: LayerNorm of 4288 cols, 8 M elements, 22.1 us, by two CTAs 22.7
+
+
+class AtOnce(NamedTuple):
+    """How many rows an SM has at once: of `ctas` CTAs, in clusters of `cluster`."""
+
+    cluster: int
+    rows_per_cta: int
+    ctas: int
+
+    @property
+    def rows(self) -> float:
+        return self.rows_per_cta * self.ctas / self.cluster
+
+
+def by_turns(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
+    """The kernel of such rows; of others what backward_halves.py says."""
+    many = problem.matrix_bytes > RING_BYTES * device.sms
+    found = _at_once(problem, spec, many, device) if device.memory_is_slow and was_searched(problem, spec) else None
+    if found is None:
+        return by_halves(problem, spec, device)
+    best, times_wanted = found
+    shape = in_clusters(spec.shape, best.cluster)
+    spec = replace(spec, shape=shape, rows_per_cta=best.rows_per_cta, ctas_per_sm=best.ctas, stages=3, ask_early=False)
+    if many and times_wanted > TOO_MANY and best.cluster == 1 and shape.packs <= 2:
+        if sixteen_bits(spec):
+            spec = replace(spec, ask_early=True)
+        elif problem.norm.subtracts_mean:
+            spec = replace(spec, stages=4)
+    # At odd addresses 96 threads of three packs spilled 4 to 8 bytes.
+    return spec if best.cluster > 1 and not spec.aligned else with_rows_kept(spec, device)
+
+
+def _at_once(problem: Problem, spec: NormSpec, many: bool, device: Device) -> tuple[AtOnce, float] | None:
+    """(what has the bytes nearest to those wanted, how many times as many); None where rows keep their plan.
+
+    Of rows that are not many RMSNorm gains nothing, nor does LayerNorm of which an SM has one.
+    """
+    if spec.cluster > 1 or problem.cols % spec.shape.pack or (spec.ask_early and is_power_of_two(problem.cols)):
+        return None
+    if not many and not (problem.norm.subtracts_mean and spec.rows_per_cta * spec.ctas_per_sm > 1):
+        return None
+    row_bytes = problem.cols * sum(one.itemsize for one in matrices_read(problem))
+    wanted = TURN_BYTES[problem.operation.norm] / row_bytes
+    least, most = LEAST if many else LEAST_OF_FEW, FAR_TOO_MANY
+    options = [one for one in _options(spec.shape.threads, many, device) if least <= one.rows / wanted <= most]
+    if not options:
+        return None
+    best = min(options, key=lambda one: abs(log(one.rows / wanted)) + CLUSTERS_COST * (one.cluster > 1))
+    return best, best.rows / wanted
+
+
+def _options(threads: int, many: bool, device: Device) -> Iterator[AtOnce]:
+    """Of rows of so many threads: several, and of many rows one, parts of some, or an odd number of warps."""
+    if threads <= 2 * WARP:
+        for warps in range(threads // WARP or 1, MOST_THREADS // WARP + 1):
+            if warps % 2 == 0 and warps * WARP // 2 % threads == 0:
+                yield AtOnce(1, warps * WARP // 2 // threads, 2)
+            elif many and warps * WARP % threads == 0:
+                yield AtOnce(1, warps * WARP // threads, 1)
+        return
+    for rows in range(1 if many else 2, MOST_THREADS // threads + 1):
+        if rows * threads <= THREADS_TOGETHER:
+            yield AtOnce(1, rows, 1)
+        else:
+            yield AtOnce(1, 2, rows // 2) if rows % 2 == 0 and rows > 2 else AtOnce(1, 1, rows)
+    if many:
+        for cluster, ctas in ((2, 1), (2, 3), (2, 5), (4, 3), (4, 5)):
+            whole_warps = threads % (cluster * WARP) == 0 and ctas * threads <= cluster * MOST_THREADS
+            if whole_warps and device.runs_clusters(cluster):
+                yield AtOnce(cluster, 1, ctas)
