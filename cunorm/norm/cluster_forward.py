@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import log
 
 from ..device import CLUSTER_SIZES, Device
+from ..operation import is_named
 from .problem import ITEMSIZE, Problem
-from .registers import column_bytes, registers_of, with_rows_kept, working_of_shifted
+from .registers import column_bytes, registers_of, widest_column, with_rows_kept, working_of_shifted
 from .shapes import ceil_div, in_clusters, kernel_spec
 from .shared_memory import dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
@@ -42,6 +44,9 @@ MOST_COLUMN_BYTES = 256
 # Bytes. 200704 columns forward, 49 KB, 79.0 us with three places and 81.3 with two; 258048, 64 KB, 80.1 and 77.8.
 # Backward of 172032, 42 KB, 117.7 and 125.8; of 200704, 50 KB, 118.5 and 127; of 57344, 56 KB, 109.8 and 109.3.
 THREE_PLACES = 52 << 10
+# Where memory is slow, of many rows: bytes to each SM, and how many of them an SM is to ask for at once, beside weights
+# of 16 bits and wider ones.
+MANY_BYTES, TURN_BYTES, WIDE_TURN_BYTES = 512 << 10, 42 << 10, 32 << 10
 
 
 def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
@@ -51,11 +56,21 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
         return None
     shape, most = found
     spec = kernel_spec(problem, "forward", shape)
+    few_bytes = device.memory_is_slow and _is_plain_and_many(problem, spec, device)
+    if few_bytes:
+        wide = widest_column(spec) > 2
+        # Five CTAs of 64 threads, seven packs beside float32 weights in 168 registers, spilled 4 bytes.
+        registers = _registers(problem, shape, WORKING + shape.packs + 8)
+        shape, most = _of_few_bytes(shape, most, WIDE_TURN_BYTES if wide else TURN_BYTES, registers, device)
+        spec = replace(spec, shape=shape)
     spec = replace(spec, columns_stay=_columns_stay(problem, spec, device))
     for ctas in range(most, 0, -1):
         most_places = places(ctas * bytes_of_part(shape) * len(spec.matrices))
         if problem.cols % shape.pack and shape.packs > 4 and ctas > 1:
             most_places = 2  # LayerNorm, 50257 cols 98.8 us, by three 102.8; four packs, 48001 cols 111 and 99
+        # H100, 86016 cols 94.8 us, by three 99.1. Beside float32 weights 65536 cols 97.2, by three 95.7.
+        if few_bytes and (not wide or shape.packs > 8):
+            most_places = 2
         for stages in range(most_places, 1, -1):
             # Parts of two and three rows of clusters of 16, by two places: LayerNorm of 143360 cols 69.8 us, late 72.0;
             # of 73728 cols, clusters of eight, 70.1 and 69.9.
@@ -111,6 +126,34 @@ def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | N
 
     found = [one for one in candidates(whole_packs) if fits(*one)] or [one for one in candidates(True) if fits(*one)]
     return min(found, key=cost, default=None)
+
+
+def _is_plain_and_many(problem: Problem, spec: NormSpec, device: Device) -> bool:
+    alone = is_named(problem.operation) and len(spec.matrices) == 1 and not spec.grouped and not spec.scales
+    narrow = ITEMSIZE[problem.row_dtype] == 2 and problem.cols % spec.shape.pack == 0
+    return alone and narrow and problem.matrix_bytes > MANY_BYTES * device.sms
+
+
+def _of_few_bytes(shape: RowShape, most: int, wanted: int, registers: int, device: Device) -> tuple[RowShape, int]:
+    """The same threads of a row in as many CTAs or more, and CTAs of an SM, that ask for about as many bytes at once
+    as are wanted where memory is slow.
+
+    H100, 64 M elements: LayerNorm of 33024 cols 95.9 us, by 48 KB 98.2; 40960 95.6, by 60 KB 100.3; 53248 95.3, by
+    52 KB 97.5.
+    """
+    threads = shape.threads * shape.cluster
+    sizes = [
+        size
+        for size in filter(device.runs_clusters, CLUSTER_SIZES)
+        if size == shape.cluster or (size > shape.cluster and threads % (size * WARP) == 0 and threads >= 64 * size)
+    ]
+    options = [
+        (RowShape(shape.pack, threads // size, shape.packs, size), ctas)
+        for size in reversed(sizes)
+        for ctas in range(min(2, most), most * size // shape.cluster + 1)
+        if registers <= registers_of(ctas * threads // size)
+    ]
+    return min(options or [(shape, most)], key=lambda one: abs(log(one[1] * bytes_of_part(one[0]) / wanted)))
 
 
 def _registers(problem: Problem, shape: RowShape, working: int) -> int:

@@ -86,6 +86,9 @@ FULL_RINGS: dict[tuple[int, int, bool], Waits] = {
     (192, 3, True): (1, 1, 3),
     (224, 3, False): (1, 1, 4),
 }
+# Many rows of 512 threads, LayerNorm, where memory is slow: bytes that an SM asks for at once. H100, 64 M elements:
+# 16384 cols 94.8 us, by 40 KB 101.4; 20480 94.7 and 99.9; 24576 beside float32 weights 95.5, by 36 KB 97.9.
+TURN_BYTES = 29 << 10
 # And many rows beside float32 weights: 64 M elements of 5696 cols 72.3 us, as of few 75.5; of 5184 cols in registers
 # 76.3, as of few 78.5.
 MANY_WIDE_RINGS: dict[tuple[int, int], Waits] = {(64, 5): (1, 1, 6), (224, 3): None, (256, 3): (2, 2, 5)}
@@ -105,7 +108,7 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
     # cols, 108 to 136.
     spills = layer_norm and (wide or (shape.packs == 4 and shape.threads in (WARP, 4 * WARP)))
     searched = widest_column(spec) <= 4 and not (spills and problem.is_zero_centred)
-    waits = _waits(spec, wide, many) if searched and device.runs_clusters(8) else None
+    waits = _waits(spec, wide, many, device) if searched and device.runs_clusters(8) else None
     if problem.matrix_bytes > _most_bytes(spec, wide, waits, device) * device.sms:
         return None
     if waits:
@@ -144,11 +147,15 @@ def _most_bytes(spec: NormSpec, wide: bool, waits: Waits, device: Device) -> flo
     return min(most, RMS_TWO_PACKS_BYTES) if shape.packs <= 2 else most
 
 
-def _waits(spec: NormSpec, wide: bool, many: bool) -> Waits:
+def _waits(spec: NormSpec, wide: bool, many: bool, device: Device) -> Waits:
     """How rows of such threads wait, by the tables."""
     shape, norm = spec.shape, spec.operation.norm
     held = shape.threads, shape.packs
     if norm == "layer_norm":
+        # Beside float32 weights seven packs by five CTAs spilled 12 bytes.
+        few_bytes = shape.packs == 6 if wide else shape.packs > 3
+        if many and device.memory_is_slow and shape.threads == 512 and few_bytes:
+            return 8, 1, round(8 * TURN_BYTES / (2 * spec.cols))
         if many and wide and held in MANY_WIDE_RINGS:
             return MANY_WIDE_RINGS[held]
         if spec.cols == shape.capacity and (*held, wide) in FULL_RINGS:
