@@ -17,7 +17,7 @@ from .registers import sixteen_bits
 from .shapes import ceil_div, kernel_spec
 from .spec import SUM_COLUMNS, WARP, NormSpec, RowShape, SumSpec
 from .steps import STREAMED_THREADS, Plan, Pointer, Step, partial_row, resident_groups, step_of, tier_name
-from .tiers import Tier, choose
+from .tiers import choose
 
 SUM_THREADS = 256
 SUM_LANES = {8: 512, 16: 4096, 32: 8192, 64: 16384, 128: 32768}  # up to how many threads of a partial row
@@ -38,14 +38,14 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
         tier = "streamed"
         steps, partials = _streamed_backward(problem, device, sums, most_groups)
     else:
-        of_length, spec = choice
+        _, spec = choice
         if problem.groups:
-            steps, partials = _grouped_backward(problem, device, sums, of_length, spec)
+            steps, partials = _grouped_backward(problem, device, sums, spec)
         elif adds_columns_beside_rows(problem, device, sums):
             steps, partials = few_rows_backward(problem, device, sums), 0
         else:
             spec = by_turns(problem, spec, device)
-            steps, partials = _resident_backward(problem, device, sums, most_groups, of_length, spec)
+            steps, partials = _resident_backward(problem, device, sums, most_groups, spec)
         tier = tier_name(spec)
     if partials:
         steps += _sum_partials(problem, device, sums, partials)
@@ -68,10 +68,10 @@ def one_kernel_differentiates_twice(problem: Problem, device: Device) -> bool:
 
 
 def _resident_backward(
-    problem: Problem, device: Device, sums: tuple[str, ...], most_groups: int, tier: Tier, spec: NormSpec
+    problem: Problem, device: Device, sums: tuple[str, ...], most_groups: int, spec: NormSpec
 ) -> tuple[list[Step], int]:
     """The launches for rows that a tier takes, and how many partial rows they leave."""
-    groups = min(resident_groups(problem, spec, device, tier.idle), most_groups)
+    groups = min(resident_groups(problem, spec, device), most_groups)
     # What a single group adds up are the gradients: nothing is left to be done.
     spec = replace(spec, final=groups == 1 and bool(sums))
     step = step_of(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)
@@ -79,11 +79,11 @@ def _resident_backward(
 
 
 def _grouped_backward(
-    problem: Problem, device: Device, sums: tuple[str, ...], tier: Tier, spec: NormSpec
+    problem: Problem, device: Device, sums: tuple[str, ...], spec: NormSpec
 ) -> tuple[list[Step], int]:
     """The same where rows are of groups: a CTA has rows of one, so that its sums are of one."""
     assert problem.groups is not None
-    ctas = _ctas_of_group(problem, spec, device, tier.idle)
+    ctas = _ctas_of_group(problem, spec, device)
     spec = replace(spec, final=bool(sums) and ctas == 1 and _of_groups_alone(problem, sums))
     partials = ctas * problem.groups.count
     step = step_of(problem, spec, (ctas * spec.shape.cluster, 1, problem.groups.count), partials)
@@ -98,14 +98,14 @@ def _of_groups_alone(problem: Problem, sums: tuple[str, ...]) -> bool:
 TURNS_TO_START = 4
 
 
-def _ctas_of_group(problem: Problem, spec: NormSpec, device: Device, idle: int) -> int:
+def _ctas_of_group(problem: Problem, spec: NormSpec, device: Device) -> int:
     """How many CTAs (or clusters) share the rows of a group: so that all groups together take the fewest turns, where
     CTAs that do not run at once run one after the other.
     """
     groups = problem.groups
     assert groups is not None
     rows = ceil_div(problem.rows // groups.count, spec.rows_per_cta)
-    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, max(problem.sm_margin, idle))
+    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin)
 
     def turns(ctas: int) -> int:
         return ceil_div(groups.count * ctas, resident) * (ceil_div(rows, ctas) + TURNS_TO_START)

@@ -56,7 +56,8 @@ def by_turns(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
         return by_halves(problem, spec, device)
     best, times_wanted = found
     shape = in_clusters(spec.shape, best.cluster)
-    spec = replace(spec, shape=shape, rows_per_cta=best.rows_per_cta, ctas_per_sm=best.ctas, stages=3, ask_early=False)
+    at_once = {"shape": shape, "rows_per_cta": best.rows_per_cta, "ctas_per_sm": best.ctas}
+    spec = replace(spec, **at_once, stages=3, rows_stay=False, ask_early=False)
     if many and times_wanted > TOO_MANY and best.cluster == 1 and shape.packs <= 2:
         if sixteen_bits(spec):
             spec = replace(spec, ask_early=True)

@@ -46,7 +46,7 @@ MOST_COLUMN_BYTES = 256
 THREE_PLACES = 52 << 10
 # Where memory is slow, of many rows: bytes to each SM, and how many of them an SM is to ask for at once, beside weights
 # of 16 bits and wider ones.
-MANY_BYTES, TURN_BYTES, WIDE_TURN_BYTES = 512 << 10, 42 << 10, 32 << 10
+MANY_BYTES, TURN_BYTES, WIDE_TURN_BYTES = 512 << 10, 42 << 10, 36 << 10
 
 
 def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:

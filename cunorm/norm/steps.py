@@ -83,10 +83,9 @@ def tier_name(spec: NormSpec) -> str:
     return "cta" if spec.shape.threads > WARP else "warp"
 
 
-def resident_groups(problem: Problem, spec: NormSpec, device: Device, idle: int = 0) -> int:
+def resident_groups(problem: Problem, spec: NormSpec, device: Device) -> int:
     """As many CTAs (or clusters) as run at once, no more than the rows need."""
-    margin = max(problem.sm_margin, idle)
-    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, margin)
+    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin)
     return min(ceil_div(problem.rows, spec.rows_per_cta), resident)
 
 

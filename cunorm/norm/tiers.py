@@ -27,7 +27,6 @@ class Tier(NamedTuple):
     most: int
     by: Held | Callable[[Problem, Device], NormSpec | None]  # a rule says None where rows do not fit, or others win
     norm: str = ""  # that it is for, if not for all
-    idle: int = 0  # SMs that are left idle
 
 
 # Forward a rule has all rows of one CTA, and one those of clusters. A line for each row length at which a thread's
@@ -52,9 +51,8 @@ BACKWARD = (
     Tier(1024, Held((2,), stages=3, ask_early=("rms_norm",))),  # 4096 cols 0.94, 8192 cols 0.95
     Tier(1344, Held((3,), cta=448, resident=448, stages=3)),  # 10240 cols 0.91; two places 0.85
     Tier(1536, Held((3,), stages=2)),  # 12288 cols 0.94; three places 0.86
-    # 16384 cols 0.99, RMSNorm 0.99; all SMs 1.02, 0.97. By two packs layer_norm_modulate 111 us, by four 132, and
-    # add_rms_norm 131 and 133.
-    Tier(2048, Held((4,), cluster=2, cta=256, resident=256, stages=3, fused_packs=2), idle=4),
+    # 16384 cols 0.99. By two packs layer_norm_modulate 111 us, by four 132, and add_rms_norm 131 and 133.
+    Tier(2048, Held((4,), cluster=2, cta=256, resident=256, stages=3, fused_packs=2)),
     # 18432 cols 0.91; four packs 0.84, clusters of 4 0.56
     Tier(2304, Held((3,), cluster=2, cta=384, resident=384, stages=3)),
     Tier(3072, Held((3, 4), cluster=2)),  # 20480 cols by three packs 105 us, by five 112
