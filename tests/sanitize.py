@@ -166,9 +166,9 @@ def run(dtype: str, part: int, *, clusters: bool) -> int:
 def compile_kernels(arch: int) -> int:
     """All that `run` launches, with clusters and without, compiled and kept."""
     from cunorm.commands.compilation import compile_all, compiler
-    from cunorm.device import KNOWN
+    from cunorm.device import KNOWN, known
 
-    targets = KNOWN[arch], replace(KNOWN[arch], clusters=())
+    targets = *known(arch), replace(KNOWN[arch], clusters=())
     specs = set().union(*(kernels(*one) for one in product(ITEMSIZE, range(PARTS), targets)))
     with compiler(keep=True) as compile_one:
         faults = [one.fault for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.used is None]

@@ -314,11 +314,21 @@ def test_backward_rows_of_an_h100_are_so_many_at_once_as_are_few_bytes(norm, wei
 
 
 @pytest.mark.parametrize(
-    ("cols", "elements", "of_an_h100", "of_an_h200"),
-    [(1088, 64, 0, 2), (1088, 16, 3, 3), (2112, 64, 2, 2), (5056, 64, 0, 2), (7936, 64, 0, 1), (14336, 64, 1, 1)],
+    ("cols", "weight", "elements", "of_an_h100", "of_an_h200"),
+    [
+        (1088, "float32", 64, 0, 2),
+        (1088, "float32", 16, 3, 3),
+        (2112, "float32", 64, 2, 2),
+        (5056, "float32", 64, 0, 2),
+        (7936, "float32", 64, 0, 1),
+        (14336, "float32", 64, 1, 1),
+        (16384, "bfloat16", 64, 0, 1),
+        (16384, "bfloat16", 16, 1, 1),
+        (32768, "bfloat16", 64, 1, 1),
+    ],
 )
-def test_many_forward_rows_beside_wide_weights_wait_in_registers_of_an_h100(cols, elements, of_an_h100, of_an_h200):
-    problem = whole("layer_norm", "forward", (elements << 20) // cols, cols, "bfloat16", "float32")
+def test_many_forward_rows_wait_in_registers_of_an_h100(cols, weight, elements, of_an_h100, of_an_h200):
+    problem = whole("layer_norm", "forward", (elements << 20) // cols, cols, "bfloat16", weight)
     places = [plan(problem, device).steps[0].spec.stages for device in (H100, KNOWN[90])]
     assert places == [of_an_h100, of_an_h200]
 

@@ -86,9 +86,10 @@ FULL_RINGS: dict[tuple[int, int, bool], Waits] = {
     (192, 3, True): (1, 1, 3),
     (224, 3, False): (1, 1, 4),
 }
-# Many rows of 512 threads, LayerNorm, where memory is slow: bytes that an SM asks for at once. H100, 64 M elements:
-# 16384 cols 94.8 us, by 40 KB 101.4; 20480 94.7 and 99.9; 24576 beside float32 weights 95.5, by 36 KB 97.9.
-TURN_BYTES = 29 << 10
+# LayerNorm's many rows where memory is slow, of which an SM then asks for less at once, by threads, packs and whether
+# weights have 32 bits. H100, 64 M elements: 32768 cols 96.5 us, by 48 KB 100.8; 24576 beside float32 weights 95.5, by
+# 36 KB 97.9.
+SLOW_RINGS: dict[tuple[int, int, bool], Waits] = {(512, 8, False): (8, 1, 4), (512, 6, True): (8, 1, 5)}
 # And many rows beside float32 weights: 64 M elements of 5696 cols 72.3 us, as of few 75.5; of 5184 cols in registers
 # 76.3, as of few 78.5.
 MANY_WIDE_RINGS: dict[tuple[int, int], Waits] = {(64, 5): (1, 1, 6), (224, 3): None, (256, 3): (2, 2, 5)}
@@ -108,7 +109,8 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
     # cols, 108 to 136.
     spills = layer_norm and (wide or (shape.packs == 4 and shape.threads in (WARP, 4 * WARP)))
     searched = widest_column(spec) <= 4 and not (spills and problem.is_zero_centred)
-    waits = _waits(spec, wide, many, device) if searched and device.runs_clusters(8) else None
+    slow = device.memory_is_slow and problem.matrix_bytes > PLAIN_RING_BYTES * device.sms
+    waits = _waits(spec, wide, many, slow) if searched and device.runs_clusters(8) else None
     if problem.matrix_bytes > _most_bytes(spec, wide, waits, device) * device.sms:
         return None
     if waits:
@@ -130,14 +132,14 @@ def _most_bytes(spec: NormSpec, wide: bool, waits: Waits, device: Device) -> flo
     us, by two CTAs a row 72.3. So does that of two and three warps for longer: 24 M of 2240 cols 28.1, in registers
     30.3; but 64 M of 2112 cols on an H100 101.4 and 95.4. Late, from L1, wide weight and bias cost more: 64 M elements
     of 4992 cols 74.5 us, in a ring 72.1, of 14336 84.8 and 74.4; but of 704 cols 67.7 and 70.6. Where memory is slower
-    that is hidden: H100, 1088 cols 92.8 and 100.7, 5056 93.3 and 97.7, 7936 93.3 and 98.4; but of two and three warps
-    2112 cols 98.2 and 97.2.
+    that is hidden: H100, 1088 cols 92.8 and 100.7, 5056 93.3 and 97.7, 12288 93.5 and 96.1, and beside 16 bits 16384
+    92.6 and 94.9, 28672 93.8 and 96.0; but of two and three warps 2112 cols 98.2 and 97.2.
     """
     shape, places = spec.shape, spec.shape.threads * spec.shape.packs
     few_warps = WARP < shape.threads < 128
     if NORMS[spec.operation.norm].subtracts_mean:
-        if wide and device.memory_is_slow and places <= 1024 and not few_warps:
-            return RING_BYTES
+        if device.memory_is_slow and not few_warps and (places <= 1024 or shape.packs <= (5 if wide else 7)):
+            return PLAIN_RING_BYTES
         if wide and len(spec.columns) == 2 and (waits or 96 < places <= 640):
             return inf
         if not (wide or few_warps or shape.threads == 512):
@@ -147,15 +149,13 @@ def _most_bytes(spec: NormSpec, wide: bool, waits: Waits, device: Device) -> flo
     return min(most, RMS_TWO_PACKS_BYTES) if shape.packs <= 2 else most
 
 
-def _waits(spec: NormSpec, wide: bool, many: bool, device: Device) -> Waits:
-    """How rows of such threads wait, by the tables."""
+def _waits(spec: NormSpec, wide: bool, many: bool, slow: bool) -> Waits:
+    """How rows of such threads wait, by the tables. `slow`: they are many for a memory that is."""
     shape, norm = spec.shape, spec.operation.norm
     held = shape.threads, shape.packs
     if norm == "layer_norm":
-        # Beside float32 weights seven packs by five CTAs spilled 12 bytes.
-        few_bytes = shape.packs == 6 if wide else shape.packs > 3
-        if many and device.memory_is_slow and shape.threads == 512 and few_bytes:
-            return 8, 1, round(8 * TURN_BYTES / (2 * spec.cols))
+        if slow and (*held, wide) in SLOW_RINGS:
+            return SLOW_RINGS[*held, wide]
         if many and wide and held in MANY_WIDE_RINGS:
             return MANY_WIDE_RINGS[held]
         if spec.cols == shape.capacity and (*held, wide) in FULL_RINGS:

@@ -43,7 +43,7 @@ def short_forward(problem: Problem, device: Device) -> NormSpec:
         return in_pairs
     plain, late = is_plain(problem, spec, device), late_columns(problem, spec, needs, device)
     ring = plain_ring(problem, spec, needs, device) if plain else in_a_ring(problem, spec, needs, many, device)
-    if ring is None and many:
+    if ring is None and many and not (plain and device.memory_is_slow and widest_column(spec) <= 2):
         ring = _by_two_ctas(problem, spec, needs, device)
     return late if ring is None or (plain and _all_at_once(problem, late, device)) else ring
 
