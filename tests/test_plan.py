@@ -334,6 +334,28 @@ def test_many_forward_rows_wait_in_registers_of_an_h100(cols, weight, elements, 
 
 
 @pytest.mark.parametrize(
+    ("norm", "weight", "elements", "cols", "held"),
+    [
+        # (CTAs of a cluster, threads of a CTA, CTAs of an SM, places)
+        ("layer_norm", "bfloat16", 64, 32768, (8, 64, 4, 1)),
+        ("layer_norm", "float32", 64, 24576, (8, 64, 5, 1)),
+        ("layer_norm", "bfloat16", 64, 33024, (8, 64, 5, 2)),
+        ("layer_norm", "float32", 64, 33024, (8, 64, 4, 2)),
+        ("rms_norm", "bfloat16", 64, 65536, (16, 64, 5, 2)),
+        ("layer_norm", "float32", 64, 65536, (16, 64, 4, 3)),
+        ("layer_norm", "bfloat16", 64, 262144, (16, 256, 2, 2)),
+        ("layer_norm", "bfloat16", 8, 65536, (8, 128, 4, 2)),
+    ],
+)
+def test_long_forward_rows_of_an_h100_ask_for_few_bytes_at_once(norm, weight, elements, cols, held):
+    """By as many threads as an H200's have, so that a row has the same bits."""
+    problem = whole(norm, "forward", (elements << 20) // cols, cols, "bfloat16", weight)
+    spec, of_an_h200 = (plan(problem, device).steps[0].spec for device in (H100, KNOWN[90]))
+    assert (spec.cluster, spec.shape.threads, spec.ctas_per_sm, spec.stages) == held
+    assert spec.shape.order == of_an_h200.shape.order
+
+
+@pytest.mark.parametrize(
     ("bandwidth", "arch", "slow"), [(3352, 90, True), (4916, 90, False), (0, 90, False), (2039, 80, False)]
 )
 def test_memory_is_slow_where_an_sm_has_what_an_h100_has(bandwidth, arch, slow):
