@@ -297,6 +297,8 @@ def test_backward_rows_of_a_warp_share_a_cta_as_was_measured_to_win(norm, elemen
         ("rms_norm", "float32", 64, 1728, (2, 1, 5, 2, False)),
         ("layer_norm", "float32", 64, 3776, (2, 1, 3, 2, False)),
         ("layer_norm", "float32", 8, 4288, (1, 2, 1, 2, False)),
+        ("layer_norm", "bfloat16", 8, 704, (1, 4, 2, 2, False)),
+        ("layer_norm", "bfloat16", 4, 704, (1, 6, 2, 2, False)),
         ("layer_norm", "bfloat16", 64, 4992, (1, 1, 1, 2, False)),
         ("rms_norm", "bfloat16", 64, 4992, (1, 1, 1, 2, False)),
         ("layer_norm", "bfloat16", 64, 7424, (1, 1, 1, 2, True)),

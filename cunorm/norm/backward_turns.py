@@ -27,6 +27,7 @@ TURN_BYTES = {"layer_norm": 21500, "rms_norm": 18000}
 # Of fewer times as many an SM waits: RMSNorm of 448 cols by 14 KB 145 us, by 17.5 137. And what rows that are not many
 # want at least, of which partial rows take longer: LayerNorm of 1728 cols, 8 M elements, 21.7 us, by 20 KB 22.7.
 LEAST, LEAST_OF_FEW = {"layer_norm": 0.77, "rms_norm": 0.8}, 0.97
+FEWEST_BYTES = 100 << 10  # of a matrix, to each SM: less than 7 M elements were not timed
 # Of so many times as many a thread of two packs asks early: RMSNorm of 6400 cols 135.9 us, late 143.6, LayerNorm of
 # 7168 136.2 and 148.6; or, beside a float32 weight, where early takes 160 and more, has LayerNorm a place more: 7424
 # cols 141.9 and 147.3. Of more the rows keep their plan.
@@ -74,7 +75,8 @@ def _at_once(problem: Problem, spec: NormSpec, many: bool, device: Device) -> tu
     """
     if spec.cluster > 1 or problem.cols % spec.shape.pack or (spec.ask_early and is_power_of_two(problem.cols)):
         return None
-    if not many and not (problem.norm.subtracts_mean and spec.rows_per_cta * spec.ctas_per_sm > 1):
+    several = spec.rows_per_cta * spec.ctas_per_sm > 1 and problem.matrix_bytes > FEWEST_BYTES * device.sms
+    if not many and not (problem.norm.subtracts_mean and several):
         return None
     row_bytes = problem.cols * sum(one.itemsize for one in matrices_read(problem))
     norm = problem.operation.norm
