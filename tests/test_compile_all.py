@@ -13,7 +13,7 @@ from nvrtc import needs_nvrtc
 
 from cunorm.__main__ import main
 from cunorm.commands import compilation, compile, matrix
-from cunorm.device import KNOWN
+from cunorm.device import KNOWN, known
 from cunorm.norm.plain_problems import whole
 
 ONE_ROW = ("--cols", "100", "--dtype", "bfloat16")
@@ -130,6 +130,19 @@ def test_a_cache_for_calls_holds_kernels_for_any_number_of_rows():
     kept = set(matrix.kernels_of(problems, KNOWN[90]))
     for rows in (*range(1, 200), 600, 1000, 3000, 70000):
         assert kept >= set(matrix.kernels_of([replace(problem, rows=rows) for problem in problems], KNOWN[90])), rows
+
+
+@needs_nvrtc
+def test_an_architecture_has_the_kernels_of_each_gpu_that_is_known(monkeypatch):
+    """Of rows of 1600 columns an H100 and an H200 have different ones."""
+    asked = []
+    monkeypatch.setattr(compile, "compile_all", lambda work, _: asked.extend(work) or [])
+    assert main(["compile", "--all", "--cols", "1600", "--dtype", "bfloat16", "--arch", "90"]) == 0
+    arguments = compile.argparse.Namespace(cols=[1600], dtype=["bfloat16"], weight_dtype=None)
+    needed = [set(matrix.kernels_of(compile._problems(arguments, one), one)) for one in known(90)]
+    assert needed[0] != needed[1]
+    assert len(asked) == len(set(asked))
+    assert {spec for spec, _ in asked} == needed[0] | needed[1]
 
 
 def test_without_lengths_it_is_the_covering_set():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 import pytest
 from nvrtc import needs_nvrtc
@@ -41,9 +41,8 @@ def test_no_kernel_spills(arch, part):
     if part is None:
         specs = matrix.once_each(problems, device)
     else:
-        specs = list(dict.fromkeys(spec for one in known(arch) for spec in matrix.kernels_of(problems, one)))[
-            part::SLICES
-        ]
+        of_each = (matrix.kernels_of(problems, one) for one in known(arch))
+        specs = list(dict.fromkeys(chain.from_iterable(of_each)))[part::SLICES]
     assert specs
     faults = faults_of(specs, arch)
     assert not faults, f"{len(faults)} of {len(specs)} kernels on sm_{arch}:\n" + "\n".join(faults)

@@ -14,11 +14,12 @@ from dataclasses import replace
 from math import log
 
 from ..device import CLUSTER_SIZES, Device
-from ..operation import is_named
+from .plain_rings import is_plain
 from .problem import ITEMSIZE, Problem
 from .registers import column_bytes, registers_of, widest_column, with_rows_kept, working_of_shifted
 from .shapes import ceil_div, in_clusters, kernel_spec
 from .shared_memory import dynamic_shared, shared_memory
+from .short_rings import RING_BYTES
 from .spec import WARP, NormSpec, RowShape
 
 # Of the SMs of an H200, how many the clusters of each size count as reaching: by Device.clusters 1.0, 0.91, 0.91 and
@@ -44,9 +45,8 @@ MOST_COLUMN_BYTES = 256
 # Bytes. 200704 columns forward, 49 KB, 79.0 us with three places and 81.3 with two; 258048, 64 KB, 80.1 and 77.8.
 # Backward of 172032, 42 KB, 117.7 and 125.8; of 200704, 50 KB, 118.5 and 127; of 57344, 56 KB, 109.8 and 109.3.
 THREE_PLACES = 52 << 10
-# Where memory is slow, of many rows: bytes to each SM, and how many of them an SM is to ask for at once, beside weights
-# of 16 bits and wider ones.
-MANY_BYTES, TURN_BYTES, WIDE_TURN_BYTES = 512 << 10, 42 << 10, 36 << 10
+# Where memory is slow, of many rows: bytes that an SM asks for at once, beside weights of 16 bits and wider ones.
+TURN_BYTES, WIDE_TURN_BYTES = 42 << 10, 36 << 10
 
 
 def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
@@ -56,7 +56,8 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
         return None
     shape, most = found
     spec = kernel_spec(problem, "forward", shape)
-    few_bytes = device.memory_is_slow and _is_plain_and_many(problem, spec, device)
+    many = problem.matrix_bytes > RING_BYTES * device.sms
+    few_bytes = device.memory_is_slow and many and is_plain(problem, spec, device) and problem.cols % shape.pack == 0
     if few_bytes:
         wide = widest_column(spec) > 2
         # Five CTAs of 64 threads, seven packs beside float32 weights in 168 registers, spilled 4 bytes.
@@ -126,12 +127,6 @@ def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | N
 
     found = [one for one in candidates(whole_packs) if fits(*one)] or [one for one in candidates(True) if fits(*one)]
     return min(found, key=cost, default=None)
-
-
-def _is_plain_and_many(problem: Problem, spec: NormSpec, device: Device) -> bool:
-    alone = is_named(problem.operation) and len(spec.matrices) == 1 and not spec.grouped and not spec.scales
-    narrow = ITEMSIZE[problem.row_dtype] == 2 and problem.cols % spec.shape.pack == 0
-    return alone and narrow and problem.matrix_bytes > MANY_BYTES * device.sms
 
 
 def _of_few_bytes(shape: RowShape, most: int, wanted: int, registers: int, device: Device) -> tuple[RowShape, int]:

@@ -150,7 +150,7 @@ def _most_bytes(spec: NormSpec, wide: bool, waits: Waits, device: Device) -> flo
 
 
 def _waits(spec: NormSpec, wide: bool, many: bool, slow: bool) -> Waits:
-    """How rows of such threads wait, by the tables. `slow`: they are many for a memory that is."""
+    """How rows of such threads wait, by the tables. `slow`: they are many, and memory is slow."""
     shape, norm = spec.shape, spec.operation.norm
     held = shape.threads, shape.packs
     if norm == "layer_norm":
