@@ -129,11 +129,29 @@ def test_backward_rows_that_end_within_a_pack_are_kept_by_as_few_threads_as_won(
     assert spec.rows_stay
 
 
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize(("rows", "cluster"), [(1, 8), (16, 8), (17, 1)])
-def test_few_forward_rows_of_8192_columns_have_a_cluster_each(norm, rows, cluster):
-    (step,) = plan(problem("forward", rows, 8192, "bfloat16", norm), KNOWN[90]).steps
-    assert step.spec.cluster == cluster
+@pytest.mark.parametrize(
+    ("norm", "rows", "cols", "held"),
+    [
+        # (kernel, CTAs of a cluster, threads of a CTA, CTAs of an SM)
+        ("layer_norm", 16, 8192, ("forward_spread", 8, 32, 1)),
+        ("layer_norm", 17, 8192, ("forward", 4, 64, 1)),
+        ("rms_norm", 34, 8192, ("forward", 1, 256, 3)),
+        ("layer_norm", 1, 6144, ("forward", 4, 64, 1)),
+        ("rms_norm", 33, 6144, ("forward", 4, 64, 1)),
+        ("layer_norm", 1, 5632, ("forward_spread", 4, 64, 1)),
+        ("rms_norm", 1, 5632, ("forward", 1, 256, 3)),
+        ("layer_norm", 66, 7168, ("forward_spread", 2, 96, 1)),
+        ("layer_norm", 1, 4480, ("forward", 1, 192, 4)),
+        ("rms_norm", 64, 10240, ("forward", 4, 64, 2)),
+        ("layer_norm", 128, 12288, ("forward", 2, 256, 2)),
+        ("layer_norm", 8, 16384, ("forward_spread", 8, 64, 1)),
+        ("layer_norm", 64, 16384, ("forward", 4, 128, 2)),
+    ],
+)
+def test_few_forward_rows_are_held_by_clusters_where_it_was_measured_to_win(norm, rows, cols, held):
+    (step,) = plan(problem("forward", rows, cols, "bfloat16", norm), KNOWN[90]).steps
+    spec = step.spec
+    assert (spec.kernel, spec.cluster, spec.shape.threads, spec.ctas_per_sm) == held
 
 
 @pytest.mark.parametrize(("cols", "stay"), [(64, True), (128, True), (256, False)])
@@ -182,13 +200,21 @@ def test_backward_rows_of_a_warp_share_a_cta_as_was_measured_to_win(norm, elemen
         ("rms_norm", "float32", 64, 7424, (1, 1, 1, 2, False)),
         ("layer_norm", "float32", 64, 8192, (4, 1, 3, 2, False)),
         ("layer_norm", "bfloat16", 64, 10240, (2, 1, 1, 2, False)),
+        ("layer_norm", "bfloat16", 8, 4096, (1, 2, 1, 2, False)),
+        ("layer_norm", "float32", 8, 4608, (1, 2, 1, 2, False)),
+        ("layer_norm", "float32", 64, 16384, (8, 1, 3, 2, False)),
+        ("rms_norm", "bfloat16", 64, 24576, (4, 1, 1, 2, False)),
+        ("layer_norm", "bfloat16", 64, 36864, (16, 1, 3, 2, False)),
+        ("layer_norm", "bfloat16", 8, 57344, (8, 1, 1, 3, False)),
+        ("rms_norm", "float32", 64, 73728, (16, 1, 2, 2, False)),
+        ("rms_norm", "bfloat16", 64, 131072, (16, 1, 1, 2, False)),
     ],
 )
 def test_backward_rows_of_an_h100_are_so_many_at_once_as_are_few_bytes(norm, weight, elements, cols, together):
     problem = whole(norm, "backward", (elements << 20) // cols, cols, "bfloat16", weight)
-    spec = plan(problem, H100).steps[0].spec
+    spec, of_an_h200 = (plan(problem, device).steps[0].spec for device in (H100, KNOWN[90]))
     assert (spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, spec.stages, spec.ask_early) == together
-    assert spec.rows_stay
+    assert spec.shape.order == of_an_h200.shape.order  # so that dx has the same bits
 
 
 @pytest.mark.parametrize(
@@ -212,6 +238,26 @@ def test_many_forward_rows_wait_in_registers_of_an_h100(cols, weight, elements, 
 
 
 @pytest.mark.parametrize(
+    ("weight", "elements", "cols", "held"),
+    [
+        # (CTAs of a cluster, CTAs of an SM, places, whether a thread keeps its row)
+        ("bfloat16", 8, 4480, (2, 8, 3, False)),
+        ("float32", 8, 4480, (2, 6, 3, False)),
+        ("float32", 8, 4864, (1, 4, 3, False)),
+        ("bfloat16", 8, 7040, (2, 5, 3, False)),
+        ("float32", 8, 8192, (2, 4, 1, True)),
+        ("bfloat16", 4, 4480, (1, 8, 0, False)),
+        ("float32", 4, 4480, (2, 5, 1, True)),
+        ("bfloat16", 16, 7040, (2, 5, 1, True)),
+    ],
+)
+def test_forward_rows_of_some_turns_wait_in_three_places_on_an_h100(weight, elements, cols, held):
+    problem = whole("layer_norm", "forward", (elements << 20) // cols, cols, "bfloat16", weight)
+    spec = plan(problem, H100).steps[0].spec
+    assert (spec.cluster, spec.ctas_per_sm, spec.stages, spec.rows_stay) == held
+
+
+@pytest.mark.parametrize(
     ("norm", "weight", "elements", "cols", "held"),
     [
         # (CTAs of a cluster, threads of a CTA, CTAs of an SM, places)
@@ -220,6 +266,7 @@ def test_many_forward_rows_wait_in_registers_of_an_h100(cols, weight, elements, 
         ("layer_norm", "bfloat16", 64, 33024, (8, 64, 5, 2)),
         ("layer_norm", "float32", 64, 33024, (8, 64, 4, 2)),
         ("rms_norm", "bfloat16", 64, 65536, (16, 64, 5, 2)),
+        ("rms_norm", "float32", 64, 49152, (8, 96, 3, 2)),
         ("layer_norm", "float32", 64, 65536, (16, 64, 4, 3)),
         ("layer_norm", "bfloat16", 64, 262144, (16, 256, 2, 2)),
         ("layer_norm", "bfloat16", 8, 65536, (8, 128, 4, 2)),

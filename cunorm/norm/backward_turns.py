@@ -12,11 +12,12 @@ from dataclasses import replace
 from math import log
 from typing import NamedTuple
 
-from ..device import Device
+from ..device import CLUSTER_SIZES, Device
 from .backward_halves import by_halves, was_searched
 from .backward_parts import matrices_read
+from .cluster_backward import registers_of_long_row
 from .problem import Problem
-from .registers import sixteen_bits, with_rows_kept
+from .registers import registers_of, sixteen_bits, with_rows_kept
 from .shapes import in_clusters, is_power_of_two
 from .short_rings import RING_BYTES
 from .spec import WARP, NormSpec, RowShape
@@ -31,10 +32,17 @@ FEWEST_BYTES = 100 << 10  # of a matrix, to each SM: less than 7 M elements were
 # Of so many times as many a thread of two packs asks early: RMSNorm of 6400 cols 135.9 us, late 143.6, LayerNorm of
 # 7168 136.2 and 148.6; or, beside a float32 weight, where early takes 160 and more, has LayerNorm a place more: 7424
 # cols 141.9 and 147.3. Of more the rows keep their plan.
-TOO_MANY, FAR_TOO_MANY = 1.26, 1.7
+TOO_MANY, FAR_TOO_MANY = 1.26, 1.72
+# And what an SM reads of rows that a cluster holds, by both norms: 64 M elements of LayerNorm, 24576 cols 138 us by
+# 24 KB, by 48 154; 36864 by 27 KB 143, by 18 154, by 36 146; 114688 by 28 KB 141, by 57 148. Where it has to be more,
+# rather by two CTAs of an SM: 73728 by 36 KB 142, by one 146; but 57344 by 28 KB 144, by two 146.
+LONG_TURN_BYTES, LEAST_LONG, TOO_LARGE = 26 << 10, 20 << 10, 30 << 10
+LEAST_OF_PART = 2 * WARP  # threads
 CLUSTERS_COST = 0.07  # in log of the bytes: RMSNorm of 2688 cols by clusters of 16 KB is no faster than by 21
 MOST_THREADS = 512  # of an SM
-THREADS_TOGETHER = 384  # of a CTA of several rows: LayerNorm of 4288 cols, 8 M elements, 22.1 us, by two CTAs 22.7
+# Of a CTA of more than two rows. LayerNorm, 8 M elements, of 4288 cols by two 22.1 us, by two CTAs 22.7; of 4096, 512
+# threads, 21.6 and 22.5.
+THREADS_TOGETHER = 384
 
 
 class AtOnce(NamedTuple):
@@ -52,7 +60,10 @@ class AtOnce(NamedTuple):
 def by_turns(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     """The kernel of such rows; of others what backward_halves.py says."""
     many = problem.matrix_bytes > RING_BYTES * device.sms
-    found = _at_once(problem, spec, many, device) if device.memory_is_slow and was_searched(problem, spec) else None
+    searched = device.memory_is_slow and was_searched(problem, spec) and problem.cols % spec.shape.pack == 0
+    if searched and spec.cluster > 1:
+        return _by_parts(problem, spec, device)
+    found = _at_once(problem, spec, many, device) if searched else None
     if found is None:
         return by_halves(problem, spec, device)
     best, times_wanted = found
@@ -68,24 +79,58 @@ def by_turns(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     return spec if best.cluster > 1 and not spec.aligned else with_rows_kept(spec, device)
 
 
+def _by_parts(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
+    """Rows that a cluster holds: by the same threads in as many CTAs or more, of which an SM has one or several."""
+    options = list(_parts(spec, device))
+    if problem.matrix_bytes <= FEWEST_BYTES * device.sms or not options:
+        return spec
+
+    def nearest(one: AtOnce) -> tuple[bool, float, int]:
+        of_turn = one.rows * _row_bytes(problem)
+        away = round(abs(log(of_turn / LONG_TURN_BYTES)), 6)
+        return of_turn < LEAST_LONG, away, -one.ctas if of_turn > TOO_LARGE else one.ctas
+
+    best = min(options, key=nearest)
+    shape = in_clusters(replace(spec.shape, threads=spec.shape.threads * spec.cluster, cluster=1), best.cluster)
+    if (shape, best.ctas) == (spec.shape, spec.ctas_per_sm):
+        return spec
+    spec = replace(spec, shape=shape, ctas_per_sm=best.ctas, stages=3, rows_stay=False, ask_early=False)
+    return with_rows_kept(spec, device) if spec.aligned else spec
+
+
+def _parts(spec: NormSpec, device: Device) -> Iterator[AtOnce]:
+    """One row at a time by each CTA, whose threads have the registers that cluster_backward.py wants for them."""
+    threads = spec.shape.threads * spec.cluster
+    for size in filter(device.runs_clusters, CLUSTER_SIZES):
+        if size < spec.cluster or threads % (size * WARP) or threads < LEAST_OF_PART * size:
+            continue
+        for ctas in range(1, size * MOST_THREADS // threads + 1):
+            if registers_of_long_row(spec, device) <= registers_of(ctas * threads // size):
+                yield AtOnce(size, 1, ctas)
+
+
 def _at_once(problem: Problem, spec: NormSpec, many: bool, device: Device) -> tuple[AtOnce, float] | None:
     """(what has the bytes nearest to those wanted, how many times as many); None where rows keep their plan.
 
     Of rows that are not many RMSNorm gains nothing, nor does LayerNorm of which an SM has one.
     """
-    if spec.cluster > 1 or problem.cols % spec.shape.pack or (spec.ask_early and is_power_of_two(problem.cols)):
+    if spec.ask_early and is_power_of_two(problem.cols):
         return None
     several = spec.rows_per_cta * spec.ctas_per_sm > 1 and problem.matrix_bytes > FEWEST_BYTES * device.sms
     if not many and not (problem.norm.subtracts_mean and several):
         return None
-    row_bytes = problem.cols * sum(one.itemsize for one in matrices_read(problem))
     norm = problem.operation.norm
-    wanted, least = TURN_BYTES[norm] / row_bytes, LEAST[norm] if many else LEAST_OF_FEW
+    wanted, least = TURN_BYTES[norm] / _row_bytes(problem), LEAST[norm] if many else LEAST_OF_FEW
     options = [one for one in _options(spec.shape, many, device) if least <= one.rows / wanted <= FAR_TOO_MANY]
     if not options:
         return None
     best = min(options, key=lambda one: abs(log(one.rows / wanted)) + CLUSTERS_COST * (one.cluster > 1))
     return best, best.rows / wanted
+
+
+def _row_bytes(problem: Problem) -> int:
+    """Of x and dy."""
+    return problem.cols * sum(one.itemsize for one in matrices_read(problem))
 
 
 def _options(shape: RowShape, many: bool, device: Device) -> Iterator[AtOnce]:
@@ -101,10 +146,10 @@ def _options(shape: RowShape, many: bool, device: Device) -> Iterator[AtOnce]:
     for rows in range(1 if many else 2, MOST_THREADS // threads + 1):
         if not many and rows % 2 and shape.packs <= 2:
             continue  # LayerNorm of 1920 cols, 8 M elements, by three 22.2 us, by four 21.4
-        if rows * threads <= THREADS_TOGETHER:
+        if rows == 2 or rows * threads <= THREADS_TOGETHER:
             yield AtOnce(1, rows, 1)
         else:
-            yield AtOnce(1, 2, rows // 2) if rows % 2 == 0 and rows > 2 else AtOnce(1, 1, rows)
+            yield AtOnce(1, 2, rows // 2) if rows % 2 == 0 else AtOnce(1, 1, rows)
     if many:
         for cluster, ctas in ((2, 1), (2, 3), (2, 5), (4, 3), (4, 5)):
             # By 96 threads each of three CTAs 4288 cols took 151 us beside 16 bits, 139 beside a float32 weight.

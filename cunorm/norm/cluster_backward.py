@@ -80,10 +80,7 @@ def _cheapest(problem: Problem, device: Device, in_place: bool) -> tuple[RowShap
 def _under_way(problem: Problem, spec: NormSpec, device: Device, in_place: bool) -> NormSpec | None:
     """The same with places for rows; None if registers or shared memory are too small."""
     shape, ctas, width = spec.shape, spec.ctas_per_sm, ITEMSIZE[problem.row_dtype]
-    sums = len(spec.sums) * shape.packs * shape.pack * ITEMSIZE[problem.compute] // 4
-    wide = 16 * any(one.itemsize > width for one in (*spec.columns, *spec.matrices))
-    working = WORKING_OF_FOUR.get(device.arch, WORKING) if shape.pack == 4 else WORKING
-    if working + sums + wide > registers_of(ctas * shape.threads):
+    if registers_of_long_row(spec, device) > registers_of(ctas * shape.threads):
         return None
     of_row = ctas * bytes_of_part(shape) * sum(one.itemsize for one in spec.matrices) // width
     # RMSNorm of long rows: 217088 cols by one row under way, asked for early, 104.4 us, late 111.5. But float32 of
@@ -95,6 +92,15 @@ def _under_way(problem: Problem, spec: NormSpec, device: Device, in_place: bool)
         if ctas * (shared_memory(fitting) + dynamic_shared(fitting) + 1024) <= device.shared + 1024:
             return fitting
     return None
+
+
+def registers_of_long_row(spec: NormSpec, device: Device) -> int:
+    """Of a thread, which does not keep its row."""
+    shape = spec.shape
+    sums = len(spec.sums) * shape.packs * shape.pack * ITEMSIZE[spec.compute] // 4
+    wide = 16 * any(one.itemsize > ITEMSIZE[spec.row_dtype] for one in (*spec.columns, *spec.matrices))
+    working = WORKING_OF_FOUR.get(device.arch, WORKING) if shape.pack == 4 else WORKING
+    return working + sums + wide
 
 
 def _cost(spec: NormSpec) -> float:

@@ -45,8 +45,9 @@ MOST_COLUMN_BYTES = 256
 # Bytes. 200704 columns forward, 49 KB, 79.0 us with three places and 81.3 with two; 258048, 64 KB, 80.1 and 77.8.
 # Backward of 172032, 42 KB, 117.7 and 125.8; of 200704, 50 KB, 118.5 and 127; of 57344, 56 KB, 109.8 and 109.3.
 THREE_PLACES = 52 << 10
-# Where memory is slow, of many rows: bytes that an SM asks for at once, beside weights of 16 bits and wider ones.
-TURN_BYTES, WIDE_TURN_BYTES = 42 << 10, 36 << 10
+# Where memory is slow, of many rows: bytes that an SM asks for at once, by LayerNorm beside weights of 16 bits and
+# beside wider ones, and by RMSNorm. H100, RMSNorm of 49152 cols by 37 KB 94.1 us, by 49 96.9.
+TURN_BYTES, WIDE_TURN_BYTES, RMS_TURN_BYTES = 42 << 10, 36 << 10, 40 << 10
 
 
 def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
@@ -58,11 +59,12 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     spec = kernel_spec(problem, "forward", shape)
     many = problem.matrix_bytes > RING_BYTES * device.sms
     few_bytes = device.memory_is_slow and many and is_plain(problem, spec, device) and problem.cols % shape.pack == 0
+    wide = problem.norm.subtracts_mean and widest_column(spec) > 2
     if few_bytes:
-        wide = widest_column(spec) > 2
         # Five CTAs of 64 threads, seven packs beside float32 weights in 168 registers, spilled 4 bytes.
         registers = _registers(problem, shape, WORKING + shape.packs + 8)
-        shape, most = _of_few_bytes(shape, most, WIDE_TURN_BYTES if wide else TURN_BYTES, registers, device)
+        wanted = WIDE_TURN_BYTES if wide else TURN_BYTES if problem.norm.subtracts_mean else RMS_TURN_BYTES
+        shape, most = _of_few_bytes(shape, most, wanted, registers, device)
         spec = replace(spec, shape=shape)
     spec = replace(spec, columns_stay=_columns_stay(problem, spec, device))
     for ctas in range(most, 0, -1):

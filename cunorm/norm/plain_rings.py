@@ -14,7 +14,7 @@ from .problem import Problem
 from .registers import Needs, ctas_of, sixteen_bits, widest_column
 from .shapes import in_clusters
 from .short_rings import RING_BYTES, bytes_under_way, more_in_a_ring, short_ring
-from .spec import WARP, NormSpec
+from .spec import WARP, NormSpec, RowShape
 
 # Bytes of x that an SM asks for ahead: by LayerNorm, many rows and few, and by RMSNorm.
 MANY_UNDER_WAY, FEW_UNDER_WAY, RMS_UNDER_WAY = 32 << 10, 55 << 10, 64 << 10
@@ -90,6 +90,19 @@ FULL_RINGS: dict[tuple[int, int, bool], Waits] = {
 # weights have 32 bits. H100, 64 M elements: 32768 cols 96.5 us, by 48 KB 100.8; 24576 beside float32 weights 95.5, by
 # 36 KB 97.9.
 SLOW_RINGS: dict[tuple[int, int, bool], Waits] = {(512, 8, False): (8, 1, 4), (512, 6, True): (8, 1, 5)}
+# Where memory is slow, LayerNorm's rows that make three turns or more, beside weights of 16 bits and of 32. H100, 8 M
+# elements: 4480 cols 13.2 us, by one place 13.6, 7040 13.4 and 13.7, beside float32 weights 6144 13.5 and 13.9; but of
+# 1.8 turns, 4 M elements, 10 to 20% more, and of 20 M 1 to 4%.
+SLOW_TURNS, SLOW_TURNS_BYTES = 3, 192 << 10  # at least; of a matrix to each SM at most
+SLOW_TURN_RINGS: dict[tuple[int, int], tuple[Waits, Waits]] = {
+    (160, 4): (None, (1, 3, 4)),
+    (192, 3): ((2, 3, 8), (2, 3, 6)),
+    (192, 5): ((2, 3, 5), (2, 3, 5)),
+    (256, 3): ((2, 3, 6), (2, 3, 5)),
+    (256, 4): ((2, 3, 5), None),
+    (256, 5): ((2, 3, 4), None),
+    (512, 3): (None, (4, 3, 5)),
+}
 # And many rows beside float32 weights: 64 M elements of 5696 cols 72.3 us, as of few 75.5; of 5184 cols in registers
 # 76.3, as of few 78.5.
 MANY_WIDE_RINGS: dict[tuple[int, int], Waits] = {(64, 5): (1, 1, 6), (224, 3): None, (256, 3): (2, 2, 5)}
@@ -110,7 +123,9 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
     spills = layer_norm and (wide or (shape.packs == 4 and shape.threads in (WARP, 4 * WARP)))
     searched = widest_column(spec) <= 4 and not (spills and problem.is_zero_centred)
     slow = device.memory_is_slow and problem.matrix_bytes > PLAIN_RING_BYTES * device.sms
-    waits = _waits(spec, wide, many, slow) if searched and device.runs_clusters(8) else None
+    waits = None
+    if searched and device.runs_clusters(8):
+        waits = _of_some_turns(problem, shape, wide, device) or _waits(spec, wide, many, slow)
     if problem.matrix_bytes > _most_bytes(spec, wide, waits, device) * device.sms:
         return None
     if waits:
@@ -119,7 +134,7 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
         # 6.3 and 5.6.
         turns = problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
         if layer_norm or turns > 1.2:
-            spec = replace(spec, stages=stages, rows_stay=stages == 1, ask_early=True, columns_stay=True)
+            spec = replace(spec, stages=stages, rows_stay=stages == 1, ask_early=stages < 3, columns_stay=True)
             return replace(spec, shape=in_clusters(shape, size), ctas_per_sm=ctas)
     of_norm = _layer_norm_ring if layer_norm else _rms_norm_ring
     return of_norm(problem, spec, needs, many, device)
@@ -161,6 +176,17 @@ def _waits(spec: NormSpec, wide: bool, many: bool, slow: bool) -> Waits:
         if spec.cols == shape.capacity and (*held, wide) in FULL_RINGS:
             return FULL_RINGS[*held, wide]
     return RINGS[norm].get(held, (None, None))[wide]
+
+
+def _of_some_turns(problem: Problem, shape: RowShape, wide: bool, device: Device) -> Waits:
+    """How rows wait where memory is slow and they make so many turns; None where that was not measured to win."""
+    waits = SLOW_TURN_RINGS.get((shape.threads, shape.packs), (None, None))[wide]
+    searched = problem.norm.subtracts_mean and problem.matrix_bytes <= SLOW_TURNS_BYTES * device.sms
+    if waits is None or not (searched and device.memory_is_slow):
+        return None
+    size, _, ctas = waits
+    at_once = device.resident_clusters(size, ctas, problem.sm_margin)
+    return waits if problem.rows >= SLOW_TURNS * at_once else None
 
 
 def _few_wide_rows(spec: NormSpec, needs: Needs) -> NormSpec | None:

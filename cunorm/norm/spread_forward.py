@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from ..device import Device
 from ..operation import SEED
+from .plain_rings import is_plain
 from .problem import ITEMSIZE, Problem
-from .registers import RESIDENT, Needs, sixteen_bits, widest_column
+from .registers import RESIDENT, Needs, registers_of, sixteen_bits, widest_column
 from .shapes import ceil_div, in_clusters
 from .spec import WARP, NormSpec
 
@@ -30,11 +31,14 @@ def few_rows_forward(problem: Problem, spec: NormSpec, needs: Needs, device: Dev
         # 160 registers of weight and bias beside a row at odd addresses spilled 128 bytes.
         return replace(spec, shape=in_clusters(shape, 4), columns_stay=needs.columns <= 128)
     spread = replace(spec, kernel="forward_spread")
+    few = 4 * rows <= sms if long else 8 * rows <= sms and places == 1024
+    by_parts = _by_parts(problem, spec, needs, few, device)
+    if by_parts is not None:
+        return by_parts
     if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
         return spread  # 1 x 1600 1.5 us, by a warp 1.75; of several warps and one matrix no gain
     # 32 x 32768 3.98 us, in one CTA 4.9, by four CTAs 4.54; 8 x 8192 with another matrix 2.15 and 2.43.
     # One matrix, H100: 8 x 8192 2.66 us, in one CTA 2.92, beside float32 weights 2.63 and 3.16; RMSNorm 2.37 and 2.54.
-    few = 4 * rows <= sms if long else 8 * rows <= sms and places == 1024
     if few and device.runs_clusters(8):
         # By two: gates of 16 x 14336 3.1 us, by four 3.3; but of five packs 10240 cols 3% longer than by three.
         held = 2 if shape.packs == 7 and shape.threads == 256 else ceil_div(shape.packs, 2)
@@ -52,6 +56,34 @@ def few_rows_forward(problem: Problem, spec: NormSpec, needs: Needs, device: Dev
         # 512 x 4096 with another matrix 6.1 us and 6.5.
         return replace(spread, held=2, ctas_per_sm=ceil_div(rows, sms))
     return None
+
+
+def _by_parts(problem: Problem, spec: NormSpec, needs: Needs, few: bool, device: Device) -> NormSpec | None:
+    """LayerNorm and RMSNorm alone: by clusters of four, or two; None where that was not measured to win.
+
+    H100. Rows that fill all places, by the kernel for many rows, which then checks nothing: LayerNorm of 8 x 12288
+    2.71 us, by clusters of eight without turns 3.16, 64 x 10240 3.48 and, by one CTA, 3.72, 128 x 12288 4.92 and 5.20,
+    1 x 6144 1.91 and 2.13; few of an even number of packs, 1 x 16384, 2.60 and, without turns, 2.45. LayerNorm's other
+    rows without turns: 8 x 5632 2.56 us, by one CTA 2.72, 1 x 7168 2.27 and 2.48; RMSNorm's take 2 to 5% longer so.
+    """
+    shape, rows, sms = spec.shape, problem.rows, device.sms - problem.sm_margin
+    places = shape.threads * shape.packs
+    if not (is_plain(problem, spec, device) and widest_column(spec) <= 4 and device.runs_clusters(8)):
+        return None
+    if problem.cols < shape.capacity:
+        size = 4 if shape.threads % (4 * WARP) == 0 else 2
+        if problem.norm.subtracts_mean and 768 <= places < 1024 and size * rows <= sms:
+            return replace(spec, kernel="forward_spread", shape=in_clusters(shape, size), held=shape.packs)
+        return None
+    size = 4 if 2 * rows <= sms else 2
+    if shape.threads < 8 * WARP or rows > (sms if places > 1024 else sms // 4):
+        return None
+    if (few and shape.packs % 2 == 0) or shape.packs > (5 if size == 4 else 7):
+        return None
+    ctas = ceil_div(size * rows, sms)
+    if needs.working + needs.at_once > registers_of(ctas * shape.threads // size):
+        return None
+    return replace(spec, shape=in_clusters(shape, size), ctas_per_sm=ctas)
 
 
 def without_turns(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
