@@ -68,10 +68,10 @@ def by_halves(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     return replace(spec, stages=places, rows_stay=found.kept)
 
 
-def was_searched(problem: Problem, spec: NormSpec) -> bool:
-    """Whether the searches were of such rows: of 16 bits, x and dy alone."""
+def was_searched(problem: Problem, spec: NormSpec, itemsizes: tuple[int, ...] = (2,)) -> bool:
+    """Whether the searches were of such rows: of so many bytes an element, x and dy alone."""
     alike = {(one.kind, one.dtype) for one in spec.matrices} == {("full", spec.row_dtype)}
-    plain = is_named(problem.operation) and alike and ITEMSIZE[spec.row_dtype] == 2
+    plain = is_named(problem.operation) and alike and ITEMSIZE[spec.row_dtype] in itemsizes
     # The sums of a dbias beside RMSNorm's spilled 32 to 80 bytes.
     sums = (1, 2) if problem.norm.subtracts_mean else (1,)
     return plain and len(spec.sums) in sums and widest_column(spec) <= 4

@@ -63,8 +63,9 @@ def _by_parts(problem: Problem, spec: NormSpec, needs: Needs, few: bool, device:
 
     H100. Rows that fill all places, by the kernel for many rows, which then checks nothing: LayerNorm of 8 x 12288
     2.71 us, by clusters of eight without turns 3.16, 64 x 10240 3.48 and, by one CTA, 3.72, 128 x 12288 4.92 and 5.20,
-    1 x 6144 1.91 and 2.13; few of an even number of packs, 1 x 16384, 2.60 and, without turns, 2.45. LayerNorm's other
-    rows without turns: 8 x 5632 2.56 us, by one CTA 2.72, 1 x 7168 2.27 and 2.48; RMSNorm's take 2 to 5% longer so.
+    1 x 6144 1.91 and 2.13, 256 x 8192 beside float32 weights 5.27 and 5.77; few of an even number of packs, 1 x 16384,
+    2.60 and, without turns, 2.45. LayerNorm's other rows without turns: 8 x 5632 2.56 us, by one CTA 2.72, 1 x 7168
+    2.27 and 2.48; RMSNorm's take 2 to 5% longer so.
     """
     shape, rows, sms = spec.shape, problem.rows, device.sms - problem.sm_margin
     places = shape.threads * shape.packs
@@ -76,7 +77,8 @@ def _by_parts(problem: Problem, spec: NormSpec, needs: Needs, few: bool, device:
             return replace(spec, kernel="forward_spread", shape=in_clusters(shape, size), held=shape.packs)
         return None
     size = 4 if 2 * rows <= sms else 2
-    if shape.threads < 8 * WARP or rows > (sms if places > 1024 else sms // 4):
+    most = 3 * sms if problem.norm.subtracts_mean else sms if places > 1024 else sms // 4
+    if shape.threads < 8 * WARP or rows > most:
         return None
     if (few and shape.packs % 2 == 0) or shape.packs > (5 if size == 4 else 7):
         return None
