@@ -71,14 +71,16 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
         most_places = places(ctas * bytes_of_part(shape) * len(spec.matrices))
         if problem.cols % shape.pack and shape.packs > 4 and ctas > 1:
             most_places = 2  # LayerNorm, 50257 cols 98.8 us, by three 102.8; four packs, 48001 cols 111 and 99
-        # H100, 86016 cols 94.8 us, by three 99.1. Beside float32 weights 65536 cols 97.2, by three 95.7.
-        if few_bytes and (not wide or shape.packs > 8):
+        # H100, 86016 cols 94.8 us, by three 99.1. Beside float32 weights where it is 36 KB, asked for early: 49152 cols
+        # 96.3 us, by three late 99.2; but 65536, 32 KB, 97.2 and 96.0.
+        wide_early = few_bytes and wide and ctas * bytes_of_part(shape) >= WIDE_TURN_BYTES
+        if few_bytes and (not wide or shape.packs > 8 or wide_early):
             most_places = 2
         for stages in range(most_places, 1, -1):
             # Parts of two and three rows of clusters of 16, by two places: LayerNorm of 143360 cols 69.8 us, late 72.0;
             # of 73728 cols, clusters of eight, 70.1 and 69.9.
             few = ctas < MOST_ROWS and ctas * shape.threads <= EARLY_WARPS * WARP
-            early = stages == 2 and shape.cluster == 16 and few and spec.columns_stay
+            early = stages == 2 and (wide_early or (shape.cluster == 16 and few and spec.columns_stay))
             fitting = replace(spec, ctas_per_sm=ctas, stages=stages, ask_early=early)
             if ctas * (shared_memory(fitting) + dynamic_shared(fitting) + 1024) <= device.shared + 1024:
                 return with_rows_kept(fitting, device)
