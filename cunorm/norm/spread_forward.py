@@ -65,7 +65,7 @@ def _by_parts(problem: Problem, spec: NormSpec, needs: Needs, few: bool, device:
     2.71 us, by clusters of eight without turns 3.16, 64 x 10240 3.48 and, by one CTA, 3.72, 128 x 12288 4.92 and 5.20,
     1 x 6144 1.91 and 2.13, 256 x 8192 beside float32 weights 5.27 and 5.77; few of an even number of packs, 1 x 16384,
     2.60 and, without turns, 2.45. LayerNorm's other rows without turns: 8 x 5632 2.56 us, by one CTA 2.72, 1 x 7168
-    2.27 and 2.48; RMSNorm's take 2 to 5% longer so.
+    2.27 and 2.48, and 1 x 4096, a pack to each of 512 threads, 1.84 and 1.90; RMSNorm's take 2 to 5% longer so.
     """
     shape, rows, sms = spec.shape, problem.rows, device.sms - problem.sm_margin
     places = shape.threads * shape.packs
@@ -76,6 +76,8 @@ def _by_parts(problem: Problem, spec: NormSpec, needs: Needs, few: bool, device:
         if problem.norm.subtracts_mean and 768 <= places < 1024 and size * rows <= sms:
             return replace(spec, kernel="forward_spread", shape=in_clusters(shape, size), held=shape.packs)
         return None
+    if places == 512 and problem.norm.subtracts_mean and 8 * rows <= sms:
+        return replace(spec, kernel="forward_spread", shape=in_clusters(shape, 4), held=1)
     size = 4 if 2 * rows <= sms else 2
     most = 3 * sms if problem.norm.subtracts_mean else sms if places > 1024 else sms // 4
     if shape.threads < 8 * WARP or rows > most:
