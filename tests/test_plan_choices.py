@@ -221,6 +221,23 @@ def test_backward_rows_of_an_h100_are_so_many_at_once_as_are_few_bytes(norm, wei
 
 
 @pytest.mark.parametrize(
+    ("norm", "dtype", "cols", "together"),
+    [
+        ("layer_norm", "float32", 1024, (2, 1, 5, False)),
+        ("rms_norm", "float32", 2048, (1, 1, 1, False)),
+        ("layer_norm", "float32", 3072, (1, 1, 1, False)),
+        ("layer_norm", "float32", 16384, (16, 1, 3, False)),
+        ("rms_norm", "bfloat16", 1024, (1, 3, 2, True)),
+        ("rms_norm", "float16", 256, (1, 12, 2, True)),
+        ("rms_norm", "bfloat16", 4096, (1, 2, 1, True)),
+    ],
+)
+def test_so_are_many_of_float32_and_of_rms_norms_powers_of_two(norm, dtype, cols, together):
+    spec = plan(whole(norm, "backward", (64 << 20) // cols, cols, dtype, dtype), H100).steps[0].spec
+    assert (spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, spec.ask_early) == together
+
+
+@pytest.mark.parametrize(
     ("cols", "weight", "elements", "of_an_h100", "of_an_h200"),
     [
         (1088, "float32", 64, 0, 2),
