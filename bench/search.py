@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--suite", choices=[name for name in SUITES if cases(name)], required=True)
     parser.add_argument("--sample", type=int, help="so many shapes of it, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=200, help="kernels for a case, the likest to today's first")
+    parser.add_argument("--most", type=int, default=300, help="kernels for a case, the likest to today's first")
     parser.add_argument("--same-bits", action="store_true", help="those alone that add rows up in today's order")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this many")
     parser.add_argument("--out", type=Path)
