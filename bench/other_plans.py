@@ -15,7 +15,7 @@ from cunorm.norm import backward_plan
 from cunorm.norm import plan as norm_plan
 from cunorm.norm.problem import Problem
 from cunorm.norm.registers import registers_of
-from cunorm.norm.shapes import ceil_div, shape_of
+from cunorm.norm.shapes import ceil_div, in_clusters, shape_of
 from cunorm.norm.shared_memory import dynamic_shared, shared_memory
 from cunorm.norm.short_forward import short_forward
 from cunorm.norm.spec import WARP, NormSpec, RowShape
@@ -27,8 +27,8 @@ MOST_CTAS = 10  # of an SM
 MOST_THREADS = {"forward": 1024, "backward": 512}  # of a CTA
 LEAST_REGISTERS = {"forward": 32, "backward": 64}  # of a thread
 FEW_ROWS = 8  # to an SM: of so many a row may have more threads than those that decide its bits
-# Bytes that an SM reads for a turn of rows that are not so few. On an H100 the fastest of 222 cases read 12 to 72 KB
-# forward and 16 to 50 backward; without such bounds the first 200 kernels missed most of these.
+# Bytes that an SM reads for a turn of rows that are not so few: on an H100 the fastest of 222 cases read 12 to 72 KB
+# forward and 16 to 50 backward.
 TURN_BYTES = {"forward": range(12 << 10, 80 << 10), "backward": range(12 << 10, 64 << 10)}
 # What makes two kernels of a row different, for the distance between them.
 CHOICES = ("kernel", "held", "order", "cluster", "rows_per_cta", "ctas_per_sm", "stages", "rows_stay", "ask_early")
@@ -88,7 +88,7 @@ def _spread_over_clusters(own: RowShape, device: Device) -> list[RowShape]:
     """The same threads of a row in one CTA and in clusters of each size, of whole warps there."""
     threads = own.threads * own.cluster
     sizes = filter(device.runs_clusters, (1, *CLUSTER_SIZES))
-    return [RowShape(own.pack, threads // n, own.packs, n) for n in sizes if n == 1 or threads % (n * WARP) == 0]
+    return [in_clusters(own, n) for n in sizes if n == 1 or threads % (n * WARP) == 0]
 
 
 def _shapes(problem: Problem, own: RowShape, device: Device) -> list[RowShape]:

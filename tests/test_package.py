@@ -147,6 +147,7 @@ LAYERS = (
     {"norm.steps"},
     {"norm.few_rows"},
     {"norm.backward_halves"},
+    {"norm.backward_long_turns"},
     {"norm.backward_turns"},
     {"norm.backward_plan"},
     {"norm.plan"},

@@ -123,7 +123,7 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, name):
 
 
 @pytest.mark.parametrize("device", [KNOWN[90], H100], ids=lambda device: device.name)
-@pytest.mark.parametrize("cols", [768, 1600, 3776, 4352, 7424, 8192, 10240, 12288])
+@pytest.mark.parametrize("cols", [768, 1600, 3776, 4352, 7424, 8192, 10240, 12288, 24576, 57344, 131072])
 @pytest.mark.parametrize("elements", [4, 8, 64])
 def test_backward_rows_leave_as_many_partial_rows_at_odd_addresses(elements, cols, device):
     """Or dweight would be added up in another order."""

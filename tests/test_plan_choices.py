@@ -186,37 +186,39 @@ def test_backward_rows_of_a_warp_share_a_cta_as_was_measured_to_win(norm, elemen
 @pytest.mark.parametrize(
     ("norm", "weight", "elements", "cols", "together"),
     [
-        # (CTAs of a cluster, rows of a CTA, CTAs of an SM, places, whether the next row is asked for early)
-        ("layer_norm", "bfloat16", 64, 768, (1, 7, 1, 2, False)),
-        ("rms_norm", "bfloat16", 64, 768, (1, 3, 2, 2, False)),
-        ("layer_norm", "float32", 64, 1600, (1, 3, 1, 2, False)),
-        ("layer_norm", "float32", 8, 1600, (1, 2, 2, 2, False)),
-        ("rms_norm", "float32", 64, 1728, (2, 1, 5, 2, False)),
-        ("layer_norm", "float32", 64, 3776, (2, 1, 3, 2, False)),
-        ("layer_norm", "float32", 8, 4288, (1, 2, 1, 2, False)),
-        ("layer_norm", "bfloat16", 8, 704, (1, 4, 2, 2, False)),
-        ("layer_norm", "bfloat16", 4, 704, (1, 6, 2, 2, False)),
-        ("layer_norm", "bfloat16", 64, 4992, (1, 1, 1, 2, False)),
-        ("rms_norm", "bfloat16", 64, 4992, (1, 1, 1, 2, False)),
-        ("layer_norm", "bfloat16", 64, 7424, (1, 1, 1, 2, True)),
-        ("layer_norm", "float32", 64, 7424, (1, 1, 1, 3, False)),
-        ("rms_norm", "float32", 64, 7424, (1, 1, 1, 2, False)),
-        ("layer_norm", "float32", 64, 8192, (4, 1, 3, 2, False)),
-        ("layer_norm", "bfloat16", 64, 10240, (2, 1, 1, 2, False)),
-        ("layer_norm", "bfloat16", 8, 4096, (1, 2, 1, 2, False)),
-        ("layer_norm", "float32", 8, 4608, (1, 2, 1, 2, False)),
-        ("layer_norm", "float32", 64, 16384, (8, 1, 3, 2, False)),
-        ("rms_norm", "bfloat16", 64, 24576, (4, 1, 1, 2, False)),
-        ("layer_norm", "bfloat16", 64, 36864, (16, 1, 3, 2, False)),
-        ("layer_norm", "bfloat16", 8, 57344, (8, 1, 1, 3, False)),
-        ("rms_norm", "float32", 64, 73728, (16, 1, 2, 2, False)),
-        ("rms_norm", "bfloat16", 64, 131072, (16, 1, 1, 2, False)),
+        # (CTAs of a cluster, rows of a CTA, CTAs of an SM, places, whether a thread keeps its row, and asks for
+        # the next one early)
+        ("layer_norm", "bfloat16", 64, 768, (1, 7, 1, 2, True, False)),
+        ("rms_norm", "bfloat16", 64, 768, (1, 3, 2, 2, True, False)),
+        ("layer_norm", "float32", 64, 1600, (1, 3, 1, 2, True, False)),
+        ("layer_norm", "float32", 8, 1600, (1, 2, 2, 2, True, False)),
+        ("rms_norm", "float32", 64, 1728, (2, 1, 5, 2, True, False)),
+        ("layer_norm", "float32", 64, 3776, (2, 1, 3, 2, True, False)),
+        ("layer_norm", "float32", 8, 4288, (1, 2, 1, 2, True, False)),
+        ("layer_norm", "bfloat16", 8, 704, (1, 4, 2, 2, True, False)),
+        ("layer_norm", "bfloat16", 4, 704, (1, 6, 2, 2, True, False)),
+        ("layer_norm", "bfloat16", 64, 4992, (1, 1, 1, 2, True, False)),
+        ("rms_norm", "bfloat16", 64, 4992, (1, 1, 1, 2, True, False)),
+        ("layer_norm", "bfloat16", 64, 7424, (1, 1, 1, 2, True, True)),
+        ("layer_norm", "float32", 64, 7424, (1, 1, 1, 3, True, False)),
+        ("rms_norm", "float32", 64, 7424, (1, 1, 1, 2, True, False)),
+        ("layer_norm", "float32", 64, 8192, (4, 1, 3, 2, True, False)),
+        ("layer_norm", "bfloat16", 64, 10240, (2, 1, 1, 2, True, False)),
+        ("layer_norm", "bfloat16", 8, 4096, (1, 2, 1, 2, True, False)),
+        ("layer_norm", "float32", 8, 4608, (1, 2, 1, 2, True, False)),
+        ("layer_norm", "float32", 64, 16384, (8, 1, 3, 2, True, False)),
+        ("rms_norm", "bfloat16", 64, 24576, (4, 1, 1, 2, True, False)),
+        ("layer_norm", "bfloat16", 64, 36864, (16, 1, 3, 2, True, False)),
+        ("layer_norm", "bfloat16", 8, 57344, (8, 1, 1, 3, False, False)),
+        ("rms_norm", "float32", 64, 73728, (16, 1, 2, 2, True, False)),
+        ("rms_norm", "bfloat16", 64, 131072, (16, 1, 1, 2, True, False)),
     ],
 )
 def test_backward_rows_of_an_h100_are_so_many_at_once_as_are_few_bytes(norm, weight, elements, cols, together):
     problem = whole(norm, "backward", (elements << 20) // cols, cols, "bfloat16", weight)
     spec, of_an_h200 = (plan(problem, device).steps[0].spec for device in (H100, KNOWN[90]))
-    assert (spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, spec.stages, spec.ask_early) == together
+    waits = spec.stages, spec.rows_stay, spec.ask_early
+    assert (spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, *waits) == together
     assert spec.shape.order == of_an_h200.shape.order  # so that dx has the same bits
 
 
@@ -280,23 +282,24 @@ def test_forward_rows_of_some_turns_wait_in_three_places_on_an_h100(weight, elem
 @pytest.mark.parametrize(
     ("norm", "weight", "elements", "cols", "held"),
     [
-        # (CTAs of a cluster, threads of a CTA, CTAs of an SM, places)
-        ("layer_norm", "bfloat16", 64, 32768, (8, 64, 4, 1)),
-        ("layer_norm", "float32", 64, 24576, (8, 64, 5, 1)),
-        ("layer_norm", "bfloat16", 64, 33024, (8, 64, 5, 2)),
-        ("layer_norm", "float32", 64, 33024, (8, 64, 4, 2)),
-        ("rms_norm", "bfloat16", 64, 65536, (16, 64, 5, 2)),
-        ("rms_norm", "float32", 64, 49152, (8, 96, 3, 2)),
-        ("layer_norm", "float32", 64, 65536, (16, 64, 4, 3)),
-        ("layer_norm", "bfloat16", 64, 262144, (16, 256, 2, 2)),
-        ("layer_norm", "bfloat16", 8, 65536, (8, 128, 4, 2)),
+        # (CTAs of a cluster, threads of a CTA, CTAs of an SM, places, whether the next row is asked for early)
+        ("layer_norm", "bfloat16", 64, 32768, (8, 64, 4, 1, True)),
+        ("layer_norm", "float32", 64, 24576, (8, 64, 5, 1, True)),
+        ("layer_norm", "bfloat16", 64, 33024, (8, 64, 5, 2, False)),
+        ("layer_norm", "float32", 64, 33024, (8, 64, 4, 2, True)),
+        ("rms_norm", "bfloat16", 64, 65536, (16, 64, 5, 2, False)),
+        ("rms_norm", "float32", 64, 49152, (8, 96, 3, 2, False)),
+        ("layer_norm", "float32", 64, 49152, (16, 64, 6, 2, True)),
+        ("layer_norm", "float32", 64, 65536, (16, 64, 4, 3, False)),
+        ("layer_norm", "bfloat16", 64, 262144, (16, 256, 2, 2, False)),
+        ("layer_norm", "bfloat16", 8, 65536, (8, 128, 4, 2, False)),
     ],
 )
 def test_long_forward_rows_of_an_h100_ask_for_few_bytes_at_once(norm, weight, elements, cols, held):
     """By as many threads as an H200's have, so that a row has the same bits."""
     problem = whole(norm, "forward", (elements << 20) // cols, cols, "bfloat16", weight)
     spec, of_an_h200 = (plan(problem, device).steps[0].spec for device in (H100, KNOWN[90]))
-    assert (spec.cluster, spec.shape.threads, spec.ctas_per_sm, spec.stages) == held
+    assert (spec.cluster, spec.shape.threads, spec.ctas_per_sm, spec.stages, spec.ask_early) == held
     assert spec.shape.order == of_an_h200.shape.order
 
 

@@ -38,6 +38,11 @@ def matrices_read(problem: Problem) -> list[Operand]:
     return [one for one in problem.operands if one.kind == "full" and not one.written]
 
 
+def row_bytes(problem: Problem) -> int:
+    """Of all matrices that are read."""
+    return problem.cols * sum(one.itemsize for one in matrices_read(problem))
+
+
 def is_dear(problem: Problem) -> bool:
     """Whether the derivative takes much to compute."""
     return derivative(problem.operation, sources(problem.wanted), problem.by_name).is_dear

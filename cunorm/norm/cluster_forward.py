@@ -90,7 +90,7 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     if spec.scales == "per_row" and several and shape.threads == 512 and device.runs_clusters(2 * shape.cluster):
         # y is held as float32 beside the sum or the gate: 8 bytes spilled in 128 registers. Half the threads have twice
         # those.
-        shape = in_clusters(replace(shape, threads=512 * shape.cluster, cluster=1), 2 * shape.cluster)
+        shape = in_clusters(shape, 2 * shape.cluster)
     return replace(spec, shape=shape)
 
 
@@ -147,7 +147,7 @@ def _of_few_bytes(shape: RowShape, most: int, wanted: int, registers: int, devic
         if size == shape.cluster or (size > shape.cluster and threads % (size * WARP) == 0 and threads >= 64 * size)
     ]
     options = [
-        (RowShape(shape.pack, threads // size, shape.packs, size), ctas)
+        (in_clusters(shape, size), ctas)
         for size in reversed(sizes)
         for ctas in range(min(2, most), most * size // shape.cluster + 1)
         if registers <= registers_of(ctas * threads // size)

@@ -92,7 +92,7 @@ FULL_RINGS: dict[tuple[int, int, bool], Waits] = {
 SLOW_RINGS: dict[tuple[int, int, bool], Waits] = {(512, 8, False): (8, 1, 4), (512, 6, True): (8, 1, 5)}
 # Where memory is slow, LayerNorm's rows that make three turns or more, beside weights of 16 bits and of 32. H100, 8 M
 # elements: 4480 cols 13.2 us, by one place 13.6, 7040 13.4 and 13.7, beside float32 weights 6144 13.5 and 13.9; but of
-# 1.8 turns, 4 M elements, 10 to 20% more, and of 20 M 1 to 4%.
+# 1.8 turns, 4 M elements, 10 to 20% more, and of 20 M up to 4%.
 SLOW_TURNS, SLOW_TURNS_BYTES = 3, 192 << 10  # at least; of a matrix to each SM at most
 SLOW_TURN_RINGS: dict[tuple[int, int], tuple[Waits, Waits]] = {
     (160, 4): (None, (1, 3, 4)),
@@ -132,8 +132,7 @@ def plain_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
         size, stages, ctas = waits
         # RMSNorm of hardly more rows than run at once: by two places 256 x 16384 7.1 us, by whole rows 6.5; 256 x 12288
         # 6.3 and 5.6.
-        turns = problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
-        if layer_norm or turns > 1.2:
+        if layer_norm or _turns(problem, waits, device) > 1.2:
             spec = replace(spec, stages=stages, rows_stay=stages == 1, ask_early=stages < 3, columns_stay=True)
             return replace(spec, shape=in_clusters(shape, size), ctas_per_sm=ctas)
     of_norm = _layer_norm_ring if layer_norm else _rms_norm_ring
@@ -184,9 +183,12 @@ def _of_some_turns(problem: Problem, shape: RowShape, wide: bool, device: Device
     searched = problem.norm.subtracts_mean and problem.matrix_bytes <= SLOW_TURNS_BYTES * device.sms
     if waits is None or not (searched and device.memory_is_slow):
         return None
+    return waits if _turns(problem, waits, device) >= SLOW_TURNS else None
+
+
+def _turns(problem: Problem, waits: tuple[int, int, int], device: Device) -> float:
     size, _, ctas = waits
-    at_once = device.resident_clusters(size, ctas, problem.sm_margin)
-    return waits if problem.rows >= SLOW_TURNS * at_once else None
+    return problem.rows / device.resident_clusters(size, ctas, problem.sm_margin)
 
 
 def _few_wide_rows(spec: NormSpec, needs: Needs) -> NormSpec | None:

@@ -80,8 +80,8 @@ def shape_of(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowS
 
 
 def in_clusters(shape: RowShape, size: int) -> RowShape:
-    """The same threads, in as many CTAs."""
-    return replace(shape, threads=shape.threads // size, cluster=size)
+    """The same threads of a row, in as many CTAs."""
+    return replace(shape, threads=shape.threads * shape.cluster // size, cluster=size)
 
 
 def is_power_of_two(n: int) -> bool:

@@ -32,11 +32,11 @@ def few_rows_forward(problem: Problem, spec: NormSpec, needs: Needs, device: Dev
         return replace(spec, shape=in_clusters(shape, 4), columns_stay=needs.columns <= 128)
     spread = replace(spec, kernel="forward_spread")
     few = 4 * rows <= sms if long else 8 * rows <= sms and places == 1024
-    by_parts = _by_parts(problem, spec, needs, few, device)
-    if by_parts is not None:
-        return by_parts
+    by_clusters = _plain_by_clusters(problem, spec, needs, few, device)
+    if by_clusters is not None:
+        return by_clusters
     if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
-        return spread  # 1 x 1600 1.5 us, by a warp 1.75; of several warps and one matrix no gain
+        return spread  # 1 x 1600 1.5 us, by a warp 1.75; several warps of one CTA gain nothing
     # 32 x 32768 3.98 us, in one CTA 4.9, by four CTAs 4.54; 8 x 8192 with another matrix 2.15 and 2.43.
     # One matrix, H100: 8 x 8192 2.66 us, in one CTA 2.92, beside float32 weights 2.63 and 3.16; RMSNorm 2.37 and 2.54.
     if few and device.runs_clusters(8):
@@ -58,14 +58,15 @@ def few_rows_forward(problem: Problem, spec: NormSpec, needs: Needs, device: Dev
     return None
 
 
-def _by_parts(problem: Problem, spec: NormSpec, needs: Needs, few: bool, device: Device) -> NormSpec | None:
+def _plain_by_clusters(problem: Problem, spec: NormSpec, needs: Needs, few: bool, device: Device) -> NormSpec | None:
     """LayerNorm and RMSNorm alone: by clusters of four, or two; None where that was not measured to win.
 
     H100. Rows that fill all places, by the kernel for many rows, which then checks nothing: LayerNorm of 8 x 12288
     2.71 us, by clusters of eight without turns 3.16, 64 x 10240 3.48 and, by one CTA, 3.72, 128 x 12288 4.92 and 5.20,
-    1 x 6144 1.91 and 2.13, 256 x 8192 beside float32 weights 5.27 and 5.77; few of an even number of packs, 1 x 16384,
-    2.60 and, without turns, 2.45. LayerNorm's other rows without turns: 8 x 5632 2.56 us, by one CTA 2.72, 1 x 7168
-    2.27 and 2.48, and 1 x 4096, a pack to each of 512 threads, 1.84 and 1.90; RMSNorm's take 2 to 5% longer so.
+    1 x 6144 1.91 and 2.13, 256 x 8192 beside float32 weights 5.27 and 5.77; few of an even number of packs, 1 x 16384
+    beside float32 weights, 2.60 and, without turns, 2.45. LayerNorm's other rows without turns: 8 x 5632 2.56 us, by
+    one CTA 2.72, RMSNorm's 2.43 and 2.33; and 1 x 4096, a pack to each of 512 threads, 1.84 and 1.90, RMSNorm's 1.60
+    and 1.57.
     """
     shape, rows, sms = spec.shape, problem.rows, device.sms - problem.sm_margin
     places = shape.threads * shape.packs
