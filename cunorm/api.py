@@ -257,7 +257,7 @@ def layer_norm_backward(
 
     Notes
     -----
-    kernels_cu/norm_backward.cu, kernels_cu/weight_gradient.cu.
+    kernels_cu/norm_backward.cu, kernels_cu/sum_partials.cu.
 
     Examples
     --------

@@ -26,6 +26,8 @@ from .source import Baked, entry_name, source
 
 OPTIONS = ("--std=c++17", "-fmad=false")  # numbers.cuh says why
 AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
+# Without the declarations of textures, launches from a kernel and the like: the same code, 15 ms earlier of 130 to 400.
+MINIMAL, KNOWS_MINIMAL = "--minimal", (12, 4)
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -205,6 +207,7 @@ def _compile(text: str, name: str, target: str, spec: KernelSpec | None) -> tupl
     start = perf_counter()
     is_ptx = target.startswith("compute")
     options = (*OPTIONS, *AS_CUPY, f"-arch={target}", *(() if is_ptx else ("--ptxas-options=-v",)))
+    options += (MINIMAL,) if _nvrtc_version() >= KNOWS_MINIMAL else ()
     program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)

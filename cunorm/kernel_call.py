@@ -221,7 +221,8 @@ def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elemen
         return f"RandomRows<{spec.shape.pack}>"
     if operand.kind == "per_row":
         return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.pack}, {cpp(operand.inner > 0)}>"
-    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(spec.has_vectors(operand))}"
+    vectors = spec.has_vectors(operand)
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(vectors)}, {cpp(vectors and spec.has_whole_packs)}"
     options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
     if operand.kind == "group" and not _of_one_group(spec):
         options = ", false, GroupStarts"

@@ -43,7 +43,7 @@ FILES = {
     "backward_twice": "norm_backward_twice.cu",
     "backward_streamed": "norm_backward_streamed.cu",
     "column_gradients": "weight_gradient.cu",
-    "sum_partials": "weight_gradient.cu",
+    "sum_partials": "sum_partials.cu",
 }
 
 # What host and device both count with.

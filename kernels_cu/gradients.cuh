@@ -1,6 +1,7 @@
 // dweight and dbias on their way out of a kernel that adds them up.
 #pragma once
 #include "pack_access.cuh"
+#include "partial_row.cuh"
 #include "statistics.cuh"
 
 namespace cunorm {
@@ -17,28 +18,6 @@ DEVICE Compute gradient_of_s(const Operation& operation, const SavedRow& saved, 
   }
 }
 
-// A partial row: the first kSumColumns of every pack, then the next ones of every pack, so that neighbouring threads
-// write neighbouring 16 bytes.
-template <int kPack>
-struct PartialRow {
-  static constexpr int kPiece = kPack < kSumColumns ? kPack : kSumColumns;
-  int64 cols;
-
-  DEVICE constexpr int64 packs() const { return (cols + kPack - 1) / kPack; }
-  // What is read of it: whole pieces.
-  DEVICE constexpr int64 places() const { return (packs() * kPack + kSumColumns - 1) / kSumColumns * kSumColumns; }
-  // From one partial row to the next: whole lines of L2.
-  DEVICE constexpr int64 stride() const { return (places() + kLineColumns - 1) / kLineColumns * kLineColumns; }
-  DEVICE constexpr int64 position(int64 column) const {
-    return column % kPack / kPiece * (packs() * kPiece) + column / kPack * kPiece + column % kPiece;
-  }
-  DEVICE constexpr int64 column(int64 position) const {
-    if (kPack <= kSumColumns) return position;
-    const int64 piece = position / (packs() * kPiece);
-    return (position / kPiece - piece * packs()) * kPack + piece * kPiece + position % kPiece;
-  }
-};
-
 // Where the sums of a group (a CTA or a cluster) go: to a partial row,
 template <class Compute, int kPack, int64 kCols_>
 struct StorePartial {
@@ -54,8 +33,8 @@ struct StorePartial {
       Compute values[Row::kPiece];
 #pragma unroll
       for (int i = 0; i < Row::kPiece; ++i) values[i] = sums[piece * Row::kPiece + i];
-      store_pack<true, Cache::kKept>(data + Row{kCols}.position(column + piece * Row::kPiece),
-                                     pack_values<Compute>(values), Row::kPiece);
+      store_pack<true, true, Cache::kKept>(data + Row{kCols}.position(column + piece * Row::kPiece),
+                                           pack_values<Compute>(values), Row::kPiece);
     }
   }
   DEVICE static int64 place(int64 column) { return Row{kCols}.position(column); }
@@ -71,7 +50,7 @@ struct StoreGradient {
   DEVICE StoreGradient of_group(int64) const { return *this; }
   template <class Compute>
   DEVICE void pack(int64 column, const Compute (&sums)[kPack], int valid) const {
-    store_pack<kAligned, Cache::kKept>(data + column, pack_values<T>(sums), valid);
+    store_pack<kAligned, kAligned && kCols % kPack == 0, Cache::kKept>(data + column, pack_values<T>(sums), valid);
   }
   DEVICE static int64 place(int64 column) { return column; }
   template <class Compute>

@@ -25,12 +25,13 @@
 namespace cunorm {
 
 // Rows of a matrix whose columns are contiguous. A vector for all rows is a matrix whose rows are 0 apart.
-// kLanes neighbouring threads of a warp hold neighbouring packs of a row.
-template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false,
+// kLanes neighbouring threads of a warp hold neighbouring packs of a row. kAligned and kWhole as in load_pack.
+template <class T, int kPack_, int kLanes, bool kAligned, bool kWhole, Cache kCache, bool kTwoStrides = false,
           class Starts = RowStarts<kTwoStrides>>
 struct LoadRows {
+  static_assert(kAligned || !kWhole);
   static constexpr int kPack = kPack_;
-  using Shared = SharedPacks<T, kPack, kLanes, kAligned>;
+  using Shared = SharedPacks<T, kPack, kLanes, kAligned, kWhole>;
   static constexpr int kColumnBytes = sizeof(T);
   static constexpr bool kVectors = kAligned;
   using Packed = Pack<T, kPack>;
@@ -38,7 +39,7 @@ struct LoadRows {
   Starts starts;
 
   DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
-    load_pack<kAligned, kCache>(pack, data + starts.of(row), column, valid);
+    load_pack<kAligned, kWhole, kCache>(pack, data + starts.of(row), column, valid);
   }
   template <class Shape>
   struct Asked {
@@ -46,17 +47,17 @@ struct LoadRows {
   };
   template <class Shape>
   DEVICE void ask(Asked<Shape>& asked, int64 row, int rank, bool active) const {
-    ask_for_packs<Shape, kAligned, kCache>(asked.packs, data + starts.of(row), rank, active);
+    ask_for_packs<Shape, kAligned, kWhole, kCache>(asked.packs, data + starts.of(row), rank, active);
   }
   template <class Shape>
   DEVICE void receive(Packed (&packs)[Shape::kPacks], const Asked<Shape>& asked, int64 row, int rank,
                       bool active) const {
-    receive_packs<Shape>(packs, asked.packs, data + starts.of(row), rank, active);
+    receive_packs<Shape, kWhole>(packs, asked.packs, data + starts.of(row), rank, active);
   }
   // The same of one pack. Columns past the last are whatever lies there.
   using AskedPack = Covering<T, kPack, kAligned>;
   DEVICE void ask(AskedPack& asked, int64 row, int64 column, int valid) const {
-    load_covering<kAligned, kCache>(asked, data + starts.of(row), column, valid);
+    load_covering<kAligned, kWhole, kCache>(asked, data + starts.of(row), column, valid);
   }
   DEVICE void receive(Packed& pack, AskedPack asked, int64 row) const {
     constexpr int kBytes = kUnit<T, kPack>;
@@ -92,7 +93,7 @@ struct LoadRows {
 // A vector for all rows, or for a group of them, that begins at an odd address. It is read again for every row: shifted
 // beside a row at odd addresses too it spilled 4 to 72 bytes.
 template <class T, int kPack, int kLanes, class Starts = RowStarts<false>>
-struct LoadElements : LoadRows<T, kPack, kLanes, false, Cache::kKept, false, Starts> {
+struct LoadElements : LoadRows<T, kPack, kLanes, false, false, Cache::kKept, false, Starts> {
   DEVICE void fetch(Pack<T, kPack>& pack, int64 row, int64 column, int valid) const {
     load_elements(pack, this->data + this->starts.of(row), column, valid);
   }
@@ -314,7 +315,7 @@ struct LoadSource {
 
 // Where they are not kAligned all lanes of a warp store together, or each its elements one by one. So go numbers of 8
 // bits, as products take no rows whose number of columns is odd.
-template <class T, int kPack_, int kLanes, bool kAligned, Cache kCache, bool kTwoStrides = false,
+template <class T, int kPack_, int kLanes, bool kAligned, bool kWhole, Cache kCache, bool kTwoStrides = false,
           bool kByElements = sizeof(T) == 1>
 struct StoreRows {
   static constexpr int kPack = kPack_;
@@ -332,7 +333,7 @@ struct StoreRows {
     T* const to = begin_of_row(data + starts.of(row));
     // float64 beside 16 bits goes by elements: shifted on its way out it spilled 4 bytes.
     if constexpr (!kRuns || kPack * sizeof(T) > 32) {
-      store_pack<kAligned, kCache>(to + column, pack, valid);
+      store_pack<kAligned, kWhole, kCache>(to + column, pack, valid);
     } else {
       store_run<kLanes, kCache>(to, column, pack, valid);
     }

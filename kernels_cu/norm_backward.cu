@@ -5,7 +5,7 @@
 //   dweight = Σ_rows dy * xhat,  dbias = Σ_rows dy
 // One persistent kernel: a CTA (or cluster) takes every gridDim-th row, has its next rows under way while it works on
 // the present ones (rows.cuh), and keeps dweight and dbias of its columns in registers. Each writes one partial row at
-// the end, and weight_gradient.cu adds them up in a fixed order; a single one writes dweight and dbias themselves.
+// the end, and sum_partials.cu adds them up in a fixed order; a single one writes dweight and dbias themselves.
 // Beside the columns of few rows (norm_backward_few.cu) it has one turn, and its rows wait in registers.
 #pragma once
 #include "gradients.cuh"

@@ -12,7 +12,7 @@ namespace cunorm {
 // A run whose packs do not begin at a multiple of their size (not kAligned) is copied as the aligned words that hold
 // it, to places that lie in the same way to a multiple of kRunGap bytes, and takes so much more; once it is there,
 // packs are read from there and put where they belong.
-template <class T, int kPack, int kLanes, bool kAligned>
+template <class T, int kPack, int kLanes, bool kAligned, bool kWhole>
 struct SharedPacks {
   static constexpr int kBytes = kPack * sizeof(T);
   static constexpr int kPiece = kUnit<T, kPack>;
@@ -35,9 +35,10 @@ struct SharedPacks {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i)
         copy_async<kPiece, kFetch>(piece(place, slot, i), reinterpret_cast<const char*>(row + column) + i * kPiece);
-    } else if (valid > 0) {
+    } else if constexpr (!kWhole) {
+      if (valid <= 0) return;
       Pack<T, kPack> pack;
-      load_pack<true, Cache::kStreamed>(pack, row, column, valid);
+      load_pack<true, false, Cache::kStreamed>(pack, row, column, valid);
       put(place, slot, pack);
     }
   }
@@ -111,7 +112,7 @@ struct SharedPacks {
       for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
     }
     shift_down<T, kPiece / 8>(words, offset);
-    keep_valid(pack, words, valid);
+    keep_valid<false>(pack, words, valid);
   }
 
   // A lane copies the words that hold its pack, but for the one in which the pack before ends: that lane copies it.

@@ -1,6 +1,5 @@
-// dweight = Σ_rows dy * xhat and dbias = Σ_rows dy: sums by columns, whole ones of few rows and partial ones of rows
-// too long for norm_backward.cu, and the last sum over partial rows, in a fixed order: the same input gives the same
-// bits.
+// dweight = Σ_rows dy * xhat and dbias = Σ_rows dy by columns: whole sums of few rows, and partial ones of rows that
+// are too long for norm_backward.cu.
 #pragma once
 #include "gradients.cuh"
 #include "load_store.cuh"
@@ -109,70 +108,6 @@ DEVICE void column_gradients(Operation operation, Matrices matrices, Columns col
     }
   }
   ColumnSums<kLanes, kRows, kPack, Compute>::store(sums, column, valid, sums_to);
-}
-
-// gradient[column] = Σ_group partials[group][column]. kLanes threads (a power of two) read kSumColumns each; the
-// CTA's kRows such sets of threads take every kRows-th partial row, and are added up at the end. The partial rows were
-// written in packs of kPack. kOwnsPartials: nobody else reads them.
-template <int kLanes, int kRows, int kPack, bool kOwnsPartials, class Compute, class Gradient>
-DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
-  constexpr int kOwn = kSumColumns;
-  constexpr int kColumns = kLanes * kOwn;  // of a CTA
-  // Sets that are left once those of a warp are added up by shuffles.
-  constexpr int kSums = kLanes < 32 ? kRows * kLanes / 32 : kRows;
-  static_assert(kSums > 1 || kRows == 1);
-  const PartialRow<kPack> row{cols};
-  const int lane = threadIdx.x % kLanes;
-  const int64 first = static_cast<int64>(blockIdx.x) * kColumns;  // in the order of a partial row
-  const int64 own = first + lane * kOwn;
-  // Packs of two may leave half of the last four unwritten.
-  const int written = kPack < kOwn && row.packs() * kPack - own < kOwn ? kPack : kOwn;
-  Compute sum[kOwn] = {};
-  wait_for_kernel_before();  // before partial rows are read, and a gradient written that somebody may still read
-  if (own < row.places()) {
-#pragma unroll 8
-    for (int64 group = threadIdx.x / kLanes; group < groups; group += kRows) {
-      Pack<Compute, kOwn> pack;
-      Compute values[kOwn];
-      load_pack<true, Cache::kStreamed>(pack, partials + group * row.stride(), own, written);
-      unpack(pack, values);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) sum[i] += values[i];
-    }
-  }
-  if constexpr (kSums == 1) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int64 column = row.column(own + i);
-      if (own < row.places() && column < cols) store_value(gradient + column, sum[i]);
-    }
-  } else {
-    __shared__ Compute sums[kSums][kColumns];
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-#pragma unroll
-      for (int mask = kLanes; mask < 32; mask *= 2) sum[i] += shuffle_xor(sum[i], mask);
-      if (kLanes >= 32 || threadIdx.x % 32 < kLanes)
-        sums[threadIdx.x / (kLanes < 32 ? 32 : kLanes)][lane * kOwn + i] = sum[i];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < kColumns && first + i < row.places(); i += kLanes * kRows) {
-      Compute total = sums[0][i];
-#pragma unroll
-      for (int other = 1; other < kSums; ++other) total += sums[other][i];
-      const int64 column = row.column(first + i);
-      if (column < cols) store_value(gradient + column, total);
-    }
-  }
-  // What has been read L2 need not write to memory: 7 MB, LayerNorm of 6528 columns. Of short rows there is little.
-  constexpr int kLineLanes = kLineColumns / kOwn;
-  static_assert(kLanes % kLineLanes == 0, "the lanes that read a line are of one warp");
-  warp_barrier();
-  if (kOwnsPartials && cols > 1024 && threadIdx.x % kLineLanes == 0 && own < row.places()) {
-    for (int64 group = threadIdx.x / kLanes; group < groups; group += kRows) {
-      discard<kLineColumns>(partials + group * row.stride() + own);
-    }
-  }
 }
 
 }  // namespace cunorm

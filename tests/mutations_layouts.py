@@ -202,8 +202,8 @@ MUTATIONS = (
     ),
     Mutation(
         "vectors where the address does not allow them",
-        "LoadRows<half, 8, 8, false,",
-        "LoadRows<half, 8, 8, true,",
+        "LoadRows<half, 8, 8, false, false,",
+        "LoadRows<half, 8, 8, true, false,",
         "misplaced",
         (("results", "misaligned vector access"),),
     ),
@@ -252,8 +252,8 @@ MUTATIONS = (
     ),
     Mutation(
         "vectors where the outer stride does not allow them",
-        "LoadRows<half, 8, 4, false, Cache::kKept, true>",
-        "LoadRows<half, 8, 4, true, Cache::kKept, true>",
+        "LoadRows<half, 8, 4, false, false, Cache::kKept, true>",
+        "LoadRows<half, 8, 4, true, false, Cache::kKept, true>",
         "views, odd",
         (("results", "misaligned vector access"),),
     ),

@@ -433,9 +433,16 @@ MUTATIONS = (
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
+        "a pack in which a row ends is taken for a whole one",
+        "true, false, Cache::",
+        "true, true, Cache::",
+        "one odd row",
+        (("memory", "AddressSanitizer: heap-buffer-overflow"),),
+    ),
+    Mutation(
         "what lies behind the part of a pack that is there",
-        "keep_valid(pack, covering.words, valid > 0 ? valid : kPack);",
-        "keep_valid(pack, covering.words, kPack);",
+        "keep_valid<kWhole>(pack, covering.words, valid > 0 ? valid : kPack);",
+        "keep_valid<kWhole>(pack, covering.words, kPack);",
         "one odd row",
         (("results", "nan"),),
     ),

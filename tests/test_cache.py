@@ -170,6 +170,19 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(nvrtc_calls, monkeypatc
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(("version", "knows"), [((12, 3), False), ((12, 4), True), ((13, 0), True)])
+def test_an_nvrtc_is_told_what_it_may_leave_out_if_it_knows_how(monkeypatch, version, knows):
+    from cupy_backends.cuda.libs import nvrtc
+
+    given = []
+    compile_program = nvrtc.compileProgram
+    monkeypatch.setattr(nvrtc, "compileProgram", lambda *a: (given.extend(a[1]), compile_program(*a)))
+    monkeypatch.setattr(compile, "_nvrtc_version", lambda: version)
+    compile.compile_for(spec_of(100), 90)
+    assert ("--minimal" in given) == knows
+
+
+@needs_nvrtc
 def test_an_architecture_that_nvrtc_does_not_know_gets_ptx(nvrtc_calls, monkeypatch):
     from cupy_backends.cuda.libs import nvrtc
 

@@ -11,7 +11,7 @@ import pytest
 from problems import refused
 
 from cunorm.commands import matrix
-from cunorm.compile import AS_CUPY, OPTIONS
+from cunorm.compile import AS_CUPY, MINIMAL, OPTIONS
 from cunorm.device import KNOWN
 from cunorm.linear import float8_plan
 from cunorm.norm.spec import NormSpec
@@ -50,7 +50,7 @@ def test_a_kernel_of_each_kind(tmp_path):
         files.append(tmp_path / f"{number}.cu")
         files[-1].write_text(source(spec))
     assert len(files) > 150
-    options = [*OPTIONS, *AS_CUPY, f"-arch=compute_{ARCH}"]
+    options = [*OPTIONS, *AS_CUPY, MINIMAL, f"-arch=compute_{ARCH}"]
     command = [sys.executable, Path(__file__).with_name("compile_by.py"), library(), *files, "--", *options]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, f"status {done.returncode}, at the last of these:\n{done.stdout[-2000:]}{done.stderr}"
