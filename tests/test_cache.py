@@ -170,7 +170,7 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(nvrtc_calls, monkeypatc
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("version", "knows"), [((12, 3), False), ((12, 4), True), ((13, 0), True)])
+@pytest.mark.parametrize(("version", "knows"), [((12, 3), False), ((12, 4), True)])
 def test_an_nvrtc_is_told_what_it_may_leave_out_if_it_knows_how(monkeypatch, version, knows):
     from cupy_backends.cuda.libs import nvrtc
 
