@@ -20,7 +20,12 @@ def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> 
 
     A launch of XLA's does not own the workspace that it reads: to XLA it is an operand, which stays as it is.
     """
-    return ("", _sum_partials(spec, owns_workspace)) if isinstance(spec, SumSpec) else _FAMILIES[spec.kernel](spec)
+    if isinstance(spec, SumSpec):
+        return "", _sum_partials(spec, owns_workspace)
+    before, call = _FAMILIES[spec.kernel](spec)
+    if isinstance(spec, NormSpec) and spec.leaves_partial_rows:
+        call = f"  wait_for_kernel_before();\n{call}"
+    return before, call
 
 
 def row_numbers(operand: Operand) -> tuple[str, ...]:
@@ -334,7 +339,9 @@ def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
     if spec.grouped:
         of_this["partials"] = f"({of_this['partials']}) + blockIdx.z * groups * {_partial_stride(spec.pack, 'cols')}"
         of_this["sum"] = f"({of_this['sum']}) + blockIdx.z * cols"
-    template = f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}, {cpp(owns_workspace)}>"
+    template = (
+        f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}, {cpp(owns_workspace)}, {cpp(spec.next_begins)}>"
+    )
     return f"  {template}({of_this['partials']}, {of_this['sum']}, groups, cols);\n"
 
 

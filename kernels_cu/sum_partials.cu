@@ -9,7 +9,7 @@ namespace cunorm {
 // gradient[column] = Σ_group partials[group][column]. kLanes threads (a power of two) read kSumColumns each; the
 // CTA's kRows such sets of threads take every kRows-th partial row, and are added up at the end. The partial rows were
 // written in packs of kPack. kOwnsPartials: nobody else reads them.
-template <int kLanes, int kRows, int kPack, bool kOwnsPartials, class Compute, class Gradient>
+template <int kLanes, int kRows, int kPack, bool kOwnsPartials, bool kNextBegins, class Compute, class Gradient>
 DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
   constexpr int kOwn = kSumColumns;
   constexpr int kColumns = kLanes * kOwn;  // of a CTA
@@ -24,6 +24,7 @@ DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 grou
   const int written = kPack < kOwn && row.packs() * kPack - own < kOwn ? kPack : kOwn;
   Compute sum[kOwn] = {};
   wait_for_kernel_before();  // before partial rows are read, and a gradient written that somebody may still read
+  if constexpr (kNextBegins) next_kernel_may_begin();
   if (own < row.places()) {
 #pragma unroll 8
     for (int64 group = threadIdx.x / kLanes; group < groups; group += kRows) {

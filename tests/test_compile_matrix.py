@@ -18,7 +18,7 @@ from cunorm.norm.cluster_backward import cluster_backward
 from cunorm.norm.plain_problems import whole
 from cunorm.norm.plan import plan
 from cunorm.norm.problem import ITEMSIZE
-from cunorm.norm.shared_memory import dynamic_shared, shared_memory
+from cunorm.norm.shared_memory import launch_shared, shared_memory
 from cunorm.norm.tiers import Tier, choose
 
 WHOLE = 90  # the architecture of which every kind of kernel is compiled
@@ -120,7 +120,7 @@ def test_a_cta_is_whole_warps_and_has_the_shared_memory_it_needs(arch, rows):
         for step in plan(replace(problem, rows=rows), device).steps:
             assert step.spec.threads % 32 == 0
             assert step.spec.threads <= 1024
-            assert step.dynamic_shared == dynamic_shared(step.spec)
+            assert step.dynamic_shared == launch_shared(step.spec, device)
             assert shared_memory(step.spec) + step.dynamic_shared <= device.shared
 
 

@@ -10,9 +10,10 @@ import pytest
 from cases import DTYPES, SHAPES, TIER_COLUMNS
 from problems import DEVICES, problem
 
+from cunorm import source
 from cunorm.device import CLUSTER_SIZES, H100, KNOWN
 from cunorm.norm.plan import plan
-from cunorm.norm.shared_memory import dynamic_shared, shared_memory
+from cunorm.norm.shared_memory import ctas_that_fit, dynamic_shared, launch_shared, shared_memory
 from cunorm.norm.spec import FewRowsSpec, NormSpec
 from cunorm.norm.steps import Step
 
@@ -45,7 +46,7 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, name):
             assert spec.threads <= 1024
             assert shared_memory(spec) <= 48 * 1024
             assert shared_memory(spec) + step.dynamic_shared <= DEVICES[name].shared
-            assert step.dynamic_shared == dynamic_shared(spec)
+            assert step.dynamic_shared == launch_shared(spec, DEVICES[name])
             if spec.kernel in ("forward", "backward"):
                 assert spec.shape.capacity >= cols
                 assert spec.shape.capacity < 2 * cols + 2 * 32 * spec.shape.pack * spec.shape.cluster
@@ -120,6 +121,24 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, name):
             for rows in (5 * 10**7, 10**8, 10**9)
         ]
         assert specs[0] == specs[1] == specs[2]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("rows", [1, 3, 500, 10**6])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_backward_pass_that_leaves_partial_rows_begins_early(dtype, rows, name):
+    """It waits before anything else, and no SM has room for more of its CTAs than planned."""
+    device = DEVICES[name]
+    for cols in (128, 1600, 5000, 16384, 70000, 600000):
+        solution = plan(problem("backward", rows, cols, dtype), device)
+        first, last = solution.steps[0], solution.steps[-1]
+        begins = device.arch >= 90 and solution.groups > 0
+        entry = source.source(first.spec).partition(f"{source.entry_name(first.spec)}(")[2]
+        assert entry.partition("{")[2].strip().startswith("wait_for_kernel_before();") == (solution.groups > 0)
+        assert first.begins_early == begins
+        assert not solution.groups or last.spec.next_begins == (first.spec.cluster <= 2)
+        if begins and dynamic_shared(first.spec):
+            assert ctas_that_fit(shared_memory(first.spec) + first.dynamic_shared, device) == first.spec.ctas_per_sm
 
 
 @pytest.mark.parametrize("device", [KNOWN[90], H100], ids=lambda device: device.name)

@@ -145,3 +145,22 @@ def test_an_array_on_the_host_is_refused():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     with pytest.raises(TypeError, match=r"layer_norm: x must be on a CUDA device .* numpy.from_dlpack"):
         cunorm.layer_norm(Lent(torch.zeros(3, 8)))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("cols", [1024, 4096, 20000])
+def test_backward_passes_that_begin_early_keep_their_partial_rows_apart(op, cols):
+    """One after the other in a full stream, each in the workspace of the one before, which may not have ended."""
+    rows = max(300, 3_000_000 // cols)
+    x, dy, weight, bias = inputs(cupy, rows, cols, "float16")
+    _, mean, rstd = forward(op, x, weight, bias)
+    given = [(dy * scale).astype(dy.dtype) for scale in (1, -2, 0.5, 3) * 2]
+    expected = []
+    for one in given:
+        expected.append(backward(op, one, x, mean, rstd, weight))
+        cupy.cuda.runtime.deviceSynchronize()
+    spin(300)
+    found = [backward(op, one, x, mean, rstd, weight) for one in given]
+    for of_one, alone in zip(found, expected, strict=True):
+        for gradient, wanted in zip(of_one, alone, strict=True):
+            assert same_bits(gradient, wanted)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..device import Device
 from ..norm.problem import ITEMSIZE
 from ..norm.shapes import ceil_div
+from ..norm.shared_memory import ctas_that_fit
 from ..norm.spec import WARP, OtherSpec, RowShape
 from ..norm.steps import GRID_LIMIT, Pointer, Step
 from ..operation import Operation
@@ -168,7 +169,7 @@ def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:
     spec = replace(streamed, cols=problem.cols, shape=shape, rows_per_cta=rows_per_cta, ctas_per_sm=ctas)
     for stages in range(1 + ahead, 1, -1):
         found = replace(spec, stages=stages)
-        if ctas * (found.dynamic_shared + found.shared_memory + 1024) <= device.shared + 1024:
+        if ctas <= ctas_that_fit(found.dynamic_shared + found.shared_memory, device):
             return found
     return streamed
 

@@ -14,7 +14,7 @@ from .cluster_forward import places
 from .problem import ITEMSIZE, Problem
 from .registers import column_dtypes, with_rows_kept
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
-from .shared_memory import dynamic_shared, shared_memory
+from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
 from .short_rings import RING_BYTES
 from .spec import WARP, NormSpec, RowShape
 
@@ -208,9 +208,9 @@ def _in_shared_memory(spec: NormSpec, most_stages: int, rows: int, device: Devic
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
             needed = shared_memory(fitting) + dynamic_shared(fitting)
             if needed <= device.shared:
-                ctas = (device.shared + 1024) // (needed + 1024)  # each CTA takes 1 KB besides its own
                 most_ctas = max(1, resident // fitting.threads) if spec.cluster == 1 else 1
-                return with_rows_kept(replace(fitting, ctas_per_sm=min(most_ctas, ctas)), device)
+                ctas = min(most_ctas, ctas_that_fit(needed, device))
+                return with_rows_kept(replace(fitting, ctas_per_sm=ctas), device)
     return None
 
 

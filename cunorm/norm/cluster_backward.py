@@ -16,7 +16,7 @@ from .plain_problems import every_gradient
 from .problem import ITEMSIZE, Problem
 from .registers import registers_of, with_rows_kept
 from .shapes import ceil_div, kernel_spec
-from .shared_memory import dynamic_shared, shared_memory
+from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
 
 # How much of an H200's SMs the clusters of each size count as reaching, as in cluster_forward.py.
@@ -89,7 +89,7 @@ def _under_way(problem: Problem, spec: NormSpec, device: Device, in_place: bool)
     for stages in (1,) if in_place else (2,) if one_ahead else (3, 2):
         fitting = replace(spec, stages=stages, ask_early=one_ahead and width == 2 and not in_place)
         fitting = fitting if in_place else with_rows_kept(fitting, device)
-        if ctas * (shared_memory(fitting) + dynamic_shared(fitting) + 1024) <= device.shared + 1024:
+        if ctas <= ctas_that_fit(shared_memory(fitting) + dynamic_shared(fitting), device):
             return fitting
     return None
 

@@ -18,7 +18,7 @@ from .plain_rings import is_plain
 from .problem import ITEMSIZE, Problem
 from .registers import column_bytes, registers_of, widest_column, with_rows_kept, working_of_shifted
 from .shapes import ceil_div, in_clusters, kernel_spec
-from .shared_memory import dynamic_shared, shared_memory
+from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
 from .short_rings import RING_BYTES
 from .spec import WARP, NormSpec, RowShape
 
@@ -82,7 +82,7 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
             few = ctas < MOST_ROWS and ctas * shape.threads <= EARLY_WARPS * WARP
             early = stages == 2 and (wide_early or (shape.cluster == 16 and few and spec.columns_stay))
             fitting = replace(spec, ctas_per_sm=ctas, stages=stages, ask_early=early)
-            if ctas * (shared_memory(fitting) + dynamic_shared(fitting) + 1024) <= device.shared + 1024:
+            if ctas <= ctas_that_fit(shared_memory(fitting) + dynamic_shared(fitting), device):
                 return with_rows_kept(fitting, device)
     # Several matrices keep the shape of the plain norm's rows, and so its bits: where shared memory is too small they
     # wait in registers.
@@ -119,7 +119,7 @@ def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | N
             registers = _registers(problem, shape, working_of_shifted(problem.norm) + of_row)
         # Two places, with room for a byte more for each pack at an odd address and for what warps tell each other.
         shared = 2 * (bytes_of_part(shape) + shape.threads * shape.packs) + (6 << 10)
-        return registers <= registers_of(ctas * shape.threads) and ctas * (shared + 1024) <= device.shared + 1024
+        return registers <= registers_of(ctas * shape.threads) and ctas <= ctas_that_fit(shared, device)
 
     def cost(candidate: tuple[RowShape, int]) -> tuple[float, int, int]:
         shape, ctas = candidate

@@ -13,7 +13,7 @@ from ..expression_value import FUNCTIONS
 from .problem import ITEMSIZE, Problem
 from .registers import Needs, ctas_of, sixteen_bits, with_rows_kept
 from .shapes import in_clusters
-from .shared_memory import dynamic_shared, shared_memory
+from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
 
 # Of rows to each SM. Of more, rows in registers are faster than a ring: 64 M elements 0.95 and 0.91; 8 M 0.83 and 0.92.
@@ -101,8 +101,7 @@ def _unpacked_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Devic
     # Three places where one row fills an SM's threads: 16384 cols 50.9 us, two 54.7.
     stages = 1 + max(1, round(UNDER_WAY / (ctas * of_cta)))
     spec = replace(spec, ctas_per_sm=ctas, stages=stages, ask_early=True, columns_stay=True, unpacked=True)
-    fits = ctas * (shared_memory(spec) + dynamic_shared(spec) + 1024) <= device.shared + 1024
-    return spec if fits else None
+    return spec if ctas <= ctas_that_fit(shared_memory(spec) + dynamic_shared(spec), device) else None
 
 
 def more_in_a_ring(shape: RowShape) -> int:
@@ -120,7 +119,7 @@ def short_ring(spec: NormSpec, registers: int, under_way: int, device: Device, s
     spec = replace(spec, stages=stages, ask_early=True, columns_stay=True)
     needed = shared_memory(spec) + dynamic_shared(spec)
     wanted = max(1, round(under_way / bytes_under_way(replace(spec, ctas_per_sm=1))))
-    ctas = min(wanted, ctas_of(spec, registers), (device.shared + 1024) // (needed + 1024))
+    ctas = min(wanted, ctas_of(spec, registers), ctas_that_fit(needed, device))
     return with_rows_kept(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
 
 

@@ -163,6 +163,11 @@ class NormSpec:
         return tuple(one for one in self.written if one.kind not in of_rows) if self.kernel in BACKWARD else ()
 
     @property
+    def leaves_partial_rows(self) -> bool:
+        """Whether a launch behind it adds up what it has added up."""
+        return bool(self.sums) and not self.final
+
+    @property
     def row_sums(self) -> tuple[Operand, ...]:
         """Of a backward pass: what is added up over columns, a number for each row."""
         backward = self.kernel.startswith("backward")
@@ -215,6 +220,7 @@ class SumSpec:
     lanes: int  # threads beside each other
     count: int
     grouped: bool = False  # for each group of rows apart
+    next_begins: bool = False  # from where its own waiting ends the kernel behind it may begin
     threads: int = 256
     kernel: str = "sum_partials"
     cluster: int = 1
