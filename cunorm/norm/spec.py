@@ -100,8 +100,8 @@ class NormSpec:
     def has_whole_packs(self) -> bool:
         """Whether the kernel is told that no row ends within a pack.
 
-        Told so, three fused kernels spilled 4 to 44 bytes: of streamed rows, of few rows and of vectors for groups; and by
-        NVRTC 13.0 8 where a thread keeps a row that comes to shared memory, LayerNorm forward of 3136 to 5056 columns.
+        Told so, three fused kernels spilled 4 to 44 bytes: of streamed rows, of few rows and of vectors for groups. By
+        NVRTC 13.0 those of rows that a thread keeps forward spilled 8: LayerNorm of 3136 to 5056 columns.
         """
         told = self.stages > 0 or self.kernel in ("forward", "forward_pairs", "forward_twice")
         kept = self.kernel == "forward" and self.rows_stay
