@@ -24,9 +24,9 @@ SUM_THREADS = 256
 SUM_LANES = {8: 512, 16: 4096, 32: 8192, 64: 16384, 128: 32768}  # up to how many threads of a partial row
 PARTIAL_CTAS = 2  # of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4
 LEAST_ROWS = 16  # of one of its partial rows
-# A plan like this one that comes next may begin while partial rows are added up. Larger clusters find room unevenly
-# then: H100, one after the other, LayerNorm of 512 x 16384 by clusters of eight 25.2 us, without it 22.4.
-MOST_PACKED = 2
+# CTAs of a cluster at most, behind whose kernel the sums let the next one begin. Larger clusters of a plan like this
+# one would find room unevenly: H100, one after the other, LayerNorm of 512 x 16384 by clusters of eight 25.2 us for 22.4.
+NEXT_BEGINS_CLUSTER = 2
 COLUMN_THREADS = 256  # of a CTA of column_gradients
 
 
@@ -53,7 +53,7 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
         tier = tier_name(spec)
     if partials:
         steps[0] = _begun_early(steps[0], device)
-        steps += _sum_partials(problem, device, sums, partials, steps[0].spec.cluster <= MOST_PACKED)
+        steps += _sum_partials(problem, device, sums, partials, steps[0].spec.cluster <= NEXT_BEGINS_CLUSTER)
     workspace = partials * partial_row(problem) * compute * len(sums)
     return Plan(problem, device, tier, tuple(steps), partials, workspace)
 
