@@ -25,7 +25,8 @@ SUM_LANES = {8: 512, 16: 4096, 32: 8192, 64: 16384, 128: 32768}  # up to how man
 PARTIAL_CTAS = 2  # of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4
 LEAST_ROWS = 16  # of one of its partial rows
 # CTAs of a cluster at most, behind whose kernel the sums let the next one begin. Larger clusters of a plan like this
-# one would find room unevenly: H100, one after the other, LayerNorm of 512 x 16384 by clusters of eight 25.2 us for 22.4.
+# one would find room unevenly: H100, one after the other, LayerNorm of 512 x 16384 by clusters of eight 25.2 us, not
+# 22.4.
 NEXT_BEGINS_CLUSTER = 2
 COLUMN_THREADS = 256  # of a CTA of column_gradients
 
