@@ -85,9 +85,7 @@ def _load(spec: KernelSpec, device_id: int) -> Any:
     if spec.cluster > 8:
         driver.funcSetAttribute(function.ptr, device.NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
     shared = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr) + dynamic
-    # As much as the kernels before and behind it, which fill an SM: to change it an SM must first be empty. H100,
-    # backward passes one after the other, which begin early: LayerNorm of 8595 x 7808 of float32 270 us, otherwise 361.
-    carveout = 100 if isinstance(spec, SumSpec) else _carveout(spec.threads, shared)
+    carveout = _carveout(spec, shared)
     driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout)
     return function
 
@@ -101,13 +99,17 @@ def _expressions(spec: KernelSpec) -> str:
     return f" of {before}y = {epilogue.text}"
 
 
-def _carveout(threads: int, shared: int) -> int:
+def _carveout(spec: KernelSpec, shared: int) -> int:
     """Per cent of the SM's memory to be shared memory rather than L1, so that 2048 threads fit an SM.
 
     Left to itself the driver gave kernels that need little so little (8 KB on an H200, by ncu) that seven CTAs of 64
-    threads filled it.
+    threads filled it. Sums of partial rows have what the kernels before and behind them have, which fill an SM: to
+    change it an SM must be empty. H100, backward passes that begin early, one after the other: LayerNorm of 8595 x 7808
+    of float32 270 us, otherwise 361.
     """
-    ctas = min(32, 2048 // threads)
+    if isinstance(spec, SumSpec):
+        return 100
+    ctas = min(32, 2048 // spec.threads)
     return min(100, -(-100 * ctas * (shared + RESERVED) // (228 << 10)))
 
 

@@ -34,6 +34,11 @@ class Device:
         """Whether an SM has nearer to the 25 GB/s of an H100's than to the 37 of an H200's. Hopper alone was timed."""
         return self.arch == 90 and 0 < self.bandwidth < 31 * self.sms
 
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel may begin before the one in front of it has ended (programmatic dependent launch)."""
+        return self.arch >= 90
+
     def runs_clusters(self, size: int) -> bool:
         """Whether a cluster of `size` CTAs can run; of one it always can."""
         return size == 1 or (bool(self.clusters) and self.clusters[CLUSTER_SIZES.index(size)] > 0)

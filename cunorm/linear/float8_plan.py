@@ -135,7 +135,7 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
     sum_dtype = problem.sum_dtype if problem.sums else "float32"
     reduce = ReduceColumns(problem.dtype, sum_dtype, problem.sums, problem.maxima)
     grid = (ceil_div(width, REDUCE_COLUMNS), problem.sums + problem.maxima, 1)
-    last = _step(reduce, grid, (groups, width, problem.cols), begins_early=device.arch >= 90)
+    last = _step(reduce, grid, (groups, width, problem.cols), begins_early=device.overlaps_launches)
     steps.append(_renamed(last, {"sum_partials": first, "maximum_partials": second}))
     size = (4 * problem.sums + ITEMSIZE[problem.dtype] * problem.maxima) * groups * width
     return CastPlan(asked, tuple(steps), size)
