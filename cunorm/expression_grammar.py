@@ -11,7 +11,7 @@ from typing import NoReturn
 from .expression_value import COMPARISONS, DEEPEST, FUNCTIONS, Expression, Graph
 
 # A name becomes a variable of a kernel. Those of the texts themselves: temporaries (t0, t1, ...) and the type.
-_RESERVED = r"Compute|t\d+|_.*|.*__.*"
+_RESERVED = re.compile(r"Compute|t\d+|_.*|.*__.*")
 _CPP_KEYWORDS = """
     alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
     concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype default delete
@@ -20,6 +20,7 @@ _CPP_KEYWORDS = """
     requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw
     true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
 """
+_KEYWORDS = frozenset({*keyword.kwlist, *_CPP_KEYWORDS.split()})
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -28,7 +29,7 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
             raise ValueError(f"a parameter's name must be an identifier of ASCII letters; got {name!r}")
-        if keyword.iskeyword(name) or name in _CPP_KEYWORDS.split() or re.fullmatch(_RESERVED, name):
+        if name in _KEYWORDS or _RESERVED.fullmatch(name):
             raise ValueError(
                 f"a parameter's name must not be a keyword of Python or C++, Compute, t0, t1, ..., nor have a leading "
                 f"or a double underscore; got {name!r}: rename it"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+COMPARISONS = frozenset({"<", "<=", ">", ">=", "==", "!="})
 FUNCTIONS = {  # and how many arguments each takes
     "abs": 1,
     "erf": 1,
@@ -122,12 +122,13 @@ class Graph:
         """The place of the result of `expression`, with some of its names replaced."""
         places: list[int] = []
         for step in expression.steps:
-            if step.function == "name" and replacements and step.text in replacements:
+            operands = tuple([places[operand] for operand in step.operands])
+            if replacements and step.text in replacements and step.function == "name":
                 places.append(replacements[step.text])
-            elif step.operands:
-                places.append(self.apply(step.function, *(places[operand] for operand in step.operands)))
-            else:
-                places.append(self.add(step))
+            elif replacements and operands:
+                places.append(self.apply(step.function, *operands))
+            else:  # as simple as it was
+                places.append(self.add(Step(step.function, operands, step.text)))
         return places[-1]
 
     def expression(self, result: int, names: tuple[str, ...]) -> Expression:
@@ -140,14 +141,18 @@ class Graph:
                 pending.extend(reversed(missing))
             else:
                 places.setdefault(pending.pop(), len(places))
-        steps = (self.steps[place] for place in places)
-        return Expression(
-            names, tuple(step._replace(operands=tuple(places[operand] for operand in step.operands)) for step in steps)
-        )
+        steps = []
+        for place in places:
+            function, operands, text = self.steps[place]
+            steps.append(Step(function, tuple([places[operand] for operand in operands]), text))
+        return Expression(names, tuple(steps))
 
     def _folded(self, function: str, *operands: int) -> int | None:
-        if function not in _ARITHMETIC or any(self.steps[operand].function != "constant" for operand in operands):
+        if function not in _ARITHMETIC:
             return None
+        for operand in operands:
+            if self.steps[operand].function != "constant":
+                return None
         try:
             value = _ARITHMETIC[function](*(float(self.steps[operand].text) for operand in operands))
         except ZeroDivisionError:
@@ -156,13 +161,7 @@ class Graph:
 
     def _simplified(self, function: str, first: int, second: int = -1) -> int | None:
         """A place that holds the same number: exactly, but for the sign of a zero."""
-
-        def is_constant(place: int, *texts: str) -> bool:
-            return self.steps[place].function == "constant" and self.steps[place].text in texts
-
-        def negated(place: int) -> int | None:
-            return self.steps[place].operands[0] if self.steps[place].function == "negative" else None
-
+        is_constant, negated = self._is_constant, self._negated
         if function == "negative":
             return negated(first)
         if function in ("+", "-"):
@@ -189,6 +188,14 @@ class Graph:
             if (positive := negated(second)) is not None:
                 return self.apply("negative", self.apply(function, first, positive))
         return None
+
+    def _is_constant(self, place: int, *texts: str) -> bool:
+        step = self.steps[place]
+        return step.function == "constant" and step.text in texts
+
+    def _negated(self, place: int) -> int | None:
+        step = self.steps[place]
+        return step.operands[0] if step.function == "negative" else None
 
 
 _ARITHMETIC = {
@@ -230,7 +237,7 @@ def _text(steps: Sequence[Step]) -> str:
             left, right = step.operands
             left_least = max(precedence, _SUM)
             text = f"{written_as(left, left_least)} {step.function} {written_as(right, precedence + 1)}"
-        depth = max((written[place][2] + 1 for place in step.operands), default=0)
+        depth = 1 + max([written[place][2] for place in step.operands]) if step.operands else 0
         if step.operands and (used > 1 or (used and depth == DEEPEST)):
             temporary = f"t{len(statements)}"
             statements.append(f"{temporary} = {text}")

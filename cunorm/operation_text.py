@@ -104,7 +104,7 @@ def backward_struct(
 
 # Of zeros they make numbers that are not too large.
 _SAFE = {"name", "constant", "+", "-", "*", "negative", "where", "abs", "erf", "maximum", "minimum", "sigmoid", "tanh"}
-_SAFE |= {*COMPARISONS}
+_SAFE |= COMPARISONS
 
 
 def _sum(expression: Expression, name: str) -> Expression:

@@ -160,13 +160,13 @@ def test_nvrtc_compiles_the_statements(compute):
 @pytest.mark.parametrize("function", [lambda xhat, scale, shift: xhat * (1 + scale) + shift, gated])
 def test_tracing_with_derivative_and_text_takes_less_than_a_millisecond(function):
     def seconds() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()  # other tests run beside it
         traced = trace(function)
         results = {"y": traced} | {
             f"d_{name}": derivative for name, derivative in gradients(traced, traced.names, seed="dy").items()
         }
         cuda(results)
         assert all(one.text for one in results.values())
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
-    assert any(seconds() < 1e-3 for _ in range(500))  # the best: other tests run beside it
+    assert any(seconds() < 1e-3 for _ in range(500))
