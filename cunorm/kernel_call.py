@@ -12,7 +12,7 @@ from typing import Any
 from .norm.problem import BLOCK, Operand
 from .norm.spec import BACKWARD, FewRowsSpec, NormSpec, SumSpec
 from .operation import NORMS
-from .operation_text import CPP_TYPE, backward_struct, cpp, forward_struct
+from .operation_text import CPP_TYPE, access, backward_struct, cpp, forward_struct
 
 
 def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> tuple[str, str]:
@@ -226,8 +226,7 @@ def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elemen
         return f"RandomRows<{spec.shape.pack}>"
     if operand.kind == "per_row":
         return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.pack}, {cpp(operand.inner > 0)}>"
-    vectors = spec.has_vectors(operand)
-    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {cpp(vectors)}, {cpp(vectors and spec.has_whole_packs)}"
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {access(spec.has_vectors(operand), spec.has_whole_packs)}"
     options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
     if operand.kind == "group" and not _of_one_group(spec):
         options = ", false, GroupStarts"
@@ -297,7 +296,8 @@ def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
     """Where the sum of a gradient goes: to dweight itself, or to a partial row."""
     if spec.final:
         to = f"{name} + blockIdx.z * int64{{{spec.cols}}}" if spec.grouped else name
-        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {cpp(spec.columns_aligned)}>{{{to}}}"
+        vectors = access(spec.columns_aligned, spec.cols % spec.shape.pack == 0)
+        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {vectors}>{{{to}}}"
     to = name
     if spec.grouped:
         of_group = "gridDim.y" if spec.kernel == "column_gradients" else f"gridDim.x / {spec.cluster}"

@@ -1,6 +1,6 @@
 """The elementwise part of a kernel as CUDA text: a struct `Operation` with a function for each of its expressions.
 
-Each reads the values of a pack from lists of arrays, [array][column], as kernels_cu/load_store.cuh has them.
+Each reads the values of a pack from lists of arrays, [array][column], as kernels_cu/load.cuh has them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ CPP_TYPE |= {"float8_e4m3fn": "float8_e4m3", "float8_e5m2": "float8_e5m2"}
 
 def cpp(flag: bool) -> str:
     return "true" if flag else "false"
+
+
+def access(aligned: bool, whole: bool = False) -> str:
+    """How packs of rows are read and written (kernels_cu/pack_access.cuh). Only aligned ones are told to be whole."""
+    return "Access::kAnywhere" if not aligned else "Access::kWhole" if whole else "Access::kAligned"
 
 
 class Arithmetic(NamedTuple):

@@ -4,7 +4,7 @@
 // Where q is to be a power of two it is the one below.
 // Of a zero row the scale is 1; where a number is infinite or NaN it is NaN, so that whoever multiplies by it sees it.
 #pragma once
-#include "load_store.cuh"
+#include "pack_access.cuh"
 #include "row.cuh"
 
 namespace cunorm {

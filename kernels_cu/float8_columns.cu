@@ -2,8 +2,9 @@
 // a multiple of 16. What a product adds up over rows it wants side by side in memory.
 #pragma once
 #include "float8.cuh"
-#include "load_store.cuh"
+#include "load.cuh"
 #include "statistics.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 

@@ -1,6 +1,7 @@
 // y = product * row_scale * column_scale + bias: for a product of 8-bit rows that was made without their scales.
 #pragma once
-#include "load_store.cuh"
+#include "load.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 

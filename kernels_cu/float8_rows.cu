@@ -5,8 +5,9 @@
 // sums and maxima of its columns in registers. Each writes one partial row of either; they meet in a fixed order.
 #pragma once
 #include "float8.cuh"
-#include "load_store.cuh"
+#include "load.cuh"
 #include "rows.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 
@@ -49,7 +50,7 @@ struct Partials {
 
   DEVICE void store(int64 group, int64 column, const float (&of_pack)[kPack], const Magnitudes<T, kPack>& most) const {
     if constexpr (kSums)
-      store_pack<true, true, Cache::kKept>(sums + group * width + column, pack_values<float>(of_pack), kPack);
+      store_pack<Access::kWhole, Cache::kKept>(sums + group * width + column, pack_values<float>(of_pack), kPack);
     if constexpr (kMaxima) store_words<Cache::kKept>(maxima + group * width + column, most.words);
   }
 };
@@ -294,7 +295,7 @@ DEVICE void reduce_columns(const float* sum_partials, const T* maximum_partials,
       for (int64 group = set; group < groups; group += kSets) {
         Pack<float, kOwn> pack;
         float values[kOwn];
-        load_pack<true, true, Cache::kStreamed>(pack, sum_partials + group * width, column, kOwn);
+        load_pack<Access::kWhole, Cache::kStreamed>(pack, sum_partials + group * width, column, kOwn);
         unpack(pack, values);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) own[i] += values[i];
@@ -304,7 +305,7 @@ DEVICE void reduce_columns(const float* sum_partials, const T* maximum_partials,
       for (int64 group = set; group < groups; group += kSets) {
         Pack<T, kOwn> pack;
         float values[kOwn];
-        load_pack<true, true, Cache::kStreamed>(pack, maximum_partials + group * width, column, kOwn);
+        load_pack<Access::kWhole, Cache::kStreamed>(pack, maximum_partials + group * width, column, kOwn);
         unpack(pack, values);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) own[i] = larger(own[i], values[i]);

@@ -33,8 +33,8 @@ struct StorePartial {
       Compute values[Row::kPiece];
 #pragma unroll
       for (int i = 0; i < Row::kPiece; ++i) values[i] = sums[piece * Row::kPiece + i];
-      store_pack<true, true, Cache::kKept>(data + Row{kCols}.position(column + piece * Row::kPiece),
-                                           pack_values<Compute>(values), Row::kPiece);
+      store_pack<Access::kWhole, Cache::kKept>(data + Row{kCols}.position(column + piece * Row::kPiece),
+                                               pack_values<Compute>(values), Row::kPiece);
     }
   }
   DEVICE static int64 place(int64 column) { return Row{kCols}.position(column); }
@@ -42,7 +42,7 @@ struct StorePartial {
 };
 
 // or to dweight or dbias itself, where there is one group.
-template <class T, int kPack, int64 kCols_, bool kAligned>
+template <class T, int kPack, int64 kCols_, Access kAccess>
 struct StoreGradient {
   static constexpr int64 kCols = kCols_;
   T* data;
@@ -50,7 +50,7 @@ struct StoreGradient {
   DEVICE StoreGradient of_group(int64) const { return *this; }
   template <class Compute>
   DEVICE void pack(int64 column, const Compute (&sums)[kPack], int valid) const {
-    store_pack<kAligned, kAligned && kCols % kPack == 0, Cache::kKept>(data + column, pack_values<T>(sums), valid);
+    store_pack<kAccess, Cache::kKept>(data + column, pack_values<T>(sums), valid);
   }
   DEVICE static int64 place(int64 column) { return column; }
   template <class Compute>

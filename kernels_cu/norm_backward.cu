@@ -9,9 +9,10 @@
 // Beside the columns of few rows (norm_backward_few.cu) it has one turn, and its rows wait in registers.
 #pragma once
 #include "gradients.cuh"
-#include "load_store.cuh"
+#include "load.cuh"
 #include "rows.cuh"
 #include "statistics.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 

@@ -2,8 +2,9 @@
 // from weight_gradient.cu. Formulas as in norm_backward.cu.
 #pragma once
 #include "gradients.cuh"
-#include "load_store.cuh"
+#include "load.cuh"
 #include "statistics.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 

@@ -5,14 +5,15 @@
 // rstd. The tiers (part of a warp, warp, CTA, cluster) are the same code for different RowShapes.
 #pragma once
 #include "float8.cuh"
-#include "load_store.cuh"
+#include "load.cuh"
 #include "rows.cuh"
 #include "statistics.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 
 // Every CTA takes kRows rows at a time, which wait in Rows (rows.cuh); with kOnce there are no more. Load reads s
-// (load_store.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: these stay in
+// (load.cuh), Beside the matrices and Columns the vectors that the epilogue takes besides xhat: these stay in
 // registers from row to row (kColumnsStay) or are read again for every row. kUnpacked: a thread keeps the values of its
 // row, and reads its packs from Rows once and not three times. StoreY may want the largest of what shares a scale
 // (float8.cuh). mean and rstd may be null: then nobody will read them.

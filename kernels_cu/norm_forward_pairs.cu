@@ -3,9 +3,10 @@
 // half of a warp works out for one of them, the other half for the other.
 #pragma once
 #include "float8.cuh"
-#include "load_store.cuh"
+#include "load.cuh"
 #include "row.cuh"
 #include "statistics.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 

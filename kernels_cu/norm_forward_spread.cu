@@ -2,9 +2,10 @@
 // of a row, or by as many without its turns. A row alone then waits for fewer instructions.
 #pragma once
 #include "float8.cuh"
-#include "load_store.cuh"
+#include "load.cuh"
 #include "rows.cuh"
 #include "statistics.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 

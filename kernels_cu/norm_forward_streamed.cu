@@ -2,8 +2,9 @@
 // time from L2 where it fits). Formulas as in norm_forward.cu.
 #pragma once
 #include "float8.cuh"
-#include "load_store.cuh"
+#include "load.cuh"
 #include "statistics.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 

@@ -4,9 +4,10 @@
 //   y = s * second_rstd * second_weight,          second_rstd = 1 / sqrt(mean(s²) + eps)
 // x and residual are read once, s and y written once. Bits are those of norm_forward.cu, one operation after the other.
 #pragma once
-#include "load_store.cuh"
+#include "load.cuh"
 #include "rows.cuh"
 #include "statistics.cuh"
+#include "store.cuh"
 
 namespace cunorm {
 

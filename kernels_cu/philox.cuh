@@ -25,7 +25,7 @@ struct Philox {
   }
 };
 
-// A matrix of such numbers, multiples of 2^-16 from 0 up to 1, as lists of matrices have it (load_store.cuh). A thread
+// A matrix of such numbers, multiples of 2^-16 from 0 up to 1, as lists of matrices have it (load.cuh). A thread
 // keeps where its pack is, and makes the numbers where they are used: they take no memory and no copy.
 template <int kPack_>
 struct RandomRows {

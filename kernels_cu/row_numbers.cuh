@@ -6,7 +6,7 @@
 
 namespace cunorm {
 
-// A matrix whose rows are such numbers, as lists of matrices have it (load_store.cuh). A number takes no shared memory:
+// A matrix whose rows are such numbers, as lists of matrices have it (load.cuh). A number takes no shared memory:
 // when its row is asked for it is on its way to L1, where it is read with the row.
 template <class T, int kPack_, bool kTwoStrides>
 struct RowNumbers {

@@ -13,7 +13,7 @@
 //   read(pack, p)      this thread's pack number p of it
 //   stay_packed(p)     between two uses: keep the pack, drop what was computed from it
 #pragma once
-#include "load_store.cuh"
+#include "load.cuh"
 #include "row.cuh"
 
 namespace cunorm {

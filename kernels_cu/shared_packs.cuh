@@ -9,11 +9,12 @@ namespace cunorm {
 // than 16 bytes lies there in pieces, the first pieces of all packs of the run side by side, then the second, so that
 // neighbouring threads meet no bank conflicts.
 //
-// A run whose packs do not begin at a multiple of their size (not kAligned) is copied as the aligned words that hold
-// it, to places that lie in the same way to a multiple of kRunGap bytes, and takes so much more; once it is there,
-// packs are read from there and put where they belong.
-template <class T, int kPack, int kLanes, bool kAligned, bool kWhole>
+// A run whose packs begin anywhere is copied as the aligned words that hold it, to places that lie in the same way to a
+// multiple of kRunGap bytes, and takes so much more; once it is there, packs are read from there and put where they
+// belong.
+template <class T, int kPack, int kLanes, Access kAccess>
 struct SharedPacks {
+  static constexpr bool kAligned = kAccess != Access::kAnywhere;
   static constexpr int kBytes = kPack * sizeof(T);
   static constexpr int kPiece = kUnit<T, kPack>;
   static constexpr int kPieces = kBytes / kPiece;
@@ -35,15 +36,15 @@ struct SharedPacks {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i)
         copy_async<kPiece, kFetch>(piece(place, slot, i), reinterpret_cast<const char*>(row + column) + i * kPiece);
-    } else if constexpr (!kWhole) {
+    } else if constexpr (kAccess == Access::kAligned) {
       if (valid <= 0) return;
       Pack<T, kPack> pack;
-      load_pack<true, false, Cache::kStreamed>(pack, row, column, valid);
+      load_pack<Access::kAligned, Cache::kStreamed>(pack, row, column, valid);
       put(place, slot, pack);
     }
   }
 
-  // What was copied of a pack. Of several arrays some may be kAligned beside others that are not.
+  // What was copied of a pack. Of several arrays some may be aligned beside others that are not.
   DEVICE static void read_covering(Pack<T, kPack>& pack, const char* place, PackSlot slot, const T* row, int valid) {
     if constexpr (kAligned) {
       read(pack, place, slot);
@@ -112,7 +113,7 @@ struct SharedPacks {
       for (int word = 0; word < kWords; ++word) words[i * kWords + word] = unit[word];
     }
     shift_down<T, kPiece / 8>(words, offset);
-    keep_valid<false>(pack, words, valid);
+    keep_valid<Access::kAnywhere>(pack, words, valid);
   }
 
   // A lane copies the words that hold its pack, but for the one in which the pack before ends: that lane copies it.

@@ -30,7 +30,8 @@ DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 grou
     for (int64 group = threadIdx.x / kLanes; group < groups; group += kRows) {
       Pack<Compute, kOwn> pack;
       Compute values[kOwn];
-      load_pack<true, kPack >= kOwn, Cache::kStreamed>(pack, partials + group * row.stride(), own, written);
+      load_pack<kPack >= kOwn ? Access::kWhole : Access::kAligned, Cache::kStreamed>(
+          pack, partials + group * row.stride(), own, written);
       unpack(pack, values);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) sum[i] += values[i];

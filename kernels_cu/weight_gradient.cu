@@ -2,7 +2,7 @@
 // are too long for norm_backward.cu.
 #pragma once
 #include "gradients.cuh"
-#include "load_store.cuh"
+#include "load.cuh"
 #include "rows.cuh"
 #include "statistics.cuh"
 

@@ -202,8 +202,8 @@ MUTATIONS = (
     ),
     Mutation(
         "vectors where the address does not allow them",
-        "LoadRows<half, 8, 8, false, false,",
-        "LoadRows<half, 8, 8, true, false,",
+        "LoadRows<half, 8, 8, Access::kAnywhere,",
+        "LoadRows<half, 8, 8, Access::kAligned,",
         "misplaced",
         (("results", "misaligned vector access"),),
     ),
@@ -252,8 +252,8 @@ MUTATIONS = (
     ),
     Mutation(
         "vectors where the outer stride does not allow them",
-        "LoadRows<half, 8, 4, false, false, Cache::kKept, true>",
-        "LoadRows<half, 8, 4, true, false, Cache::kKept, true>",
+        "LoadRows<half, 8, 4, Access::kAnywhere, Cache::kKept, true>",
+        "LoadRows<half, 8, 4, Access::kAligned, Cache::kKept, true>",
         "views, odd",
         (("results", "misaligned vector access"),),
     ),

@@ -14,6 +14,7 @@ import mutations_float8
 import mutations_fused
 import mutations_layouts
 import mutations_rows
+import mutations_synchronisation
 import numpy
 import pytest
 import test_dropout
@@ -186,6 +187,7 @@ DROPPED = {
 
 
 MUTATIONS = (
+    *mutations_synchronisation.MUTATIONS,
     *mutations_rows.MUTATIONS,
     *mutations_layouts.MUTATIONS,
     *mutations_arithmetic.MUTATIONS,

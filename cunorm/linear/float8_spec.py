@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..norm.problem import ITEMSIZE
 from ..norm.spec import MAILBOX, RUN_GAP, SHARED_ALIGNMENT, WARP, OtherSpec, RowShape
 from ..operation import NORMS, Operation
-from ..operation_text import CPP_TYPE, Arithmetic, cpp, forward_struct
+from ..operation_text import CPP_TYPE, Arithmetic, access, cpp, forward_struct
 
 STREAMED_THREADS = 512
 COLUMN_THREADS = 256  # of a CTA of column_totals
@@ -29,7 +29,7 @@ def padded(rows: int) -> int:
 
 
 def _load(dtype: str, aligned: bool, cache: str = "kStreamed", lanes: int = WARP) -> str:
-    return f"LoadRows<{CPP_TYPE[dtype]}, {pack_of(dtype)}, {lanes}, {cpp(aligned)}, false, Cache::{cache}>"
+    return f"LoadRows<{CPP_TYPE[dtype]}, {pack_of(dtype)}, {lanes}, {access(aligned)}, Cache::{cache}>"
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,7 @@ class CastRows(OtherSpec):
     def text(self) -> tuple[str, str]:
         kind, pack = CPP_TYPE[self.dtype], pack_of(self.dtype)
         load = _load(self.dtype, self.aligned)
-        store = (
-            f"StoreRows<{CPP_TYPE[self.format]}, {pack}, {WARP}, {cpp(self.bytes_aligned)}, false, Cache::kStreamed>"
-        )
+        store = f"StoreRows<{CPP_TYPE[self.format]}, {pack}, {WARP}, {access(self.bytes_aligned)}, Cache::kStreamed>"
         scales = f"RowScales<{cpp(self.given)}, {cpp(self.power_of_2)}, {CPP_TYPE[self.format]}>"
         scales += "{given, nullptr}" if self.given else "{nullptr, scales}"
         if self.shape is None:
@@ -269,7 +267,7 @@ class CastColumns(OtherSpec):
         norm = NORMS[self.operation.norm]
         pack = pack_of(self.dtype)
         loads = [
-            f"LoadRows<{CPP_TYPE[dtype]}, {pack}, 8, true, false, Cache::kKept>"
+            f"LoadRows<{CPP_TYPE[dtype]}, {pack}, 8, Access::kAligned, Cache::kKept>"
             if self.affine_aligned
             else f"LoadElements<{CPP_TYPE[dtype]}, {pack}, 8>"
             for _, dtype in self.affine
@@ -323,7 +321,7 @@ class ScaleProduct(OtherSpec):
         pack = pack_of(self.dtype)
         names = {"column_scale": "float"} | ({"bias": CPP_TYPE[self.bias]} if self.bias else {})
         loads = [
-            f"LoadRows<{kind}, {pack}, {WARP}, true, false, Cache::kKept>"
+            f"LoadRows<{kind}, {pack}, {WARP}, Access::kAligned, Cache::kKept>"
             if self.columns_aligned
             else f"LoadElements<{kind}, {pack}, {WARP}>"
             for kind in names.values()
@@ -333,9 +331,7 @@ class ScaleProduct(OtherSpec):
             values = (
                 f"{{{{{name}, {{0}}}}, {values}}}" if self.columns_aligned else f"{{{{{{{name}, {{0}}}}}}, {values}}}"
             )
-        store = (
-            f"StoreRows<{CPP_TYPE[self.y]}, {pack}, {WARP}, {cpp(self.aligned)}, false, Cache::kStreamed, false, true>"
-        )
+        store = f"StoreRows<{CPP_TYPE[self.y]}, {pack}, {WARP}, {access(self.aligned)}, Cache::kStreamed, false, true>"
         return "", (
             f"  scale_product<{PRODUCT_THREADS}>({_load(self.dtype, self.aligned)}{{product, {{cols}}}}, row_scale,\n"
             f"      Matrices<{', '.join(loads)}>{values}, {store}{{y, {{cols}}}}, rows, cols);\n"

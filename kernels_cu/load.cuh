@@ -1,21 +1,21 @@
-// What a kernel reads before the norm and writes after it: lists of matrices, and of vectors that all rows share.
+// What a kernel reads: lists of matrices, and of vectors that all rows share. A Load has
 //
-// Load:    Raw                                       a pack as it is in memory; Packed, what a thread keeps of it
-//          fetch(raw, row, column, valid)            starts the read of a pack
-//          keep(raw, valid)                          what is kept of it
-//          ask(asked, row, rank, active), receive(packs, asked, row, rank, active)   the same of all packs of a thread
-//          unpack(packed, values)                    its values in Compute
-//          stay_packed(packed)                       between two uses: drop the values, keep the pack
-//          copy(places, number, slot, row, column, valid)   starts the copy of a pack to shared memory
-//          read_covering(raw, places, number, slot, row, valid)  a pack of what was copied, unless kVectors
-//          read_covering(raws, places, number, row, rank)   all packs of this thread, at whatever addresses
-//          clear(places, number, slot)                      zeros instead, for a pack that is never copied
-//          put(places, number, slot, packed)                a pack that is there already instead
-//          read(raw, places, number, slot)                  a pack that was copied, cleared or put
-//          stands_at(raw, row, column)                      after read: for what no place holds (philox.cuh,
-//                                                           row_numbers.cuh)
-//          place_bytes(columns)                             of shared memory for a row
-// Store:   store(row, column, valid, values)
+//   Raw, Packed                                           a pack as it is in memory, and what a thread keeps of it
+//   fetch(raw, row, column, valid)                        starts the read of a pack
+//   keep(raw, valid)                                      what is kept of it
+//   ask(asked, row, rank, active), receive(packs, asked, row, rank, active)
+//                                                         the same of all packs of a thread
+//   unpack(packed, values)                                its values in Compute
+//   stay_packed(packed)                                   between two uses: drop the values, keep the pack
+//   copy(places, number, slot, row, column, valid)        starts the copy of a pack to shared memory
+//   read_covering(raw, places, number, slot, row, valid)  a pack of what was copied, unless kVectors
+//   read_covering(raws, places, number, row, rank)        all packs of this thread, at whatever addresses
+//   clear(places, number, slot)                           zeros instead, for a pack that is never copied
+//   put(places, number, slot, packed)                     a pack that is there already instead
+//   read(raw, places, number, slot)                       a pack that was copied, cleared or put
+//   stands_at(raw, row, column)                           after read: for what no place holds (philox.cuh,
+//                                                         row_numbers.cuh)
+//   place_bytes(columns)                                  of shared memory for a row
 #pragma once
 #include "functions.cuh"
 #include "philox.cuh"
@@ -25,43 +25,42 @@
 namespace cunorm {
 
 // Rows of a matrix whose columns are contiguous. A vector for all rows is a matrix whose rows are 0 apart.
-// kLanes neighbouring threads of a warp hold neighbouring packs of a row. kAligned and kWhole as in load_pack.
-template <class T, int kPack_, int kLanes, bool kAligned, bool kWhole, Cache kCache, bool kTwoStrides = false,
+// kLanes neighbouring threads of a warp hold neighbouring packs of a row.
+template <class T, int kPack_, int kLanes, Access kAccess, Cache kCache, bool kTwoStrides = false,
           class Starts = RowStarts<kTwoStrides>>
 struct LoadRows {
-  static_assert(kAligned || !kWhole);
   static constexpr int kPack = kPack_;
-  using Shared = SharedPacks<T, kPack, kLanes, kAligned, kWhole>;
+  using Shared = SharedPacks<T, kPack, kLanes, kAccess>;
   static constexpr int kColumnBytes = sizeof(T);
-  static constexpr bool kVectors = kAligned;
+  static constexpr bool kVectors = kAccess != Access::kAnywhere;
   using Packed = Pack<T, kPack>;
   const T* data;
   Starts starts;
 
   DEVICE void fetch(Packed& pack, int64 row, int64 column, int valid) const {
-    load_pack<kAligned, kWhole, kCache>(pack, data + starts.of(row), column, valid);
+    load_pack<kAccess, kCache>(pack, data + starts.of(row), column, valid);
   }
   template <class Shape>
   struct Asked {
-    Covering<T, kPack, kAligned> packs[Shape::kPacks];
+    Covering<T, kPack, kAccess> packs[Shape::kPacks];
   };
   template <class Shape>
   DEVICE void ask(Asked<Shape>& asked, int64 row, int rank, bool active) const {
-    ask_for_packs<Shape, kAligned, kWhole, kCache>(asked.packs, data + starts.of(row), rank, active);
+    ask_for_packs<Shape, kCache>(asked.packs, data + starts.of(row), rank, active);
   }
   template <class Shape>
   DEVICE void receive(Packed (&packs)[Shape::kPacks], const Asked<Shape>& asked, int64 row, int rank,
                       bool active) const {
-    receive_packs<Shape, kWhole>(packs, asked.packs, data + starts.of(row), rank, active);
+    receive_packs<Shape>(packs, asked.packs, data + starts.of(row), rank, active);
   }
   // The same of one pack. Columns past the last are whatever lies there.
-  using AskedPack = Covering<T, kPack, kAligned>;
+  using AskedPack = Covering<T, kPack, kAccess>;
   DEVICE void ask(AskedPack& asked, int64 row, int64 column, int valid) const {
-    load_covering<kAligned, kWhole, kCache>(asked, data + starts.of(row), column, valid);
+    load_covering<kCache>(asked, data + starts.of(row), column, valid);
   }
   DEVICE void receive(Packed& pack, AskedPack asked, int64 row) const {
     constexpr int kBytes = kUnit<T, kPack>;
-    if constexpr (!kAligned) shift_down<T, kBytes / 8>(asked.words, past_multiple_of<kBytes>(data + starts.of(row)));
+    if constexpr (!kVectors) shift_down<T, kBytes / 8>(asked.words, past_multiple_of<kBytes>(data + starts.of(row)));
 #pragma unroll
     for (int i = 0; i < Packed::kWords; ++i) pack.words[i] = asked.words[i];
   }
@@ -83,7 +82,7 @@ struct LoadRows {
     Shared::template read_covering<Shape>(packs, place, data + starts.of(row), rank);
   }
   DEVICE void clear(char* place, PackSlot slot) const {
-    if constexpr (kAligned) Shared::put(place, slot, {});
+    if constexpr (kVectors) Shared::put(place, slot, {});
   }
   DEVICE void put(char* place, PackSlot slot, const Packed& pack) const { Shared::put(place, slot, pack); }
   DEVICE void read(Packed& pack, char* place, PackSlot slot) const { Shared::read(pack, place, slot); }
@@ -93,7 +92,7 @@ struct LoadRows {
 // A vector for all rows, or for a group of them, that begins at an odd address. It is read again for every row: shifted
 // beside a row at odd addresses too it spilled 4 to 72 bytes.
 template <class T, int kPack, int kLanes, class Starts = RowStarts<false>>
-struct LoadElements : LoadRows<T, kPack, kLanes, false, false, Cache::kKept, false, Starts> {
+struct LoadElements : LoadRows<T, kPack, kLanes, Access::kAnywhere, Cache::kKept, false, Starts> {
   DEVICE void fetch(Pack<T, kPack>& pack, int64 row, int64 column, int valid) const {
     load_elements(pack, this->data + this->starts.of(row), column, valid);
   }
@@ -311,74 +310,6 @@ struct LoadSource {
     inputs.template read<kColumns, kPlaces>(raw, places, number, slot);
   }
   DEVICE void stands_at(Raw& raw, int64 row, int64 column) const { inputs.stands_at(raw, row, column); }
-};
-
-// Where they are not kAligned all lanes of a warp store together, or each its elements one by one. So go numbers of 8
-// bits, as products take no rows whose number of columns is odd.
-template <class T, int kPack_, int kLanes, bool kAligned, bool kWhole, Cache kCache, bool kTwoStrides = false,
-          bool kByElements = sizeof(T) == 1>
-struct StoreRows {
-  static constexpr int kPack = kPack_;
-  static constexpr bool kScaled = false;
-  static constexpr bool kRuns = !kAligned && !kByElements;
-  static constexpr bool kTogether = kRuns;
-  T* data;
-  RowStarts<kTwoStrides> starts;
-
-  template <class Compute>
-  DEVICE void store(int64 row, int64 column, int valid, const Compute (&values)[kPack]) const {
-    store_packed(row, column, valid, pack_values<T>(values));
-  }
-  DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
-    T* const to = begin_of_row(data + starts.of(row));
-    // float64 beside 16 bits goes by elements: shifted on its way out it spilled 4 bytes.
-    if constexpr (!kRuns || kPack * sizeof(T) > 32) {
-      store_pack<kAligned, kWhole, kCache>(to + column, pack, valid);
-    } else {
-      store_run<kLanes, kCache>(to, column, pack, valid);
-    }
-  }
-};
-
-// Where there is nothing to store.
-struct NoStore {
-  static constexpr bool kTogether = false;
-  template <class Values>
-  DEVICE void store(int64, int64, int, const Values&) const {}
-  template <class Packed>
-  DEVICE void store_packed(int64, int64, int, const Packed&) const {}
-};
-
-template <class Store>
-constexpr bool kStores = true;
-template <>
-constexpr bool kStores<NoStore> = false;
-
-// Several matrices that are written together.
-template <class... Stores>
-struct Results;
-
-template <>
-struct Results<> {
-  static constexpr int kCount = 0;
-  static constexpr bool kTogether = false;
-  template <class Values>
-  DEVICE void store(int64, int64, int, Values) const {}
-};
-
-template <class First, class... Others>
-struct Results<First, Others...> {
-  static constexpr int kCount = 1 + sizeof...(Others);
-  static constexpr bool kTogether = First::kTogether;
-  First first;
-  Results<Others...> others;
-
-  // values: [matrix][column]
-  template <class Compute>
-  DEVICE void store(int64 row, int64 column, int valid, const Compute (*values)[First::kPack]) const {
-    first.store(row, column, valid, values[0]);
-    others.store(row, column, valid, values + 1);
-  }
 };
 
 }  // namespace cunorm
