@@ -222,8 +222,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a pack in which a row ends is taken for a whole one",
-        "true, false, Cache::",
-        "true, true, Cache::",
+        "Access::kAligned, Cache::",
+        "Access::kWhole, Cache::",
         "one odd row",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
