@@ -127,7 +127,7 @@ class Graph:
                 places.append(replacements[step.text])
             elif replacements and operands:
                 places.append(self.apply(step.function, *operands))
-            else:  # as simple as it was
+            else:  # of operands that are what they were, a step cannot be made simpler
                 places.append(self.add(Step(step.function, operands, step.text)))
         return places[-1]
 
@@ -161,31 +161,30 @@ class Graph:
 
     def _simplified(self, function: str, first: int, second: int = -1) -> int | None:
         """A place that holds the same number: exactly, but for the sign of a zero."""
-        is_constant, negated = self._is_constant, self._negated
         if function == "negative":
-            return negated(first)
+            return self._negated(first)
         if function in ("+", "-"):
-            if is_constant(second, "0", "-0"):
+            if self._is_constant(second, "0", "-0"):
                 return first
-            if (positive := negated(second)) is not None:
+            if (positive := self._negated(second)) is not None:
                 return self.apply("-" if function == "+" else "+", first, positive)
-            if function == "-" and (positive := negated(first)) is not None:
+            if function == "-" and (positive := self._negated(first)) is not None:
                 return self.apply("negative", self.apply("+", positive, second))
         if function == "+":
-            if is_constant(first, "0", "-0"):
+            if self._is_constant(first, "0", "-0"):
                 return second
-            if (positive := negated(first)) is not None:
+            if (positive := self._negated(first)) is not None:
                 return self.apply("-", second, positive)
             if first == second:
                 return self.apply("*", self.constant(2), first)
         if function in ("*", "/"):
-            if is_constant(second, "1", "-1"):
-                return first if is_constant(second, "1") else self.apply("negative", first)
-            if function == "*" and is_constant(first, "1", "-1"):
-                return second if is_constant(first, "1") else self.apply("negative", second)
-            if (positive := negated(first)) is not None:
+            if self._is_constant(second, "1", "-1"):
+                return first if self._is_constant(second, "1") else self.apply("negative", first)
+            if function == "*" and self._is_constant(first, "1", "-1"):
+                return second if self._is_constant(first, "1") else self.apply("negative", second)
+            if (positive := self._negated(first)) is not None:
                 return self.apply("negative", self.apply(function, positive, second))
-            if (positive := negated(second)) is not None:
+            if (positive := self._negated(second)) is not None:
                 return self.apply("negative", self.apply(function, first, positive))
         return None
 

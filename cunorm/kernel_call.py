@@ -296,8 +296,8 @@ def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
     """Where the sum of a gradient goes: to dweight itself, or to a partial row."""
     if spec.final:
         to = f"{name} + blockIdx.z * int64{{{spec.cols}}}" if spec.grouped else name
-        vectors = access(spec.columns_aligned, spec.cols % spec.shape.pack == 0)
-        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {vectors}>{{{to}}}"
+        stored = access(spec.columns_aligned, spec.cols % spec.shape.pack == 0)
+        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {stored}>{{{to}}}"
     to = name
     if spec.grouped:
         of_group = "gridDim.y" if spec.kernel == "column_gradients" else f"gridDim.x / {spec.cluster}"
