@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm on NVIDIA GPUs at the speed of memory, for arrays of CuPy, NumPy and JAX and torch tensors."""
 
+from pathlib import Path
+
 from .adding import (
     add_layer_norm,
     add_layer_norm_backward,
@@ -47,6 +49,11 @@ from .norm_add import (
 from .sandwich import rms_norm_add_rms_norm, rms_norm_add_rms_norm_backward, rms_norm_add_rms_norm_forward
 
 __version__ = "0.1.0"
+
+# Installed, the kernels and the adapters stand inside this package; in a checkout both stand beside it.
+_package = Path(__file__).resolve().parent
+if not (_package / "kernels_cu").is_dir():
+    __path__.append(str(_package.parent / "adapters"))
 
 __all__ = [
     "CompileError",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
 from .kernel_call import call_of, row_numbers
@@ -31,6 +31,10 @@ from .norm.spec import (
     SumSpec,
 )
 from .operation_text import CPP_TYPE
+
+PACKAGE = Path(__file__).resolve().parent
+# Inside the package where it is installed, beside it in a checkout.
+KERNELS = next(folder for folder in (PACKAGE / "kernels_cu", PACKAGE.parent / "kernels_cu") if folder.is_dir())
 
 FILES = {
     "forward": "norm_forward.cu",
@@ -93,7 +97,7 @@ def _file_text(name: str) -> str:
 def _inlined(name: str, seen: set[str]) -> str:
     seen.add(name)
     lines = [f'#line 1 "{name}"']
-    text = resources.files("cunorm.kernels_cu").joinpath(name).read_text()
+    text = (KERNELS / name).read_text()
     for number, line in enumerate(text.splitlines(), 1):
         included = re.fullmatch(r'#include "(.+)"', line)
         if included:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 from nvrtc import needs_nvrtc
@@ -37,8 +36,8 @@ def test_an_edited_header_gives_another_source(monkeypatch, tmp_path):
     original = source.source(spec)
     assert "#include" not in original
     directory = tmp_path / "kernels_cu"
-    shutil.copytree(Path(str(source.resources.files("cunorm.kernels_cu"))), directory)
-    monkeypatch.setattr(source.resources, "files", lambda package: directory)
+    shutil.copytree(source.KERNELS, directory)
+    monkeypatch.setattr(source, "KERNELS", directory)
 
     def source_now():
         source._file_text.cache_clear()

@@ -25,19 +25,32 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "flax"}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """The wheel of a copy of the checkout: setuptools leaves its work beside the sources."""
-    pytest.importorskip("setuptools", minversion="77")
-    copy = tmp_path_factory.mktemp("checkout")
+def clone(tmp_path_factory) -> Path:
+    """A copy of the checkout in a folder named cunorm, as git clone names it."""
+    copy = tmp_path_factory.mktemp("work") / "cunorm"
+    copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("adapters", "cunorm", "kernels_cu"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", ".", "."]
-    built = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = copy.glob("*.whl")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def built(clone: Path, hook: str) -> zipfile.ZipFile:
+    """What a build hook of pyproject's backend makes of a checkout: `build_wheel` or `build_editable`."""
+    pytest.importorskip("hatchling")
+    folder = clone.parent / hook
+    program = f"import hatchling.build; hatchling.build.{hook}({str(folder)!r})"
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=clone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def wheel(clone) -> zipfile.ZipFile:
+    return built(clone, "build_wheel")
 
 
 def files_below(folder: Path, prefix: str) -> dict[str, bytes]:
@@ -58,6 +71,31 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel):
     assert {".py", ".cu", ".cuh", ".npy"} <= suffixes
     packed = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == expected
+
+
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
+@pytest.mark.parametrize("place", ["in the checkout", "beside the checkout", "elsewhere"])
+def test_the_package_is_whole_however_it_is_installed_and_wherever_python_starts(clone, tmp_path, hook, place):
+    site = tmp_path / "site"
+    built(clone, hook).extractall(site)
+    paths = [str(site), *(line for file in site.glob("*.pth") for line in file.read_text().split())]
+    program = (
+        "from importlib.util import find_spec\n"
+        "import cunorm, cunorm.source\n"
+        "print(*(find_spec('cunorm.' + name) is not None for name in ('torch', 'jax', 'flax')), cunorm.__file__)\n"
+        "cunorm.source._file_text('norm_forward.cu')\n"
+    )
+    folder = {"in the checkout": clone, "beside the checkout": clone.parent, "elsewhere": tmp_path}[place]
+    output = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},  # as site-packages, but before this interpreter's
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    found_in = clone if place == "in the checkout" or hook == "build_editable" else site
+    assert output == ["True", "True", "True", str(found_in / "cunorm" / "__init__.py")]
 
 
 def test_the_wheel_has_the_licence_and_depends_on_numpy_alone(wheel):

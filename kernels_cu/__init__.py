@@ -1,1 +1,0 @@
-"""CUDA source of cunorm, read as text by cunorm.source."""
