@@ -30,7 +30,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +68,9 @@ def main() -> int:
     }
     with gzip.open(arguments.file, "wt") as file:
         for part in arguments.parts:
-            count = 0
-            for count, fact in enumerate(facts[part](), 1):
-                file.write(json.dumps({"part": part, **fact}) + "\n")
-            print(f"{part}: {count} facts", file=sys.stderr)
+            lines = [json.dumps({"part": part, **fact}) for fact in facts[part]()]
+            print(*lines, sep="\n", file=file)
+            print(f"{part}: {len(lines)} facts", file=sys.stderr)
     return 0
 
 
@@ -123,15 +121,13 @@ def plans() -> Iterator[Fact]:
             "group": group,
             "key": key,
             "text": digest([text_of(step.spec) for step in solution.steps]),
-            "launch": digest(
-                [
-                    (s.grid, s.spec.threads, s.spec.cluster, s.dynamic_shared, s.integers, s.begins_early)
-                    + (positions(s.pointers, solution), len(s.scalars))
-                    for s in solution.steps
-                ],
-                solution.workspace,
-            ),
+            "launch": digest([launch_of(step, solution) for step in solution.steps], solution.workspace),
         }
+
+
+def launch_of(step: Any, solution: Any) -> tuple:
+    order = positions(step.pointers, solution), len(step.scalars), step.integers
+    return step.grid, step.spec.threads, step.spec.cluster, step.dynamic_shared, step.begins_early, *order
 
 
 def positions(pointers: Iterable[Any], solution: Any) -> list[tuple[int, int]]:
@@ -337,7 +333,7 @@ def results() -> Iterator[Fact]:
                 "layer_norm": cunorm.layer_norm_forward(x, None, weight, bias),
                 "rms_norm": cunorm.rms_norm_forward(x, None, weight),
             }
-            y, mean, rstd = found["layer_norm"]
+            _, mean, rstd = found["layer_norm"]
             found["layer_norm_backward"] = cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
             _, rms_rstd = found["rms_norm"]
             found["rms_norm_backward"] = cunorm.rms_norm_backward(dy, x, rms_rstd, weight)
