@@ -140,11 +140,12 @@ _texts: dict[Any, str] = {}
 
 
 def text_of(spec: Any) -> str:
-    """The digest of a kernel's text without its #line lines."""
+    """The digest of a kernel's text without #line lines and comments."""
     if spec not in _texts:
         from cunorm.source import source
 
-        _texts[spec] = digest(re.sub(r"^#line .*\n", "", source(spec), flags=re.MULTILINE))
+        text = re.sub(r"^#line .*\n|//.*$", "", source(spec), flags=re.MULTILINE)
+        _texts[spec] = digest([line.strip() for line in text.splitlines() if line.strip()])
     return _texts[spec]
 
 
