@@ -22,10 +22,26 @@ def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> 
     """
     if isinstance(spec, SumSpec):
         return "", _sum_partials(spec, owns_workspace)
+    spec = by_position(spec)
     before, call = _FAMILIES[spec.kernel](spec)
     if isinstance(spec, NormSpec) and spec.leaves_partial_rows:
         call = f"  wait_for_kernel_before();\n{call}"
     return before, call
+
+
+def by_position(spec: NormSpec | FewRowsSpec) -> NormSpec | FewRowsSpec:
+    """The spec with the names of its text: an operand is called operand_0, operand_1, ... there by its place in the
+    operation, and its gradient doperand_0, doperand_1, ...
+
+    Whatever a user calls an operand is thus no name of the text, and operations that differ in names share a kernel.
+    """
+    if isinstance(spec, FewRowsSpec):
+        return replace(spec, **{part: by_position(getattr(spec, part)) for part in ("whole", "columns", "rows")})
+    names = {name: f"operand_{place}" for place, name in enumerate(spec.operation.operands)}
+    operation = spec.operation.renamed(names)
+    names |= {f"d{name}": f"d{of_text}" for name, of_text in names.items()}
+    operands = tuple(replace(one, name=names.get(one.name, one.name)) for one in spec.operands)
+    return replace(spec, operation=operation, operands=operands)
 
 
 def row_numbers(operand: Operand) -> tuple[str, ...]:
@@ -160,8 +176,9 @@ def _backward(
 def _backward_twice(spec: NormSpec) -> tuple[str, str]:
     by_name = {one.name: one for one in spec.operands}
     of_x, of_s = spec.operation.halves
-    # What the gradient of s is to the one, the gradient of y is to the other; its statistics are called rstd in both.
-    t, rstd = by_name["dresidual"], by_name["rstd"]
+    # What the gradient of s, which is the residual's, is to the one, the gradient of y is to the other; its statistics
+    # are called rstd in both.
+    t, rstd = next(one for one in spec.results if one.name != "dx"), by_name["rstd"]
     second_weight, weight = ({name for name in half.operands if name in by_name} for half in (of_s, of_x))
     halves = {
         "OfS": (
@@ -184,7 +201,7 @@ def _backward_twice(spec: NormSpec) -> tuple[str, str]:
         names = [one.name for one in half.columns]
         columns.append(f"{_matrices_type(spec, names, KEPT)}{_matrices(spec, names)}")
         sums.append(_list("Sums", (_store_sum(spec, one, by_name[one].dtype) for one in of_half)))
-    results = [_store(spec, by_name[name], KEPT) for name in ("dresidual", "dx")]
+    results = [_store(spec, one, KEPT) for one in (t, by_name["dx"])]
     call = ",\n      ".join(("OfS{}, OfX{}", *matrices, *columns, *results, *sums, "second_rstd, rstd, rows"))
     template = (
         f"norm_backward_twice<{NORMS[spec.operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, "
