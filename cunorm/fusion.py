@@ -302,7 +302,7 @@ def fuse(
 
 
 def composed(norm: str, before: Expression | None, after: Expression, returns: Sequence[str]) -> Operation:
-    """The operation of a norm and of expressions from anywhere, if all names are such as a kernel can have."""
+    """The operation of a norm and of expressions from anywhere, if all names are such as an operand can have."""
     if norm not in tuple(NORMS):
         raise ValueError(f"fuse: norm must be one of {', '.join(NORMS)}; got {norm!r}.")
     names = dict.fromkeys((*(before.names[1:] if before else ()), *after.names[1:]))

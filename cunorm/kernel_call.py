@@ -22,21 +22,18 @@ def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> 
     """
     if isinstance(spec, SumSpec):
         return "", _sum_partials(spec, owns_workspace)
-    spec = by_position(spec)
-    before, call = _FAMILIES[spec.kernel](spec)
+    before, call = _FAMILIES[spec.kernel](by_position(spec) if isinstance(spec, NormSpec) else spec)
     if isinstance(spec, NormSpec) and spec.leaves_partial_rows:
         call = f"  wait_for_kernel_before();\n{call}"
     return before, call
 
 
-def by_position(spec: NormSpec | FewRowsSpec) -> NormSpec | FewRowsSpec:
+def by_position(spec: NormSpec) -> NormSpec:
     """The spec with the names of its text: an operand is called operand_0, operand_1, ... there by its place in the
     operation, and its gradient doperand_0, doperand_1, ...
 
     Whatever a user calls an operand is thus no name of the text, and operations that differ in names share a kernel.
     """
-    if isinstance(spec, FewRowsSpec):
-        return replace(spec, **{part: by_position(getattr(spec, part)) for part in ("whole", "columns", "rows")})
     names = {name: f"operand_{place}" for place, name in enumerate(spec.operation.operands)}
     operation = spec.operation.renamed(names)
     names |= {f"d{name}": f"d{of_text}" for name, of_text in names.items()}
@@ -121,9 +118,10 @@ def _forward_twice(spec: NormSpec) -> tuple[str, str]:
 def _few_rows(spec: FewRowsSpec) -> tuple[str, str]:
     """Sums over rows by the first CTAs, and what is written by rows by the others."""
     # With 128 bytes on their way to a thread it takes 93 registers, with 64 no more than 64.
-    before, of_columns = _backward(spec.columns, "OfColumns", ahead=64)
+    before, of_columns = _backward(by_position(spec.columns), "OfColumns", ahead=64)
     first = spec.column_ctas
-    before_rows, of_rows = _backward(spec.rows, "OfRows", f"blockIdx.x - {first}, gridDim.x - {first}")
+    rows = by_position(spec.rows)
+    before_rows, of_rows = _backward(rows, "OfRows", f"blockIdx.x - {first}, gridDim.x - {first}")
     return before + before_rows, f"  if (blockIdx.x < {first}) {{\n{of_columns}  }} else {{\n{of_rows}  }}\n"
 
 
