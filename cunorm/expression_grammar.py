@@ -10,29 +10,19 @@ from typing import NoReturn
 
 from .expression_value import COMPARISONS, DEEPEST, FUNCTIONS, Expression, Graph
 
-# A name becomes a variable of a kernel. Those of the texts themselves: temporaries (t0, t1, ...) and the type.
-_RESERVED = re.compile(r"Compute|t\d+|_.*|.*__.*")
-_CPP_KEYWORDS = """
-    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
-    concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype default delete
-    do double dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable
-    namespace new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast
-    requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw
-    true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
-"""
-_KEYWORDS = frozenset({*keyword.kwlist, *_CPP_KEYWORDS.split()})
+_TEMPORARY = re.compile(r"t\d+")  # what a text computes first
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names as a tuple, if each can be a variable of Python and of a kernel, and none comes twice."""
+    """The names as a tuple, if each can be a parameter in Python and stand in a text, and none comes twice."""
     names = tuple(names)
     for name in names:
         if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
             raise ValueError(f"a parameter's name must be an identifier of ASCII letters; got {name!r}")
-        if name in _KEYWORDS or _RESERVED.fullmatch(name):
+        if keyword.iskeyword(name) or _TEMPORARY.fullmatch(name):
             raise ValueError(
-                f"a parameter's name must not be a keyword of Python or C++, Compute, t0, t1, ..., nor have a leading "
-                f"or a double underscore; got {name!r}: rename it"
+                f"a parameter's name must not be a keyword of Python nor t0, t1, ..., which texts of expressions have "
+                f"themselves; got {name!r}: rename it"
             )
     if len(set(names)) < len(names):
         raise ValueError(f"parameters' names must differ; got {', '.join(names)}")

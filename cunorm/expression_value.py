@@ -67,6 +67,14 @@ class Expression:
         occurring = {step.text for step in self.steps if step.function == "name"}
         return tuple(name for name in self.names if name in occurring)
 
+    def renamed(self, names: Mapping[str, str]) -> Expression:
+        """The same expression of parameters that have other names."""
+        steps = (
+            step._replace(text=names.get(step.text, step.text)) if step.function == "name" else step
+            for step in self.steps
+        )
+        return Expression(tuple(names.get(name, name) for name in self.names), tuple(steps))
+
     def __hash__(self) -> int:
         return hash(self.text)  # a string keeps its hash
 

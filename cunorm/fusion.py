@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,19 +16,10 @@ from .operation import NORMS, SEED, Operation
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
-# Names that an operand cannot have: those of the call, and those that the text of a kernel has itself.
-OF_THE_CALL = ("x", "xhat", "y", "s", "dx", "dxhat", "dy", "ds", "mean", "rstd", "eps", "rows", "out", "sm_margin")
-OF_THE_CALL += ("dtype", "granularity", "y_scale")
-OF_THE_TEXT = """
-    beside bfloat16 column_gradients columns early epilogue gradient half i inputs int64 late matrices of_norm operation
-    p prologue results rounded source sums taken value without y8 y8_scale
-"""
-PATTERNS = r"(sum|next|value|group)_.*|.*_stride|cunorm.*|norm_(forward|backward).*|.*[A-Z].*"
-
-
-def is_reserved(name: str) -> bool:
-    """Asked of a pattern when a name is: made with the module it would take 4 of the 140 ms of an import."""
-    return name in OF_THE_CALL or name in OF_THE_TEXT.split() or re.fullmatch(PATTERNS, name) is not None
+# Names that an operand cannot have: those of a call's arguments, and of the arrays that its passes make themselves. All
+# other names inside are no identifiers, and texts of kernels know operands by their place.
+OF_THE_CALL = ("x", "xhat", "y", "s", "dx", "dxhat", "dy", "ds", "mean", "rstd", "eps", "out", "sm_margin")
+OF_THE_CALL += ("dtype", "granularity", "y_scale", "y8", "y8_scale")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -312,15 +302,15 @@ def fuse(
 
 
 def composed(norm: str, before: Expression | None, after: Expression, returns: Sequence[str]) -> Operation:
-    """The operation of a norm and of expressions from anywhere, if all names are such as a kernel can have."""
+    """The operation of a norm and of expressions from anywhere, if all names are such as an operand can have."""
     if norm not in tuple(NORMS):
         raise ValueError(f"fuse: norm must be one of {', '.join(NORMS)}; got {norm!r}.")
     names = dict.fromkeys((*(before.names[1:] if before else ()), *after.names[1:]))
     for name in names:
-        if is_reserved(name):
+        if name in OF_THE_CALL:
             raise ValueError(
-                f"fuse: an operand's name must be of small letters, and not {', '.join(OF_THE_CALL)} nor a name that "
-                f"kernels use themselves; got {name!r}: rename it."
+                f"fuse: an operand's name must not be one that the call has itself, {', '.join(OF_THE_CALL)}; got "
+                f"{name!r}: rename it."
             )
         if f"d{name}" in names:
             raise ValueError(f"fuse: 'd{name}' is the gradient of {name!r}: rename one of these operands.")

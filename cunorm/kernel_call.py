@@ -22,10 +22,23 @@ def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> 
     """
     if isinstance(spec, SumSpec):
         return "", _sum_partials(spec, owns_workspace)
-    before, call = _FAMILIES[spec.kernel](spec)
+    before, call = _FAMILIES[spec.kernel](by_position(spec) if isinstance(spec, NormSpec) else spec)
     if isinstance(spec, NormSpec) and spec.leaves_partial_rows:
         call = f"  wait_for_kernel_before();\n{call}"
     return before, call
+
+
+def by_position(spec: NormSpec) -> NormSpec:
+    """The spec with the names of its text: an operand is called operand_0, operand_1, ... there by its place in the
+    operation, and its gradient doperand_0, doperand_1, ...
+
+    Whatever a user calls an operand is thus no name of the text, and operations that differ in names share a kernel.
+    """
+    names = {name: f"operand_{place}" for place, name in enumerate(spec.operation.operands)}
+    operation = spec.operation.renamed(names)
+    names |= {f"d{name}": f"d{of_text}" for name, of_text in names.items()}
+    operands = tuple(replace(one, name=names.get(one.name, one.name)) for one in spec.operands)
+    return replace(spec, operation=operation, operands=operands)
 
 
 def row_numbers(operand: Operand) -> tuple[str, ...]:
@@ -105,9 +118,10 @@ def _forward_twice(spec: NormSpec) -> tuple[str, str]:
 def _few_rows(spec: FewRowsSpec) -> tuple[str, str]:
     """Sums over rows by the first CTAs, and what is written by rows by the others."""
     # With 128 bytes on their way to a thread it takes 93 registers, with 64 no more than 64.
-    before, of_columns = _backward(spec.columns, "OfColumns", ahead=64)
+    before, of_columns = _backward(by_position(spec.columns), "OfColumns", ahead=64)
     first = spec.column_ctas
-    before_rows, of_rows = _backward(spec.rows, "OfRows", f"blockIdx.x - {first}, gridDim.x - {first}")
+    rows = by_position(spec.rows)
+    before_rows, of_rows = _backward(rows, "OfRows", f"blockIdx.x - {first}, gridDim.x - {first}")
     return before + before_rows, f"  if (blockIdx.x < {first}) {{\n{of_columns}  }} else {{\n{of_rows}  }}\n"
 
 
@@ -160,8 +174,9 @@ def _backward(
 def _backward_twice(spec: NormSpec) -> tuple[str, str]:
     by_name = {one.name: one for one in spec.operands}
     of_x, of_s = spec.operation.halves
-    # What the gradient of s is to the one, the gradient of y is to the other; its statistics are called rstd in both.
-    t, rstd = by_name["dresidual"], by_name["rstd"]
+    # What the gradient of s, which is the residual's, is to the one, the gradient of y is to the other; its statistics
+    # are called rstd in both.
+    t, rstd = next(one for one in spec.results if one.name != "dx"), by_name["rstd"]
     second_weight, weight = ({name for name in half.operands if name in by_name} for half in (of_s, of_x))
     halves = {
         "OfS": (
@@ -184,7 +199,7 @@ def _backward_twice(spec: NormSpec) -> tuple[str, str]:
         names = [one.name for one in half.columns]
         columns.append(f"{_matrices_type(spec, names, KEPT)}{_matrices(spec, names)}")
         sums.append(_list("Sums", (_store_sum(spec, one, by_name[one].dtype) for one in of_half)))
-    results = [_store(spec, by_name[name], KEPT) for name in ("dresidual", "dx")]
+    results = [_store(spec, one, KEPT) for one in (t, by_name["dx"])]
     call = ",\n      ".join(("OfS{}, OfX{}", *matrices, *columns, *results, *sums, "second_rstd, rstd, rows"))
     template = (
         f"norm_backward_twice<{NORMS[spec.operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, "

@@ -17,7 +17,8 @@ from typing import Protocol
 
 from . import driver
 from .compile import kernel
-from .norm.steps import Step
+from .norm.steps import WORKSPACE, Step
+from .source import parameter_count
 
 Write = Callable[..., None]
 Launch = Callable[[int], None]
@@ -71,11 +72,25 @@ def run(
         launch(stream)
 
 
+def check_arguments(step: Step) -> None:
+    """A launch passes as many arguments as its kernel has parameters: of too few the driver would read what lies behind
+    them.
+    """
+    given, taken = len(step.pointers) + len(step.scalars) + len(step.integers), parameter_count(step.spec)
+    if given != taken:
+        raise RuntimeError(
+            f"cunorm: a launch must pass as many arguments as its kernel has parameters, {taken}; got {given}. This is "
+            f"a fault of cunorm: please report it, with what was called. {step.spec}"
+        )
+
+
 class Prepared(threading.local):
     """The launches of a plan. Python calls __init__ again in every thread: each has its own blocks of arguments."""
 
     def __init__(self, plan: Plan, device_id: int):
-        names = (*plan.problem.pointers, *plan.problem.scalars, "workspace")
+        for step in plan.steps:
+            check_arguments(step)
+        names = (*plan.problem.pointers, *plan.problem.scalars, WORKSPACE)
 
         def picker(step: Step) -> Callable[[Sequence[float]], Sequence[float]]:
             """Of all that a call is given, what one launch takes."""

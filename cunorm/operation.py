@@ -9,7 +9,7 @@ Every name besides x and xhat is an operand. The plain norms are entries of a ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
@@ -89,6 +89,12 @@ class Operation:
         assert self.second is not None
         second = Operation(self.norm, self.second, X, ("y", "s"), self.defaults)
         return replace(self, returns=("y",), second=None), second
+
+    def renamed(self, names: Mapping[str, str]) -> Operation:
+        """The same operation of operands that have other names."""
+        prologue, second = (None if one is None else one.renamed(names) for one in (self.prologue, self.second))
+        defaults = tuple((names.get(name, name), number) for name, number in self.defaults)
+        return replace(self, epilogue=self.epilogue.renamed(names), prologue=prologue, second=second, defaults=defaults)
 
     def given(self, names: Collection[str]) -> Operation:
         """The same with numbers in place of the operands that are not among `names`."""

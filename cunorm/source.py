@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from .kernel_call import call_of, row_numbers
+from .kernel_call import by_position, call_of, row_numbers
 from .norm.problem import GROUP_NUMBERS, Operand
 from .norm.spec import (
     BLOCK_VALUES,
@@ -121,6 +121,7 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
         of_one = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
         found = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}
         return found | {"groups": "int64", "cols": "int64"}
+    spec = by_position(spec)
     sums = {one.name for one in spec.sums} if not spec.final else set()
     found = {
         one.name: _pointer(one, spec.compute if one.name in sums else one.dtype)
@@ -131,6 +132,12 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     found["rows"] = "int64"
     found |= dict.fromkeys((name for one in spec.operands for name in row_numbers(one)), "int64")
     return found | dict.fromkeys(GROUP_NUMBERS if spec.grouped else (), "int64")
+
+
+@lru_cache(maxsize=4096)
+def parameter_count(spec: KernelSpec) -> int:
+    """How many parameters a kernel has."""
+    return len(parameters(spec))
 
 
 def _pointer(operand: Operand, dtype: str) -> str:

@@ -29,7 +29,7 @@ from cunorm import launch, source
 from cunorm.launch import NUMBERS
 from cunorm.norm.shared_memory import dynamic_shared
 from cunorm.norm.spec import KernelSpec
-from cunorm.norm.steps import Plan, Step
+from cunorm.norm.steps import WORKSPACE, Plan, Step
 from cunorm.source import Baked
 
 STAND_IN = Path(__file__).parent / "cpu"
@@ -98,10 +98,10 @@ class Machine:
     edit: Callable[[str], str] = str
     missing: int = 0
 
-    def run(self, plan: Plan, scalars: Mapping[str, float], **arrays: numpy.ndarray | None) -> None:
+    def run(self, plan: Plan, scalars: Mapping[str, float], /, **arrays: numpy.ndarray | None) -> None:
         """launch.run on NumPy arrays by the names of the problem's operands, None where there is none."""
         given = {name: arrays.get(name) for name in plan.problem.pointers}
-        with memory(given | {"workspace": poisoned(plan.workspace)}) as pointers:
+        with memory(given | {WORKSPACE: poisoned(plan.workspace)}) as pointers:
             *addresses, workspace = pointers.values()
             launch.run(plan, self, 0, (*addresses, *(scalars[name] for name in plan.problem.scalars)), workspace)
 

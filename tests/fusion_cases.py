@@ -171,6 +171,19 @@ CASES = {
         ("residual",),
         ("weight",),
     ),
+    # Operands called what arrays, numbers and parameters of kernels are called inside (test_operand_names.py).
+    "names of the library": Case(
+        cunorm.fuse(
+            "layer_norm",
+            prologue=lambda x, x_dot: x - x_dot / 2,
+            epilogue=lambda xhat, workspace, x_gap, y_dot, half: xhat * workspace * y_dot + x_gap * half,
+            returns=("y", "s"),
+        ),
+        ("x_dot",),
+        ("workspace", "half"),
+        ("x_gap",),
+        of_rows=("y_dot",),
+    ),
 }
 
 

@@ -170,14 +170,9 @@ def test_a_text_must_be_a_string():
 
 
 NAMES = [
-    "float",
-    "template",
     "lambda",
-    "Compute",
     "t0",
     "t12",
-    "_x",
-    "a__b",
     "\N{GREEK SMALL LETTER ALPHA}",
     "a b",
     "",
@@ -186,7 +181,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_must_suit_python_and_a_kernel(name):
+def test_a_name_must_suit_python_and_a_text(name):
     with pytest.raises(ValueError, match="a parameter's name must"):
         parse("1", [name])
     with pytest.raises(ValueError, match="a parameter's name must"):
@@ -248,8 +243,7 @@ REFUSED = [
     (lambda x: x * math.inf, ValueError, "'<lambda>' .*a constant must be finite; got inf"),
     (lambda x: x * numpy.float32("nan"), ValueError, "a constant must be finite; got nan"),
     (lambda x: x * 10**400, ValueError, "a constant must be finite; got 1000"),
-    (lambda float: float, ValueError, "'<lambda>' .*a parameter's name must .*got 'float': rename it"),
-    (lambda t0: t0, ValueError, "got 't0'"),
+    (lambda t0: t0, ValueError, "'<lambda>' .*a parameter's name must .*got 't0': rename it"),
     (lambda x: expression.gelu(x, approximate="sigmoid"), ValueError, "approximate must be 'none' or 'tanh'"),
 ]
 

@@ -223,5 +223,5 @@ def test_what_is_wrong_with_an_object_is_said(xp):
         op.fp8(xp.ones((2, 32)))
     with pytest.raises(TypeError, match="residual must be an array"):
         cunorm.add_rms_norm_fp8(x, 1.0)
-    with pytest.raises(ValueError, match="an operand's name must be"):
+    with pytest.raises(ValueError, match="an operand's name must not be"):
         cunorm.fuse("rms_norm", epilogue=lambda xhat, y_scale: xhat * y_scale)

@@ -130,6 +130,7 @@ RUNS = (
     Run("numbers of rows of samples", (2, 40, 256), "float32", "the same in several CTAs", MANY_SMS),
     Run("numbers of rows after", (2, 2000), "bfloat16", "few rows: a thread for each pack", MANY_SMS),
     Run("numbers of rows after", (40, 4096), "bfloat16", "a row of a CTA", SMALL),
+    Run("names of the library", (400, 40), "float32", "partial rows beside an operand called workspace", MANY_SMS),
     Run("heads and samples", (2, 3, 2, 33), "float16", "the second sort of groups is expanded, and what is of none"),
 )
 

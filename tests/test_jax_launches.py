@@ -8,7 +8,7 @@ import numpy
 import pytest
 from arrays import inputs
 from cpu_device import Machine, memory, missing
-from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, unwritten
+from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, plan_of_many, unwritten
 from cpu_shapes import Shape
 from functions import OPS, bias_of
 from problems import problem
@@ -17,11 +17,13 @@ from reference import EPS, check_backward, check_forward
 pytest.importorskip("jax")
 
 import cunorm
+from cunorm.expression import parse
+from cunorm.fusion import Fused, composed
 from cunorm.jax.xla import call as xla_call
 from cunorm.norm.plain_problems import float8_problem
 from cunorm.norm.plan import plan
 from cunorm.norm.problem import backward_problem, forward_problem
-from cunorm.norm.steps import Plan
+from cunorm.norm.steps import WORKSPACE, Plan
 from cunorm.numpy_arrays import numpy_dtype
 from cunorm.operation import affine
 
@@ -49,7 +51,7 @@ def run(
 ) -> None:
     """Fills `wanted`. A buffer holds nothing before a call has it among its results, then what that call wrote."""
     buffers: dict[str, Any] = dict(given)
-    empty = wanted | {"workspace": numpy.empty(solution.workspace, "uint8")}
+    empty = wanted | {WORKSPACE: numpy.empty(solution.workspace, "uint8")}
     for one in xla_call.launches(solution, {"eps": EPS[op]} | (numbers or {}), tuple(wanted)):
         results = {name: unwritten(empty[name].shape, empty[name].dtype) for name in one.writes}
         with memory({name: buffers[name] for name in one.reads} | results) as pointers:
@@ -113,32 +115,31 @@ def test_y_in_8_bits(granularity):
     numpy.testing.assert_allclose(results["y8"].astype("float32") * wide, y, rtol=0.07, atol=0.01)
 
 
-def test_a_fused_operation():
+@pytest.mark.parametrize(
+    ("rows", "residual", "weight", "factor"), [(9, "residual", "weight", "factor"), (90, "x_dot", "workspace", "x_gap")]
+)
+def test_a_fused_operation(rows, residual, weight, factor):
     """A number stands in the text; s is written beside y and read again, with its own gradient, where x is not."""
-    rows, cols = 9, 1000
-    op = cunorm.fuse(
-        "rms_norm",
-        prologue=lambda x, residual, factor: x + factor * residual,
-        epilogue=lambda xhat, weight: xhat * weight,
-        returns=("y", "s"),
-    )
-    x, residual, weight, _ = inputs(numpy, rows, cols, "float32")
-    dy, ds = residual[::-1].copy(), x[::-1].copy()
-    operands = {"residual": residual, "weight": weight, "factor": 0.75}
-    expected, saved = op.forward(x, **operands, eps=EPS["rms_norm"])
-    gradients = op.backward(saved, dy, ds, wanted=("x", "weight"))
-    dtypes = dict.fromkeys(("x", "s", "y", "residual", "weight", "factor"), "float32")
-    kinds = {"residual": "full", "factor": "scalar"}
-    forward = plan(forward_problem(op.operation, rows, cols, dtypes, kinds=kinds), SMALL)
+    cols, names = 1000, (residual, weight, factor)
+    before = parse(f"x + {factor} * {residual}", ("x", residual, factor))
+    op = Fused(composed("rms_norm", before, parse(f"xhat * {weight}", ("xhat", weight)), ("y", "s")))
+    x, *others, _ = inputs(numpy, rows, cols, "float32")
+    operands = dict(zip((residual, weight), others, strict=True))
+    dy, ds = others[0][::-1].copy(), x[::-1].copy()
+    expected, saved = op.forward(x, **operands, **{factor: 0.75}, eps=EPS["rms_norm"])
+    gradients = op.backward(saved, dy, ds, wanted=("x", weight))
+    dtypes = dict.fromkeys(("x", "s", "y", *names), "float32")
+    kinds = {residual: "full", factor: "scalar"}
+    forward = plan(forward_problem(op.operation, rows, cols, dtypes, kinds=kinds), MANY_SMS)
     results = {"y": numpy.empty_like(x), "s": numpy.empty_like(x), "rstd": numpy.empty(rows, "float32")}
-    run(forward, "rms_norm", {"x": x, "residual": residual, "weight": weight}, results, {"factor": 0.75})
+    run(forward, "rms_norm", {"x": x} | operands, results, {factor: 0.75})
     for name, one in zip(("y", "s"), expected, strict=True):
         numpy.testing.assert_allclose(results[name], one, rtol=1e-5, atol=1e-5)
     dtypes |= {"dy": "float32", "ds": "float32"}
-    backward = plan(backward_problem(op.operation, rows, cols, dtypes, ("x", "weight"), kinds=kinds), SMALL)
-    given = {"dy": dy, "ds": ds, "s": results["s"], "rstd": results["rstd"], "weight": weight}
-    found = {"dx": numpy.empty_like(x), "dweight": numpy.empty_like(weight)}
-    run(backward, "rms_norm", given, found, {"factor": 0.75})
+    problem = backward_problem(op.operation, rows, cols, dtypes, ("x", weight), kinds=kinds)
+    given = {"dy": dy, "ds": ds, "s": results["s"], "rstd": results["rstd"], weight: operands[weight]}
+    found = {"dx": numpy.empty_like(x), f"d{weight}": numpy.empty(cols, "float32")}
+    run(plan_of_many(problem, MANY_SMS), "rms_norm", given, found, {factor: 0.75})
     for name, one in gradients.items():
         numpy.testing.assert_allclose(found[f"d{name}"], one, rtol=1e-4, atol=1e-4)
 
@@ -148,9 +149,9 @@ def test_a_launch_has_the_buffers_that_it_declares():
     solution = plan(problem("backward", 33, 8201, "float64"), MANY_WITHOUT_CLUSTERS)
     found = xla_call.launches(solution, {}, solution.problem.wanted)
     assert [(set(one.reads), set(one.writes)) for one in found] == [
-        ({"dy", "x", "mean", "rstd"}, {"workspace"}),
+        ({"dy", "x", "mean", "rstd"}, {WORKSPACE}),
         ({"dy", "x", "mean", "rstd", "weight"}, {"dx"}),
-        ({"workspace"}, {"dweight", "dbias"}),
+        ({WORKSPACE}, {"dweight", "dbias"}),
     ]
 
 

@@ -84,6 +84,7 @@ def test_a_norm_has_the_bits_of_python(driver, stand_in, name):
         ("stream", (3, 1000), "bfloat16"),
         ("modulate", (2, 3, 128), "float32"),
         ("both", (4, 40), "float32"),
+        ("names of the library", (400, 40), "float32"),
     ],
 )
 def test_a_fused_operation_has_the_bits_of_python(driver, stand_in, name, shape, dtype):

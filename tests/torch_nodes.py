@@ -37,11 +37,12 @@ class Config(ctypes.Structure):
 
 
 class OfThread(threading.local):
-    """The context that a thread set, and the pointers of the launches of its plan so far."""
+    """The context that a thread set, and the pointers and numbers of the launches of its plan so far."""
 
     def __init__(self):
         self.context: int | None = None
         self.pointers: dict[str, int] = {}
+        self.numbers: dict[str, float] = {}
 
 
 class Driver:
@@ -124,13 +125,12 @@ class Driver:
         seen = self._thread.pointers
         for (name, offset), word in zip(step.pointers, words, strict=False):
             assert seen.setdefault(name, word - offset) == word - offset
-        scalars = [
-            struct.unpack(NUMBERS[step.spec.compute], struct.pack("Q", word))[0]
-            for word in words[len(step.pointers) :][: len(step.scalars)]
-        ]
+        for name, word in zip(step.scalars, words[len(step.pointers) :], strict=False):
+            self._thread.numbers[name] = struct.unpack(NUMBERS[step.spec.compute], struct.pack("Q", word))[0]
         assert words[count - len(step.integers) :] == [number % 2**64 for number in step.integers]
         if index == len(plan.steps) - 1:
             pointers = [seen.get(name, 0) for name in plan.problem.pointers]
+            scalars = [self._thread.numbers[name] for name in plan.problem.scalars]
             seen.clear()
             with self._one_at_a_time:
                 self._runs.run(plan, -1, 0, (*pointers, *scalars))

@@ -12,7 +12,7 @@ from ..norm.problem import ITEMSIZE
 from ..norm.shapes import ceil_div
 from ..norm.shared_memory import ctas_that_fit
 from ..norm.spec import WARP, OtherSpec, RowShape
-from ..norm.steps import GRID_LIMIT, Pointer, Step
+from ..norm.steps import GRID_LIMIT, WORKSPACE, Pointer, Step
 from ..operation import Operation
 from .float8_spec import (
     COLUMN_THREADS,
@@ -130,7 +130,7 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
     if not wanted:
         return CastPlan(asked, tuple(steps))
     # Partial rows of sums, then of maxima.
-    first, second = Pointer("workspace"), Pointer("workspace", 4 * groups * width if problem.sums else 0)
+    first, second = Pointer(WORKSPACE), Pointer(WORKSPACE, 4 * groups * width if problem.sums else 0)
     steps = [_renamed(step, {"sums": first, "maxima": second}) for step in steps]
     sum_dtype = problem.sum_dtype if problem.sums else "float32"
     reduce = ReduceColumns(problem.dtype, sum_dtype, problem.sums, problem.maxima)
@@ -248,7 +248,7 @@ def _renamed(step: Step, names: dict[str, Pointer]) -> Step:
 
 
 def _into_workspace(step: Step, places: dict[str, int]) -> Step:
-    return _renamed(step, {name: Pointer("workspace", offset) for name, offset in places.items()})
+    return _renamed(step, {name: Pointer(WORKSPACE, offset) for name, offset in places.items()})
 
 
 def kernels_of(plans: Iterable[CastPlan]) -> list[OtherSpec]:

@@ -17,7 +17,7 @@ from .registers import sixteen_bits
 from .shapes import ceil_div, kernel_spec
 from .shared_memory import launch_shared
 from .spec import SUM_COLUMNS, WARP, NormSpec, RowShape, SumSpec
-from .steps import STREAMED_THREADS, Plan, Pointer, Step, partial_row, resident_groups, step_of, tier_name
+from .steps import STREAMED_THREADS, WORKSPACE, Plan, Pointer, Step, partial_row, resident_groups, step_of, tier_name
 from .tiers import choose
 
 SUM_THREADS = 256
@@ -179,7 +179,7 @@ def _sum_partials(
         lanes = next((lanes for lanes, most in SUM_LANES.items() if threads * count <= most), SUM_THREADS)
         pack = 16 // ITEMSIZE[problem.row_dtype]
         spec = SumSpec(problem.compute, dtype, pack, lanes, len(names), count > 1, next_begins, SUM_THREADS)
-        partials = (Pointer("workspace", sums.index(name) * groups * row) for name in names)
+        partials = (Pointer(WORKSPACE, sums.index(name) * groups * row) for name in names)
         pointers = tuple(one for pair in zip(partials, map(Pointer, names), strict=True) for one in pair)
         # blockIdx.y: which of them.
         grid = (ceil_div(threads, lanes), len(names), count)

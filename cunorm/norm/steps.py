@@ -15,8 +15,11 @@ GRID_LIMIT = 2**31 - 1
 STREAMED_THREADS = 512  # of a CTA of a row that no other kernel takes
 
 
+WORKSPACE = "the workspace"  # among the names of a call's arrays: with a space, so that no operand has this name
+
+
 class Pointer(NamedTuple):
-    """A place in an array: `name` is one of the problem's, or "workspace"."""
+    """A place in an array: `name` is one of the problem's, or WORKSPACE."""
 
     name: str
     offset: int = 0  # bytes
@@ -93,7 +96,7 @@ def step_of(problem: Problem, spec: NormSpec, grid: tuple[int, int, int], groups
     """The launch of a kernel that reads rows; its sums go to `groups` partial rows each, one after the other."""
     row = partial_row(problem) * ITEMSIZE[problem.compute]
     sums = [one.name for one in spec.sums]
-    places = {} if spec.final else {name: Pointer("workspace", i * groups * row) for i, name in enumerate(sums)}
+    places = {} if spec.final else {name: Pointer(WORKSPACE, i * groups * row) for i, name in enumerate(sums)}
     return Step(
         spec,
         grid,

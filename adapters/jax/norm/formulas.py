@@ -25,7 +25,7 @@ from .philox import uniform
 Arrays = Mapping[str, jax.Array]
 Names = tuple[str, ...]
 
-DOT = "_dot"  # ends the names of tangents
+DOT = ".dot"  # ends the names of tangents, and of no operand: an identifier has no point
 
 FULL = ("x", "s", "y", "dx", "ds", "dy")
 PER_ROW = ("mean", "rstd")
@@ -175,7 +175,7 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
 
 
 def tangent(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """The tangents of y and s, y_dot and s_dot, of those of x and of operands: the transpose of `backward`.
+    """The tangents of y and s, y.dot and s.dot, of those of x and of operands: the transpose of `backward`.
 
     Element by element they are what the gradients are: each is linear in dy, or ds, so with a tangent in its place it
     is that tangent's share.
@@ -191,7 +191,7 @@ def tangent(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
         y_dot = _full(found.g, values | {"dy": rstd * _project(task, s_dot, values["xhat"])}, shape)
     for name, one in found.early:
         y_dot = y_dot + evaluate(one, values | {"dy": moved[name]}, jnp)
-    return {"y_dot": y_dot.astype(task.dtype), "s_dot": s_dot.astype(task.row_dtype)}
+    return {f"y{DOT}": y_dot.astype(task.dtype), f"s{DOT}": s_dot.astype(task.row_dtype)}
 
 
 def kept(task: Task, arrays: Arrays) -> dict[str, jax.Array]:

@@ -52,7 +52,7 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
 
 def tangent(task: Task, arrays: Arrays) -> list[jax.Array]:
     """The tangents of what the operation returns, of what `formulas.kept` names and the tangents that are not zero,
-    x_dot and the like.
+    x.dot and the like.
     """
     wanted = tuple(f"{name}{DOT}" for name in task.operation.returns)
     return list(bind(tangent_p, _tangent_formula, task, arrays, wanted).values())

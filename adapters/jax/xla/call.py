@@ -24,7 +24,7 @@ from ... import compile, launch, source
 from ...device import of_memory
 from ...norm.checks import check_sm_margin
 from ...norm.plan import plan
-from ...norm.steps import Plan, Step
+from ...norm.steps import WORKSPACE, Plan, Step
 from ..norm.formulas import Names, Task
 from . import target as choice
 
@@ -84,13 +84,12 @@ def launches(plan: Plan, numbers: Mapping[str, float], wanted: Names) -> list[La
     return [_launch(step, numbers, (*wanted, WORKSPACE)) for step in plan.steps]
 
 
-WORKSPACE = "workspace"  # the buffer of partial sums, as Step.pointers calls it
-
-
 def _launch(step: Step, numbers: Mapping[str, float], results: Names) -> Launch:
     types = source.parameters(step.spec)
-    literals = (*(_literal(numbers[name], types[name]) for name in step.scalars), *map(str, step.integers))
-    values = dict(zip(list(types)[len(step.pointers) :], literals, strict=True))
+    by_value = list(types.items())[len(step.pointers) :]
+    literals = [_literal(numbers[name], kind) for name, (_, kind) in zip(step.scalars, by_value, strict=False)]
+    literals += map(str, step.integers)
+    values = {name: literal for (name, _), literal in zip(by_value, literals, strict=True)}
     reads: dict[str, str] = {}  # by the name of each buffer the entry's parameter
     writes: dict[str, str] = {}
     for (name, kind), (buffer, offset) in zip(types.items(), step.pointers, strict=False):
@@ -98,8 +97,8 @@ def _launch(step: Step, numbers: Mapping[str, float], results: Names) -> Launch:
         if not read and buffer not in results:
             continue
         if buffer == WORKSPACE:
-            values[name] = f"reinterpret_cast<{kind}>({WORKSPACE} + {offset})"
-            name = WORKSPACE
+            values[name] = f"reinterpret_cast<{kind}>(workspace + {offset})"
+            name = "workspace"
         (reads if read else writes)[buffer] = name
     pointers = (*reads.values(), *writes.values())
     return Launch(step, tuple(reads), tuple(writes), source.Baked(pointers, tuple(values.items())))

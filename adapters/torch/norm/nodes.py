@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ... import launch, logs
 from ...compile import cache_directory, kernel, write
-from ...norm.steps import Plan, Step
+from ...norm.steps import WORKSPACE, Plan, Step
 from .gpu import Memory
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("nodes.cpp", "nodes_autograd.h", "nodes_passes.h"))
@@ -206,7 +206,7 @@ def _work(
 ) -> tuple:
     """As nodes.cpp takes it."""
     context = launch.context(index)
-    names = (*read, "mean", "rstd", *results, "workspace")
+    names = (*read, "mean", "rstd", *results, WORKSPACE)
     places = {name: place for place, name in enumerate(names)}
     places |= {name: places[other] for name, other in aliases.items()}
     launches = tuple(_launch(step, index, places, numbers) for step in plan.steps)
@@ -214,6 +214,7 @@ def _work(
 
 
 def _launch(step: Step, index: int, places: Mapping[str, int], numbers: Mapping[str, float]) -> tuple:
+    launch.check_arguments(step)
     function = kernel(step.spec, index)
     _kept.append(function)
     pack = launch.NUMBERS[step.spec.compute]
