@@ -47,7 +47,7 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
         if problem.groups:
             steps, partials = _grouped_backward(problem, device, sums, spec)
         elif adds_columns_beside_rows(problem, device, sums):
-            steps, partials = few_rows_backward(problem, device, sums), 0
+            steps, partials = few_rows_backward(problem, device, sums, spec.shape), 0
         else:
             spec = by_turns(problem, spec, device)
             steps, partials = _resident_backward(problem, device, sums, most_groups, spec)
