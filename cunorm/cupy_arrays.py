@@ -13,7 +13,15 @@ from typing import Any
 import cupy
 
 from . import launch
-from .cupy_recipes import Recipe, backward_recipe, forward_recipe, kind_of
+from .cupy_recipes import (
+    BACKWARD_ARRAYS,
+    FORWARD_ARRAYS,
+    Recipe,
+    backward_recipe,
+    check_addresses,
+    forward_recipe,
+    kind_of,
+)
 from .norm import checks
 from .recipes import LIMIT, Recipes
 
@@ -46,13 +54,14 @@ def forward(
         weight_pointer = 0 if weight is None else weight.data.ptr
         bias_pointer = 0 if bias is None else bias.data.ptr
         y_pointer = 0 if out is None else out.data.ptr
+        low = (x_pointer | weight_pointer | bias_pointer | y_pointer) % 16
         key = (
             function,
             options,
             None if normalized_shape is None else kind_of(normalized_shape),
             type(eps),
             type(sm_margin),
-            (x_pointer | weight_pointer | bias_pointer | y_pointer) % 16 == 0,
+            low == 0,
             (x.shape, x.strides, x.dtype, x.data.device_id),
             None if weight is None else (weight.shape, weight.strides, weight.dtype, weight.data.device_id),
             None if bias is None else (bias.shape, bias.strides, bias.dtype, bias.data.device_id),
@@ -67,6 +76,8 @@ def forward(
         recipe = None
     if recipe is None:
         recipe = _recipes.of(key, forward_recipe, function, (x, weight, bias, out), *options)
+    if low % recipe.widest:
+        check_addresses(function, dict(zip(FORWARD_ARRAYS, (x, weight, bias, out), strict=True)))
     device_id = recipe.device_id
     if device_id != _current_device():
         with cupy.cuda.Device(device_id):
@@ -128,11 +139,12 @@ def backward(
         mean_pointer = 0 if mean is None else mean.data.ptr
         weight_pointer = 0 if weight is None else weight.data.ptr
         dx_pointer = 0 if dx_out is None else dx_out.data.ptr
+        low = (dy_pointer | x_pointer | mean_pointer | rstd_pointer | weight_pointer | dx_pointer) % 16
         key = (
             function,
             options,
             type(sm_margin),
-            (dy_pointer | x_pointer | mean_pointer | rstd_pointer | weight_pointer | dx_pointer) % 16 == 0,
+            low == 0,
             (dy.shape, dy.strides, dy.dtype, dy.data.device_id),
             (x.shape, x.strides, x.dtype, x.data.device_id),
             None if mean is None else (mean.shape, mean.strides, mean.dtype, mean.data.device_id),
@@ -149,6 +161,8 @@ def backward(
         recipe = None
     if recipe is None:
         recipe = _recipes.of(key, backward_recipe, function, (dy, x, mean, rstd, weight, dx_out), *options)
+    if low % recipe.widest:
+        check_addresses(function, dict(zip(BACKWARD_ARRAYS, (dy, x, mean, rstd, weight, dx_out), strict=True)))
     device_id = recipe.device_id
     if device_id != _current_device():
         with cupy.cuda.Device(device_id):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Recipe:
     order: Callable[..., Any]  # picks, of all pointers and numbers of a call, what the plan takes
     layouts: dict[str, Layout | None]  # of the call's arrays, by name
     temporary: bool  # out, or dx_out, cannot be written by a kernel
+    widest: int  # bytes of an element of any array
     # Forward.
     eps: float = 0.0  # rounded as the kernel's parameter is
     # Backward: which gradients are wanted.
@@ -96,6 +97,7 @@ def forward_recipe(function, arrays, normalized_shape, eps, zero_centered_gamma,
         order=argument_order(task, FORWARD),
         layouts=dict(zip(FORWARD_ARRAYS, layouts, strict=True)),
         temporary=temporary,
+        widest=_widest(arrays),
         eps=eps,
     )
 
@@ -149,6 +151,7 @@ def backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_margi
         order=argument_order(task, BACKWARD),
         layouts=dict(zip(BACKWARD_ARRAYS, layouts, strict=True)),
         temporary=temporary,
+        widest=_widest(arrays),
         mask=mask,
     )
 
@@ -156,6 +159,10 @@ def backward_recipe(function, arrays, zero_centered_gamma, output_mask, sm_margi
 def _strides(**rows: RowStrides | None) -> dict[str, RowStrides]:
     """Those of the arrays that are not copied."""
     return {name: strides for name, strides in rows.items() if strides is not None}
+
+
+def _widest(arrays: Sequence[Any]) -> int:
+    return max(array.dtype.itemsize for array in arrays if array is not None)
 
 
 def kind_of(option: Any) -> Hashable:
@@ -172,12 +179,24 @@ def aligned(arrays: Sequence[Any]) -> bool:
     return all(array is None or array.data.ptr % 16 == 0 for array in arrays)
 
 
+def check_addresses(function: str, arrays: Mapping[str, Any]) -> None:
+    """That each array begins where a GPU can read an element: for arrays of which a recipe knows but the layouts."""
+    for name, array in arrays.items():
+        if array is not None:
+            layout(function, name, array)
+
+
 def layout(function: str, name: str, array: Any) -> Layout:
-    """The layout of a CuPy array; TypeError for anything else."""
+    """The layout of a CuPy array; TypeError for anything else, ValueError for one that no kernel can read."""
     if not isinstance(array, cupy.ndarray):
         raise TypeError(
             f"{function}: {name} must be a CuPy array, as x is; got {type(array).__name__}. Convert one of them."
         )
     itemsize = array.dtype.itemsize
-    strides = tuple(stride // itemsize for stride in array.strides)
+    if array.data.ptr % itemsize and array.size:
+        raise ValueError(
+            f"{function}: {name} must begin at a multiple of its {itemsize} bytes an element, as a GPU reads it; got "
+            f"the address {array.data.ptr:#x}. Copy the array that it is a view of, from there on."
+        )
+    strides = checks.strides_in_elements(function, name, array.shape, array.strides, itemsize)
     return Layout(array.shape, strides, array.dtype.name, array.device.id)

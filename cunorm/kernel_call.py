@@ -156,6 +156,8 @@ def _backward(
         which_rows = ("RowsOfGroup{group_rows, group_inner, group_count, group_reciprocal}",)
     else:
         which_rows = ("AllRows{}",)
+    if spec.kernel == "column_gradients":
+        arguments.insert(0, "block" if spec.in_turns else "blockIdx.x")
     call = ",\n      ".join((*arguments, *statistics, "rows", *which_rows))
     norm = NORMS[spec.operation.norm].policy
     if spec.kernel == "backward":
@@ -168,7 +170,11 @@ def _backward(
             f"column_gradients<{norm}, {ahead}, {spec.cols}, {spec.shape.threads}, {spec.rows_per_cta}, "
             f"{spec.shape.pack}, {name}::Compute>"
         )
-    return before, _call(scalars, f"{template}({call})", name)
+    call = f"{template}({call})"
+    if spec.in_turns:
+        blocks = -(-spec.cols // (spec.shape.pack * spec.shape.threads))
+        call = f"for (int64 block = blockIdx.x; block < {blocks}; block += gridDim.x) {call}"
+    return before, _call(scalars, call, name)
 
 
 def _backward_twice(spec: NormSpec) -> tuple[str, str]:
@@ -346,18 +352,26 @@ def _rows(spec: NormSpec) -> str:
 
 
 def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
-    """blockIdx.y says which."""
+    """blockIdx.y and .z say of which gradient and group of rows a block of columns is, or its number among all does."""
+    block, which, group = "blockIdx.x", "blockIdx.y", "blockIdx.z"
+    if spec.in_turns:
+        block, which, group = "task % blocks", f"task / blocks % {spec.count}", f"task / (blocks * {spec.count})"
     of_this = {
-        name: "".join(f"blockIdx.y == {i} ? {name}{i} : " for i in range(spec.count - 1)) + f"{name}{spec.count - 1}"
+        name: "".join(f"{which} == {i} ? {name}{i} : " for i in range(spec.count - 1)) + f"{name}{spec.count - 1}"
         for name in ("partials", "sum")
     }
     if spec.grouped:
-        of_this["partials"] = f"({of_this['partials']}) + blockIdx.z * groups * {_partial_stride(spec.pack, 'cols')}"
-        of_this["sum"] = f"({of_this['sum']}) + blockIdx.z * cols"
+        of_group = f"{group} * groups * {_partial_stride(spec.pack, 'cols')}"
+        of_this["partials"] = f"({of_this['partials']}) + {of_group}"
+        of_this["sum"] = f"({of_this['sum']}) + {group} * cols"
     template = (
         f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}, {cpp(owns_workspace)}, {cpp(spec.next_begins)}>"
     )
-    return f"  {template}({of_this['partials']}, {of_this['sum']}, groups, cols);\n"
+    call = f"  {template}({block}, {of_this['partials']}, {of_this['sum']}, groups, cols);\n"
+    if not spec.in_turns:
+        return call
+    # Sums of the next block go where those of this one are, once all have read them.
+    return f"  for (int64 task = blockIdx.x; task < tasks; task += gridDim.x) {{\n{call}  __syncthreads();\n  }}\n"
 
 
 _FAMILIES: dict[str, Callable[[Any], tuple[str, str]]] = {

@@ -134,8 +134,8 @@ def layout(function: str, name: str, array: Any) -> Layout:
     if not isinstance(array, numpy.ndarray) or isinstance(array, numpy.ma.MaskedArray):
         must_be = "a NumPy array" if name == "x" else "a NumPy array, as x is"
         raise TypeError(f"{function}: {name} must be {must_be}; got {type(array).__name__}. Convert it.")
-    itemsize = array.dtype.itemsize or 1
-    return Layout(array.shape, tuple(stride // itemsize for stride in array.strides), array.dtype.name, "cpu")
+    strides = checks.strides_in_elements(function, name, array.shape, array.strides, array.dtype.itemsize or 1)
+    return Layout(array.shape, strides, array.dtype.name, "cpu")
 
 
 def _check_out(function: str, name: str, out: numpy.ndarray, inputs: Sequence[tuple[str, Layout, int]], ndim: int):

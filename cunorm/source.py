@@ -120,7 +120,7 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     if isinstance(spec, SumSpec):
         of_one = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
         found = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}
-        return found | {"groups": "int64", "cols": "int64"}
+        return found | dict.fromkeys(("groups", "cols", *(("blocks", "tasks") if spec.in_turns else ())), "int64")
     spec = by_position(spec)
     sums = {one.name for one in spec.sums} if not spec.final else set()
     found = {

@@ -7,10 +7,10 @@
 namespace cunorm {
 
 // gradient[column] = Σ_group partials[group][column]. kLanes threads (a power of two) read kSumColumns each; the
-// CTA's kRows such sets of threads take every kRows-th partial row, and are added up at the end. The partial rows were
-// written in packs of kPack. kOwnsPartials: nobody else reads them.
+// CTA's kRows such sets of threads take every kRows-th partial row, and are added up at the end. `block` says which
+// columns. The partial rows were written in packs of kPack. kOwnsPartials: nobody else reads them.
 template <int kLanes, int kRows, int kPack, bool kOwnsPartials, bool kNextBegins, class Compute, class Gradient>
-DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
+DEVICE void sum_partials(int64 block, const Compute* partials, Gradient* gradient, int64 groups, int64 cols) {
   constexpr int kOwn = kSumColumns;
   constexpr int kColumns = kLanes * kOwn;  // of a CTA
   // Sets that are left once those of a warp are added up by shuffles.
@@ -18,7 +18,7 @@ DEVICE void sum_partials(const Compute* partials, Gradient* gradient, int64 grou
   static_assert(kSums > 1 || kRows == 1);
   const PartialRow<kPack> row{cols};
   const int lane = threadIdx.x % kLanes;
-  const int64 first = static_cast<int64>(blockIdx.x) * kColumns;  // in the order of a partial row
+  const int64 first = block * kColumns;  // in the order of a partial row
   const int64 own = first + lane * kOwn;
   // Packs of two may leave half of the last four unwritten.
   const int written = kPack < kOwn && row.packs() * kPack - own < kOwn ? kPack : kOwn;

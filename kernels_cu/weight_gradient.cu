@@ -65,16 +65,17 @@ struct ColumnSums {
   }
 };
 
-// A thread owns one pack of columns and takes every kRows-th row of its group; blockIdx.y is the group, of gridDim.y.
+// A thread owns one pack of the columns that `block` says and takes every kRows-th row of its group; blockIdx.y is the
+// group, of gridDim.y.
 // Several rows are asked for at once, kAhead bytes or two: the compiler, which does not know how many rows there are,
 // would wait for each.
 template <class Norm, int kAhead, int64 kCols, int kLanes, int kRows, int kPack, class Compute, class Operation,
           class Matrices, class Columns, class Sums, class WhichRows>
-DEVICE void column_gradients(Operation operation, Matrices matrices, Columns columns, Sums sums_to, const Compute* mean,
-                             const Compute* rstd, int64 rows, WhichRows which_rows) {
+DEVICE void column_gradients(int64 block, Operation operation, Matrices matrices, Columns columns, Sums sums_to,
+                             const Compute* mean, const Compute* rstd, int64 rows, WhichRows which_rows) {
   constexpr int kBytes = kPack * Matrices::kColumnBytes;
   constexpr int kBatch = kAhead / kBytes > 2 ? kAhead / kBytes : 2;
-  const int64 column = (static_cast<int64>(blockIdx.x) * kLanes + threadIdx.x % kLanes) * kPack;
+  const int64 column = (block * kLanes + threadIdx.x % kLanes) * kPack;
   const int64 left = kCols - column;
   const int valid = left < 0 ? 0 : left < kPack ? static_cast<int>(left) : kPack;
   next_kernel_may_begin();

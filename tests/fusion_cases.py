@@ -253,7 +253,9 @@ def close(name: str, actual: Any, exact: numpy.ndarray, arithmetic: str) -> None
     assert (error <= allowed).all(), f"{name}: {float((error / allowed).max())} of what is allowed"
 
 
-def check(case: Case, made: Made, as_array: Any = numpy.asarray, wanted: tuple[str, ...] = ()) -> None:
+def check(
+    case: Case, made: Made, as_array: Any = numpy.asarray, wanted: tuple[str, ...] = (), sm_margin: int = 0
+) -> None:
     """Everything that the operation returns, and the gradients `wanted`, against torch's."""
 
     def moved(one: Any) -> Any:
@@ -264,14 +266,14 @@ def check(case: Case, made: Made, as_array: Any = numpy.asarray, wanted: tuple[s
     row_dtype = op.s_dtype or made.x.dtype.name
     arithmetic = "float64" if row_dtype == "float64" else "float32"
     exact, exact_gradients = expected(op, made)
-    returned, saved = op.forward(x, eps=EPS, **operands)
+    returned, saved = op.forward(x, eps=EPS, sm_margin=sm_margin, **operands)
     alone = op(x, eps=EPS, **operands)
     results = returned if len(op.operation.returns) > 1 else (returned,)
     for name, one, again in zip(op.operation.returns, results, alone if len(results) > 1 else (alone,), strict=True):
         assert one.dtype.name == ((op.dtype if name == "y" else op.s_dtype) or made.x.dtype.name)
         close(name, one, exact[name], arithmetic)
         assert same_bits(on_host(one), on_host(again)), "statistics change nothing"
-    gradients = op.backward(saved, *map(moved, made.gradients), wanted=wanted)
+    gradients = op.backward(saved, *map(moved, made.gradients), wanted=wanted, sm_margin=sm_margin)
     assert list(gradients) == list(wanted or ("x", *op.operation.operands))
     for name, gradient in gradients.items():
         of = {"x": made.x, **made.operands}[name]

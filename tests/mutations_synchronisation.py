@@ -118,8 +118,8 @@ MUTATIONS = (
     ),
     Mutation(
         "columns beside rows begin a CTA late",
-        "const int64 column = (static_cast<int64>(blockIdx.x) * kLanes",
-        "const int64 column = (static_cast<int64>(blockIdx.x + 1) * kLanes",
+        "const int64 column = (block * kLanes",
+        "const int64 column = ((block + 1) * kLanes",
         "whole columns",
         (("results", "d(weight|bias): .* elements are wrong"),),
     ),

@@ -101,6 +101,30 @@ FORWARD = [
         "every element of out must have its own memory",
     ),
     Bad(
+        "columns of out overlap",
+        lambda xp, a: {"out": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float32"), (ROWS, COLS), (8, 8))},
+        ValueError,
+        "every element of out must have its own memory",
+    ),
+    Bad(
+        "columns of out overlap the next row's",
+        lambda xp, a: {"out": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float32"), (ROWS, COLS), (24, 8))},
+        ValueError,
+        "every element of out must have its own memory",
+    ),
+    Bad(
+        "x has strides of half an element",
+        lambda xp, a: {"x": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float64"), (ROWS, COLS), (68, 8))},
+        ValueError,
+        "x must have strides that are multiples of its 8 bytes an element; got strides of .68, 8. bytes",
+    ),
+    Bad(
+        "out has strides of half an element",
+        lambda xp, a: {"out": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float64"), (ROWS, COLS), (68, 8))},
+        ValueError,
+        "out must have strides that are multiples of its 8 bytes an element; got strides of .68, 8. bytes",
+    ),
+    Bad(
         "out overlaps x by rows",
         lambda xp, a: {"x": a["buffer"][:ROWS], "out": a["buffer"][1 : ROWS + 1]},
         ValueError,
@@ -236,6 +260,30 @@ BACKWARD = [
         lambda xp, a: {"dx_out": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float32"), (ROWS, COLS), (16, 4))},
         ValueError,
         "every element of dx_out must have its own memory",
+    ),
+    Bad(
+        "columns of dx_out overlap",
+        lambda xp, a: {"dx_out": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float32"), (ROWS, COLS), (8, 8))},
+        ValueError,
+        "every element of dx_out must have its own memory",
+    ),
+    Bad(
+        "columns of dx_out overlap the next row's",
+        lambda xp, a: {"dx_out": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float32"), (ROWS, COLS), (24, 8))},
+        ValueError,
+        "every element of dx_out must have its own memory",
+    ),
+    Bad(
+        "dy has strides of half an element",
+        lambda xp, a: {"dy": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float64"), (ROWS, COLS), (68, 8))},
+        ValueError,
+        "dy must have strides that are multiples of its 8 bytes an element; got strides of .68, 8. bytes",
+    ),
+    Bad(
+        "x has strides of half an element",
+        lambda xp, a: {"x": xp.lib.stride_tricks.as_strided(xp.zeros(64, "float64"), (ROWS, COLS), (68, 8))},
+        ValueError,
+        "x must have strides that are multiples of its 8 bytes an element; got strides of .68, 8. bytes",
     ),
     Bad("rows are empty", lambda xp, a: {"x": a["x"][:, :0], "dy": a["dy"][:, :0]}, ValueError, "must not be empty"),
     Bad(

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 
 import cpu_cupy
 import cpu_device
 import numpy
 import pytest
-from arrays import on_host, same_bits
-from cpu_functions import MANY_SMS
+from arrays import inputs, on_host, same_bits
+from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS
+from nvrtc import needs_nvrtc
+from problems import problem
+from reference import check_backward
 from test_named_fusions import TABLE
 
 import cunorm
+from cunorm.commands.compilation import fault
+from cunorm.compile import compile_for
+from cunorm.device import KNOWN
+from cunorm.norm import backward_plan
+from cunorm.norm.plan import plan
 from cunorm.norm.shapes import ceil_div
 from cunorm.norm.spec import NormSpec
 
@@ -67,6 +76,57 @@ def test_launches_leave_multiprocessors_and_give_the_same(monkeypatch, name):
         assert same_bits(on_host(one), on_host(other))
     for one, other in zip(gradients, plain[1], strict=True):
         numpy.testing.assert_allclose(on_host(one), on_host(other), rtol=1e-4, atol=1e-4)
+
+
+# (rows, cols, GPU of the stand-in, which gradients): what adds up rows, or partial rows, has several blocks of columns
+# to a CTA.
+IN_TURNS = {
+    "partial rows of a warp": (900, 264, MANY_SMS, (True, True, True)),
+    "partial rows of several warps": (300, 1536, MANY_SMS, (True, True, True)),
+    "an odd length": (300, 1001, MANY_SMS, (False, True, True)),
+    "columns alone": (40, 10_001, MANY_SMS, (False, False, True)),
+    "streamed rows": (40, 8201, MANY_WITHOUT_CLUSTERS, (True, True, True)),
+}
+
+
+@needs_machine
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_sums_over_rows_by_few_multiprocessors(monkeypatch, name, dtype):
+    rows, cols, device, mask = IN_TURNS[name]
+    runs = cpu_cupy.play(monkeypatch, device)
+    x, dy, weight, _ = (cpu_cupy.asarray(one) for one in inputs(numpy, rows, cols, dtype))
+    _, mean, rstd = cunorm.layer_norm_forward(x, None, weight)
+    runs.plans.clear()
+    margin = device.sms - 2
+    gradients = cunorm.layer_norm_backward(dy, x, mean, rstd, weight, output_mask=mask, sm_margin=margin)
+    found = [None if one is None else one.get() for one in gradients]
+    check_backward("layer_norm", found, dy.get(), x.get(), weight.get())
+    assert any(getattr(step.spec, "in_turns", False) for step in runs.plans[0].steps), runs.plans[0].describe()
+
+
+@needs_machine
+def test_sums_of_groups_by_few_multiprocessors(monkeypatch):
+    """Of shift and scale for six samples, several partial rows each, in turns: the bits that they have at once."""
+    runs = cpu_cupy.play(monkeypatch, MANY_SMS)
+    x = cpu_cupy.asarray(numpy.random.default_rng(0).standard_normal((6, 90, 264)).astype("float32"))
+    vectors = cpu_cupy.asarray(numpy.ones((6, 1, 264), "float32"))
+    _, mean, rstd = cunorm.layer_norm_modulate_forward(x, vectors, vectors)
+    found = []
+    for margin in (0, 24):
+        with monkeypatch.context() as patch:
+            patch.setattr(backward_plan, "_ctas_of_group", lambda *_: 2)
+            found.append(cunorm.layer_norm_modulate_backward(x, x, mean, rstd, vectors, sm_margin=margin))
+    assert [step.spec.in_turns for plan in runs.plans[1:] for step in plan.steps[1:]] == [False, True]
+    for one, other in zip(*found, strict=True):
+        assert same_bits(on_host(one), on_host(other))
+
+
+@needs_nvrtc
+def test_kernels_in_turns_take_no_more_than_others():
+    task = problem("backward", 10**5, 600_001, "bfloat16", sm_margin=100)
+    for step in (*plan(task, KNOWN[90]).steps, *plan(replace(task, cols=5120), KNOWN[90]).steps):
+        assert fault(step.spec, compile_for(step.spec, 90)) == ""
 
 
 @needs_machine

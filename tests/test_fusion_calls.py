@@ -46,6 +46,25 @@ def test_gradients_that_are_wanted_are_those_of_all(xp):
         assert abs(on_host(alone - gradient)).max() <= 1e-5 * abs(on_host(gradient)).max(), name
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_contiguous_however_the_operands_lie(xp, name):
+    """And statistics: what a framework sees does not depend on where a call ran."""
+    made = make(CASES[name], (3, 5, 7), "float32")
+
+    def moved(array: Any) -> Any:
+        """With the last axis first in memory."""
+        if not hasattr(array, "ndim") or array.ndim < 2:
+            return array if not hasattr(array, "ndim") else xp.asarray(array)
+        return xp.ascontiguousarray(xp.moveaxis(xp.asarray(array), -1, 0)).transpose(*range(1, array.ndim), 0)
+
+    op, operands = CASES[name].op, {key: moved(one) for key, one in made.operands.items()}
+    returned, saved = op.forward(moved(made.x), **operands)
+    results = returned if isinstance(returned, tuple) else (returned,)
+    gradients = op.backward(saved, *map(moved, made.gradients)).values()
+    statistics = [one for one in (saved.mean, saved.rstd) if one is not None]
+    assert all(one.flags.c_contiguous for one in (*results, *statistics, *gradients))
+
+
 @pytest.mark.parametrize("left_out", [0, 1])
 def test_a_result_on_which_nothing_depends_has_no_gradient(xp, left_out):
     op, x, operands, gradients = small(xp, "both")

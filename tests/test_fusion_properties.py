@@ -6,13 +6,11 @@ As many examples as test_properties.py says, of which the stand-in and a GPU eac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cpu_cupy
 import numpy
 import pytest
-from arrays import misplaced
 from cases import DTYPES
 from cpu_device import ORDERS, Machine, missing
 from cpu_functions import FEW_SMS, MANY_SMS, SMALL, WITHOUT_CLUSTERS
@@ -20,7 +18,7 @@ from fusion_cases import CASES, Case, Made, check, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import narrow, widen
-from test_properties import CPU_EXAMPLES, EXAMPLES, several
+from test_properties import CPU_EXAMPLES, EXAMPLES, OWN_MEMORY, STAND_IN, laid_out, several
 
 from cunorm.device import KNOWN
 
@@ -37,6 +35,8 @@ class Call(NamedTuple):
     dtype: str
     dtypes: dict[str, str]  # of operands and gradients that have another
     starts: list[int]  # of each array, one after the other: so many bytes behind an aligned address, or one element
+    layouts: list[str]  # likewise
+    sm_margin: int
     device: str  # of the stand-in, as is the order of its threads
     order: str
 
@@ -65,13 +65,18 @@ def calls(draw: st.DrawFn) -> Call:
         leading = (draw(st.integers(1, max(1, min(40, most)))),)
     dtype = draw(st.sampled_from(("float32", "float64") if name in ROUNDED else DTYPES))
     formats = DTYPES if dtype == "float64" else DTYPES[:-1]  # float64 beside others makes the arithmetic float64
-    others = st.dictionaries(st.sampled_from((*names_of(case), "dy", "ds")), st.sampled_from(formats), max_size=4)
+    of_x = () if name in ROUNDED else ("x",)
+    others = st.dictionaries(
+        st.sampled_from((*of_x, *names_of(case), "dy", "ds")), st.sampled_from(formats), max_size=4
+    )
     return Call(
         name,
         (*leading, cols),
         dtype,
         draw(others),
         draw(st.lists(st.sampled_from((0, 1, 16)), min_size=10, max_size=10)),
+        draw(st.lists(st.sampled_from(("contiguous", *OWN_MEMORY)), min_size=10, max_size=10)),
+        draw(st.sampled_from((0, 0, 1, 30, 100))),
         draw(st.sampled_from(sorted(DEVICES))),
         draw(st.sampled_from(ORDERS)),
     )
@@ -86,31 +91,31 @@ def in_few_bits(made: Made) -> Made:
     return made._replace(x=few(made.x), operands={name: few(one) for name, one in made.operands.items()})
 
 
-def run(call: Call, as_array: Callable[[numpy.ndarray, int], Any]) -> None:
-    """`as_array(one, start)` begins so many elements after an aligned address."""
-    starts = iter(call.starts)
-    start_of: dict[int, int] = {}  # an array is placed alike whenever it is passed
+def run(xp: Any, call: Call, sms: int) -> None:
+    """Both passes, of arrays of xp, on a GPU of so many multiprocessors."""
+    places = zip(call.layouts, call.starts, strict=True)
+    place_of: dict[int, tuple[str, int]] = {}  # an array is placed alike whenever it is passed
 
     def placed(one: numpy.ndarray) -> Any:
-        if id(one) not in start_of:
-            start = next(starts)
-            start_of[id(one)] = max(start > 0, start // one.itemsize)
-        return as_array(one, start_of[id(one)])
+        if id(one) not in place_of:
+            layout, start = next(places)
+            place_of[id(one)] = layout, max(start > 0, start // one.itemsize)
+        return laid_out(xp, one, *place_of[id(one)])[1]
 
     case = CASES[call.case]
     made = make(case, call.shape, call.dtype, call.dtypes)
-    if call.dtype in ("float16", "bfloat16"):
+    if call.dtype in ("float16", "bfloat16") or made.x.dtype.itemsize == 2:
         made = in_few_bits(made)
     # A sum over more of them may come to less than its terms' roundings.
     alone = {*case.numbers, *case.of_rows, *case.of_samples} if math.prod(call.shape) > 2**12 else ()
-    operation = case.op.operation
+    operation, sm_margin = case.op.operation, min(call.sm_margin, sms - 1)
     wanted = ("x", *(name for name in operation.operands if name not in alone))
     try:
-        check(case, made, placed, wanted)
+        check(case, made, placed, wanted, sm_margin)
     except NotImplementedError:  # streamed rows have no gradient of what the prologue takes for many of them
         refused = {*operation.before} - {"x", *case.full, *case.of_rows}
         assert refused & {*wanted}
-        check(case, made, placed, tuple(name for name in wanted if name not in refused))
+        check(case, made, placed, tuple(name for name in wanted if name not in refused), sm_margin)
 
 
 @pytest.mark.slow
@@ -120,7 +125,7 @@ def run(call: Call, as_array: Callable[[numpy.ndarray, int], Any]) -> None:
 def test_any_fused_call_is_right_on_the_stand_in(call):
     with pytest.MonkeyPatch.context() as patch:
         cpu_cupy.play(patch, DEVICES[call.device], Machine(order=call.order))
-        run(call, cpu_cupy.asarray)
+        run(STAND_IN, call, DEVICES[call.device].sms)
 
 
 @pytest.mark.gpu
@@ -130,4 +135,4 @@ def test_any_fused_call_is_right_on_the_stand_in(call):
 def test_any_fused_call_is_right_on_a_gpu(call):
     import cupy
 
-    run(call, lambda one, start: misplaced(cupy.asarray(one), start))
+    run(cupy, call, cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from cunorm import source
 from cunorm.device import CLUSTER_SIZES, H100, KNOWN
 from cunorm.norm.plan import plan
 from cunorm.norm.shared_memory import ctas_that_fit, dynamic_shared, launch_shared, shared_memory
-from cunorm.norm.spec import FewRowsSpec, NormSpec
+from cunorm.norm.spec import FewRowsSpec, NormSpec, SumSpec
 from cunorm.norm.steps import Step
 
 DIRECTIONS = ("forward", "backward")
@@ -178,17 +179,30 @@ def test_the_workspace_is_bounded(dtype, arch):
         assert plan(problem("forward", rows, cols, dtype), device).workspace == 0
 
 
-@pytest.mark.parametrize("sm_margin", [0, 1, 20, 131])
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_margin_leaves_multiprocessors_free(direction, sm_margin):
-    """No more CTAs than the others hold at once (2048 threads each), or one cluster."""
-    device = KNOWN[90]
-    for cols in ALL_COLUMNS:
-        solution = plan(problem(direction, 10**6, cols, "bfloat16", sm_margin=sm_margin), device)
-        step = next(step for step in solution.steps if step.spec.kernel != "column_gradients")
-        ctas = step.grid[0] * step.grid[1]
-        fitting = (device.sms - sm_margin) * (2048 // step.spec.threads)
-        assert sm_margin == 0 or ctas <= max(fitting, step.spec.cluster), (cols, solution.describe())
+def test_no_launch_takes_the_multiprocessors_that_a_margin_leaves_free(direction, name):
+    """It has no more CTAs than the others hold at once: as many as the plan counts with, or of small ones 512 threads.
+
+    Sums over rows, and what adds them up, by CTAs of 256 threads, too, however long a row is.
+    """
+    device = DEVICES[name]
+    wanted = [{"wanted": one} for one in (("x", "weight", "bias"), ("bias",), ("x",))]
+    changes = wanted if direction == "backward" else [{}]
+    found = set()
+    for cols, rows, dtype, asked in itertools.product(
+        (*ALL_COLUMNS, 10_048), (1, 30, 5000, 10**6), ("bfloat16", "float64"), changes
+    ):
+        for margin in (1, device.sms // 2, device.sms - 1):
+            solution = plan(problem(direction, rows, cols, dtype, sm_margin=margin, **asked), device)
+            for step in solution.steps:
+                counted = 1 if isinstance(step.spec, SumSpec) else step.spec.ctas_per_sm
+                at_once = max(counted, 512 // step.spec.threads)
+                allowed = device.resident_clusters(step.spec.cluster, at_once, margin) * step.spec.cluster
+                assert math.prod(step.grid) <= allowed, (rows, solution.describe())
+                if step.spec.kernel in ("sum_partials", "column_gradients"):
+                    found.add((step.spec.kernel, step.spec.in_turns))
+    assert len(found) == (4 if direction == "backward" else 0), "both, as they are and in turns"
 
 
 def test_few_rows_with_a_margin_have_no_kernel_that_takes_all_multiprocessors():

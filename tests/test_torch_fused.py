@@ -174,6 +174,28 @@ def test_a_result_on_which_nothing_depends(stand_in, given):
         torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, rtol=1e-4, atol=1e-4)
 
 
+@on_devices
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_call_returns_is_contiguous_however_the_operands_lie(device, name):
+    made = make(CASES[name], (3, 5, 7), "float32", {"dy": CASES[name].op.dtype or "float32"})
+    x, operands, gradients = leaves(made, device)
+
+    def moved(one: Any) -> Any:
+        """With the last axis first in memory."""
+        if not isinstance(one, torch.Tensor) or one.dim() < 2:
+            return one
+        return one.detach().movedim(-1, 0).contiguous().movedim(0, -1)
+
+    op, given = CASES[name].op, {key: moved(one) for key, one in operands.items()}
+    found = op(moved(x), **given)
+    returned, saved = op.forward(moved(x), **given)
+    results = [*(found if isinstance(found, tuple) else (found,))]
+    results += returned if isinstance(returned, tuple) else (returned,)
+    results += [one for one in (saved.mean, saved.rstd) if one is not None]
+    results += op.backward(saved, *map(moved, gradients)).values()
+    assert all(one.is_contiguous() for one in results)
+
+
 @needs_machine
 def test_views_of_two_strides_are_not_copied(stand_in, lines):
     """As queries of a packed QKV."""

@@ -232,6 +232,34 @@ def test_operands_of_fused_operations(family, lines):
     ]
 
 
+def test_elements_at_addresses_that_a_gpu_cannot_read_are_refused(family):
+    """Every array of a call, also after a call whose recipe serves such layouts."""
+    family.play(SMALL)
+
+    def at(start: int) -> Any:
+        """4 x 8 float64, `start` bytes behind where memory begins."""
+        return family.asarray(numpy.zeros(68, "float32"))[start // 4 :][:64].view("float64").reshape(4, 8)
+
+    good, odd, even = at(0), at(4), at(8)
+    _, mean, rstd = cunorm.layer_norm_forward(even, out=even)
+    cunorm.layer_norm_backward(even, good, mean, rstd, even[0])
+    for name, call in {
+        "x": lambda: cunorm.layer_norm(odd),
+        "weight": lambda: cunorm.rms_norm(good, None, odd[0]),
+        "out": lambda: cunorm.layer_norm(good, out=odd),
+        "dy": lambda: cunorm.layer_norm_backward(odd, good, mean, rstd),
+        "rstd": lambda: cunorm.layer_norm_backward(good, good, mean, odd.reshape(-1)[:4]),
+        "dx_out": lambda: cunorm.layer_norm_backward(good, good, mean, rstd, dx_out=odd),
+        "residual": lambda: cunorm.add_rms_norm(good, odd),
+        "z": lambda: cunorm.rms_norm_gated(even, odd),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} must begin at a multiple of its 8 bytes an element"):
+            call()
+    float32 = family.asarray(numpy.zeros(33, "float32"))[1:].reshape(4, 8)
+    assert cunorm.layer_norm(good, out=even) is even
+    cunorm.add_rms_norm(float32, float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cols", [64, 128, 4096, 20000, 600001])

@@ -6,6 +6,7 @@ Pure functions; no GPU library is imported.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from ..device import Device
 from ..operation import derivative
@@ -22,7 +23,9 @@ from .tiers import choose
 
 SUM_THREADS = 256
 SUM_LANES = {8: 512, 16: 4096, 32: 8192, 64: 16384, 128: 32768}  # up to how many threads of a partial row
-PARTIAL_CTAS = 2  # of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4
+# Of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4. Of sum_partials no more where multiprocessors
+# are left to others.
+PARTIAL_CTAS = 2
 LEAST_ROWS = 16  # of one of its partial rows
 # CTAs of a cluster at most, behind whose kernel the sums let the next one begin. Larger clusters of a plan like this
 # one would find room unevenly: H100, one after the other, LayerNorm of 512 x 16384 by clusters of eight 25.2 us, not
@@ -47,7 +50,7 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
         if problem.groups:
             steps, partials = _grouped_backward(problem, device, sums, spec)
         elif adds_columns_beside_rows(problem, device, sums):
-            steps, partials = few_rows_backward(problem, device, sums), 0
+            steps, partials = few_rows_backward(problem, device, sums, spec.shape), 0
         else:
             spec = by_turns(problem, spec, device)
             steps, partials = _resident_backward(problem, device, sums, most_groups, spec)
@@ -120,7 +123,8 @@ def _ctas_of_group(problem: Problem, spec: NormSpec, device: Device) -> int:
     def turns(ctas: int) -> int:
         return ceil_div(groups.count * ctas, resident) * (ceil_div(rows, ctas) + TURNS_TO_START)
 
-    return min(range(1, min(rows, max(1, 4 * resident // groups.count)) + 1), key=turns)
+    most = max(1, (1 if problem.sm_margin else 4) * resident // groups.count)
+    return min(range(1, min(rows, most) + 1), key=turns)
 
 
 def _streamed_backward(
@@ -145,7 +149,10 @@ def _streamed_backward(
         ctas = min(ceil_div(problem.rows // count, LEAST_ROWS), ctas)
         groups = ctas * count
         final = groups == 1 or (ctas == 1 and _of_groups_alone(problem, sums))
-        steps.append(step_of(of_columns, replace(spec, final=final), (tiles, ctas, count), groups))
+        most = max(1, PARTIAL_CTAS * sms // (ctas * count))  # blocks of columns at once
+        blocks = min(tiles, most) if problem.sm_margin else tiles
+        spec = replace(spec, final=final, in_turns=blocks < tiles)
+        steps.append(step_of(of_columns, spec, (blocks, ctas, count), groups))
         groups = 0 if final else groups
     # Last, as dx may take the memory of x or dy.
     if rows:
@@ -182,9 +189,11 @@ def _sum_partials(
         partials = (Pointer(WORKSPACE, sums.index(name) * groups * row) for name in names)
         pointers = tuple(one for pair in zip(partials, map(Pointer, names), strict=True) for one in pair)
         # blockIdx.y: which of them.
-        grid = (ceil_div(threads, lanes), len(names), count)
+        grid, integers = (ceil_div(threads, lanes), len(names), count), (groups // count, problem.cols)
+        tasks, at_once = prod(grid), PARTIAL_CTAS * (device.sms - problem.sm_margin)
+        if problem.sm_margin and tasks > at_once:
+            spec, integers = replace(spec, in_turns=True), (*integers, grid[0], tasks)
+            grid = (at_once, 1, 1)
         # Only the first has the kernel that wrote the partial rows in front of it.
-        steps.append(
-            Step(spec, grid, 0, pointers, (), (groups // count, problem.cols), device.overlaps_launches and not steps)
-        )
+        steps.append(Step(spec, grid, 0, pointers, (), integers, device.overlaps_launches and not steps))
     return steps

@@ -23,6 +23,19 @@ class Layout(NamedTuple):
     device: str | int
 
 
+def strides_in_elements(
+    function: str, name: str, shape: tuple[int, ...], strides: Sequence[int], itemsize: int
+) -> tuple[int, ...]:
+    """`strides` are in bytes; those of an axis of one element, or of no elements, may be any."""
+    whole = [stride % itemsize == 0 for stride in strides]
+    if not all(whole) and any(size > 1 and not one for size, one in zip(shape, whole, strict=True)) and 0 not in shape:
+        raise ValueError(
+            f"{function}: {name} must have strides that are multiples of its {itemsize} bytes an element; got strides "
+            f"of {tuple(strides)} bytes. Pass a contiguous copy."
+        )
+    return tuple(stride // itemsize for stride in strides)
+
+
 def check_forward(
     function: str,
     x: Layout,
@@ -220,7 +233,7 @@ def check_out_memory(
     """`out`, known as `name`, may be x or dy itself; any other overlap with an input, or with itself, is an error."""
     if 0 in out.shape:
         return
-    if _overlaps_itself(out, normalized_ndim):
+    if _overlaps_itself(out):
         raise ValueError(f"{function}: every element of {name} must have its own memory; got strides {out.strides}.")
     itself = [one for one, _, _ in inputs if one in ("x", "dy")]
     for one, layout, pointer in inputs:
@@ -234,13 +247,13 @@ def check_out_memory(
             )
 
 
-def _overlaps_itself(layout: Layout, normalized_ndim: int) -> bool:
-    """Whether steps along an axis are shorter than what the axes of shorter steps reach."""
-    rows = _rows_of(layout, normalized_ndim)
-    if rows is None:
-        return any(stride == 0 and size > 1 for size, stride in zip(layout.shape, layout.strides, strict=True))
-    reach = rows.cols
-    for size, stride in sorted(rows.axes, key=lambda axis: abs(axis.stride)):
+def _overlaps_itself(layout: Layout) -> bool:
+    """Whether steps along an axis are shorter than what the axes of shorter steps reach, as of no slice of an array
+    whose elements have their own memory.
+    """
+    axes = [axis for axis in zip(layout.shape, layout.strides, strict=True) if axis[0] > 1]
+    reach = 1
+    for size, stride in sorted(axes, key=lambda axis: abs(axis[1])):
         if abs(stride) < reach:
             return True
         reach += (size - 1) * abs(stride)

@@ -46,7 +46,15 @@ def cluster_backward(problem: Problem, device: Device) -> NormSpec | None:
     if found is None:
         return None
     shape, ctas, in_place = found
-    return _under_way(problem, kernel_spec(problem, "backward", shape, ctas_per_sm=ctas), device, in_place)
+
+    def under_way(one: Problem, **changes: bool) -> NormSpec | None:
+        return _under_way(one, kernel_spec(one, "backward", shape, ctas_per_sm=ctas, **changes), device, in_place)
+
+    # Beside a wide dy, or more sums than a norm has, such a row may not fit: then with no gradient and at no address.
+    most = (every_gradient(problem, own_dtypes=True), problem)
+    if not all(under_way(one, aligned=False, columns_aligned=False) for one in most):
+        return None
+    return under_way(problem)
 
 
 @lru_cache(maxsize=1024)

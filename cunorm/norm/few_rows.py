@@ -50,17 +50,19 @@ def rows_are_few(problem: Problem, device: Device) -> bool:
     return problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
 
 
-def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...]) -> list[Step]:
-    """One launch, or two where dx may take the memory of x or dy, which the columns must have been read from."""
+def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...], shape: RowShape) -> list[Step]:
+    """One launch, or two where dx may take the memory of x or dy, which the columns must have been read from.
+
+    A row has the `shape` that it has among many rows, though less is read of it where its columns are added up apart.
+    """
     rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in sums))
     choice = choose(rows, device)
     if choice is None:
         raise AssertionError("which tier takes a row depends on what is read of it alone")
-    shape = choice[1].shape
     threads = next(threads for most, threads in THREADS.items() if problem.rows <= most)
     rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
     threads = rows_per_cta * shape.threads
-    of_rows = replace(choice[1], rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
+    of_rows = replace(choice[1], shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
     of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
     row_ctas = ceil_div(problem.rows, rows_per_cta) * shape.cluster
 

@@ -12,7 +12,7 @@ import numpy
 
 from .. import device, launch, logs
 from ..cupy_arrays import copied
-from ..cupy_recipes import aligned, contiguous, kind_of, layout
+from ..cupy_recipes import aligned, check_addresses, contiguous, kind_of, layout
 from ..numpy_arrays import numpy_dtype
 from ..recipes import Recipes
 from . import checks, float8
@@ -62,6 +62,8 @@ def forward(
     options = (normalized_shape, eps, zero_centered_gamma, granularity, dtype, sm_margin, output)
     key = (function, options, tuple(map(kind_of, options)), *map(_key, arrays))
     recipe = _recipes.of(key, _recipe, function, arrays, *options)
+    if any(array is not None and array.data.ptr % 16 for array in arrays):
+        check_addresses(function, dict(zip(_ARRAYS, arrays, strict=True)))
     with cupy.cuda.Device(recipe.device_id):
         pointers = [0 if array is None else array.data.ptr for array in arrays]
         if True in recipe.copies:

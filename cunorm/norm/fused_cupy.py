@@ -11,7 +11,7 @@ import cupy
 import numpy
 
 from .. import device, launch
-from ..cupy_recipes import layout
+from ..cupy_recipes import check_addresses, layout
 from ..numpy_arrays import numpy_dtype
 from ..operation import NORMS, Operation
 from ..recipes import Recipes
@@ -91,7 +91,7 @@ def _run(
     arrays, float8 = {"x": x, **operands}, options[-1]
     eps = checks.check_eps(function, eps)
     options = (operation, *options)
-    recipe = _recipes.of((function, options, _key(arrays)), _forward_recipe, function, arrays, *options)
+    recipe = _recipes.of((function, options, _key(function, arrays)), _forward_recipe, function, arrays, *options)
     with cupy.cuda.Device(x.data.device_id):
         of_rows = recipe.statistics if statistics else ()
         found = {name: cupy.ndarray(shape, kind) for name, shape, kind in (*recipe.written, *of_rows)}
@@ -137,7 +137,7 @@ def backward(
     needed = ("x", *NORMS[operation.norm].statistics)
     arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
     options = (operation, demanded, tuple(wanted), s_dtype, checks.check_sm_margin(function, sm_margin, None))
-    recipe = _recipes.of((function, options, _key(arrays)), _backward_recipe, function, arrays, *options)
+    recipe = _recipes.of((function, options, _key(function, arrays)), _backward_recipe, function, arrays, *options)
     with cupy.cuda.Device(arrays["x"].data.device_id):
         # Sums over no rows are zero.
         empty = cupy.ndarray if recipe.plan is not None else cupy.zeros
@@ -167,7 +167,9 @@ def backward_twice(
     if not all(isinstance(array, cupy.ndarray) for array in arrays.values()):
         return None
     options = (operation, tuple(wanted), checks.check_sm_margin(function, sm_margin, None))
-    recipe = _recipes.of((function, options, _key(arrays)), _backward_twice_recipe, function, arrays, *options)
+    recipe = _recipes.of(
+        (function, options, _key(function, arrays)), _backward_twice_recipe, function, arrays, *options
+    )
     if recipe.plan is None:
         return None
     with cupy.cuda.Device(arrays["x"].data.device_id):
@@ -206,7 +208,7 @@ def _launch(recipe: Recipe, solution: Plan, arrays: dict[str, Any], written: dic
     launch.run(solution, index, stream, arguments, workspace.ptr)
 
 
-def _key(arrays: Mapping[str, Any]) -> Hashable:
+def _key(function: str, arrays: Mapping[str, Any]) -> Hashable:
     """All that a recipe is made of. Numbers are not: they may change with every call."""
     layouts, pointers = [], 0
     for name, array in arrays.items():
@@ -216,6 +218,8 @@ def _key(arrays: Mapping[str, Any]) -> Hashable:
             layouts.append((name, array.shape, array.strides, array.dtype, memory.device_id))
         else:
             layouts.append((name, type(array)))
+    if pointers % 16:
+        check_addresses(function, {name: one for name, one in arrays.items() if isinstance(one, cupy.ndarray)})
     return pointers % 16 == 0 or _aligned(arrays), tuple(layouts)
 
 

@@ -75,11 +75,11 @@ def forward(
             shape = scales_shape(float8.granularity, x.shape[:-1], x.shape[-1])
             of_names |= {"y8": y8.reshape(x.shape), "y8_scale": y8_scale.reshape(shape)}
             returns = float8.results(returns)
-        results = {name: of_names[name] for name in returns}
+        results = {name: _contiguous(of_names[name]) for name in returns}
         if not statistics:
             return results, None, None
         kind = compute_dtype(row_dtype.name)
-        mean, rstd = (None if one is None else one.astype(kind).reshape(x.shape[:-1]) for one in (mean, rstd))
+        mean, rstd = (None if one is None else one.astype(kind, "C").reshape(x.shape[:-1]) for one in (mean, rstd))
         return results, mean, rstd
 
 
@@ -129,7 +129,7 @@ def backward(
         for name, expression in (*found.early, *found.late):
             part = _full(expression, values, shape)
             gradients[name] = gradients[name] + part if name in gradients else part
-        gradients = {name: _reduced(one, name, arrays, kinds, compute) for name, one in gradients.items()}
+        gradients = {name: _contiguous(_reduced(one, name, arrays, kinds, compute)) for name, one in gradients.items()}
         return {name: gradients[of] for name, of in same.items()}
 
 
@@ -164,7 +164,13 @@ def _wide(name: str, array: Any, shape: tuple[int, ...]) -> Any:
     if name == SEED:
         seed = numpy.ascontiguousarray(array).reshape(-1).view(numpy.int64)[0]
         return uniform(seed, shape, numpy)
-    return float(array) if isinstance(array, numbers.Real) else array.astype(numpy.float64)
+    # Row by row: NumPy adds in pairs only along contiguous memory.
+    return float(array) if isinstance(array, numbers.Real) else array.astype(numpy.float64, "C")
+
+
+def _contiguous(array: numpy.ndarray) -> numpy.ndarray:
+    """As a kernel would have written it, however the operands lie."""
+    return numpy.asarray(array, order="C")
 
 
 def _full(expression: Expression, values: Mapping[str, Any], shape: tuple[int, ...]) -> numpy.ndarray:

@@ -87,9 +87,14 @@ def whole(
     return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None, y=y)
 
 
-def every_gradient(problem: Problem) -> Problem:
-    """The backward pass of such a row with every gradient, beside a weight as wide as the widest vector that it reads:
-    of what a row's shape depends on, what takes the most."""
+def every_gradient(problem: Problem, *, own_dtypes: bool = False) -> Problem:
+    """The backward pass of such a row with every gradient of the norm: of what a row's shape depends on, what takes the
+    most. Beside dy and weight of the problem's own dtypes, or dy like x and a weight as wide as the widest vector that
+    it reads.
+    """
     columns = [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
-    widest = max(columns, key=lambda dtype: ITEMSIZE[dtype], default=problem.row_dtype)
-    return whole(problem.operation.norm, "backward", 1, problem.cols, problem.row_dtype, widest)
+    widest = max(columns, key=lambda dtype: ITEMSIZE[dtype], default=None if own_dtypes else problem.row_dtype)
+    wanted = ("x", "weight", "bias") if problem.norm.subtracts_mean else ("x", "weight")
+    dy = problem.by_name["dy"].dtype if own_dtypes else problem.row_dtype
+    norm, cols, dtype = problem.operation.norm, problem.cols, problem.row_dtype
+    return plain(norm, "backward", 1, cols, dtype, widest, y=dy, wanted=wanted)

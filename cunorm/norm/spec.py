@@ -71,6 +71,7 @@ class NormSpec:
     once: bool = False  # forward: the grid has a CTA for every row
     keeps_g: bool = False  # backward: a thread keeps the gradient of xhat from the row's sums to dx
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
+    in_turns: bool = False  # column_gradients: a CTA has several blocks of columns, one after the other
 
     def __str__(self) -> str:
         """The kernel in short, for logs and messages."""
@@ -226,6 +227,7 @@ class SumSpec:
     threads: int = 256
     kernel: str = "sum_partials"
     cluster: int = 1
+    in_turns: bool = False  # a CTA has several blocks of columns, of any gradient and group, one after the other
 
     def __str__(self) -> str:
         return f"{self.kernel} of {self.count} gradients of {self.dtype}, {self.lanes} threads a row"

@@ -34,7 +34,7 @@ def forward(
     statistics = statistics_of(operation, rows, eps)
     xhat, _ = _normalised(rows, statistics)
     results["y"] = _full(operation.epilogue, values | {"xhat": xhat}, shape).to(dtype)
-    return {name: _fresh(one, given) for name, one in results.items()}, statistics
+    return {name: _fresh(one, given) for name, one in results.items()}, statistics.contiguous()
 
 
 def backward(
@@ -72,8 +72,8 @@ def backward(
 
 
 def _fresh(result: Tensor, given: Sequence[Any]) -> Tensor:
-    """A result is not the memory of an input."""
-    return result.clone() if any(result is one for one in given) else result
+    """A result is not the memory of an input, and contiguous, as a kernel's is."""
+    return (result.clone() if any(result is one for one in given) else result).contiguous()
 
 
 def statistics_of(operation: Operation, rows: Tensor, eps: float) -> Tensor:

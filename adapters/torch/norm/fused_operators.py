@@ -125,8 +125,8 @@ def forward_by_formulas(
     _check(call, [x, *operands])
     values = values_of(call, [x, *operands], numbers)
     results, found = fused_formulas.forward(call.operation, values, eps, dtype, s_dtype)
-    s = results["s"].contiguous() if "s" in returns else operators._absent(x)
-    return results["y"].contiguous(), s, found.contiguous() if statistics else operators._absent(x)
+    s = results["s"] if "s" in returns else operators._absent(x)
+    return results["y"], s, found if statistics else operators._absent(x)
 
 
 def values_of(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float]) -> dict[str, Tensor | float]:
