@@ -132,12 +132,14 @@ class LayerNormLinear(WeightGradients):
     FP8, is_first_microbatch and fp8_output break a graph of torch.compile; else compiled code finds the bytes of weight
     at every call.
 
-    In FP8 in_features and out_features must be multiples of 16, rows may be any number. Where weight wants no gradient
-    its bytes are kept from call to call, as long as the parameter is the same object with the same address and version:
-    `weight.data.copy_()` changes none of them, and needs `drop_fp8_weights()` after it, which `train()`, `eval()`,
-    `load_state_dict()` and moving the module call too. A CUDA graph reads kept bytes with is_first_microbatch=False,
-    for as long as the module is there, and else finds them again in every replay. Nothing of it is in the state_dict,
-    in copies or in pickles.
+    In FP8 in_features and out_features must be multiples of 16, rows may be any number. The bytes of a weight that
+    requires no gradient are kept from call to call, and so are those of any weight in calls without gradients after
+    `eval()`, as long as the parameter is the same tensor in the same memory with the same version. In training mode
+    and after a call that is differentiated by weight they are not: a fused optimizer changes no version. Nor does
+    `weight.data.copy_()`, which needs `drop_fp8_weights()` after it; `train()`, `eval()`, `load_state_dict()` and
+    moving the module call that too. A CUDA graph reads kept bytes with is_first_microbatch=False, for as long as the
+    module is there, and else finds them again in every replay. Nothing of it is in the state_dict, in copies or in
+    pickles.
 
     Examples
     --------
@@ -231,7 +233,7 @@ class LayerNormLinear(WeightGradients):
         functional.margins_of("LayerNormLinear", sm_margin)
         self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
 
-        self._fp8_weights = WeightCache()
+        self._fp8_weights = WeightCache(self.training)
         self._parts = parts_of(parameters_split, out_features, out_features // self.out_features)
         self._make_parameters(device, params_dtype)
         if not self.layer_norm_weight.is_meta:
@@ -282,7 +284,7 @@ class LayerNormLinear(WeightGradients):
             Of the dtype of the parameters; under autocast float16, bfloat16 or float32.
         is_first_microbatch : bool, optional
             With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it. In FP8 None finds the
-            bytes of weight anew (without its gradient as the Notes say), True keeps them besides, and False takes those
+            bytes of weight anew (but for what the Notes say), True keeps them besides, and False takes those
             that are kept, whatever weight has become.
         fp8_output : bool
             y as (bytes in torch.float8_e4m3fn, a float32 scale for each row). In FP8 and without gradients alone.
@@ -446,6 +448,7 @@ class LayerNormLinear(WeightGradients):
 
     def train(self, mode: bool = True) -> LayerNormLinear:
         self.drop_fp8_weights()
+        self._fp8_weights.trains = mode
         return super().train(mode)
 
     def _check_dtypes(self, inp: Tensor) -> None:
@@ -492,7 +495,7 @@ class LayerNormLinear(WeightGradients):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._fp8_weights = WeightCache()
+        self._fp8_weights = WeightCache(self.training)
         self._settle_parameters()  # those of a copy are
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
