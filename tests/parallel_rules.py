@@ -169,7 +169,13 @@ def check_fewer_gradients(group: Any, device: str, recipes: list[Any]) -> None:
                     gone = {"layer_norm_weight", "layer_norm_bias"} if "norm" in own else set()
                     note = (recipe, options, sequence, first, own)
                     assert found.keys() == expected.keys() - gone - set(own), note
-                    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items()), note
+                    for name, gradient in found.items():
+                        # A GPU adds up otherwise what one kernel finds alone.
+                        off = 1e-4 if own and device == "cuda" else 0
+                        bounds = {"rtol": off, "atol": 10 * off}
+                        assert_close(
+                            gradient, expected[name], **bounds, msg=lambda text, where=(*note, name): f"{where}: {text}"
+                        )
 
 
 def gradients_that_differ(group: Any, device: str) -> None:

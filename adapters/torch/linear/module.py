@@ -436,7 +436,7 @@ class LayerNormLinear(WeightGradients):
         return self._parallel.group
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks over which it runs, again whenever they are new.
+        """The ranks over which it runs, again whenever they are new; on all of them before any calls the module.
 
         Raises
         ------
