@@ -30,16 +30,21 @@ class Case(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})  # of the module
     sequence: bool = True
     shape: tuple[int, ...] = (12,)  # of all rows
-    frozen: tuple[str, ...] = ()  # "weight", "norm", "x"
+    frozen: tuple[str, ...] = ()  # "weight", "bias", "norm", "x"
+    alone: bool = False  # the first rank alone freezes them
     unused: str = ""  # "y" or "z": what the first rank makes no use of
     checkpoint: str = ""  # "reentrant" or "selective"
     compiled: bool = False
     dtype: torch.dtype = torch.float64
     autocast: torch.dtype | None = None
 
+    def frozen_by(self, first: bool) -> tuple[str, ...]:
+        return self.frozen if first or not self.alone else ()
+
 
 Z = {"return_layernorm_output": True}
 ALL_Z = {**Z, "return_layernorm_output_gathered": True}
+NOTHING = ("weight", "bias", "norm", "x")  # no gradient is wanted
 SPLIT = {"parameters_split": {"query": 8, "key_value_": 16}}
 CASES = {
     "as it is": Case(),
@@ -67,6 +72,15 @@ CASES = {
     "frozen norm": Case(frozen=("norm",)),
     "weight alone": Case(frozen=("norm", "x")),
     "norm alone": Case(ALL_Z, frozen=("weight", "x")),
+    "nothing wanted by the first": Case(ALL_Z, frozen=NOTHING, alone=True),
+    "nothing wanted by the first, delayed and fused": Case(
+        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True}, frozen=NOTHING, alone=True
+    ),
+    "nothing wanted by the first, rows everywhere": Case(frozen=NOTHING, alone=True, sequence=False),
+    "nothing wanted by the first, checkpoint": Case(frozen=NOTHING, alone=True, checkpoint="selective"),
+    "nothing wanted by the first, autocast": Case(
+        frozen=NOTHING, alone=True, dtype=torch.float32, autocast=torch.bfloat16
+    ),
     "checkpoint": Case(checkpoint="selective"),
     "reentrant checkpoint": Case(checkpoint="reentrant"),
     "compiled": Case(ALL_Z, compiled=True),
@@ -79,7 +93,15 @@ CASES = {
     "rows everywhere, compiled": Case({**Z, "keep_normalized": True}, sequence=False, compiled=True),
     "rows everywhere, no gradient of x": Case(frozen=("x", "norm"), sequence=False),
 }
-MANY = ("as it is", "split", "z of all rows returned", "samples", "delayed", "rows everywhere")  # on four ranks
+MANY = (  # on four ranks
+    "as it is",
+    "split",
+    "z of all rows returned",
+    "samples",
+    "delayed",
+    "rows everywhere",
+    "nothing wanted by the first",
+)
 
 
 class Part(NamedTuple):
@@ -216,13 +238,14 @@ class Found(NamedTuple):
 
 def run(module: LayerNormLinear, case: Case, part: Part, first: bool, device: str) -> Found:
     """One forward and backward pass of this rank."""
+    frozen = case.frozen_by(first)
     module.load_state_dict({name: value.to(case.dtype) for name, value in part.state.items()})
     for name, parameter in module.named_parameters():
         kind = "norm" if name.startswith("layer_norm") else "weight" if name.endswith("weight") else "bias"
-        parameter.requires_grad_(kind not in case.frozen)
+        parameter.requires_grad_(kind not in frozen)
         if module.fuse_wgrad_accumulation:
             parameter.main_grad = torch.ones_like(parameter)
-    x = part.x.to(device, case.dtype).requires_grad_("x" not in case.frozen)
+    x = part.x.to(device, case.dtype).requires_grad_("x" not in frozen)
     call = module
     if case.checkpoint:
         call = lambda x: checkpoint(module, x, use_reentrant=case.checkpoint == "reentrant")  # noqa: E731
@@ -244,7 +267,9 @@ def run(module: LayerNormLinear, case: Case, part: Part, first: bool, device: st
         gradient = parameter.grad
         if module.fuse_wgrad_accumulation and name.endswith("weight") and "norm" not in name:
             assert gradient is None
-            gradient = parameter.main_grad - 1
+            added = parameter.main_grad - 1
+            assert parameter.requires_grad or not added.any()
+            gradient = added if parameter.requires_grad else None
         gradients[name] = gradient
     return Found(results, gradients)
 
@@ -265,7 +290,7 @@ def against_one_process(name: str, group: Any, device: str) -> None:
         assert_close(one.cpu().double(), other, **close)
     for key, gradient in found.gradients.items():
         kind = "x" if key == "x" else "norm" if "norm" in key else "weight" if key.endswith("weight") else "bias"
-        if kind in case.frozen:
+        if kind in case.frozen_by(rank == 0):
             assert gradient is None, f"{key} is frozen"
             continue
         assert_close(gradient.cpu().double(), gradients[key], **close, msg=lambda text, key=key: f"{key}: {text}")

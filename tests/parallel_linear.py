@@ -40,6 +40,7 @@ def main(rank: int, size: int, file: str, device: str) -> None:
     GROUPS[1] = dist.new_group([0], timeout=timeout)
     if size != 2:
         GROUPS[2] = dist.new_group([0, 1], timeout=timeout)
+    parallel_overlaps.SPARE.extend(dist.new_group([0, 1], timeout=timeout) for _ in range(3))
     serve(answer)
 
 

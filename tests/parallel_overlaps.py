@@ -125,6 +125,28 @@ def overlaps_by_symmetric_memory(group: Any, device: str) -> None:
         assert isinstance(found[1], symmetric.SymmetricExchange)
 
 
+SPARE: list[Any] = []  # groups of the first two ranks, for a check to destroy
+
+
+def what_is_kept_is_bounded(group: Any, device: str) -> None:
+    """Views of a buffer, of however many numbers of rows; exchanges, with their buffers, of however many groups."""
+    with symmetric_memory(device):
+        where = torch.device(device, None if device == "cpu" else dist.get_rank())
+        buffer = symmetric.Buffer(group, where)
+        for rows in range(symmetric.SHAPES + 50, 0, -1):
+            views = buffer.of_ranks((2 * rows, 1), torch.float32)
+            assert [tuple(view.shape) for view in views] == [(2 * rows, 1)] * 2
+        assert len(buffer._views) <= symmetric.SHAPES
+        for other in SPARE:
+            exchange.exchange_by_collectives(other.group_name)
+            assert symmetric.exchange(other, where) is not None
+            kept = [its.group for its in exchange._exchanges.values()]
+            kept += [its_group for its_group, _ in symmetric._exchanges.values()]
+            assert all(exchange.is_registered(one) for one in kept)
+            dist.destroy_process_group(other)
+        SPARE.clear()
+
+
 def layers(group: Any, device: str, cols: int, outs: int, **flags: bool) -> tuple[list[Any], Any]:
     """Two layers with all that overlaps, one after the other, and a function of x that returns y and all gradients."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float64
@@ -220,5 +242,8 @@ def streams(group: Any, device: str) -> None:
                     assert torch.equal(one, other), (flags, run)
 
 
-CHECKS = {check.__name__: check for check in (overlaps_change_nothing, overlaps_by_symmetric_memory, delays)}
+CHECKS = {
+    check.__name__: check
+    for check in (overlaps_change_nothing, overlaps_by_symmetric_memory, what_is_kept_is_bounded, delays)
+}
 ON_GPUS = {check.__name__: check for check in (graphs, streams)}

@@ -13,13 +13,33 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from parallel_cases import ALL_Z, CASES, COLS, EPS, GROUPS, OUTS, OVERLAPS, SPLIT, Case, Whole, Z, make, raises, run
+from parallel_cases import (
+    ALL_Z,
+    CASES,
+    COLS,
+    EPS,
+    GROUPS,
+    NOTHING,
+    OUTS,
+    OVERLAPS,
+    SPLIT,
+    Case,
+    Whole,
+    Z,
+    make,
+    raises,
+    run,
+)
 from parallel_overlaps import symmetric_memory
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 
-from cunorm.torch import Float8CurrentScaling, LayerNormLinear, RowwiseScaling, autocast
+from cunorm.torch import Float8CurrentScaling, LayerNormColwiseParallel, LayerNormLinear, RowwiseScaling, autocast
 from cunorm.torch.linear import parallel_functional, parallel_operators, parallel_passes, passes
+from cunorm.torch.norm import launching
 
 
 def float8(group: Any, device: str) -> None:
@@ -85,6 +105,101 @@ def float8(group: Any, device: str) -> None:
                 if sequence:
                     dist.all_reduce(gradient, group=group)
                 near(gradient, getattr(alone, name).grad)
+
+
+def fewer_gradients_wanted_by_one(group: Any, device: str) -> None:
+    check_fewer_gradients(group, device, [None])
+
+
+def fewer_gradients_wanted_by_one_in_float8(group: Any, device: str) -> None:
+    check_fewer_gradients(
+        group, device, [RowwiseScaling(), RowwiseScaling(high_precision_wgrad=True), Float8CurrentScaling()]
+    )
+
+
+def check_fewer_gradients(group: Any, device: str, recipes: list[Any]) -> None:
+    """Of two ranks the first wants fewer gradients, from its first call on or later: the rest are those of ranks that
+    want all, to the bit.
+    """
+    rank, rows, cols, outs = dist.get_rank(group), 24, 32, 64
+    kinds = (
+        {},
+        ALL_Z,
+        {"keep_normalized": True},
+        {"delay_wgrad_compute": True},
+        {"fuse_wgrad_accumulation": True},
+        {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
+        dict.fromkeys(OVERLAPS[:3], True),
+        {"ub_overlap_rs_dgrad": True},
+    )
+    random = torch.Generator().manual_seed(rank)
+    given = torch.randn(rows, cols + outs, generator=random).to(device)
+
+    def step(module: LayerNormLinear, frozen: tuple[str, ...]) -> dict[str, Tensor | None]:
+        for name, parameter in module.named_parameters():
+            kind = "norm" if name.startswith("layer_norm") else name
+            parameter.requires_grad_(kind not in frozen)
+            parameter.grad, parameter.main_grad = None, torch.zeros_like(parameter)
+        shard = given if not module.sequence_parallel else given.chunk(2)[rank]
+        x = shard[:, :cols].clone().requires_grad_("x" not in frozen)
+        found = module(x)
+        results = found if isinstance(found, tuple) else (found,)
+        upstream = [given[:, : outs // 2], given[:, :cols]]
+        torch.autograd.backward(results, [dy[: len(y)] for y, dy in zip(results, upstream, strict=False)])
+        if module.sequence_parallel or module.weight.requires_grad:
+            module.backward_dw()
+        gradients = {"x": x.grad} | {name: parameter.grad for name, parameter in module.named_parameters()}
+        if module.fuse_wgrad_accumulation and module.weight.requires_grad:
+            gradients["weight"] = module.weight.main_grad
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+    chosen = (("weight",), ("x",), ("norm",), ("x", "norm"), ("weight", "x", "norm"), NOTHING)
+    with symmetric_memory(device):
+        for recipe, options, sequence in itertools.product(recipes, kinds, (True, False)):
+            case = {"parallel_mode": "column", "tp_group": group, "sequence_parallel": sequence, **options}
+            torch.manual_seed(0)
+            module = LayerNormLinear(cols, outs, EPS, device=device, **case)
+            with autocast(recipe is not None, recipe=recipe):
+                expected = step(module, ())
+                for first, frozen in itertools.product((False, True), chosen):
+                    own = frozen if rank == 0 else ()
+                    if first:  # as if no rank had wanted anything before
+                        module.set_tensor_parallel_group(group)
+                    found = step(module, own)
+                    gone = {"layer_norm_weight", "layer_norm_bias"} if "norm" in own else set()
+                    note = (recipe, options, sequence, first, own)
+                    assert found.keys() == expected.keys() - gone - set(own), note
+                    for name, gradient in found.items():
+                        # A GPU adds up otherwise what one kernel finds alone.
+                        off = 1e-4 if own and device == "cuda" else 0
+                        bounds = {"rtol": off, "atol": 10 * off}
+                        assert_close(
+                            gradient, expected[name], **bounds, msg=lambda text, where=(*note, name): f"{where}: {text}"
+                        )
+
+
+def gradients_that_differ(group: Any, device: str) -> None:
+    """What no rank can make up for is refused on every rank: no_grad on one, compiled code, DTensors."""
+    rank, x = dist.get_rank(group), torch.ones(2, COLS, dtype=torch.float64, device=device)
+    phrase = "gradients must be enabled on every rank of the group or on none, as the backward pass of one rank waits"
+    for sequence in (True, False):
+        module = make(Case(sequence=sequence), group, device)
+        with torch.set_grad_enabled(rank == 0):
+            raises(ValueError, f"{phrase} for that of the others; got none on rank 1.", lambda: module(x))  # noqa: B023
+        with torch.no_grad():
+            expected = module(x)
+        assert torch.equal(module(x), expected)
+        with torch.set_grad_enabled(rank == 1), mock.patch.dict(os.environ, TORCH_DISTRIBUTED_DEBUG="DETAIL"):
+            raises(ValueError, f"{phrase} for that of the others; got none on rank 0.", lambda: module(x))  # noqa: B023
+    torch._dynamo.reset()
+    parallel_operators._compared.clear()
+    alike = "must require gradients on every rank of the group alike; got others on rank 1 than on rank 0"
+    module = make(Case(), group, device).requires_grad_(rank == 0)
+    raises(ValueError, alike, lambda: torch.compile(module, backend="aot_eager", fullgraph=True)(x))
+    module = LayerNormLinear(COLS, OUTS, device=device, params_dtype=torch.float64)
+    parallelize_module(module, DeviceMesh.from_group(group, device), LayerNormColwiseParallel(input_layouts=Shard(0)))
+    module.layer_norm_bias.requires_grad_(rank == 0)
+    raises(ValueError, alike, lambda: module(x))
 
 
 def attributes(group: Any, device: str) -> None:
@@ -162,6 +277,8 @@ def initialised_inside_the_tracker(group: Any, device: str) -> None:
 def refused(group: Any, device: str) -> None:
     """Before any communication: no rank would answer it."""
     alone, case, rank = GROUPS[1], Case(), dist.get_rank(group)
+    for given in (1, 2):
+        assert make(case, group, device, tp_size=given).tp_size == 2
     raises(ValueError, "24 is not divisible by 16", lambda: make(case, None, device, tp_size=16))
     raises(
         RuntimeError,
@@ -179,6 +296,11 @@ def refused(group: Any, device: str) -> None:
         lambda: make(case, None, device, tp_size=3).set_tensor_parallel_group(group),
     )
     if rank == 0:
+        raises(
+            ValueError,
+            "tp_size must be the number of ranks of tp_group, 2; got tp_size=4",
+            lambda: make(case, group, device, tp_size=4),
+        )
         raises(
             ValueError,
             "must have tp_size=2 ranks; got one of 1",
@@ -226,6 +348,7 @@ def calls_like_an_earlier_one(group: Any, device: str) -> None:
             found.append(run(module, case, part, False, device))
         return found
 
+    launching._calls.clear()  # of other cases
     expected = steps()
     unlike = [(3, torch.float64, True), (6, torch.float64, False), (6, torch.float32, True)]
     refusal = ValueError("LayerNormLinear: checked")
@@ -292,6 +415,9 @@ CHECKS = {
     check.__name__: check
     for check in (
         float8,
+        fewer_gradients_wanted_by_one,
+        fewer_gradients_wanted_by_one_in_float8,
+        gradients_that_differ,
         attributes,
         group_given_later,
         no_communication,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,17 @@ class CublasLt:
         self.objects.append(value)
         return len(self.objects) - 1
 
+    def _destroy(self, made: int) -> None:
+        """Once: a destroyed one is no use to anything."""
+        assert self.objects[made] is not None
+        self.objects[made] = None
+
+    matmul_desc_destroy = matrix_layout_destroy = _destroy
+
+    def living(self) -> int:
+        """Objects that were made and not destroyed, but for handles."""
+        return sum(one is not None and one != "handle" for one in self.objects)
+
     def create(self):
         return self._new("handle")
 
@@ -104,6 +116,7 @@ class CublasLt:
         assert told.pop(Limits.REDUCTION_SCHEME_MASK) == self.ReductionScheme.COMPUTE_TYPE
         assert len(told) == 4
         assert len(set(told.values())) == 1
+        self._destroy(preference)
 
     def matrix_layout_create(self, kind, rows, cols, stride):
         return self._new((kind, rows, cols, stride))
@@ -175,10 +188,9 @@ def library(request, monkeypatch):
     monkeypatch.setattr(gemm, "import_module", imported.get)
     monkeypatch.setattr(gemm, "uses_tf32", lambda: False)
     monkeypatch.setattr(gemm, "_cublas", Cublas)
-    gemm._prepared.cache_clear()
+    monkeypatch.setattr(gemm, "_of_thread", gemm._OfThread())
     gemm._handle.cache_clear()
     yield lt
-    gemm._prepared.cache_clear()
     gemm._handle.cache_clear()
 
 
@@ -245,3 +257,65 @@ def test_no_product_of_8_bits_is_said(library, monkeypatch):
     ones = array(numpy.ones(16, "float32"))
     with pytest.raises(RuntimeError, match=r"no product of \(16, 16\) and \(16, 16\) in 8 bits with scales by row"):
         gemm.multiply_rows(zeros, zeros, (ones, ones), None, numpy.float32)
+
+
+def multiply_many(counts: Any) -> None:
+    """Products of so many rows each, right whatever became of the descriptors before."""
+    b = numpy.arange(6.0).reshape(3, 2)
+    for rows in counts:
+        a = numpy.full((rows, 3), float(rows))
+        numpy.testing.assert_array_equal(gemm.multiply(array(a), array(b)), a @ b)
+
+
+OF_A_KIND = 4  # a descriptor and three layouts
+
+
+def test_descriptors_are_destroyed_when_their_kind_is_dropped(library, monkeypatch):
+    if library is None:
+        pytest.skip("there is no cuBLASLt")
+    monkeypatch.setattr(gemm, "KINDS", 8)
+    monkeypatch.setattr(gemm, "_of_thread", gemm._OfThread())
+    multiply_many([*range(1, 101), *range(1, 101)])
+    assert library.living() == 8 * OF_A_KIND
+    gemm._of_thread.prepared.cache_clear()
+    assert library.living() == 0
+
+
+def test_descriptors_of_a_thread_end_with_it(library):
+    """One thread's are of no other's calls, and no other thread's end destroys them."""
+    if library is None:
+        pytest.skip("there is no cuBLASLt")
+    multiply_many(range(1, 4))
+    failures = []
+
+    def run() -> None:
+        try:
+            multiply_many(range(1, 6))
+            assert library.living() == (3 + 5) * OF_A_KIND
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    del thread, run
+    assert not failures
+    assert library.living() == 3 * OF_A_KIND
+    multiply_many(range(1, 4))
+
+
+def test_what_was_made_before_an_error_is_destroyed(library, monkeypatch):
+    if library is None:
+        pytest.skip("there is no cuBLASLt")
+    create, calls = library.matrix_layout_create, []
+
+    def fails_the_third_time(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ArithmeticError("no memory")
+        return create(*arguments)
+
+    monkeypatch.setattr(library, "matrix_layout_create", fails_the_third_time)
+    with pytest.raises(ArithmeticError, match="no memory"):
+        multiply_many([2])
+    assert library.living() == 0

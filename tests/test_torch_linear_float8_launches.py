@@ -79,7 +79,7 @@ def test_as_many_kernels_as_need_be(on_a_gpu):
         with torch.no_grad():
             module(x, is_first_microbatch=False)
             assert launched(on_a_gpu) == FORWARD
-            module.drop_fp8_weights()
+            module.eval()
             module(x)
             assert launched(on_a_gpu) == FORWARD + Counter(CastRows=1)
             module(x)
@@ -109,7 +109,7 @@ def test_a_launch_does_as_the_emulation(request, options):
 
 def test_what_is_kept_does_not_go_stale(on_a_gpu):
     """After a change of the recipe, of weight, of its dtype or of the norm's parameters: the bits of a new module."""
-    module, (x, _) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(40)
+    module, (x, _) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS).eval(), inputs(40)
 
     def as_if_new(recipe: Any = None) -> None:
         with autocast(recipe=recipe), torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch_linear_float8 import RECIPES, by_recipe, inputs, make, step  # noqa: E402
-from torch_tensors import on_devices, same  # noqa: E402
+from torch_tensors import on_devices, random, same  # noqa: E402
 
 from cunorm.torch import autocast  # noqa: E402
 from cunorm.torch.linear import float8_weights  # noqa: E402
@@ -34,13 +35,12 @@ def made(monkeypatch) -> list[int]:
 
 
 def check_cache(device: str, calls: list[int] | None = None, split: Any = None) -> None:
-    module = make(device, parameters_split=split)
+    module = make(device, parameters_split=split).eval()
     part = getattr(module, "weight" if split is None else "b_weight")
     x, _ = inputs(device)
 
     def fresh() -> Any:
-        with torch.enable_grad():
-            return module(x.detach().requires_grad_()).detach()
+        return copy.deepcopy(module)(x)
 
     def kept(count: int) -> None:
         before = 0 if calls is None else len(calls)
@@ -96,6 +96,145 @@ def test_a_frozen_weight_is_converted_once(device, monkeypatch):
     assert len(calls) == 3
 
 
+@contextlib.contextmanager
+def conversion_by_swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def other(weight: Any) -> Any:
+    return random(*weight.shape, device=weight.device, dtype=weight.dtype, seed=5)
+
+
+def in_inference_mode(module: Any) -> None:
+    with torch.inference_mode():
+        module.weight.mul_(2)
+
+
+def in_place(module: Any) -> None:
+    with torch.no_grad():
+        module.weight.copy_(other(module.weight))
+
+
+def other_data(module: Any) -> None:
+    module.weight.data = other(module.weight)
+
+
+def other_data_at_the_same_address(module: Any) -> None:
+    """The memory of what a test has put there is written anew, and given as a storage of its own."""
+    memory = module.memory
+    memory[:] = other(module.weight).numpy()
+    module.weight.data = torch.from_numpy(memory)
+
+
+def offloaded_and_back(module: Any) -> None:
+    saved = (module.weight * 2).detach().cpu()
+    module.weight.data = torch.empty(0, device=module.weight.device)
+    module.weight.data = saved.to(module.weight.device)
+
+
+def set_(module: Any) -> None:
+    with torch.no_grad():
+        module.weight.set_(other(module.weight))
+
+
+def swapped(module: Any) -> None:
+    torch.utils.swap_tensors(module.weight, nn.Parameter(other(module.weight)))
+
+
+def converted_by_swapping(module: Any) -> None:
+    with conversion_by_swapping():
+        module.double().float()
+
+
+def assigned(module: Any) -> None:
+    state = {name: value * 2 for name, value in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+
+
+def another_parameter_over_the_same_memory(module: Any) -> None:
+    """Of the same address, storage and version, and changed since."""
+    version, data = module.weight._version, module.weight.data
+    del module.weight
+    module.weight = nn.Parameter(data, requires_grad=False)
+    with torch.no_grad():
+        while module.weight._version < version:
+            module.weight.mul_(1.5)
+
+
+def from_a_vector(module: Any) -> None:
+    nn.utils.vector_to_parameters(other(module.weight).flatten(), [module.weight])
+
+
+CHANGES = [
+    in_inference_mode,
+    in_place,
+    other_data,
+    other_data_at_the_same_address,
+    offloaded_and_back,
+    set_,
+    swapped,
+    converted_by_swapping,
+    assigned,
+    another_parameter_over_the_same_memory,
+    from_a_vector,
+]
+
+
+@on_devices
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_whatever_gives_a_frozen_weight_other_numbers_is_seen(device, change):
+    """The call after it is that of a module which has kept nothing."""
+    module, x = make(device).requires_grad_(False), inputs(device)[0].detach()
+    if change is other_data_at_the_same_address:
+        if device != "cpu":
+            pytest.skip("its memory is NumPy's")
+        module.memory = module.weight.numpy().copy()
+        module.weight.data = torch.from_numpy(module.memory)
+    with autocast():
+        before = [module(x), module(x)][1]
+        change(module)
+        found, expected = module(x), copy.deepcopy(module)(x)
+    assert same(found, expected)
+    assert not same(found, before) or change is converted_by_swapping
+
+
+OPTIMIZERS = {kind: {"fused": kind == "fused", "foreach": kind == "foreach"} for kind in ("loop", "foreach", "fused")}
+
+
+@on_devices
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_what_an_optimizer_does_to_weight_is_seen(device, options, training):
+    """Fused ones change no version. A call without gradients is in the midst of training, in either mode."""
+    module, (x, dy) = make(device).train(training), inputs(device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, **options)
+    with autocast():
+        for _ in range(2):
+            y = module(x)
+            with torch.no_grad():
+                assert same(module(x), y)
+            y.backward(dy)
+            with torch.no_grad():
+                module(x)
+            optimizer.step()
+            with torch.no_grad():
+                assert same(module(x), copy.deepcopy(module)(x))
+
+
+@on_devices
+def test_training_elsewhere_is_seen(device):
+    """In training mode nothing is kept of a weight that some other call may train."""
+    module, (x, dy) = make(device), inputs(device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        with torch.no_grad(), autocast():
+            assert same(module(x), copy.deepcopy(module)(x))
+        module(x).backward(dy)
+        optimizer.step()
+
+
 @on_devices
 @by_recipe
 def test_first_microbatch(device, recipe, monkeypatch):
@@ -149,7 +288,7 @@ def test_what_was_kept_in_inference_mode_is_no_use_to_training():
 
 
 def test_nothing_is_kept_in_copies_or_checkpoints():
-    module, x = make(), inputs()[0].detach()
+    module, x = make().eval(), inputs()[0].detach()
     names = list(module.state_dict())
     with autocast(), torch.no_grad():
         y = module(x)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+import weakref
+from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ import numpy
 from .. import logs
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may take: what NVIDIA recommends for sm_90
-KINDS = 4096  # kept at most
+KINDS = 4096  # kept at most, by each thread
 CUDA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14, "float8_e4m3fn": 28}  # cudaDataType_t
 OUTER_VECTOR = "OUTER_VEC_32F"  # a scale for each row of a and each column of b
 
@@ -113,7 +115,7 @@ def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, bia
     tf32 = a.dtype == numpy.float32 and uses_tf32()
     rows, cols = out.shape
     kind = Kind(rows, cols, a.shape[1], a.dtype.name, tf32, a_operand, b_operand, epilogue, alignment, a.data.device_id)
-    return _prepared(kind).run(*pointers)
+    return _of_thread.prepared(kind).run(*pointers)
 
 
 def _scaled_rows(a, b, out, scales, bias) -> None:
@@ -132,7 +134,7 @@ def _scaled_rows(a, b, out, scales, bias) -> None:
     dtypes = ("float8_e4m3fn", False)
     kind = Kind(rows, cols, inner, *dtypes, *operands, epilogue, alignment, a.data.device_id, out.dtype.name)
     left, right, to, left_scales, right_scales, added = pointers
-    if not _prepared(kind).run(left, right, to, added, (left_scales, right_scales)):
+    if not _of_thread.prepared(kind).run(left, right, to, added, (left_scales, right_scales)):
         raise RuntimeError(
             f"layer_norm_linear: fp8='row': this cuBLASLt has no product of ({rows}, {inner}) and ({cols}, {inner}) in "
             "8 bits with scales by row on this GPU; it needs CUDA 12.9 or later and compute capability 9.0 or later. "
@@ -196,10 +198,11 @@ def _cublas() -> Any:
     return cublas
 
 
-class Prepared(threading.local):
+class Prepared:
     """A kind of product. cuBLAS stores matrices by columns: it computes outᵀ = bᵀ aᵀ.
 
-    Python calls __init__ again in every thread: the descriptor holds a pointer, so each has its own.
+    Its descriptor and layouts are destroyed with it, though what they described may still be under way on the GPU:
+    cuBLASLt reads them on the host, when the product is asked for.
     """
 
     def __init__(self, kind: Kind):
@@ -209,7 +212,8 @@ class Prepared(threading.local):
         compute = "COMPUTE_64F" if wide else "COMPUTE_32F_FAST_TF32" if kind.tf32 else "COMPUTE_32F"
         self.dtype = CUDA_TYPE[kind.dtype]
         scale = CUDA_TYPE["float64" if wide else "float32"]
-        self.descriptor = lt.matmul_desc_create(cublas.ComputeType[compute], scale)
+        descriptor = lt.matmul_desc_create(cublas.ComputeType[compute], scale)
+        self.descriptor = self._destroyed_with_it(lt.matmul_desc_destroy, descriptor)
         self._describe("TRANSA", int(kind.b.transposed))
         self._describe("TRANSB", int(kind.a.transposed))
         self._describe("EPILOGUE", int(lt.Epilogue[kind.epilogue]))
@@ -237,8 +241,14 @@ class Prepared(threading.local):
 
     def _layout(self, rows: int, cols: int, operand: Operand, dtype: str = "") -> int:
         """By columns: a matrix with contiguous rows is the other way round."""
+        lt = bindings()
         shape = (rows, cols) if operand.transposed else (cols, rows)
-        return bindings().matrix_layout_create(CUDA_TYPE[dtype] if dtype else self.dtype, *shape, operand.stride)
+        layout = lt.matrix_layout_create(CUDA_TYPE[dtype] if dtype else self.dtype, *shape, operand.stride)
+        return self._destroyed_with_it(lt.matrix_layout_destroy, layout)
+
+    def _destroyed_with_it(self, destroy: Callable[[int], None], made: int) -> int:
+        weakref.finalize(self, destroy, made).atexit = False  # cuBLASLt may be gone by then
+        return made
 
     def _choose(self) -> Any:
         """cuBLASLt's best guess, None where it has nothing."""
@@ -298,9 +308,14 @@ class Prepared(threading.local):
         return True
 
 
-@lru_cache(maxsize=KINDS)
-def _prepared(kind: Kind) -> Prepared:
-    return Prepared(kind)
+class _OfThread(threading.local):
+    """Python calls __init__ again in every thread: a descriptor holds pointers of a call, so each has its own."""
+
+    def __init__(self) -> None:
+        self.prepared = lru_cache(maxsize=KINDS)(Prepared)
+
+
+_of_thread = _OfThread()
 
 
 @cache

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .exchange import OF_TENSORS
 from .module import LayerNormLinear
 from .parallel import TensorParallel
 
@@ -147,10 +148,18 @@ class OfDTensors(TensorParallel):
     """The ranks of a mesh; reads a module's DTensors as this rank's tensors."""
 
     of_tensors = False
+    exact = True  # DTensor's own collectives follow from what requires a gradient
 
     def __init__(self, before: TensorParallel, group: Any, sequence: bool):
         super().__init__("column", group.size(), sequence, *before.asked)
         self.set_group(group)
+
+    def wanted(self, tensors: Sequence[Tensor | None]) -> int:
+        found = super().wanted(tensors)
+        for index, tensor in enumerate(tensors):
+            if found and tensor is not None and tensor.requires_grad:
+                found |= OF_TENSORS << index
+        return found
 
     def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [parameter.to_local() for parameter in parameters]

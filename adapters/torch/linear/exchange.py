@@ -6,6 +6,8 @@ collectives, on any backend; nothing is waited for before its result is read.
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -169,8 +171,18 @@ def exchange_by_collectives(name: str) -> Exchange:
     group = group_of(name)
     found = _exchanges.get(name)
     if found is None or found.group is not group:  # another may have had the name
+        for other in [other for other, its in _exchanges.items() if not is_registered(its.group)]:
+            del _exchanges[other]
         found = _exchanges[name] = Exchange(group)
     return found
+
+
+def is_registered(group: Any) -> bool:
+    """Whether it is the group with its name, as it is until it is destroyed."""
+    try:
+        return group_of(group.group_name) is group
+    except RuntimeError:
+        return False
 
 
 def group_of(name: str) -> Any:
@@ -178,18 +190,47 @@ def group_of(name: str) -> Any:
     return torch._C._distributed_c10d._resolve_process_group(name)
 
 
-def compare(group: Any, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:
-    """ValueError on every rank, naming all, if their rows, columns or dtypes differ. A collective."""
-    own = torch.tensor([rows, cols, _DTYPES.index(dtype)], dtype=torch.int64, device=device)
-    of_all = own.new_empty((dist.get_world_size(group), 3))
+# Bits of what a rank wants of the backward pass.
+ENABLED = 1  # gradients are enabled
+SUM = 2  # the gradient of z, summed over the ranks
+GATHER = 4  # that of weight, for which z of all rows is gathered
+OF_TENSORS = 8  # those of x, weight, bias, ln_weight and ln_bias, one bit each from here on
+
+
+def compare(
+    group: Any, rows: int, cols: int, dtype: torch.dtype, device: torch.device, wanted: int, exact: bool
+) -> int:
+    """What any rank wants. A collective.
+
+    ValueError on every rank, naming all, if their rows, columns or dtypes differ, if gradients are enabled on some of
+    them alone, or, where `exact`, if they want other gradients.
+    """
+    own = torch.tensor([rows, cols, _DTYPES.index(dtype), wanted], dtype=torch.int64, device=device)
+    of_all = own.new_empty((dist.get_world_size(group), 4))
     _all_gather(of_all.view(-1), own, group=group)
-    found = [(rows, cols, _DTYPES[index]) for rows, cols, index in of_all.tolist()]
+    table = of_all.tolist()
+    found = [(rows, cols, _DTYPES[index]) for rows, cols, index, _ in table]
     if len(set(found)) > 1:
         each = ", ".join(f"rank {rank}: {rows} x {cols}, {dtype}" for rank, (rows, cols, dtype) in enumerate(found))
         raise ValueError(
             f"LayerNormLinear: every rank of the group must call it with as many rows, of one length and dtype; got "
             f"{each}."
         )
+    wishes = [row[3] for row in table]
+    if len({wish & ENABLED for wish in wishes}) > 1:
+        without = ", ".join(str(rank) for rank, wish in enumerate(wishes) if not wish & ENABLED)
+        raise ValueError(
+            "LayerNormLinear: gradients must be enabled on every rank of the group or on none, as the backward pass of "
+            f"one rank waits for that of the others; got none on rank {without}. Use torch.no_grad() on every rank or "
+            "on none."
+        )
+    if exact and len(set(wishes)) > 1:
+        raise ValueError(
+            "LayerNormLinear: with torch.compile and with parameters that are DTensors input and parameters must "
+            "require gradients on every rank of the group alike; got others on rank "
+            f"{', '.join(str(rank) for rank, wish in enumerate(wishes) if wish != wishes[0])} than on rank 0."
+        )
+    return functools.reduce(operator.or_, wishes)
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

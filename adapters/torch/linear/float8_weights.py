@@ -41,9 +41,14 @@ class _Kept(NamedTuple):
 
 
 class WeightCache:
-    """The bytes of a module's weight between calls, replaced as a whole."""
+    """The bytes of a module's weight between calls, replaced as a whole.
 
-    def __init__(self) -> None:
+    `trains`: an optimizer may change weight, of which its version need not tell: torch's fused ones leave it as it was,
+    as do those of other libraries, and FSDP when it gathers weight anew. A call differentiated by weight sets it.
+    """
+
+    def __init__(self, trains: bool) -> None:
+        self.trains = trains
         self._kept: _Kept | None = None
         self._captured: list[Weights] = []  # read by CUDA graphs, which may run as long as the module is there
 
@@ -61,11 +66,13 @@ class WeightCache:
     ) -> Weights:
         """Those of `whole`, the parameters `parts` one after the other; kept or found as `is_first_microbatch` says.
 
-        None keeps and finds them where weight is not `trained`, as long as the parameters are the same objects with the
-        same address and version. Not while a CUDA graph is captured: it would go on reading what may be replaced.
+        None keeps and finds them as long as the parameters are the same tensors in the same memory with the same
+        version, but not those of a weight that an optimizer may change (`trained`: this call is differentiated by
+        weight), nor while a CUDA graph is captured: it would go on reading what may be replaced.
         """
+        self.trains = self.trains or trained
         capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_first_microbatch is None and (trained or capturing):
+        if is_first_microbatch is None and (capturing or (self.trains and any(part.requires_grad for part in parts))):
             return quantised(whole, scheme, wants_columns)
         if is_first_microbatch is not True and self._serves(scheme, wants_columns):
             weights, _, stamp = self._kept
@@ -87,15 +94,22 @@ class WeightCache:
 
 
 def _stamp(parts: Sequence[Tensor]) -> tuple | None:
+    """What tells a tensor from others and from what it was before.
+
+    `part.data = other` changes nothing of it but its storage, and other memory may come to lie at the same address. Its
+    attributes stand for the tensor: a weak reference to it would forbid torch.utils.swap_tensors.
+    """
     if any(part.is_inference() for part in parts):
         return None  # they have no version
-    return tuple((weakref.ref(part), part.data_ptr(), part._version) for part in parts)
+    return tuple((part.__dict__, weakref.ref(part.untyped_storage()), part.data_ptr(), part._version) for part in parts)
 
 
 def _holds(stamp: tuple | None, parts: Sequence[Tensor]) -> bool:
     if stamp is None:
         return False
-    for (reference, address, version), part in zip(stamp, parts, strict=True):
-        if reference() is not part or address != part.data_ptr() or version != part._version:
+    for (attributes, storage, address, version), part in zip(stamp, parts, strict=True):
+        if attributes is not part.__dict__ or storage() is not part.untyped_storage():
+            return False
+        if address != part.data_ptr() or version != part._version:
             return False
     return True

@@ -19,8 +19,9 @@ from . import float8_functional, functional, parallel_float8, parallel_functiona
 from .checks import check_mode, check_overlaps, check_sizes, local_features
 from .float8_context import recipe_of
 from .float8_weights import WeightCache
-from .parallel import TensorParallel, size_of
+from .parallel import TensorParallel, size_of_given
 from .parameters import joined, lay_side_by_side, parts_of
+from .passes import Sink
 from .recipes import Recipe
 from .weight_gradients import WeightGradients
 
@@ -48,7 +49,8 @@ class LayerNormLinear(WeightGradients):
     tp_group : torch.distributed.ProcessGroup, optional
         The ranks over which weight and bias are split. Copies of the module share it, pickles leave it out.
     tp_size : int
-        How many, where there is no tp_group: then `set_tensor_parallel_group(group)` must come before the first call.
+        How many. Without a tp_group `set_tensor_parallel_group(group)` must come before the first call; with one, 1
+        stands for its size.
     get_rng_state_tracker : callable, optional
         weight is initialised inside `get_rng_state_tracker().fork()`. Without it ranks with one seed begin with the
         same numbers.
@@ -118,8 +120,10 @@ class LayerNormLinear(WeightGradients):
     ------
     TypeError, ValueError, RuntimeError
         An argument, or of `forward` an input, that does not fit; of TransformerEngine's types where those are not
-        assertions. ValueError on every rank if their rows or dtypes differ, which a module's first call looks for, and
-        with TORCH_DISTRIBUTED_DEBUG=DETAIL every call.
+        assertions. ValueError on every rank if their rows or dtypes differ, or if gradients are enabled on some of them
+        alone, which a module's first calls without and with gradients enabled look for, and with
+        TORCH_DISTRIBUTED_DEBUG=DETAIL every call. ValueError on one rank if tp_group has another size than a tp_size
+        other than 1.
     NotImplementedError
         parallel_mode="row" (a norm cannot be split along its row), and what is not here yet.
 
@@ -132,12 +136,20 @@ class LayerNormLinear(WeightGradients):
     FP8, is_first_microbatch and fp8_output break a graph of torch.compile; else compiled code finds the bytes of weight
     at every call.
 
-    In FP8 in_features and out_features must be multiples of 16, rows may be any number. Where weight wants no gradient
-    its bytes are kept from call to call, as long as the parameter is the same object with the same address and version:
-    `weight.data.copy_()` changes none of them, and needs `drop_fp8_weights()` after it, which `train()`, `eval()`,
-    `load_state_dict()` and moving the module call too. A CUDA graph reads kept bytes with is_first_microbatch=False,
-    for as long as the module is there, and else finds them again in every replay. Nothing of it is in the state_dict,
-    in copies or in pickles.
+    Ranks may differ in what requires a gradient. They tell each other in the first call with gradients enabled; in a
+    backward pass each takes part in what any of them needs, and drops what it does not need itself. So its y requires a
+    gradient, and its backward pass must run. Later a rank may need less; one that needs more than any did before asks
+    the others, which must need more in the same call. `set_tensor_parallel_group` on all ranks begins anew. Under
+    torch.compile and with DTensors they must not differ.
+
+    In FP8 in_features and out_features must be multiples of 16, rows may be any number. The bytes of a weight that
+    requires no gradient are kept from call to call, and so are those of any weight in calls without gradients after
+    `eval()`, as long as the parameter is the same tensor in the same memory with the same version. In training mode
+    and after a call that is differentiated by weight they are not: a fused optimizer changes no version. Nor does
+    `weight.data.copy_()`, which needs `drop_fp8_weights()` after it; `train()`, `eval()`, `load_state_dict()` and
+    moving the module call that too. A CUDA graph reads kept bytes with is_first_microbatch=False, for as long as the
+    module is there, and else finds them again in every replay. Nothing of it is in the state_dict, in copies or in
+    pickles.
 
     Examples
     --------
@@ -193,7 +205,7 @@ class LayerNormLinear(WeightGradients):
         check_sizes(tp_size=tp_size)
         check_overlaps(symmetric_ar_type, delay_wgrad_compute, ub_bulk_wgrad)
         if tp_group is not None:
-            tp_size = size_of(tp_group)
+            tp_size = size_of_given(tp_group, tp_size)
         self.in_features = in_features
         self.out_features = local_features(out_features, parallel_mode, tp_size)
         self.eps = eps
@@ -231,7 +243,7 @@ class LayerNormLinear(WeightGradients):
         functional.margins_of("LayerNormLinear", sm_margin)
         self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
 
-        self._fp8_weights = WeightCache()
+        self._fp8_weights = WeightCache(self.training)
         self._parts = parts_of(parameters_split, out_features, out_features // self.out_features)
         self._make_parameters(device, params_dtype)
         if not self.layer_norm_weight.is_meta:
@@ -282,7 +294,7 @@ class LayerNormLinear(WeightGradients):
             Of the dtype of the parameters; under autocast float16, bfloat16 or float32.
         is_first_microbatch : bool, optional
             With fuse_wgrad_accumulation, True overwrites main_grad, and False and None add to it. In FP8 None finds the
-            bytes of weight anew (without its gradient as the Notes say), True keeps them besides, and False takes those
+            bytes of weight anew (but for what the Notes say), True keeps them besides, and False takes those
             that are kept, whatever weight has become.
         fp8_output : bool
             y as (bytes in torch.float8_e4m3fn, a float32 scale for each row). In FP8 and without gradients alone.
@@ -375,7 +387,7 @@ class LayerNormLinear(WeightGradients):
             more = (self._fp8_weights, is_first_microbatch, fp8_output, wants_z, self._sink(is_first_microbatch))
             found = float8_functional.run(name, call, weights, *tensors, *more)
         elif self._over_ranks:
-            more = (self._parallel, self._sink(is_first_microbatch), margins)
+            more = (self._parallel, self._sink_over_ranks(is_first_microbatch), margins)
             found = parallel_functional.run_known(name, tensors, self.eps, operation, self.keep_normalized, *more)
         else:
             call = functional.known((name, margins), *tensors, self.eps, operation, self.keep_normalized)
@@ -390,7 +402,7 @@ class LayerNormLinear(WeightGradients):
         applied = None if self.return_bias else bias
         of_norm = (parallel.local_of_norm(one) for one in (self.layer_norm_weight, self.layer_norm_bias))
         norm = (*of_norm, self.eps, name_of(self.op, self.zero_centered_gamma))
-        sink = self._sink(is_first_microbatch)
+        sink = self._sink_over_ranks(is_first_microbatch)
         if recipe is None:
             weight, keep = joined(weights), self.keep_normalized
             margins = self._sm_margins
@@ -412,6 +424,9 @@ class LayerNormLinear(WeightGradients):
             )
         return y, z, bias
 
+    def _sink_over_ranks(self, is_first_microbatch: bool | None) -> Sink | None:
+        return self._sink(is_first_microbatch, of_frozen=self.delay_wgrad_compute and self.sequence_parallel)
+
     @property
     def _sm_margins(self) -> tuple[int, int, int]:
         return functional.margins_of(type(self).__name__, self.sm_margin)
@@ -421,7 +436,7 @@ class LayerNormLinear(WeightGradients):
         return self._parallel.group
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks over which it runs, again whenever they are new.
+        """The ranks over which it runs, again whenever they are new; on all of them before any calls the module.
 
         Raises
         ------
@@ -446,6 +461,7 @@ class LayerNormLinear(WeightGradients):
 
     def train(self, mode: bool = True) -> LayerNormLinear:
         self.drop_fp8_weights()
+        self._fp8_weights.trains = mode
         return super().train(mode)
 
     def _check_dtypes(self, inp: Tensor) -> None:
@@ -492,7 +508,7 @@ class LayerNormLinear(WeightGradients):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._fp8_weights = WeightCache()
+        self._fp8_weights = WeightCache(self.training)
         self._settle_parameters()  # those of a copy are
 
     def _load_from_state_dict(self, state_dict, prefix, *others):

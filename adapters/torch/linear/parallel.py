@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import compare, compares_always
+from .exchange import ENABLED, GATHER, SUM, compare, compares_always
 from .parallel_passes import Ranks
 
 NO_GROUP = (
@@ -21,6 +21,8 @@ class TensorParallel:
     """Copies share the group, pickles leave it out: a process group can be neither copied nor pickled."""
 
     of_tensors = True  # a module's parameters are this rank's tensors
+    exact = False  # ranks may want different gradients
+    _agreed: Ranks | None = None  # of calls with gradients enabled
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class TensorParallel:
             )
         self.group = group
         self._compared = False
+        self._agreed = None
         returned, delayed, overlaps = self.asked
         self._ranks = Ranks(group.group_name, size, self.sequence, returned, delayed, **overlaps)
 
@@ -70,14 +73,34 @@ class TensorParallel:
                 f"{tuple(x.shape)}."
             )
 
-    def compare(self, x: Tensor, dtype: torch.dtype) -> None:
-        """A first call, and with TORCH_DISTRIBUTED_DEBUG=DETAIL every call, looks whether all ranks have such rows."""
-        if self._compared and not compares_always():
-            return
+    def wanted(self, tensors: Sequence[Tensor | None]) -> int:
+        """What this rank wants of the backward pass of a call of (x, weight, bias, ln_weight, ln_bias), in bits."""
+        if not torch.is_grad_enabled():
+            return 0
+        x, weight, _, ln_weight, ln_bias = tensors
+        summed = any(tensor is not None and tensor.requires_grad for tensor in (x, ln_weight, ln_bias))
+        return ENABLED | SUM * summed | GATHER * (self.sequence and weight.requires_grad)
+
+    def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Ranks:
+        """The place of a call among the ranks, its `wanted` what any rank wants: all take part in what one waits for.
+
+        A module's first call tells the others, as does its first with gradients enabled, one that wants more than any
+        rank wanted before, and with TORCH_DISTRIBUTED_DEBUG=DETAIL every call; then all ranks must have as many rows.
+        What was wanted once is taken part in until the group is set again.
+        """
+        before = self._agreed if wanted else self._ranks
+        if self._compared and before is not None and not wanted & ~before.wanted and not compares_always():
+            return before
+        before = before or self.ranks()
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        compare(self.group, x.numel() // max(x.shape[-1], 1), x.shape[-1], dtype, x.device)
+            return before._replace(wanted=wanted | before.wanted)
+        rows = x.numel() // max(x.shape[-1], 1)
+        wanted = compare(self.group, rows, x.shape[-1], dtype, x.device, wanted, self.exact)
         self._compared = True
+        if not wanted:
+            return before
+        self._agreed = before._replace(wanted=wanted | before.wanted)
+        return self._agreed
 
     def __deepcopy__(self, memo: dict) -> TensorParallel:
         other = type(self).__new__(type(self))
@@ -85,7 +108,7 @@ class TensorParallel:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"group": None, "_ranks": None}
+        return self.__dict__ | {"group": None, "_ranks": None, "_agreed": None}
 
 
 def size_of(group: Any) -> int:
@@ -99,5 +122,16 @@ def size_of(group: Any) -> int:
     if size < 1:
         raise ValueError(
             "LayerNormLinear: this process must be a rank of the tensor-parallel group; got a group that it is not in."
+        )
+    return size
+
+
+def size_of_given(group: Any, tp_size: int) -> int:
+    """That of a group beside which a constructor was given `tp_size`; 1, the default, is no size that was given."""
+    size = size_of(group)
+    if tp_size not in (1, size):
+        raise ValueError(
+            f"LayerNormLinear: tp_size must be the number of ranks of tp_group, {size}; got tp_size={tp_size}. Leave "
+            "one of them out."
         )
     return size

@@ -26,7 +26,7 @@ from .float8_products import product
 from .float8_weights import WeightCache, Weights
 from .functional import NO_MARGINS, check, margins_of_pass
 from .parallel import TensorParallel
-from .parallel_passes import Ranks, _of_all, exchange_of, reduced
+from .parallel_passes import Ranks, _of_all, exchange_of, reduced, takes_part
 from .parameters import joined
 from .passes import Sink, in_dtype_of, matrix, norm_gradients, normalise, without_autocast
 from .recipes import Recipe
@@ -51,27 +51,29 @@ def norm_linear(
     sm_margins: tuple[int, int, int] = NO_MARGINS,
 ) -> tuple[Any, Tensor | None]:
     """As float8_functional.norm_linear, of the arguments of this rank; which z is returned `parallel` says."""
-    ranks = parallel.ranks()
+    parallel.ranks()  # RuntimeError where there is no group
     weight = joined(parts)
     tensors = (x, weight, bias, ln_weight, ln_bias)
     check(function, *tensors, operation)
     _check_float8(function, *tensors)
     parallel.check_rows(function, x)
+    wanted = parallel.wanted(tensors)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if fp8_output and differentiated:
         raise ValueError(f"{function}: fp8_output=True needs a call without gradients. Use torch.no_grad().")
     margins = margins_of_pass(sm_margins, differentiated)
     options = Float8Options(operation, float(eps), autocast_dtype(x) or x.dtype, recipe.scheme, *margins)
-    parallel.compare(x, options.dtype)
-    wants_columns = differentiated and any(t is not None and t.requires_grad for t in (x, ln_weight, ln_bias))
+    ranks = parallel.agreed(wanted, x, options.dtype)
+    recorded = differentiated or ranks.sums or ranks.gathers
     trained = differentiated and weight.requires_grad
     with without_autocast(x.device.type):
         with torch.no_grad():
-            weights = cache.of(parts, weight, options.scheme, wants_columns, trained, is_first_microbatch)
-            if not differentiated:
+            weights = cache.of(parts, weight, options.scheme, ranks.sums, trained, is_first_microbatch)
+            if not recorded:
                 y, z, _, _ = forward(x, weights, bias, ln_weight, ln_bias, options, ranks)
-        if differentiated:
-            return _NormLinear.apply(*tensors, weights, options, ranks, sink)
+        if recorded:
+            anchor, sink = takes_part(tensors, differentiated, ranks, sink)
+            return _NormLinear.apply(*tensors, anchor, weights, options, ranks, sink)
     if fp8_output:
         y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
         return (y8.view(y.shape), scale.view(y.shape[:-1])), z
@@ -80,7 +82,7 @@ def norm_linear(
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, ln_weight, ln_bias, weights, options, ranks, sink):
+    def forward(ctx, x, weight, bias, ln_weight, ln_bias, anchor, weights, options, ranks, sink):
         found = forward(x, weights, bias, ln_weight, ln_bias, options, ranks)
         ctx.set_materialize_grads(False)
         columns = (weights.columns, weights.column_scale)
@@ -94,7 +96,7 @@ class _NormLinear(torch.autograd.Function):
             raise RuntimeError("LayerNormLinear: in FP8 there are first derivatives alone; got create_graph=True.")
         saved = Saved(*ctx.saved_tensors)
         with without_autocast(saved.x.device.type):
-            return *gradients(dy, dz, saved, *ctx.call[:4], ctx.needs_input_grad[:5], ctx.call[4]), *[None] * 4
+            return *gradients(dy, dz, saved, *ctx.call[:4], ctx.needs_input_grad[:5], ctx.call[4]), *[None] * 5
 
 
 def forward(
@@ -164,12 +166,13 @@ def gradients(
     dy = x.new_zeros((all_rows, outs), dtype=options.dtype) if dy is None else matrix(dy, all_rows)
     sums = wants_dbias or (sink is not None and dtypes.bias is not None)
     high_precision = options.scheme.high_precision_wgrad
-    rounded = _RoundedOverRanks(dy, saved, options, dtypes, wants_dweight, sums, high_precision, ranks)
-    if (sink is not None or wants_dweight) and not (ranks.delayed and sink is not None):
+    wants_product = wants_dweight or sink is not None
+    rounded = _RoundedOverRanks(dy, saved, options, dtypes, wants_product, sums, high_precision, ranks)
+    if (wants_product or ranks.gathers) and not (ranks.delayed and sink is not None):
         rounded.begin()
     before = dreturned if ranks.gathers_returned else None  # the sum over the ranks
     total = None
-    if any(norm_mask):
+    if any(norm_mask) or ranks.sums:
         fast = options.scheme.fast[1]
         terms = product(rounded.rows, rounded.scale, columns, column_scale, options.dtype, fast=fast)
         if before is not None:
@@ -182,10 +185,14 @@ def gradients(
     else:
         dweight = rounded.weight() if wants_dweight else None
         dbias = rounded.bias() if wants_dbias else None
+        if ranks.gathers and not wants_dweight:
+            rounded.end()
     del rounded
     if total is None:
         return None, dweight, dbias, None, None
     dz = total()
+    if not any(norm_mask):
+        return None, dweight, dbias, None, None
     if dreturned is not None and before is None:
         dz = dz.add_(matrix(dreturned, rows))
     dz = dz.view(x.shape)
@@ -205,6 +212,11 @@ class _RoundedOverRanks(_Rounded):
         scheme = self._options.scheme
         by_columns = scheme.by_row and not scheme.high_precision_wgrad
         self._begun = self._columns_of_all() if by_columns else self._rows_of_all()
+
+    def end(self) -> None:
+        """What was begun for other ranks alone."""
+        if self._begun is not None:
+            self._begun()
 
     def _rows_of_all(self) -> Callable[[], Tensor]:
         x, _, _, ln_weight, ln_bias, _, _ = self._saved

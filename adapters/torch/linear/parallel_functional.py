@@ -12,7 +12,7 @@ from ..norm.functional import applied, autocast_dtype
 from . import parallel_operators
 from .functional import NO_MARGINS, _check_dtypes, check, in_one_step, known, margins_of_pass, remember_known
 from .parallel import TensorParallel
-from .parallel_passes import Ranks, forward, gradients
+from .parallel_passes import Ranks, forward, gradients, takes_part
 from .passes import NOTHING, Options, Sink, without_autocast
 
 
@@ -48,13 +48,14 @@ def norm_linear(
             f"{function}: over several ranks it is for plain tensors, and for first derivatives by backward(); got a "
             "subclass of Tensor, or a call under functorch or forward-mode differentiation."
         )
+    wanted = parallel.wanted(tensors)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     margins = margins_of_pass(sm_margins, differentiated)
     options = Options(operation, eps, cast or x.dtype, keep_normalized, *margins)
     if torch.compiler.is_compiling():  # the operator compares
-        y, z = parallel_operators.norm_linear(*tensors, *options, *ranks)[:2]
+        y, z = parallel_operators.norm_linear(*tensors, *options, *ranks[:-1], wanted)[:2]
         return y, z if ranks.returned != "nothing" else None
-    call = Call(options, ranks, differentiated)
+    call = Call(options, wanted, differentiated)
     if cast is None:
         remember_known(call, _function(function, sm_margins, ranks), *named)
     return _run(call, tensors, parallel, sink)
@@ -64,7 +65,7 @@ class Call(NamedTuple):
     """What follows for a call from its options, its place among the ranks and the layouts of its tensors."""
 
     options: Options
-    ranks: Ranks
+    wanted: int  # by this rank
     differentiated: bool
 
 
@@ -89,17 +90,18 @@ def run_known(
 
 
 def _run(call: Call, tensors: tuple, parallel: TensorParallel, sink: Sink | None) -> tuple[Tensor, Tensor | None]:
-    options, ranks, differentiated = call
-    parallel.compare(tensors[0], options.dtype)
-    if differentiated:
-        return _apply(*tensors, options, ranks, sink)
+    options, wanted, differentiated = call
+    ranks = parallel.agreed(wanted, tensors[0], options.dtype)
+    if differentiated or ranks.sums or ranks.gathers:
+        anchor, sink = takes_part(tensors, differentiated, ranks, sink)
+        return _apply(*tensors, anchor, options, ranks, sink)
     with torch.no_grad() if torch.is_grad_enabled() else NOTHING:  # 2 us where it changes nothing
         return forward(*tensors, options, ranks, False)[:2]
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, ln_weight, ln_bias, options, ranks, sink):
+    def forward(ctx, x, weight, bias, ln_weight, ln_bias, anchor, options, ranks, sink):
         found = forward(x, weight, bias, ln_weight, ln_bias, options, ranks)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, ln_weight, ln_bias, found.statistics, found.kept)
@@ -116,7 +118,7 @@ class _NormLinear(torch.autograd.Function):
         x, *others = ctx.saved_tensors
         with without_autocast("cuda" if x.is_cuda else x.device.type):  # a device takes 0.6 us
             results = gradients(dy, dz, x, *others, options, ranks, ctx.needs_input_grad[:5], sink)
-        return *results, None, None, None
+        return *results, None, None, None, None
 
 
 _apply = applied(_NormLinear)

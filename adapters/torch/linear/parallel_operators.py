@@ -14,14 +14,14 @@ import torch
 
 from ..norm import formulas
 from ..norm.operators import _absent, _library, register_kernels
-from .exchange import compare, compares_always, group_of
+from .exchange import ENABLED, compare, compares_always, group_of
 from .parallel_passes import Forward, Ranks, _of_all, forward, gradients
 from .passes import Options
 
 _OPTIONS = (
     "str operation, float eps, ScalarType dtype, bool keep_normalized, int sm_margin, int backward_sm_margin, "
     "str group, int ranks, bool sequence, str returned, bool delayed, bool overlap_gather, bool bulk_gather, "
-    "bool bulk_sum, bool overlap_sum"
+    "bool bulk_sum, bool overlap_sum, int wanted"
 )
 _FORWARD = (
     f"(Tensor x, Tensor weight, Tensor? bias, Tensor? ln_weight, Tensor? ln_bias, {_OPTIONS}) "
@@ -38,7 +38,7 @@ norm_linear = torch.ops.cunorm.parallel_norm_linear.default
 norm_linear_forward = torch.ops.cunorm.parallel_norm_linear_forward.default
 norm_linear_backward = torch.ops.cunorm.parallel_norm_linear_backward.default
 
-_compared: set[tuple] = set()
+_compared: dict[tuple, bool] = {}  # whether with gradients enabled
 
 
 def _split(options) -> tuple[Options, Ranks]:
@@ -55,13 +55,15 @@ def _forward_run(x, weight, bias, ln_weight, ln_bias, *options):
 
 def _compare_once(x, weight, options: Options, ranks: Ranks) -> None:
     """A compiled program knows no modules: what stands for the first call of one is that of a shape of weight."""
-    key = (ranks.group, weight.shape)
-    if key in _compared and not compares_always():
+    key, enabled = (ranks.group, weight.shape), bool(ranks.wanted & ENABLED)
+    before = _compared.get(key)
+    if before is not None and before >= enabled and not compares_always():
         return
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    _compared.add(key)
-    compare(group_of(ranks.group), x.numel() // x.shape[-1], x.shape[-1], options.dtype, x.device)
+    _compared[key] = enabled or bool(before)
+    rows = x.numel() // x.shape[-1]
+    compare(group_of(ranks.group), rows, x.shape[-1], options.dtype, x.device, ranks.wanted, exact=True)
 
 
 def _backward_run(dy, dz, x, weight, ln_weight, ln_bias, statistics, kept, *options):

@@ -8,8 +8,8 @@ Each rank has some of the weight's rows. With sequence parallelism it also has i
 Without it every rank has all rows of x and Z = norm(x); the sum over the ranks then reaches every rank whole. The
 gradients of the norm's parameters are of the rows that the rank has: whoever trains adds them up over the ranks.
 
-What the backward pass communicates depends on which gradients are wanted, never on which it was given: a rank that uses
-its results differently from others still takes part.
+What the backward pass communicates depends on which gradients any rank wants, never on which it was given: a rank that
+wants fewer, or uses its results differently from others, still takes part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from . import symmetric
-from .exchange import Exchange, Gathering, exchange_by_collectives, group_of, in_turn
+from .exchange import GATHER, SUM, Exchange, Gathering, exchange_by_collectives, group_of, in_turn
 from .passes import Options, Sink, _Product, in_dtype_of, matrix, norm_gradients, normalise
 
 
@@ -38,10 +38,21 @@ class Ranks(NamedTuple):
     bulk_gather: bool  # backward: z gathered under the product of dz (ub_bulk_dgrad)
     bulk_sum: bool  # backward: dz summed under the product of dW (ub_bulk_wgrad)
     overlap_sum: bool  # backward: the product of dz in parts, each sent when it is done (ub_overlap_rs_dgrad)
+    wanted: int = 0  # what some rank wants of the backward pass: bits of exchange.py
 
     @property
     def gathers_returned(self) -> bool:
         return self.sequence and self.returned == "gathered"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether some rank needs z of all rows for the gradient of weight."""
+        return bool(self.wanted & GATHER)
+
+    @property
+    def sums(self) -> bool:
+        """Whether some rank needs the gradient of z."""
+        return bool(self.wanted & SUM)
 
 
 class Forward(NamedTuple):
@@ -58,6 +69,16 @@ def exchange_of(ranks: Ranks, overlaps: bool, like: Tensor) -> Exchange:
         if found is not None:
             return found
     return exchange_by_collectives(ranks.group)
+
+
+def takes_part(
+    tensors: tuple[Tensor | None, ...], differentiated: bool, ranks: Ranks, sink: Sink | None
+) -> tuple[Tensor | None, Sink | None]:
+    """(anchor, sink) of a step of autograd. Where nothing of this rank requires a gradient `anchor` does, so that the
+    step is there for the other ranks; a frozen weight has a sink where `backward_dw` is a collective.
+    """
+    anchor = None if differentiated else tensors[0].new_empty(0).requires_grad_()
+    return anchor, sink if ranks.gathers or tensors[1].requires_grad else None
 
 
 def forward(
@@ -153,13 +174,13 @@ def gradients(
     delayed = ranks.delayed and sink is not None
     if delayed:
         again = lambda: z_again()()  # noqa: E731
-    elif sink is not None or wants_dweight:
+    elif sink is not None or wants_dweight or ranks.gathers:
         again = z_again()
     else:
         again = None
 
     before = dreturned if ranks.gathers_returned else None  # the sum over the ranks
-    total = _gradient_of_z(dy, weight, before, rows, ranks, ends) if any(norm_mask) else None
+    total = _gradient_of_z(dy, weight, before, rows, ranks, ends) if any(norm_mask) or ranks.sums else None
     product = _Product(dy, again, weight)
     if sink is not None:
         dweight, dbias = sink(product)
@@ -172,7 +193,9 @@ def gradients(
         dz = total()
         if dreturned is not None and before is None:
             dz = dz.add_(matrix(dreturned, rows))
-        dx, dln_weight, dln_bias = norm_gradients(dz.view(x.shape), True, x, statistics, ln_weight, options, norm_mask)
+        if any(norm_mask):
+            dz = dz.view(x.shape)
+            dx, dln_weight, dln_bias = norm_gradients(dz, True, x, statistics, ln_weight, options, norm_mask)
     for end in ends:
         end()
     return dx, dweight, dbias, dln_weight, in_dtype_of(ln_bias, dln_bias)

@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import logs
-from .exchange import Exchange, in_turn
+from .exchange import Exchange, in_turn, is_registered
 
 READY, TAKEN = 0, 1  # channels of signals
 # Bytes of all rows below which ub_* change nothing: there the host's time for more launches is what counts. On two
 # H200s, 4096 -> 12288, forward and backward with ub_overlap_ag and the bulk flags take 1.17 to 1.22 of NCCL's time
 # where these are 32 MB, 0.85 to 0.93 where they are 64 MB.
 LEAST = 64 << 20
+SHAPES = 256  # of which a buffer's views are kept
 
 _exchanges: dict[tuple[str, torch.device], tuple[Any, SymmetricExchange | None]] = {}
 
@@ -48,6 +49,8 @@ def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
     if known is group:
         return found
     _refuse_capture(device)
+    for other in [other for other, (its_group, _) in _exchanges.items() if not is_registered(its_group)]:
+        del _exchanges[other]  # with its buffers
     reason = why_not(group, device)
     if reason:
         logs.fell_back("LayerNormLinear", "rows are exchanged by torch.distributed", reason)
@@ -162,6 +165,8 @@ class Buffer:
         views = self._views.get((shape, dtype))
         if views is None:
             size = math.prod(shape) * dtype.itemsize
+            if len(self._views) >= SHAPES:
+                self._views.clear()
             if size > self._size:
                 _refuse_capture(self._device)
                 self.memory, self._own = allocate(size, self._group, self._device)

@@ -43,10 +43,11 @@ class WeightGradients(nn.Module):
     def _applied_biases(self) -> list[nn.Parameter]:
         return [] if self.return_bias else self._biases
 
-    def _sink(self, is_first_microbatch: bool | None) -> Sink | None:
+    def _sink(self, is_first_microbatch: bool | None, of_frozen: bool = False) -> Sink | None:
+        """`of_frozen`: also where weight is frozen, as other ranks may wait in `backward_dw` for this one's z."""
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
             return None
-        if not any(weight.requires_grad for weight in self._weights):
+        if not of_frozen and not any(weight.requires_grad for weight in self._weights):
             return None
         if self.fuse_wgrad_accumulation:
             for part, weight in zip(self._parts, self._weights, strict=True):
@@ -69,7 +70,9 @@ class WeightGradients(nn.Module):
     def _weight_gradients(self, overwrite: bool, gradients: ProductGradients) -> None:
         """What a backward pass left to `backward_dw`."""
         rows = [part.rows for part in self._parts]
-        if self.fuse_wgrad_accumulation:
+        if not any(weight.requires_grad for weight in self._weights):
+            gradients.weight()  # for z, which other ranks wait for
+        elif self.fuse_wgrad_accumulation:
             self._accumulate(overwrite, gradients)
         else:
             for weight, gradient in zip(self._weights, gradients.weight().split(rows), strict=True):
