@@ -85,6 +85,15 @@ class PlainNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
+class ColumnsNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.normalized_shape = COLS
+
+    def forward(self, x):
+        return F.layer_norm(x, (self.normalized_shape,))
+
+
 class Normalise(RMSNorm):
     """Its name says nothing."""
 
@@ -98,6 +107,7 @@ TAKEN: dict[str, tuple[Callable[[], nn.Module], bool, str, Any]] = {
     "CLIP's": (lambda: Fp32LayerNorm(COLS), False, "layer_norm", "eps"),
     "CLIP's without weight": (lambda: Fp32LayerNorm(COLS, elementwise_affine=False), False, "layer_norm", "eps"),
     "by hand": (lambda: ByHandNorm(COLS, bias=True), False, "layer_norm", "small"),
+    "without a weight, of a number of columns": (ColumnsNorm, False, "layer_norm", 1e-5),
     "without a weight": (PlainNorm, False, "rms_norm", 1e-6),
     "named": (Normalise, True, "rms_norm", "eps"),
 }
@@ -228,6 +238,10 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "without x": (
         remote(lambda self, x: torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight),
+        "computes something else",
+    ),
+    "in place": (
+        remote(lambda self, x: F.layer_norm(x.sub_(x.mean(-1, keepdim=True)), (COLS,), self.weight)),
         "computes something else",
     ),
     "several results": (remote(lambda self, x: (RMSNorm.forward(self, x), x)), "computes something else"),

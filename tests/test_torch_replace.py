@@ -196,7 +196,7 @@ def test_a_gated_norm_of_transformers(device, name, dtypes):
 
 
 @pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
-@pytest.mark.parametrize("name", ["mamba2", "kimi_linear"])
+@pytest.mark.parametrize("name", ["mamba2", "kimi_linear", "zamba2, one group", "falcon_h1"])
 def test_what_a_gated_norm_launches(stand_in, lines, name):
     """One kernel forward, one plan backward; x and a gate that is a part of a product are read where they lie."""
     norm = gated_norm(name).to(torch.bfloat16)

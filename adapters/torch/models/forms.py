@@ -57,17 +57,8 @@ class GatedForm(NamedTuple):
 
 def form_of(module: nn.Module) -> Form | GatedForm | str:
     """What a module computes, or why it is none of these: a clause whose subject is its class."""
-    parameters = {name: one for name, one in module._parameters.items() if one is not None}
-    others = sorted(parameters.keys() - {"weight", "bias"})
-    of_call = len(inspect.signature(type(module).forward).parameters) - 1  # without self
     if module._modules or module._buffers:
         return "has submodules or buffers"
-    if others:
-        return f"has the parameters {', '.join(others)}: only weight and bias are known"
-    if any(parameter.dim() != 1 for parameter in parameters.values()):
-        return "has a weight or bias of several axes"
-    if of_call not in (1, 2):
-        return f"has a forward of {of_call} arguments: only x, and a gate beside it, are known"
     try:
         # What the copy draws or makes leaves no trace, whatever default device and autocast are set.
         with (
@@ -76,15 +67,32 @@ def form_of(module: nn.Module) -> Form | GatedForm | str:
             torch.device("cpu"),
             torch.autocast("cpu", enabled=False),
         ):
-            return _Trial(module, gated=of_call == 2).form() or OTHER
+            return _obstacle(module) or _Trial(module).form() or OTHER
     except _OtherResultError:
         return OTHER
     except Exception as error:
         return f"raised {type(error).__name__} when a copy was tried on the CPU: {str(error).partition(chr(10))[0]}"
 
 
+def _obstacle(module: nn.Module) -> str:
+    """Why a module cannot be tried, "" if it can."""
+    parameters = {name: one for name, one in module._parameters.items() if one is not None}
+    others = sorted(parameters.keys() - {"weight", "bias"})
+    if others:
+        return f"has the parameters {', '.join(others)}: only weight and bias are known"
+    if any(parameter.dim() != 1 for parameter in parameters.values()):
+        return "has a weight or bias of several axes"
+    if _arguments(module) not in (1, 2):
+        return f"has a forward of {_arguments(module)} arguments: only x, and a gate beside it, are known"
+    return ""
+
+
+def _arguments(module: nn.Module) -> int:
+    return len(inspect.signature(type(module).forward).parameters) - 1  # without self
+
+
 class _OtherResultError(Exception):
-    """Something else than a tensor of the shape of x."""
+    """Something else than a tensor of the shape of x, or x has changed in place."""
 
 
 class _Formula(NamedTuple):
@@ -114,8 +122,8 @@ class _Formula(NamedTuple):
 class _Trial:
     """A copy of a module, without its parameters and hooks, and what it is tried on."""
 
-    def __init__(self, module: nn.Module, gated: bool):
-        self.forward, self.gated = type(module).forward, gated
+    def __init__(self, module: nn.Module):
+        self.forward, self.gated = type(module).forward, _arguments(module) == 2
         self.probe = type(module).__new__(type(module))
         nn.Module.__init__(self.probe)
         attributes = {name: value for name, value in vars(module).items() if name not in vars(self.probe)}
@@ -123,9 +131,9 @@ class _Trial:
         self.probe._parameters.update(dict.fromkeys(module._parameters))
         self.floats = [name for name, value in attributes.items() if type(value) is float]
         lengths = {name: len(one) for name, one in module._parameters.items() if one is not None}
-        shape = attributes.get("normalized_shape", ())
-        # A rank may have an empty part of a weight.
-        columns = max(lengths.values(), default=shape[0] if len(shape) == 1 else 0) or PROBE_COLUMNS
+        shape = attributes.get("normalized_shape") or PROBE_COLUMNS
+        # Without a weight, or where a rank has an empty part of it, the columns are those that an attribute says.
+        columns = max(lengths.values(), default=0) or (shape if isinstance(shape, int) else shape[-1])
         generator = torch.Generator().manual_seed(0)
         self.x, self.gate = torch.randn(2, 2, 3, columns, generator=generator)
         self.x = (self.x + 0.5) * torch.tensor([[0.01, 16, 1], [0.1, 0, 4]])[..., None]
@@ -195,8 +203,10 @@ class _Trial:
         for name, value in (("weight", self.weight), ("bias", self.bias)):
             if value is not None:
                 self.probe._parameters[name] = nn.Parameter(value.to(pair[1]), requires_grad=False)
-        y = self.forward(self.probe, *(one.to(pair[0]) for one in (x, gate)[: 1 + self.gated]))
-        if not isinstance(y, Tensor) or y.shape != x.shape:
+        given = [one.to(pair[0], copy=True) for one in (x, gate)[: 1 + self.gated]]
+        y = self.forward(self.probe, *given)
+        changed = not all(map(torch.equal, given, (x.to(pair[0]), gate.to(pair[0]))))
+        if changed or not isinstance(y, Tensor) or y.shape != x.shape:
             raise _OtherResultError
         return y
 
