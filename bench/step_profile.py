@@ -36,7 +36,7 @@ from bench.norm_roads import ROADS, Road
 from bench.results import lines_to
 from bench.torch_models import DTYPES, alternate, build
 from cunorm import launch
-from cunorm.torch import fuse_norm_linear, replace_norms
+from cunorm.torch import replace_norms
 from cunorm.torch.norm import functional, gpu, launching, modules, operators
 
 MODEL, DTYPE = "gpt2", DTYPES["bfloat16"]
@@ -159,7 +159,6 @@ def eager(write: Write) -> None:
     steps = {
         "torch": step(lambda model: None),
         "cunorm": step(replace_norms),
-        "fuse_norm_linear": step(fuse_norm_linear),
     }
     started = time.perf_counter()
     for contender in steps.values():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.testing import assert_close
 
-from cunorm.torch import LayerNorm, LayerNormColwiseParallel, LayerNormLinear, RMSNorm, fuse_norm_linear
+from cunorm.torch import LayerNorm, LayerNormColwiseParallel, LayerNormLinear, RMSNorm
 
 COLS, OUTS, EPS = 8, 24, 0.3
 SPLIT = {"parameters_split": {"query": 8, "key_value_": 16}}
@@ -139,16 +139,6 @@ def beside_torchs(group: Any, device: str) -> None:
             assert_close(one.grad.full_tensor(), other.grad)
 
 
-def not_joined(group: Any, device: str) -> None:
-    """A norm and a Linear that torch's styles have split already."""
-    mesh = DeviceMesh.from_group(group, device)
-    block = torch.nn.TransformerEncoderLayer(COLS, 2, OUTS, norm_first=True, batch_first=True, device=device)
-    plan = {"norm2": SequenceParallel(), "linear1": ColwiseParallel(input_layouts=Shard(1))}
-    report = fuse_norm_linear(parallelize_module(block, mesh, plan))
-    assert list(report.fused) == ["norm1"]
-    assert "before they are split over a mesh" in report.left["norm2"]
-
-
 def refused_styles(group: Any, device: str) -> None:
     mesh = DeviceMesh.from_group(group, device)
     style = LayerNormColwiseParallel()
@@ -221,8 +211,5 @@ def fsdp_and_checkpoints(group: Any, device: str) -> None:
         assert_close(one.full_tensor(), other.full_tensor())
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (values_and_gradients, layouts, training, beside_torchs, not_joined, refused_styles)
-}
+CHECKS = {check.__name__: check for check in (values_and_gradients, layouts, training, beside_torchs, refused_styles)}
 ON_FOUR = {"fsdp_and_checkpoints": fsdp_and_checkpoints}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,31 @@ def test_the_wheel_has_the_licence_and_depends_on_numpy_alone(wheel):
     assert "License-Expression: Apache-2.0\n" in metadata
     assert f"Version: {cunorm.__version__}\n" in metadata
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_no_extra_installs_libraries_of_two_versions_of_cuda():
+    """Nor of another one than its name says, alone or beside the CUDA of the same name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = {
+        extra: {
+            version
+            for requirement in requirements
+            if requirement.startswith(("cupy-", "nvidia-c"))
+            for version in ("12", "13")
+            if re.search(rf"(cu|cuda){version}|>={version},", requirement)
+        }
+        for extra, requirements in project["optional-dependencies"].items()
+        if extra not in ("test", "bench")  # NVRTC of 12 compiles beside that of 13 there; no CUDA library
+    }
+    of_cuda = {extra: found for extra, found in versions.items() if found}
+    assert of_cuda == {extra: {extra[-2:]} for extra in ("cuda12", "cuda13", "linear-cu12", "linear-cu13")}
+
+
+def test_the_version_of_kernels_stands_in_one_place():
+    """That of the tests: users take the one that their transformers takes."""
+    files = [ROOT / "README.md", *(ROOT / "adapters").rglob("*.py"), *(ROOT / "cunorm").rglob("*.py")]
+    assert not [path.name for path in files if re.search(r"\bkernels[<>=]=?", path.read_text())]
+    assert (ROOT / "pyproject.toml").read_text().count('"kernels==') == 1
 
 
 def test_python_of_the_linters_is_the_oldest_supported():

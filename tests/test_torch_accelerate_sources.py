@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import textwrap
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from torch_models import build  # noqa: E402
 from torch_tensors import random  # noqa: E402
 
 from cunorm.torch import accelerate, replace_norms  # noqa: E402
+from cunorm.torch.models import accelerate as accelerate_module  # noqa: E402
 from cunorm.torch.models import blocks, rewrite  # noqa: E402
 from cunorm.torch.models.rewrite import SUM_AFTER, SUM_FIRST, rewritten  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
 
 FORWARDS = {
     "a sum and the norm of it": (
@@ -191,6 +196,30 @@ def test_a_forward_that_is_not_the_one_known(module_of, tmp_path):
     path.write_text(path.read_text().replace("self.linear(x) + x", "self.linear(x) + 2 * x"))
     rewrite.inspect.linecache.checkcache()
     assert rewritten(original, joins) is None  # the file has changed since it was imported
+
+
+@pytest.mark.parametrize(("version", "said"), [("5.24.0", 1), (blocks.JOINED_VERSIONS["transformers"], 0)])
+def test_the_report_names_the_version_that_is_known_and_the_one_that_is_there(monkeypatch, version, said):
+    """Once, however many layers there are, and not where only somebody has replaced a forward."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    model, _ = build("llama")
+    monkeypatch.setattr(accelerate_module.metadata, "version", lambda package: version)
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling.LlamaDecoderLayer, "forward", lambda self, x, **_: x)
+        blocks.joined_class.cache_clear()
+        report = accelerate(model)
+    blocks.joined_class.cache_clear()
+    known = blocks.JOINED_VERSIONS["transformers"]
+    assert str(report).count(f"joins are known of transformers {known}, and this is {version}") == said
+    assert len(report.norms.swapped) == 5
+
+
+def test_the_versions_that_are_known_are_those_that_are_tested():
+    pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
+    tested = dict(pin.split("==") for pin in pins if "==" in pin)
+    assert {
+        name: tested.get(name, version) for name, version in blocks.JOINED_VERSIONS.items()
+    } == blocks.JOINED_VERSIONS
 
 
 def test_a_block_whose_forward_was_replaced_is_left(monkeypatch):

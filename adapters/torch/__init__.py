@@ -13,7 +13,6 @@ from .linear.functional import layer_norm_linear
 from .linear.module import LayerNormLinear
 from .linear.recipes import Float8CurrentScaling, MMParams, QParams, RowwiseScaling
 from .models.accelerate import Acceleration, accelerate
-from .models.fuse import Fusion, fuse_norm_linear
 from .models.mapping import kernel_mapping
 from .models.replace import Replacement, replace_norms
 from .norm.functional import layer_norm, rms_norm
@@ -35,7 +34,6 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "Float8CurrentScaling",
-    "Fusion",
     "LayerNorm",
     "LayerNormColwiseParallel",
     "LayerNormLinear",
@@ -51,7 +49,6 @@ __all__ = [
     "autocast",
     "decompositions",
     "fp8_autocast",
-    "fuse_norm_linear",
     "gate_add_layer_norm_modulate",
     "gate_add_rms_norm_modulate",
     "is_fp8_available",

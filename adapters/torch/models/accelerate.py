@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import NamedTuple
 
 import torch
@@ -11,9 +13,9 @@ from torch import nn
 
 from ..norm import nodes
 from ..norm.modules import LayerNorm, RMSNorm
-from .blocks import Block, joined_class, known
-from .classes import Swaps, check_module
-from .replace import Replacement, replace_norms
+from .blocks import JOINED_VERSIONS, Block, joined_class, known
+from .classes import Swaps, check_classes, check_module, forward_replaced, on_the_cpu, remedies
+from .replace import Replacement, SwappedNorm, replace_norms
 from .rewrite import SUM_AFTER, SUM_FIRST
 
 # Elements of x below which a step waits for the host. On an H200, LayerNorm, forward and backward: by Python's nodes
@@ -62,6 +64,8 @@ class Acceleration:
     joined: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     without_nodes: str = ""
+    _already: bool = field(default=False, repr=False)  # an earlier call has set all there is to set
+    _unknown: set[str] = field(default_factory=set, repr=False)  # packages of blocks whose forward is another
     _blocks: dict[str, nn.Module] = field(default_factory=dict, repr=False)
     _norms: list[nn.Module] = field(default_factory=list, repr=False)
     _swaps: Swaps = field(default_factory=Swaps, repr=False)
@@ -83,7 +87,7 @@ class Acceleration:
     def undo(self) -> None:
         """Gives every module its class back; what was trained meanwhile stays.
 
-        RuntimeError, and nothing is undone, if a class was changed since, as by fully_shard or `fuse_norm_linear`.
+        RuntimeError, and nothing is undone, if a class was changed since, as by fully_shard.
         """
         self.norms._swaps.check()
         self._swaps.undo("_ran", "_few", "_joined_from")
@@ -97,13 +101,18 @@ class Acceleration:
     def __str__(self) -> str:
         ran = self.ran()
         left = self.norms.left | self.left
-        lines = [f"norms replaced {len(self.norms.swapped)}, joined {len(self.joined)}, left {len(left)}"]
+        lines = on_the_cpu(self.norms._model)
+        if self._already:
+            lines.append("already accelerated")
+        lines.append(f"norms replaced {len(self.norms.swapped)}, joined {len(self.joined)}, left {len(left)}")
         lines += [f"  {name}: {before}" for name, before in self.norms.swapped.items() if name not in self.joined]
         for name, what in self.joined.items():
             together, apart = ran[name]
             lines.append(f"  {name}: with {what}; ran {together}")
             lines += [f"    apart {count}: {reason}" for reason, count in apart.items()]
         lines += [f"  {name}: left, {reason}" for name, reason in left.items()]
+        lines += [f"  {line}" for line in remedies(left)]
+        lines += [f"  {line}" for package in sorted(self._unknown) if (line := _of_another_version(package))]
         lines.append(f"  below {HOST_BOUND_BELOW} elements: norms of torch.nn by torch's own kernels")
         compiled = (
             f"norms of {COMPILED_FROM} elements, of torch.nn in a CUDA graph any, with our backward pass; no joins"
@@ -114,7 +123,22 @@ class Acceleration:
         return "\n".join(lines)
 
 
-def accelerate(model: nn.Module) -> Acceleration:
+def _of_another_version(package: str) -> str:
+    """What a report says of blocks whose forward is not known; "" if their package has the version that is."""
+    known_version = JOINED_VERSIONS[package]
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+    if version.startswith(known_version):
+        return ""
+    return (
+        f"joins are known of {package} {known_version}, and this is {version}: blocks whose forward has changed have "
+        "their norms replaced, and none joined"
+    )
+
+
+def accelerate(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Acceleration:
     """Replaces, in place, the norms of a model, and joins them with the sums and modulations beside them.
 
     The norms are those of `replace_norms`. In known blocks a residual that is added before a norm, or after it, is
@@ -128,6 +152,8 @@ def accelerate(model: nn.Module) -> Acceleration:
     model : Module
         On any device, in any dtype, in DistributedDataParallel or compiled too. Its parameters, hooks and state_dict
         stay as they are. Before fully_shard, not after it: blocks that it has wrapped are left.
+    norms : sequence of classes, optional
+        As in `replace_norms`.
 
     Returns
     -------
@@ -163,6 +189,7 @@ def accelerate(model: nn.Module) -> Acceleration:
     >>> accelerated = accelerate(layer)
     >>> y = layer(torch.ones(2, 3, 8))
     >>> print(accelerated)
+    this model is on the CPU: torch's operators run
     norms replaced 2, joined 2, left 0
       norm1: with the sum before it; ran 0
       norm2: with the sum before it; ran 0
@@ -172,7 +199,9 @@ def accelerate(model: nn.Module) -> Acceleration:
     >>> accelerated.undo()
     """
     check_module("accelerate", model)
-    report = Acceleration(replace_norms(model))
+    check_classes("accelerate", norms)
+    was_set = any("_compiled_from" in vars(module) for module in model.modules())
+    report = Acceleration(replace_norms(model, norms))
     if torch.cuda.is_available():
         report.without_nodes = nodes.build()
     try:
@@ -180,13 +209,14 @@ def accelerate(model: nn.Module) -> Acceleration:
     except BaseException:
         report.undo()
         raise
+    report._already = was_set and not report.norms.swapped and not report.joined
     return report
 
 
 def _join_blocks(model: nn.Module, report: Acceleration) -> None:
     for name in report.norms.swapped:
         norm = model.get_submodule(name)
-        if isinstance(norm, LayerNorm | RMSNorm):
+        if isinstance(norm, LayerNorm | RMSNorm | SwappedNorm):
             norm.__dict__["_own_below"] = HOST_BOUND_BELOW
         norm.__dict__["_compiled_from"] = COMPILED_FROM
         report._norms.append(norm)
@@ -198,6 +228,8 @@ def _join_blocks(model: nn.Module, report: Acceleration) -> None:
         joined, reason = joined_class(found), _obstacle(block, found.cls)
         if reason or joined is None:
             report.left[prefix] = reason or f"the forward of {found.cls.__name__} is not the one that is known"
+            if not reason:
+                report._unknown.add(found.cls.__module__.partition(".")[0])
             continue
         report._swaps.swap(block, joined)
         of_sums = {SUM_FIRST, SUM_AFTER}.issuperset(found.joins.values())
@@ -214,9 +246,7 @@ def _obstacle(block: nn.Module, cls: type) -> str:
     """Why the sums of a block cannot be joined, "" if they can."""
     if type(block) is not cls:
         return f"{type(block).__name__} is a class made of {cls.__name__}; accelerate first what is then wrapped"
-    if "forward" in block.__dict__:
-        return f"the forward of this {cls.__name__} was replaced on the instance"
-    return ""
+    return forward_replaced(block)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -21,6 +21,9 @@ _WHISPER = {"encoder_attn_layer_norm": SUM_FIRST, "final_layer_norm": SUM_FIRST}
 _CONDITIONED = {"norm": MODULATED}
 _OF_TWO_STREAMS = {"norm2": GATED, "norm2_context": GATED}
 
+# Whose forward methods were read. pyproject.toml tests with these.
+JOINED_VERSIONS = {"diffusers": "0.42.1", "timm": "1.0", "torch": "2.13.0", "transformers": "5.17.0"}
+
 # Package and class of a block: what of its forward is joined.
 BLOCKS: dict[tuple[str, str], Joins] = {
     ("torch", "TransformerEncoderLayer"): {"norm1": SUM_FIRST, "norm2": SUM_FIRST},

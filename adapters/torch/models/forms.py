@@ -1,97 +1,283 @@
-"""What a class of transformers or diffusers computes that has the parts of an RMSNorm, found by trying it."""
+"""What a norm computes, found by trying a copy of the module: the classes of transformers, diffusers and one's own.
+
+The copy has the attributes of the module and random parameters. It is called on the CPU, in training and in evaluation,
+on rows of very different size, and its results are compared with the formulas that there are kernels for.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...expression import sigmoid, silu
 from ...fusion import Fused, fuse
 from ...operation import name_of
+from ..norm.functional import AUTOCAST_TO_FLOAT32
 
-PROBE_COLUMNS = 64
+PROBE_COLUMNS = 64  # of a norm without a weight, which takes any number
 PROBE_EPS = 0.25
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PACKAGES = ("transformers", "transformers_modules", "diffusers")  # the second is code that the first has loaded
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = (*HALF, torch.float32, torch.float64)
+FLOAT32 = (torch.float32, torch.float32)
 ACTIVATIONS = {"silu": silu, "sigmoid": sigmoid}
-Pair = tuple[torch.dtype, torch.dtype]  # of x and weight
+Pair = tuple[torch.dtype, torch.dtype | None]  # of x and weight
+Dtypes = tuple[tuple[Pair, torch.dtype], ...]  # and of y; without the pairs that the module refuses
+
+OTHER = "computes something else than a LayerNorm or an RMSNorm over the last axis, gated or not"
 
 
 class Form(NamedTuple):
-    """x / sqrt(mean(x²) + eps) * weight, or 1 + weight"""
+    """(x - mean(x)) / sqrt(var(x) + eps), or x / sqrt(mean(x²) + eps), times weight or 1 + weight, plus bias."""
 
     operation: str  # a name of cunorm.operation.NAMED
-    dtypes: dict[Pair, torch.dtype]  # of y
+    eps: str | float  # the name of the attribute that holds it, or its value where it stands in the method
+    weight: bool
+    bias: bool
+    dtypes: Dtypes
+    autocast: Dtypes  # where autocast on a GPU changes the dtype of y
+    of_torch: bool  # it calls torch's own operator, instead of several
 
 
 class GatedForm(NamedTuple):
-    """The same times an activation of a gate, or of x times it."""
+    """x / sqrt(mean(x²) + eps) * weight, times an activation of a gate, or of x times it."""
 
-    operations: dict[Pair, Fused]  # of hidden_states, gate and weight
+    activation: str
+    gate_first: bool
+    eps: str
+    dtypes: Dtypes
 
 
-def may_be_rms_norm(module: nn.Module) -> bool:
-    """A class of these packages that has the parts of an RMSNorm."""
-    parameters = dict(module.named_parameters(recurse=False))
-    return (
-        type(module).__module__.partition(".")[0] in PACKAGES
-        and list(parameters) == ["weight"]
-        and parameters["weight"].dim() == 1
-        and not list(module.children())
-        and not list(module.buffers(recurse=False))
-        and eps_name(module) is not None
+def form_of(module: nn.Module) -> Form | GatedForm | str:
+    """What a module computes, or why it is none of these: a clause whose subject is its class."""
+    if module._modules or module._buffers:
+        return "has submodules or buffers"
+    try:
+        # What the copy draws or makes leaves no trace, whatever default device and autocast are set.
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):
+            return _obstacle(module) or _Trial(module).form() or OTHER
+    except _OtherResultError:
+        return OTHER
+    except Exception as error:
+        return f"raised {type(error).__name__} when a copy was tried on the CPU: {str(error).partition(chr(10))[0]}"
+
+
+def _obstacle(module: nn.Module) -> str:
+    """Why a module cannot be tried, "" if it can."""
+    parameters = {name: one for name, one in module._parameters.items() if one is not None}
+    others = sorted(parameters.keys() - {"weight", "bias"})
+    if others:
+        return f"has the parameters {', '.join(others)}: only weight and bias are known"
+    if any(parameter.dim() != 1 for parameter in parameters.values()):
+        return "has a weight or bias of several axes"
+    if _arguments(module) not in (1, 2):
+        return f"has a forward of {_arguments(module)} arguments: only x, and a gate beside it, are known"
+    return ""
+
+
+def _arguments(module: nn.Module) -> int:
+    return len(inspect.signature(type(module).forward).parameters) - 1  # without self
+
+
+class _OtherResultError(Exception):
+    """Something else than a tensor of the shape of x, or x has changed in place."""
+
+
+class _Formula(NamedTuple):
+    """What a module may compute."""
+
+    centred: bool = False
+    plus: bool = False  # times 1 + weight
+    activation: str = ""
+    gate_first: bool = False
+
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """In float64."""
+        y = x.double()
+        gated = getattr(nn.functional, self.activation)(gate.double()) if self.activation else 1.0
+        if self.gate_first:
+            y = y * gated
+        if self.centred:
+            y = y - y.mean(-1, keepdim=True)
+        y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
+        if weight is not None:
+            y = y * (weight.double() + self.plus)
+        if not self.gate_first:
+            y = y * gated
+        return y if bias is None else y + bias.double()
+
+
+class _Trial:
+    """A copy of a module, without its parameters and hooks, and what it is tried on."""
+
+    def __init__(self, module: nn.Module):
+        self.forward, self.gated = type(module).forward, _arguments(module) == 2
+        self.probe = type(module).__new__(type(module))
+        nn.Module.__init__(self.probe)
+        attributes = {name: value for name, value in vars(module).items() if name not in vars(self.probe)}
+        vars(self.probe).update(copy.deepcopy(attributes))
+        self.probe._parameters.update(dict.fromkeys(module._parameters))
+        self.floats = [name for name, value in attributes.items() if type(value) is float]
+        lengths = {name: len(one) for name, one in module._parameters.items() if one is not None}
+        shape = attributes.get("normalized_shape") or PROBE_COLUMNS
+        # Without a weight, or where a rank has an empty part of it, the columns are those that an attribute says.
+        columns = max(lengths.values(), default=0) or (shape if isinstance(shape, int) else shape[-1])
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.gate = torch.randn(2, 2, 3, columns, generator=generator)
+        self.x = (self.x + 0.5) * torch.tensor([[0.01, 16, 1], [0.1, 0, 4]])[..., None]
+        weight, bias = 0.5 + torch.rand(columns, generator=generator), torch.randn(columns, generator=generator)
+        self.weight = weight if "weight" in lengths else None
+        self.bias = bias if "bias" in lengths else None
+        self.of_torch = False  # as in Form
+
+    def form(self) -> Form | GatedForm | str | None:
+        formulas = self._formulas()
+        for name in self.floats:
+            own, vars(self.probe)[name] = vars(self.probe)[name], PROBE_EPS
+            form = self._form(formulas, PROBE_EPS, name)
+            if form is not None:
+                return form
+            vars(self.probe)[name] = own
+        return None if self.gated else self._form(formulas, self._measured_eps(), "")
+
+    def _formulas(self) -> list[_Formula]:
+        if self.gated:
+            gated = itertools.product(ACTIVATIONS, (False, True))
+            known = self.weight is not None and self.bias is None
+            return [_Formula(False, False, *one) for one in gated] if known else []
+        centred = (False, True) if self.bias is None else (True,)
+        return [_Formula(*one) for one in itertools.product(centred, (False, True)[: 2 - (self.weight is None)])]
+
+    def _form(self, formulas: list[_Formula], eps: float, name: str) -> Form | GatedForm | str | None:
+        formula = next((one for one in formulas if self._computes(one, eps)), None)
+        if formula is None:
+            return None
+        dtypes, changed = {}, {}
+        for pair in itertools.product(DTYPES, DTYPES if self.weight is not None or self.bias is not None else (None,)):
+            try:
+                y = self._called(self.x, self.gate, pair)
+            except RuntimeError:  # the module refuses such dtypes
+                continue
+            if y.dtype not in DTYPES or not self._agrees(y, formula, eps, self.x, self.gate, pair):
+                return None
+            dtypes[pair] = y.dtype
+            autocast = {self._under_autocast(dtype, pair) for dtype in HALF}
+            if len(autocast) > 1:
+                return "has a result of autocast's dtype, where autocast is on"
+            if autocast != {y.dtype}:
+                changed[pair] = autocast.pop()
+        if self.gated:
+            return None if changed else GatedForm(formula.activation, formula.gate_first, name, (*dtypes.items(),))
+        operation = name_of("layer_norm" if formula.centred else "rms_norm", formula.plus)
+        has = self.weight is not None, self.bias is not None
+        return Form(operation, name or eps, *has, (*dtypes.items(),), (*changed.items(),), self.of_torch)
+
+    def _computes(self, formula: _Formula, eps: float) -> bool:
+        """In training too, and of tensors of two and of four axes, and of twice the columns, unless it refuses them."""
+        both = torch.stack([self.x, self.gate])
+        others = [both[:, 0], torch.stack([both, -2 * both], 3)]
+        if self.weight is None and self.bias is None:
+            others.append(torch.cat([both, -2 * both], -1))
+        for x, gate in others:
+            with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):
+                if not self._agrees(self._called(x, gate), formula, eps, x, gate):
+                    return False
+        for self.probe.training in (True, False):
+            if not self._agrees(self._called(self.x, self.gate), formula, eps, self.x, self.gate):
+                return False
+        return True
+
+    def _called(self, x: Tensor, gate: Tensor, pair: Pair = FLOAT32) -> Tensor:
+        for name, value in (("weight", self.weight), ("bias", self.bias)):
+            if value is not None:
+                self.probe._parameters[name] = nn.Parameter(value.to(pair[1]), requires_grad=False)
+        given = [one.to(pair[0], copy=True) for one in (x, gate)[: 1 + self.gated]]
+        y = self.forward(self.probe, *given)
+        changed = not all(map(torch.equal, given, (x.to(pair[0]), gate.to(pair[0]))))
+        if changed or not isinstance(y, Tensor) or y.shape != x.shape:
+            raise _OtherResultError
+        return y
+
+    def _agrees(self, y: Tensor, formula: _Formula, eps: float, x: Tensor, gate: Tensor, pair: Pair = FLOAT32) -> bool:
+        """To a few roundings of the dtypes, relative to the largest entry of a row."""
+        vectors = (None if one is None else one.to(pair[1]) for one in (self.weight, self.bias))
+        expected = formula(x.to(pair[0]), gate.to(pair[0]), *vectors, eps)
+        rounding = max(torch.finfo(dtype).eps for dtype in (*pair, y.dtype) if dtype is not None)
+        room = max(8 * rounding, 1e-5) * expected.abs().amax(-1, keepdim=True)
+        return bool(((y.double() - expected).abs() <= room).all())
+
+    def _under_autocast(self, dtype: torch.dtype, pair: Pair) -> torch.dtype:
+        with AutocastOfCuda(dtype) as mode:
+            y = self._called(self.x, self.gate, pair)
+        self.of_torch |= mode.of_torch
+        return y.dtype
+
+    def _measured_eps(self) -> float:
+        """Of a row v without a mean: y of s v, by y of a much larger one, is 1 / sqrt(1 + eps / mean((s v)²))."""
+        v = self.x[1, 2] - self.x[1, 2].mean()
+        bias, self.bias = self.bias, None if self.bias is None else torch.zeros_like(self.bias)
+        small, large = self._called(torch.stack([v * 1e-6, v * 1e3])[None], self.gate)[0]
+        self.bias = bias
+        eps = float(((large / small).square() - 1).median() * (v * 1e-6).square().mean())
+        return float(f"{eps:.5g}") if eps > 1e-16 else 0.0
+
+
+class AutocastOfCuda(TorchFunctionMode):
+    """Autocast as tensors on a GPU have it, for those on the CPU: these functions are computed in float32.
+
+    Products, which it computes in 16 bits, are no part of a norm.
+    """
+
+    KINDS = ("cpu", "cuda")  # a module may ask for either, or turn it off
+    FLOAT32 = frozenset(
+        [
+            *("linalg_vector_norm", "norm", "pow", "prod", "reciprocal", "rsqrt", "sum"),
+            *("square", "normalize"),  # which call these
+            *(name for name, to_float32 in AUTOCAST_TO_FLOAT32.items() if to_float32),
+        ]
     )
 
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.of_torch = False
 
-def eps_name(module: nn.Module) -> str | None:
-    names = ("variance_epsilon", "eps", "epsilon")
-    return next((name for name in names if isinstance(module.__dict__.get(name), float)), None)
+    def __enter__(self):
+        self.before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self.KINDS]
+        self._set([(kind, True, self.dtype) for kind in self.KINDS])
+        return super().__enter__()
 
+    def __exit__(self, *error):
+        self._set(self.before)
+        return super().__exit__(*error)
 
-@functools.cache
-def form_of(original: type, eps_name: str, activation: str | None = None) -> Form | GatedForm | None:
-    """Tried on an instance made by hand; None of a class that computes something else."""
-    of_call = len(inspect.signature(original.forward).parameters) - 1  # without self
-    if of_call not in (1, 2):
-        return None
-    probe = original.__new__(original)
-    nn.Module.__init__(probe)
-    probe.bias = None
-    x, gate, weight = torch.randn(3, PROBE_COLUMNS, generator=torch.Generator().manual_seed(0))
-    setattr(probe, eps_name, PROBE_EPS)
-    if activation is not None:
-        probe.activation = activation
+    def _set(self, states: list[tuple[str, bool, torch.dtype]]) -> None:
+        for kind, enabled, dtype in states:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
 
-    def result(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> Tensor:
-        probe.weight = nn.Parameter(weight.to(weight_dtype), requires_grad=False)
-        return original.forward(probe, *(one.to(x_dtype)[None] for one in (x, gate)[:of_call]))[0]
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def float32(value: Any) -> Any:
+            return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
-    try:
-        with torch.no_grad():
-            y = result(torch.float32, torch.float32)
-            dtypes = {pair: result(*pair).dtype for pair in itertools.product(DTYPES, DTYPES)}
-    except Exception:  # it wants more than this: it is something else
-        return None
-
-    def normed(x: Tensor) -> Tensor:
-        return x / (x.square().mean() + PROBE_EPS).sqrt()
-
-    def is_this(expected: Tensor) -> bool:
-        return torch.allclose(y, expected, rtol=1e-4, atol=1e-5)
-
-    if of_call == 1:
-        found = (plus for plus in (False, True) if is_this(normed(x) * (weight + plus)))
-        return next((Form(name_of("rms_norm", plus), dtypes) for plus in found), None)
-    for name, gated in (("silu", nn.functional.silu(gate)), ("sigmoid", gate.sigmoid())):
-        for gate_first, expected in ((False, normed(x) * weight * gated), (True, normed(x * gated) * weight)):
-            if is_this(expected):
-                return GatedForm({pair: gated_norm(name, gate_first, pair[0], dtype) for pair, dtype in dtypes.items()})
-    return None
+        name = getattr(func, "__name__", "").strip("_")
+        self.of_torch |= name in AUTOCAST_TO_FLOAT32
+        if name in self.FLOAT32 and all(map(torch.is_autocast_enabled, self.KINDS)):
+            args = [float32(value) for value in args]
+            kwargs = {name: float32(value) for name, value in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook as _any_global_hook
 
 from ...named_fusions import KINDS
-from ...operation import FUSIONS
+from ...operation import FUSIONS, name_of
 from ..norm import checks, functional
 from ..norm.functional import FLOATING, autocasts
 from ..norm.fused_dispatch import run
 from ..norm.fused_launching import Call, call_of
 from ..norm.modules import LayerNorm, RMSNorm
-from .replace import OfTransformers
+from .replace import SwappedNorm
 
 
 @functools.cache
@@ -28,8 +28,13 @@ def _function(cls: type) -> str | None:
     """The function that the forward of a class calls, of cunorm's norms and those that `replace_norms` made."""
     if cls is LayerNorm:
         return "layer_norm"
-    if cls is RMSNorm or (issubclass(cls, OfTransformers) and cls.forward is OfTransformers.forward):
+    if cls is RMSNorm:
         return "rms_norm"
+    if issubclass(cls, SwappedNorm) and cls.forward is SwappedNorm.forward:
+        form = cls._form
+        is_rms_norm = form.operation in (name_of("rms_norm", plus) for plus in (False, True))
+        # Where the original refuses some dtypes, or autocast changes its result, it is called by itself.
+        return "rms_norm" if is_rms_norm and form.weight and len(form.dtypes) == 16 and not form.autocast else None
     return None
 
 
@@ -44,7 +49,7 @@ def apart(norm: Any, one: Tensor, other: Tensor, vectors: Sequence[Tensor] = ())
         return "the norm has hooks"
     if _any_global_hook():
         return "every module has hooks"
-    if issubclass(type(norm), OfTransformers):
+    if issubclass(type(norm), SwappedNorm):
         weight = norm.weight
         shape = weight.shape if weight.dtype in FLOATING else None
     elif norm.sm_margin or norm.autocast_output:
@@ -136,7 +141,7 @@ def _modulated_call(join: str, cls: type, dtypes: tuple[torch.dtype, ...]) -> Ca
 def _called(join: str, norm: Any, x: Tensor, residual: Tensor) -> tuple[Call, tuple[Tensor, ...], tuple, float]:
     """(call, tensors, numbers, eps)"""
     cls, weight, bias = type(norm), norm.weight, None
-    if issubclass(cls, OfTransformers):
+    if issubclass(cls, SwappedNorm):
         eps, zero_centered_gamma = getattr(norm, norm._eps_name), norm._form.operation != "rms_norm"
     else:
         eps, zero_centered_gamma = norm.eps, norm.zero_centered_gamma
@@ -170,8 +175,8 @@ def _call(
     name = _function(cls) or ""
 
     def of_norm(x: torch.dtype) -> torch.dtype:
-        if issubclass(cls, OfTransformers):
-            return cls._form.dtypes[x, weight]
+        if issubclass(cls, SwappedNorm):
+            return cls._dtypes[x, weight]
         return functional._default_dtype(name, torch.empty(0, dtype=x))
 
     if join == "add_":

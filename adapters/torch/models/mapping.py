@@ -6,6 +6,7 @@ whose `self` is the module. A layer is found here, in this process; nothing is d
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..norm.functional import norm
-from .forms import ACTIVATIONS, Form, form_of, gated_norm
+from .forms import ACTIVATIONS, gated_norm
 
 
 def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
@@ -36,8 +37,8 @@ def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
 
     Notes
     -----
-    A result has the dtype that the model's own module gives it, and is rounded once. transformers 5.17 marks its
-    classes only where a version of `kernels` from 0.16 to before 0.17 is installed. Its own
+    A result has the dtype that the model's own module gives it, and is rounded once. transformers marks its classes
+    only where it takes the version of `kernels` that is installed: pip install 'transformers[kernels]'. Its own
     `model.set_use_kernels(True)` registers another mapping before it replaces anything: call `kernelize` of `kernels`.
 
     Examples
@@ -52,7 +53,7 @@ def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
     except ImportError as error:
         raise ImportError(
             "kernel_mapping: Hugging Face's package kernels must be installed; it could not be imported "
-            f"({error}). pip install 'kernels>=0.16,<0.17', which transformers 5.17 takes."
+            f"({error}). pip install 'transformers[kernels]', which takes the version that transformers knows."
         ) from error
     mode = Mode.TRAINING | Mode.TORCH_COMPILE  # what serves this serves every mode
     return {layer.__name__: {"cuda": {mode: _Here(layer)}} for layer in (RMSNorm, RMSNormZeroCentered, RMSNormGated)}
@@ -108,6 +109,16 @@ class RMSNormGated(nn.Module):
 
 @torch.compiler.assume_constant_result
 def _result_dtype(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+    return _result_dtype_of(cls, x, weight)
+
+
+@functools.cache
+def _result_dtype_of(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
     """Of two dtypes some of these classes return the wider one, others that of x."""
-    form = form_of(cls, "variance_epsilon")
-    return form.dtypes.get((x, weight), x) if isinstance(form, Form) else x
+    probe = cls.__new__(cls)
+    nn.Module.__init__(probe)
+    probe.weight, probe.variance_epsilon = nn.Parameter(torch.ones(8, dtype=weight, device="cpu")), 1.0
+    try:
+        return cls.forward(probe, torch.ones(1, 8, dtype=x, device="cpu")).dtype
+    except Exception:  # it has other attributes
+        return x

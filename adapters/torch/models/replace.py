@@ -6,17 +6,24 @@ A module stays the object that it is, with its parameters, hooks and attributes;
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ...fusion import Fused
 from ..norm import compiled
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm, parameter_of
-from .classes import Swaps, check_module
-from .forms import PACKAGES, Form, GatedForm, eps_name, form_of, may_be_rms_norm
+from .classes import Swaps, check_classes, check_module, forward_replaced, on_the_cpu, remedies
+from .forms import Form, GatedForm, Pair, form_of, gated_norm
+
+PACKAGES = ("transformers", "transformers_modules", "diffusers")  # the second is code that the first has loaded
+OTHER_NORMS = ("Batch", "Group", "Instance")  # parts of names
+OF_A_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass
@@ -34,6 +41,8 @@ class Replacement:
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     _swaps: Swaps = field(default_factory=Swaps, repr=False)
+    _model: nn.Module | None = field(default=None, repr=False)
+    _before: int = field(default=0, repr=False)  # norms that were cunorm's
 
     def undo(self) -> None:
         """Gives every swapped module its class back; what was trained meanwhile stays.
@@ -43,31 +52,45 @@ class Replacement:
         self._swaps.undo()
 
     def __str__(self) -> str:
-        lines = [f"swapped {len(self.swapped)}, left {len(self.left)}"]
+        lines = on_the_cpu(self._model)
+        if self._before and not self.swapped:
+            lines.append(f"already replaced: {self._before} norms are cunorm's")
+        lines.append(f"swapped {len(self.swapped)}, left {len(self.left)}")
         lines += [f"  {name}: {before}" for name, before in self.swapped.items()]
         lines += [f"  {name}: left, {reason}" for name, reason in self.left.items()]
+        lines += [f"  {line}" for line in remedies(self.left)]
         return "\n".join(lines)
 
 
-def replace_norms(model: nn.Module) -> Replacement:
-    """Swaps, in place, every torch.nn.LayerNorm and RMSNorm, and the RMSNorms of Hugging Face transformers.
+def replace_norms(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Replacement:
+    """Swaps, in place, every LayerNorm and RMSNorm of a model: torch.nn's, those of libraries and one's own classes.
 
     Parameters
     ----------
     model : Module
         Its parameters, hooks, dtypes, devices and state_dict stay as they are; compiled graphs of it are made anew.
+    norms : sequence of classes, optional
+        Of one's own norms whose name does not end in "Norm": those whose name does are tried without it.
 
     Returns
     -------
     Replacement
         Printed, it says what was swapped and what was left and why; its `undo()` takes the swap back.
 
+    Raises
+    ------
+    TypeError
+        model is no module, or norms is no sequence of classes of modules.
+
     Notes
     -----
-    A norm of transformers, or of diffusers, is recognised by what it computes: x / sqrt(mean(x²) + eps) times weight or
-    1 + weight, tried on a few numbers; or times weight and silu or sigmoid of a gate, or of x times them first, as
-    Mamba 2's. Its result keeps the dtype that the original gives it. Where the original rounds to 16 bits
-    before it multiplies by weight and once more after, as Llama's, the replacement rounds once.
+    A norm that is not torch.nn's is recognised by what it computes: a copy of the module is tried on a few rows, with
+    the attributes that it has now, in training and in evaluation. It must be (x - mean(x)) / sqrt(var(x) + eps) or
+    x / sqrt(mean(x²) + eps) over the last axis, times `weight` or 1 + `weight`, the former plus `bias`; or the latter
+    times silu or sigmoid of a gate, or of x times them first, as Mamba 2's. The result keeps the dtype that the
+    original gives it, and for dtypes that the original refuses it is the original that is called. Where the original
+    rounds to 16 bits before it multiplies by weight and once more after, as Llama's, the replacement rounds once.
+    An attribute other than eps that changes later is not seen: call `undo` first.
 
     Examples
     --------
@@ -76,34 +99,42 @@ def replace_norms(model: nn.Module) -> Replacement:
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.BatchNorm1d(8))
     >>> replaced = replace_norms(model)
     >>> print(replaced)
+    this model is on the CPU: torch's operators run
     swapped 1, left 1
       1: LayerNorm
-      2: left, BatchNorm1d is neither a LayerNorm nor an RMSNorm
+      2: left, BatchNorm1d of torch.nn.modules.batchnorm is neither a LayerNorm nor an RMSNorm
     >>> replaced.undo()
     """
     check_module("replace_norms", model)
-    report = Replacement()
+    check_classes("replace_norms", norms)
+    report = Replacement(_model=model)
+    forms: dict[Hashable, Form | GatedForm | str] = {}
     for name, module in model.named_modules():
         original = type(module)
         if original in (LayerNorm, RMSNorm) or issubclass(original, _Swapped):
+            report._before += 1
             continue
-        replacement = _of_torch(module)
-        if replacement is None and not may_be_rms_norm(module):
-            reason = _why_left(module)
-            if reason:
-                report.left[name] = reason
-            continue
-        if "forward" in module.__dict__:
-            report.left[name] = f"the forward of this {original.__name__} was replaced on the instance"
-            continue
-        if replacement is None:
-            replacement = _replacement(original, eps_name(module), module.__dict__.get("activation"))
-        if replacement is None:
-            report.left[name] = f"{original.__name__} does not compute x / sqrt(mean(x²) + eps) * weight, gated or not"
-            continue
-        report._swaps.swap(module, replacement)
-        report.swapped[name] = original.__name__
+        replacement = _replacement_of(module, norms, forms)
+        if isinstance(replacement, type):
+            report._swaps.swap(module, replacement)
+            report.swapped[name] = original.__name__
+        elif replacement:
+            report.left[name] = replacement
     return report
+
+
+def _replacement_of(
+    module: nn.Module, norms: Sequence[type[nn.Module]], forms: dict[Hashable, Form | GatedForm | str]
+) -> type | str:
+    """The class that a module gets, or why it is left, "" if it is no norm."""
+    replacement = _of_torch(module)
+    if replacement is None and not (type(module) in norms or _is_tried(module)):
+        return _why_left(module)
+    reason = forward_replaced(module)
+    if reason or replacement is not None:
+        return reason or replacement or ""
+    form = _form_of(module, forms)
+    return f"{_described(type(module))} {form}" if isinstance(form, str) else _swapped_class(type(module), form)
 
 
 def _of_torch(module: nn.Module) -> type | None:
@@ -115,8 +146,30 @@ def _of_torch(module: nn.Module) -> type | None:
     return RMSNorm if original is nn.RMSNorm else None
 
 
+def _is_tried(module: nn.Module) -> bool:
+    """Whether a module is a norm by its name, and neither one of torch nor of a class that torch has made of one."""
+    name, package = type(module).__name__, type(module).__module__.partition(".")[0]
+    if package == "torch" or module._modules or any(other in name for other in OTHER_NORMS):
+        return False
+    return name.endswith("Norm") or (package in PACKAGES and "norm" in name.lower())
+
+
+def _form_of(module: nn.Module, forms: dict[Hashable, Form | GatedForm | str]) -> Form | GatedForm | str:
+    """Tried once for all modules of a class that have the same attributes."""
+    attributes = tuple((name, type(value), value) for name, value in vars(module).items() if name not in OF_A_MODULE)
+    shapes = tuple((name, getattr(parameter, "shape", None)) for name, parameter in module._parameters.items())
+    key = (type(module), attributes, shapes, *module._buffers, *module._modules)
+    try:
+        known = key in forms
+    except TypeError:  # an attribute that has no hash
+        return form_of(module)
+    if not known:
+        forms[key] = form_of(module)
+    return forms[key]
+
+
 def _why_left(module: nn.Module) -> str:
-    """Of a module that is no norm known here; "" if it is no norm at all."""
+    """Of a module that is not tried; "" if it is no norm at all."""
     original = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         scripted = "norm" in module.original_name.lower() and not list(module.children())
@@ -129,65 +182,91 @@ def _why_left(module: nn.Module) -> str:
         of_package = cls.__module__.partition(".")[0] in PACKAGES and "norm" in cls.__name__.lower()
         if cls is nn.LayerNorm or cls is nn.RMSNorm or (of_package and not list(module.children())):
             return f"{original.__name__} is a class made of {cls.__name__}, not {cls.__name__} itself"
-    is_norm = "norm" in original.__name__.lower() and not list(module.children())
-    return f"{original.__name__} is neither a LayerNorm nor an RMSNorm" if is_norm else ""
+    if "norm" not in original.__name__.lower() or list(module.children()):
+        return ""
+    if original.__module__.partition(".")[0] == "torch" or any(other in original.__name__ for other in OTHER_NORMS):
+        return f"{_described(original)} is neither a LayerNorm nor an RMSNorm"
+    return (
+        f"{_described(original)} was not tried, as its name does not end in Norm: name it by "
+        f"norms=[{original.__name__}] if it is a LayerNorm or an RMSNorm"
+    )
 
 
-# The RMSNorms of transformers: not one class but one for each model.
+def _described(cls: type) -> str:
+    return f"{cls.__name__} of {cls.__module__}"
+
+
+# Classes that were recognised by what they compute.
 
 
 class _Swapped:
-    """Mixed into a class of transformers or diffusers: its attributes and isinstance stay."""
+    """Mixed into a class: its attributes and isinstance stay."""
 
-    _eps_name: str
+    _form: Form | GatedForm
     _original: type
-    _key: tuple[str, str | None]  # of form_of
     _compiled_from = 0  # as in cunorm's modules
 
     def __reduce_ex__(self, protocol):
         """Pickled as an instance of the original class that is swapped when it is loaded."""
-        return _unpickled, (self._original, *self._key), self.__getstate__()
+        return _unpickled, (self._original, self._form), self.__getstate__()
 
 
-class OfTransformers(_Swapped):
-    """An RMSNorm, whose forward goes to the kernels."""
+class SwappedNorm(_Swapped):
+    """A norm whose forward goes to the kernels."""
 
     _form: Form
+    _eps_name: str  # of an attribute of the instance or of this class
+    _dtypes: dict[Pair, torch.dtype]  # of y
+    _autocast: dict[Pair, torch.dtype]  # the same under autocast
+    _own_below = 0  # as in cunorm's modules
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         cls = type(self)
-        weight, eps, form = parameter_of(self, "weight"), getattr(self, cls._eps_name), cls._form
+        form, eps = cls._form, getattr(self, cls._eps_name)
+        if form.of_torch and hidden_states.numel() < self._own_below and not is_compiling():
+            return cls._original.forward(self, hidden_states)
+        weight = parameter_of(self, "weight") if form.weight else None
+        bias = parameter_of(self, "bias") if form.bias else None
+        shape = hidden_states.shape[-1:] if weight is None else weight.shape
         if is_compiling() and self._compiled_from:
             own = cls._original.forward(self, hidden_states)
             # With fewer, in a CUDA graph too: rows of a head, which inductor joins with their rotation, were not timed.
             if hidden_states.numel() < self._compiled_from:
                 return own
-            return compiled.norm(own, form.operation, hidden_states, weight.shape, weight, None, eps, 0)
-        dtype = form.dtypes.get((hidden_states.dtype, weight.dtype))
-        return norm(form.operation, hidden_states, weight.shape, weight, None, eps, dtype, 0)
+            return compiled.norm(own, form.operation, hidden_states, shape, weight, bias, eps, 0)
+        dtypes = cls._autocast if form.autocast and torch.is_autocast_enabled("cuda") else cls._dtypes
+        parameter = bias if weight is None else weight
+        dtype = dtypes.get((hidden_states.dtype, None if parameter is None else parameter.dtype))
+        if dtype is None:
+            return cls._original.forward(self, hidden_states)
+        return norm(form.operation, hidden_states, shape, weight, bias, eps, dtype, 0)
 
 
-class _GatedOfTransformers(_Swapped):
+class _SwappedGatedNorm(_Swapped):
     _form: GatedForm
+    _gated: dict[Pair, Fused]  # of hidden_states, gate and weight
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         weight = self.weight
-        gated = self._form.operations.get((hidden_states.dtype, weight.dtype))
+        gated = self._gated.get((hidden_states.dtype, weight.dtype))
         if gate is None or gated is None or (is_compiling() and self._compiled_from):
             return self._original.forward(self, hidden_states, gate)
-        return gated(hidden_states, eps=getattr(self, self._eps_name), gate=gate, weight=weight)
+        return gated(hidden_states, eps=getattr(self, self._form.eps), gate=gate, weight=weight)
 
 
-def _unpickled(original: type, eps_name: str, activation: str | None) -> nn.Module:
-    replacement = _replacement(original, eps_name, activation) or original
-    return replacement.__new__(replacement)
+def _unpickled(original: type, form: Form | GatedForm) -> nn.Module:
+    cls = _swapped_class(original, form)
+    return cls.__new__(cls)
 
 
 @functools.cache
-def _replacement(original: type, eps_name: str, activation: str | None) -> type | None:
-    form = form_of(original, eps_name, activation)
-    if form is None:
-        return None
-    mixin = OfTransformers if isinstance(form, Form) else _GatedOfTransformers
-    attributes = {"_form": form, "_eps_name": eps_name, "_original": original, "_key": (eps_name, activation)}
-    return type(original.__name__, (mixin, original), {**attributes, "__module__": original.__module__})
+def _swapped_class(original: type, form: Form | GatedForm) -> type:
+    attributes: dict[str, Any] = {"_form": form, "_original": original, "__module__": original.__module__}
+    if isinstance(form, GatedForm):
+        attributes["_gated"] = {
+            pair: gated_norm(form.activation, form.gate_first, pair[0], dtype) for pair, dtype in form.dtypes
+        }
+        return type(original.__name__, (_SwappedGatedNorm, original), attributes)
+    attributes |= {"_eps_name": form.eps} if isinstance(form.eps, str) else {"_eps_name": "_eps", "_eps": form.eps}
+    attributes |= {"_dtypes": dict(form.dtypes), "_autocast": dict(form.dtypes) | dict(form.autocast)}
+    return type(original.__name__, (SwappedNorm, original), attributes)
