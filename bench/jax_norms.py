@@ -178,7 +178,7 @@ def loop_time(function: Callable, sets: Sequence[tuple], estimate: float) -> flo
 def layers(write: Callable[..., None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for provider in PROVIDERS:
-            caches = {"CUDA_CACHE_PATH": f"{folder}/{provider}/cuda", "CUPY_CACHE_DIR": f"{folder}/{provider}/cupy"}
+            caches = {"CUDA_CACHE_PATH": f"{folder}/{provider}/cuda", "CUNORM_CACHE_DIR": f"{folder}/{provider}/cunorm"}
             for caches_are in ("empty", "filled"):
                 command = [sys.executable, "-m", "bench.jax_norms", "--compile", provider]
                 finished = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """From a kernel's text to the kernel: NVRTC, for this GPU or for any, and the kernels that are kept on disk.
 
 What a call needs on a GPU and what `python -m cunorm compile --all` makes without one is named by one function,
-`kept_file`: a container that was filled on a machine without a GPU compiles nothing when it runs. CuPy's own cache
+`kernel_file`: a container that was filled on a machine without a GPU compiles nothing when it runs. CuPy's own cache
 would not do: private functions that ask for a GPU make its key.
 """
 
@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from time import perf_counter
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from . import device, logs
 from .norm.shared_memory import RESERVED, launch_shared
@@ -118,45 +118,78 @@ def machine_code(spec: KernelSpec, arch: int) -> bytes:
 
     PTX where NVRTC does not know the architecture; the driver reads either.
     """
+    file = kernel_file(spec, arch)
     with suppress(OSError):
-        content = kept_file(spec, arch).read_bytes()
+        content = (cache_directory() / file).read_bytes()
         if hashlib.sha256(content[DIGEST:]).digest() == content[:DIGEST]:
             return content[DIGEST:]
     _, code = _compile(source(spec), entry_name(spec), _target(arch), spec)
-    _keep(spec, arch, code)
+    _keep(file, code)
     return code
 
 
-def kept_file(spec: KernelSpec, arch: int) -> Path:
-    """Where a kernel is kept: named by all that its machine code depends on."""
-    inputs = repr((_nvrtc_version(), OPTIONS, AS_CUPY, arch, source(spec)))
-    return cache_directory() / f"cunorm_{hashlib.sha256(inputs.encode()).hexdigest()[:40]}.cubin"
+def kernel_file(spec: KernelSpec, arch: int) -> str:
+    """The name of the file that a kernel is kept in: it follows from all that its machine code depends on."""
+    inputs = repr((nvrtc_build(), OPTIONS, AS_CUPY, arch, source(spec)))
+    return f"cunorm_{hashlib.sha256(inputs.encode()).hexdigest()[:40]}.cubin"
 
 
-def _keep(spec: KernelSpec, arch: int, code: bytes) -> None:
+def _keep(file: str, code: bytes) -> str:
     """With its digest before it: what a copy or a crash cut short is compiled again."""
-    write(kept_file(spec, arch), hashlib.sha256(code).digest() + code)
+    return keep_file(file, hashlib.sha256(code).digest() + code)
 
 
 def cache_directory() -> Path:
-    """CuPy's, so that one folder holds all that a process would compile; CuPy is not imported for it."""
-    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    """Where compiled files are kept: CUNORM_CACHE_DIR, else `cunorm` among the caches of the user.
+
+    FileNotFoundError for a user without a home directory, as containers have them.
+    """
+    chosen = os.environ.get("CUNORM_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(caches):  # its specification says to ignore others
+        return Path(caches) / "cunorm"
+    try:
+        return Path.home() / ".cache" / "cunorm"
+    except RuntimeError:
+        raise FileNotFoundError("this user has no home directory; CUNORM_CACHE_DIR may name a folder") from None
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file of the cache at once, whoever reads it meanwhile. One that cannot be written costs time, no more."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+def keep_file(name: str, content: bytes) -> str:
+    """Writes a file of the cache. Where that cannot be, the log says so once, and this why; "" if it could."""
+    try:
+        folder = cache_directory()
+    except FileNotFoundError as error:
+        reason = str(error)
+    else:
+        try:
+            write(folder / name, content)
+            return ""
+        except OSError as error:
+            reason = f"{folder} cannot be written ({error.strerror}); CUNORM_CACHE_DIR may name another folder"
+    logs.not_kept(reason)
+    return reason
+
+
+def write(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Writes a file of the cache at once, whoever reads it meanwhile, with `mode` less what the umask takes away."""
+    path.parent.mkdir(0o755, parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
-        os.replace(file.name, path)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None, keep: bool = False) -> Resources:
-    """Compile for any architecture, with no GPU and no driver: what the kernel uses. `keep`: as machine_code does."""
+    """Compile for any architecture, with no GPU and no driver: what the kernel uses. `keep`: as machine_code does,
+    but RuntimeError where it cannot be kept."""
     log, code = _compile(source(spec, baked), entry_name(spec), f"sm_{arch}", spec)
-    if keep:
-        _keep(spec, arch, code)
+    if keep and (reason := _keep(kernel_file(spec, arch), code)):
+        raise RuntimeError(f"the kernels cannot be kept: {reason}.")
     return _parse_resources(log)
 
 
@@ -195,6 +228,20 @@ def _nvrtc_version() -> tuple[int, int]:
     from cupy_backends.cuda.libs import nvrtc
 
     return nvrtc.getVersion()
+
+
+@cache
+def nvrtc_build() -> tuple[object, ...]:
+    """NVRTC's version, and what tells its builds apart: the wheel that it came in, else its file's size and date."""
+    version = _nvrtc_version()  # loads it
+    with suppress(OSError):  # there is no such file but on Linux
+        mapped = (line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+        for library in (Path(path) for path in mapped if "/libnvrtc.so" in path):
+            packages = library.parents[3:4]  # of site-packages/nvidia/cu13/lib/libnvrtc.so.13
+            wheels = sorted(wheel.name for folder in packages for wheel in folder.glob("nvidia_cuda_nvrtc*.dist-info"))
+            file = library.stat()
+            return *version, *(wheels or (file.st_size, file.st_mtime_ns))
+    return version
 
 
 def _target(arch: int) -> str:

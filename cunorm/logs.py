@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 logger = logging.getLogger("cunorm")
@@ -16,6 +17,12 @@ logger = logging.getLogger("cunorm")
 def compiled(name: str, target: str, seconds: float, spec: Any = None) -> None:
     """NVRTC made `name` for `target` (sm_90, or compute_90 where it is PTX)."""
     logger.info("compiled %s for %s in %.3f s%s", name, target, seconds, f": {spec}" if spec else "")
+
+
+@cache
+def not_kept(reason: str) -> None:
+    """Compiled files cannot be kept on disk. Said once for each reason, not for each kernel."""
+    logger.info("what is compiled is not kept, and compiled again by the next process: %s", reason)
 
 
 def fell_back(function: str, taken: str, reason: str) -> None:

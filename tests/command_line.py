@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 STUBS = {
     "absent": "raise ImportError('hidden by a test')",
@@ -29,6 +32,17 @@ def command(
     away.mkdir(exist_ok=True)
     program = [sys.executable, "-m", "cunorm", *arguments]
     return subprocess.run(program, cwd=away, env=variables, capture_output=True, text=True)
+
+
+def without_a_home(patch: pytest.MonkeyPatch) -> None:
+    """As containers run: HOME is not set, and no user of this number is known."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "CUNORM_CACHE_DIR", "XDG_CACHE_HOME"):
+        patch.delenv(name, raising=False)
+    patch.setattr(pwd, "getpwuid", unknown)
 
 
 def output_of(result: subprocess.CompletedProcess) -> str:

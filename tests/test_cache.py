@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from arrays import inputs, same_bits
-from command_line import command, output_of
+from command_line import assert_fails_in_one_line, command, output_of, without_a_home
 from nvrtc import needs_nvrtc
 from problems import problem
 
 import cunorm
-from cunorm import compile
+from cunorm import compile, logs
 from cunorm.device import KNOWN
 from cunorm.norm.plan import plan
 from cunorm.norm.spec import KernelSpec
@@ -128,7 +130,7 @@ def nvrtc_calls(monkeypatch, tmp_path):
         compile_program(program, options)
 
     monkeypatch.setattr(nvrtc, "compileProgram", counted)
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path / "cache"))
     return calls
 
 
@@ -146,7 +148,7 @@ def test_machine_code_is_kept_for_each_architecture(nvrtc_calls, tmp_path):
 @pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-1], lambda content: b"?" + content])
 def test_a_damaged_file_is_compiled_again(nvrtc_calls, damage):
     code = compile.machine_code(spec_of(100), 90)
-    file = compile.kept_file(spec_of(100), 90)
+    file = compile.cache_directory() / compile.kernel_file(spec_of(100), 90)
     file.write_bytes(damage(file.read_bytes()))
     assert compile.machine_code(spec_of(100), 90) == code
     assert compile.machine_code(spec_of(100), 90) == code
@@ -155,19 +157,81 @@ def test_a_damaged_file_is_compiled_again(nvrtc_calls, damage):
 
 @needs_nvrtc
 def test_another_text_options_or_nvrtc_are_another_file(monkeypatch):
-    files = {compile.kept_file(spec_of(cols), arch) for cols in (100, 101) for arch in (80, 90)}
-    for name, value in (("OPTIONS", ("--std=c++20",)), ("AS_CUPY", ()), ("_nvrtc_version", lambda: (99, 0))):
+    files = {compile.kernel_file(spec_of(cols), arch) for cols in (100, 101) for arch in (80, 90)}
+    for name, value in (("OPTIONS", ("--std=c++20",)), ("AS_CUPY", ()), ("nvrtc_build", lambda: (99, 0))):
         with monkeypatch.context() as patch:
             patch.setattr(compile, name, value)
-            files.add(compile.kept_file(spec_of(100), 90))
+            files.add(compile.kernel_file(spec_of(100), 90))
     assert len(files) == 7
 
 
 @needs_nvrtc
-def test_a_cache_that_cannot_be_written_costs_time_alone(nvrtc_calls, monkeypatch):
-    monkeypatch.setenv("CUPY_CACHE_DIR", "/dev/null/cache")
+def test_another_build_of_an_nvrtc_is_another_file(monkeypatch, tmp_path):
+    """13.0 has had several. The wheel tells them apart wherever and whenever it was installed."""
+    read, seen = Path.read_text, set()
+    for folder, wheel, date in [
+        ("one/site-packages/nvidia/cu13/lib", "13.0.48", 1),
+        ("two/site-packages/nvidia/cu13/lib", "13.0.48", 2),
+        ("two/site-packages/nvidia/cu13/lib", "13.0.88", 2),
+        ("toolkit", None, 1),
+        ("toolkit", None, 2),
+    ]:
+        library = tmp_path / folder / "libnvrtc.so.13"
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.write_bytes(b"")
+        os.utime(library, (date, date))
+        for old in tmp_path.rglob("*.dist-info"):
+            old.rmdir()
+        if wheel:
+            (library.parents[3] / f"nvidia_cuda_nvrtc-{wheel}.dist-info").mkdir()
+        with monkeypatch.context() as patch:
+            maps = {"/proc/self/maps": f"7f00-7f01 r-xp 00000000 00:00 1    {library}\n"}
+            patch.setattr(Path, "read_text", lambda path, maps=maps: maps.get(str(path)) or read(path))
+            seen.add(compile.nvrtc_build.__wrapped__())
+    assert len(seen) == 4
+
+
+UNKEPT = {
+    "no folder can be": lambda patch: patch.setenv("CUNORM_CACHE_DIR", "/dev/null/cache"),
+    "no home": without_a_home,
+    "a full disk": lambda patch: patch.setattr(compile.os, "replace", no_space),
+}
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", UNKEPT)
+def test_kernels_that_cannot_be_kept_cost_time_and_one_line(nvrtc_calls, monkeypatch, lines, tmp_path, name):
+    logs.not_kept.cache_clear()
+    UNKEPT[name](monkeypatch)
     assert compile.machine_code(spec_of(100), 90) == compile.machine_code(spec_of(100), 90)
-    assert len(nvrtc_calls) == 2
+    compile.machine_code(spec_of(101), 90)
+    assert len(nvrtc_calls) == 3
+    assert len([line for line in lines() if "CUNORM_CACHE_DIR" in line]) == 1
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_of_the_cache_are_for_whom_the_umask_allows(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        compile.write(tmp_path / "folder" / "file", b"content")
+    finally:
+        os.umask(before)
+    file = tmp_path / "folder" / "file"
+    assert file.stat().st_mode & 0o777 == mode
+    assert file.parent.stat().st_mode & 0o777 == 0o755 & ~umask
+    assert [*file.parent.iterdir()] == [file]
+
+
+@needs_nvrtc
+def test_filling_a_cache_that_cannot_be_written_fails(tmp_path):
+    options = ("--cols", "100", "--dtype", "float16", "--arch", "90")
+    result = command(tmp_path, "compile", "--all", *options, environment={"CUNORM_CACHE_DIR": "/dev/null/cache"})
+    assert_fails_in_one_line(result, 1, "the kernels cannot be kept: /dev/null/cache cannot be written")
 
 
 @needs_nvrtc
@@ -211,7 +275,7 @@ print(time.perf_counter() - start, hash(y.tobytes() + dx.tobytes() + dweight.tob
 
 
 def start(cache: str, *arguments: str) -> subprocess.Popen:
-    environment = os.environ | {"CUPY_CACHE_DIR": cache, "PYTHONHASHSEED": "0"}
+    environment = os.environ | {"CUNORM_CACHE_DIR": cache, "CUPY_CACHE_DIR": cache, "PYTHONHASHSEED": "0"}
     pipe = subprocess.PIPE
     program = [sys.executable, "-c", PROGRAM, *arguments]
     return subprocess.Popen(program, env=environment, cwd=cache, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -252,7 +316,7 @@ def test_a_container_that_was_filled_without_a_gpu_compiles_nothing(tmp_path, fi
 
     if filled:
         options = ("--cols", "1003", "--dtype", "float32", "--arch", cupy.cuda.Device().compute_capability)
-        output_of(command(tmp_path, "compile", "--all", *options, environment={"CUPY_CACHE_DIR": str(tmp_path)}))
+        output_of(command(tmp_path, "compile", "--all", *options, environment={"CUNORM_CACHE_DIR": str(tmp_path)}))
     process = start(str(tmp_path), "refuse")
     _, errors = process.communicate("go\n", timeout=120)
     assert (process.returncode == 0) == filled, errors

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy
 import pytest
-from command_line import STUBS, assert_fails_in_one_line, command, output_of
+from command_line import STUBS, assert_fails_in_one_line, command, output_of, without_a_home
 
 import cunorm
+from cunorm.__main__ import main
 from cunorm.commands import info
+from cunorm.compile import cache_directory
 
 KERNEL = "0123456789abcdef0123456789abcdef01234567"
 
@@ -40,7 +42,7 @@ BROKEN = [
     pytest.param({"cupy": "broken"}, "gpus", "RuntimeError: failed to load a library)", id="CuPy fails in many lines"),
     pytest.param({"cupy": "unreadable"}, "cuda_runtime", "Permission denied", id="CuPy cannot be read"),
     pytest.param(
-        {"environment": {"CUPY_CACHE_DIR": "/dev/null/cache"}},
+        {"environment": {"CUNORM_CACHE_DIR": "/dev/null/cache"}},
         "kernel_cache",
         "NotADirectoryError",
         id="the cache directory cannot be",
@@ -93,7 +95,7 @@ def test_info_counts_the_files_of_the_kernel_cache(tmp_path, kernel_cache):
     cache = json.loads(output_of(command(tmp_path, "info", "--json", environment=kernel_cache.variables)))[
         "kernel_cache"
     ]
-    assert cache == {"directory": str(kernel_cache.path), "files": 2, "bytes": 3 + 5}
+    assert cache == {"directory": str(kernel_cache.path), "files": 3, "bytes": 3 + 5 + 9}
 
 
 DIGITS = ("--cols", "64", "--dtype", "float16")
@@ -176,14 +178,15 @@ class KernelCache:
 
     def __init__(self, path: Path):
         self.path = path
-        self.variables = {"CUPY_CACHE_DIR": str(path)}
+        self.variables = {"CUNORM_CACHE_DIR": str(path)}
         path.mkdir()
-        (path / f"{KERNEL}.cubin").write_bytes(bytes(3))
-        (path / f"{KERNEL}.cubin.cu").write_bytes(bytes(5))
+        (path / f"cunorm_{KERNEL}.cubin").write_bytes(bytes(3))
+        (path / f"cunorm_nodes_{KERNEL}.so").write_bytes(bytes(5))
+        (path / f"cunorm_{KERNEL}.cubin.{KERNEL[:32]}.tmp").write_bytes(bytes(9))  # of a process that was killed
         (path / "notes.txt").write_bytes(bytes(7))
-        (path / f"{KERNEL}.cubin.backup").write_bytes(bytes(11))
+        (path / f"cunorm_{KERNEL}.cubin.backup").write_bytes(bytes(11))
         (path / "deeper").mkdir()
-        (path / "deeper" / f"{KERNEL}.cubin").write_bytes(bytes(13))
+        (path / "deeper" / f"cunorm_{KERNEL}.cubin").write_bytes(bytes(13))
 
 
 @pytest.fixture
@@ -191,36 +194,50 @@ def kernel_cache(tmp_path):
     return KernelCache(tmp_path / "kernel cache")
 
 
-def test_cache_path_is_what_cupy_uses(tmp_path):
-    assert output_of(command(tmp_path, "cache", "path", environment={"CUPY_CACHE_DIR": "/a/b"})) == "/a/b\n"
-    home = {"HOME": str(tmp_path)}
-    variables = {name: value for name, value in os.environ.items() if name != "CUPY_CACHE_DIR"} | home
-    result = subprocess.run(
-        [sys.executable, "-m", "cunorm", "cache", "path"], cwd=tmp_path, env=variables, capture_output=True, text=True
-    )
-    assert output_of(result) == f"{tmp_path}/.cupy/kernel_cache\n"
+HOMES = [
+    ({"CUNORM_CACHE_DIR": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b"),
+    ({"CUNORM_CACHE_DIR": "", "XDG_CACHE_HOME": "/c"}, "/c/cunorm"),
+    ({"XDG_CACHE_HOME": "relative", "HOME": "/d"}, "/d/.cache/cunorm"),
+    ({"HOME": "/d", "CUPY_CACHE_DIR": "/e"}, "/d/.cache/cunorm"),
+]
+
+
+@pytest.mark.parametrize(("variables", "path"), HOMES)
+def test_the_cache_is_a_folder_of_cunorms_own(monkeypatch, variables, path):
+    for name in ("CUNORM_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "CUPY_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(cache_directory()) == path
+
+
+@pytest.mark.parametrize("action", ["path", "count", "clear"])
+def test_cache_says_that_there_is_no_home(monkeypatch, capsys, action):
+    without_a_home(monkeypatch)
+    assert main(["cache", action]) == 1
+    assert capsys.readouterr().err == "cache: this user has no home directory; CUNORM_CACHE_DIR may name a folder\n"
 
 
 def test_cache_clear_removes_kernels_and_nothing_else(tmp_path, kernel_cache):
     output = output_of(command(tmp_path, "cache", "clear", environment=kernel_cache.variables))
-    assert output == f"removed 2 files, 8 bytes, from {kernel_cache.path}\n"
+    assert output == f"removed 3 files, 17 bytes, from {kernel_cache.path}\n"
     assert sorted(path.name for path in kernel_cache.path.iterdir()) == [
-        f"{KERNEL}.cubin.backup",
+        f"cunorm_{KERNEL}.cubin.backup",
         "deeper",
         "notes.txt",
     ]
-    assert (kernel_cache.path / "deeper" / f"{KERNEL}.cubin").exists()
+    assert (kernel_cache.path / "deeper" / f"cunorm_{KERNEL}.cubin").exists()
 
 
 def test_cache_clear_without_a_directory_has_nothing_to_do(tmp_path):
     path = tmp_path / "absent"
-    output = output_of(command(tmp_path, "cache", "clear", environment={"CUPY_CACHE_DIR": str(path)}))
+    output = output_of(command(tmp_path, "cache", "clear", environment={"CUNORM_CACHE_DIR": str(path)}))
     assert output == f"removed 0 files, 0 bytes, from {path}\n"
     assert not path.exists()
 
 
 def test_cache_clear_says_what_it_could_not_read(tmp_path):
-    result = command(tmp_path, "cache", "clear", environment={"CUPY_CACHE_DIR": "/dev/null/cache"})
+    result = command(tmp_path, "cache", "clear", environment={"CUNORM_CACHE_DIR": "/dev/null/cache"})
     assert_fails_in_one_line(result, 1, "/dev/null/cache")
 
 

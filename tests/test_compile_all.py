@@ -29,7 +29,7 @@ def kernels(*architectures: int) -> int:
 
 @pytest.fixture
 def cache(tmp_path):
-    return {"CUPY_CACHE_DIR": str(tmp_path / "cache")}
+    return {"CUNORM_CACHE_DIR": str(tmp_path / "cache")}
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def test_several_lengths_dtypes_and_architectures(compiled, cache, tmp_path):
     count, architectures, *_ = compiled(*options, "--arch", "80", "90")
     # One that sums for each dtype, and what an H100 has beside an H200's: backward of float32.
     assert (int(count), architectures) == ((2 * 2 * 2 + 2) * 2 + 2, "sm_80, sm_90")
-    kept = [entry for entry in os.scandir(cache["CUPY_CACHE_DIR"]) if entry.name.endswith(".cubin")]
+    kept = [entry for entry in os.scandir(cache["CUNORM_CACHE_DIR"]) if entry.name.endswith(".cubin")]
     assert len(kept) == int(count)
     size = sum(entry.stat().st_size for entry in kept)
     counted = output_of(command(tmp_path, "cache", "count", environment=cache))
-    assert counted == f"{count} kernels of cunorm, {size:,} bytes; 1 other files\n"
+    assert counted == f"{count} kernels, {size:,} bytes; 1 other files\n"
 
 
 @needs_nvrtc
@@ -184,5 +184,5 @@ def test_kernels_of_this_machine_are_in_its_disk_cache(tmp_path, cache):
     output = output_of(command(tmp_path, "compile", "--all", *ONE_ROW, environment=environment))
     count, architectures, *_ = re.fullmatch(SUMMARY, output).groups()
     assert architectures.count("sm_") == 1
-    cubins = [entry.name for entry in os.scandir(cache["CUPY_CACHE_DIR"]) if entry.name.endswith(".cubin")]
+    cubins = [entry.name for entry in os.scandir(cache["CUNORM_CACHE_DIR"]) if entry.name.endswith(".cubin")]
     assert len(cubins) == int(count) > 0

@@ -17,7 +17,7 @@ from cunorm.norm.plan import plan
 
 @needs_nvrtc
 def test_a_compile_is_told_once_with_what_the_kernel_is(lines, monkeypatch, tmp_path):
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path))
     (step,) = plan(problem("forward", 8000, 100, "float16", bias=None), KNOWN[90]).steps
     compile.machine_code(step.spec, 90)
     (line,) = lines()

@@ -330,3 +330,25 @@ def test_a_gpu_does_as_the_emulation(options, recipe):
     assert relative(found.outputs[0].cpu(), expected.outputs[0]) < 5e-3
     for name, gradient in expected.gradients.items():
         assert relative(found.gradients[name].cpu(), gradient) < 5e-3
+
+
+@by_recipe
+def test_a_dispatch_mode_for_the_backward_pass_sees_it(recipe):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            seen.append(str(function))
+            return function(*arguments, **(options or {}))
+
+    module, (x, dy) = make(), inputs()
+    wanted = [x, *module.parameters()]
+    with autocast(recipe=recipe):
+        expected = torch.autograd.grad(module(x), wanted, dy)
+        y = module(x)
+    with Mode():
+        found = torch.autograd.grad(y, wanted, dy)
+    assert seen.count("cunorm.fp8_norm_linear_backward.default") == 1
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -244,7 +244,6 @@ def test_repeated_calls_have_the_bits_of_first_ones(driver):
 def test_a_gpu_has_the_bits_of_python(rows, cols, name):
     """In the default stream and in a CUDA graph, where Python has two streams."""
     assert nodes.build() == ""
-    nodes.module.cache_clear()
     call, wanting, dy = a_call(**{"leading": (rows,)} | CALLS[name], cols=cols, device="cuda")
     expected = by_python(call, wanting, [dy])
     call()

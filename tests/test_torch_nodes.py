@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import shutil
+import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +21,19 @@ torch = pytest.importorskip("torch")
 
 import torch_repeats  # noqa: E402
 from fusion_cases import CASES, EPS, make  # noqa: E402
+from problems import problem  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop  # noqa: E402
 from torch_fused import leaves  # noqa: E402
 from torch_nodes import Driver, by_python, gradients, playing_a_gpu, same_bits  # noqa: E402
 from torch_tensors import random  # noqa: E402
 
-from cunorm.torch import add_layer_norm, add_rms_norm, layer_norm, rms_norm  # noqa: E402
-from cunorm.torch.norm import functional, nodes  # noqa: E402
+from cunorm import launch  # noqa: E402
+from cunorm.device import KNOWN  # noqa: E402
+from cunorm.norm.plan import plan  # noqa: E402
+from cunorm.torch import add_layer_norm, add_rms_norm, layer_norm, layer_norm_linear, rms_norm  # noqa: E402
+from cunorm.torch.linear import linear_nodes, passes  # noqa: E402
+from cunorm.torch.norm import functional, fused_functional, fused_launching, launching, nodes, repeats  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -98,11 +111,11 @@ def test_a_fused_operation_has_the_bits_of_python(driver, stand_in, name, shape,
         return found if isinstance(found, tuple) else (found,)
 
     expected = by_python(call, wanting, given)
-    call()
-    for _ in range(3):
+    for turn in range(3):
         results = call()
+        assert "CppNode" in results[0].grad_fn.name()
         same_bits([*results, *gradients(results, wanting, given)], expected)
-    assert directions(driver.plans) == ["forward", "forward", "backward", "forward", "backward"]
+        assert directions(driver.plans) == ["forward", *["forward", "backward"] * turn]
 
 
 def test_what_is_added_has_the_gradient_itself(driver):
@@ -116,7 +129,7 @@ def test_what_is_added_has_the_gradient_itself(driver):
         y = layer_norm_add(x, residual, 64)
         found.append(gradients(y, [x, residual], [dy]))
         same_bits(found[-1], found[0])
-    assert directions(driver.plans) == ["forward", "forward", "backward"]
+    assert directions(driver.plans) == ["forward", *["forward", "backward"] * 2]
 
 
 def described(call: Any, wanting: list[Any], dy: Any) -> None:
@@ -274,13 +287,222 @@ def test_tensor_hooks_see_gradients(driver):
     assert len(seen) == 1
 
 
+def views(count: int, dtype: str = "float32") -> list[Any]:
+    """Tensors of one shape, with so many strides from row to row."""
+    return [random(5, 136 + 8 * more, dtype=getattr(torch, dtype))[:, :136] for more in range(count)]
+
+
+FUNCTIONS = {
+    "layer_norm": lambda x, weight: layer_norm(x, (136,), weight),
+    "add_rms_norm": lambda x, weight: add_rms_norm(x, x.clone(), (136,), weight)[0],
+    "layer_norm_linear": lambda x, weight: layer_norm_linear(x, weight.expand(24, 136).contiguous()),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_layouts_that_take_turns_are_described_once(driver, monkeypatch, name):
+    """However many: not only the last four."""
+    described, count = [], nodes.forward_pass
+    monkeypatch.setattr(nodes, "forward_pass", lambda *a: described.append(a) or count(*a))
+    function, xs, weight = FUNCTIONS[name], views(9), random(136, dtype=torch.float32).requires_grad_()
+    dy = random(*function(xs[0], weight).shape, dtype=torch.float32)
+    for turn in range(3):
+        for x in xs:
+            y = function(x, weight)
+            assert turn == 0 or "CppNode" in y.grad_fn.name()
+            torch.autograd.grad(y, [weight], dy)
+        assert len(described) == len(xs)
+        if turn == 1:
+            driver.plans.clear()
+    assert len(driver.plans) == 2 * len(xs)  # both passes
+
+
+def test_gradients_that_take_turns_are_described_once(driver, monkeypatch):
+    call, wanting, _ = a_norm("float32 weights", cols=136)
+    learnt, count = [], functional.launched_gradients
+    monkeypatch.setattr(functional, "launched_gradients", lambda *a: learnt.append(a) or count(*a))
+    for _ in range(3):
+        for dy in views(9, "float16"):
+            torch.autograd.grad(call(), wanting, dy)
+        assert len(learnt) == 9
+
+
+@pytest.mark.parametrize("op", [rms_norm, add_rms_norm])
+def test_shapes_that_come_and_go(driver, monkeypatch, op):
+    """What serves them goes with them, and shapes that come again have nodes."""
+    monkeypatch.setattr(launching, "RECIPES", 4)
+    alive, make_pass = [], nodes.module().make_pass
+    monkeypatch.setattr(nodes, "module", lambda: SimpleNamespace(**vars(driver.compiled) | {"make_pass": made}))
+
+    def made(*given: Any) -> Any:
+        alive.append(weakref.ref(given[-1]))  # what computes gradients by Python
+        return make_pass(*given)
+
+    def run(rows: int) -> None:
+        tensors = [
+            random(rows, 64, dtype=torch.float32).requires_grad_() for _ in range(2 if op is add_rms_norm else 1)
+        ]
+        results = op(*tensors, (64,))
+        y = results if op is rms_norm else results[0]
+        assert "CppNode" in y.grad_fn.name()
+        y.sum().backward()
+
+    for rows in range(2, 40):
+        run(rows)
+        run(1)
+    gc.collect()
+    assert len(alive) > 38
+    assert sum(one() is not None for one in alive) <= 8
+
+
+def test_a_node_keeps_what_it_needs(driver):
+    """Its call may be forgotten before the backward pass, the first one or a later one."""
+    call, wanting, dy = a_norm("weight and bias")
+    expected = by_python(call, wanting, [dy])[1:]
+    for _ in range(2):
+        y = call()
+        launching._calls.clear()
+        gc.collect()
+        same_bits(gradients(y, wanting, [dy]), expected)
+
+
+@pytest.mark.slow
+def test_100_000_lengths_take_no_more_memory_than_4096(monkeypatch):
+    """Of descriptions alone: with their plans it takes minutes."""
+    assert nodes.build() == ""
+    monkeypatch.setattr(nodes, "module", nodes.load)
+    monkeypatch.setattr(nodes, "kernel", lambda *_: SimpleNamespace(ptr=1))
+    monkeypatch.setattr(launch, "context", lambda _: 77)
+    step = plan(problem("forward", 8, 64, "float32"), KNOWN[90])
+    kept: dict[Any, Any] = {}
+    page, used = os.sysconf("SC_PAGE_SIZE"), []
+    numbers = dict.fromkeys(step.problem.scalars, 1e-5)
+    memory, whole = torch.zeros(100_000, 64), []
+
+    def backward(*_: Any) -> Any:
+        raise NotImplementedError
+
+    for rows in range(1, 100_001):
+        x = memory[:rows]
+        like = ((rows, 64), (64, 1), torch.float32)
+        tensors = {"x": x, "weight": memory[0], "bias": memory[1]}
+        which = nodes.forward_pass(step, tensors, {"y": like}, like, 0, numbers, ("x",), backward)
+        repeats.remember(kept, x.shape, (x,), nodes.call_of(which), launching.RECIPES)
+        if not whole:
+            whole.append(which)
+        if rows % 10 == 0:
+            strided = memory.as_strided((1, 64), (64 + rows, 1))
+            nodes.add_backward(whole[0], step, {"dy": strided}, x, {"x": x}, 1, {"dx": like}, 0, numbers, (0,))
+        if rows in (20_000, 100_000):
+            used.append(int(Path("/proc/self/statm").read_text().split()[1]) * page)
+    assert len(kept) == 2 * launching.RECIPES
+    assert used[1] - used[0] < 8 << 20
+
+
+WAITING = """
+#include <unistd.h>
+extern "C" {
+volatile int waits = 0, others_ran = 0;
+int launch(const void*, void*, void**, void**) {
+  waits = 1;
+  for (int i = 0; i < 3000 && !others_ran; ++i) usleep(1000);
+  return others_ran ? 0 : 1;
+}
+}
+"""
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_others_run_while_a_launch_waits(driver, tmp_path, grad):
+    """For a place in the GPU's queue, which holds some thousand."""
+    call, wanting, dy = a_norm("x alone")
+    described(call, wanting, dy)
+    (tmp_path / "waiting.cpp").write_text(WAITING)
+    library = str(tmp_path / "waiting.so")
+    subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "waiting.cpp"), "-o", library], check=True)
+    waiting = ctypes.CDLL(library)
+    address = ctypes.cast(waiting.launch, ctypes.c_void_p).value
+    driver.compiled.set_driver(address, *driver.addresses[1:])
+    results: list[Any] = []
+    with torch.set_grad_enabled(grad):
+        thread = threading.Thread(target=lambda: results.append(call()))
+        thread.start()
+        while not ctypes.c_int.in_dll(waiting, "waits").value:
+            time.sleep(0.001)
+        ctypes.c_int.in_dll(waiting, "others_ran").value = 1
+        thread.join()
+    assert len(results) == 1
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.seen.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_dispatch_mode_for_the_backward_pass_sees_it(driver, monkeypatch, name):
+    for module in (functional, passes, linear_nodes):
+        monkeypatch.setattr(
+            module, "launchable", lambda dy: not torch.is_grad_enabled() and functional._nothing_listens()
+        )
+    x, weight = random(5, 136, dtype=torch.float32).requires_grad_(), random(136, dtype=torch.float32).requires_grad_()
+    for _ in range(3):
+        y = FUNCTIONS[name](x, weight)
+        dy = torch.ones_like(y)
+        expected = gradients(FUNCTIONS[name](x, weight), [x, weight], [dy])
+        count = len(driver.plans)
+        with Calls() as calls:
+            found = torch.autograd.grad(y, [x, weight], dy)
+        assert any("norm_backward" in one for one in calls.seen)
+        assert len(driver.plans) == count
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("again", ["by Python", "in C++"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_checkpoint_may_compute_again_the_other_way(driver, monkeypatch, name, again):
+    """torch.utils.checkpoint compares what is saved, in order."""
+    x, weight = random(5, 136, dtype=torch.float32).requires_grad_(), random(136, dtype=torch.float32).requires_grad_()
+    compiled = nodes.module()
+
+    def way(which: str) -> None:
+        monkeypatch.setattr(nodes, "module", lambda: compiled if which == "in C++" else None)
+        for kept in (launching._calls, fused_functional._calls, fused_launching._calls):
+            kept.clear()
+        FUNCTIONS[name](x, weight)  # is described
+
+    def call(x: Any, weight: Any) -> Any:
+        y = FUNCTIONS[name](x, weight)
+        ways.append("in C++" if "CppNode" in y.grad_fn.name() else "by Python")
+        return y
+
+    ways: list[str] = []
+    first = "in C++" if again == "by Python" else "by Python"
+    dy = torch.ones_like(FUNCTIONS[name](x, weight))
+    expected = gradients(FUNCTIONS[name](x, weight), [x, weight], [dy])
+    for early_stop in (True, False):
+        way(first)
+        with set_checkpoint_early_stop(early_stop):
+            y = checkpoint(call, x, weight, use_reentrant=False)
+        way(again)
+        same_bits(gradients(y, [x, weight], [dy]), expected)
+    assert ways == [first, first, again]  # what stops early does not return
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(64, 1024), (2, 5, 768), (300, 1000), (4, 16384), (3, 50257)])
 @pytest.mark.parametrize("op", [layer_norm, rms_norm, add_layer_norm, add_rms_norm])
 def test_a_gpu_has_the_bits_of_python(op, shape):
     """In the default stream, in another one, and in a CUDA graph."""
     assert nodes.build() == ""
-    nodes.module.cache_clear()
     cols = shape[-1]
     rows, x, residual = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     vectors = torch.randn(2 if "layer" in op.__name__ else 1, cols, device="cuda", dtype=torch.bfloat16).unbind()
@@ -298,7 +520,6 @@ def test_a_gpu_has_the_bits_of_python(op, shape):
         return [*results, *torch.autograd.grad(results, wanting, given)]
 
     expected = by_python(call, wanting, given)
-    call()  # a fused operation's first call is described, by Python
     for _ in range(3):
         same_bits(both(), expected)
     stream = torch.cuda.Stream()
@@ -314,12 +535,3 @@ def test_a_gpu_has_the_bits_of_python(op, shape):
         graph.replay()
         same_bits(captured, expected)
     torch.cuda.synchronize()
-
-
-def test_without_a_compiler_python_computes(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no-such-compiler could not be run" in nodes.build()
-    monkeypatch.setenv("CXX", "false")
-    assert nodes.build() == "false failed: 1"
-    assert nodes.load() is None

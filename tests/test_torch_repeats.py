@@ -17,7 +17,7 @@ from torch_tensors import random, same  # noqa: E402
 from cunorm.torch import layer_norm, layer_norm_linear, rms_norm  # noqa: E402
 from cunorm.torch.linear.passes import Options, normalise  # noqa: E402
 from cunorm.torch.norm import launching  # noqa: E402
-from cunorm.torch.norm.repeats import LIKE, alike, remember  # noqa: E402
+from cunorm.torch.norm.repeats import LIKE, again, alike, remember  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,15 +84,27 @@ def test_transforms_and_traces_are_not_alike():
     assert answers == [False] * 3
 
 
-def test_few_are_kept_under_a_key():
+def test_few_are_asked_one_by_one_and_all_are_found_again():
     kept: dict = {}
-    for count in range(LIKE + 3):
-        remember(kept, "key", (random(count, COLS),), count, most=8)
-    assert [found for _, found in kept["key"]] == [*range(LIKE + 2, 2, -1)]
-    remember(kept, "twice", (x := random(ROWS, COLS), x), 0, most=8)
+    calls = [(random(count, COLS),) for count in range(3 * LIKE)]
+    for count, tensors in enumerate(calls):
+        remember(kept, "key", tensors, count, most=len(calls))
+    assert [found for _, found in kept["key"]] == [*range(3 * LIKE)][: -LIKE - 1 : -1]
+    assert [again(kept, "key", tensors) for tensors in calls] == [*range(3 * LIKE)]
+    for other in (random(3 * LIKE, COLS), calls[1][0].clone().requires_grad_(), calls[1][0].to_sparse(), [1.0]):
+        assert again(kept, "key", (other,)) is None
+    remember(kept, "twice", (x := random(ROWS, COLS), x), 0, most=len(calls))
     assert "twice" not in kept
-    remember(kept, "other", (x,), 0, most=1)
-    assert [*kept] == ["other"]
+
+
+def test_the_oldest_is_forgotten():
+    kept: dict = {}
+    for count in range(100):
+        remember(kept, count, (random(ROWS, COLS),), count, most=8)
+        assert len(kept) <= 16
+        remember(kept, "hot", (random(ROWS, COLS),), "hot", most=8)
+    assert [key for key in kept if type(key) is int] == [*range(93, 100)]
+    assert kept["hot"][0][1] == "hot"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 from cunorm import launch
 from cunorm.launch import NUMBERS
 from cunorm.torch.linear import linear_nodes, passes
-from cunorm.torch.norm import functional, fused_functional, launching, nodes
+from cunorm.torch.norm import functional, fused_functional, fused_launching, launching, nodes
 
 CONTEXT = 77
 OF_GPU = nodes.module
@@ -69,7 +69,9 @@ class Driver:
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, pointer)(self._stream),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(self._is_capturing),
         )
-        compiled.set_driver(*(ctypes.cast(one, ctypes.c_void_p).value for one in self._functions))
+        self.compiled = compiled
+        self.addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in self._functions]
+        compiled.set_driver(*self.addresses)
         monkeypatch.setattr(launch, "context", lambda _: CONTEXT)
         monkeypatch.setattr(nodes, "module", lambda: compiled)
         work = nodes._work
@@ -147,6 +149,8 @@ def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Dr
     monkeypatch.setattr(launching, "launch", stand_in)
     for kept in ("_recipes", "_families", "_calls"):
         monkeypatch.setattr(launching, kept, {})
+    for module in (fused_launching, fused_functional):
+        monkeypatch.setattr(module, "_calls", {})
     for module in (functional, passes):
         monkeypatch.setattr(module, "_at_once", lambda *_: True)
     for module in (functional, passes, linear_nodes):
@@ -154,7 +158,7 @@ def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Dr
     try:
         yield found
     finally:
-        OF_GPU.cache_clear()
+        nodes._ready, nodes._look_again_at = None, 0.0
         OF_GPU()  # launches on a GPU again, if there is one
     assert found.errors == []
 

@@ -10,51 +10,57 @@ from pathlib import Path
 
 from ..compile import cache_directory
 
-# cunorm_....cubin are cunorm's kernels, RESULTS_FILE is what `compile --all` found. The others are CuPy's: a SHA-1 of
-# the source and options; with CUPY_CACHE_SAVE_CUDA_SOURCE the source is beside it.
-RESULTS_FILE = "cunorm_compiled.json"
-OWN_KERNEL = re.compile(r"cunorm_[0-9a-f]{40}\.cubin")
-KERNEL_FILE = re.compile(rf"{OWN_KERNEL.pattern}|[0-9a-f]{{40}}\.(cubin|ltoir)(\.cu)?|{re.escape(RESULTS_FILE)}")
+RESULTS_FILE = "cunorm_compiled.json"  # what `compile --all` found
+KERNEL = re.compile(r"cunorm_[0-9a-f]{40}\.cubin")
+NODES = r"cunorm_nodes_[0-9a-f]{40}\.(so|lock)"  # of PyTorch's adapter, and what its processes wait by
+# The last part has what is yet to be written, and stays where a process was killed meanwhile.
+FILE = re.compile(rf"({KERNEL.pattern}|{NODES}|{re.escape(RESULTS_FILE)})(\.[0-9a-f]{{32}}\.tmp)?")
 
 
 def add_parser(commands) -> None:
     parser = commands.add_parser(
         "cache",
         help="show, count or empty the directory of compiled kernels",
-        description="The directory in which cunorm keeps its compiled kernels, and CuPy any others. A removed kernel "
-        "is compiled again when it is next needed.",
+        description="The directory in which cunorm keeps what it compiles: CUNORM_CACHE_DIR, or cunorm in "
+        "XDG_CACHE_HOME or ~/.cache. What is removed is compiled again when it is next needed.",
     )
     parser.add_argument("action", choices=("path", "count", "clear"))
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    try:
+        folder = cache_directory()
+    except FileNotFoundError as error:
+        print(f"cache: {error}", file=sys.stderr)
+        return 1
     if arguments.action == "path":
-        print(cache_directory())
+        print(folder)
         return 0
     try:
         found = kernel_files()
         if arguments.action == "count":
-            own = [size for path, size in found if OWN_KERNEL.fullmatch(path.name)]
-            print(f"{len(own)} kernels of cunorm, {sum(own):,} bytes; {len(found) - len(own)} other files")
+            kernels = [size for path, size in found if KERNEL.fullmatch(path.name)]
+            print(f"{len(kernels)} kernels, {sum(kernels):,} bytes; {len(found) - len(kernels)} other files")
             return 0
         for path, _ in found:
             path.unlink(missing_ok=True)
     except OSError as error:
-        print(f"cache: {cache_directory()} could not be read or cleared: {error}", file=sys.stderr)
+        print(f"cache: {folder} could not be read or cleared: {error}", file=sys.stderr)
         return 1
-    print(f"removed {len(found)} files, {sum(size for _, size in found):,} bytes, from {cache_directory()}")
+    print(f"removed {len(found)} files, {sum(size for _, size in found):,} bytes, from {folder}")
     return 0
 
 
 def kernel_files() -> list[tuple[Path, int]]:
-    """The compiled kernels and their sizes in bytes; none if there is no directory."""
+    """What cunorm keeps and how many bytes each has; none if there is no directory."""
+    folder = cache_directory()
     try:
-        with os.scandir(cache_directory()) as entries:
+        with os.scandir(folder) as entries:
             return [
                 (Path(entry.path), entry.stat(follow_symlinks=False).st_size)
                 for entry in entries
-                if KERNEL_FILE.fullmatch(entry.name)
+                if FILE.fullmatch(entry.name)
             ]
     except FileNotFoundError:
         return []

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 from .. import compile, source
@@ -64,17 +63,14 @@ def compiler(keep: bool) -> Iterator[CompileOne]:
 
     What ptxas says of a kernel is kept in any case, in a file beside the kernels, which `cache clear` removes.
     """
-    from cupy_backends.cuda.libs import nvrtc
-
     # All that the result depends on besides the source and the architecture.
-    salt = repr((nvrtc.getVersion(), compile.OPTIONS, compile.AS_CUPY, Resources._fields))
-    path = compile.cache_directory() / RESULTS_FILE
-    known, new = _read(path), {}
+    salt = repr((compile.nvrtc_build(), compile.OPTIONS, compile.AS_CUPY, Resources._fields))
+    known, new = _read(), {}
 
     def compile_one(spec: KernelSpec, arch: int) -> Resources:
         text = f"{salt}\nsm_{arch}\n{source.source(spec)}"
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
-        if key not in known or (keep and not compile.kept_file(spec, arch).exists()):
+        if key not in known or (keep and not _is_kept(compile.kernel_file(spec, arch))):
             known[key] = new[key] = list(compile.compile_for(spec, arch, keep=keep))
         return Resources(*known[key])
 
@@ -82,11 +78,18 @@ def compiler(keep: bool) -> Iterator[CompileOne]:
         yield compile_one
     finally:  # what was compiled before an interruption is kept too
         if new:  # another process may have added to the file since it was read
-            compile.write(path, json.dumps(_read(path) | new).encode())
+            compile.keep_file(RESULTS_FILE, json.dumps(_read() | new).encode())
 
 
-def _read(path: Path) -> dict[str, list[int]]:
+def _read() -> dict[str, list[int]]:
     try:
-        return json.loads(path.read_text())
+        return json.loads((compile.cache_directory() / RESULTS_FILE).read_text())
     except (OSError, ValueError):
         return {}
+
+
+def _is_kept(file: str) -> bool:
+    try:
+        return (compile.cache_directory() / file).exists()
+    except OSError:
+        return False

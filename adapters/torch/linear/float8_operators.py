@@ -71,6 +71,15 @@ def _backward(dy, dz, x, columns, column_scale, ln_weight, ln_bias, statistics, 
     return tuple(_absent(x) if result is None else result for result in results)
 
 
+def listened_gradients(dy, dz, saved: Saved, options: Float8Options, dtypes: Dtypes, mask, _) -> list[Tensor | None]:
+    """As `gradients`, by the operator."""
+    x, columns, column_scale, ln_weight, ln_bias, statistics, z_scale = saved
+    columns, column_scale, z_scale = (_absent(x) if one is None else one for one in (columns, column_scale, z_scale))
+    read = (dy, dz, x, columns, column_scale, ln_weight, ln_bias, statistics, z_scale)
+    results = norm_linear_backward(*read, *flat(options), dtypes.weight, dtypes.bias or dtypes.weight, list(mask))
+    return [result if wants else None for result, wants in zip(results, mask, strict=True)]
+
+
 @torch.library.register_fake("cunorm::fp8_norm_linear_forward", lib=_library)
 def _forward_fake(x, weight, bias, ln_weight, ln_bias, operation, eps, dtype, by_row, *others):
     *_, wants_z, wants_columns = others

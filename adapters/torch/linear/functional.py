@@ -31,7 +31,7 @@ from ..norm.functional import (
     norm_with_statistics,
     nothing_else_listens,
 )
-from ..norm.repeats import remember
+from ..norm.repeats import again, remember
 from . import linear_nodes
 from . import operators as linear_operators
 from .passes import Options, Sink, gradients, normalise, recipe_at_once, without_autocast
@@ -205,12 +205,14 @@ def known(function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_no
     for alike, call in kept:
         if alike(*given):
             return call
-    return None
+    return again(launching._calls, key, tuple(given))
 
 
 def run_known(call: Call, x, weight, bias, ln_weight, ln_bias, sink: Sink | None) -> tuple[Tensor, Tensor]:
     """(y, z)"""
-    if sink is None and call.compiled is not None:
+    if call.compiled is None:
+        nodes.module()  # it may have been built since this call was described
+    elif sink is None:
         found = call.compiled(x, weight, bias, ln_weight, ln_bias)
         if found is not None:
             return found
@@ -319,16 +321,22 @@ class _NormLinear(torch.autograd.Function):
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         kept = z if options.keep_normalized else None
-        ctx.save_for_backward(x, weight, ln_weight, ln_bias, statistics, kept)
+        # In the order of norm/nodes_autograd.h, for checkpoints.
+        ctx.save_for_backward(statistics, x, weight, ln_weight, ln_bias, kept)
         ctx.call = options, sink
         return y, z, statistics
 
     @staticmethod
     def backward(ctx, dy, dz, _):
         options, sink = ctx.call
-        x, *others = ctx.saved_tensors
+        statistics, x, *others, z = ctx.saved_tensors
         with without_autocast("cuda" if x.is_cuda else x.device.type):  # a device takes 0.6 us
-            return *gradients(dy, dz, x, *others, options, ctx.needs_input_grad[:5], sink), None, None, None
+            return (
+                *gradients(dy, dz, x, *others, statistics, z, options, ctx.needs_input_grad[:5], sink),
+                None,
+                None,
+                None,
+            )
 
 
 _apply = applied(_NormLinear)

@@ -78,15 +78,18 @@ class NormLinear(torch.autograd.Function):
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         ctx.options = Options(*options)
-        ctx.save_for_backward(x, weight, ln_weight, ln_bias, statistics, z if ctx.options.keep_normalized else None)
+        kept = z if ctx.options.keep_normalized else None
+        ctx.save_for_backward(statistics, x, weight, ln_weight, ln_bias, kept)
 
     @staticmethod
     def backward(ctx, dy, dz, _):
         mask = ctx.needs_input_grad[:5]
+        statistics, *inputs, z = ctx.saved_tensors
+        tensors = (*inputs, statistics, z)
         if torch.is_grad_enabled():
-            results = gradients(dy, dz, *ctx.saved_tensors, ctx.options, mask)
+            results = gradients(dy, dz, *tensors, ctx.options, mask)
         else:
-            results = norm_linear_backward(dy, dz, *ctx.saved_tensors, *ctx.options, list(mask))
+            results = norm_linear_backward(dy, dz, *tensors, *ctx.options, list(mask))
         wanted = [result if wants else None for result, wants in zip(results, mask, strict=True)]
         return *wanted, *[None] * len(ctx.options)
 

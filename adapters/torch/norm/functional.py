@@ -161,7 +161,9 @@ def _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -
 
 
 def _run(call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if call.compiled is not None and (found := call.compiled(x, weight, bias)) is not None:
+    if call.compiled is None:
+        nodes.module()  # it may have been built since this call was described
+    elif (found := call.compiled(x, weight, bias)) is not None:
         return found[0]
     if call.differentiable and _grad_enabled():
         return _apply(x, weight, bias, call)
@@ -245,13 +247,13 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, call):
         y, statistics = launching.forward_by(call.recipe, x, weight, bias, call.eps, True)
-        ctx.save_for_backward(x, statistics, weight)
+        ctx.save_for_backward(statistics, x, weight)  # in the order of nodes_autograd.h, for checkpoints
         ctx.call = call
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        x, statistics, weight = ctx.saved_tensors
+        statistics, x, weight = ctx.saved_tensors
         return *_gradients(ctx.call, dy, x, statistics, weight, ctx.needs_input_grad[:3]), None
 
 
@@ -275,7 +277,7 @@ class _NormWithStatistics(_Norm):
     @staticmethod
     def forward(ctx, x, weight, bias, call):
         y = _Norm.forward(ctx, x, weight, bias, call)
-        _, statistics, _ = ctx.to_save
+        statistics, *_ = ctx.to_save
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         return y, statistics

@@ -41,15 +41,16 @@ def run(
         if torch.onnx.is_in_onnx_export():  # which knows no operators of ours
             return _own(call, tensors, numbers, eps, wants_statistics)
         return _by_operator(call, tensors, numbers, eps, wants_statistics)
+    compiled = None
     if not wants_statistics:
-        for known, compiled in call.compiled.get((tensors[0].shape, eps, *numbers), ()):
-            if known(*tensors) and functional.nothing_else_listens():
-                results = compiled(*tensors)
-                if results is not None:
-                    return results, None
+        compiled = _known(call, tensors, numbers, eps)
+        if compiled is not None and (results := compiled(*tensors)) is not None:
+            return results, None
     if at_once(tensors):
-        if not wants_statistics:
-            _describe(call, tensors, numbers, eps)
+        if not wants_statistics and compiled is None:
+            compiled = _describe(call, tensors, numbers, eps)
+            if compiled is not None and (results := compiled(*tensors)) is not None:
+                return results, None
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             results = _apply(call, numbers, eps, wants_statistics, *tensors)
             return (results[:-1], results[-1]) if wants_statistics else (results, None)
@@ -73,15 +74,28 @@ def run(
     return _by_operator(call, tensors, numbers, eps, wants_statistics)
 
 
-def _describe(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> None:
-    """For calls like this one."""
+def _known(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> nodes.Call | None:
+    """What serves a call like an earlier one."""
+    key = (tensors[0].shape, eps, *numbers)
+    earlier = call.compiled.get(key, ())
+    if not earlier or not functional.nothing_else_listens():
+        return None
+    for known, compiled in earlier:
+        if known(*tensors):
+            return compiled
+    return repeats.again(call.compiled, key, tuple(tensors))
+
+
+def _describe(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> nodes.Call | None:
+    """What serves calls like this one."""
     if len({id(tensor) for tensor in tensors}) < len(tensors):  # repeats.py does not remember such
-        return
+        return None
     which = norm_nodes.of_fused(call, tensors, numbers, eps, gradients_of, functional.launchable)
     compiled = nodes.call_of(which)
     if compiled is not None:
         key = (tensors[0].shape, eps, *numbers)
         repeats.remember(call.compiled, key, tuple(tensors), compiled, launching.RECIPES)
+    return compiled
 
 
 def at_once(tensors: Sequence[Tensor]) -> bool:

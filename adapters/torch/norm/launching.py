@@ -20,7 +20,7 @@ from ...norm.problem import RowStrides, argument_order
 from ...norm.steps import Plan
 from . import checks, gpu
 from .formulas import compute_dtype
-from .repeats import Alike, remember
+from .repeats import Alike, again, remember
 
 RECIPES = 4096  # kept at most
 
@@ -99,10 +99,11 @@ def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
 
 def known_call(key: Hashable, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     """What was remembered of a call with tensors like these, as repeats.py has it; None for nothing."""
-    for known, found in earlier_calls(key):
+    earlier = earlier_calls(key)
+    for known, found in earlier:
         if known(x, weight, bias) if bias is not None else known(x) if weight is None else known(x, weight):
             return found
-    return None
+    return again(_calls, key, tuple(one for one in (x, weight, bias) if one is not None)) if earlier else None
 
 
 def remember_call(key: Hashable, x: Tensor, weight: Tensor | None, bias: Tensor | None, found: Any) -> None:
@@ -242,10 +243,11 @@ def known_backward(
     family: Family, dy: Tensor, x: Tensor, weight: Tensor | None, output_mask: tuple[bool, bool, bool], sm_margin: int
 ) -> Recipe | None:
     """The recipe of a backward pass like an earlier one, as repeats.py has it."""
-    for known, recipe in family.known.get((output_mask, sm_margin, weight is None), ()):
+    key = (output_mask, sm_margin, weight is None)
+    for known, recipe in family.known.get(key, ()):
         if known(dy, x) if weight is None else known(dy, x, weight):
             return recipe
-    return None
+    return again(family.known, key, (dy, x) if weight is None else (dy, x, weight))
 
 
 def remember_backward(

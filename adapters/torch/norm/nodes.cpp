@@ -56,25 +56,25 @@ PyObject* set_driver(PyObject*, PyObject* const* given, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
+c10::SafePyObject kept(PyObject* one) { return {Py_NewRef(one), getPyInterpreter()}; }
+
 // (inputs, work, memory of the statistics, saved, learn) -> what `call` takes
 PyObject* make_pass(PyObject*, PyObject* const* given, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  auto pass = std::make_unique<Pass>();
-  pass->inputs = PyLong_AsSize_t(given[0]);
-  pass->forward = work(given[1]);
-  pass->statistics = memory(given[2]);
-  for (int64_t place : integers(given[3])) pass->saved.push_back(static_cast<size_t>(place));
-  pass->learn = Py_NewRef(given[4]);
+  std::vector<size_t> saved;
+  for (int64_t place : integers(given[3])) saved.push_back(static_cast<size_t>(place));
+  std::unique_ptr<Pass> pass(
+      new Pass{PyLong_AsSize_t(given[0]), work(given[1]), memory(given[2]), std::move(saved), kept(given[4]), {}, {}});
   if (PyErr_Occurred()) return nullptr;
-  return PyLong_FromVoidPtr(pass.release());
+  return handle(owned(std::move(pass)));
   END_HANDLE_TH_ERRORS
 }
 
 // (pass, gradients given or None, statistics and what was saved, mask, work, places)
 PyObject* add_backward(PyObject*, PyObject* const* given, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  auto& pass = *static_cast<Pass*>(PyLong_AsVoidPtr(given[0]));
-  auto backward = std::make_unique<Backward>();
+  const auto& pass = pass_in<Pass>(unpacked(given[0]));
+  auto backward = std::make_shared<Backward>();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given[1]); ++i) {
     PyObject* const one = PyTuple_GET_ITEM(given[1], i);
     backward->gradients.push_back(one == Py_None ? std::nullopt : std::optional<Layout>(THPVariable_Unpack(one)));
@@ -85,9 +85,10 @@ PyObject* add_backward(PyObject*, PyObject* const* given, Py_ssize_t) {
   backward->mask = PyLong_AsUnsignedLongLong(given[3]);
   backward->work = work(given[4]);
   backward->places = integers(given[5]);
-  backward->next = pass.backwards.load();
   if (PyErr_Occurred()) return nullptr;
-  pass.backwards.store(backward.release(), std::memory_order_release);
+  const std::lock_guard guard(pass.mutex);
+  pass.backwards.push_front(std::move(backward));
+  if (pass.backwards.size() > BACKWARDS) pass.backwards.pop_back();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -100,12 +101,11 @@ PyObject* make_linear_pass(PyObject*, PyObject* const* given, Py_ssize_t) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given[3]); ++i) {
     inputs.emplace_back(THPVariable_Unpack(PyTuple_GET_ITEM(given[3], i)));
   }
-  const auto norm = static_cast<const Pass*>(PyLong_AsVoidPtr(given[0]));
-  auto pass = std::make_unique<LinearPass>(LinearPass{norm, given[1] == Py_True, given[2] == Py_True, std::move(inputs),
-                                                      Layout(THPVariable_Unpack(given[4])), work(given[5]),
-                                                      Py_NewRef(given[6])});
+  std::unique_ptr<LinearPass> pass(new LinearPass{unpacked(given[0]), given[1] == Py_True, given[2] == Py_True,
+                                                  std::move(inputs), Layout(THPVariable_Unpack(given[4])),
+                                                  work(given[5]), kept(given[6])});
   if (PyErr_Occurred()) return nullptr;
-  return PyLong_FromVoidPtr(pass.release());
+  return handle(owned(std::move(pass)));
   END_HANDLE_TH_ERRORS
 }
 
@@ -113,7 +113,7 @@ PyObject* make_linear_pass(PyObject*, PyObject* const* given, Py_ssize_t) {
 template <class Node, class Results>
 PyObject* call_by(PyObject* const* given, Py_ssize_t count, const Results& without_gradients) {
   HANDLE_TH_ERRORS
-  const int64_t which = PyLong_AsLongLong(given[0]);
+  const c10::Storage which = unpacked(given[0]);
   c10::SmallVector<Tensor, 8> inputs;
   bool differentiable = false;
   int64_t addresses = 0;
@@ -125,26 +125,29 @@ PyObject* call_by(PyObject* const* given, Py_ssize_t count, const Results& witho
   }
   if (addresses % 16) Py_RETURN_NONE;
   variable_list results;
-  if (differentiable && c10::GradMode::is_enabled()) {
-    results = Node::apply(at::TensorList(inputs), which);
-  } else {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    results = without_gradients(which, inputs);
+  {
+    const pybind11::gil_scoped_release others_may_run;  // a launch waits where the GPU's queue is full
+    if (differentiable && c10::GradMode::is_enabled()) {
+      results = Node::apply(at::TensorList(inputs), which);
+    } else {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      results = without_gradients(which, inputs);
+    }
   }
   return wrapped(results);
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return call_by<Norm>(given, count, [](int64_t which, at::TensorList inputs) {
-    return forward(*reinterpret_cast<const Pass*>(which), inputs, false);
+  return call_by<Norm>(given, count, [](const c10::Storage& which, at::TensorList inputs) {
+    return forward(pass_in<Pass>(which), inputs, false);
   });
 }
 
 // -> (y, z)
 PyObject* call_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return call_by<NormLinear>(given, count, [](int64_t which, at::TensorList inputs) {
-    variable_list found = linear_forward(*reinterpret_cast<const LinearPass*>(which), inputs, false);
+  return call_by<NormLinear>(given, count, [](const c10::Storage& which, at::TensorList inputs) {
+    variable_list found = linear_forward(pass_in<LinearPass>(which), inputs, false);
     std::swap(found[0], found[1]);
     return found;
   });

@@ -18,21 +18,24 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import launch, logs
-from ...compile import cache_directory, kernel, write
+from ...compile import DIGEST, cache_directory, kernel, write
 from ...norm.steps import WORKSPACE, Plan, Step
+from . import launching
 from .gpu import Memory
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("nodes.cpp", "nodes_autograd.h", "nodes_passes.h"))
 OPTIONS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
-PASSES = 4096  # described at most, as they are kept for good
 
 Call = Callable[..., tuple[Tensor, ...] | None]  # with the tensors of a call; None where they cannot be served
 
@@ -44,66 +47,149 @@ def kept_file() -> Path:
 
 
 def build() -> str:
-    """Compiles nodes.cpp, 15 s, where it has not been; why it could not be, "" if it could."""
-    kept = kept_file()
-    if not kept.exists():
-        compiler = os.environ.get("CXX", "c++")
-        root = Path(torch.__file__).parent
-        headers = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include"))
-        libraries = (f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python")
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / "nodes.so"
-            command = [
-                compiler,
-                *OPTIONS,
-                *(f"-I{one}" for one in headers),
-                str(SOURCES[0]),
-                "-o",
-                str(made),
-                *libraries,
-            ]
-            logs.logger.info("compiling %s, once for this version of torch", SOURCES[0].name)
-            try:
-                run = subprocess.run(command, capture_output=True, text=True)
-            except OSError as error:
-                return f"{compiler} could not be run ({error})"
-            if run.returncode:
-                return f"{compiler} failed: {run.stderr.strip().splitlines()[-1:] or run.returncode}"
-            write(kept, made.read_bytes())
-        module.cache_clear()
+    """Compiles nodes.cpp, 15 s, unless that is done, and loads it; why it cannot be used, "" once it is loaded.
+
+    Of several processes one compiles, and the others wait for it.
+    """
+    try:
+        try:
+            load()
+        except ImportError:
+            _compile(kept_file())
+        if torch.cuda.is_available():
+            _get_ready()
+    except (ImportError, OSError) as error:
+        return str(error)
     return ""
 
 
-@functools.cache
 def module() -> Any:
-    """What was compiled, ready to launch; None if there is none."""
-    if not torch.cuda.is_available() or (found := load()) is None:
-        return None
-    driver = ctypes.CDLL("libcuda.so.1")
-    of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cuda.so"))
-    functions = (
-        driver.cuLaunchKernelEx,
-        driver.cuCtxGetCurrent,
-        driver.cuCtxSetCurrent,
-        of_torch.aoti_torch_get_current_cuda_stream,
-        driver.cuStreamIsCapturing,
-    )
-    found.set_driver(*(ctypes.cast(one, ctypes.c_void_p).value for one in functions))
-    return found
+    """What was compiled, ready to launch; None while there is none. It is looked for once a second."""
+    global _look_again_at
+    if _ready is None and monotonic() >= _look_again_at:
+        _look_again_at = monotonic() + 1
+        if torch.cuda.is_available():
+            try:
+                _get_ready()
+            except ImportError as error:
+                _say_once(str(error))
+    return _ready
 
 
 def load() -> Any:
-    """The compiled module, None if there is none."""
-    kept = kept_file()
-    if not kept.exists():
-        return None
-    loader = importlib.machinery.ExtensionFileLoader("cunorm_nodes", str(kept))
-    spec = importlib.util.spec_from_file_location("cunorm_nodes", kept, loader=loader)
+    """The compiled module; ImportError, with the reason, where there is none that can be used."""
+    global _loaded
+    with _loading:
+        if _loaded is None:
+            try:
+                file = kept_file().resolve(strict=True)
+                _must_be_safe(file, file.parent)
+                content = file.read_bytes()
+            except OSError as error:
+                raise ImportError(str(error)) from error
+            if hashlib.sha256(content[:-DIGEST]).digest() != content[-DIGEST:]:
+                raise ImportError(f"{file} is damaged")
+            loader = importlib.machinery.ExtensionFileLoader("cunorm_nodes", str(file))
+            spec = importlib.util.spec_from_file_location("cunorm_nodes", file, loader=loader)
+            _loaded = importlib.util.module_from_spec(spec)
+    return _loaded
+
+
+_loading = threading.Lock()
+_loaded: Any = None
+_ready: Any = None  # the same, once it can launch
+_look_again_at = 0.0
+
+
+def _get_ready() -> None:
+    """Shows the module where CUDA's and torch's functions are. Calls that were described without it are forgotten."""
+    global _ready
+    if _ready is None:
+        compiled = load()
+        compiled.set_driver(*_functions())
+        _ready = compiled
+        launching._calls.clear()
+
+
+def _functions() -> tuple[int | None, ...]:
+    """The addresses of the functions that nodes.cpp calls."""
     try:
-        return importlib.util.module_from_spec(spec)
-    except ImportError as error:
-        logs.logger.warning("%s cannot be used: %s", kept, error)
-        return None
+        driver = ctypes.CDLL("libcuda.so.1")
+        of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cuda.so"))
+        functions = (
+            driver.cuLaunchKernelEx,
+            driver.cuCtxGetCurrent,
+            driver.cuCtxSetCurrent,
+            of_torch.aoti_torch_get_current_cuda_stream,
+            driver.cuStreamIsCapturing,
+        )
+    except (OSError, AttributeError) as error:
+        raise ImportError(f"a function of CUDA or torch is missing: {error}") from error
+    return tuple(ctypes.cast(one, ctypes.c_void_p).value for one in functions)
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logs.fell_back("nodes of autograd", "by Python", reason)
+
+
+def _must_be_safe(*paths: Path) -> None:
+    """ImportError where somebody else may write to a file, or put another in its place in a folder."""
+    for path in paths:
+        status = path.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            raise ImportError(
+                f"{path} must belong to this user or to root, and nobody else may write to it; it belongs to user "
+                f"{status.st_uid}, with mode {status.st_mode & 0o7777:o}. CUNORM_CACHE_DIR may name another folder"
+            )
+
+
+def _compile(file: Path) -> None:
+    """Compiles nodes.cpp into `file`, where it is loaded from, unless another process has done so meanwhile."""
+    try:
+        file.parent.mkdir(0o755, parents=True, exist_ok=True)
+        _must_be_safe(file.parent)
+        with _alone(file.with_suffix(".lock")):
+            try:
+                load()
+            except ImportError:
+                content = _compiled()
+                write(file, content + hashlib.sha256(content).digest(), 0o644)
+                load()
+    except OSError as error:
+        raise ImportError(f"{file} cannot be written ({error}); CUNORM_CACHE_DIR may name another folder") from error
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time, on a file system that can tell; one that ends lets the next in."""
+    import fcntl  # Windows has none
+
+    with open(lock, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compiled() -> bytes:
+    """The compiler's output; ImportError if it fails."""
+    compiler = os.environ.get("CXX", "c++")
+    root = Path(torch.__file__).parent
+    headers = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include"))
+    libraries = (f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python")
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "nodes.so"
+        inputs = (*OPTIONS, *(f"-I{one}" for one in headers), str(SOURCES[0]), "-o", str(made), *libraries)
+        logs.logger.info("compiling %s, once for this version of torch", SOURCES[0].name)
+        try:
+            run = subprocess.run((compiler, *inputs), capture_output=True, text=True)
+        except OSError as error:
+            raise ImportError(f"{compiler} could not be run ({error})") from error
+        if run.returncode:
+            said = run.stderr.strip().splitlines()
+            why = next((line for line in said if "error" in line), said[-1] if said else str(run.returncode))
+            raise ImportError(f"{compiler} failed: {why}")
+        return made.read_bytes()
 
 
 def forward_pass(
@@ -115,36 +201,29 @@ def forward_pass(
     numbers: Mapping[str, float],
     saved: Sequence[str],
     backward: Callable[..., Sequence[Tensor | None]],
-) -> int | None:
+) -> Any:
     """A pass for tensors like these, of aligned memory, as `call_of` takes it; None where nothing can serve them.
 
     Whatever the plan takes goes by name. `saved` are the names of what the backward pass reads besides statistics.
     `backward(which, given, statistics, saved, mask)` is that pass by Python: the gradients of the tensors, of those
     given of the results. It may call `add_backward`. `mask` has a bit for each of the tensors.
     """
-    global _described
     compiled = module()
-    if compiled is None or plan is None or _described >= PASSES:
+    if compiled is None or plan is None:
         return None
-    _described += 1
     index = next(iter(tensors.values())).get_device()
     work = _work(plan, index, (*tensors,), results, rstd_offset, numbers)
     places = tuple((*tensors, *results).index(name) for name in saved)
-
-    def later(*given: Any) -> Sequence[Tensor | None]:
-        return backward(which, *given)
-
-    which = compiled.make_pass(len(tensors), work, statistics, places, later)
-    return which
+    return compiled.make_pass(len(tensors), work, statistics, places, backward)
 
 
-def call_of(which: int | None) -> Call | None:
+def call_of(which: Any) -> Call | None:
     """What serves calls of the tensors of a pass."""
     return None if which is None else functools.partial(module().call, which)
 
 
 def linear_call(
-    which: int,
+    which: Any,
     x: Tensor,
     others: Sequence[Tensor],
     dy: Tensor,
@@ -167,7 +246,7 @@ def linear_call(
 
 
 def add_backward(
-    which: int,
+    which: Any,
     plan: Plan | None,
     given: Mapping[str, Tensor | None],
     statistics: Tensor,
@@ -191,10 +270,6 @@ def add_backward(
     compiled.add_backward(which, tuple(given.values()), (statistics, *saved.values()), mask, work, tuple(places))
 
 
-_described = 0
-_kept: list[Any] = []  # kernels, whose addresses are in the descriptions
-
-
 def _work(
     plan: Plan,
     index: int,
@@ -215,8 +290,7 @@ def _work(
 
 def _launch(step: Step, index: int, places: Mapping[str, int], numbers: Mapping[str, float]) -> tuple:
     launch.check_arguments(step)
-    function = kernel(step.spec, index)
-    _kept.append(function)
+    function = kernel(step.spec, index)  # kept by compile.py, as its address is here
     pack = launch.NUMBERS[step.spec.compute]
     arguments = [
         *((places[name], offset) if name in places else (-1, 0) for name, offset in step.pointers),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
@@ -20,13 +21,36 @@ PyObject* wrapped(const variable_list& tensors, size_t from = 0) {
   return found.release();
 }
 
-// By Python, which may describe what it did (`add_backward`).
-variable_list learn(PyObject* by, const variable_list& gradients, const variable_list& saved, uint64_t mask) {
+constexpr const char* PASS = "cunorm pass";
+
+// A pass as Python holds it.
+PyObject* handle(const c10::Storage& pass) {
+  const auto free = [](PyObject* one) { delete static_cast<c10::Storage*>(PyCapsule_GetPointer(one, PASS)); };
+  PyObject* const found = PyCapsule_New(new c10::Storage(pass), PASS, free);
+  if (!found) throw python_error();
+  return found;
+}
+
+const c10::Storage& unpacked(PyObject* handle) {
+  const void* const found = PyCapsule_GetPointer(handle, PASS);
+  if (!found) throw python_error();
+  return *static_cast<const c10::Storage*>(found);
+}
+
+// By Python, which may describe what it did (`add_backward`) to `pass`, if there is one.
+variable_list learn(const c10::SafePyObject& by, const c10::Storage* pass, const variable_list& gradients,
+                    const variable_list& saved, uint64_t mask) {
   pybind11::gil_scoped_acquire gil;
-  THPObjectPtr given(wrapped(gradients)), statistics(THPVariable_Wrap(saved[0])), tensors(wrapped(saved, 1));
-  THPObjectPtr bits(PyLong_FromUnsignedLongLong(mask));
-  THPObjectPtr found(
-      PyObject_CallFunctionObjArgs(by, given.get(), statistics.get(), tensors.get(), bits.get(), nullptr));
+  THPObjectPtr arguments(PyTuple_New(pass ? 5 : 4));
+  if (!arguments) throw python_error();
+  Py_ssize_t count = 0;
+  const auto add = [&](PyObject* one) { PyTuple_SET_ITEM(arguments.get(), count++, one); };
+  if (pass) add(handle(*pass));
+  add(wrapped(gradients));
+  add(THPVariable_Wrap(saved[0]));
+  add(wrapped(saved, 1));
+  add(PyLong_FromUnsignedLongLong(mask));
+  THPObjectPtr found(PyObject_CallObject(by.ptr(getPyInterpreter()), arguments.get()));
   if (!found) {
     python_error error;
     error.persist();
@@ -51,16 +75,18 @@ bool any(const variable_list& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& one) { return one.defined(); });
 }
 
-variable_list gradients_of(const Pass& pass, const variable_list& gradients, const variable_list& saved,
+variable_list gradients_of(const c10::Storage& which, const variable_list& gradients, const variable_list& saved,
                            uint64_t mask) {
+  const auto& pass = pass_in<Pass>(which);
   const bool plain = !c10::GradMode::is_enabled() && nothing_listens();
-  const Backward* backward = plain ? known(pass, gradients, saved, mask) : nullptr;
-  return backward ? run_backward(*backward, gradients, saved) : learn(pass.learn, gradients, saved, mask);
+  const auto backward = plain ? known(pass, gradients, saved, mask) : nullptr;
+  return backward ? run_backward(*backward, gradients, saved) : learn(pass.learn, &which, gradients, saved, mask);
 }
 
 struct Norm : torch::autograd::Function<Norm> {
-  static variable_list forward(torch::autograd::AutogradContext* context, at::TensorList inputs, int64_t which) {
-    const Pass& pass = *reinterpret_cast<const Pass*>(which);
+  static variable_list forward(torch::autograd::AutogradContext* context, at::TensorList inputs,
+                               const c10::Storage& which) {
+    const auto& pass = pass_in<Pass>(which);
     variable_list results = ::forward(pass, inputs, true);
     variable_list saved = {results.back()};
     results.pop_back();
@@ -74,10 +100,11 @@ struct Norm : torch::autograd::Function<Norm> {
   }
 
   static variable_list backward(torch::autograd::AutogradContext* context, variable_list gradients) {
-    const Pass& pass = *reinterpret_cast<const Pass*>(context->saved_data["pass"].toInt());
+    const c10::Storage which = context->saved_data["pass"].toStorage();
+    const auto& pass = pass_in<Pass>(which);
     const variable_list saved = context->get_saved_variables();
     variable_list found(pass.inputs);
-    if (any(gradients)) found = gradients_of(pass, gradients, saved, wanted(context, pass.inputs));
+    if (any(gradients)) found = gradients_of(which, gradients, saved, wanted(context, pass.inputs));
     found.emplace_back();  // of `which`
     return found;
   }
@@ -87,7 +114,7 @@ struct Norm : torch::autograd::Function<Norm> {
 variable_list linear_forward(const LinearPass& pass, at::TensorList inputs, bool wants_statistics) {
   c10::SmallVector<Tensor, 3> of_norm = {inputs[0]};
   for (size_t i = 2 + pass.has_bias; i < inputs.size(); ++i) of_norm.push_back(inputs[i]);
-  variable_list results = forward(*pass.norm, of_norm, wants_statistics);
+  variable_list results = forward(pass_in<Pass>(pass.norm), of_norm, wants_statistics);
   results.push_back(at::linear(results[0], inputs[1], pass.has_bias ? inputs[2] : Tensor()));
   return results;
 }
@@ -104,7 +131,8 @@ bool is_capturing(c10::Device device) {
 variable_list linear_gradients(const LinearPass& pass, const Tensor& dy, const variable_list& saved, uint64_t mask) {
   const Tensor &statistics = saved[0], &x = saved[1], &weight = saved[2];
   const c10::DeviceGuard guard(dy.device());
-  use(pass.norm->forward.context);  // for the products, which may come first
+  const auto& norm = pass_in<Pass>(pass.norm);
+  use(norm.forward.context);  // for the products, which may come first
   const size_t others = pass.norm_inputs.size() - 1, bias = pass.has_bias;
   variable_list found(2 + bias + others);
   if (mask & 2) {
@@ -114,7 +142,7 @@ variable_list linear_gradients(const LinearPass& pass, const Tensor& dy, const v
     } else {
       Pointers pointers = {address(x)};
       for (size_t i = 0; i < others; ++i) pointers.push_back(address(saved[3 + i]));
-      z = run(pass.norm->forward, pointers, Tensor(), dy.device())[0];
+      z = run(norm.forward, pointers, Tensor(), dy.device())[0];
     }
     z = z.view({dy.size(0), -1});
     // Laid out as weight is: autograd would copy another layout.
@@ -127,11 +155,11 @@ variable_list linear_gradients(const LinearPass& pass, const Tensor& dy, const v
   const uint64_t norm_mask = (mask & 1) | (mask >> (2 + bias) << 1);
   if (norm_mask) {
     variable_list of_norm = {statistics, x};
-    for (size_t place : pass.norm->saved) {
+    for (size_t place : norm.saved) {
       if (place) of_norm.push_back(saved[2 + place]);
     }
     const variable_list dz = {at::mm(dy, weight).view(x.sizes())};
-    const variable_list of_inputs = gradients_of(*pass.norm, dz, of_norm, norm_mask);
+    const variable_list of_inputs = gradients_of(pass.norm, dz, of_norm, norm_mask);
     found[0] = of_inputs[0];
     std::copy(of_inputs.begin() + 1, of_inputs.end(), found.begin() + 2 + bias);
   }
@@ -139,8 +167,9 @@ variable_list linear_gradients(const LinearPass& pass, const Tensor& dy, const v
 }
 
 struct NormLinear : torch::autograd::Function<NormLinear> {
-  static variable_list forward(torch::autograd::AutogradContext* context, at::TensorList inputs, int64_t which) {
-    const auto& pass = *reinterpret_cast<const LinearPass*>(which);
+  static variable_list forward(torch::autograd::AutogradContext* context, at::TensorList inputs,
+                               const c10::Storage& which) {
+    const auto& pass = pass_in<LinearPass>(which);
     const variable_list computed = linear_forward(pass, inputs, true);
     variable_list saved = {computed[1]};
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -154,7 +183,8 @@ struct NormLinear : torch::autograd::Function<NormLinear> {
   }
 
   static variable_list backward(torch::autograd::AutogradContext* context, variable_list gradients) {
-    const auto& pass = *reinterpret_cast<const LinearPass*>(context->saved_data["pass"].toInt());
+    const c10::Storage which = context->saved_data["pass"].toStorage();
+    const auto& pass = pass_in<LinearPass>(which);
     // The products have the dtypes that those of the forward pass had.
     const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
     const variable_list saved = context->get_saved_variables();
@@ -173,7 +203,7 @@ struct NormLinear : torch::autograd::Function<NormLinear> {
         dy = gradients[0].reshape({pass.dy.memory.shape[0], -1}).contiguous();
         plain = pass.dy.fits(dy);
       }
-      found = plain ? linear_gradients(pass, dy, saved, mask) : learn(pass.learn, gradients, saved, mask);
+      found = plain ? linear_gradients(pass, dy, saved, mask) : learn(pass.learn, nullptr, gradients, saved, mask);
     }
     found.emplace_back();  // of `which`
     return found;

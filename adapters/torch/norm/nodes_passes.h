@@ -2,11 +2,15 @@
 // running.
 #pragma once
 
+#include <c10/core/SafePyObject.h>
+#include <c10/core/Storage.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/python_headers.h>
 
-#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -46,11 +50,14 @@ struct Memory {
 struct Layout {
   Memory memory;
   c10::DispatchKeySet keys;
+  c10::Device device;
   explicit Layout(const Tensor& like)
-      : memory{like.sizes().vec(), like.strides().vec(), like.scalar_type()}, keys(like.key_set()) {}
+      : memory{like.sizes().vec(), like.strides().vec(), like.scalar_type()},
+        keys(like.key_set()),
+        device(like.device()) {}
   bool fits(const Tensor& tensor) const {
-    return tensor.key_set() == keys && tensor.scalar_type() == memory.dtype && tensor.sizes() == memory.shape &&
-           tensor.strides() == memory.strides && address(tensor) % 16 == 0;
+    return tensor.key_set() == keys && tensor.device() == device && tensor.scalar_type() == memory.dtype &&
+           tensor.sizes() == memory.shape && tensor.strides() == memory.strides && address(tensor) % 16 == 0;
   }
 };
 
@@ -80,27 +87,43 @@ struct Backward {
   uint64_t mask;                                 // the inputs whose gradients are wanted
   Work work;
   std::vector<int64_t> places;  // of each input's gradient among what is written; -1: none; -2 - i: the i-th given one
-  Backward* next;
 };
 
-// What calls with inputs of certain layouts have in common. Never freed: nodes.py makes so many and no more.
+constexpr size_t BACKWARDS = 64;  // of a pass that are kept, the newest
+
+// What calls with inputs of certain layouts have in common.
 struct Pass {
   size_t inputs;
   Work forward;
   Memory statistics;
   std::vector<size_t> saved;  // places among inputs and results
-  PyObject* learn;            // (given gradients, statistics, saved, mask) -> gradients of the inputs
-  std::atomic<Backward*> backwards{nullptr};
+  c10::SafePyObject learn;    // (pass, given gradients, statistics, saved, mask) -> gradients of the inputs
+  mutable std::mutex mutex;   // of what follows
+  mutable std::deque<std::shared_ptr<const Backward>> backwards;
 };
+
+// Passes are shared by the calls that nodes.py keeps and the nodes of autograd, which may outlive those. A Storage is
+// what a node can hold that compiled autograd can tell from another.
+template <class T>
+c10::Storage owned(std::unique_ptr<T> pass) {
+  T* const data = pass.release();
+  const auto free = [](void* one) { delete static_cast<T*>(one); };
+  return {c10::Storage::use_byte_size_t(), sizeof(T), c10::DataPtr(data, data, free, c10::kCPU), nullptr, false};
+}
+
+template <class T>
+const T& pass_in(const c10::Storage& storage) {
+  return *static_cast<const T*>(storage.data());
+}
 
 // The same of a norm with the product that reads it. Inputs: x, weight, bias if there is one, and the norm's others.
 struct LinearPass {
-  const Pass* norm;
+  c10::Storage norm;
   bool has_bias, keep_normalized;
   std::vector<Layout> norm_inputs;
-  Layout dy;  // (rows, out)
-  Work sums;  // of dy over its rows
-  PyObject* learn;
+  Layout dy;                // (rows, out)
+  Work sums;                // of dy over its rows
+  c10::SafePyObject learn;  // (given gradients, statistics, saved, mask) -> gradients of the inputs
 };
 
 using Pointers = c10::SmallVector<int64_t, 24>;
@@ -174,8 +197,10 @@ bool nothing_listens() {
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-const Backward* known(const Pass& pass, const variable_list& gradients, const variable_list& saved, uint64_t mask) {
-  for (const Backward* one = pass.backwards.load(std::memory_order_acquire); one; one = one->next) {
+std::shared_ptr<const Backward> known(const Pass& pass, const variable_list& gradients, const variable_list& saved,
+                                      uint64_t mask) {
+  const std::lock_guard guard(pass.mutex);
+  for (const auto& one : pass.backwards) {
     bool fits = one->mask == mask;
     for (size_t i = 0; fits && i < gradients.size(); ++i) {
       const auto& layout = one->gradients[i];

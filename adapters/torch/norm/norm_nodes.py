@@ -22,7 +22,7 @@ def of_norm(
     gradients: Gradients,
     plain: Plain,
     in_place: bool = False,
-) -> int | None:
+) -> Any:
     """A pass of (x, weight, bias); None where Python alone serves them. `gradients(call, dy, x, statistics, weight,
     mask)` are those of the three. `in_place`: dx may take the memory of dy.
     """
@@ -31,11 +31,11 @@ def of_norm(
         return None
     given = {"x": x, "weight": weight, "bias": bias}
     tensors = {name: one for name, one in given.items() if one is not None}
-    # What is described is kept for good, and must not keep tensors.
+    # What is described outlives the call, and must not keep tensors.
     every, names = tuple(given), tuple(tensors)
     saved_names = tuple(name for name in ("x", "weight") if name in names)
 
-    def backward(which: int, given: Sequence[Tensor], statistics: Tensor, saved: Sequence[Tensor], bits: int) -> Any:
+    def backward(which: Any, given: Sequence[Tensor], statistics: Tensor, saved: Sequence[Tensor], bits: int) -> Any:
         (dy,), by_name = given, dict(zip(saved_names, saved, strict=True))
         wanted = _wanted(names, bits)
         mask = ("x" in wanted, "weight" in wanted, "bias" in wanted)
@@ -72,7 +72,7 @@ def of_fused(
     eps: float,
     gradients: Gradients,
     plain: Plain,
-) -> int | None:
+) -> Any:
     """A pass of such tensors; None where Python alone serves them. `gradients(family, names, saved, numbers, eps,
     dy, ds, statistics, mask)` are those of the tensors.
     """
@@ -85,7 +85,7 @@ def of_fused(
     names = call.saved(call.wanted(tuple(one.requires_grad for one in tensors)))
     by_name = dict(zip(call.numbers, numbers, strict=True))
 
-    def backward(which: int, given: Sequence[Any], statistics: Tensor, saved: Sequence[Tensor], bits: int) -> Any:
+    def backward(which: Any, given: Sequence[Any], statistics: Tensor, saved: Sequence[Tensor], bits: int) -> Any:
         found = dict(zip(returns, given, strict=True))
         dy, ds = found.get("y"), found.get("s")
         mask = tuple(bool(bits >> place & 1) for place in range(len(call.names)))

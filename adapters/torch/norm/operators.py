@@ -126,13 +126,13 @@ class Norm(torch.autograd.Function):
         x, weight, bias, operation, ndim, eps, _, wants_statistics, _, sm_margin = inputs
         _, statistics = output
         ctx.mark_non_differentiable(statistics)
-        ctx.save_for_backward(x, weight, statistics if wants_statistics else None)
+        ctx.save_for_backward(statistics if wants_statistics else None, x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.options = operation, ndim, eps, sm_margin
 
     @staticmethod
     def backward(ctx, dy, _):
-        x, weight, statistics = ctx.saved_tensors
+        statistics, x, weight = ctx.saved_tensors
         operation, ndim, eps, sm_margin = ctx.options
         if statistics is None:
             statistics = formulas.statistics_of(operation, x.detach(), ndim, eps)

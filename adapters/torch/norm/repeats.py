@@ -7,12 +7,13 @@ asked of them one by one, and the key of a dictionary that is made of the answer
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LIKE = 4  # earlier calls that may share a key, such as those with two layouts of x that follow one another
+LIKE = 4  # earlier calls that are asked one by one, such as those with two layouts of x that follow one another
 _Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 Alike = Callable[..., bool]
@@ -32,9 +33,31 @@ def alike(*tensors: Tensor) -> Alike:
 
 
 def remember(kept: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...], one: Any, most: int) -> None:
-    """Puts (alike(*tensors), one) in front of what is kept under a key. Of `most` keys none is kept."""
+    """Puts (alike(*tensors), one) in front of what is kept under a key, and where `again` finds it.
+
+    The oldest goes where there are more than `most`.
+    """
     known = alike(*tensors)
     if known(*tensors):  # not of one tensor given twice
-        if len(kept) >= most:
-            kept.clear()
-        kept[key] = ((known, one), *kept.get(key, ())[: LIKE - 1])
+        for of in (key, _with_layouts(key, tensors)):
+            kept[of] = ((known, one), *kept.pop(of, ())[: LIKE - 1])
+        with suppress(RuntimeError, StopIteration):  # another thread adds one: it goes next time
+            while len(kept) > 2 * most:
+                kept.pop(next(iter(kept)), None)
+
+
+def again(kept: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...]) -> Any:
+    """What was remembered of tensors of these layouts, None for nothing, where it is no longer among the LIKE last ones
+    of its key: however many layouts take turns, each is known.
+    """
+    if len(kept.get(key, ())) < LIKE:
+        return None
+    try:
+        layouts = _with_layouts(key, tensors)
+    except (AttributeError, RuntimeError):  # one of them is no tensor, or has no strides
+        return None
+    return next((one for known, one in kept.get(layouts, ()) if known(*tensors)), None)
+
+
+def _with_layouts(key: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:
+    return key, *[(one.shape, one.stride(), one.dtype, one.get_device(), one.requires_grad) for one in tensors]
