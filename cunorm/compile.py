@@ -140,7 +140,7 @@ def _keep(spec: KernelSpec, arch: int, code: bytes) -> None:
 
 def cache_directory() -> Path:
     """CuPy's, so that one folder holds all that a process would compile; CuPy is not imported for it."""
-    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
 
 
 def write(path: Path, content: bytes) -> None:

@@ -34,15 +34,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         found = kernel_files()
-        if arguments.action == "count":
-            own = [size for path, size in found if OWN_KERNEL.fullmatch(path.name)]
-            print(f"{len(own)} kernels of cunorm, {sum(own):,} bytes; {len(found) - len(own)} other files")
-            return 0
-        for path, _ in found:
+        for path, _ in found if arguments.action == "clear" else ():
             path.unlink(missing_ok=True)
     except OSError as error:
         print(f"cache: {cache_directory()} could not be read or cleared: {error}", file=sys.stderr)
         return 1
+    if arguments.action == "count":
+        own = [size for path, size in found if OWN_KERNEL.fullmatch(path.name)]
+        print(f"{len(own)} kernels of cunorm, {sum(own):,} bytes; {len(found) - len(own)} other files")
+        return 0
     print(f"removed {len(found)} files, {sum(size for _, size in found):,} bytes, from {cache_directory()}")
     return 0
 
