@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import time
 
 import jax
 import jax.numpy
@@ -15,6 +16,7 @@ from expressions import BY_HAND, gated
 
 from cunorm import expression
 from cunorm.expression import gradients, parse, substitute, trace
+from cunorm.expression_texts import evaluate
 
 
 @pytest.mark.parametrize(("function", "text", "derivatives"), BY_HAND, ids=[text for _, text, _ in BY_HAND])
@@ -94,6 +96,64 @@ def test_what_is_shared_is_written_once():
     assert len(trace(repeated).text) < 10_000
     assert trace(lambda a, b, c: a * b * c + a * b).text == "t0 = a * b; t0 * c + t0"
     assert trace(lambda a, b: a * b / (a + b) - a * b * (a + b)).text == "t0 = a * b; t1 = a + b; t0 / t1 - t0 * t1"
+
+
+def repeated(step):
+    """A function that takes a step many times, for each number of them."""
+
+    def of(times):
+        def function(x, w):
+            y = x
+            for _ in range(times):
+                y = step(y, w)
+            return y
+
+        return trace(function)
+
+    return of
+
+
+LONG = {
+    "products": repeated(lambda y, w: y * w),
+    "negative products": repeated(lambda y, w: -(y * w)),
+    "squares": repeated(lambda y, w: y * y * w),
+    "quotients": repeated(lambda y, w: y / w),
+    "multiply-adds": repeated(lambda y, w: y * w + 1),
+    "functions": repeated(lambda y, w: expression.tanh(y * w)),
+    "larger ones": repeated(lambda y, w: expression.maximum(y, y * w)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", LONG.values(), ids=LONG)
+def test_a_long_expression_has_texts_and_derivatives_in_proportion(of):
+    lengths = {}
+    for times in (500, 1000):
+        traced = of(times)
+        every = [traced, *gradients(traced, traced.names, seed="dy").values()]
+        assert all(parse(one.text, one.names) == one for one in every)
+        lengths[times] = [(len(one.steps), len(one.text)) for one in every]
+    for short, long in zip(*lengths.values(), strict=True):
+        assert all(after < 2.2 * before for before, after in zip(short, long, strict=True))
+
+
+def test_the_derivative_of_a_long_product_is_right():
+    """Of more factors than are taken apart: that of x w^1000 by w is 1000 x w^999."""
+    found = gradients(LONG["products"](1000), ["x", "w"], seed="dy")
+    values = {"x": numpy.float64(3), "w": numpy.float64(1.001), "dy": numpy.float64(2)}
+    assert evaluate(found["x"], values, numpy) == pytest.approx(2 * 1.001**1000, rel=1e-12)
+    assert evaluate(found["w"], values, numpy) == pytest.approx(2 * 3 * 1000 * 1.001**999, rel=1e-12)
+
+
+def test_a_text_is_read_once():
+    """A text of the same symbols that is a thousand times longer takes no thousand times as long."""
+
+    def seconds(name):
+        start = time.thread_time()
+        parse(name + f" + {name}" * 2000, [name])
+        return time.thread_time() - start
+
+    assert min(seconds("x" * 1000) for _ in range(2)) < 8 * min(seconds("x") for _ in range(3))
 
 
 def test_an_expression_is_a_value():
