@@ -135,7 +135,7 @@ def must_be_a_dtype(got: object) -> str:
     return f"must be one of {_names()}; got {got!r}{f': did you mean {meant[0]}?' if meant else '.'}"
 
 
-def as_float(function: str, name: str, number: numbers.Real) -> float:
+def as_float(function: str, name: str, number: float | numbers.Real) -> float:
     """ValueError for an integer or a fraction that is too large for it."""
     try:
         return float(number)
