@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm on NVIDIA GPUs at the speed of memory, for arrays of CuPy, NumPy and JAX and torch tensors."""
 
 from pathlib import Path
+from typing import NoReturn
 
 from .adding import (
     add_layer_norm,
@@ -54,6 +55,21 @@ __version__ = "0.1.0"
 _package = Path(__file__).resolve().parent
 if not (_package / "kernels_cu").is_dir():
     __path__.append(str(_package.parent / "adapters"))
+
+# The classes of cunorm, which belong to a framework, by where they are.
+_CLASSES = {
+    "torch": "AdaLayerNorm AddLayerNorm AddRMSNorm LayerNorm LayerNormLinear RMSNorm RMSNormGated",
+    "flax.nnx": "AdaLayerNorm AddLayerNorm AddRMSNorm LayerNorm LayerNormDense RMSNorm",
+    "flax.linen": "AdaLayerNorm AddLayerNorm AddRMSNorm LayerNorm LayerNormDense RMSNorm",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """AttributeError, which says of a class where it is."""
+    places = [f"cunorm.{package}.{name}" for package, names in _CLASSES.items() if name in names.split()]
+    instead = f": take {' or '.join(places)}" if places else ""
+    raise AttributeError(f"module 'cunorm' has no attribute {name!r}{instead}")
+
 
 __all__ = [
     "CompileError",

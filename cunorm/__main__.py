@@ -6,25 +6,52 @@ import argparse
 import io
 import os
 import sys
+from typing import NoReturn
 
+from . import __version__
 from .commands import cache, compile, demo, info
 
 
+class Parser(argparse.ArgumentParser):
+    """With errors of one line: argparse's show the usage, which of `compile` is seven lines."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')} (see {self.prog} --help)\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cunorm", description="LayerNorm and RMSNorm on NVIDIA GPUs.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    for module in (info, demo, compile, cache):
-        module.add_parser(commands)
-    parsed = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path that the terminal cannot spell is no reason to fail
     try:
-        status = parsed.run(parsed)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            return _run(arguments)
+        finally:  # --help and --version leave by SystemExit
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if sys.stdout is not None:  # Python would try to write the rest once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
+            return 0
+        print(f"python -m cunorm: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: list[str] | None) -> int:
+    parser = Parser(prog="python -m cunorm", description="LayerNorm and RMSNorm on NVIDIA GPUs.")
+    parser.add_argument("--version", action="version", version=f"cunorm {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    for module in (info, demo, compile, cache):
+        module.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help()
         return 0
-    return status
+    try:
+        return parsed.run(parsed)
+    except MemoryError as error:
+        print(f"{parsed.command}: the memory does not suffice: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -9,6 +9,16 @@ from functools import cache
 
 from . import driver
 
+# What errors advise: the extras cuda13, cuda12 and linear of pyproject.toml, by the names that an index has.
+INSTALL = (
+    "pip install 'cupy-cuda13x>=14.2' 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cuda-runtime>=13,<14'; for a CUDA 12 driver "
+    "pip install 'cupy-cuda12x>=14.2' nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+)
+INSTALL_LINEAR = (
+    "pip install -U 'nvmath-python>=1,<2' 'nvidia-cublas>=13,<14'; for a CUDA 12 driver "
+    "pip install -U 'nvmath-python>=1,<2' nvidia-cublas-cu12"
+)
+
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., for clusters of 16
 
 # PTX that the driver reads itself: where all kernels come from the cache NVRTC is not called for a question either.

@@ -7,6 +7,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from .device import INSTALL
+
 KDL_CPU, KDL_CUDA, KDL_CUDA_MANAGED = 1, 2, 13  # device types of the DLPack specification
 
 MODULE = "cunorm.cupy_arrays"
@@ -47,8 +49,7 @@ def on_gpu(module: str, function: str, x: Any) -> ModuleType:
         return import_module(module)
     except (ImportError, OSError) as error:  # CuPy raises OSError where it cannot create its cache directory
         raise ImportError(
-            f"{function}: arrays on a GPU need CuPy; it could not be imported ({error}). "
-            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
+            f"{function}: arrays on a GPU need CuPy; it could not be imported ({error}). {INSTALL}."
         ) from error
 
 

@@ -5,6 +5,16 @@ to them: a list of steps (expression_value.py). The canonical text of that list,
 kernel is known by, and `parse` reads it back (expression_grammar.py). expression_texts.py writes an expression for CUDA
 and computes it by NumPy, torch or JAX.
 
+What such a function may use:
+
+- its parameters, and numbers that it captures, which are constants;
+- + - * /, ** with a power from -4 to 4 or of 0.5 or -0.5, abs, and comparisons, which count as 1 or 0;
+- of NumPy exp, log, sqrt, tanh, square, power (as **), minimum, maximum, clip and where;
+- of this module where, exp, log, sqrt, rsqrt, tanh, sigmoid, silu, gelu, erf, minimum and maximum.
+
+Nothing else: no if, and, or, min or max of a parameter, no functions of math, torch or JAX, no arrays that it captures
+(make them parameters), nothing of more than one element.
+
 >>> import cunorm.expression as expression
 >>> modulate = expression.trace(lambda xhat, scale, shift: xhat * (1 + scale) + shift)
 >>> modulate.text

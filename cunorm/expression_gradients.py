@@ -16,13 +16,29 @@ def _selected(dy: Tracer, selected: Tracer, other: Tracer, beyond: Tracer) -> Tr
     return where(selected == other, dy * 0.5, where(beyond, 0, dy))
 
 
+# A derivative by reverse accumulation takes a product apart at each step: with no end to it a chain of n products would
+# take n² of time and of steps.
+MOST_FACTORS = 100
+
+
 def _factors(value: Tracer) -> list[int]:
-    """The places that a product is made of, in order. The expression's own products are not taken apart."""
-    graph, step = value.graph, value.graph.steps[value.place]
-    if value.place < graph.given or step.function not in ("*", "negative"):
-        return [value.place]
-    found = [place for operand in step.operands for place in _factors(Tracer(graph, operand))]
-    return [*found, graph.constant(-1)] if step.function == "negative" else found
+    """The places that a product is made of, in order; itself where they are more than MOST_FACTORS. The expression's
+    own products are not taken apart.
+    """
+    graph = value.graph
+    factors, pending = [], [value.place]
+    while pending:
+        place = pending.pop()
+        function, operands, _ = graph.steps[place]
+        if place < graph.given or function not in ("*", "negative"):
+            factors.append(place)
+        elif function == "negative":
+            pending += [graph.constant(-1), *operands]
+        else:
+            pending += reversed(operands)
+        if len(factors) + len(pending) > MOST_FACTORS:
+            return [value.place]
+    return factors
 
 
 def _multiplied(graph: Graph, factors: Iterable[int]) -> Tracer:

@@ -33,6 +33,7 @@ _TOKEN = re.compile(
     r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)|(?P<symbol>[<>=!]=|[-+*/<>=(),;])",
     re.ASCII,
 )
+_SPACE, _PARENTHESIS = re.compile(r"\s*"), re.compile(r"\s*\(")
 
 
 class _Parser:
@@ -55,7 +56,7 @@ class _Parser:
     def advance(self) -> str:
         """To the next token; returns the one that was left."""
         left = self.token
-        self.start = len(self.text) - len(self.text[self.position :].lstrip())
+        self.start = _SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]
         found = _TOKEN.match(self.text, self.start)
         if found:
             self.kind, self.token, self.position = found.lastgroup or "", found[0], found.end()
@@ -134,7 +135,7 @@ class _Parser:
         return place
 
     def named(self) -> int:
-        if re.match(r"\s*\(", self.text[self.position :]):
+        if _PARENTHESIS.match(self.text, self.position):
             if self.token not in FUNCTIONS:
                 self.fail(f"there is no function {self.token!r}; there are {', '.join(FUNCTIONS)}")
             function = self.advance()

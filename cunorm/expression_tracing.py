@@ -5,21 +5,35 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .expression_grammar import check_names
 from .expression_value import Expression, Graph
 
-WHAT_CAN_BE_USED = (
-    "An expression is made of + - * /, ** with a power from -4 to 4 or of 0.5 or -0.5, comparisons, abs, numpy.where, "
-    "exp, log, sqrt, tanh, square, minimum and maximum, and where, rsqrt, sigmoid, silu, gelu and erf of "
-    "cunorm.expression"
+POINTER = "help(cunorm.expression) says what an expression can be made of"
+NO_ROUNDING = (
+    "nothing in an expression rounds: compute it before and pass it as an operand (a parameter of the function)"
+)
+NO_BITS = "of conditions a * b is and, maximum(a, b) is or, 1 - a is not"
+# What to do in place of some functions of NumPy.
+INSTEAD = dict.fromkeys(
+    ("floor_divide", "remainder", "fmod", "divmod", "floor", "ceil", "trunc", "rint", "round"), NO_ROUNDING
+) | dict.fromkeys(
+    ("logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "invert"),
+    NO_BITS,
 )
 
 
 def _infix(function: str) -> Callable[[Any, Any], Any]:
     return lambda self, other: self.apply(function, self, other)
+
+
+def _refused(what: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(self: Tracer, *_: Any) -> NoReturn:
+        raise TypeError(f"{what} cannot be traced: {instead}")
+
+    return refuse
 
 
 def _reflected(function: str) -> Callable[[Any, Any], Any]:
@@ -84,22 +98,40 @@ class Tracer:
         powers = (Tracer(self.graph, self.graph.constant(1)), self, square, square * self, square * square)
         return powers[int(exponent)] if exponent >= 0 else 1 / powers[int(-exponent)]
 
+    __floordiv__ = __rfloordiv__ = _refused("the operator //", NO_ROUNDING)
+    __mod__ = __rmod__ = _refused("the operator %", NO_ROUNDING)
+    __divmod__ = __rdivmod__ = _refused("divmod", NO_ROUNDING)
+    __round__ = _refused("round", NO_ROUNDING)
+    __and__ = __rand__ = _refused("the operator &", NO_BITS)
+    __or__ = __ror__ = _refused("the operator |", NO_BITS)
+    __xor__ = __rxor__ = _refused("the operator ^", NO_BITS)
+    __invert__ = _refused("the operator ~", NO_BITS)
+    __lshift__ = __rlshift__ = _refused("the operator <<", "multiply by a power of two")
+    __rshift__ = __rrshift__ = _refused("the operator >>", "multiply by a power of two")
+    __matmul__ = __rmatmul__ = _refused("the operator @", "an expression is of single elements")
+
     def __rpow__(self, base: Any) -> NoReturn:
         raise ValueError(f"a power must be a number; got {base} ** a traced value: use exp and log")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Tracer:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         if name not in _UFUNCS or keywords:
-            with_keywords = f" with {', '.join(keywords)}" if keywords else ""
-            raise TypeError(f"numpy.{name}{with_keywords} cannot be traced")
+            raise _untraceable(name, keywords)
         if name == "square":
             return self * self
+        if name == "power":
+            base, power = inputs
+            return base**power if isinstance(base, Tracer) else power.__rpow__(base)
         return self.apply(_UFUNCS[name], *inputs)
 
     def __array_function__(self, function: Callable, types: Any, arguments: tuple, keywords: dict) -> Tracer:
         if function.__name__ == "where" and len(arguments) == 3 and not keywords:
             return self.apply("where", *arguments)
-        raise TypeError(f"numpy.{function.__name__} cannot be traced: an expression is of single elements")
+        if function.__name__ == "clip" and len(arguments) == 3 and not keywords:
+            value, low, high = arguments
+            value = value if low is None else self.apply("maximum", value, low)
+            return value if high is None else self.apply("minimum", value, high)
+        raise _untraceable(function.__name__, keywords)
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a traced value has no truth (if, and, or, not, min, max): use where, minimum or maximum")
@@ -107,7 +139,7 @@ class Tracer:
     def _no_number(self, *_: Any) -> NoReturn:
         raise TypeError("a traced value has no number yet, so float, int and functions of math cannot be traced")
 
-    __float__ = __int__ = __index__ = __complex__ = __round__ = __array__ = _no_number
+    __float__ = __int__ = __index__ = __complex__ = __array__ = _no_number
 
     def _no_array(self, *_: Any) -> NoReturn:
         raise TypeError("an index cannot be traced: an expression is of single elements")
@@ -117,7 +149,17 @@ class Tracer:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # how libraries ask what an object is
             raise AttributeError(name)
-        raise TypeError(f".{name} cannot be traced: an expression is of single elements")
+        instead = f"use numpy.{name}" if name in (*_UFUNCS, "clip") else "a traced value is no array"
+        raise TypeError(f".{name} cannot be traced: {instead}")
+
+
+Tracer.__name__ = "traced value"  # so that Python's errors, and other libraries', call it by what it is
+
+
+def _untraceable(function: str, keywords: Mapping[str, Any]) -> TypeError:
+    with_keywords = f" with {', '.join(keywords)}" if keywords else ""
+    instead = f": {INSTEAD[function]}" if function in INSTEAD else ""
+    return TypeError(f"numpy.{function}{with_keywords} cannot be traced{instead}")
 
 
 _UFUNCS = {
@@ -131,6 +173,7 @@ _UFUNCS = {
     "less_equal": "<=",
     "multiply": "*",
     "not_equal": "!=",
+    "power": "power",
     "square": "square",
     "subtract": "-",
 } | {name: name for name in ("exp", "log", "maximum", "minimum", "negative", "sqrt", "tanh")}
@@ -173,7 +216,7 @@ def trace(function: Callable[..., Any], *, role: str = "epilogue") -> Expression
     except ValueError as error:
         raise ValueError(f"{_complaint(role, function, error)}.") from error
     except TypeError as error:
-        raise TypeError(f"{_complaint(role, function, error)}. {WHAT_CAN_BE_USED}.") from error
+        raise TypeError(f"{_complaint(role, function, error)}. {POINTER}.") from error
 
 
 def _complaint(role: str, function: Any, error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from .expression import substitute, trace
 from .expression_grammar import parse
@@ -54,13 +54,19 @@ class Fused:
             f"<cunorm.fuse({operation.norm!r}{prologue}, epilogue={operation.epilogue.text!r}) -> {operation.returns}>"
         )
 
-    def __call__(self, /, x: Any, *, eps: float | None = None, sm_margin: int = 0, **operands: Any) -> Any:
+    def __call__(self, /, x: Any, *unnamed: Any, eps: float | None = None, sm_margin: int = 0, **operands: Any) -> Any:
         """The results, in the order of `returns`; one alone comes without a tuple."""
+        if unnamed:
+            self._refuse(unnamed)
         results, _, _ = self._run(x, eps, sm_margin, operands, statistics=False)
         return self._in_order(results)
 
-    def forward(self, /, x: Any, *, eps: float | None = None, sm_margin: int = 0, **operands: Any) -> tuple[Any, Saved]:
+    def forward(
+        self, /, x: Any, *unnamed: Any, eps: float | None = None, sm_margin: int = 0, **operands: Any
+    ) -> tuple[Any, Saved]:
         """(results as of a call, what `backward` needs). The arrays themselves are saved, not copies of them."""
+        if unnamed:
+            self._refuse(unnamed)
         results, mean, rstd = self._run(x, eps, sm_margin, operands, statistics=True)
         saved = Saved(self.operation, (self.dtype, self.s_dtype), x, operands, results.get("s"), mean, rstd)
         return self._in_order(results), saved
@@ -69,7 +75,7 @@ class Fused:
         self,
         /,
         x: Any,
-        *,
+        *unnamed: Any,
         eps: float | None = None,
         granularity: str | int = "row",
         y_scale: Any = None,
@@ -93,13 +99,15 @@ class Fused:
         tuple of arrays
             In the order of `returns`; s keeps its dtype. Bytes and scale as of `layer_norm_fp8`, over the last axis.
         """
+        if unnamed:
+            self._refuse(unnamed)
         return self._run8(x, eps, granularity, y_scale, dtype, sm_margin, operands, wide=False)
 
     def fp8_forward(
         self,
         /,
         x: Any,
-        *,
+        *unnamed: Any,
         eps: float | None = None,
         granularity: str | int = "row",
         y_scale: Any = None,
@@ -108,6 +116,8 @@ class Fused:
         **operands: Any,
     ) -> tuple[Any, ...]:
         """`fp8` with y itself, of the same kernel: (bytes, scale, y) in place of y."""
+        if unnamed:
+            self._refuse(unnamed)
         return self._run8(x, eps, granularity, y_scale, dtype, sm_margin, operands, wide=True)
 
     def _run8(
@@ -213,6 +223,13 @@ class Fused:
             sm_margin=sm_margin,
             float8=float8,
             scale=scale,
+        )
+
+    def _refuse(self, unnamed: tuple[Any, ...]) -> NoReturn:
+        by_name = ", ".join(f"{name}=..." for name in self.operation.operands)
+        raise TypeError(
+            f"{self.function}: the operands must be given by their names, {by_name or 'of which it has none'}; got "
+            f"{len(unnamed)} after x without a name."
         )
 
     def _in_order(self, results: dict[str, Any]) -> Any:

@@ -31,8 +31,8 @@ def check_zero_centered(function: str, weight: Any, zero_centered_gamma: Any) ->
 
 def check_dropout_p(function: str, dropout_p: Any) -> float:
     if type(dropout_p) is not float and (isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real)):
-        raise TypeError(f"{function}: dropout_p must be a real number; got {type(dropout_p).__name__}.")
-    dropout_p = float(dropout_p)
+        raise TypeError(f"{function}: dropout_p must be a real number; got {checks.kind_of_option(dropout_p)}")
+    dropout_p = checks.as_float(function, "dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"{function}: dropout_p must be at least 0 and less than 1; got {dropout_p}.")
     return dropout_p

@@ -123,11 +123,20 @@ def test_demo_refuses_ranks(tmp_path, ranks, fragment):
     assert_fails_in_one_line(command(tmp_path, "demo", "--ranks", ranks), 2, fragment)
 
 
+def npy(header: str) -> bytes:
+    """The beginning of a .npy file."""
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+
+
 BAD_FILES = {
     "text": b"1.0 2.0 3.0\n",
     "empty": b"",
-    "a truncated array": b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), }".ljust(127)
-    + b"\n",
+    "a truncated array": npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), }"),
+    "20 TiB": npy("{'descr': '<f8', 'fortran_order': False, 'shape': (2748779069440,), }"),
+    "more than an index can count": npy(f"{{'descr': '<f8', 'fortran_order': False, 'shape': ({10**30},), }}"),
+    "a bool for a length": npy("{'descr': '<f8', 'fortran_order': False, 'shape': (True,), }"),
+    "half a header": npy("{'descr': '<f4', 'shape': ("),
+    "a header that is nested too deep": npy("-" * 9000 + "1"),
     "a zip archive": b"PK\x03\x04" + bytes(40),
 }
 

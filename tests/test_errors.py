@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ import pytest
 from arrays import on_host
 
 import cunorm
+from cunorm.device import INSTALL
 
 ROWS, COLS = 4, 8
 
@@ -64,6 +67,7 @@ FORWARD = [
     Bad("normalized_shape is too long", lambda xp, a: {"normalized_shape": (2, 4, 8)}, ValueError, "normalized_shape"),
     Bad("normalized_shape is ()", lambda xp, a: {"normalized_shape": ()}, ValueError, "at least one axis"),
     Bad("normalized_shape is a string", lambda xp, a: {"normalized_shape": "8"}, TypeError, "normalized_shape"),
+    Bad("weight comes second", lambda xp, a: {"normalized_shape": a["weight"]}, TypeError, "weight is the third arg"),
     Bad("normalized_shape is a float", lambda xp, a: {"normalized_shape": 8.0}, TypeError, "normalized_shape"),
     Bad("normalized_shape holds a float", lambda xp, a: {"normalized_shape": [8.0]}, TypeError, "must hold ints"),
     Bad("normalized_shape is negative", lambda xp, a: {"normalized_shape": -1}, ValueError, "normalized_shape"),
@@ -71,10 +75,14 @@ FORWARD = [
     Bad("eps is NaN", lambda xp, a: {"eps": float("nan")}, ValueError, "eps must be finite"),
     Bad("eps is infinite", lambda xp, a: {"eps": float("inf")}, ValueError, "eps must be finite"),
     Bad("eps is None", lambda xp, a: {"eps": None}, TypeError, "eps must be a real number; got NoneType"),
+    Bad("eps is bool", lambda xp, a: {"eps": True}, TypeError, "eps must be a real number; got bool"),
+    Bad("eps is huge", lambda xp, a: {"eps": 10**400}, ValueError, "eps must be finite; got a number beyond 1.8e308"),
+    Bad("eps is an array", lambda xp, a: {"eps": xp.ones(())}, TypeError, "an array, whose value is not known before"),
     Bad("eps is a string", lambda xp, a: {"eps": "1e-5"}, TypeError, "eps must be a real number"),
     Bad("eps is complex", lambda xp, a: {"eps": 1e-5j}, TypeError, "eps must be a real number"),
     Bad("dtype is an integer's", lambda xp, a: {"dtype": "int8"}, TypeError, "dtype must be one of float16"),
     Bad("dtype is complex", lambda xp, a: {"dtype": numpy.complex64}, TypeError, "dtype must be one of"),
+    Bad("dtype is short", lambda xp, a: {"dtype": "fp16"}, TypeError, "got 'fp16': did you mean float16[?]"),
     Bad("dtype is unknown", lambda xp, a: {"dtype": "float99"}, TypeError, "got 'float99'"),
     Bad(
         "out is a list", lambda xp, a: {"out": [0.0]}, TypeError, "out must be a (NumPy array|CuPy array|torch.Tensor)"
@@ -406,7 +414,7 @@ def test_a_cuda_array_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.delitem(sys.modules, "cunorm.cupy_arrays", raising=False)
     monkeypatch.delattr(cunorm, "gpu", raising=False)
-    with pytest.raises(ImportError, match=r"^layer_norm: arrays on a GPU need CuPy.*pip install 'cunorm\[cuda13\]'"):
+    with pytest.raises(ImportError, match=f"^layer_norm: arrays on a GPU need CuPy.*{re.escape(INSTALL)}"):
         cunorm.layer_norm(Exporter(2))
 
 
@@ -426,6 +434,21 @@ def test_a_cuda_array_without_a_gpu_or_driver():
         pass
     with pytest.raises(RuntimeError, match=r"^layer_norm: CuPy cannot use the GPU that x is on: .*nvidia-smi"):
         cunorm.layer_norm(Exporter(2))
+
+
+@pytest.mark.parametrize(("package", "names"), cunorm._CLASSES.items())
+def test_a_class_that_cunorm_has_not_is_said_to_be_where_it_is(package, names):
+    pytest.importorskip(package.partition(".")[0])
+    module = importlib.import_module(f"cunorm.{package}")
+    for name in names.split():
+        assert getattr(module, name).__name__ == name
+        with pytest.raises(AttributeError, match=f"module 'cunorm' has no attribute '{name}': take .*{package}.{name}"):
+            getattr(cunorm, name)
+
+
+def test_what_is_nowhere_is_said_to_be_nowhere():
+    with pytest.raises(AttributeError, match=r"module 'cunorm' has no attribute 'BatchNorm'$"):
+        cunorm.BatchNorm  # noqa: B018
 
 
 @pytest.mark.gpu

@@ -213,6 +213,23 @@ def test_a_call_refuses(xp, arguments, error, message):
             call(given["x"], **{name: one for name, one in given.items() if name != "x"})
 
 
+@pytest.mark.parametrize("way", ["__call__", "forward", "fp8", "fp8_forward"])
+def test_operands_without_their_names_are_refused(xp, way):
+    op, x, operands, _ = small(xp)
+    named = "residual=..., weight=..., bias=...; got 2 after x without a name"
+    for call, message in ((op, named), (cunorm.fuse("rms_norm"), "of which it has none; got 2 after x")):
+        with pytest.raises(TypeError, match=rf"^fused \w+: the operands must be given by their names, {message}"):
+            getattr(call, way)(x, operands["residual"], operands["weight"])
+
+
+def test_a_number_beyond_float64_is_refused_in_every_call(xp):
+    """Also in one like an earlier call, where only the number is another."""
+    op, x, operands, _ = small(xp)
+    op(x, **operands | {"weight": 10**4})
+    with pytest.raises(ValueError, match=r"must be finite; got a number beyond 1\.8e308"):
+        op(x, **operands | {"weight": 10**400})
+
+
 def test_backward_refuses(xp):
     op, x, operands, (dy, ds) = small(xp)
     _, saved = op.forward(x, **operands)

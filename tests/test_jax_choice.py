@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ jax = pytest.importorskip("jax")
 from jax_arrays import lowered, random  # noqa: E402
 
 from cunorm.commands import info  # noqa: E402
+from cunorm.device import INSTALL  # noqa: E402
 from cunorm.jax import layer_norm  # noqa: E402
 from cunorm.jax.xla import target as choice  # noqa: E402
 
@@ -42,7 +44,7 @@ def test_without_cupy(with_gpu, monkeypatch):
         raise ImportError("No module named 'cupy'")
 
     monkeypatch.setattr(choice.devices, "current", current)
-    with pytest.raises(ImportError, match=r"layer_norm: JAX on a GPU needs CuPy; .* pip install 'cunorm\[cuda13\]'"):
+    with pytest.raises(ImportError, match=f"layer_norm: JAX on a GPU needs CuPy; .* {re.escape(INSTALL)}"):
         lowered(lambda x: layer_norm(x, eps=1.5), random(3, COLS))
 
 

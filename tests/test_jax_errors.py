@@ -38,6 +38,9 @@ CALLS = [
     ),
     ("a list", {"weight": [1.0] * 8}, TypeError, "weight must be a JAX or NumPy array; got list"),
     ("negative eps", {"eps": -1.0}, ValueError, "eps must be finite and not negative"),
+    ("huge eps", {"eps": 10**400}, ValueError, "eps must be finite; got a number beyond"),
+    ("eps of an array", {"eps": jnp.float32(1e-5)}, TypeError, "an array, .*: pass a static argument of jax.jit"),
+    ("weight second", {"normalized_shape": jnp.ones(8)}, TypeError, "weight is the third argument"),
     ("eps of text", {"eps": "1e-5"}, TypeError, "eps must be a real number; got str"),
     ("nothing to centre", {"zero_centered_gamma": True}, ValueError, "zero_centered_gamma=True needs a weight"),
     ("integer y", {"dtype": "int8"}, TypeError, "dtype must be one of float16"),
@@ -95,7 +98,7 @@ def test_functions_of_cunorm(device):
 
 
 def test_eps_is_a_number_of_the_program():
-    with pytest.raises(TypeError, match=r"eps must be a real number; got .*Tracer"):
+    with pytest.raises(TypeError, match=r"eps must be a real number; got \w*Tracer, an array, .* static"):
         jax.jit(lambda x, eps: layer_norm(x, eps=eps))(random(3, COLS), 1e-5)
 
 

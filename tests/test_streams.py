@@ -55,6 +55,42 @@ def test_a_call_waits_for_what_its_stream_does(device, op, cols):
         assert same_bits(late, expected)
 
 
+@pytest.mark.parametrize("way", ["plain", "fused"])
+def test_a_captured_step_with_a_pool_of_its_own_replays_beside_other_work(way):
+    """As README.md says. Sums over so many rows are of two launches, by way of a workspace that the call gives back."""
+    x, dy, weight, bias = inputs(cupy, 16384, 1024, "float16")
+    if way == "plain":
+        _, mean, rstd = cunorm.layer_norm_forward(x, None, weight, bias)
+
+        def step():
+            return cunorm.layer_norm_backward(dy, x, mean, rstd, weight)
+    else:
+        op = cunorm.fuse("layer_norm", epilogue=lambda xhat, weight, bias: xhat * weight + bias)
+        _, saved = op.forward(x, weight=weight, bias=bias)
+
+        def step():
+            return tuple(op.backward(saved, dy).values())
+
+    expected = step()
+    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        step()  # the default pool has the memory of a step, as it would have after a capture that took it from there
+        with cupy.cuda.using_allocator(pool.malloc):
+            step()
+            stream.begin_capture()
+            captured = step()
+            graph = stream.end_capture()
+        assert pool.free_bytes() > 0, "the step had no workspace"
+        held = [cupy.full(size, 7, "uint8") for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22) for _ in range(16)]
+        for array in captured:
+            array.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+        assert all(same_bits(array, one) for array, one in zip(captured, expected, strict=True))
+        assert all(bool((array == 7).all()) for array in held)
+
+
 def test_a_side_stream_does_not_wait_for_the_default_stream(device):
     x, dy, weight, bias = inputs(cupy, 8, 1000, "float16")
     y, mean, rstd = cunorm.layer_norm_forward(x, None, weight, bias)

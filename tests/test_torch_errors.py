@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: E402, N812
 from torch_tensors import on_devices, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
+from cunorm.device import INSTALL  # noqa: E402
 from cunorm.torch import LayerNorm, RMSNorm, layer_norm, rms_norm  # noqa: E402
 
 ROWS, COLS = 4, 8
@@ -44,6 +45,7 @@ REFUSED = [
     Bad("weight is a list", lambda a: {"weight": [1.0] * COLS}, TypeError, "weight must be a torch.Tensor; got list"),
     Bad("bias is a number", lambda a: {"bias": 1.0}, TypeError, "bias must be a torch.Tensor; got float"),
     Bad("a string for a shape", lambda a: {"normalized_shape": "8"}, TypeError, "a sequence of ints; got '8'"),
+    Bad("weight second", lambda a: {"normalized_shape": a["weight"]}, TypeError, "weight is the third argument"),
     Bad("a float in the shape", lambda a: {"normalized_shape": (8.0,)}, TypeError, "sequence of ints; got (8.0,)"),
     Bad("no shape", lambda a: {"normalized_shape": ()}, RuntimeError, "at least one; got ()"),
     Bad("wrong shape", lambda a: {"normalized_shape": (7,)}, RuntimeError, "got (7,) for input of shape (4, 8)"),
@@ -146,7 +148,7 @@ def test_without_cupy():
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 1
     assert "ImportError: layer_norm: tensors on a GPU need CuPy" in run.stderr
-    assert "pip install 'cunorm[cuda13]'" in run.stderr
+    assert INSTALL in run.stderr
 
 
 MODULES = [

@@ -10,13 +10,14 @@ from time import perf_counter
 
 from .. import compile, device, source
 from ..linear import float8_plan
+from ..norm.checks import must_be_a_dtype
 from ..norm.plain_problems import whole
 from ..norm.plan import plan
 from ..norm.problem import ITEMSIZE, Problem
 from ..norm.steps import Plan
 from . import matrix
 from .compilation import Compiled, compile_all, compiler
-from .info import why_no_gpu
+from .info import why_no_compiler, why_no_gpu
 
 DIRECTIONS = ("forward", "backward")
 
@@ -30,7 +31,7 @@ def add_parser(commands) -> None:
         "architecture: for rows of --cols into the kernel cache, where calls find them, or without --cols every kind "
         "of kernel that there is, as a check alone. A kernel that does not keep its rows in registers is a failure.",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("--show", choices=("plan", "source", "ptxas"))
     what.add_argument(
         "--all", action="store_true", help="compile and check; several --cols, --dtype, --arch may follow"
@@ -38,32 +39,43 @@ def add_parser(commands) -> None:
     parser.add_argument("--op", choices=matrix.OPS)
     parser.add_argument("--direction", choices=DIRECTIONS)
     parser.add_argument("--cols", nargs="+", type=_cols, help="elements of a row")
-    parser.add_argument("--dtype", nargs="+", choices=ITEMSIZE, help="of x, y and their gradients")
-    parser.add_argument("--weight-dtype", choices=ITEMSIZE, help="of weight and bias; default: that of --dtype")
+    one_of = {"type": _dtype, "metavar": f"{{{','.join(ITEMSIZE)}}}"}
+    parser.add_argument("--dtype", nargs="+", **one_of, help="of x, y and their gradients")
+    parser.add_argument("--weight-dtype", **one_of, help="of weight and bias; default: that of --dtype")
     parser.add_argument("--arch", nargs="+", type=int, choices=device.KNOWN, help="default with --show: 90")
     parser.set_defaults(run=lambda arguments: run(parser, arguments))
 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    _check(parser, arguments)
+    if arguments.all or arguments.show == "ptxas":  # asked before kernels are planned, which may take minutes
+        reason = why_no_compiler()
+        if reason:
+            print(f"compile: needs CuPy and NVRTC ({reason}): {device.INSTALL}.", file=sys.stderr)
+            return 1
+    try:
+        return _compile_all(arguments) if arguments.all else _show(arguments)
+    except RuntimeError as error:  # NVRTC rejects a kernel
+        print(f"compile: {error}", file=sys.stderr)
+        return 1
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Exit with an error that names all that is missing, or what does not go together."""
     if arguments.all:
         if arguments.op or arguments.direction:
             parser.error("--all compiles both norms in both directions: leave --op and --direction out")
         if not arguments.cols and (arguments.dtype or arguments.weight_dtype):
             parser.error("--all takes --dtype and --weight-dtype only with --cols")
-    else:
-        for name in ("op", "direction", "cols", "dtype"):
-            if not getattr(arguments, name):
-                parser.error(f"--show needs --{name}")
-        for name in ("cols", "dtype", "arch"):
-            if len(getattr(arguments, name) or ()) > 1:
-                parser.error(f"--show takes one --{name}")
-    try:
-        return _compile_all(arguments) if arguments.all else _show(arguments)
-    except (ImportError, OSError) as error:  # OSError: CuPy cannot make its cache directory
-        print(f"compile: needs CuPy and NVRTC ({error}): pip install 'cunorm[cuda13]'.", file=sys.stderr)
-    except RuntimeError as error:  # NVRTC is not found, or rejects the kernel
-        print(f"compile: {error}", file=sys.stderr)
-    return 1
+        return
+    missing = [f"--{name}" for name in ("op", "direction", "cols", "dtype") if not getattr(arguments, name)]
+    if not arguments.show:
+        parser.error(f"it needs {', '.join(['--show (plan, source or ptxas)', *missing])}; or --all")
+    if missing:
+        parser.error(f"--show needs {', '.join(missing)}")
+    for name in ("cols", "dtype", "arch"):
+        if len(getattr(arguments, name) or ()) > 1:
+            parser.error(f"--show takes one --{name}")
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -72,6 +84,7 @@ def _show(arguments: argparse.Namespace) -> int:
     solution = plan(problem, device.KNOWN[arch])
     if arguments.show == "plan":
         print(solution.describe())
+        print(f"{matrix.ROWS} rows are assumed; of many rows the kernel does not depend on how many.")
     elif arguments.show == "source":
         print("\n".join(source.source(step.spec) for step in solution.steps))
     else:
@@ -149,6 +162,12 @@ def _table(failures: list[Compiled]) -> str:
             f"{f'sm_{arch}':<8}{spec.kernel:<26}{getattr(spec, 'cols', '-'):>8}  {registers:>9}  {fault}\n{'':<8}{spec}"
         )
     return "\n".join(lines)
+
+
+def _dtype(text: str) -> str:
+    if text not in ITEMSIZE:
+        raise argparse.ArgumentTypeError(must_be_a_dtype(text))
+    return text
 
 
 def _cols(text: str) -> int:

@@ -54,8 +54,8 @@ def add_parser(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         x = _read(arguments.input)
-    except (EOFError, OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    except Exception as error:  # of a file that is wrong NumPy raises anything
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
         print(f"demo: --input must be a .npy file of {KINDS}; {arguments.input}: {reason}.", file=sys.stderr)
         return 2
     if arguments.fp8:

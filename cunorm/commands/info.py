@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import __version__
 from ..compile import cache_directory
+from ..device import INSTALL
 from .cache import kernel_files
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -54,6 +55,7 @@ def report() -> dict[str, Any]:
         "exchange": _field(_exchange),
         "kernel_cache": _field(_kernel_cache),
         "xla_call": _field(_xla_call),
+        "next": _field(_next),
     }
 
 
@@ -61,6 +63,15 @@ def why_no_gpu() -> str | None:
     """Why CuPy reaches no GPU; None if it does."""
     try:
         _gpus()
+    except Exception as error:
+        return _reason(error)
+    return None
+
+
+def why_no_compiler() -> str | None:
+    """Why CuPy reaches no NVRTC; None if it does."""
+    try:
+        _nvrtc()
     except Exception as error:
         return _reason(error)
     return None
@@ -100,7 +111,7 @@ def _cupy_distributions() -> str:
         except metadata.PackageNotFoundError:
             continue
     if not installed:
-        raise _AbsentError("not installed; pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver")
+        raise _AbsentError("not installed")
     return ", ".join(installed)
 
 
@@ -184,6 +195,18 @@ def _xla_call() -> str:
         return "jax.numpy (JAX sees no GPU)"
     call = choice.call("info")
     return f"{call.kind} ({call.reason})"
+
+
+def _next() -> str:
+    """What to do, by what is missing."""
+    try:
+        _runtime()
+        _nvrtc()
+    except Exception:
+        return f"for a GPU {INSTALL}; without one: python -m cunorm demo"
+    if why_no_gpu():
+        return "python -m cunorm demo; for a GPU see that nvidia-smi shows it: cunorm runs on the host until then"
+    return "python -m cunorm demo"
 
 
 def _dotted(version: int) -> str:

@@ -20,6 +20,7 @@ import cupy
 import numpy
 
 from .. import logs
+from ..device import INSTALL_LINEAR
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may take: what NVIDIA recommends for sm_90
 KINDS = 4096  # kept at most, by each thread
@@ -123,7 +124,7 @@ def _scaled_rows(a, b, out, scales, bias) -> None:
     if lt is None or not hasattr(lt, "MatmulMatrixScale"):
         raise RuntimeError(
             "layer_norm_linear: fp8='row' needs cuBLASLt of CUDA 12.9 or later through nvmath-python, which "
-            f"{'is not installed' if lt is None else 'is too old'}; pip install -U 'cunorm[linear]', or leave fp8=None."
+            f"{'is not installed' if lt is None else 'is too old'}; {INSTALL_LINEAR}; or leave fp8=None."
         )
     pointers = [one.data.ptr for one in (a, b, out, *scales)] + [0 if bias is None else bias.data.ptr]
     together = functools.reduce(operator.or_, (pointers[0], pointers[1], pointers[2], pointers[-1]))
@@ -192,8 +193,7 @@ def _cublas() -> Any:
         from cupy_backends.cuda.libs import cublas
     except ImportError as error:
         raise ImportError(
-            f"layer_norm_linear: products need cuBLAS; it could not be loaded ({error}). pip install 'cunorm[linear]', "
-            "or nvidia-cublas-cu12 for a CUDA 12 driver."
+            f"layer_norm_linear: products need cuBLAS; it could not be loaded ({error}). {INSTALL_LINEAR}."
         ) from error
     return cublas
 

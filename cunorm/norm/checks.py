@@ -69,7 +69,7 @@ def check_forward(
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
     y_dtype = dtype or (out.dtype if out is not None else x.dtype)
     if y_dtype not in ITEMSIZE:
-        raise TypeError(f"{function}: dtype must be one of {_names()}; got {y_dtype}.")
+        raise TypeError(f"{function}: dtype {must_be_a_dtype(y_dtype)}")
     if out is not None:
         check_same_device(function, "out", out, x)
         if out.shape != x.shape:
@@ -129,15 +129,47 @@ def dtype_name(function: str, dtype: object) -> str:
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
     name = name or str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
-        raise TypeError(f"{function}: dtype must be one of {_names()}; got {dtype!r}.")
+        raise TypeError(f"{function}: dtype {must_be_a_dtype(dtype)}")
     return str(name)
+
+
+# What others call the four dtypes.
+SHORT_NAMES = {
+    "float16": ("fp16", "f16", "half"),
+    "bfloat16": ("bf16",),
+    "float32": ("fp32", "f32", "float", "single"),
+    "float64": ("fp64", "f64", "double"),
+}
+
+
+def must_be_a_dtype(got: object) -> str:
+    """What an error says of a dtype that is none of the four."""
+    meant = [name for name, others in SHORT_NAMES.items() if str(got).lower() in others]
+    return f"must be one of {_names()}; got {got!r}{f': did you mean {meant[0]}?' if meant else '.'}"
+
+
+def as_float(function: str, name: str, number: float | numbers.Real) -> float:
+    """ValueError for an integer or a fraction that is too large for it."""
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{function}: {name} must be finite; got a number beyond 1.8e308.") from None
+
+
+def kind_of_option(option: object) -> str:
+    """The kind of an option that must be a number, for an error. Of an array it says why that is none."""
+    kind = type(option).__name__
+    if not hasattr(option, "dtype"):
+        return f"{kind}."
+    instead = "a static argument of jax.jit" if type(option).__module__.startswith("jax") else "float() or int() of it"
+    return f"{kind}, an array, whose value is not known before the call runs: pass {instead}."
 
 
 def check_eps(function: str, eps: object) -> float:
     # Asked of an abstract class it takes 0.3 us.
     if type(eps) is not float and (isinstance(eps, bool) or not isinstance(eps, numbers.Real)):
-        raise TypeError(f"{function}: eps must be a real number; got {type(eps).__name__}.")
-    value = float(eps)
+        raise TypeError(f"{function}: eps must be a real number; got {kind_of_option(eps)}")
+    value = as_float(function, "eps", eps)
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"{function}: eps must be finite and not negative; got {value}.")
     return value
@@ -146,7 +178,7 @@ def check_eps(function: str, eps: object) -> float:
 def check_sm_margin(function: str, sm_margin: object, sms: int | None) -> int:
     """`sms` is the device's number of multiprocessors, None on the host."""
     if type(sm_margin) is not int and (isinstance(sm_margin, bool) or not isinstance(sm_margin, numbers.Integral)):
-        raise TypeError(f"{function}: sm_margin must be an integer; got {type(sm_margin).__name__}.")
+        raise TypeError(f"{function}: sm_margin must be an integer; got {kind_of_option(sm_margin)}")
     margin = int(sm_margin)
     if margin < 0 or (sms is not None and margin >= sms):
         limit = "" if sms is None else f" and below the device's {sms} multiprocessors"
@@ -327,11 +359,15 @@ def _check_parameter(function: str, name: str, array: Layout | None, shape: tupl
         raise ValueError(f"{function}: {name} must have shape {shape} to match {axes} of x; got {array.shape}.")
 
 
+WEIGHT_COMES_THIRD = " An array there is no shape: weight is the third argument, or weight=."
+
+
 def _as_shape(function: str, normalized_shape: object) -> tuple[int, ...]:
     entries = (normalized_shape,) if isinstance(normalized_shape, numbers.Integral) else normalized_shape
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise TypeError(
             f"{function}: normalized_shape must be an int or a sequence of ints; got {type(normalized_shape).__name__}."
+            f"{WEIGHT_COMES_THIRD if hasattr(normalized_shape, 'dtype') else ''}"
         )
     if not all(isinstance(entry, numbers.Integral) and not isinstance(entry, bool) for entry in entries):
         raise TypeError(f"{function}: normalized_shape must hold ints; got {tuple(entries)!r}.")

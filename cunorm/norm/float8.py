@@ -64,7 +64,7 @@ def check_granularity(function: str, granularity: object, scale: Any) -> None:
             f"{function}: scale is for granularity='tensor', others find their scales; got granularity={granularity!r}."
         )
     if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
-        if not (0 < float(scale) < math.inf):
+        if not (0 < checks.as_float(function, "scale", scale) < math.inf):
             raise ValueError(f"{function}: scale must be positive and finite; got {scale}.")
     elif _dtype_name(scale) != "float32" or math.prod(scale.shape) != 1:
         came = f"{getattr(scale, 'dtype', type(scale).__name__)} of shape {getattr(scale, 'shape', ())}"

@@ -14,7 +14,7 @@ import numbers
 from collections.abc import Collection, Iterable, Mapping
 
 from ..operation import NORMS, SEED, Operation, derivative
-from .checks import Layout, check_dtype, check_same_device
+from .checks import Layout, as_float, check_dtype, check_same_device
 from .problem import MOST_GROUPS, Groups, compute_dtype
 
 Given = Layout | float
@@ -30,7 +30,7 @@ def number(function: str, name: str, value: numbers.Real) -> float:
         )
     if isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be an array or a number; got bool. Pass float({name}).")
-    return float(value)
+    return as_float(function, name, value)
 
 
 def check_operands(function: str, x: Layout, operands: Mapping[str, Given], *, demanded: Kinds) -> dict[str, str]:

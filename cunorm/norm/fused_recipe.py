@@ -262,7 +262,10 @@ def scalars_of(solution: Plan, numbers: Mapping[str, Any]) -> list[float]:
     """The numbers that a launch takes, each rounded to the arithmetic; infinite where that cannot hold it."""
     problem = solution.problem
     values = (numbers[name] for name in problem.scalars)
-    return [float(one) if problem.compute == "float64" else ctypes.c_float(one).value for one in values]
+    try:
+        return [float(one) if problem.compute == "float64" else ctypes.c_float(one).value for one in values]
+    except OverflowError:
+        raise ValueError("cunorm: an operand must be finite; got a number beyond 1.8e308.") from None
 
 
 def _dtypes(given: Mapping[str, fused.Given], compute: str) -> dict[str, str]:

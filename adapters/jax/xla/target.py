@@ -53,8 +53,7 @@ def device(function: str) -> Device:
         return devices.current(found.local_hardware_id)
     except ImportError as error:
         raise ImportError(
-            f"{function}: JAX on a GPU needs CuPy; it could not be imported ({error}). "
-            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
+            f"{function}: JAX on a GPU needs CuPy; it could not be imported ({error}). {devices.INSTALL}."
         ) from error
     except RuntimeError as error:  # CuPy's errors of CUDA are such
         raise RuntimeError(

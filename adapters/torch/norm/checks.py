@@ -21,7 +21,8 @@ def shape(function: str, value: Any) -> torch.Size:
     try:
         return torch.Size((value,) if isinstance(value, int) else value)
     except TypeError:
-        raise TypeError(f"{function}: normalized_shape must be an int or a sequence of ints; got {value!r}.") from None
+        got = f"Tensor.{core.WEIGHT_COMES_THIRD}" if isinstance(value, Tensor) else f"{value!r}."
+        raise TypeError(f"{function}: normalized_shape must be an int or a sequence of ints; got {got}") from None
 
 
 def eps(function: str, value: Any, x: Tensor) -> float:

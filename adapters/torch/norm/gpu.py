@@ -37,8 +37,7 @@ def properties_of(function: str, x: Tensor) -> device.Device:
         return device.current(x.get_device())
     except ImportError as error:
         raise ImportError(
-            f"{function}: tensors on a GPU need CuPy; it could not be imported ({error}). "
-            "pip install 'cunorm[cuda13]', or cunorm[cuda12] for a CUDA 12 driver."
+            f"{function}: tensors on a GPU need CuPy; it could not be imported ({error}). {device.INSTALL}."
         ) from error
     except RuntimeError as error:  # CuPy's errors of CUDA are such
         raise RuntimeError(
