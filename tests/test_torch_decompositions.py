@@ -108,11 +108,11 @@ def test_both_passes_under_aot_autograd(op, linear):
         graphs.append(graph.graph)
         return graph.forward
 
-    module = of_linear(op) if linear else of_norm(op, True, torch.float32, True)
+    module = (of_linear(op) if linear else of_norm(op, True, torch.float64, True)).double()
     parameters = [buffer.requires_grad_() for buffer in module.buffers()]
     if op == "rms_norm":
         parameters.pop()
-    x = random(5, COLS, dtype=torch.float32).requires_grad_()
+    x = random(5, COLS).requires_grad_()
 
     def gradients(function):
         y = function(x)[0]

@@ -259,8 +259,6 @@ def in_one_step(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and type(tensor) not in PLAIN:
             return False
-    if torch.compiler.is_compiling():
-        return True
     return not operators.under_functorch() and forward_ad._current_level < 0
 
 
