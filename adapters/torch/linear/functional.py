@@ -30,6 +30,7 @@ from ..norm.functional import (
     norm,
     norm_with_statistics,
     nothing_else_listens,
+    symbolic,
 )
 from ..norm.repeats import remember
 from . import linear_nodes
@@ -137,6 +138,11 @@ def norm_linear(
         call = known((function, sm_margins), *tensors, eps, operation, keep_normalized)
         if call is not None:
             return run_known(call, *tensors, sink)
+    if not isinstance(x, Tensor):
+        options = (eps, operation, keep_normalized, sm_margins)
+        node = symbolic(norm_linear, function, *tensors, *options)
+        if node is not None:
+            return node
     check(function, *tensors, operation)
     cast = autocast_dtype(x)
     if cast is None:

@@ -19,9 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.node import map_aggregate
 
 from ...operation import NAMED
 from . import checks, formulas, launching, nodes, norm_nodes, operators
@@ -140,6 +142,10 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
             if call is not None and nothing_else_listens():
                 return _run(call, x, weight, bias)
     if not _at_once(x, weight, bias):
+        if not isinstance(x, Tensor):
+            node = symbolic(norm, operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
+            if node is not None:
+                return node
         checks.tensors(NAMED[operation].norm, x, weight, bias)
         return _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
     call = _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
@@ -148,6 +154,16 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
         call = call._replace(compiled=nodes.call_of(which))
         launching.remember_call(key, x, weight, bias, call)
     return _run(call, x, weight, bias)
+
+
+def symbolic(function: Callable[..., Any], *arguments: Any, **options: Any) -> torch.fx.Proxy | None:
+    """A call of `function` in the graph of torch.fx.symbolic_trace, if one of the arguments stands for a value of it.
+
+    So torch.nn.functional's norms do; the control flow in ours cannot be traced.
+    """
+    proxies: list[torch.fx.Proxy] = []
+    map_aggregate((*arguments, options), lambda one: proxies.append(one) if isinstance(one, torch.fx.Proxy) else None)
+    return proxies[0].tracer.create_proxy("call_function", function, arguments, options) if proxies else None
 
 
 def _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -> Call:
@@ -350,7 +366,7 @@ def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_
     if not compiling:
         checks.forward(operation, x, ndim, weight, bias, dtype)
     if forward_mode or (not x.is_cuda and (compiling or x.device.type != "cpu")):
-        return _by_formulas(operation, x, ndim, weight, bias, eps, dtype)[0]
+        return formulas.norm(operation, x, ndim, weight, bias, eps).to(dtype)
     if not x.is_cuda and type(x) in PLAIN and _plain_parameters(weight, bias) and _nothing_listens():
         return _apply_on_cpu(x, weight, bias, operation, ndim, eps, dtype)
     margin = margin if differentiated else inference_margin
@@ -391,22 +407,9 @@ def norm_with_statistics(
             return _apply_with_statistics(x, weight, bias, call)
         return launching.forward_by(call.recipe, x, weight, bias, eps, True)
     if forward_ad._current_level >= 0:
-        return _by_formulas(operation, x, ndim, weight, bias, eps, dtype)
+        statistics = formulas.statistics_of(operation, x, ndim, eps)
+        return formulas.forward(operation, x, statistics, weight, bias).to(dtype), statistics.detach()
     return _by_operator(x, weight, bias, operation, ndim, eps, dtype, True, sm_margin, sm_margin)
-
-
-def _by_formulas(
-    operation: str,
-    x: Tensor,
-    ndim: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """(y, statistics) in single steps, whose derivatives of every order and mode are autograd's."""
-    statistics = formulas.statistics_of(operation, x, ndim, eps)
-    return formulas.forward(operation, x, statistics, weight, bias).to(dtype), statistics.detach()
 
 
 def _by_operator(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options) -> tuple[Tensor, Tensor]:
@@ -462,4 +465,8 @@ def _own(operation, x, shape, weight, bias, eps, dtype) -> Tensor:
 def _torch_norm(function, x, shape, weight, bias, eps) -> Tensor:
     if function == "layer_norm":
         return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+    if torch.onnx.is_in_onnx_export():  # which in torch 2.11 knows no aten._fused_rms_norm, the kernel for CUDA
+        ndim = checks.trailing_axes(function, x, shape)
+        checks.forward(function, x, ndim, weight, None, x.dtype)
+        return formulas.norm(function, x, ndim, weight, None, checks.eps(function, eps, x)).to(x.dtype)
     return torch.nn.functional.rms_norm(x, shape, weight, eps)
