@@ -81,8 +81,8 @@ class LayerNormLinear(WeightGradients):
     device
         Of the parameters. By default that of `with torch.device(...)` or `torch.set_default_device`; where there is
         none the GPU, as with TransformerEngine's module, and without a GPU the CPU.
-        "meta" is for parameters without memory. `reset_parameters` gives it to them, as TransformerEngine's does; that of
-        torch.nn's modules, and of LayerNorm and RMSNorm here, leaves them on "meta".
+        "meta" is for parameters without memory. `reset_parameters` gives it to them, as TransformerEngine's does; that
+        of torch.nn's modules, and of LayerNorm and RMSNorm here, leaves them on "meta".
     ub_overlap_ag : bool
         Forward: rows of z come from the other ranks while those of this one are multiplied.
     ub_bulk_dgrad, ub_bulk_wgrad : bool

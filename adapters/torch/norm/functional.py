@@ -87,7 +87,7 @@ def layer_norm(
     Notes
     -----
     Arithmetic in float32 (float64 for float64 input) with one rounding at the end. For the backward pass input, mean,
-    rstd and weight are kept. Tensors that are not on a CUDA device go to torch's own operators. Ba, Kiros, Hinton,
+    rstd and weight are kept. Tensors that are not on a CUDA device go to torch's own kernels. Ba, Kiros, Hinton,
     Layer Normalization, 2016; kernels_cu/norm_forward.cu.
 
     Examples
