@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch_tensors import on_devices, random, same  # noqa: E402
 
+import cunorm.torch  # noqa: E402
 from cunorm.torch import LayerNorm, RMSNorm, layer_norm  # noqa: E402
 from cunorm.torch.norm import formulas, operators  # noqa: E402
 
@@ -252,3 +253,64 @@ def test_the_current_stream_of_torch():
     stream.synchronize()
     assert same(y.detach(), expected.detach())
     assert same(gradient, expected_gradient)
+
+
+# torch.fx.symbolic_trace, for which torch.nn's norms are leaves.
+
+
+class Calls(torch.nn.Module):
+    """A call of functions and modules on (x, y)."""
+
+    def __init__(self, function, *modules):
+        super().__init__()
+        self.function = function
+        self.members = torch.nn.ModuleList(modules)
+
+    def forward(self, x, y):
+        return self.function(x, y, *self.members)
+
+
+SYMBOLIC = {
+    "LayerNorm": Calls(lambda x, y, norm: norm(x) + y, LayerNorm(COLS)),
+    "LayerNorm with options": Calls(
+        lambda x, y, norm: norm(x) + y, LayerNorm(COLS, zero_centered_gamma=True, autocast_output=True)
+    ),
+    "RMSNorm": Calls(lambda x, y, norm: norm(x) + y, RMSNorm(COLS)),
+    "LayerNormLinear": Calls(lambda x, y, norm: norm(x) @ y.mT, cunorm.torch.LayerNormLinear(COLS, COLS, device="cpu")),
+    "AddLayerNorm": Calls(lambda x, y, norm: norm(x, y), cunorm.torch.AddLayerNorm(COLS)),
+    "AddRMSNorm": Calls(lambda x, y, norm: norm(x, y), cunorm.torch.AddRMSNorm(COLS)),
+    "RMSNormGated": Calls(lambda x, y, norm: norm(x, y), cunorm.torch.RMSNormGated(COLS)),
+    "RMSNormGated in groups": Calls(lambda x, y, norm: norm(x, y), cunorm.torch.RMSNormGated(COLS, group_size=16)),
+    "AdaLayerNorm": Calls(
+        lambda x, y, norm: norm(x, temb=y.mean(1)), cunorm.torch.AdaLayerNorm(COLS, None, 2 * COLS, chunk_dim=1)
+    ),
+    "layer_norm": Calls(lambda x, y: layer_norm(x, (COLS,), y[0, 0])),
+    "rms_norm": Calls(lambda x, y: cunorm.torch.rms_norm(x, (COLS,), y[0, 0])),
+    "layer_norm_linear": Calls(lambda x, y: cunorm.torch.layer_norm_linear(x, y[0])),
+    "layer_norm_modulate": Calls(lambda x, y: cunorm.torch.layer_norm_modulate(x, y[:, 0], y[:, 1])),
+    "rms_norm_modulate": Calls(lambda x, y: cunorm.torch.rms_norm_modulate(x, y[:, 0], y[:, 1])),
+    "gate_add_layer_norm_modulate": Calls(
+        lambda x, y: cunorm.torch.gate_add_layer_norm_modulate(x, y, y[:, 0], y[:, 1], y[:, 2])
+    ),
+    "layer_norm_add": Calls(lambda x, y: cunorm.torch.layer_norm_add(x, y, COLS)),
+    "rms_norm_add_rms_norm": Calls(lambda x, y: cunorm.torch.rms_norm_add_rms_norm(x, y, COLS)),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_trace(name):
+    x, y = (random(2, 3, COLS, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    traced = torch.fx.symbolic_trace(SYMBOLIC[name])
+    torch.testing.assert_close(traced(x, y), SYMBOLIC[name](x, y))
+    leaves = [node for node in traced.graph.nodes if node.op == "call_module"]
+    ours = [node for node in traced.graph.nodes if getattr(node.target, "__module__", "").startswith("cunorm.")]
+    assert ours or leaves
+
+
+@pytest.mark.parametrize("change", [cunorm.torch.replace_norms, cunorm.torch.accelerate])
+def test_symbolic_trace_of_a_changed_model(change):
+    model = torch.nn.Sequential(torch.nn.LayerNorm(COLS), torch.nn.Linear(COLS, COLS), torch.nn.RMSNorm(COLS))
+    x = random(2, 3, COLS, dtype=torch.float32)
+    expected = model(x)
+    change(model)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), expected)

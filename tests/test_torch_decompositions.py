@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,11 +109,11 @@ def test_both_passes_under_aot_autograd(op, linear):
         graphs.append(graph.graph)
         return graph.forward
 
-    module = of_linear(op) if linear else of_norm(op, True, torch.float32, True)
+    module = (of_linear(op) if linear else of_norm(op, True, torch.float64, True)).double()
     parameters = [buffer.requires_grad_() for buffer in module.buffers()]
     if op == "rms_norm":
         parameters.pop()
-    x = random(5, COLS, dtype=torch.float32).requires_grad_()
+    x = random(5, COLS).requires_grad_()
 
     def gradients(function):
         y = function(x)[0]
@@ -220,6 +221,29 @@ def test_tensors_of_a_gpu_become_onnx(op, centred):
         assert len(ours(torch.export.export(module, (x, weight)).graph)) == 1
         program = onnx_program(module, (x, weight))
     assert ("LayerNormalization" in nodes(program)) == (op == "layer_norm")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_rms_norm_becomes_onnx_where_torch_has_a_kernel():
+    """torch's norm is then aten._fused_rms_norm, of which torch 2.11 has no ONNX function."""
+    with FakeTensorMode():
+        x, weight = torch.ones(5, COLS, device="cuda"), torch.ones(COLS, device="cuda")
+    module = Called(lambda x, weight: norm("rms_norm", x, (COLS,), weight, None, 1e-5, None, 0))
+    module.forward = module.function
+    with torch.library._scoped_library("aten", "IMPL") as library, torch.no_grad():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):
+            library.impl("_fused_rms_norm", lambda *_: None, "CUDA")  # as a build for CUDA has one; it is never run
+        assert "ReduceMean" in nodes(onnx_program(module, (x, weight)))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_on_a_gpu_become_onnx(name):
+    module = copy.deepcopy(MODULES[name]).cuda()
+    x = random(5, COLS, device="cuda", dtype=torch.float32)
+    (y,) = results(onnx_program(module, (x,)), x.cpu())
+    torch.testing.assert_close(y, module(x).detach().cpu(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -51,7 +51,7 @@ ARGUMENTS = {
     "return_layernorm_output_gathered": False,
     "parameters_split": None,
     "zero_centered_gamma": False,
-    "device": "cuda",
+    "device": None,  # there "cuda", which no default device of torch's could take the place of
     "ub_overlap_ag": False,
     "ub_overlap_rs": False,
     "ub_overlap_rs_dgrad": False,

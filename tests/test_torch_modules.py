@@ -120,6 +120,39 @@ def test_resetting_leaves_parameters_on_the_meta_device(ours, torchs):
         assert all(parameter.is_meta for parameter in module.parameters())
 
 
+CONSTRUCTORS = {
+    "LayerNorm": lambda **options: LayerNorm(8, **options),
+    "RMSNorm": lambda **options: RMSNorm(8, **options),
+    "AddLayerNorm": lambda **options: cunorm.torch.AddLayerNorm(8, **options),
+    "AddRMSNorm": lambda **options: cunorm.torch.AddRMSNorm(8, **options),
+    "RMSNormGated": lambda **options: cunorm.torch.RMSNormGated(8, **options),
+    "AdaLayerNorm": lambda **options: cunorm.torch.AdaLayerNorm(8, 16, **options),
+    "LayerNormLinear": lambda **options: cunorm.torch.LayerNormLinear(8, 4, **options),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_torchs_default_device_is_that_of_parameters(name):
+    make = CONSTRUCTORS[name]
+    found = {}
+    with torch.device("meta"):
+        found["meta, within"] = make()
+        found["cpu, given within"] = make(device="cpu")
+    torch.set_default_device("meta")
+    try:
+        found["meta, set"] = make()
+    finally:
+        torch.set_default_device(None)
+    with torch.device("cpu"):
+        found["cpu, within"] = make()
+    found["meta, given"] = make(device="meta")
+    for device, module in found.items():
+        assert {p.device.type for p in module.parameters()} == {device.split(",")[0]}, device
+    # Without any LayerNormLinear is on the GPU, as TransformerEngine's, the others where torch.nn's modules are.
+    other = "cuda" if name == "LayerNormLinear" and torch.cuda.is_available() else "cpu"
+    assert {p.device.type for p in make().parameters()} == {other}
+
+
 @on_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pairs

@@ -27,7 +27,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     -----
     Arithmetic as the kernels' is: in float32 (float64 for float64 x), with one rounding at the end. `sm_margin` is of
     no meaning there. `torch.onnx.export(module, ..., dynamo=True)` needs no table: while it traces, calls and modules
-    use torch's own norms. A program that was exported before is first decomposed, as below.
+    use torch's own operators. A program that was exported before is first decomposed, as below.
 
     Examples
     --------

@@ -30,6 +30,7 @@ from ..norm.functional import (
     norm,
     norm_with_statistics,
     nothing_else_listens,
+    symbolic,
 )
 from ..norm.repeats import again, remember
 from . import linear_nodes
@@ -137,6 +138,11 @@ def norm_linear(
         call = known((function, sm_margins), *tensors, eps, operation, keep_normalized)
         if call is not None:
             return run_known(call, *tensors, sink)
+    if not isinstance(x, Tensor):
+        options = (eps, operation, keep_normalized, sm_margins)
+        node = symbolic(norm_linear, function, *tensors, *options)
+        if node is not None:
+            return node
     check(function, *tensors, operation)
     cast = autocast_dtype(x)
     if cast is None:
@@ -261,8 +267,6 @@ def in_one_step(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and type(tensor) not in PLAIN:
             return False
-    if torch.compiler.is_compiling():
-        return True
     return not operators.under_functorch() and forward_ad._current_level < 0
 
 

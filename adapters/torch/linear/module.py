@@ -8,7 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.fx
+import torch.overrides
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext
 
 from ...linear import problem as linear_problem
 from ...norm import checks as core
@@ -78,8 +81,10 @@ class LayerNormLinear(WeightGradients):
     zero_centered_gamma : bool
         Multiply by 1 + layer_norm_weight.
     device
-        "meta" for parameters without memory. `reset_parameters` gives it to them, as TransformerEngine's does; that of
-        torch.nn's modules, and of LayerNorm and RMSNorm here, leaves them on "meta".
+        Of the parameters. By default that of `with torch.device(...)` or `torch.set_default_device`; where there is
+        none the GPU, as with TransformerEngine's module, and without a GPU the CPU.
+        "meta" is for parameters without memory. `reset_parameters` gives it to them, as TransformerEngine's does; that
+        of torch.nn's modules, and of LayerNorm and RMSNorm here, leaves them on "meta".
     ub_overlap_ag : bool
         Forward: rows of z come from the other ranks while those of this one are multiplied.
     ub_bulk_dgrad, ub_bulk_wgrad : bool
@@ -183,7 +188,7 @@ class LayerNormLinear(WeightGradients):
         return_layernorm_output_gathered: bool = False,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         zero_centered_gamma: bool = False,
-        device: Any = "cuda",
+        device: Any = None,
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
@@ -245,7 +250,7 @@ class LayerNormLinear(WeightGradients):
 
         self._fp8_weights = WeightCache(self.training)
         self._parts = parts_of(parameters_split, out_features, out_features // self.out_features)
-        self._make_parameters(device, params_dtype)
+        self._make_parameters(_default_device() if device is None else device, params_dtype)
         if not self.layer_norm_weight.is_meta:
             self.reset_parameters()
 
@@ -269,8 +274,7 @@ class LayerNormLinear(WeightGradients):
     def reset_parameters(self) -> None:
         """Initialises all parameters; those without memory get it on the GPU, where there is none on the CPU."""
         if self.layer_norm_weight.is_meta:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            self._make_parameters(device, self.layer_norm_weight.dtype)
+            self._make_parameters(_own_device(), self.layer_norm_weight.dtype)
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
@@ -329,6 +333,10 @@ class LayerNormLinear(WeightGradients):
     def _run_checked(
         self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool
     ) -> Any:
+        if isinstance(inp, torch.fx.Proxy) and (path := inp.tracer.path_of_module(self)):
+            # A leaf of torch.fx.symbolic_trace, as torch.nn's modules: what a call follows is known when it runs.
+            options = {"is_first_microbatch": is_first_microbatch, "fp8_output": fp8_output}
+            return inp.tracer.create_proxy("call_module", path, (inp,), options)
         broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
         broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
         run = self._run_uncompiled if broken else self._run
@@ -521,6 +529,17 @@ class LayerNormLinear(WeightGradients):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
             f"normalization={self.normalization}"
         )
+
+
+def _default_device() -> Any:
+    """torch's, where somebody has set it: `with torch.device(...)`, torch.set_default_device."""
+    device, modes = torch.get_default_device(), torch.overrides._get_current_function_mode_stack()
+    is_set = device.type != "cpu" or any(isinstance(mode, DeviceContext) for mode in modes)
+    return device if is_set else _own_device()
+
+
+def _own_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _in_backward_pass() -> bool:

@@ -36,7 +36,20 @@ def statistics_of(operation: str, x: Tensor, ndim: int, eps: float) -> Tensor:
 def forward(operation: str, x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """y = (x - mean) * rstd * weight + bias, in compute_dtype(x)."""
     xhat, _ = _normalised(x, statistics)
-    y = xhat if weight is None else xhat * gamma(operation, weight, x)
+    return _scaled(operation, xhat, weight, bias)
+
+
+def norm(operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """y of x alone, in compute_dtype(x): autograd's derivatives of it are exact in every order and mode."""
+    x = x.to(compute_dtype(x))
+    axes = _axes(ndim)
+    if subtracts_mean(operation):
+        x = x - x.mean(axes, keepdim=True)
+    return _scaled(operation, x * (x.square().mean(axes, keepdim=True) + eps).rsqrt(), weight, bias)
+
+
+def _scaled(operation: str, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = xhat if weight is None else xhat * gamma(operation, weight, xhat)
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -1,9 +1,13 @@
 """`layer_norm` and `rms_norm`, drop-in for those of torch.nn.functional.
 
-A call takes one of three ways:
+A call takes one of four ways:
 - a plain CUDA tensor in eager mode: straight to the launch, through an autograd.Function if a gradient is wanted;
-- CUDA under torch.compile, export, functorch, a dispatch mode, or in a subclass (DTensor, FakeTensor): the operators;
-- any other device, forward-mode derivatives, and a trace for ONNX, which knows no operators of ours: torch's own.
+- CUDA under torch.compile, export, functorch, a dispatch mode, or in a subclass (DTensor, FakeTensor), and any other
+  device where a gradient is wanted: the operators;
+- forward-mode derivatives, and what is compiled for another device and differentiated: formulas.py;
+- what is not differentiated on another device, and programs that are to hold no operators of ours: torch's own.
+torch's own operators are never differentiated here: its layer_norm is wrong from the third derivative on, and already
+in the second where one of the two is forward-mode.
 
 cunorm's own functions (arrays.py) come here with what they have checked themselves.
 """
@@ -15,9 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.node import map_aggregate
 
 from ...operation import NAMED
 from . import checks, formulas, launching, nodes, norm_nodes, operators
@@ -81,7 +87,7 @@ def layer_norm(
     Notes
     -----
     Arithmetic in float32 (float64 for float64 input) with one rounding at the end. For the backward pass input, mean,
-    rstd and weight are kept. Tensors that are not on a CUDA device go to torch's own operators. Ba, Kiros, Hinton,
+    rstd and weight are kept. Tensors that are not on a CUDA device go to torch's own kernels. Ba, Kiros, Hinton,
     Layer Normalization, 2016; kernels_cu/norm_forward.cu.
 
     Examples
@@ -136,6 +142,10 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
             if call is not None and nothing_else_listens():
                 return _run(call, x, weight, bias)
     if not _at_once(x, weight, bias):
+        if not isinstance(x, Tensor):
+            node = symbolic(norm, operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
+            if node is not None:
+                return node
         checks.tensors(NAMED[operation].norm, x, weight, bias)
         return _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
     call = _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
@@ -144,6 +154,16 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
         call = call._replace(compiled=nodes.call_of(which))
         launching.remember_call(key, x, weight, bias, call)
     return _run(call, x, weight, bias)
+
+
+def symbolic(function: Callable[..., Any], *arguments: Any, **options: Any) -> torch.fx.Proxy | None:
+    """A call of `function` in the graph of torch.fx.symbolic_trace, if one of the arguments stands for a value of it.
+
+    So torch.nn.functional's norms do; the control flow in ours cannot be traced.
+    """
+    proxies: list[torch.fx.Proxy] = []
+    map_aggregate((*arguments, options), lambda one: proxies.append(one) if isinstance(one, torch.fx.Proxy) else None)
+    return proxies[0].tracer.create_proxy("call_function", function, arguments, options) if proxies else None
 
 
 def _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -> Call:
@@ -175,13 +195,16 @@ def _at_once(x, weight, bias) -> bool:
     return (
         type(x) in PLAIN
         and x.is_cuda
-        and (weight is None or type(weight) in PLAIN)
-        and (bias is None or type(bias) in PLAIN)
+        and _plain_parameters(weight, bias)
         and _nothing_listens()
         and not x.is_neg()
         and x.layout is torch.strided
         and x.is_floating_point()  # what dtypes of these there are kernels for is checked later
     )
+
+
+def _plain_parameters(weight, bias) -> bool:
+    return (weight is None or type(weight) in PLAIN) and (bias is None or type(bias) in PLAIN)
 
 
 def launchable(gradient: Tensor) -> bool:
@@ -287,6 +310,29 @@ class _NormWithStatistics(_Norm):
         return _Norm.backward(ctx, dy)
 
 
+class _NormOnCpu(torch.autograd.Function):
+    """The norm of plain tensors on the CPU in eager mode."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, operation, ndim, eps, dtype):
+        y, statistics = operators.forward_by_torch(x, weight, bias, operation, ndim, eps, dtype)
+        ctx.save_for_backward(x, statistics, weight)
+        ctx.options = operation, eps, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, statistics, weight = ctx.saved_tensors
+        operation, eps, bias_dtype = ctx.options
+        mask = ctx.needs_input_grad[:3]
+        if type(dy) is Tensor and not _grad_enabled() and _nothing_listens() and not _batched(dy):
+            gradients = operators.backward_by_torch(dy, x, statistics, weight, operation, eps, mask)
+        else:
+            gradients = operators.backward(dy, x, statistics, weight, operation, eps, mask, 0)
+        dx, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
+        return dx, dweight, None if dbias is None else dbias.to(bias_dtype), None, None, None, None
+
+
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Its `apply` without what torch does for functorch, which `_at_once` has excluded: 3 us.
 
@@ -298,6 +344,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 _apply = applied(_Norm)
 _apply_with_statistics = applied(_NormWithStatistics)
+_apply_on_cpu = applied(_NormOnCpu)
 
 
 def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -> Tensor:
@@ -307,21 +354,41 @@ def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_
     margin, backward_margin, inference_margin = checks.sm_margins(function, sm_margin)
     if dtype is not None:
         checks.output_dtype(function, dtype)
-    elsewhere = not x.is_cuda or x.is_nested or x.is_complex() or forward_ad._current_level >= 0
-    if elsewhere or torch.onnx.is_in_onnx_export():
+    compiling = torch.compiler.is_compiling()
+    forward_mode = forward_ad._current_level >= 0
+    transformed = operators.under_functorch()
+    wanting = (tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    differentiated = transformed or (torch.is_grad_enabled() and any(wanting))
+    if _torch_serves(x, weight, bias, differentiated or forward_mode):
         return _own(operation, x, shape, weight, bias, eps, dtype)
     ndim = checks.trailing_axes(function, x, shape)
     eps = checks.eps(function, eps, x)
     if dtype is None:
-        dtype = _default_dtype(operation, x)
-    transformed = False
-    if not torch.compiler.is_compiling():
+        dtype = _default_dtype(operation, x) if x.is_cuda else x.dtype
+    if not compiling:
         checks.forward(operation, x, ndim, weight, bias, dtype)
-        transformed = operators.under_functorch()
-    wanting = (tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
-    wants_statistics = transformed or (torch.is_grad_enabled() and any(wanting))
-    margin = margin if wants_statistics else inference_margin
-    return _by_operator(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, margin, backward_margin)[0]
+    if forward_mode or (not x.is_cuda and (compiling or x.device.type != "cpu")):
+        return formulas.norm(operation, x, ndim, weight, bias, eps).to(dtype)
+    if not x.is_cuda and type(x) in PLAIN and _plain_parameters(weight, bias) and _nothing_listens():
+        return _apply_on_cpu(x, weight, bias, operation, ndim, eps, dtype)
+    margin = margin if differentiated else inference_margin
+    return _by_operator(x, weight, bias, operation, ndim, eps, dtype, differentiated, margin, backward_margin)[0]
+
+
+def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differentiated: bool) -> bool:
+    """Whether a call goes to torch's own norm.
+
+    There go what has no kernel of ours, and what torch can do better but differentiate: see above. A program that is
+    kept outside this process is to need no cunorm, except for CUDA.
+    """
+    if torch.onnx.is_in_onnx_export() or x.is_nested or x.is_complex():
+        return True
+    if x.is_cuda:
+        return False
+    given = (tensor for tensor in (x, weight, bias) if tensor is not None)
+    if any(tensor.dtype not in FLOATING or tensor.layout is not torch.strided for tensor in given):
+        return True
+    return not differentiated or x.is_meta or torch.compiler.is_exporting() or _tracing() is not None
 
 
 def norm_with_statistics(
@@ -400,4 +467,8 @@ def _own(operation, x, shape, weight, bias, eps, dtype) -> Tensor:
 def _torch_norm(function, x, shape, weight, bias, eps) -> Tensor:
     if function == "layer_norm":
         return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+    if torch.onnx.is_in_onnx_export():  # which in torch 2.11 knows no aten._fused_rms_norm, the kernel for CUDA
+        ndim = checks.trailing_axes(function, x, shape)
+        checks.forward(function, x, ndim, weight, None, x.dtype)
+        return formulas.norm(function, x, ndim, weight, None, checks.eps(function, eps, x)).to(x.dtype)
     return torch.nn.functional.rms_norm(x, shape, weight, eps)

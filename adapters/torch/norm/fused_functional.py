@@ -230,6 +230,11 @@ def _named(
     """The results of a named function, in order. Operands that may be left out are None then; `drops` are those of
     dropout. normalized_shape is None for the last axis, whatever it is.
     """
+    if not isinstance(x, Tensor):
+        options = {"kinds": kinds, "drops": drops, "sm_margin": sm_margin, **flags}
+        node = functional.symbolic(_named, function, x, normalized_shape, operands, eps, dtype, s_dtype, **options)
+        if node is not None:
+            return node
     numbers: Sequence[float] = ()
     if drops:
         seed, *numbers = drops.values()

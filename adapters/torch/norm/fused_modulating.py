@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...modulating import of_samples
 from ...named_fusions import KINDS
+from . import functional
 from .fused_functional import _named, given_of
 
 
@@ -51,7 +53,7 @@ def layer_norm_modulate(
     >>> layer_norm_modulate(torch.tensor([[[1.0, 2.0, 3.0]]]), torch.ones(1, 1, 3), torch.zeros(1, 1, 3))
     tensor([[[-2.4495,  0.0000,  2.4495]]])
     """
-    scale, shift = of_samples(input, scale, shift)
+    scale, shift = _of_samples(input, scale, shift)
     (y,) = _named(
         "layer_norm_modulate",
         input,
@@ -84,7 +86,7 @@ def rms_norm_modulate(
     >>> rms_norm_modulate(torch.tensor([[3.0, 4.0]]), torch.ones(2), torch.zeros(2), 0.0)
     tensor([[1.6971, 2.2627]])
     """
-    scale, shift = of_samples(input, scale, shift)
+    scale, shift = _of_samples(input, scale, shift)
     (y,) = _named("rms_norm_modulate", input, None, {"scale": scale, "shift": shift}, eps, dtype, sm_margin=sm_margin)
     return y
 
@@ -113,7 +115,7 @@ def gate_add_layer_norm_modulate(
     >>> gate_add_layer_norm_modulate(x, x, torch.ones(3), zeros, zeros)
     (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[2., 4., 6.]]))
     """
-    gate, scale, shift = of_samples(input, gate, scale, shift)
+    gate, scale, shift = _of_samples(input, gate, scale, shift)
     operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
     return _named("gate_add_layer_norm_modulate", input, None, operands, eps, dtype, s_dtype, sm_margin=sm_margin)
 
@@ -142,7 +144,7 @@ def gate_add_rms_norm_modulate(
     >>> gate_add_rms_norm_modulate(x, x, torch.ones(2), zeros, zeros, 0.0)
     (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
-    gate, scale, shift = of_samples(input, gate, scale, shift)
+    gate, scale, shift = _of_samples(input, gate, scale, shift)
     operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
     return _named("gate_add_rms_norm_modulate", input, None, operands, eps, dtype, s_dtype, sm_margin=sm_margin)
 
@@ -199,6 +201,11 @@ def rms_norm_gated(
     if group_size is None:
         (y,) = _named(function, input, None, operands, eps, dtype, sm_margin=sm_margin, **flags)
         return y
+    if not isinstance(input, Tensor):
+        options = {"group_size": group_size, "norm_before_gate": norm_before_gate, "dtype": dtype}
+        node = functional.symbolic(rms_norm_gated, input, z, weight, eps, **options, sm_margin=sm_margin)
+        if node is not None:
+            return node
     given_of(function, input, operands)
     columns = input.shape[-1]
     if isinstance(group_size, bool) or not isinstance(group_size, numbers.Integral):
@@ -216,3 +223,8 @@ def rms_norm_gated(
         function, input.unflatten(-1, groups), group_size, given, eps, dtype, kinds=kinds, sm_margin=sm_margin, **flags
     )
     return y.flatten(-2)
+
+
+def _of_samples(x: Tensor, *vectors: Tensor) -> Any:
+    node = None if isinstance(x, Tensor) else functional.symbolic(of_samples, x, *vectors)
+    return of_samples(x, *vectors) if node is None else node

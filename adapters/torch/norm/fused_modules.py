@@ -259,7 +259,7 @@ class AdaLayerNorm(nn.Module):
         temb = self.linear(nn.functional.silu(temb))
         # diffusers has the two in either order: the first is that of CogVideoX.
         if self.chunk_dim == 1:
-            shift, scale = (one[:, None] for one in temb.chunk(2, dim=1))
+            shift, scale = temb[:, None].chunk(2, dim=-1)
         else:
             first = (None,) * (x.dim() - temb.dim())  # beside the last axes of x, as diffusers has them
             scale, shift = (one[first] for one in temb.chunk(2, dim=0))

@@ -42,6 +42,12 @@ def rms_norm_add_rms_norm(
     >>> rms_norm_add_rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]), 2, eps=0.0)
     (tensor([[1.2062, 0.7383]]), tensor([[1.8485, 1.1314]]))
     """
+    if not isinstance(input, Tensor):
+        given = (input, residual, normalized_shape, weight, second_weight, eps)
+        options = {"zero_centered_gamma": zero_centered_gamma, "dtype": dtype, "s_dtype": s_dtype}
+        node = functional.symbolic(rms_norm_add_rms_norm, *given, **options, sm_margin=sm_margin)
+        if node is not None:
+            return node
     function = "rms_norm_add_rms_norm"
     operands = {"residual": residual, "weight": weight, "second_weight": second_weight}
     tensors = given_of(function, input, operands)

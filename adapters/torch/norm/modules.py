@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F  # noqa: N812
 
 from . import checks, compiled, float8
-from .functional import autocast_dtype, norm
+from .functional import autocast_dtype, norm, symbolic
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
@@ -49,7 +49,7 @@ class _Options:
 
     def _norm(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = parameter_of(self, "weight")
-        dtype = autocast_dtype(x) if self.autocast_output else None
+        dtype = _autocast_dtype(x) if self.autocast_output else None
         operation = checks.zero_centered(op, weight) if self.zero_centered_gamma else op
         return norm(operation, x, self.normalized_shape, weight, bias, self.eps, dtype, self.sm_margin)
 
@@ -173,7 +173,7 @@ class LayerNorm(_Options, nn.LayerNorm):
             if is_compiling() and self._compiled_from:
                 own = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
                 return _chosen(own, "layer_norm", self, input, self.bias)
-            if input.numel() < self._own_below:
+            if self._own_below and _few(input, self._own_below):
                 weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
                 return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return (self._float8 if fp8_output else self._norm)("layer_norm", input, parameter_of(self, "bias"))
@@ -221,9 +221,18 @@ class RMSNorm(_Options, nn.RMSNorm):
             if is_compiling() and self._compiled_from:
                 own = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
                 return _chosen(own, "rms_norm", self, x, None)
-            if x.numel() < self._own_below:
+            if self._own_below and _few(x, self._own_below):
                 return F.rms_norm(x, self.normalized_shape, parameter_of(self, "weight"), self.eps)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
+
+
+def _few(x: Tensor, below: int) -> bool:
+    """Also what stands for a tensor in torch.fx.symbolic_trace, and has no size."""
+    return not isinstance(x, Tensor) or x.numel() < below
+
+
+def _autocast_dtype(x: Tensor) -> Any:
+    return autocast_dtype(x) if isinstance(x, Tensor) else symbolic(autocast_dtype, x)
 
 
 def _chosen(own: Tensor, op: str, norm: LayerNorm | RMSNorm, x: Tensor, bias: Tensor | None) -> Tensor:

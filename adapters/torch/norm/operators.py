@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import checks, formulas, launching
 
@@ -41,7 +42,8 @@ norm_forward = torch.ops.cunorm.norm_forward.default
 norm_backward = torch.ops.cunorm.norm_backward.default
 
 
-# The kernels, and torch's own operators for the CPU, which decomposition.py shows to others as well.
+# The kernels. For the CPU those of torch's own norm: only its derivatives of higher order are wrong. The formulas are
+# what decomposition.py shows to others.
 
 
 def _forward_cuda(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, sm_margin, _):
@@ -50,11 +52,55 @@ def _forward_cuda(x, weight, bias, operation, ndim, eps, dtype, wants_statistics
     return y, _absent(x) if statistics is None else statistics
 
 
+def _forward_cpu(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, *_):
+    checks.forward(operation, x, ndim, weight, bias, dtype)
+    y, statistics = forward_by_torch(x, weight, bias, operation, ndim, eps, dtype)
+    return y, statistics if wants_statistics else _absent(x)
+
+
+def forward_by_torch(x, weight, bias, operation, ndim, eps, dtype) -> tuple[Tensor, Tensor]:
+    """(y, statistics) by torch's kernel where it has one; without a derivative, for arguments that fit."""
+    if not formulas.subtracts_mean(operation):
+        return _forward_by_formulas(x, weight, bias, operation, ndim, eps, dtype)
+    compute = formulas.compute_dtype(x)
+    # Of a 16-bit x torch's kernel gives mean and rstd in float32 only beside a float32 weight.
+    wide = x if x.dtype is dtype and weight is not None else x.to(compute)
+    weight = None if weight is None else formulas.gamma(operation, weight, x)
+    bias = None if bias is None else bias.to(compute)
+    y, mean, rstd = torch.native_layer_norm(wide, x.shape[-ndim:], weight, bias, eps)
+    return _result(y, dtype), torch.stack((mean, rstd)).view(2, *x.shape[:-ndim])
+
+
+def _backward_cpu(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
+    checks.backward(operation, dy, x, statistics, weight)
+    return backward_by_torch(dy, x, statistics, weight, operation, eps, output_mask)
+
+
+def backward_by_torch(dy, x, statistics, weight, operation, eps, output_mask) -> tuple[Tensor, ...]:
+    """As norm_backward, by torch's kernel where it has one; without a derivative, for arguments that fit."""
+    if not formulas.subtracts_mean(operation):
+        gradients = formulas.backward(operation, dy, x, statistics, weight, tuple(output_mask))
+        return _in_dtypes(gradients, output_mask, x, weight)
+    compute, shape = statistics.dtype, x.shape[statistics.dim() - 1 :]
+    mean, rstd = statistics.contiguous().view(*statistics.shape, *(1,) * len(shape))  # as the kernel reads them
+    gamma = rstd.new_ones(shape) if weight is None else formulas.gamma(operation, weight, x)
+    # torch's kernel takes x * rstd - mean * rstd, which loses all digits where |mean| is large beside the deviation.
+    gradients = torch.ops.aten.native_layer_norm_backward.default(
+        dy.to(compute), x.to(compute) - mean, shape, torch.zeros_like(mean), rstd, gamma, gamma, output_mask
+    )
+    return _in_dtypes(gradients, output_mask, x, weight)
+
+
 def forward_by_formulas(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, sm_margin, _):
     checks.forward(operation, x, ndim, weight, bias, dtype)
+    y, statistics = _forward_by_formulas(x, weight, bias, operation, ndim, eps, dtype)
+    return y, statistics if wants_statistics else _absent(x)
+
+
+def _forward_by_formulas(x, weight, bias, operation, ndim, eps, dtype) -> tuple[Tensor, Tensor]:
     statistics = formulas.statistics_of(operation, x, ndim, eps)
     y = formulas.forward(operation, x, statistics, weight, bias)
-    return _result(y, dtype), statistics.contiguous() if wants_statistics else _absent(x)
+    return _result(y, dtype), statistics.contiguous()
 
 
 def _backward_cuda(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
@@ -68,10 +114,15 @@ def _backward_cuda(dy, x, statistics, weight, operation, eps, output_mask, sm_ma
 def backward_by_formulas(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
     checks.backward(operation, dy, x, statistics, weight)
     gradients = formulas.backward(operation, dy, x, statistics, weight, tuple(output_mask))
+    return _in_dtypes(gradients, output_mask, x, weight)
+
+
+def _in_dtypes(gradients, output_mask, x: Tensor, weight: Tensor | None) -> tuple[Tensor, ...]:
     parameter = x.dtype if weight is None else weight.dtype
+    dtypes = (x.dtype, parameter, parameter)
     return tuple(
-        _absent(x) if gradient is None else _result(gradient, dtype)
-        for gradient, dtype in zip(gradients, (x.dtype, parameter, parameter), strict=True)
+        _result(gradient, dtype) if wanted else _absent(x)
+        for gradient, dtype, wanted in zip(gradients, dtypes, output_mask, strict=True)
     )
 
 
@@ -171,6 +222,13 @@ class NormBackward(torch.autograd.Function):
 
 def backward(dy, x, statistics, weight, operation, eps, output_mask, sm_margin):
     """norm_backward, differentiable wherever it is called; None for what is not wanted. Shapes and devices fit."""
+    if forward_ad._current_level >= 0:  # of which a Function knows nothing
+        if not torch.compiler.is_compiling():
+            checks.backward(operation, dy, x, statistics, weight)
+        again = formulas.statistics_of(operation, x, x.dim() - statistics.dim() + 1, eps)
+        gradients = formulas.backward(operation, dy, x, again, weight, tuple(output_mask))
+        dtypes = (x.dtype, *((x if weight is None else weight).dtype,) * 2)
+        return tuple(None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True))
     gradients = NormBackward.apply(dy, x, statistics, weight, operation, eps, list(output_mask), sm_margin, True)
     return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True))
 
@@ -184,7 +242,8 @@ def wants_gradient(*arguments: Any) -> bool:
 
 
 def under_functorch() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Traceable: dynamo has an object for None too."""
+    return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
 
 
 def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]) -> None:
@@ -212,8 +271,8 @@ def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]
 
 
 _library.impl("norm", Norm.apply, "CompositeImplicitAutograd")
-register_kernels(norm_forward, Norm, CPU=forward_by_formulas, CUDA=_forward_cuda)
-register_kernels(norm_backward, NormBackward, CPU=backward_by_formulas, CUDA=_backward_cuda)
+register_kernels(norm_forward, Norm, CPU=_forward_cpu, CUDA=_forward_cuda)
+register_kernels(norm_backward, NormBackward, CPU=_backward_cpu, CUDA=_backward_cuda)
 
 
 # vmap: the batch is one more leading axis, as long as weight and bias are common to it.
