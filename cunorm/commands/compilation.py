@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import compile, source
+from .. import compile, private, source
 from ..compile import Resources
 from ..norm.shared_memory import SHARED_LIMIT, shared_memory
 from ..norm.spec import KernelSpec
@@ -64,10 +64,8 @@ def compiler(keep: bool) -> Iterator[CompileOne]:
 
     What ptxas says of a kernel is kept in any case, in a file beside the kernels, which `cache clear` removes.
     """
-    from cupy_backends.cuda.libs import nvrtc
-
     # All that the result depends on besides the source and the architecture.
-    salt = repr((nvrtc.getVersion(), compile.OPTIONS, compile.AS_CUPY, Resources._fields))
+    salt = repr((private.nvrtc().getVersion(), compile.OPTIONS, compile.AS_CUPY, Resources._fields))
     path = compile.cache_directory() / RESULTS_FILE
     known, new = _read(path), {}
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 
 from ...expression_texts import evaluate
 from ...expression_value import Expression
 from ...norm.problem import Groups, Problem, backward_problem, compute_dtype, forward_problem
 from ...operation import NORMS, SEED, Derivative, Norm, Operation, derivative
+from ..private import ShapedArray
 from .philox import uniform
 
 Arrays = Mapping[str, jax.Array]

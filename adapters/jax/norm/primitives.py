@@ -20,12 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
 
 from ...norm import fused
 from ...norm.problem import MOST_GROUPS
 from ...operation import SEED
+from ..private import ClosedJaxpr, Primitive, ad, batching, has_primitives, jaxpr_as_fun, mlir
 from . import formulas, sharding
 from .formulas import DOT, Arrays, Names, Task
 
@@ -61,6 +60,8 @@ def tangent(task: Task, arrays: Arrays) -> list[jax.Array]:
 def bind(one: Primitive, function: Callable, task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
     """The arrays `wanted`, by name; function(task, names, wanted, *arrays) is what the primitive stands for."""
     names = tuple(arrays)
+    if not has_primitives:
+        return dict(zip(wanted, _formula(task, names, wanted, *arrays.values()), strict=True))
     call = jax.make_jaxpr(partial(function, task, names, wanted))(*arrays.values())
     results = one.bind(*arrays.values(), call=call, task=task, names=names, wanted=wanted)
     return dict(zip(wanted, results, strict=True))

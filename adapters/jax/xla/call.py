@@ -15,10 +15,6 @@ from typing import NamedTuple
 import numpy
 
 import jax
-from jax.core import ShapedArray
-from jax.experimental.buffer_callback import buffer_callback
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
 
 from ... import compile, launch, source
 from ...device import of_memory
@@ -26,6 +22,7 @@ from ...norm.checks import check_sm_margin
 from ...norm.plan import plan
 from ...norm.steps import Plan, Step
 from ..norm.formulas import Names, Task
+from ..private import PTX_TARGET, ClosedJaxpr, Primitive, ShapedArray, buffer_callback, jaxpr_as_fun, mlir
 from . import target as choice
 
 
@@ -114,7 +111,7 @@ def _lower_to_ptx(ctx, operands, plan: Plan, task: Task, names: Names, wanted: N
     buffers = dict(zip(names, operands, strict=True))
     avals = dict(zip((*names, *wanted), (*ctx.avals_in, *ctx.avals_out), strict=True))
     avals[WORKSPACE] = ShapedArray((plan.workspace,), numpy.dtype("uint8"))
-    call = jax.ffi.ffi_lowering(choice.TARGET)
+    call = jax.ffi.ffi_lowering(PTX_TARGET)
     for step, reads, writes, baked in launches(plan, _numbers(task), wanted):
         x, y, z = step.grid
         results = call(

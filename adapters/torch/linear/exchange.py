@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..private import group_of
+
 # torch 2.13 has new names for these two, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -171,11 +173,6 @@ def exchange_by_collectives(name: str) -> Exchange:
     if found is None or found.group is not group:  # another may have had the name
         found = _exchanges[name] = Exchange(group)
     return found
-
-
-def group_of(name: str) -> Any:
-    """The group with that name; RuntimeError where there is none, or none any more."""
-    return torch._C._distributed_c10d._resolve_process_group(name)
 
 
 def compare(group: Any, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..private import version_of
 from .float8_casts import cast_columns, cast_rows, scale_of_tensor
 from .recipes import Scheme
 
@@ -87,15 +88,16 @@ class WeightCache:
 
 
 def _stamp(parts: Sequence[Tensor]) -> tuple | None:
-    if any(part.is_inference() for part in parts):
-        return None  # they have no version
-    return tuple((weakref.ref(part), part.data_ptr(), part._version) for part in parts)
+    versions = [version_of(part) for part in parts]
+    if None in versions:
+        return None
+    return tuple((weakref.ref(part), part.data_ptr(), version) for part, version in zip(parts, versions, strict=True))
 
 
 def _holds(stamp: tuple | None, parts: Sequence[Tensor]) -> bool:
     if stamp is None:
         return False
     for (reference, address, version), part in zip(stamp, parts, strict=True):
-        if reference() is not part or address != part.data_ptr() or version != part._version:
+        if reference() is not part or address != part.data_ptr() or version != version_of(part):
             return False
     return True

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...private import check_version
 from ..norm import nodes
 from ..norm.modules import LayerNorm, RMSNorm
 from .blocks import Block, joined_class, known
@@ -172,6 +173,8 @@ def accelerate(model: nn.Module) -> Acceleration:
     >>> accelerated.undo()
     """
     check_module("accelerate", model)
+    for package in ("transformers", "diffusers"):
+        check_version(package)
     report = Acceleration(replace_norms(model))
     if torch.cuda.is_available():
         report.without_nodes = nodes.build()

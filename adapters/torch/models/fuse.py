@@ -23,6 +23,7 @@ from ..linear.functional import in_one_step, norm_linear
 from ..linear.parameters import joined, lay_side_by_side
 from ..norm.functional import FLOATING, autocast_dtype
 from ..norm.modules import LayerNorm, RMSNorm
+from ..private import has_one_projection
 from .classes import Swaps, check_module
 from .forms import Form, eps_name, form_of, may_be_rms_norm
 from .replace import OfTransformers
@@ -320,7 +321,7 @@ def _reader(module: nn.Module) -> type | None:
     if type(module) is nn.Linear or _is_conv1d(module):
         return _Linear
     if type(module) is nn.MultiheadAttention:
-        plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+        plain = has_one_projection(module) and module.bias_k is None and not module.add_zero_attn
         return _Attention if plain else None
     return None
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import private
 from ..norm.functional import norm
 from .forms import ACTIVATIONS, Form, form_of, gated_norm
 
@@ -106,7 +107,7 @@ class RMSNormGated(nn.Module):
         return gated(hidden_states, eps=self.variance_epsilon, gate=gate, weight=self.weight)
 
 
-@torch.compiler.assume_constant_result
+@private.constant
 def _result_dtype(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
     """Of two dtypes some of these classes return the wider one, others that of x."""
     form = form_of(cls, "variance_epsilon")

@@ -11,15 +11,22 @@ cunorm's own functions (arrays.py) come here with what they have checked themsel
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...operation import NAMED
+from ..private import (
+    applied,
+    autocasts_to_float32,
+    in_forward_mode,
+    is_batched,
+    nothing_else_listens,
+    nothing_listens,
+    under_functorch,
+)
 from . import checks, formulas, launching, nodes, norm_nodes, operators
 from .launching import Call
 
@@ -175,7 +182,7 @@ def _at_once(x, weight, bias) -> bool:
         and x.is_cuda
         and (weight is None or type(weight) in PLAIN)
         and (bias is None or type(bias) in PLAIN)
-        and _nothing_listens()
+        and nothing_listens()
         and not x.is_neg()
         and x.layout is torch.strided
         and x.is_floating_point()  # what dtypes of these there are kernels for is checked later
@@ -188,35 +195,15 @@ def launchable(gradient: Tensor) -> bool:
         type(gradient) is Tensor
         and gradient.is_cuda
         and not _grad_enabled()
-        and _nothing_listens()
+        and nothing_listens()
         and not gradient.is_neg()
-        and not _batched(gradient)
+        and not is_batched(gradient)
     )
 
 
 # Looked up once: 0.1 us a call.
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
-_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd.grad(is_grads_batched=True)
-
-
-def _nothing_listens() -> bool:
-    return (
-        _dispatch_modes() == 0
-        and _function_modes() == 0
-        and _transforms() is None
-        and _tracing() is None
-        and forward_ad._current_level < 0
-    )
-
-
-def nothing_else_listens() -> bool:
-    """Nothing that a direct launch would bypass, and that repeats.py does not see."""
-    return _function_modes() == 0 and forward_ad._current_level < 0
 
 
 def launched_gradients(
@@ -285,15 +272,6 @@ class _NormWithStatistics(_Norm):
         return _Norm.backward(ctx, dy)
 
 
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Its `apply` without what torch does for functorch, which `_at_once` has excluded: 3 us.
-
-    And autograd calls its backward without asking first whether it is called vjp: 1.3 us.
-    """
-    function._backward_cls.apply = function.backward
-    return super(torch.autograd.Function, function).apply
-
-
 _apply = applied(_Norm)
 _apply_with_statistics = applied(_NormWithStatistics)
 
@@ -305,7 +283,7 @@ def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_
     margin, backward_margin, inference_margin = checks.sm_margins(function, sm_margin)
     if dtype is not None:
         checks.output_dtype(function, dtype)
-    elsewhere = not x.is_cuda or x.is_nested or x.is_complex() or forward_ad._current_level >= 0
+    elsewhere = not x.is_cuda or x.is_nested or x.is_complex() or in_forward_mode()
     if elsewhere or torch.onnx.is_in_onnx_export():
         return _own(operation, x, shape, weight, bias, eps, dtype)
     ndim = checks.trailing_axes(function, x, shape)
@@ -315,7 +293,7 @@ def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_
     transformed = False
     if not torch.compiler.is_compiling():
         checks.forward(operation, x, ndim, weight, bias, dtype)
-        transformed = operators.under_functorch()
+        transformed = under_functorch()
     wanting = (tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     wants_statistics = transformed or (torch.is_grad_enabled() and any(wanting))
     margin = margin if wants_statistics else inference_margin
@@ -339,7 +317,7 @@ def norm_with_statistics(
         if call.differentiable and _grad_enabled():
             return _apply_with_statistics(x, weight, bias, call)
         return launching.forward_by(call.recipe, x, weight, bias, eps, True)
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         statistics = formulas.statistics_of(operation, x, ndim, eps)
         return formulas.forward(operation, x, statistics, weight, bias).to(dtype), statistics.detach()
     return _by_operator(x, weight, bias, operation, ndim, eps, dtype, True, sm_margin, sm_margin)
@@ -372,10 +350,7 @@ def autocasts(kind: str) -> bool:
 
 
 # layer_norm is on autocast's list of operators in float32; rms_norm is in some versions of torch.
-AUTOCAST_TO_FLOAT32 = {
-    name: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation.norm}", "AutocastCUDA")
-    for name, operation in NAMED.items()
-}
+AUTOCAST_TO_FLOAT32 = {name: autocasts_to_float32(operation.norm) for name, operation in NAMED.items()}
 
 
 def _own(operation, x, shape, weight, bias, eps, dtype) -> Tensor:

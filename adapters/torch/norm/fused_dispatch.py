@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...norm import fused
+from ..private import in_forward_mode, nothing_else_listens, nothing_listens, under_functorch
 from . import (
     checks,
     functional,
@@ -43,7 +43,7 @@ def run(
         return _by_operator(call, tensors, numbers, eps, wants_statistics)
     if not wants_statistics:
         for known, compiled in call.compiled.get((tensors[0].shape, eps, *numbers), ()):
-            if known(*tensors) and functional.nothing_else_listens():
+            if known(*tensors) and nothing_else_listens():
                 results = compiled(*tensors)
                 if results is not None:
                     return results, None
@@ -68,7 +68,7 @@ def run(
     ]
     fused.check_operands(call.function, x, dict(zip(call.names[1:], operands, strict=True)), demanded=call.demanded)
     elsewhere = not tensors[0].is_cuda or torch.onnx.is_in_onnx_export()
-    if elsewhere or forward_ad._current_level >= 0 or operators.under_functorch():
+    if elsewhere or in_forward_mode() or under_functorch():
         return _own(call, tensors, numbers, eps, wants_statistics)
     return _by_operator(call, tensors, numbers, eps, wants_statistics)
 
@@ -92,7 +92,7 @@ def at_once(tensors: Sequence[Tensor]) -> bool:
         # Of int64 a seed is; the launch refuses others.
         if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.dtype is torch.int64):
             return False
-    return functional._nothing_listens()
+    return nothing_listens()
 
 
 class _Fused(torch.autograd.Function):

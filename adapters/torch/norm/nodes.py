@@ -28,6 +28,7 @@ from torch import Tensor
 from ... import launch, logs
 from ...compile import cache_directory, kernel, write
 from ...norm.steps import Plan, Step
+from .. import private
 from .gpu import Memory
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("nodes.cpp", "nodes_autograd.h", "nodes_passes.h"))
@@ -79,13 +80,15 @@ def module() -> Any:
     """What was compiled, ready to launch; None if there is none."""
     if not torch.cuda.is_available() or (found := load()) is None:
         return None
+    current_stream = private.current_stream()
+    if current_stream is None:
+        return None
     driver = ctypes.CDLL("libcuda.so.1")
-    of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cuda.so"))
     functions = (
         driver.cuLaunchKernelEx,
         driver.cuCtxGetCurrent,
         driver.cuCtxSetCurrent,
-        of_torch.aoti_torch_get_current_cuda_stream,
+        current_stream,
         driver.cuStreamIsCapturing,
     )
     found.set_driver(*(ctypes.cast(one, ctypes.c_void_p).value for one in functions))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import private
 from . import checks, formulas, launching
 
 _library = torch.library.Library("cunorm", "DEF")
@@ -183,10 +184,6 @@ def wants_gradient(*arguments: Any) -> bool:
     return any(isinstance(one, Tensor) and one.requires_grad for one in (*arguments, *listed))
 
 
-def under_functorch() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]) -> None:
     """What computes an operator that has no derivative of its own, by device; called by hand it has that of
     `function.apply`, an autograd.Function's.
@@ -203,12 +200,13 @@ def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]
         return compute
 
     def below_autograd(*arguments):
-        with torch._C._AutoDispatchBelowAutograd():
+        with private.below_autograd():
             return operator(*arguments)
 
     for device, run in kernels.items():
         _library.impl(operator.name(), differentiable(run), device)
-        operator.py_impl(getattr(torch._C.DispatchKey, f"Autograd{device}"))(differentiable(below_autograd))
+        if private.dispatch_key:
+            operator.py_impl(getattr(private.dispatch_key, f"Autograd{device}"))(differentiable(below_autograd))
 
 
 _library.impl("norm", Norm.apply, "CompositeImplicitAutograd")
