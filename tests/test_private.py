@@ -171,6 +171,12 @@ def test_what_cannot_be_asked_is_taken_for_in_force():
 
 
 @pytest.mark.slow
+def test_where_the_log_says_that_there_is_no_float8_there_is_none():
+    for one in without("torch").values():
+        assert ("FP8 is for plain tensors" in one["float8"]) == ("has no FP8" in "".join(one["lines"]))
+
+
+@pytest.mark.slow
 def test_without_what_a_primitive_is_made_of_there_is_none():
     found = {path: one["primitives"] for path, one in without("jax").items()}
     experimental = {path for path in found if path.startswith("jax.experimental")}

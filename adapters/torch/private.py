@@ -31,14 +31,18 @@ _function_mode = look_up(
     "torch:_C._get_function_stack_at", f"under a default device {BY_OPERATORS}", lambda index: None
 )
 _DefaultDevice = look_up("torch.utils._device:DeviceContext", f"under a default device {BY_OPERATORS}", Exception)
-_transforms = look_up("torch:_C._functorch.peek_interpreter_stack", BY_OPERATORS, lambda: "unknown")
+_transforms = look_up(
+    "torch:_C._functorch.peek_interpreter_stack",
+    f"{BY_OPERATORS}, and LayerNormLinear has no FP8",
+    lambda: "unknown",
+)
 _tracing = look_up("torch:_C._get_tracing_state", BY_OPERATORS, lambda: "unknown")
 # Tensors of autograd.grad(is_grads_batched=True).
 is_batched = look_up(
     "torch:_C._functorch.is_legacy_batchedtensor", f"in backward passes {BY_OPERATORS}", lambda _: True
 )
 
-_FORWARD_MODE = "calls run torch's own norms, as those do that have forward-mode derivatives"
+_FORWARD_MODE = "calls run torch's own norms, as with forward-mode derivatives, and LayerNormLinear has no FP8"
 if not has("torch.autograd.forward_ad:_current_level", _FORWARD_MODE):
     forward_ad: Any = SimpleNamespace(_current_level=0)
 
