@@ -28,7 +28,6 @@ class _NoPrimitive:
 # What each name that a primitive needs is without it.
 _NEEDED: dict[str, Any] = {
     "jax.extend.core:Primitive": _NoPrimitive,
-    "jax.extend.core:ClosedJaxpr": object,
     "jax.extend.core:jaxpr_as_fun": ABSENT,
     "jax.core:ShapedArray": object,
     "jax.interpreters.ad:Zero": object,
@@ -51,7 +50,7 @@ core, ad, batching, mlir = (
     )
     for module in ("jax.extend.core", "jax.interpreters.ad", "jax.interpreters.batching", "jax.interpreters.mlir")
 )
-Primitive, ClosedJaxpr, jaxpr_as_fun = core.Primitive, core.ClosedJaxpr, core.jaxpr_as_fun
+Primitive, jaxpr_as_fun = core.Primitive, core.jaxpr_as_fun
 ShapedArray: Any = _found["jax.core:ShapedArray"]
 
 # Launches from a callback, where XLA does not launch PTX itself.
