@@ -22,7 +22,7 @@ TESTED = {
     "flax": ("0.12", "0.12"),
     "jax": ("0.10", "0.11"),
     "numpy": ("2.0", "2.4"),
-    "torch": ("2.11", "2.13"),
+    "torch": ("2.11", "2.14"),
     "transformers": ("5.17", "5.17"),
 }
 PACKAGES = {"cupy_backends": "cupy"}  # parts of another package

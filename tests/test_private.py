@@ -222,8 +222,13 @@ def test_a_package_that_is_not_installed_is_not_taken_for_one_without_a_name():
         private.look_up("no_such_package:name", "")
 
 
+def test_the_page_of_versions_has_those_that_are_tested():
+    page = (ROOT / "docs/compatibility.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    assert {package: (oldest, newest) for package, oldest, newest in rows} == private.TESTED
+
+
 def test_what_is_missing_raises_where_it_is_used(monkeypatch):
-    missing = private.look_up("json:_no_such_name", "nothing is read") if "json" in private.TESTED else None
     monkeypatch.setitem(private.TESTED, "json", ("1.0", "2.0"))
     missing = private.look_up("json:_no_such_name", "nothing is read")
     assert not missing

@@ -20,6 +20,7 @@ from . import (
     functional,
     fused_formulas,
     fused_launching,
+    fused_memory,
     fused_operators,
     launching,
     nodes,
@@ -59,7 +60,7 @@ def run(
         )
         return results, statistics
     if "torch.distributed.tensor" in sys.modules:  # somebody may hand us a DTensor
-        from . import fused_memory, fused_sharding
+        from . import fused_sharding
 
         if fused_sharding.is_sharded(tensors):
             return fused_sharding.run(run, call, tensors, numbers, eps, wants_statistics)
