@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from . import device, logs
+from . import device, logs, private
 from .norm.shared_memory import RESERVED, launch_shared
 from .norm.spec import KernelSpec, NormSpec, SumSpec
 from .source import Baked, entry_name, source
@@ -212,9 +212,8 @@ def compile_ptx(text: str, name: str, arch: int, spec: KernelSpec | None = None)
 def why_ptx_is_too_new() -> str:
     """Why the driver cannot read the PTX that NVRTC writes, and what to do; empty if it can."""
     import cupy
-    from cupy_backends.cuda.libs import nvrtc
 
-    version, driver = nvrtc.getVersion(), cupy.cuda.runtime.driverGetVersion()
+    version, driver = private.nvrtc().getVersion(), cupy.cuda.runtime.driverGetVersion()
     if 1000 * version[0] + 10 * version[1] <= driver:
         return ""
     return (
@@ -225,9 +224,7 @@ def why_ptx_is_too_new() -> str:
 
 @cache
 def _nvrtc_version() -> tuple[int, int]:
-    from cupy_backends.cuda.libs import nvrtc
-
-    return nvrtc.getVersion()
+    return private.nvrtc().getVersion()
 
 
 @cache
@@ -246,16 +243,13 @@ def nvrtc_build() -> tuple[object, ...]:
 
 def _target(arch: int) -> str:
     """Machine code for the architecture; PTX for the newest one before it where NVRTC is too old to know it."""
-    from cupy_backends.cuda.libs import nvrtc
-
-    known = nvrtc.getSupportedArchs()
+    known = private.nvrtc().getSupportedArchs()
     return f"sm_{arch}" if arch in known else f"compute_{max(one for one in known if one < arch)}"
 
 
 def _compile(text: str, name: str, target: str, spec: KernelSpec | None) -> tuple[str, bytes]:
     """(what ptxas says, the code): the only place that calls NVRTC's compiler."""
-    from cupy_backends.cuda.libs import nvrtc
-
+    nvrtc = private.nvrtc()
     start = perf_counter()
     is_ptx = target.startswith("compute")
     options = (*OPTIONS, *AS_CUPY, f"-arch={target}", *(() if is_ptx else ("--ptxas-options=-v",)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
-from . import driver
+from . import driver, private
 
 # What errors advise: the extras cuda13, cuda12 and linear of pyproject.toml, by the names that an index has.
 INSTALL = (
@@ -47,7 +48,7 @@ class Device:
     @property
     def overlaps_launches(self) -> bool:
         """Whether a kernel may begin before the one in front of it has ended (programmatic dependent launch)."""
-        return self.arch >= 90
+        return self.arch >= 90 and early_launches()
 
     def runs_clusters(self, size: int) -> bool:
         """Whether a cluster of `size` CTAs can run; of one it always can."""
@@ -60,6 +61,18 @@ class Device:
 
 
 CLUSTER_SIZES = (2, 4, 8, 16)
+EARLY_VARIABLE = "CUNORM_EARLY_LAUNCH"
+
+
+@cache
+def early_launches() -> bool:
+    """False where the environment has CUNORM_EARLY_LAUNCH=0; read once."""
+    value = os.environ.get(EARLY_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(
+            f"cunorm: {EARLY_VARIABLE} must be 0 or 1; got {value!r}. Unset it, or set 0 for no early launches."
+        )
+    return value == "1"
 
 
 # A common GPU of each architecture that kernels are compiled for. Its clusters were asked of an H200; those of sm_100
@@ -96,6 +109,7 @@ def current(device_id: int) -> Device:
     """The GPU of that number, through CuPy."""
     import cupy
 
+    private.check_version("cupy")
     properties = cupy.cuda.runtime.getDeviceProperties(device_id)
     arch = 10 * properties["major"] + properties["minor"]
     optin = cupy.cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin

@@ -1,4 +1,4 @@
-"""What cunorm says of itself: the lines of `logging.getLogger("cunorm")`, all of them at INFO.
+"""What cunorm says of itself: the lines of `logging.getLogger("cunorm")`, at INFO but for what a version lacks.
 
 Each is of something that happens once (a kernel is compiled, a way that is not the fast one is taken, a layout that
 must be copied is met), never of a call, so none stands on the path of a microsecond.
@@ -44,3 +44,13 @@ def copied(function: str, names: Iterable[str], arrays: Iterable[Any], copies: I
         if copy:
             shape, strides = tuple(array.shape), array.stride() if hasattr(array, "stride") else array.strides
             logger.info("%s: %s of shape %s and strides %s is copied in each call", function, name, shape, strides)
+
+
+def missing(message: str) -> None:
+    """A name that cunorm uses is not in this version of its package."""
+    logger.warning("%s", message)
+
+
+def untested(package: str, version: str, tested: str) -> None:
+    """`package` is newer than what cunorm was tested with."""
+    logger.warning("%s %s is newer than what cunorm was tested with, %s", package, version, tested)

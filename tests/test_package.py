@@ -177,6 +177,7 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 
 LAYERS = (
     {"logs", "driver", "norm.philox"},
+    {"private"},
     {"device", "expression_value", "linear.gemm", "recipes"},
     {"expression_grammar"},
     {"expression_tracing"},
@@ -240,7 +241,7 @@ LAYERS = (
     {"adding", "adding_float8", "norm_add", "modulating", "gating", "sandwich"},
     {"gate_modulating"},
 )
-PURE = set().union(*LAYERS[:17]) - {"linear.gemm"}
+PURE = set().union(*LAYERS[:18]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {
     "cupy_recipes",
@@ -269,6 +270,7 @@ FOR_ADAPTERS = {
     "families",
     "fusion",
     "named_fusions",
+    "private",
     "norm.fused",
     "norm.fused_recipe",
     "norm.plain_problems",
@@ -382,3 +384,33 @@ def test_launch_alone_fetches_a_kernel():
         return False
 
     assert sorted(path.name for path in SOURCES if fetches(parsed(path))) == ["launch.py"]
+
+
+LATE = {
+    "cupy",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.onnx",
+    "transformers",
+}
+IMPORT = """
+import sys, time, torch
+before, start = set(sys.modules), time.process_time()
+import cunorm.torch
+print(time.process_time() - start, *set(sys.modules) - before)
+"""
+
+
+def test_importing_cunorm_torch_takes_no_time_and_no_compiler(tmp_path):
+    pytest.importorskip("torch")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    seconds = []
+    for _ in range(3):  # the first one makes the files of bytecode
+        taken, *modules = subprocess.check_output([sys.executable, "-c", IMPORT], env=environment, text=True).split()
+        assert not LATE & set(modules)
+        seconds.append(float(taken))
+    assert min(seconds) < 0.3

@@ -12,7 +12,7 @@ from cases import DTYPES, SHAPES, TIER_COLUMNS
 from problems import DEVICES, problem
 
 from cunorm import source
-from cunorm.device import CLUSTER_SIZES, H100, KNOWN
+from cunorm.device import CLUSTER_SIZES, H100, KNOWN, early_launches
 from cunorm.norm.plan import plan
 from cunorm.norm.shared_memory import ctas_that_fit, dynamic_shared, launch_shared, shared_memory
 from cunorm.norm.spec import FewRowsSpec, NormSpec, SumSpec
@@ -140,6 +140,43 @@ def test_a_backward_pass_that_leaves_partial_rows_begins_early(dtype, rows, name
         assert not solution.groups or last.spec.next_begins == (first.spec.cluster <= 2)
         if begins and dynamic_shared(first.spec):
             assert ctas_that_fit(shared_memory(first.spec) + first.dynamic_shared, device) == first.spec.ctas_per_sm
+
+
+@pytest.fixture
+def early_launch(monkeypatch):
+    """Sets CUNORM_EARLY_LAUNCH, of which the answer is kept."""
+
+    def forget():
+        early_launches.cache_clear()
+        plan.cache_clear()
+
+    def say(value: str) -> None:
+        monkeypatch.setenv("CUNORM_EARLY_LAUNCH", value)
+        forget()
+
+    yield say
+    monkeypatch.undo()
+    forget()
+
+
+def test_the_environment_switches_early_launches_off(early_launch):
+    """Kernels, grids and so bits stay; no launch asks for more shared memory than its kernel needs."""
+    problems = [problem("backward", rows, cols, "bfloat16") for rows in (64, 10**5) for cols in (128, 5000, 70000)]
+    usual = [plan(each, KNOWN[90]).steps for each in problems]
+    early_launch("0")
+    off = [plan(each, KNOWN[90]).steps for each in problems]
+    assert any(step.begins_early for steps in usual for step in steps)
+    assert not any(device.overlaps_launches for device in DEVICES.values())
+    assert not any(step.begins_early for steps in off for step in steps)
+    for before, after in zip(usual, off, strict=True):
+        assert [(step.spec, step.grid) for step in before] == [(step.spec, step.grid) for step in after]
+        assert [step.dynamic_shared for step in after] == [dynamic_shared(step.spec) for step in after]
+
+
+def test_the_environment_says_0_or_1_of_early_launches(early_launch):
+    early_launch("off")
+    with pytest.raises(ValueError, match="CUNORM_EARLY_LAUNCH must be 0 or 1; got 'off'"):
+        plan(problem("backward", 10**5, 1024, "bfloat16"), KNOWN[90])
 
 
 @pytest.mark.parametrize("device", [KNOWN[90], H100], ids=lambda device: device.name)

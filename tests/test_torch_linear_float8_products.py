@@ -195,7 +195,7 @@ def test_how_torch_is_asked(monkeypatch, bias, hopper, by_row, rows, dtype):
         y = own(a, b, a_scale, b_scale, out_dtype=torch.float32, use_fast_accum=use_fast_accum)
         return (y if bias is None else y + bias).to(out_dtype)
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(float8_products, "scaled_mm", scaled_mm)
     monkeypatch.setattr(float8_products, "_is_hopper", lambda index: hopper)
     a, b = random(rows, 64, dtype=torch.float32), random(48, 64, dtype=torch.float32)
     scales = (None, None) if by_row else (torch.tensor(0.02), torch.tensor(0.03))

@@ -164,6 +164,38 @@ def test_modes_of_functions_and_duals_are_seen(on_a_gpu):
     assert len(on_a_gpu.plans) == launched
 
 
+@contextlib.contextmanager
+def default_device(name):
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("on", [default_device, torch.device], ids=["set_default_device", "with"])
+def test_a_default_device_changes_no_call(on_a_gpu, on):
+    """It is a mode of functions, but one of which a launch has no need; results go where x is."""
+    x, weight, dy = random(ROWS, COLS).requires_grad_(), random(COLS), random(ROWS, COLS)
+    for _ in ("first", "repeated"):
+        launched = len(on_a_gpu.plans)
+        with on("meta"):
+            y = layer_norm(x, (COLS,), weight)
+            y.backward(dy)
+        assert len(on_a_gpu.plans) == launched + 2
+        assert y.device == x.grad.device == x.device
+
+
+def test_a_mode_above_a_default_device_is_seen(on_a_gpu):
+    x = random(ROWS, COLS)
+    layer_norm(x, (COLS,))
+    launched = len(on_a_gpu.plans)
+    mode = torch.overrides.BaseTorchFunctionMode()
+    with default_device("meta"), mode, contextlib.suppress(NotImplementedError):
+        layer_norm(x, (COLS,))
+    assert len(on_a_gpu.plans) == launched
+
+
 def test_repeated_calls_with_a_product(on_a_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     first_then_repeated(linear_calls(), linear_results)

@@ -57,7 +57,7 @@ def view(tensor: Any) -> numpy.ndarray:
 
 def empty(shape, stride, dtype) -> Any:
     """NaN, which nothing may read."""
-    found = torch.empty_strided(shape, stride, dtype=dtype)
+    found = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     return found.view(torch.uint8).fill_(255).view(dtype) if dtype.itemsize == 1 else found.fill_(float("nan"))
 
 

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy
 
+from ..private import check_version
+
+check_version("flax")
 READABLE = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 from typing import Any
 
-from .. import __version__
+from .. import __version__, private
 from ..compile import cache_directory
 from ..device import INSTALL
 from .cache import kernel_files
@@ -135,9 +135,7 @@ def _cuda_runtime() -> str:
 
 
 def _nvrtc() -> str:
-    from cupy_backends.cuda.libs import nvrtc
-
-    return ".".join(str(part) for part in nvrtc.getVersion())
+    return ".".join(str(part) for part in private.nvrtc().getVersion())
 
 
 def _gpus() -> list[dict[str, Any]]:

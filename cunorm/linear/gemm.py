@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy
 
-from .. import logs
+from .. import logs, private
 from ..device import INSTALL_LINEAR
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may take: what NVIDIA recommends for sm_90
@@ -80,8 +80,8 @@ def multiply_rows(
 
 def uses_tf32() -> bool:
     """Whether CuPy is set to compute float32 products in TF32: `set_compute_type`, or CUPY_TF32 in the environment."""
-    linalg = import_module("cupy._core._routines_linalg")
-    return linalg.get_compute_type(numpy.dtype("float32")) == linalg.COMPUTE_TYPE_TF32
+    compute_type, tf32 = private.compute_type()
+    return compute_type(numpy.dtype("float32")) == tf32
 
 
 @cache
@@ -190,12 +190,11 @@ def _plain(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, beta: int) -> No
 @cache
 def _cublas() -> Any:
     try:
-        from cupy_backends.cuda.libs import cublas
+        return private.cublas()
     except ImportError as error:
         raise ImportError(
             f"layer_norm_linear: products need cuBLAS; it could not be loaded ({error}). {INSTALL_LINEAR}."
         ) from error
-    return cublas
 
 
 class Prepared:

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
 
 from ...norm import float8
 from ...norm.checks import Layout
 from ...norm.problem import BLOCK, FLOAT8, SCALES
 from ...operation import SEED
+from ..private import ad, batching
 from . import formulas, functional, primitives, sharding
 from .formulas import Arrays, Names, Task
 

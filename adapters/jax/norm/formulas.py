@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 
 from ...expression_texts import evaluate
 from ...expression_value import Expression
@@ -81,7 +81,7 @@ class Task:
         """The gradients, by the names of what they are of, in a call with these arrays."""
         return derivative(self.operation, wanted, {*arrays, *dict(self.numbers)})
 
-    def problem(self, avals: Mapping[str, ShapedArray], wanted: Names) -> Problem:
+    def problem(self, avals: Mapping[str, Any], wanted: Names) -> Problem:
         """What kernels are asked; `avals`, of arguments and results, are dense: XLA places them at multiples of 16
         bytes at least.
         """

@@ -20,12 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
 
 from ...norm import fused
 from ...norm.problem import MOST_GROUPS
 from ...operation import SEED
+from ..private import Primitive, ad, batching, has_primitives, jaxpr_as_fun, mlir
 from . import formulas, sharding
 from .formulas import DOT, Arrays, Names, Task
 
@@ -58,15 +57,17 @@ def tangent(task: Task, arrays: Arrays) -> list[jax.Array]:
     return list(bind(tangent_p, _tangent_formula, task, arrays, wanted).values())
 
 
-def bind(one: Primitive, function: Callable, task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
+def bind(one: Any, function: Callable, task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
     """The arrays `wanted`, by name; function(task, names, wanted, *arrays) is what the primitive stands for."""
     names = tuple(arrays)
+    if not has_primitives:
+        return dict(zip(wanted, _formula(task, names, wanted, *arrays.values()), strict=True))
     call = jax.make_jaxpr(partial(function, task, names, wanted))(*arrays.values())
     results = one.bind(*arrays.values(), call=call, task=task, names=names, wanted=wanted)
     return dict(zip(wanted, results, strict=True))
 
 
-def primitive(name: str) -> Primitive:
+def primitive(name: str) -> Any:
     """One that stands for its `call`."""
     made = Primitive(name)
     made.multiple_results = True
@@ -76,7 +77,7 @@ def primitive(name: str) -> Primitive:
     return made
 
 
-def _run(*arrays: jax.Array, call: ClosedJaxpr, task: Task, names: Names, wanted: Names) -> Sequence[jax.Array]:
+def _run(*arrays: jax.Array, call: Any, task: Task, names: Names, wanted: Names) -> Sequence[jax.Array]:
     return jaxpr_as_fun(call)(*arrays)
 
 

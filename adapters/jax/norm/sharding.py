@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...operation import SEED
+from ..private import custom_partitioning
 from ..xla import call as xla_call
 from .formulas import Arrays, Names, Task
 
@@ -57,6 +58,8 @@ def call(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[j
         return xla_call.kernel(task, names, wanted, *arrays)
     mesh = jax.typeof(x).sharding.mesh
     if not mesh.explicit_axes:
+        if not custom_partitioning:
+            return xla_call.kernel(task, names, wanted, *arrays)
         return _partitioned(task, names, wanted, leading)(*arrays)
     rows = _rows_by_type(task, x, leading)
     return jax.shard_map(
@@ -108,7 +111,7 @@ def _own(task: Task, name: str, rows: Rows) -> Rows:
 
 
 @lru_cache(maxsize=4096)
-def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> custom_partitioning:
+def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> Any:
     rows = [f"r{i}" for i in range(leading)]
     columns = [f"c{i}" for i in range(task.ndim)]
     of_groups = [row if axis in task.group_axes else f"g{axis}" for axis, row in enumerate(rows)]

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
 import jax
-from jax.core import ShapedArray
-from jax.experimental.buffer_callback import buffer_callback
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
 
 from ... import compile, launch, source
 from ...device import of_memory
@@ -26,6 +22,7 @@ from ...norm.checks import check_sm_margin
 from ...norm.plan import plan
 from ...norm.steps import WORKSPACE, Plan, Step
 from ..norm.formulas import Names, Task
+from ..private import PTX_TARGET, Primitive, ShapedArray, buffer_callback, jaxpr_as_fun, mlir
 from . import target as choice
 
 
@@ -40,7 +37,7 @@ def _formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tup
     return tuple(results[name] for name in wanted)
 
 
-def _run(*arrays: jax.Array, formula: ClosedJaxpr, task: Task, names: Names, wanted: Names):
+def _run(*arrays: jax.Array, formula: Any, task: Task, names: Names, wanted: Names):
     return jaxpr_as_fun(formula)(*arrays)
 
 
@@ -52,7 +49,7 @@ _lower_formula = mlir.lower_fun(_run, multiple_results=True)
 mlir.register_lowering(kernel_p, _lower_formula)
 
 
-def _lower_for_cuda(ctx, *operands, formula: ClosedJaxpr, task: Task, names: Names, wanted: Names):
+def _lower_for_cuda(ctx, *operands, formula: Any, task: Task, names: Names, wanted: Names):
     problem = task.problem(dict(zip((*names, *wanted), (*ctx.avals_in, *ctx.avals_out), strict=True)), wanted)
     if not problem.rows:
         return _lower_formula(ctx, *operands, formula=formula, task=task, names=names, wanted=wanted)
@@ -113,7 +110,7 @@ def _lower_to_ptx(ctx, operands, plan: Plan, task: Task, names: Names, wanted: N
     buffers = dict(zip(names, operands, strict=True))
     avals = dict(zip((*names, *wanted), (*ctx.avals_in, *ctx.avals_out), strict=True))
     avals[WORKSPACE] = ShapedArray((plan.workspace,), numpy.dtype("uint8"))
-    call = jax.ffi.ffi_lowering(choice.TARGET)
+    call = jax.ffi.ffi_lowering(PTX_TARGET)
     for step, reads, writes, baked in launches(plan, _numbers(task), wanted):
         x, y, z = step.grid
         results = call(

@@ -16,12 +16,11 @@ import jax
 from ... import compile, logs
 from ... import device as devices
 from ...device import Device
+from ..private import PTX_TARGET
 
 CALL_VARIABLE = "CUNORM_XLA_CALL"
 ARCH_VARIABLE = "CUNORM_XLA_ARCH"
 DEFAULT_ARCH = 90
-
-TARGET = "__gpu$xla.gpu.ptx"  # XLA's own call of PTX: not a public interface, hence the probe
 
 
 class Call(NamedTuple):
@@ -110,7 +109,7 @@ extern "C" __global__ void cunorm_probe(const float* x, float* y) { y[threadIdx.
 
 def _double(x: jax.Array) -> jax.Array:
     one = dict.fromkeys(("grid_x", "grid_y", "grid_z", "block_y", "block_z"), numpy.int32(1))
-    return jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(
+    return jax.ffi.ffi_call(PTX_TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x,
         name="cunorm_probe",
         kernel_type="ptx",

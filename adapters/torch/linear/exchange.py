@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..private import group_of
+
 # torch 2.13 has new names for these two, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -183,11 +185,6 @@ def is_registered(group: Any) -> bool:
         return group_of(group.group_name) is group
     except RuntimeError:
         return False
-
-
-def group_of(name: str) -> Any:
-    """The group with that name; RuntimeError where there is none, or none any more."""
-    return torch._C._distributed_c10d._resolve_process_group(name)
 
 
 # Bits of what a rank wants of the backward pass.

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..norm.functional import _at_once, _nothing_listens, applied, autocast_dtype
+from ..norm.functional import _at_once, autocast_dtype
+from ..private import applied, nothing_listens
 from . import float8_operators, functional
 from .float8_casts import STEP, cast_rows
 from .float8_context import check_available
@@ -172,7 +173,7 @@ class _NormLinear(torch.autograd.Function):
         options, dtypes, sink = ctx.call
         saved = Saved(*ctx.saved_tensors)
         # What listens, such as a dispatch mode for this pass alone, sees the operator.
-        by = gradients if sink is not None or _nothing_listens() else float8_operators.listened_gradients
+        by = gradients if sink is not None or nothing_listens() else float8_operators.listened_gradients
         with without_autocast("cuda" if saved.x.is_cuda else saved.x.device.type):
             results = by(dy, dz, saved, options, dtypes, ctx.needs_input_grad[:5], sink)
         return *results, None, None, None, None, None

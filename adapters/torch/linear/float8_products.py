@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..private import scaled_mm
 from .float8_casts import scaled
 from .passes import in_dtype
 
@@ -53,7 +54,7 @@ def _by_torch(
     by_row = a_scale.dim() == 1
     if by_row and a.shape[0] <= FEW_ROWS:
         one = _one(a)
-        whole = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        whole = scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)
         return scaled(whole, a_scale, b_scale, bias, dtype)
     of_product = dtype
     if by_row:
@@ -63,7 +64,7 @@ def _by_torch(
     inside = None
     if bias is not None and dtype is of_product and dtype is not torch.float32:  # which cuBLASLt writes without a bias
         inside = in_dtype(bias, dtype)
-    y = torch._scaled_mm(a, b, a_scale, b_scale, bias=inside, out_dtype=of_product, use_fast_accum=fast)
+    y = scaled_mm(a, b, a_scale, b_scale, bias=inside, out_dtype=of_product, use_fast_accum=fast)
     if bias is not None and inside is None:
         y = y + bias
     return in_dtype(y, dtype)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..private import version_of
 from .float8_casts import cast_columns, cast_rows, scale_of_tensor
 from .recipes import Scheme
 
@@ -99,9 +100,13 @@ def _stamp(parts: Sequence[Tensor]) -> tuple | None:
     `part.data = other` changes nothing of it but its storage, and other memory may come to lie at the same address. Its
     attributes stand for the tensor: a weak reference to it would forbid torch.utils.swap_tensors.
     """
-    if any(part.is_inference() for part in parts):
-        return None  # they have no version
-    return tuple((part.__dict__, weakref.ref(part.untyped_storage()), part.data_ptr(), part._version) for part in parts)
+    stamps = []
+    for part in parts:
+        version = version_of(part)
+        if version is None:
+            return None
+        stamps.append((part.__dict__, weakref.ref(part.untyped_storage()), part.data_ptr(), version))
+    return tuple(stamps)
 
 
 def _holds(stamp: tuple | None, parts: Sequence[Tensor]) -> bool:
@@ -110,6 +115,6 @@ def _holds(stamp: tuple | None, parts: Sequence[Tensor]) -> bool:
     for (attributes, storage, address, version), part in zip(stamp, parts, strict=True):
         if attributes is not part.__dict__ or storage() is not part.untyped_storage():
             return False
-        if address != part.data_ptr() or version != part._version:
+        if address != part.data_ptr() or version != version_of(part):
             return False
     return True

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...linear import problem as linear_problem
 from ...operation import NAMED, name_of
-from ..norm import checks, launching, nodes, operators
+from ..norm import checks, launching, nodes
 from ..norm.functional import (
     FLOATING,
     PLAIN,
@@ -33,6 +32,7 @@ from ..norm.functional import (
     symbolic,
 )
 from ..norm.repeats import again, remember
+from ..private import in_forward_mode, under_functorch
 from . import linear_nodes
 from . import operators as linear_operators
 from .passes import Options, Sink, gradients, normalise, recipe_at_once, without_autocast
@@ -267,7 +267,7 @@ def in_one_step(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and type(tensor) not in PLAIN:
             return False
-    return not operators.under_functorch() and forward_ad._current_level < 0
+    return not under_functorch() and not in_forward_mode()
 
 
 def check(function: str, x, weight, bias, ln_weight, ln_bias, operation: str) -> None:

@@ -11,13 +11,13 @@ import torch
 import torch.fx
 import torch.overrides
 from torch import Tensor, nn
-from torch.utils._device import DeviceContext
 
 from ...linear import problem as linear_problem
 from ...norm import checks as core
 from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
 from ..norm.modules import parameter_of
+from ..private import default_device, in_backward_pass, parameters_of, uncompiled
 from . import float8_functional, functional, parallel_float8, parallel_functional
 from .checks import check_mode, check_overlaps, check_sizes, local_features
 from .float8_context import recipe_of
@@ -250,7 +250,7 @@ class LayerNormLinear(WeightGradients):
 
         self._fp8_weights = WeightCache(self.training)
         self._parts = parts_of(parameters_split, out_features, out_features // self.out_features)
-        self._make_parameters(_default_device() if device is None else device, params_dtype)
+        self._make_parameters((default_device() or _own_device()) if device is None else device, params_dtype)
         if not self.layer_norm_weight.is_meta:
             self.reset_parameters()
 
@@ -326,7 +326,7 @@ class LayerNormLinear(WeightGradients):
             results = self._run_known(inp, is_first_microbatch, recipe, fp8_output)
         if results is None:
             results = self._run_checked(inp, is_first_microbatch, recipe, fp8_output)
-        if recipe is not self._fp8_outside and not torch.compiler.is_compiling() and not _in_backward_pass():
+        if recipe is not self._fp8_outside and not torch.compiler.is_compiling() and not in_backward_pass():
             self._fp8_outside = recipe
         return results
 
@@ -455,11 +455,11 @@ class LayerNormLinear(WeightGradients):
         """
         self._parallel.set_group(tp_group)
 
-    _run_uncompiled = torch.compiler.disable(_run)
+    _run_uncompiled = uncompiled(_run)
 
     def _recipe(self) -> Recipe | None:
         """What this call follows: in a backward pass, where a checkpoint runs it again, what it followed before."""
-        if not torch.compiler.is_compiling() and self._fp8_outside is not False and _in_backward_pass():
+        if not torch.compiler.is_compiling() and self._fp8_outside is not False and in_backward_pass():
             return self._fp8_outside
         return recipe_of(self.fp8_recipe)
 
@@ -477,7 +477,7 @@ class LayerNormLinear(WeightGradients):
             raise TypeError(f"LayerNormLinear: inp must be a torch.Tensor; got {type(inp).__name__}.")
         if autocasts(inp.device.type):
             return
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters_of(self).items():
             if parameter is not None and parameter.dtype is not inp.dtype:
                 raise TypeError(
                     f"LayerNormLinear: outside autocast inp and the parameters must have one dtype; got inp of "
@@ -531,16 +531,5 @@ class LayerNormLinear(WeightGradients):
         )
 
 
-def _default_device() -> Any:
-    """torch's, where somebody has set it: `with torch.device(...)`, torch.set_default_device."""
-    device, modes = torch.get_default_device(), torch.overrides._get_current_function_mode_stack()
-    is_set = device.type != "cpu" or any(isinstance(mode, DeviceContext) for mode in modes)
-    return device if is_set else _own_device()
-
-
 def _own_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _in_backward_pass() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..norm import operators
 from ..norm.functional import PLAIN
+from ..private import under_functorch
 
 
 class Part(NamedTuple):
@@ -61,7 +61,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts one after the other: where they lie so in memory the whole of it, else a copy."""
     if len(parts) == 1:
         return parts[0]
-    if torch.compiler.is_compiling() or operators.under_functorch():
+    if torch.compiler.is_compiling() or under_functorch():
         return torch.cat(list(parts))
     return _Joined.apply(*parts)
 

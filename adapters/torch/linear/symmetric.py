@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import logs
+from ..private import symmetric_memory, timeout_of
 from .exchange import Exchange, in_turn, is_registered
 
 READY, TAKEN = 0, 1  # channels of signals
@@ -70,6 +71,8 @@ def why_not(group: Any, device: torch.device) -> str | None:
 
 
 def _unreached(ranks: list[tuple[str, str, str]], device: torch.device) -> str | None:
+    if symmetric_memory() is None:
+        return f"torch {torch.__version__} has no symmetric memory as it was"
     if len({rank[:2] for rank in ranks}) > 1:
         return "the group spans several hosts"
     if len(set(ranks)) < len(ranks):
@@ -107,7 +110,7 @@ def _refuse_capture(device: torch.device) -> None:
 class SymmetricExchange(Exchange):
     def __init__(self, group: Any, device: torch.device):
         super().__init__(group)
-        self._timeout = _milliseconds(group, device)
+        self._timeout = timeout_of(group, device)
         self.others = in_turn(self.rank, self.ranks)[:-1]
         self.side = Side(device)
         self._of_rows, self._of_terms = Buffer(group, device), Buffer(group, device)
@@ -123,10 +126,6 @@ class SymmetricExchange(Exchange):
 
     def hear(self, buffer: Buffer, rank: int, what: int) -> None:
         buffer.memory.wait_signal(rank, what, self._timeout)
-
-
-def _milliseconds(group: Any, device: torch.device) -> int:
-    return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
 
 
 class Side:
@@ -182,11 +181,10 @@ def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor |
 
     Every rank comes here with nothing under way, so what was there before may go.
     """
-    from torch.distributed import _symmetric_memory
-
+    empty, rendezvous = symmetric_memory()
     torch.cuda.synchronize(device)
-    own = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-    return _symmetric_memory.rendezvous(own, group), own
+    own = empty(size, dtype=torch.uint8, device=device)
+    return rendezvous(own, group), own
 
 
 class _Exchanged:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...private import check_version
 from ..norm import nodes
 from ..norm.modules import LayerNorm, RMSNorm
 from .blocks import JOINED_VERSIONS, Block, joined_class, known
@@ -200,6 +201,8 @@ def accelerate(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Accel
     """
     check_module("accelerate", model)
     check_classes("accelerate", norms)
+    for package in ("transformers", "diffusers"):
+        check_version(package)
     was_set = any("_compiled_from" in vars(module) for module in model.modules())
     report = Acceleration(replace_norms(model, norms))
     if torch.cuda.is_available():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ..private import modules_of
 from .joins import apart, gated_sum_then_modulation, norm_then_modulation, norm_then_sum, sum_then_norm
 from .rewrite import GATED, MODULATED, SUM_AFTER, SUM_FIRST, Joins, Settled, rewritten
 
@@ -140,7 +141,7 @@ def _together(block: Block, name: str, x: Tensor, residual: Tensor, vectors: Seq
     if x.numel() < block._joined_from:
         block._few[name] += 1
         return False
-    reason = apart(block._modules[name], x, residual, vectors)
+    reason = apart(modules_of(block)[name], x, residual, vectors)
     block._ran[name, reason] += 1
     return not reason
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _has_any_global_hook as _any_global_hook
 
 from ...named_fusions import KINDS
 from ...operation import FUSIONS, name_of
@@ -20,6 +19,7 @@ from ..norm.functional import FLOATING, autocasts
 from ..norm.fused_dispatch import run
 from ..norm.fused_launching import Call, call_of
 from ..norm.modules import LayerNorm, RMSNorm
+from ..private import any_global_hook, hooks_of
 from .replace import SwappedNorm
 
 
@@ -45,9 +45,9 @@ def apart(norm: Any, one: Tensor, other: Tensor, vectors: Sequence[Tensor] = ())
     """
     if _function(type(norm)) is None or "forward" in norm.__dict__:
         return "the norm is none of cunorm's"
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+    if any(hooks_of(norm)):
         return "the norm has hooks"
-    if _any_global_hook():
+    if any_global_hook():
         return "every module has hooks"
     if issubclass(type(norm), SwappedNorm):
         weight = norm.weight

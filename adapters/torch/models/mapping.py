@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import private
 from ..norm.functional import norm
 from .forms import ACTIVATIONS, gated_norm
 
@@ -107,7 +108,7 @@ class RMSNormGated(nn.Module):
         return gated(hidden_states, eps=self.variance_epsilon, gate=gate, weight=self.weight)
 
 
-@torch.compiler.assume_constant_result
+@private.constant
 def _result_dtype(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
     return _result_dtype_of(cls, x, weight)
 

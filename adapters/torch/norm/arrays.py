@@ -15,6 +15,7 @@ from torch import Tensor
 from ...norm import checks as core
 from ...norm.checks import Layout
 from ...operation import name_of
+from ..private import under_functorch
 from . import checks, formulas, functional, gpu, launching, operators
 
 
@@ -189,7 +190,7 @@ def _check_out(
             f"{function}: {name} must be None where a gradient is wanted; got a tensor. Use torch.no_grad() or "
             "detach()."
         )
-    traced = torch.compiler.is_compiling() or operators.under_functorch()
+    traced = torch.compiler.is_compiling() or under_functorch()
     if traced or any(type(tensor) not in functional.PLAIN or tensor.is_meta for tensor in there.values()):
         return  # there is no memory to compare
     *inputs, (_, out, out_pointer) = [(name, layouts[name], tensor.data_ptr()) for name, tensor in there.items()]

@@ -10,13 +10,13 @@ a step does not wait for the host. Nobody but `accelerate` asks for it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...operation import NAMED
+from .. import private
 from . import checks, formulas, functional, operators
 
 # Devices whose kernels a CUDA graph replays.
@@ -64,8 +64,7 @@ def _is_graphed(x: Tensor) -> bool:
 
     mode="reduce-overhead" says so in inductor's options, which hold while AOTAutograd traces.
     """
-    config = sys.modules.get("torch._inductor.config")
-    return config is not None and config.triton.cudagraphs and x.device.type in GRAPHED
+    return private.is_graphed_by_inductor() and x.device.type in GRAPHED
 
 
 operators._library.impl("chosen_norm", _chosen_norm, "CompositeImplicitAutograd")
@@ -92,6 +91,4 @@ def norm(
 
 def _may_be_ours(x: Tensor) -> bool:
     """Whether dynamo traces, and not for an export; of what a kernel reads."""
-    # Not asked by is_exporting(), which torch 2.11 has as true wherever dynamo traces.
-    by_dynamo = torch.compiler.is_dynamo_compiling() and not getattr(torch.compiler, "_is_exporting_flag", False)
-    return by_dynamo and x.dtype in functional.FLOATING
+    return torch.compiler.is_dynamo_compiling() and not private.is_exporting() and x.dtype in functional.FLOATING

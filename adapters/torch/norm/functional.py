@@ -22,10 +22,19 @@ import torch
 import torch.fx
 import torch.nn.functional
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx.node import map_aggregate
 
 from ...operation import NAMED
+from ..private import (
+    applied,
+    autocasts_to_float32,
+    in_forward_mode,
+    is_batched,
+    is_traced,
+    nothing_else_listens,
+    nothing_listens,
+    under_functorch,
+)
 from . import checks, formulas, launching, nodes, norm_nodes, operators
 from .launching import Call
 
@@ -196,7 +205,7 @@ def _at_once(x, weight, bias) -> bool:
         type(x) in PLAIN
         and x.is_cuda
         and _plain_parameters(weight, bias)
-        and _nothing_listens()
+        and nothing_listens()
         and not x.is_neg()
         and x.layout is torch.strided
         and x.is_floating_point()  # what dtypes of these there are kernels for is checked later
@@ -213,35 +222,15 @@ def launchable(gradient: Tensor) -> bool:
         type(gradient) is Tensor
         and gradient.is_cuda
         and not _grad_enabled()
-        and _nothing_listens()
+        and nothing_listens()
         and not gradient.is_neg()
-        and not _batched(gradient)
+        and not is_batched(gradient)
     )
 
 
 # Looked up once: 0.1 us a call.
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
-_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd.grad(is_grads_batched=True)
-
-
-def _nothing_listens() -> bool:
-    return (
-        _dispatch_modes() == 0
-        and _function_modes() == 0
-        and _transforms() is None
-        and _tracing() is None
-        and forward_ad._current_level < 0
-    )
-
-
-def nothing_else_listens() -> bool:
-    """Nothing that a direct launch would bypass, and that repeats.py does not see."""
-    return _function_modes() == 0 and forward_ad._current_level < 0
 
 
 def launched_gradients(
@@ -325,21 +314,12 @@ class _NormOnCpu(torch.autograd.Function):
         x, statistics, weight = ctx.saved_tensors
         operation, eps, bias_dtype = ctx.options
         mask = ctx.needs_input_grad[:3]
-        if type(dy) is Tensor and not _grad_enabled() and _nothing_listens() and not _batched(dy):
+        if type(dy) is Tensor and not _grad_enabled() and nothing_listens() and not is_batched(dy):
             gradients = operators.backward_by_torch(dy, x, statistics, weight, operation, eps, mask)
         else:
             gradients = operators.backward(dy, x, statistics, weight, operation, eps, mask, 0)
         dx, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
         return dx, dweight, None if dbias is None else dbias.to(bias_dtype), None, None, None, None
-
-
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Its `apply` without what torch does for functorch, which `_at_once` has excluded: 3 us.
-
-    And autograd calls its backward without asking first whether it is called vjp: 1.3 us.
-    """
-    function._backward_cls.apply = function.backward
-    return super(torch.autograd.Function, function).apply
 
 
 _apply = applied(_Norm)
@@ -355,8 +335,8 @@ def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_
     if dtype is not None:
         checks.output_dtype(function, dtype)
     compiling = torch.compiler.is_compiling()
-    forward_mode = forward_ad._current_level >= 0
-    transformed = operators.under_functorch()
+    forward_mode = in_forward_mode()
+    transformed = under_functorch()
     wanting = (tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     differentiated = transformed or (torch.is_grad_enabled() and any(wanting))
     if _torch_serves(x, weight, bias, differentiated or forward_mode):
@@ -369,7 +349,7 @@ def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_
         checks.forward(operation, x, ndim, weight, bias, dtype)
     if forward_mode or (not x.is_cuda and (compiling or x.device.type != "cpu")):
         return formulas.norm(operation, x, ndim, weight, bias, eps).to(dtype)
-    if not x.is_cuda and type(x) in PLAIN and _plain_parameters(weight, bias) and _nothing_listens():
+    if not x.is_cuda and type(x) in PLAIN and _plain_parameters(weight, bias) and nothing_listens():
         return _apply_on_cpu(x, weight, bias, operation, ndim, eps, dtype)
     margin = margin if differentiated else inference_margin
     return _by_operator(x, weight, bias, operation, ndim, eps, dtype, differentiated, margin, backward_margin)[0]
@@ -388,7 +368,7 @@ def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differe
     given = (tensor for tensor in (x, weight, bias) if tensor is not None)
     if any(tensor.dtype not in FLOATING or tensor.layout is not torch.strided for tensor in given):
         return True
-    return not differentiated or x.is_meta or torch.compiler.is_exporting() or _tracing() is not None
+    return not differentiated or x.is_meta or torch.compiler.is_exporting() or is_traced()
 
 
 def norm_with_statistics(
@@ -408,7 +388,7 @@ def norm_with_statistics(
         if call.differentiable and _grad_enabled():
             return _apply_with_statistics(x, weight, bias, call)
         return launching.forward_by(call.recipe, x, weight, bias, eps, True)
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         statistics = formulas.statistics_of(operation, x, ndim, eps)
         return formulas.forward(operation, x, statistics, weight, bias).to(dtype), statistics.detach()
     return _by_operator(x, weight, bias, operation, ndim, eps, dtype, True, sm_margin, sm_margin)
@@ -441,10 +421,7 @@ def autocasts(kind: str) -> bool:
 
 
 # layer_norm is on autocast's list of operators in float32; rms_norm is in some versions of torch.
-AUTOCAST_TO_FLOAT32 = {
-    name: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation.norm}", "AutocastCUDA")
-    for name, operation in NAMED.items()
-}
+AUTOCAST_TO_FLOAT32 = {name: autocasts_to_float32(operation.norm) for name, operation in NAMED.items()}
 
 
 def _own(operation, x, shape, weight, bias, eps, dtype) -> Tensor:

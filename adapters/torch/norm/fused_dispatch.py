@@ -12,14 +12,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ...norm import fused
+from ..private import in_forward_mode, nothing_else_listens, nothing_listens, under_functorch
 from . import (
     checks,
     functional,
     fused_formulas,
     fused_launching,
+    fused_memory,
     fused_operators,
     launching,
     nodes,
@@ -60,7 +61,7 @@ def run(
         )
         return results, statistics
     if "torch.distributed.tensor" in sys.modules:  # somebody may hand us a DTensor
-        from . import fused_memory, fused_sharding
+        from . import fused_sharding
 
         if fused_sharding.is_sharded(tensors):
             return fused_sharding.run(run, call, tensors, numbers, eps, wants_statistics)
@@ -69,7 +70,7 @@ def run(
     ]
     fused.check_operands(call.function, x, dict(zip(call.names[1:], operands, strict=True)), demanded=call.demanded)
     elsewhere = not tensors[0].is_cuda or torch.onnx.is_in_onnx_export()
-    if elsewhere or forward_ad._current_level >= 0 or operators.under_functorch():
+    if elsewhere or in_forward_mode() or under_functorch():
         return _own(call, tensors, numbers, eps, wants_statistics)
     return _by_operator(call, tensors, numbers, eps, wants_statistics)
 
@@ -78,7 +79,7 @@ def _known(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps:
     """What serves a call like an earlier one."""
     key = (tensors[0].shape, eps, *numbers)
     earlier = call.compiled.get(key, ())
-    if not earlier or not functional.nothing_else_listens():
+    if not earlier or not nothing_else_listens():
         return None
     for known, compiled in earlier:
         if known(*tensors):
@@ -106,7 +107,7 @@ def at_once(tensors: Sequence[Tensor]) -> bool:
         # Of int64 a seed is; the launch refuses others.
         if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.dtype is torch.int64):
             return False
-    return functional._nothing_listens()
+    return nothing_listens()
 
 
 class _Fused(torch.autograd.Function):

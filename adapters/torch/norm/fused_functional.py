@@ -12,6 +12,7 @@ from torch import Tensor
 from ...named_fusions import KINDS, dropout
 from ...norm.fused import Kinds
 from ...operation import FUSIONS, SEED
+from .. import private
 from . import checks, functional
 from .fused_dispatch import run
 from .fused_launching import Call, call_of
@@ -285,7 +286,7 @@ def given_of(function: str, x: Any, operands: dict[str, Any]) -> dict[str, Tenso
 OPTIONAL = ("weight", "bias", "second_weight")
 
 
-@torch.compiler.assume_constant_result
+@private.constant
 def _call(
     function: str,
     flags: tuple[tuple[str, bool], ...],

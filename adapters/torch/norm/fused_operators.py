@@ -26,7 +26,8 @@ from ...fusion import composed
 from ...norm import fused
 from ...norm.problem import compute_dtype
 from ...operation import NORMS, Operation
-from . import checks, functional, fused_formulas, fused_launching, fused_memory, operators
+from ..private import is_batched, under_functorch
+from . import checks, fused_formulas, fused_launching, fused_memory, operators
 from .fused_launching import Call, call_of
 
 _library = operators._library
@@ -333,7 +334,7 @@ def gradients(
         statistics = _statistics(call, values, s, s_dtype, eps)
     names = call.wanted(tuple(mask))
     of = dict(zip(call.names, dtypes, strict=True))
-    batched = any(one is not None and functional._batched(one) for one in (dy, ds))  # for which lists have no fallback
+    batched = any(one is not None and is_batched(one) for one in (dy, ds))  # for which lists have no fallback
     if torch.is_grad_enabled() or batched:
         found = fused_formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, names, s_dtype)
         by_name = {name: one.to(getattr(torch, of[name])) for name, one in zip(names, found, strict=True)}
@@ -355,7 +356,7 @@ class _Listed:
 
     @staticmethod
     def apply(x, operands, *options):
-        if operators.under_functorch():
+        if under_functorch():
             return forward_by_formulas(x, operands, *options)
         return FusedNorm.apply(x, options, *operands)
 

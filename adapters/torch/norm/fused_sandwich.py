@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...named_fusions import KINDS
 from ...operation import sandwiched, sandwiched_at_once
+from .. import private
 from . import checks, functional, fused_dispatch, fused_launching, sandwich_launching
 from .fused_functional import _name, _rows, given_of
 from .fused_launching import Call, call_of
@@ -81,7 +82,7 @@ class _Calls(NamedTuple):
     at_once: Call  # makes both
 
 
-@torch.compiler.assume_constant_result
+@private.constant
 def _calls_of(
     zero_centered_gamma: bool,
     names: tuple[str, ...],

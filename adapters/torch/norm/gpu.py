@@ -11,19 +11,11 @@ from torch import Tensor
 from ... import device
 from ...norm.checks import Layout, row_strides
 from ...norm.problem import RowStrides
+from .. import private
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
-stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in a torch without CUDA
-current_device = getattr(torch._C, "_cuda_getDevice", None)
-
-
-def _empty_on_current_device(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-
-
-# What inductor's own code allocates with: a call takes 1.2 us on an H200's host, torch.empty 3.5.
-empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_on_current_device)
+stream, current_device, empty = private.stream, private.current_device, private.empty
 
 
 def contiguously(shape: Sequence[int], dtype: torch.dtype) -> Memory:

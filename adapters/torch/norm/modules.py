@@ -11,14 +11,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F  # noqa: N812
 
+from ..private import parameter_of
 from . import checks, compiled, float8
 from .functional import autocast_dtype, norm, symbolic
-
-
-def parameter_of(module: nn.Module, name: str) -> Any:
-    """As `getattr`, which finds it by way of Module.__getattr__: 1 us more."""
-    parameter = module._parameters.get(name)
-    return getattr(module, name) if parameter is None else parameter  # such as one that is parametrised
 
 
 class _Options:

@@ -31,6 +31,7 @@ from torch import Tensor
 from ... import launch, logs
 from ...compile import DIGEST, cache_directory, kernel, write
 from ...norm.steps import WORKSPACE, Plan, Step
+from .. import private
 from . import launching
 from .gpu import Memory
 
@@ -113,18 +114,20 @@ def _get_ready() -> None:
 
 def _functions() -> tuple[int | None, ...]:
     """The addresses of the functions that nodes.cpp calls."""
+    current_stream = private.current_stream()
+    if current_stream is None:
+        raise ImportError("this torch does not tell C++ its current stream")
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cuda.so"))
         functions = (
             driver.cuLaunchKernelEx,
             driver.cuCtxGetCurrent,
             driver.cuCtxSetCurrent,
-            of_torch.aoti_torch_get_current_cuda_stream,
+            current_stream,
             driver.cuStreamIsCapturing,
         )
     except (OSError, AttributeError) as error:
-        raise ImportError(f"a function of CUDA or torch is missing: {error}") from error
+        raise ImportError(f"a function of CUDA is missing: {error}") from error
     return tuple(ctypes.cast(one, ctypes.c_void_p).value for one in functions)
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from .. import private
 from . import checks, formulas, launching
 
 _library = torch.library.Library("cunorm", "DEF")
@@ -222,7 +222,7 @@ class NormBackward(torch.autograd.Function):
 
 def backward(dy, x, statistics, weight, operation, eps, output_mask, sm_margin):
     """norm_backward, differentiable wherever it is called; None for what is not wanted. Shapes and devices fit."""
-    if forward_ad._current_level >= 0:  # of which a Function knows nothing
+    if private.in_forward_mode():  # of which a Function knows nothing
         if not torch.compiler.is_compiling():
             checks.backward(operation, dy, x, statistics, weight)
         again = formulas.statistics_of(operation, x, x.dim() - statistics.dim() + 1, eps)
@@ -241,11 +241,6 @@ def wants_gradient(*arguments: Any) -> bool:
     return any(isinstance(one, Tensor) and one.requires_grad for one in (*arguments, *listed))
 
 
-def under_functorch() -> bool:
-    """Traceable: dynamo has an object for None too."""
-    return isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
-
-
 def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]) -> None:
     """What computes an operator that has no derivative of its own, by device; called by hand it has that of
     `function.apply`, an autograd.Function's.
@@ -262,12 +257,13 @@ def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]
         return compute
 
     def below_autograd(*arguments):
-        with torch._C._AutoDispatchBelowAutograd():
+        with private.below_autograd():
             return operator(*arguments)
 
     for device, run in kernels.items():
         _library.impl(operator.name(), differentiable(run), device)
-        operator.py_impl(getattr(torch._C.DispatchKey, f"Autograd{device}"))(differentiable(below_autograd))
+        if private.dispatch_key:
+            operator.py_impl(getattr(private.dispatch_key, f"Autograd{device}"))(differentiable(below_autograd))
 
 
 _library.impl("norm", Norm.apply, "CompositeImplicitAutograd")

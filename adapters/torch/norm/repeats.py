@@ -10,11 +10,11 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..private import Guards
+
 LIKE = 4  # earlier calls that are asked one by one, such as those with two layouts of x that follow one another
-_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 Alike = Callable[..., bool]
 
@@ -26,10 +26,10 @@ def alike(*tensors: Tensor) -> Alike:
 
     It does not ask for addresses, the modes of torch functions, forward-mode derivatives and whether autograd is on.
     """
-    if _Guards is None:
+    if Guards is None:
         return lambda *_: False
     sizes, strides = ([list(of(tensor)) for tensor in tensors] for of in (Tensor.size, Tensor.stride))
-    return _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def remember(kept: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...], one: Any, most: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
+from ..private import register_sharding
 from . import operators
 
 

@@ -1,0 +1,303 @@
+"""The names of torch that it does not promise to keep. Each is looked up here, once, when cunorm.torch is imported.
+
+One that this version of torch does not have is replaced by what is safe: a public name, or the answer that sends calls
+to the operators or to torch's own norms, or a `Missing` that raises where it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from ..private import ABSENT, Missing, check_version, has, look_up, miss
+
+# What torch dispatches by. A call asks whether anything is in force that a direct launch would bypass.
+
+BY_OPERATORS = "eager calls on a GPU go through cunorm's operators, tens of microseconds slower"
+
+check_version("torch")
+_dispatch_modes = look_up("torch:_C._len_torch_dispatch_stack", BY_OPERATORS, lambda: 1)
+_function_modes = look_up("torch:_C._len_torch_function_stack", BY_OPERATORS, lambda: 2)
+_function_mode = look_up(
+    "torch:_C._get_function_stack_at", f"under a default device {BY_OPERATORS}", lambda index: None
+)
+_DefaultDevice = look_up("torch.utils._device:DeviceContext", f"under a default device {BY_OPERATORS}", Exception)
+_transforms = look_up(
+    "torch:_C._functorch.peek_interpreter_stack",
+    f"{BY_OPERATORS}, and LayerNormLinear has no FP8",
+    lambda: "unknown",
+)
+_Transform = look_up("torch:_C._functorch.CInterpreter", f"under functorch {BY_OPERATORS}", object)
+_tracing = look_up("torch:_C._get_tracing_state", BY_OPERATORS, lambda: "unknown")
+# Tensors of autograd.grad(is_grads_batched=True).
+is_batched = look_up(
+    "torch:_C._functorch.is_legacy_batchedtensor", f"in backward passes {BY_OPERATORS}", lambda _: True
+)
+
+_FORWARD_MODE = "calls run torch's own norms, as with forward-mode derivatives, and LayerNormLinear has no FP8"
+if not has("torch.autograd.forward_ad:_current_level", _FORWARD_MODE):
+    forward_ad: Any = SimpleNamespace(_current_level=0)
+
+
+def nothing_listens() -> bool:
+    """Whether no mode, transform, trace or forward-mode derivative is in force that a direct launch would bypass."""
+    return (
+        _dispatch_modes() == 0
+        and (_function_modes() == 0 or _is_default_device())
+        and _transforms() is None
+        and _tracing() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def nothing_else_listens() -> bool:
+    """The same of what `Guards` do not see."""
+    return (_function_modes() == 0 or _is_default_device()) and forward_ad._current_level < 0
+
+
+def _is_default_device() -> bool:
+    """Whether the only mode of functions is torch.set_default_device's: it changes nothing but where new tensors go."""
+    return _function_modes() == 1 and type(_function_mode(0)) is _DefaultDevice
+
+
+def default_device() -> torch.device | None:
+    """torch's, where somebody has set it: `with torch.device(...)`, torch.set_default_device."""
+    device, modes = torch.get_default_device(), map(_function_mode, range(_function_modes()))
+    return device if device.type != "cpu" or any(type(mode) is _DefaultDevice for mode in modes) else None
+
+
+def under_functorch() -> bool:
+    """Traceable: dynamo has an object of its own for None too."""
+    return isinstance(_transforms(), (_Transform, str))
+
+
+def is_traced() -> bool:
+    return _tracing() is not None
+
+
+def in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Its `apply` without what torch does for functorch, which `nothing_listens` has excluded: 3 us.
+
+    And autograd calls its backward without asking first whether it is called vjp: 1.3 us.
+    """
+    if not _HAS_BACKWARD_CLASS:
+        return function.apply
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply
+
+
+_HAS_BACKWARD_CLASS = has("torch.autograd:Function._backward_cls", "each differentiated call takes 4 us more")
+
+
+# Whether a call is like an earlier one.
+
+
+def _guards() -> Any:
+    """torch.compile's guards of tensors; None where they are not as they were."""
+    path, costs = "torch:_C._dynamo.guards.TensorGuards", "no call is known again: each takes some microseconds more"
+    guards = look_up(path, costs, ABSENT)
+    if guards is ABSENT:
+        return None
+    x = torch.empty((2, 3), device="cpu")
+    try:
+        known = guards(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
+        if known(x) is True and known(x.clone().t()) is False:
+            return guards
+    except Exception:  # whatever another signature raises
+        pass
+    miss(path, costs)
+    return None
+
+
+Guards = _guards()
+
+
+# Memory and streams of a GPU. A torch without CUDA has none of these names.
+
+
+def _of_gpu(path: str, public: str, instead: Any) -> Any:
+    return look_up(path, f"calls take longer by {public}", instead) if torch.version.cuda else instead
+
+
+def _stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+stream = _of_gpu("torch:_C._cuda_getCurrentRawStream", "torch.cuda.current_stream", _stream)
+current_device = _of_gpu("torch:_C._cuda_getDevice", "torch.cuda.current_device", torch.cuda.current_device)
+# What inductor's own code allocates with: a call takes 1.2 us on an H200's host, torch.empty 3.5.
+empty = _of_gpu("torch:_C._dynamo.guards._empty_strided_cuda", "torch.empty_strided", _empty)
+
+
+def current_stream() -> Any:
+    """The function of torch's library that tells C++ the current stream; None where there is none."""
+    library, name = Path(torch.__file__).parent / "lib/libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"
+    try:
+        return getattr(ctypes.CDLL(str(library)), name)
+    except (OSError, AttributeError):
+        miss(f"torch:lib.{library.name}.{name}", "passes through autograd run in Python, not in C++")
+        return None
+
+
+# Compilers.
+
+
+def is_graphed_by_inductor() -> bool:
+    """Whether inductor, if it is what compiles, will record a CUDA graph; False where its options have another form."""
+    config = sys.modules.get("torch._inductor.config")
+    return bool(getattr(getattr(config, "triton", None), "cudagraphs", False))
+
+
+_HAS_EXPORT_FLAG = has("torch.compiler:_is_exporting_flag", "compiled norms may keep torch's backward pass")
+
+
+def is_exporting() -> bool:
+    """torch.compiler.is_exporting() is true in torch 2.11 wherever dynamo traces."""
+    return torch.compiler._is_exporting_flag if _HAS_EXPORT_FLAG else torch.compiler.is_exporting()
+
+
+def constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compiler.assume_constant_result, whose import of torch._dynamo takes 1.2 s."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+# torch.compiler.disable, which imports torch._dynamo when it is first called.
+uncompiled = look_up("torch:_disable_dynamo", "cunorm.torch takes a second longer to import", torch.compiler.disable)
+
+below_autograd = look_up(
+    "torch:_C._AutoDispatchBelowAutograd", "torch.ops.cunorm cannot be called in a graph that is compiled"
+)
+dispatch_key = look_up(
+    "torch:_C.DispatchKey", "torch.ops.cunorm.norm_forward has no derivative in a graph that is compiled"
+)
+
+
+def autocasts_to_float32(norm: str) -> bool:
+    """Whether autocast has torch's own norm in float32: layer_norm always, rms_norm in some versions of torch."""
+    return _has_kernel(f"aten::{norm}", "AutocastCUDA")
+
+
+_has_kernel = look_up(
+    "torch:_C._dispatch_has_kernel_for_dispatch_key",
+    "under autocast rms_norm returns float32, whatever torch's own does",
+    lambda *_: True,
+)
+
+
+# Modules.
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _modules_have(*names: str, costs: str) -> bool:
+    missing = [name for name in names if name not in vars(nn.Module())]
+    if missing:
+        miss(f"torch.nn:Module().{missing[0]}", costs)
+    return not missing
+
+
+hooks_of: Callable[[nn.Module], tuple] = attrgetter(*_HOOKS)
+if not _modules_have(*_HOOKS, costs="accelerate joins nothing"):
+    hooks_of = lambda module: (True,)  # noqa: E731
+
+modules_of: Callable[[nn.Module], Any] = attrgetter("_modules")
+if not _modules_have("_modules", costs="joined blocks take longer"):
+    modules_of = lambda module: dict(module.named_children())  # noqa: E731
+
+
+def parameters_of(module: nn.Module) -> Any:
+    """A module's own parameters, by name; of those that are registered as None some versions have none."""
+    return module._parameters if _HAS_PARAMETERS else dict(module.named_parameters(recurse=False))
+
+
+def parameter_of(module: nn.Module, name: str) -> Any:
+    """As `getattr`, which finds it by way of Module.__getattr__: 1 us more."""
+    parameter = module._parameters.get(name)
+    return getattr(module, name) if parameter is None else parameter  # such as one that is parametrised
+
+
+_HAS_PARAMETERS = _modules_have("_parameters", costs="calls of modules take 1 us more")
+if not _HAS_PARAMETERS:
+    parameter_of = getattr
+
+any_global_hook = look_up("torch.nn.modules.module:_has_any_global_hook", "accelerate joins nothing", lambda: True)
+
+
+def has_one_projection(attention: nn.MultiheadAttention) -> bool:
+    """Whether query, key and value are of one size; False where that cannot be known."""
+    return getattr(attention, "_qkv_same_embed_dim", False)
+
+
+# FP8.
+
+scaled_mm = look_up("torch:_scaled_mm", "FP8 has no products")
+_HAS_VERSION = has("torch:Tensor._version", "frozen weights are converted to FP8 in every call")
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written; None where that cannot be known."""
+    return tensor._version if _HAS_VERSION and not tensor.is_inference() else None
+
+
+_graph_task = look_up(
+    "torch:_C._current_graph_task_id",
+    "a checkpoint of LayerNormLinear may follow another FP8 recipe when it is run again",
+    lambda: -1,
+)
+
+
+def in_backward_pass() -> bool:
+    return _graph_task() != -1
+
+
+# Groups of processes.
+
+
+# group_of(name): the process group with that name; RuntimeError where there is none, or none any more.
+if torch.distributed.is_available():
+    group_of = look_up("torch:_C._distributed_c10d._resolve_process_group", "LayerNormLinear cannot run over ranks")
+else:
+    group_of = Missing("cunorm: LayerNormLinear over ranks needs torch.distributed, which this torch is built without.")
+
+
+def symmetric_memory() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """`empty` and `rendezvous` of torch's symmetric memory; None where there is none."""
+    costs = "ranks exchange rows by torch.distributed, and ub_* change nothing"
+    empty = look_up("torch.distributed._symmetric_memory:empty", costs, ABSENT)
+    rendezvous = look_up("torch.distributed._symmetric_memory:rendezvous", costs, ABSENT)
+    return None if ABSENT in (empty, rendezvous) else (empty, rendezvous)
+
+
+def timeout_of(group: Any, device: torch.device) -> int:
+    """Of a group, in milliseconds; torch's default, ten minutes, where it cannot be read."""
+    try:
+        return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+    except AttributeError:
+        return 600_000
+
+
+def register_sharding(operator: Any) -> Callable[..., Any]:
+    """torch's decorator of the function that says how DTensor shards an operator."""
+    costs = "torch refuses norms of DTensors"
+    found = look_up(
+        "torch.distributed.tensor.experimental:register_sharding", costs, lambda _: lambda function: function
+    )
+    return found(operator)
