@@ -361,6 +361,8 @@ def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differe
     There go what has no kernel of ours, and what torch can do better but differentiate: see above. A program that is
     kept outside this process is to need no cunorm, except for CUDA.
     """
+    if not x.is_cuda and not differentiated:
+        return True
     if torch.onnx.is_in_onnx_export() or x.is_nested or x.is_complex():
         return True
     if x.is_cuda:
@@ -368,7 +370,7 @@ def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differe
     given = (tensor for tensor in (x, weight, bias) if tensor is not None)
     if any(tensor.dtype not in FLOATING or tensor.layout is not torch.strided for tensor in given):
         return True
-    return not differentiated or x.is_meta or torch.compiler.is_exporting() or is_traced()
+    return x.is_meta or torch.compiler.is_exporting() or is_traced()
 
 
 def norm_with_statistics(
