@@ -235,7 +235,8 @@ def nvrtc_build() -> tuple[object, ...]:
         mapped = (line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
         for library in (Path(path) for path in mapped if "/libnvrtc.so" in path):
             packages = library.parents[3:4]  # of site-packages/nvidia/cu13/lib/libnvrtc.so.13
-            wheels = sorted(wheel.name for folder in packages for wheel in folder.glob("nvidia_cuda_nvrtc*.dist-info"))
+            name = f"nvidia_cuda_nvrtc*-{version[0]}.*.dist-info"  # that of another CUDA may stand beside it
+            wheels = sorted(wheel.name for folder in packages for wheel in folder.glob(name))
             file = library.stat()
             return *version, *(wheels or (file.st_size, file.st_mtime_ns))
     return version

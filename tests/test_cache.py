@@ -169,6 +169,7 @@ def test_another_text_options_or_nvrtc_are_another_file(monkeypatch):
 def test_another_build_of_an_nvrtc_is_another_file(monkeypatch, tmp_path):
     """13.0 has had several. The wheel tells them apart wherever and whenever it was installed."""
     read, seen = Path.read_text, set()
+    monkeypatch.setattr(compile, "_nvrtc_version", lambda: (13, 0))
     for folder, wheel, date in [
         ("one/site-packages/nvidia/cu13/lib", "13.0.48", 1),
         ("two/site-packages/nvidia/cu13/lib", "13.0.48", 2),
@@ -184,6 +185,7 @@ def test_another_build_of_an_nvrtc_is_another_file(monkeypatch, tmp_path):
             old.rmdir()
         if wheel:
             (library.parents[3] / f"nvidia_cuda_nvrtc-{wheel}.dist-info").mkdir()
+            (library.parents[3] / f"nvidia_cuda_nvrtc_cu11-11.{date}.0.dist-info").mkdir()
         with monkeypatch.context() as patch:
             maps = {"/proc/self/maps": f"7f00-7f01 r-xp 00000000 00:00 1    {library}\n"}
             patch.setattr(Path, "read_text", lambda path, maps=maps: maps.get(str(path)) or read(path))
