@@ -9,6 +9,7 @@ import logging
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -226,6 +227,20 @@ def test_the_page_of_versions_has_those_that_are_tested():
     page = (ROOT / "docs/compatibility.md").read_text()
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
     assert {package: (oldest, newest) for package, oldest, newest in rows} == private.TESTED
+
+
+def test_pip_installs_no_older_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [
+        *project["dependencies"],
+        *(
+            one
+            for name in ("cuda12", "cuda13", "flax", "jax", "torch")
+            for one in project["optional-dependencies"][name]
+        ),
+    ]
+    lowest = dict(re.findall(r"^([a-z]+)\S*?>=(\d+\.\d+)", "\n".join(asked), re.MULTILINE))
+    assert lowest == {package: private.TESTED[package][0] for package in ("numpy", "cupy", "flax", "jax", "torch")}
 
 
 def test_what_is_missing_raises_where_it_is_used(monkeypatch):

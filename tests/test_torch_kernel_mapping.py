@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from kernels import Mode, kernelize, use_kernel_mapping  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch_models import build, loss_of  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated  # noqa: E402
@@ -121,7 +122,7 @@ def test_rows_of_any_number_are_compiled_twice_at_most():
     """Once for the rows of the first call, once for any."""
     torch._dynamo.reset()
     norm = kernelized(norm_of(LlamaRMSNorm).to(torch.bfloat16))
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(norm, fullgraph=True, backend=counter)
     for rows in (3, 5, 7, 9):
         compiled(random(rows, 64, dtype=torch.bfloat16))
