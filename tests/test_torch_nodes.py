@@ -450,7 +450,7 @@ class Calls(TorchDispatchMode):
 def test_a_dispatch_mode_for_the_backward_pass_sees_it(driver, monkeypatch, name):
     for module in (functional, passes, linear_nodes):
         monkeypatch.setattr(
-            module, "launchable", lambda dy: not torch.is_grad_enabled() and functional._nothing_listens()
+            module, "launchable", lambda dy: not torch.is_grad_enabled() and functional.nothing_listens()
         )
     x, weight = random(5, 136, dtype=torch.float32).requires_grad_(), random(136, dtype=torch.float32).requires_grad_()
     for _ in range(3):

@@ -241,11 +241,6 @@ if not _HAS_PARAMETERS:
 any_global_hook = look_up("torch.nn.modules.module:_has_any_global_hook", "accelerate joins nothing", lambda: True)
 
 
-def has_one_projection(attention: nn.MultiheadAttention) -> bool:
-    """Whether query, key and value are of one size; False where that cannot be known."""
-    return getattr(attention, "_qkv_same_embed_dim", False)
-
-
 # FP8.
 
 scaled_mm = look_up("torch:_scaled_mm", "FP8 has no products")
