@@ -168,7 +168,8 @@ class LayerNorm(_Options, nn.LayerNorm):
             if is_compiling() and self._compiled_from:
                 own = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
                 return _chosen(own, "layer_norm", self, input, self.bias)
-            if self._own_below and _few(input, self._own_below):
+            below = self._own_below  # what stands for a tensor in torch.fx.symbolic_trace has no size to compare
+            if below and (not isinstance(input, Tensor) or input.numel() < below):
                 weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
                 return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return (self._float8 if fp8_output else self._norm)("layer_norm", input, parameter_of(self, "bias"))
@@ -216,14 +217,10 @@ class RMSNorm(_Options, nn.RMSNorm):
             if is_compiling() and self._compiled_from:
                 own = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
                 return _chosen(own, "rms_norm", self, x, None)
-            if self._own_below and _few(x, self._own_below):
+            below = self._own_below
+            if below and (not isinstance(x, Tensor) or x.numel() < below):
                 return F.rms_norm(x, self.normalized_shape, parameter_of(self, "weight"), self.eps)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
-
-
-def _few(x: Tensor, below: int) -> bool:
-    """Also what stands for a tensor in torch.fx.symbolic_trace, and has no size."""
-    return not isinstance(x, Tensor) or x.numel() < below
 
 
 def _autocast_dtype(x: Tensor) -> Any:
