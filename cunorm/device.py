@@ -10,7 +10,7 @@ from functools import cache
 
 from . import driver, private
 
-# What errors advise: the extras cuda13, cuda12 and linear of pyproject.toml, by the names that an index has.
+# What errors advise: the extras cuda13, cuda12 and linear-* of pyproject.toml, by the names that an index has.
 INSTALL = (
     "pip install 'cupy-cuda13x>=14.2' 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cuda-runtime>=13,<14'; for a CUDA 12 driver "
     "pip install 'cupy-cuda12x>=14.2' nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"

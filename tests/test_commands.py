@@ -148,7 +148,7 @@ def test_compile_shows_registers_without_a_gpu(tmp_path, problem, kernels):
 def test_compile_takes_a_dtype_of_its_own_for_weight_and_bias(tmp_path):
     arguments = compile_arguments("layer_norm", "forward", *DIGITS, "--weight-dtype", "bfloat16")
     output = output_of(command(tmp_path, *arguments, "--show", "source"))
-    assert "const half* x, const bfloat16* weight, const bfloat16* bias, half* y" in output
+    assert "const half* x, const bfloat16* operand_0, const bfloat16* operand_1, half* y" in output
 
 
 def test_compile_for_registers_without_cupy_says_what_to_install(tmp_path):
@@ -323,8 +323,8 @@ def test_errors_advise_packages_that_an_index_has():
     for extra in ("cuda13", "cuda12"):
         for package in extras["optional-dependencies"][extra]:
             assert package == "tqdm" or package in INSTALL.replace("'", "")
-    for package in extras["optional-dependencies"]["linear"]:
-        assert package in INSTALL_LINEAR.replace("'", "")
+        for package in extras["optional-dependencies"][f"linear-{extra.replace('cuda', 'cu')}"]:
+            assert package in INSTALL_LINEAR.replace("'", "")
 
 
 NEXT = [

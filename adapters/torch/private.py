@@ -36,7 +36,9 @@ _transforms = look_up(
     f"{BY_OPERATORS}, and LayerNormLinear has no FP8",
     lambda: "unknown",
 )
-_Transform = look_up("torch:_C._functorch.CInterpreter", f"under functorch {BY_OPERATORS}", object)
+_Transform = look_up(
+    "torch:_C._functorch.CInterpreter", f"under functorch {BY_OPERATORS}, and LayerNormLinear has no FP8", object
+)
 _tracing = look_up("torch:_C._get_tracing_state", BY_OPERATORS, lambda: "unknown")
 # Tensors of autograd.grad(is_grads_batched=True).
 is_batched = look_up(

@@ -21,6 +21,7 @@ from ...expression import sigmoid, silu
 from ...fusion import Fused, fuse
 from ...operation import name_of
 from ..norm.functional import AUTOCAST_TO_FLOAT32
+from ..private import parameters_of
 
 PROBE_COLUMNS = 64  # of a norm without a weight, which takes any number
 PROBE_EPS = 0.25
@@ -57,7 +58,7 @@ class GatedForm(NamedTuple):
 
 def form_of(module: nn.Module) -> Form | GatedForm | str:
     """What a module computes, or why it is none of these: a clause whose subject is its class."""
-    if module._modules or module._buffers:
+    if any(True for _ in module.children()) or any(True for _ in module.buffers(recurse=False)):
         return "has submodules or buffers"
     try:
         # What the copy draws or makes leaves no trace, whatever default device and autocast are set.
@@ -76,7 +77,7 @@ def form_of(module: nn.Module) -> Form | GatedForm | str:
 
 def _obstacle(module: nn.Module) -> str:
     """Why a module cannot be tried, "" if it can."""
-    parameters = {name: one for name, one in module._parameters.items() if one is not None}
+    parameters = dict(module.named_parameters(recurse=False))
     others = sorted(parameters.keys() - {"weight", "bias"})
     if others:
         return f"has the parameters {', '.join(others)}: only weight and bias are known"
@@ -128,9 +129,10 @@ class _Trial:
         nn.Module.__init__(self.probe)
         attributes = {name: value for name, value in vars(module).items() if name not in vars(self.probe)}
         vars(self.probe).update(copy.deepcopy(attributes))
-        self.probe._parameters.update(dict.fromkeys(module._parameters))
+        for name in parameters_of(module):
+            self.probe.register_parameter(name, None)
         self.floats = [name for name, value in attributes.items() if type(value) is float]
-        lengths = {name: len(one) for name, one in module._parameters.items() if one is not None}
+        lengths = {name: len(one) for name, one in module.named_parameters(recurse=False)}
         shape = attributes.get("normalized_shape") or PROBE_COLUMNS
         # Without a weight, or where a rank has an empty part of it, the columns are those that an attribute says.
         columns = max(lengths.values(), default=0) or (shape if isinstance(shape, int) else shape[-1])
@@ -202,7 +204,7 @@ class _Trial:
     def _called(self, x: Tensor, gate: Tensor, pair: Pair = FLOAT32) -> Tensor:
         for name, value in (("weight", self.weight), ("bias", self.bias)):
             if value is not None:
-                self.probe._parameters[name] = nn.Parameter(value.to(pair[1]), requires_grad=False)
+                self.probe.register_parameter(name, nn.Parameter(value.to(pair[1]), requires_grad=False))
         given = [one.to(pair[0], copy=True) for one in (x, gate)[: 1 + self.gated]]
         y = self.forward(self.probe, *given)
         changed = not all(map(torch.equal, given, (x.to(pair[0]), gate.to(pair[0]))))

@@ -18,6 +18,7 @@ from ...fusion import Fused
 from ..norm import compiled
 from ..norm.functional import norm
 from ..norm.modules import LayerNorm, RMSNorm, parameter_of
+from ..private import parameters_of
 from .classes import Swaps, check_classes, check_module, forward_replaced, on_the_cpu, remedies
 from .forms import Form, GatedForm, Pair, form_of, gated_norm
 
@@ -149,7 +150,7 @@ def _of_torch(module: nn.Module) -> type | None:
 def _is_tried(module: nn.Module) -> bool:
     """Whether a module is a norm by its name, and neither one of torch nor of a class that torch has made of one."""
     name, package = type(module).__name__, type(module).__module__.partition(".")[0]
-    if package == "torch" or module._modules or any(other in name for other in OTHER_NORMS):
+    if package == "torch" or any(True for _ in module.children()) or any(other in name for other in OTHER_NORMS):
         return False
     return name.endswith("Norm") or (package in PACKAGES and "norm" in name.lower())
 
@@ -157,8 +158,8 @@ def _is_tried(module: nn.Module) -> bool:
 def _form_of(module: nn.Module, forms: dict[Hashable, Form | GatedForm | str]) -> Form | GatedForm | str:
     """Tried once for all modules of a class that have the same attributes."""
     attributes = tuple((name, type(value), value) for name, value in vars(module).items() if name not in OF_A_MODULE)
-    shapes = tuple((name, getattr(parameter, "shape", None)) for name, parameter in module._parameters.items())
-    key = (type(module), attributes, shapes, *module._buffers, *module._modules)
+    shapes = tuple((name, getattr(parameter, "shape", None)) for name, parameter in parameters_of(module).items())
+    key = (type(module), attributes, shapes, *dict(module.named_buffers(recurse=False)), *dict(module.named_children()))
     try:
         known = key in forms
     except TypeError:  # an attribute that has no hash

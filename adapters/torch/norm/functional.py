@@ -363,10 +363,10 @@ def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differe
     """
     if not x.is_cuda and not differentiated:
         return True
-    if torch.onnx.is_in_onnx_export() or x.is_nested or x.is_complex():
+    if x.is_nested or x.is_complex():
         return True
     if x.is_cuda:
-        return False
+        return torch.onnx.is_in_onnx_export()
     given = (tensor for tensor in (x, weight, bias) if tensor is not None)
     if any(tensor.dtype not in FLOATING or tensor.layout is not torch.strided for tensor in given):
         return True
