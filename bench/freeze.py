@@ -58,7 +58,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.command == "compare":
         return compared(arguments.old, arguments.new)
-    sys.path.insert(0, str(TESTS))  # the stand-in and its helpers
+    sys.path[:0] = [str(TESTS), *map(str, TESTS.iterdir())]  # the stand-in and its helpers
     facts = {
         "plans": plans,
         "code": lambda: machine_code(arguments.code_of),
@@ -142,7 +142,7 @@ _texts: dict[Any, str] = {}
 def text_of(spec: Any) -> str:
     """The digest of a kernel's text without #line lines and comments."""
     if spec not in _texts:
-        from cunorm.source import source
+        from cunorm.kernel.source import source
 
         text = re.sub(r"^#line .*\n|//.*$", "", source(spec), flags=re.MULTILINE)
         _texts[spec] = digest([line.strip() for line in text.splitlines() if line.strip()])
@@ -155,7 +155,7 @@ def solutions() -> Iterator[tuple[str, str, Any]]:
 
     from cunorm.commands import matrix
     from cunorm.linear import float8_plan
-    from cunorm.norm.plan import plan
+    from cunorm.plan.plan import plan
 
     drawn = list(drawn_problems())
     for device in DEVICES.values():
@@ -190,7 +190,7 @@ def described(problem: Any) -> str:
 def suite_problems() -> Iterator[Any]:
     """The problems of the bench's suites, each once; of views, as matrices."""
     from bench.suites import SUITES
-    from cunorm.norm.plain_problems import whole
+    from cunorm.plan.plain_problems import whole
 
     cases = [case for make, _ in SUITES.values() for case in make()]
     keys = dict.fromkeys((c.op, c.direction, c.rows, c.cols, c.dtype, c.weight_dtype) for c in cases)
@@ -200,9 +200,9 @@ def suite_problems() -> Iterator[Any]:
 def drawn_problems() -> Iterator[Any]:
     """Fused, FP8, odd, strided and mixed-dtype operations, by a fixed seed."""
     from cunorm.expression import trace
-    from cunorm.norm.plain_problems import float8_problem, plain
-    from cunorm.norm.problem import ITEMSIZE, RowStrides, backward_problem, forward_problem
     from cunorm.operation import Operation
+    from cunorm.plan.plain_problems import float8_problem, plain
+    from cunorm.plan.problem import ITEMSIZE, RowStrides, backward_problem, forward_problem
 
     draw = random.Random(0)
     added = trace(lambda x, residual: x + residual, role="prologue")
@@ -257,8 +257,8 @@ def machine_code(one_in: int) -> Iterator[Fact]:
 
 
 def code_of(spec: Any, arch: int) -> str:
-    from cunorm import compile
-    from cunorm.source import entry_name, source
+    from cunorm.kernel import compile
+    from cunorm.kernel.source import entry_name, source
 
     _, code = compile._compile(source(spec), entry_name(spec), f"sm_{arch}", spec)
     return digest(*instructions(code))

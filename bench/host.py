@@ -18,9 +18,9 @@ import cunorm
 from bench.suites import Case
 from bench.workload import Workload
 from cunorm import cupy_arrays as gpu
-from cunorm import device, launch
-from cunorm.norm.plain_problems import whole
-from cunorm.norm.plan import plan
+from cunorm.kernel import device, launch
+from cunorm.plan.plain_problems import whole
+from cunorm.plan.plan import plan
 
 CALLS = 64  # without waiting for the GPU; its queue holds a thousand
 REPETITIONS = 301

@@ -16,11 +16,13 @@ microseconds, a line of JSON for each shape. Shapes are rows x in x out, as 128x
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import timing
+from .linear_fp8_layer import forwards, host, kernels, layers
+from .linear_fp8_times import SECONDS, bytes_of_cast, bytes_of_product, measured, shares
 from .results import lines_to
 
 PARTS = ("casts", "products", "layers", "forwards", "host", "kernels")
@@ -38,41 +40,6 @@ FORWARDS = tuple(
     (rows, *sizes) for sizes in ((1024, 4096), (8192, 10240), (4096, 12288)) for rows in (128, 512, 2048, 8192)
 )
 BLOCK = 128  # columns of a scale, and outputs of one of weight
-SECONDS = 0.3  # a shape
-Calls = Mapping[str, Sequence[Callable[[], Any]]]  # for each contender a call for each set of buffers
-
-
-def bytes_of_cast(rows: int, cols: int) -> int:
-    """That a cast of 16 bits moves, but for scales."""
-    return 3 * rows * cols
-
-
-def bytes_of_product(rows: int, cols: int, outs: int) -> int:
-    return rows * cols + outs * cols + 2 * rows * outs
-
-
-def measured(calls: Calls, moved: int) -> dict[str, Any]:
-    """Microseconds by contender, or what it raised."""
-    timers, failed = [], {}
-    for name, sets in calls.items():
-        try:
-            timers.append((name, timing.timer("torch", sets, moved)))
-        except Exception as error:  # a product that this torch has not
-            failed[name] = str(error)[:200]
-    times = timing.in_turns([one for _, one in timers], SECONDS)
-    found = {
-        name: str(one)[:200] if isinstance(one, Exception) else round(one.median * 1e6, 2)
-        for (name, _), one in zip(timers, times, strict=True)
-    }
-    return found | failed
-
-
-def shares(times: Mapping[str, Any], of: str) -> dict[str, float]:
-    """What part of its time a contender would take at the speed of another; without those that failed."""
-    base = times.get(of)
-    if not isinstance(base, float):
-        return {}
-    return {name: round(base / one, 3) for name, one in times.items() if isinstance(one, float) and name != of}
 
 
 def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
@@ -191,8 +158,6 @@ def lines(parts: Sequence[str], shapes: Sequence[tuple[int, int, int]] | None) -
         roofs = Roofs(None)
         for rows, cols in CASTS:
             yield {"part": "casts", "shape": [rows, cols]} | casts(rows, cols, roofs)
-    from .linear_fp8_layer import forwards, host, kernels, layers
-
     functions = {"products": products, "host": host, "kernels": kernels, "layers": layers, "forwards": forwards}
     for name, function in functions.items():
         if name in parts:

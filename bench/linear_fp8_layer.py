@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import timing
-from .linear_fp8 import bytes_of_product, measured, shares
 from .linear_fp8_peers import peers
+from .linear_fp8_times import bytes_of_product, measured, shares
 
 HOST_TURNS, HOST_CALLS = 9, 16  # of so many calls the host waits for none
 PROFILED = 10  # calls

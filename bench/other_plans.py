@@ -10,17 +10,17 @@ from dataclasses import replace
 from itertools import chain, product
 from unittest import mock
 
-from cunorm.device import CLUSTER_SIZES, Device
-from cunorm.norm import backward_plan
-from cunorm.norm import plan as norm_plan
-from cunorm.norm.problem import Problem
-from cunorm.norm.registers import registers_of
-from cunorm.norm.shapes import ceil_div, in_clusters, shape_of
-from cunorm.norm.shared_memory import dynamic_shared, shared_memory
-from cunorm.norm.short_forward import short_forward
-from cunorm.norm.spec import WARP, NormSpec, RowShape
-from cunorm.norm.steps import Plan
-from cunorm.norm.tiers import choose
+from cunorm.kernel.device import CLUSTER_SIZES, Device
+from cunorm.plan import backward_plan
+from cunorm.plan import plan as norm_plan
+from cunorm.plan.problem import Problem
+from cunorm.plan.registers import registers_of
+from cunorm.plan.shapes import ceil_div, in_clusters, shape_of
+from cunorm.plan.shared_memory import dynamic_shared, shared_memory
+from cunorm.plan.short_forward import short_forward
+from cunorm.plan.spec import WARP, NormSpec, RowShape
+from cunorm.plan.steps import Plan
+from cunorm.plan.tiers import choose
 
 MOST_PACKS = 8
 MOST_CTAS = 10  # of an SM

@@ -25,13 +25,13 @@ from bench.other_plans import CHOICES, other_kernels, plan_by
 from bench.results import lines_to
 from bench.suites import SUITES, Case, drawn, suite
 from bench.workload import Workload
-from cunorm import device, launch
 from cunorm.commands.compilation import compile_all, compiler
-from cunorm.norm.plain_problems import whole
-from cunorm.norm.plan import plan
-from cunorm.norm.spec import KernelSpec, NormSpec
-from cunorm.norm.steps import Plan
+from cunorm.kernel import device, launch
 from cunorm.numpy_arrays import numpy_dtype
+from cunorm.plan.plain_problems import whole
+from cunorm.plan.plan import plan
+from cunorm.plan.spec import KernelSpec, NormSpec
+from cunorm.plan.steps import Plan
 
 FINALISTS = 10  # timed in turns with today's
 SCREENING = 3  # replays of a graph, the fastest of which counts

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from cunorm.norm.plain_problems import whole
+from cunorm.plan.plain_problems import whole
 
 OPS = ("layer_norm", "rms_norm")
 DIRECTIONS = ("forward", "backward")

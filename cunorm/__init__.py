@@ -18,7 +18,6 @@ from .adding_float8 import (
     add_rms_norm_fp8_forward,
 )
 from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
-from .compile import CompileError
 from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
 from .fusion import fuse
 from .gate_modulating import (
@@ -30,6 +29,7 @@ from .gate_modulating import (
     gate_add_rms_norm_modulate_forward,
 )
 from .gating import rms_norm_gated, rms_norm_gated_backward, rms_norm_gated_forward
+from .kernel.compile import CompileError
 from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
 from .modulating import (
     layer_norm_modulate,

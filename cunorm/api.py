@@ -60,7 +60,7 @@ def layer_norm(
     Notes
     -----
     Arithmetic in float32 (float64 for float64 x) with one rounding at the end. A row's result is the same to the bit
-    whatever the other rows are. Ba, Kiros, Hinton, Layer Normalization, 2016; kernels_cu/norm_forward.cu.
+    whatever the other rows are. Ba, Kiros, Hinton, Layer Normalization, 2016; kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------
@@ -99,7 +99,7 @@ def rms_norm(
     """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
 
     Parameters, results and errors as in `layer_norm`. Zhang, Sennrich, Root Mean Square Layer Normalization, 2019;
-    kernels_cu/norm_forward.cu.
+    kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------
@@ -257,7 +257,7 @@ def layer_norm_backward(
 
     Notes
     -----
-    kernels_cu/norm_backward.cu, kernels_cu/sum_partials.cu.
+    kernels_cu/norms/norm_backward.cu, kernels_cu/norms/sum_partials.cu.
 
     Examples
     --------

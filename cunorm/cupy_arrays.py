@@ -12,7 +12,6 @@ from typing import Any
 
 import cupy
 
-from . import launch
 from .cupy_recipes import (
     BACKWARD_ARRAYS,
     FORWARD_ARRAYS,
@@ -22,6 +21,7 @@ from .cupy_recipes import (
     forward_recipe,
     kind_of,
 )
+from .kernel import launch
 from .norm import checks
 from .recipes import LIMIT, Recipes
 

@@ -10,14 +10,15 @@ from typing import Any
 import cupy
 import numpy
 
-from . import device, logs
+from . import logs
+from .kernel import device
 from .norm import checks
 from .norm.checks import Layout
-from .norm.plain_problems import BACKWARD, FORWARD, plain
-from .norm.plan import plan
-from .norm.problem import RowStrides, argument_order
-from .norm.steps import Plan
 from .numpy_arrays import numpy_dtype
+from .plan.plain_problems import BACKWARD, FORWARD, plain
+from .plan.plan import plan
+from .plan.problem import RowStrides, argument_order
+from .plan.steps import Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

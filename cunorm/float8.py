@@ -57,7 +57,7 @@ def layer_norm_fp8(
     Notes
     -----
     Scales and bytes of a row do not depend on other rows. FP8 Formats for Deep Learning, Micikevicius and others,
-    2022; kernels_cu/float8.cuh.
+    2022; kernels_cu/rows/float8.cuh.
 
     Examples
     --------

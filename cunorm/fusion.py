@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .expression import substitute, trace
-from .expression_grammar import parse
-from .expression_value import Expression
+from .expression.grammar import parse
+from .expression.value import Expression
 from .families import fused_of
 from .norm import checks
 from .norm.float8 import Float8Store, store_of

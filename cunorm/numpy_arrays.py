@@ -10,7 +10,7 @@ import numpy
 
 from .norm import checks
 from .norm.checks import Layout
-from .norm.problem import FLOAT8
+from .plan.problem import FLOAT8
 
 
 def forward(

@@ -15,12 +15,12 @@ from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from .expression import gradients, silu, substitute, trace, where
-from .expression_grammar import parse
-from .expression_value import FUNCTIONS, Expression
+from .expression.grammar import parse
+from .expression.value import FUNCTIONS, Expression
 
 
 class Norm(NamedTuple):
-    """What plans know of a norm; kernels_cu/statistics.cuh has its arithmetic."""
+    """What plans know of a norm; kernels_cu/norms/statistics.cuh has its arithmetic."""
 
     policy: str  # its struct there
     subtracts_mean: bool

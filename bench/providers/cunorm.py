@@ -34,9 +34,9 @@ class Cunorm(Provider):
 
         What is planned otherwise, or rejected, is compiled or reported by the call.
         """
-        from cunorm import compile, device
-        from cunorm.norm.plain_problems import whole
-        from cunorm.norm.plan import plan
+        from cunorm.kernel import compile, device
+        from cunorm.plan.plain_problems import whole
+        from cunorm.plan.plan import plan
 
         properties, specs = device.current(0), {}
         for case in cases:

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from .. import compile, source
-from ..compile import Resources
-from ..norm.shared_memory import SHARED_LIMIT, shared_memory
-from ..norm.spec import KernelSpec
+from ..kernel import compile, source
+from ..kernel.compile import Resources
+from ..plan.shared_memory import SHARED_LIMIT, shared_memory
+from ..plan.spec import KernelSpec
 from .cache import RESULTS_FILE
 
 CompileOne = Callable[[KernelSpec, int], Resources]

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from itertools import product
 from time import perf_counter
 
-from .. import compile, device, source
+from ..kernel import compile, device, source
 from ..linear import float8_plan
 from ..norm.checks import must_be_a_dtype
-from ..norm.plain_problems import whole
-from ..norm.plan import plan
-from ..norm.problem import ITEMSIZE, Problem
-from ..norm.steps import Plan
+from ..plan.plain_problems import whole
+from ..plan.plan import plan
+from ..plan.problem import ITEMSIZE, Problem
+from ..plan.steps import Plan
 from . import matrix
 from .compilation import Compiled, compile_all, compiler
 from .info import why_no_compiler, why_no_gpu

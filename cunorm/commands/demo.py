@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from .. import device, layer_norm_backward, layer_norm_forward
-from ..norm.plain_problems import whole
-from ..norm.plan import plan
-from ..norm.problem import Problem
+from .. import layer_norm_backward, layer_norm_forward
+from ..kernel import device
+from ..plan.plain_problems import whole
+from ..plan.plan import plan
+from ..plan.problem import Problem
 from . import float8_demo, ranks_demo
 from .info import why_no_gpu
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy
 
-from .. import device, layer_norm_forward, layer_norm_fp8
+from .. import layer_norm_forward, layer_norm_fp8
+from ..kernel import device
 from ..norm.float8 import NAMES
-from ..norm.plain_problems import float8_problem
-from ..norm.plan import plan
+from ..plan.plain_problems import float8_problem
+from ..plan.plan import plan
 
 NAME = NAMES["e4m3"]
 

@@ -11,8 +11,8 @@ from importlib import import_module, metadata
 from typing import Any
 
 from .. import __version__, private
-from ..compile import cache_directory
-from ..device import INSTALL
+from ..kernel.compile import cache_directory
+from ..kernel.device import INSTALL
 from .cache import kernel_files
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")

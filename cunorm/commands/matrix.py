@@ -13,15 +13,16 @@ from dataclasses import replace
 from itertools import compress, product
 from typing import Any
 
-from ..device import Device
 from ..expression import trace
+from ..kernel.device import Device
 from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
-from ..norm.backward_plan import one_kernel_differentiates_twice
-from ..norm.forward_twice import holds_twice
-from ..norm.plain_problems import float8_problem, plain, whole
-from ..norm.plan import plan
-from ..norm.problem import (
+from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once
+from ..plan.backward_plan import one_kernel_differentiates_twice
+from ..plan.forward_twice import holds_twice
+from ..plan.plain_problems import float8_problem, plain, whole
+from ..plan.plan import plan
+from ..plan.problem import (
     FLOAT8,
     ITEMSIZE,
     SCALES,
@@ -32,10 +33,9 @@ from ..norm.problem import (
     backward_twice_problem,
     forward_problem,
 )
-from ..norm.registers import RESIDENT
-from ..norm.spec import KernelSpec
-from ..norm.tiers import TABLES, Tier, choose
-from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once
+from ..plan.registers import RESIDENT
+from ..plan.spec import KernelSpec
+from ..plan.tiers import TABLES, Tier, choose
 
 OPS = ("layer_norm", "rms_norm")
 KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
@@ -43,7 +43,7 @@ KINDS_OF_FUSIONS |= {SEED: "seed", "dropped": "scalar", "factor": "scalar"}
 GROUPED_ROWS = ((2**16, Groups(2**12, 2**4)), (64, Groups(16, 4)))
 ROWS = 2**24  # of more rows kernels do not depend on how many
 FEW_ROWS = (16384, 2000, 60, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
-MIDDLING_ROWS = 300  # backward by CTAs of 256 threads (norm/few_rows.py)
+MIDDLING_ROWS = 300  # backward by CTAs of 256 threads (plan/few_rows.py)
 # Every number up to a few for each SM, then by steps: who meets a call of any size has all its kernels.
 NUMBERS_OF_ROWS = sorted({*range(1, 600), *(int(2 ** (eighths / 8)) for eighths in range(72, 200))})
 LEVELS = 7  # a prime, and no factor has more values

@@ -66,7 +66,7 @@ def layer_norm_linear(
     On a GPU z is rounded to the dtype of x, and the product adds in float32 (float64 for float64). Products of float32
     are TF32 where CuPy is set so (CUPY_TF32=1, or cupy._core.set_compute_type), and not by default. cuBLASLt adds bias
     in its epilogue where nvmath-python is installed (`pip install nvmath-python`); else gemmEx adds to it. On the
-    host everything is float64 with one rounding at the end. cunorm/linear/gemm.py, kernels_cu/norm_forward.cu.
+    host everything is float64 with one rounding at the end. cunorm/linear/gemm.py, kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------

@@ -7,11 +7,11 @@ from typing import Any
 import cupy
 
 from .. import cupy_arrays as gpu
-from .. import device, launch
 from ..cupy_recipes import layout
+from ..kernel import device, launch
 from ..norm import checks
-from ..norm.plain_problems import plain
-from ..norm.plan import plan
+from ..plan.plain_problems import plain
+from ..plan.plan import plan
 from . import gemm
 from . import problem as linear_problem
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy
 
 from ..norm import float8_numpy
-from ..norm.problem import E4M3
 from ..numpy_arrays import layout, numpy_dtype, rounded
+from ..plan.problem import E4M3
 from . import problem
 
 

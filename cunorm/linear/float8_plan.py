@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..device import Device
-from ..norm.problem import ITEMSIZE
-from ..norm.shapes import ceil_div
-from ..norm.shared_memory import ctas_that_fit
-from ..norm.spec import WARP, OtherSpec, RowShape
-from ..norm.steps import GRID_LIMIT, WORKSPACE, Pointer, Step
+from ..kernel.device import Device
 from ..operation import Operation
+from ..plan.problem import ITEMSIZE
+from ..plan.shapes import ceil_div
+from ..plan.shared_memory import ctas_that_fit
+from ..plan.spec import WARP, OtherSpec, RowShape
+from ..plan.steps import GRID_LIMIT, WORKSPACE, Pointer, Step
 from .float8_spec import (
     COLUMN_THREADS,
     PRODUCT_THREADS,

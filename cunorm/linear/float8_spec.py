@@ -1,20 +1,20 @@
 """The kernels that make operands of products in 8 bits: what changes their text, and the text that calls the templates
-of kernels_cu/float8_rows.cu, float8_columns.cu and float8_product.cu."""
+of kernels_cu/linear/float8_rows.cu, float8_columns.cu and float8_product.cu."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..norm.problem import ITEMSIZE
-from ..norm.spec import MAILBOX, RUN_GAP, SHARED_ALIGNMENT, WARP, OtherSpec, RowShape
+from ..kernel.text import CPP_TYPE, Arithmetic, access, cpp, forward_struct
 from ..operation import NORMS, Operation
-from ..operation_text import CPP_TYPE, Arithmetic, access, cpp, forward_struct
+from ..plan.problem import ITEMSIZE
+from ..plan.spec import MAILBOX, RUN_GAP, SHARED_ALIGNMENT, WARP, OtherSpec, RowShape
 
 STREAMED_THREADS = 512
 COLUMN_THREADS = 256  # of a CTA of column_totals
 REDUCE_LANES, REDUCE_SETS = 8, 32
 REDUCE_COLUMNS = 4 * REDUCE_LANES  # of a CTA
-TILE_ROWS = 128  # kernels_cu/float8_columns.cu
+TILE_ROWS = 128  # kernels_cu/linear/float8_columns.cu
 TILE_WARPS = 8
 PADDING = 16  # columns of a product come in multiples of it
 PRODUCT_THREADS = 128
@@ -53,7 +53,7 @@ class CastRows(OtherSpec):
     maxima: bool
     ctas_per_sm: int = 1
 
-    file = "float8_rows.cu"
+    file = "linear/float8_rows.cu"
 
     @property
     def kernel(self) -> str:  # type: ignore[override]
@@ -141,7 +141,7 @@ class ColumnTotals(OtherSpec):
     maxima: bool
 
     kernel = "column_totals"
-    file = "float8_rows.cu"
+    file = "linear/float8_rows.cu"
 
     def __str__(self) -> str:
         return f"{self.kernel} of {self.dtype}"
@@ -172,7 +172,7 @@ class ReduceColumns(OtherSpec):
     maxima: bool
 
     kernel = "reduce_columns"
-    file = "float8_rows.cu"
+    file = "linear/float8_rows.cu"
 
     def __str__(self) -> str:
         return f"{self.kernel} of {self.dtype}, sums in {self.sum_dtype}"
@@ -218,7 +218,7 @@ class CastColumns(OtherSpec):
     ctas_per_sm: int = 1
 
     kernel = "cast_columns"
-    file = "float8_columns.cu"
+    file = "linear/float8_columns.cu"
 
     def __str__(self) -> str:
         of = f", {self.operation.norm}" if self.operation else ""
@@ -299,7 +299,7 @@ class ScaleProduct(OtherSpec):
     columns_aligned: bool
 
     kernel = "scale_product"
-    file = "float8_product.cu"
+    file = "linear/float8_product.cu"
 
     def __str__(self) -> str:
         return f"{self.kernel} of {self.dtype} to {self.y}"

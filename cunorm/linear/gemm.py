@@ -20,7 +20,7 @@ import cupy
 import numpy
 
 from .. import logs, private
-from ..device import INSTALL_LINEAR
+from ..kernel.device import INSTALL_LINEAR
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may take: what NVIDIA recommends for sm_90
 KINDS = 4096  # kept at most, by each thread

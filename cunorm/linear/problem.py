@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ..norm.checks import Layout
-from ..norm.problem import ITEMSIZE
+from ..plan.problem import ITEMSIZE
 
 OPS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
 MATRICES = {

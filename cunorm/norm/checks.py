@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .problem import ITEMSIZE, RowStrides
+from ..plan.problem import ITEMSIZE, RowStrides
 
 
 class Layout(NamedTuple):

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..operation import NORMS, Operation
+from ..plan.problem import BLOCK, FLOAT8, SCALES
 from . import checks
 from .checks import Layout
-from .problem import BLOCK, FLOAT8, SCALES
 
 NAMES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
-MOST_MULTIPLIER = 2.0**100  # kernels_cu/float8.cuh: beyond it a row counts as too small
+MOST_MULTIPLIER = 2.0**100  # kernels_cu/rows/float8.cuh: beyond it a row counts as too small
 
 
 class Float8Store(NamedTuple):

@@ -10,16 +10,17 @@ from typing import Any
 import cupy
 import numpy
 
-from .. import device, launch, logs
+from .. import logs
 from ..cupy_arrays import copied
 from ..cupy_recipes import aligned, check_addresses, contiguous, kind_of, layout
+from ..kernel import device, launch
 from ..numpy_arrays import numpy_dtype
+from ..plan.plain_problems import FORWARD8, float8_problem
+from ..plan.plan import plan
+from ..plan.problem import FLOAT8, RowStrides, argument_order
+from ..plan.steps import Plan
 from ..recipes import Recipes
 from . import checks, float8
-from .plain_problems import FORWARD8, float8_problem
-from .plan import plan
-from .problem import FLOAT8, RowStrides, argument_order
-from .steps import Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The norms with y in 8 bits on NumPy arrays: y in float32, rounded once, then what kernels_cu/float8.cuh does."""
+"""The norms with y in 8 bits on NumPy arrays: y in float32, rounded once, then what kernels_cu/rows/float8.cuh does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 
 from .. import numpy_arrays
+from ..plan.problem import BLOCK, FLOAT8
 from . import float8
-from .problem import BLOCK, FLOAT8
 
 
 def forward(

@@ -14,8 +14,8 @@ import numbers
 from collections.abc import Collection, Iterable, Mapping
 
 from ..operation import NORMS, SEED, Operation, derivative
+from ..plan.problem import MOST_GROUPS, Groups, compute_dtype
 from .checks import Layout, as_float, check_dtype, check_same_device
-from .problem import MOST_GROUPS, Groups, compute_dtype
 
 Given = Layout | float
 Kinds = tuple[tuple[str, str], ...]

@@ -10,10 +10,12 @@ from typing import Any
 import cupy
 import numpy
 
-from .. import device, launch
 from ..cupy_recipes import check_addresses, layout
+from ..kernel import device, launch
 from ..numpy_arrays import numpy_dtype
 from ..operation import NORMS, Operation
+from ..plan.problem import FLOAT8
+from ..plan.steps import Plan
 from ..recipes import Recipes
 from . import checks, fused
 from .float8 import Float8Store, scale_of
@@ -25,8 +27,6 @@ from .fused_recipe import (
     one_kernel_norms_twice,
     scalars_of,
 )
-from .problem import FLOAT8
-from .steps import Plan
 
 _recipes: Recipes[Recipe] = Recipes()
 

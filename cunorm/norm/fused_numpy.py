@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy
 
-from ..expression_texts import evaluate
-from ..expression_value import Expression
+from ..expression.texts import evaluate
+from ..expression.value import Expression
 from ..numpy_arrays import layout, numpy_dtype, rounded, sum_of_rows
 from ..operation import NORMS, SEED, Operation, derivative
+from ..plan.problem import compute_dtype
 from . import checks, fused
 from .float8 import Float8Store, check_rows, scale_of, scales_shape
 from .float8_numpy import quantise
 from .philox import uniform
-from .problem import compute_dtype
 
 
 def forward(

@@ -11,15 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import logs
-from ..device import Device
+from ..kernel.device import Device
 from ..operation import Operation
-from . import checks, fused
-from .backward_plan import one_kernel_differentiates_twice
-from .checks import Layout
-from .float8 import Float8Store, check_rows, scales_shape
-from .forward_twice import holds_twice
-from .plan import plan
-from .problem import (
+from ..plan.backward_plan import one_kernel_differentiates_twice
+from ..plan.forward_twice import holds_twice
+from ..plan.plan import plan
+from ..plan.problem import (
     ITEMSIZE,
     SCALES,
     Groups,
@@ -29,7 +26,10 @@ from .problem import (
     compute_dtype,
     forward_problem,
 )
-from .steps import Plan
+from ..plan.steps import Plan
+from . import checks, fused
+from .checks import Layout
+from .float8 import Float8Store, check_rows, scales_shape
 
 # Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.
 Memory = tuple[str, tuple[int, ...], Any]

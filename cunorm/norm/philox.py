@@ -1,4 +1,4 @@
-"""Uniform random numbers of a seed, a row and a column, as kernels make them (kernels_cu/philox.cuh): to the bit.
+"""Uniform random numbers of a seed, a row and a column, as kernels make them (kernels_cu/rows/philox.cuh): to the bit.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw, Parallel random numbers: as easy as 1, 2, 3, 2011). A draw is of eight
 neighbouring columns, 16 bits for each: numbers are multiples of 2^-16, from 0 up to 1.

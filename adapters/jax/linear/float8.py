@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ...norm import float8 as scales
-from ...norm.problem import E4M3, FLOAT8
+from ...plan.problem import E4M3, FLOAT8
 from ..norm import float8
 from ..norm.formulas import Arrays, Task
 

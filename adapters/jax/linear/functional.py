@@ -98,7 +98,7 @@ def layer_norm_linear(
     Rows may be split over devices, and kernel along `out`: no communication forward, unless both are over one axis
     (sequence parallelism), where z is gathered, and once more in the backward pass. Of a kernel that is split along
     `in` XLA gathers the parts or sums over them; over explicit axes of a mesh JAX refuses it.
-    kernels_cu/norm_forward.cu.
+    kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------

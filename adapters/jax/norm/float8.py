@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from ...norm import float8
 from ...norm.checks import Layout
-from ...norm.problem import BLOCK, FLOAT8, SCALES
 from ...operation import SEED
+from ...plan.problem import BLOCK, FLOAT8, SCALES
 from ..private import ad, batching
 from . import formulas, functional, primitives, sharding
 from .formulas import Arrays, Names, Task
@@ -146,7 +146,7 @@ batching.primitive_batchers[float8_p] = _batch
 
 
 def quantise(y: jax.Array, granularity: str | int, name: str, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What kernels_cu/float8.cuh does, of float32 rows, y[rows, cols]."""
+    """What kernels_cu/rows/float8.cuh does, of float32 rows, y[rows, cols]."""
     cols = y.shape[1]
     if scale is not None:
         return _rounded(y * (1 / scale), name), scale

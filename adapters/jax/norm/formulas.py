@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...expression_texts import evaluate
-from ...expression_value import Expression
-from ...norm.problem import Groups, Problem, backward_problem, compute_dtype, forward_problem
+from ...expression.texts import evaluate
+from ...expression.value import Expression
 from ...operation import NORMS, SEED, Derivative, Norm, Operation, derivative
+from ...plan.problem import Groups, Problem, backward_problem, compute_dtype, forward_problem
 from .philox import uniform
 
 Arrays = Mapping[str, jax.Array]
@@ -65,7 +65,7 @@ class Task:
         return compute_dtype(self.row_dtype)
 
     def kind(self, name: str) -> str:
-        """How an array lies beside x, in the words of norm/problem.py; a gradient as what it is the gradient of."""
+        """How an array lies beside x, in the words of plan/problem.py; a gradient as what it is the gradient of."""
         if name == SEED:
             return SEED
         if name in FULL or name in PER_ROW:

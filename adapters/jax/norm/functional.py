@@ -65,7 +65,7 @@ def layer_norm(
     -----
     On NVIDIA GPUs cunorm's kernels, elsewhere jax.numpy, as is decided when a program is lowered. Arithmetic in float32
     (float64 for float64 x) with one rounding at the end. Ba, Kiros, Hinton, Layer Normalization, 2016;
-    kernels_cu/norm_forward.cu.
+    kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def rms_norm(
     """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
 
     Parameters, results and errors as in `layer_norm`. Zhang, Sennrich, Root Mean Square Layer Normalization, 2019;
-    kernels_cu/norm_forward.cu.
+    kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------

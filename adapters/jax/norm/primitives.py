@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ...norm import fused
-from ...norm.problem import MOST_GROUPS
 from ...operation import SEED
+from ...plan.problem import MOST_GROUPS
 from ..private import Primitive, ad, batching, has_primitives, jaxpr_as_fun, mlir
 from . import formulas, sharding
 from .formulas import DOT, Arrays, Names, Task

@@ -16,11 +16,11 @@ import numpy
 
 import jax
 
-from ... import compile, launch, source
-from ...device import of_memory
+from ...kernel import compile, launch, source
+from ...kernel.device import of_memory
 from ...norm.checks import check_sm_margin
-from ...norm.plan import plan
-from ...norm.steps import WORKSPACE, Plan, Step
+from ...plan.plan import plan
+from ...plan.steps import WORKSPACE, Plan, Step
 from ..norm.formulas import Names, Task
 from ..private import PTX_TARGET, Primitive, ShapedArray, buffer_callback, jaxpr_as_fun, mlir
 from . import target as choice

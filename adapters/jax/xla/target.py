@@ -13,9 +13,10 @@ import numpy
 
 import jax
 
-from ... import compile, logs
-from ... import device as devices
-from ...device import Device
+from ... import logs
+from ...kernel import compile
+from ...kernel import device as devices
+from ...kernel.device import Device
 from ..private import PTX_TARGET
 
 CALL_VARIABLE = "CUNORM_XLA_CALL"

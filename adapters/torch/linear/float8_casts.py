@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ...norm.float8 import NAMES
-from ...norm.problem import FLOAT8
+from ...plan.problem import FLOAT8
 from ..norm import formulas
 from ..norm.float8 import bound, power_of_2, rounded, scaling
 from . import float8_launching

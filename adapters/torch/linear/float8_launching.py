@@ -1,4 +1,4 @@
-"""Operands of products in 8 bits, made of CUDA tensors by one kernel each (kernels_cu/float8_rows.cu,
+"""Operands of products in 8 bits, made of CUDA tensors by one kernel each (kernels_cu/linear/float8_rows.cu,
 float8_columns.cu, float8_product.cu), on torch's current stream.
 
 What follows from layouts and options alone is worked out once and kept, as in cunorm/torch/norm/launching.py.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import launch
+from ...kernel import launch
 from ...linear.float8_plan import (
     CastPlan,
     ColumnsProblem,
@@ -26,8 +26,8 @@ from ...linear.float8_plan import (
 )
 from ...linear.float8_spec import padded
 from ...norm.float8 import NAMES
-from ...norm.problem import ITEMSIZE
 from ...operation import NAMED
+from ...plan.problem import ITEMSIZE
 from ..norm import checks, gpu, launching
 
 FORMATS = {name: getattr(torch, full) for name, full in NAMES.items()}

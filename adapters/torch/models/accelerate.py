@@ -21,14 +21,14 @@ from .rewrite import SUM_AFTER, SUM_FIRST
 
 # Elements of x below which a step waits for the host. On an H200, LayerNorm, forward and backward: by Python's nodes
 # the host pays 40 us more for ours than for torch's; the kernels take 18 us less at 3 M elements, 50 to 70 at 4 to 8 M,
-# 100 at 16 M. By nodes in C++ it pays the same, and a step of fewer elements gains nothing (bench/NOTES.md).
+# 100 at 16 M. By nodes in C++ it pays the same, and a step of fewer elements gains nothing (docs/tuning.md).
 HOST_BOUND_BELOW = 8 << 20
 # Elements from which a join was measured to gain: 0.80 to 0.85 forward and 0.66 to 0.71 backward of the two calls. At
-# 8 M elements a step of Llama gained nothing, at 3 M one of GPT-2 lost 350 us of the host for each (bench/NOTES.md).
+# 8 M elements a step of Llama gained nothing, at 3 M one of GPT-2 lost 350 us of the host for each (docs/tuning.md).
 JOINED_FROM = 64 << 20
 # A norm with its modulation is four operators, with a gated sum six. With fewer elements the host pays more for ours by
 # Python's nodes: a step of DiT, 5 M elements, 38.3 ms with torch's norms and 40.7 joined. By nodes in C++ it pays less:
-# 0.97 and 0.98 of torch's step on two machines (bench/NOTES.md).
+# 0.97 and 0.98 of torch's step on two machines (docs/tuning.md).
 MODULATED_FROM = HOST_BOUND_BELOW
 FEW = "too few elements to gain by it"
 # Elements from which compiled code has our kernel for the backward pass of a norm, and torch's operators for its

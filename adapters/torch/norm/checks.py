@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...norm import checks as core
 from ...norm.checks import Layout
-from ...norm.problem import ITEMSIZE
 from ...operation import NAMED, name_of
+from ...plan.problem import ITEMSIZE
 
 SM_MARGINS = ("forward", "backward", "inference")
 

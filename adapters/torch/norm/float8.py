@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ... import launch, logs
+from ... import logs
+from ...kernel import launch
 from ...norm import checks as core
 from ...norm import float8
-from ...norm.plain_problems import FORWARD8, float8_problem
-from ...norm.plan import plan
-from ...norm.problem import BLOCK, FLOAT8, argument_order
-from ...norm.steps import Plan
 from ...operation import name_of
+from ...plan.plain_problems import FORWARD8, float8_problem
+from ...plan.plan import plan
+from ...plan.problem import BLOCK, FLOAT8, argument_order
+from ...plan.steps import Plan
 from . import arrays, checks, formulas, functional, gpu, launching, operators
 
 
@@ -239,7 +240,7 @@ def _recipe(options, x, weight, bias, aligned) -> Recipe:
 
 
 def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What kernels_cu/float8.cuh does, of float32 rows, y[rows, cols]; traceable."""
+    """What kernels_cu/rows/float8.cuh does, of float32 rows, y[rows, cols]; traceable."""
     if scales is not None:
         return rounded(y * scales.reciprocal(), name), scales
     rows, cols = y.shape
@@ -251,7 +252,7 @@ def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None
 
 
 def scaling(amax: Tensor, name: str, power_2: bool = False) -> tuple[Tensor, Tensor]:
-    """(q, 1 / q) for numbers of which max|v| is `amax`, as kernels_cu/float8.cuh has them."""
+    """(q, 1 / q) for numbers of which max|v| is `amax`, as kernels_cu/rows/float8.cuh has them."""
     largest = FLOAT8[name]
     quotient = largest / amax
     tiny = quotient > float8.MOST_MULTIPLIER

@@ -97,7 +97,7 @@ def layer_norm(
     -----
     Arithmetic in float32 (float64 for float64 input) with one rounding at the end. For the backward pass input, mean,
     rstd and weight are kept. Tensors that are not on a CUDA device go to torch's own kernels. Ba, Kiros, Hinton,
-    Layer Normalization, 2016; kernels_cu/norm_forward.cu.
+    Layer Normalization, 2016; kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------
@@ -124,7 +124,7 @@ def rms_norm(
 
     Parameters, results and errors as in `layer_norm`; `eps=None` is the machine epsilon of the arithmetic, 2^-23 (2^-52
     for float64 input). Under autocast as this version of torch has it for torch.nn.functional.rms_norm. Zhang,
-    Sennrich, Root Mean Square Layer Normalization, 2019; kernels_cu/norm_forward.cu.
+    Sennrich, Root Mean Square Layer Normalization, 2019; kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------

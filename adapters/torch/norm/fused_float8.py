@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import launch
+from ...kernel import launch
 from ...norm import float8 as core
 from ...norm import fused
 from ...norm.checks import Layout
 from ...norm.float8 import Float8Store
 from ...norm.fused_recipe import forward_recipe, scalars_of
-from ...norm.problem import argument_order
-from ...norm.steps import Plan
 from ...operation import Operation, name_of
+from ...plan.problem import argument_order
+from ...plan.steps import Plan
 from . import checks, float8, fused_dispatch, fused_launching, fused_memory, gpu, launching, operators
 from .fused_launching import Call, Memory, call_of
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...expression_texts import evaluate
-from ...expression_value import Expression
+from ...expression.texts import evaluate
+from ...expression.value import Expression
 from ...norm.philox import uniform
-from ...norm.problem import compute_dtype
 from ...operation import NORMS, SEED, Operation, derivative
+from ...plan.problem import compute_dtype
 
 # x (..., cols); statistics as in formulas.py: (mean, rstd) or (rstd,) of every row, shape (2 or 1, ...).
 

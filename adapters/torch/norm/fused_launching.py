@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import launch
+from ...kernel import launch
 from ...norm import fused
 from ...norm.checks import Layout
 from ...norm.fused_recipe import backward_recipe, forward_recipe, scalars_of
-from ...norm.problem import argument_order, backward_reads
-from ...norm.steps import Plan
 from ...operation import NORMS, Operation, derivative
+from ...plan.problem import argument_order, backward_reads
+from ...plan.steps import Plan
 from . import checks, fused_memory, gpu, launching
 from .gpu import Memory
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...expression_grammar import parse
-from ...expression_value import Expression
+from ...expression.grammar import parse
+from ...expression.value import Expression
 from ...fusion import composed
 from ...norm import fused
-from ...norm.problem import compute_dtype
 from ...operation import NORMS, Operation
+from ...plan.problem import compute_dtype
 from ..private import is_batched, under_functorch
 from . import checks, fused_formulas, fused_launching, fused_memory, operators
 from .fused_launching import Call, call_of

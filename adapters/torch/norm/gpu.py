@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ... import device
+from ...kernel import device
 from ...norm.checks import Layout, row_strides
-from ...norm.problem import RowStrides
+from ...plan.problem import RowStrides
 from .. import private
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype

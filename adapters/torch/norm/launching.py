@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import launch, logs
+from ... import logs
+from ...kernel import launch
 from ...norm.checks import check_sm_margin
-from ...norm.plain_problems import BACKWARD, FORWARD, plain
-from ...norm.plan import plan
-from ...norm.problem import RowStrides, argument_order
-from ...norm.steps import Plan
+from ...plan.plain_problems import BACKWARD, FORWARD, plain
+from ...plan.plan import plan
+from ...plan.problem import RowStrides, argument_order
+from ...plan.steps import Plan
 from . import checks, gpu
 from .formulas import compute_dtype
 from .repeats import Alike, again, remember

@@ -1,6 +1,6 @@
 """Passes whose launches are known, described for nodes.cpp: then no Python runs in the backward pass.
 
-Of an autograd.Function's 100 us of the host, both passes, most is Python's (bench/NOTES.md). nodes.cpp is compiled once
+Of an autograd.Function's 100 us of the host, both passes, most is Python's (docs/tuning.md). nodes.cpp is compiled once
 for each version of torch and of Python, by `build`, and kept beside the kernels. Without it, or without a compiler,
 Python computes the same bits.
 """
@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import launch, logs
-from ...compile import DIGEST, cache_directory, kernel, write
-from ...norm.steps import WORKSPACE, Plan, Step
+from ... import logs
+from ...kernel import launch
+from ...kernel.compile import DIGEST, cache_directory, kernel, write
+from ...plan.steps import WORKSPACE, Plan, Step
 from .. import private
 from . import launching
 from .gpu import Memory

@@ -10,7 +10,7 @@ it: empty if not wanted. Gradients that are not wanted are empty too.
 `norm` has no kernel: wherever it is differentiated or compiled it is `Norm`, an autograd.Function around the other two,
 which therefore need no derivative of their own. One that is registered by torch.library.register_autograd runs in
 compiled code as well, where nothing is differentiated: 16 us a norm in a row, 46 with nothing in the core's caches
-(bench/NOTES.md). Nor does dynamo see the Function: it would hide the operator of an exported program in a subgraph and
+(docs/tuning.md). Nor does dynamo see the Function: it would hide the operator of an exported program in a subgraph and
 leave the program without a derivative.
 """
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import launch
+from ...kernel import launch
 from ...norm.checks import Layout
 from ...norm.fused_recipe import backward_twice_recipe, forward_recipe, one_kernel_norms_twice
-from ...norm.problem import argument_order
-from ...norm.steps import Plan
+from ...plan.problem import argument_order
+from ...plan.steps import Plan
 from . import checks, fused_launching, fused_memory, gpu, launching
 from .fused_launching import Call, Memory
 

@@ -1,0 +1,388 @@
+"""The instance of a template that a kernel is, as text: what is defined before its entry, and what the entry calls.
+
+One function for each family of kernels. Templates stand in kernels_cu/, and are told there what their arguments are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..operation import NORMS
+from ..plan.problem import BLOCK, Operand
+from ..plan.spec import BACKWARD, FewRowsSpec, NormSpec, SumSpec
+from .text import CPP_TYPE, access, backward_struct, cpp, forward_struct
+
+
+def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> tuple[str, str]:
+    """(definitions before the entry, the statements of the entry)
+
+    A launch of XLA's does not own the workspace that it reads: to XLA it is an operand, which stays as it is.
+    """
+    if isinstance(spec, SumSpec):
+        return "", _sum_partials(spec, owns_workspace)
+    before, call = _FAMILIES[spec.kernel](by_position(spec) if isinstance(spec, NormSpec) else spec)
+    if isinstance(spec, NormSpec) and spec.leaves_partial_rows:
+        call = f"  wait_for_kernel_before();\n{call}"
+    return before, call
+
+
+def by_position(spec: NormSpec) -> NormSpec:
+    """The spec with the names of its text: an operand is called operand_0, operand_1, ... there by its place in the
+    operation, and its gradient doperand_0, doperand_1, ...
+
+    Whatever a user calls an operand is thus no name of the text, and operations that differ in names share a kernel.
+    """
+    names = {name: f"operand_{place}" for place, name in enumerate(spec.operation.operands)}
+    operation = spec.operation.renamed(names)
+    names |= {f"d{name}": f"d{of_text}" for name, of_text in names.items()}
+    operands = tuple(replace(one, name=names.get(one.name, one.name)) for one in spec.operands)
+    return replace(spec, operation=operation, operands=operands)
+
+
+def row_numbers(operand: Operand) -> tuple[str, ...]:
+    """The parameters that say where the rows, or vectors, of an operand begin."""
+    return tuple(f"{operand.name}_{number}" for number in operand.row_numbers)
+
+
+def _forward(spec: NormSpec) -> tuple[str, str]:
+    operation = spec.operation
+    by_name = {one.name: one for one in spec.operands}
+    inputs = [one.name for one in spec.inputs]
+    beside = [one.name for one in spec.beside]
+    columns = [one.name for one in spec.columns if one.name in operation.epilogue.uses]
+    scalars = [one.name for one in spec.operands if one.kind == "scalar" and one.name != "eps"]
+    before = forward_struct(spec, inputs, beside, columns, scalars)
+    cache_x = STREAMED if spec.streamed_x else KEPT
+    load = f"{{{_matrices(spec, inputs)}, operation}}"
+    # Beside y8 rows of y at odd addresses go by elements: shifted those of 24577 columns spilled 28 bytes. Those of s
+    # do where lanes do not store together; where they do, by elements those of 65537 columns spilled 4.
+    by_elements = "y8" in by_name and not spec.aligned
+    s = by_name.get("s")
+    call = "\n      ".join(
+        (
+            f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.pack}, Operation, "
+            f"{_matrices_type(spec, inputs, cache_x)}>{load},",
+            f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)},",
+            f"{_columns_type(spec, columns)}{_matrices(spec, columns)},",
+            f"{_store(spec, s, STREAMED, by_elements and not spec.finds_scales) if s and s.written else 'NoStore{}'},",
+            f"{_store_y(spec, by_name, by_elements)},",
+            f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
+        )
+    )
+    norm = NORMS[operation.norm].policy
+    if spec.kernel == "forward_streamed":
+        template = f"norm_forward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
+        return before, _call(scalars, f"{template}({call}, rows, eps)")
+    if spec.kernel == "forward_spread":
+        template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, {spec.held}, Operation::Compute>"
+        return before, _call(scalars, f"{template}({call}, eps)")
+    if spec.kernel == "forward_pairs":
+        template = f"norm_forward_pairs<{norm}, {_row_shape(spec)}, Operation::Compute>"
+        return before, _call(scalars, f"{template}({call}, rows, eps)")
+    template = (
+        f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
+        f"{cpp(spec.once)}, {cpp(spec.unpacked)}, Operation::Compute>"
+    )
+    return before + _rows(spec), _call(scalars, f"{template}({call}, rows, eps)")
+
+
+def _forward_twice(spec: NormSpec) -> tuple[str, str]:
+    operation, by_name = spec.operation, {one.name: one for one in spec.operands}
+    beside = [one.name for one in spec.beside]
+    first, second = (
+        [one.name for one in spec.columns if expression and one.name in expression.uses]
+        for expression in (operation.epilogue, operation.second)
+    )
+    before = forward_struct(spec, ["x"], beside, first, [], second)
+    cache_x = STREAMED if spec.streamed_x else KEPT
+    call = ",\n      ".join(
+        (
+            f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.pack}, Operation, "
+            f"{_matrices_type(spec, ['x'], cache_x)}>{{{_matrices(spec, ['x'])}, operation}}",
+            f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)}",
+            *(f"{_columns_type(spec, names)}{_matrices(spec, names)}" for names in (first, second)),
+            *(_store(spec, by_name[name], STREAMED) for name in ("s", "y")),
+            "rstd, second_rstd, rows, eps",
+        )
+    )
+    template = (
+        f"norm_forward_twice<{NORMS[operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, "
+        f"{cpp(spec.columns_stay)}, "
+        f"{CPP_TYPE[spec.row_dtype]}, Operation::Compute>"
+    )
+    return before, _call([], f"{template}({call})")
+
+
+def _few_rows(spec: FewRowsSpec) -> tuple[str, str]:
+    """Sums over rows by the first CTAs, and what is written by rows by the others."""
+    # With 128 bytes on their way to a thread it takes 93 registers, with 64 no more than 64.
+    before, of_columns = _backward(by_position(spec.columns), "OfColumns", ahead=64)
+    first = spec.column_ctas
+    rows = by_position(spec.rows)
+    before_rows, of_rows = _backward(rows, "OfRows", f"blockIdx.x - {first}, gridDim.x - {first}")
+    return before + before_rows, f"  if (blockIdx.x < {first}) {{\n{of_columns}  }} else {{\n{of_rows}  }}\n"
+
+
+def _backward(
+    spec: NormSpec, name: str = "Operation", ctas: str = "blockIdx.x, gridDim.x", ahead: int = 128
+) -> tuple[str, str]:
+    """`name`: of the struct. `ctas`: which CTA it is, and of how many, of those that have rows. `ahead`: bytes on their
+    way to a thread of column_gradients.
+    """
+    by_name = {one.name: one for one in spec.operands}
+    matrices = [one.name for one in spec.matrices]
+    columns = [one.name for one in spec.columns]
+    scalars = [one.name for one in spec.operands if one.kind == "scalar"]
+    before, sums = backward_struct(spec, matrices, columns, scalars, name)
+    statistics = [
+        one if one in by_name else f"static_cast<const {name}::Compute*>(nullptr)" for one in ("mean", "rstd")
+    ]
+    arguments = [
+        "operation",
+        f"{_matrices_type(spec, matrices, KEPT)}{_matrices(spec, matrices)}",
+        f"{_matrices_type(spec, columns, KEPT)}{_matrices(spec, columns)}",
+    ]
+    if spec.kernel != "column_gradients":
+        lists = [spec.late_results] if spec.kernel == "backward_streamed" else [spec.early_results, spec.late_results]
+        arguments += [_list("Results", (_store(spec, one, KEPT) for one in of_list)) for of_list in lists]
+        arguments.append(_row_sums(spec))
+    if spec.kernel != "backward_streamed":
+        arguments.append(_list("Sums", (_store_sum(spec, one, by_name[one].dtype) for one in sums)))
+    if spec.kernel == "backward_streamed":
+        which_rows = ()
+    elif spec.grouped:
+        which_rows = ("RowsOfGroup{group_rows, group_inner, group_count, group_reciprocal}",)
+    else:
+        which_rows = ("AllRows{}",)
+    if spec.kernel == "column_gradients":
+        arguments.insert(0, "block" if spec.in_turns else "blockIdx.x")
+    call = ",\n      ".join((*arguments, *statistics, "rows", *which_rows))
+    norm = NORMS[spec.operation.norm].policy
+    if spec.kernel == "backward":
+        template = f"norm_backward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {name}::Compute>"
+        return before + _rows(spec), _call(scalars, f"{template}({call}, {ctas})", name)
+    if spec.kernel == "backward_streamed":
+        template = f"norm_backward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, {name}::Compute>"
+    else:
+        template = (
+            f"column_gradients<{norm}, {ahead}, {spec.cols}, {spec.shape.threads}, {spec.rows_per_cta}, "
+            f"{spec.shape.pack}, {name}::Compute>"
+        )
+    call = f"{template}({call})"
+    if spec.in_turns:
+        blocks = -(-spec.cols // (spec.shape.pack * spec.shape.threads))
+        call = f"for (int64 block = blockIdx.x; block < {blocks}; block += gridDim.x) {call}"
+    return before, _call(scalars, call, name)
+
+
+def _backward_twice(spec: NormSpec) -> tuple[str, str]:
+    by_name = {one.name: one for one in spec.operands}
+    of_x, of_s = spec.operation.halves
+    # What the gradient of s, which is the residual's, is to the one, the gradient of y is to the other; its statistics
+    # are called rstd in both.
+    t, rstd = next(one for one in spec.results if one.name != "dx"), by_name["rstd"]
+    second_weight, weight = ({name for name in half.operands if name in by_name} for half in (of_s, of_x))
+    halves = {
+        "OfS": (
+            of_s,
+            [*(by_name[name] for name in ("dy", "ds", "s") if name in by_name), rstd, replace(t, name="dx")],
+            second_weight,
+        ),
+        "OfX": (of_x, [replace(t, name="dy", written=False), by_name["x"], rstd, by_name["dx"]], weight),
+    }
+    before, matrices, columns, sums = "", [], [], []
+    for name, (operation, operands, of_columns) in halves.items():
+        gradients = [by_name[f"d{one}"] for one in sorted(of_columns) if f"d{one}" in by_name]
+        operands = (*operands, *(by_name[one] for one in sorted(of_columns)), *gradients)
+        half = replace(spec, kernel="backward", operation=operation, operands=operands)
+        own = [one.name for one in half.matrices]
+        text, of_half = backward_struct(half, own, [one.name for one in half.columns], [], name)
+        before += text
+        names = [one for one in own if name == "OfS" or one == "x"]  # t waits in registers
+        matrices.append(f"{_matrices_type(spec, names, KEPT)}{_matrices(spec, names)}")
+        names = [one.name for one in half.columns]
+        columns.append(f"{_matrices_type(spec, names, KEPT)}{_matrices(spec, names)}")
+        sums.append(_list("Sums", (_store_sum(spec, one, by_name[one].dtype) for one in of_half)))
+    results = [_store(spec, one, KEPT) for one in (t, by_name["dx"])]
+    call = ",\n      ".join(("OfS{}, OfX{}", *matrices, *columns, *results, *sums, "second_rstd, rstd, rows"))
+    template = (
+        f"norm_backward_twice<{NORMS[spec.operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, "
+        f"{CPP_TYPE[t.dtype]}, {CPP_TYPE[spec.compute]}>"
+    )
+    return before + _rows(spec), f"  {template}({call});\n"
+
+
+def _call(scalars: Iterable[str], call: str, name: str = "Operation") -> str:
+    return f"  const {name} operation{{{', '.join(scalars)}}};\n  {call};\n"
+
+
+# In L1, or past it. What is written forward goes past it, which leaves it to weight and bias:
+# H100, 64 M elements, us, by L1: 4096 cols 92.9 and 94.1, 8192 92.5 and 93.3, 98304 97.7 and 102, 131072 96.6 and 101;
+# dx so written gains nothing.
+KEPT, STREAMED = "Cache::kKept", "Cache::kStreamed"
+
+
+def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
+    by_name = {one.name: one for one in spec.operands}
+    loads = (_rows_type("Load", spec, by_name[name], cache if by_name[name].kind == "full" else KEPT) for name in names)
+    return f"Matrices<{', '.join(loads)}>"
+
+
+def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
+    """Of what the epilogue of a forward pass takes for all rows."""
+    if spec.columns_aligned:
+        return _matrices_type(spec, names, KEPT)
+    by_name = {one.name: one for one in spec.operands}
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}"
+    starts = {name: ", GroupStarts" if by_name[name].kind == "group" else "" for name in names}
+    loads = (f"LoadElements<{CPP_TYPE[by_name[name].dtype]}, {layout}{starts[name]}>" for name in names)
+    return f"Matrices<{', '.join(loads)}>"
+
+
+def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
+    """LoadRows or StoreRows; the latter may store by elements."""
+    if operand.kind == "seed":
+        return f"RandomRows<{spec.shape.pack}>"
+    if operand.kind == "per_row":
+        return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.pack}, {cpp(operand.inner > 0)}>"
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {access(spec.has_vectors(operand), spec.has_whole_packs)}"
+    options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
+    if operand.kind == "group" and not _of_one_group(spec):
+        options = ", false, GroupStarts"
+    return f"{use}Rows<{CPP_TYPE[operand.dtype]}, {layout}, {cache}{options}>"
+
+
+def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
+    """The initialiser of such a list."""
+    by_name = {one.name: one for one in spec.operands}
+    text = "{}"
+    for name in reversed(list(names)):
+        start, starts = name, row_numbers(by_name[name]) or ("0",)
+        if by_name[name].kind == "seed":
+            start, starts = f"{name}[0]", (f"{name}[1]",)
+        if by_name[name].kind == "per_row":
+            starts = (f"{{{', '.join(starts)}}}", "rows")
+        if by_name[name].kind == "group":
+            if _of_one_group(spec):
+                start, starts = f"{name} + blockIdx.z * {name}_stride", ("0",)
+            else:
+                starts = (*starts, "group_count", "group_reciprocal", "group_period_reciprocal")
+        text = f"{{{{{', '.join((start, *starts))}}}, {text}}}"
+    return text
+
+
+def _of_one_group(spec: NormSpec) -> bool:
+    """Whether a CTA has rows of one group alone, whose vectors it reads once."""
+    return spec.kernel in BACKWARD
+
+
+def _list(template: str, stores: Iterable[str]) -> str:
+    """Results or Sums of stores, each written as `Type{...}`."""
+    stores = list(stores)
+    text = "{}"
+    for store in reversed(stores):
+        text = f"{{{store}, {text}}}"
+    return f"{template}<{', '.join(store.partition('{')[0] for store in stores)}>{text}"
+
+
+def _row_sums(spec: NormSpec) -> str:
+    types = ", ".join(CPP_TYPE[one.dtype] for one in spec.row_sums)
+    text = "{}"
+    for one in reversed(spec.row_sums):
+        text = f"{{{one.name}, {text}}}"
+    return f"RowSums<{types}>{text}"
+
+
+def _store(spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
+    arguments = ", ".join((operand.name, *row_numbers(operand)))
+    return f"{_rows_type('Store', spec, operand, cache, by_elements)}{{{arguments}}}"
+
+
+def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], by_elements: bool) -> str:
+    """Where y goes: to y, or to y8 with its scales, and to y as well if it is wanted."""
+    wide = _store(spec, by_name["y"], STREAMED, by_elements) if "y" in by_name else "NoStore{}"
+    if "y8" not in by_name:
+        return wide
+    narrow, scales = _store(spec, by_name["y8"], STREAMED), by_name["y8_scale"]
+    types = f"{narrow.partition('{')[0]}, {wide.partition('{')[0]}"
+    if scales.kind == "one":
+        return f"StoreByTensor<{types}>{{{narrow}, {wide}, 1 / *y8_scale}}"
+    block, blocks = (0, 1) if scales.kind == "per_row" else (BLOCK, scales.size(1, spec.cols))
+    return f"StoreScaled<{CPP_TYPE[by_name['y8'].dtype]}, {types}, {block}, {blocks}>{{{narrow}, {wide}, y8_scale}}"
+
+
+def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
+    """Where the sum of a gradient goes: to dweight itself, or to a partial row."""
+    if spec.final:
+        to = f"{name} + blockIdx.z * int64{{{spec.cols}}}" if spec.grouped else name
+        stored = access(spec.columns_aligned, spec.cols % spec.shape.pack == 0)
+        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {stored}>{{{to}}}"
+    to = name
+    if spec.grouped:
+        of_group = "gridDim.y" if spec.kernel == "column_gradients" else f"gridDim.x / {spec.cluster}"
+        to += f" + blockIdx.z * ({of_group}) * {_partial_stride(spec.shape.pack, str(spec.cols))}"
+    return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.pack}, {spec.cols}>{{{to}}}"
+
+
+def _partial_stride(pack: int, cols: str) -> str:
+    return f"PartialRow<{pack}>{{{cols}}}.stride()"
+
+
+def _row_shape(spec: NormSpec) -> str:
+    shape = spec.shape
+    return f"RowShape<{spec.cols}, {shape.pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
+
+
+def _step_shape(spec: NormSpec) -> str:
+    shape = spec.shape
+    return f"RowShape<{shape.pack * shape.threads}, {shape.pack}, {shape.threads}, 1, 1>"
+
+
+def _rows(spec: NormSpec) -> str:
+    """Where rows wait (rows.cuh)."""
+    shape, when = _row_shape(spec), f"{cpp(spec.ask_early)}, {cpp(spec.rows_stay)}"
+    kind = (
+        f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {when}, Load>"
+        if spec.stages
+        else f"RegisterRows<{shape}, Load>"
+    )
+    return f"template <class Load>\nusing Rows = {kind};\n"
+
+
+def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
+    """blockIdx.y and .z say of which gradient and group of rows a block of columns is, or its number among all does."""
+    block, which, group = "blockIdx.x", "blockIdx.y", "blockIdx.z"
+    if spec.in_turns:
+        block, which, group = "task % blocks", f"task / blocks % {spec.count}", f"task / (blocks * {spec.count})"
+    of_this = {
+        name: "".join(f"{which} == {i} ? {name}{i} : " for i in range(spec.count - 1)) + f"{name}{spec.count - 1}"
+        for name in ("partials", "sum")
+    }
+    if spec.grouped:
+        of_group = f"{group} * groups * {_partial_stride(spec.pack, 'cols')}"
+        of_this["partials"] = f"({of_this['partials']}) + {of_group}"
+        of_this["sum"] = f"({of_this['sum']}) + {group} * cols"
+    template = (
+        f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}, {cpp(owns_workspace)}, {cpp(spec.next_begins)}>"
+    )
+    call = f"  {template}({block}, {of_this['partials']}, {of_this['sum']}, groups, cols);\n"
+    if not spec.in_turns:
+        return call
+    # Sums of the next block go where those of this one are, once all have read them.
+    return f"  for (int64 task = blockIdx.x; task < tasks; task += gridDim.x) {{\n{call}  __syncthreads();\n  }}\n"
+
+
+_FAMILIES: dict[str, Callable[[Any], tuple[str, str]]] = {
+    "forward": _forward,
+    "forward_pairs": _forward,
+    "forward_spread": _forward,
+    "forward_streamed": _forward,
+    "forward_twice": _forward_twice,
+    "backward": _backward,
+    "backward_few": _few_rows,
+    "backward_twice": _backward_twice,
+    "backward_streamed": _backward,
+    "column_gradients": _backward,
+}

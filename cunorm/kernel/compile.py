@@ -1,0 +1,285 @@
+"""From a kernel's text to the kernel: NVRTC, for this GPU or for any, and the kernels that are kept on disk.
+
+What a call needs on a GPU and what `python -m cunorm compile --all` makes without one is named by one function,
+`kernel_file`: a container that was filled on a machine without a GPU compiles nothing when it runs. CuPy's own cache
+would not do: private functions that ask for a GPU make its key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache, lru_cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from .. import logs, private
+from ..plan.shared_memory import RESERVED, launch_shared
+from ..plan.spec import KernelSpec, NormSpec, SumSpec
+from . import device
+from .source import Baked, entry_name, source
+
+OPTIONS = ("--std=c++17", "-fmad=false")  # numbers.cuh says why
+AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
+# Without the declarations of textures, launches from a kernel and the like: the same code, 15 ms earlier of 130 to 400.
+MINIMAL, KNOWS_MINIMAL = "--minimal", (12, 4)
+DIGEST = hashlib.sha256().digest_size
+
+
+class CompileError(RuntimeError):
+    """NVRTC rejected a kernel. The message holds its log: a bug in cunorm, or an NVRTC that is too old."""
+
+
+class Resources(NamedTuple):
+    """What ptxas says that a kernel uses: registers a thread, and bytes."""
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+
+
+_kernels: dict[tuple[KernelSpec, int], Future] = {}
+_lock = threading.Lock()
+
+
+def kernel(spec: KernelSpec, device_id: int) -> Any:
+    """The compiled kernel, a callable `(grid, block, args)` (cupy.cuda.Function). Device `device_id` must be current.
+
+    Threads may call at once: one of them compiles, the others wait for it.
+    """
+    key = (spec, device_id)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key)
+            mine = found is None
+            if found is None:
+                found = _kernels[key] = Future()
+        if mine:
+            try:
+                found.set_result(_load(spec, device_id))
+            except BaseException as error:
+                del _kernels[key]
+                found.set_exception(error)
+    return found.result()
+
+
+def _load(spec: KernelSpec, device_id: int) -> Any:
+    import cupy
+
+    driver = cupy.cuda.driver
+    module = cupy.cuda.Module()
+    gpu = device.current(device_id)
+    module.load(machine_code(spec, gpu.arch))
+    function = module.get_function(entry_name(spec))
+    dynamic = launch_shared(spec, gpu)
+    if dynamic:
+        driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic)
+    if spec.cluster > 8:
+        driver.funcSetAttribute(function.ptr, device.NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    shared = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr) + dynamic
+    carveout = _carveout(spec, shared)
+    driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout)
+    return function
+
+
+def _expressions(spec: KernelSpec) -> str:
+    """What the kernel computes before and after the norm, for the message of an error."""
+    if not isinstance(spec, NormSpec):
+        return ""
+    prologue, epilogue = spec.operation.prologue, spec.operation.epilogue
+    before = f"s = {prologue.text}, " if prologue else ""
+    return f" of {before}y = {epilogue.text}"
+
+
+def _carveout(spec: KernelSpec, shared: int) -> int:
+    """Per cent of the SM's memory to be shared memory rather than L1, so that 2048 threads fit an SM.
+
+    Left to itself the driver gave kernels that need little so little (8 KB on an H200, by ncu) that seven CTAs of 64
+    threads filled it. Sums of partial rows have what the kernels before and behind them have, which fill an SM: to
+    change it an SM must be empty. H100, backward passes that begin early, one after the other: LayerNorm of 8595 x 7808
+    of float32 270 us, otherwise 361.
+    """
+    if isinstance(spec, SumSpec):
+        return 100
+    ctas = min(32, 2048 // spec.threads)
+    return min(100, -(-100 * ctas * (shared + RESERVED) // (228 << 10)))
+
+
+def machine_code(spec: KernelSpec, arch: int) -> bytes:
+    """The kernel for an architecture, with no GPU and no driver: read where it is kept, else compiled, and then kept.
+
+    PTX where NVRTC does not know the architecture; the driver reads either.
+    """
+    file = kernel_file(spec, arch)
+    with suppress(OSError):
+        content = (cache_directory() / file).read_bytes()
+        if hashlib.sha256(content[DIGEST:]).digest() == content[:DIGEST]:
+            return content[DIGEST:]
+    _, code = _compile(source(spec), entry_name(spec), _target(arch), spec)
+    _keep(file, code)
+    return code
+
+
+def kernel_file(spec: KernelSpec, arch: int) -> str:
+    """The name of the file that a kernel is kept in: it follows from all that its machine code depends on."""
+    inputs = repr((nvrtc_build(), OPTIONS, AS_CUPY, arch, source(spec)))
+    return f"cunorm_{hashlib.sha256(inputs.encode()).hexdigest()[:40]}.cubin"
+
+
+def _keep(file: str, code: bytes) -> str:
+    """With its digest before it: what a copy or a crash cut short is compiled again."""
+    return keep_file(file, hashlib.sha256(code).digest() + code)
+
+
+def cache_directory() -> Path:
+    """Where compiled files are kept: CUNORM_CACHE_DIR, else `cunorm` among the caches of the user.
+
+    FileNotFoundError for a user without a home directory, as containers have them.
+    """
+    chosen = os.environ.get("CUNORM_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(caches):  # its specification says to ignore others
+        return Path(caches) / "cunorm"
+    try:
+        return Path.home() / ".cache" / "cunorm"
+    except RuntimeError:
+        raise FileNotFoundError("this user has no home directory; CUNORM_CACHE_DIR may name a folder") from None
+
+
+def keep_file(name: str, content: bytes) -> str:
+    """Writes a file of the cache. Where that cannot be, the log says so once, and this why; "" if it could."""
+    try:
+        folder = cache_directory()
+    except FileNotFoundError as error:
+        reason = str(error)
+    else:
+        try:
+            write(folder / name, content)
+            return ""
+        except OSError as error:
+            reason = f"{folder} cannot be written ({error.strerror}); CUNORM_CACHE_DIR may name another folder"
+    logs.not_kept(reason)
+    return reason
+
+
+def write(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Writes a file of the cache at once, whoever reads it meanwhile, with `mode` less what the umask takes away."""
+    path.parent.mkdir(0o755, parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None, keep: bool = False) -> Resources:
+    """Compile for any architecture, with no GPU and no driver: what the kernel uses. `keep`: as machine_code does,
+    but RuntimeError where it cannot be kept."""
+    log, code = _compile(source(spec, baked), entry_name(spec), f"sm_{arch}", spec)
+    if keep and (reason := _keep(kernel_file(spec, arch), code)):
+        raise RuntimeError(f"the kernels cannot be kept: {reason}.")
+    return _parse_resources(log)
+
+
+@lru_cache(maxsize=512)
+def ptx(spec: KernelSpec, baked: Baked, arch: int) -> str:
+    """The PTX of an entry with pointers alone, for XLA to launch; with no GPU and no driver."""
+    return compile_ptx(source(spec, baked), entry_name(spec), arch, spec)
+
+
+def compile_ptx(text: str, name: str, arch: int, spec: KernelSpec | None = None) -> str:
+    """The PTX of any CUDA text, without the globals that NVRTC makes of the templates' constants and nothing reads.
+
+    With them the driver takes twice as long to load a kernel that it has compiled before, 0.13 ms instead of 0.06.
+    """
+    text = _compile(text, name, f"compute_{arch}", spec)[1].decode()
+    unread = re.compile(r"\.global [^=;]*?([\w$]+)(\[\d+\])?( = .*)?;\n", re.MULTILINE)
+    return unread.sub(lambda found: found[0] if text.count(found[1]) > 1 else "", text)
+
+
+def why_ptx_is_too_new() -> str:
+    """Why the driver cannot read the PTX that NVRTC writes, and what to do; empty if it can."""
+    import cupy
+
+    version, driver = private.nvrtc().getVersion(), cupy.cuda.runtime.driverGetVersion()
+    if 1000 * version[0] + 10 * version[1] <= driver:
+        return ""
+    return (
+        f"the PTX of NVRTC {version[0]}.{version[1]} is too new for the driver, of CUDA {driver // 1000}."
+        f"{driver % 1000 // 10}; update the driver, or install nvidia-cuda-nvrtc of its version"
+    )
+
+
+@cache
+def _nvrtc_version() -> tuple[int, int]:
+    return private.nvrtc().getVersion()
+
+
+@cache
+def nvrtc_build() -> tuple[object, ...]:
+    """NVRTC's version, and what tells its builds apart: the wheel that it came in, else its file's size and date."""
+    version = _nvrtc_version()  # loads it
+    with suppress(OSError):  # there is no such file but on Linux
+        mapped = (line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+        for library in (Path(path) for path in mapped if "/libnvrtc.so" in path):
+            packages = library.parents[3:4]  # of site-packages/nvidia/cu13/lib/libnvrtc.so.13
+            name = f"nvidia_cuda_nvrtc*-{version[0]}.*.dist-info"  # that of another CUDA may stand beside it
+            wheels = sorted(wheel.name for folder in packages for wheel in folder.glob(name))
+            file = library.stat()
+            return *version, *(wheels or (file.st_size, file.st_mtime_ns))
+    return version
+
+
+def _target(arch: int) -> str:
+    """Machine code for the architecture; PTX for the newest one before it where NVRTC is too old to know it."""
+    known = private.nvrtc().getSupportedArchs()
+    return f"sm_{arch}" if arch in known else f"compute_{max(one for one in known if one < arch)}"
+
+
+def _compile(text: str, name: str, target: str, spec: KernelSpec | None) -> tuple[str, bytes]:
+    """(what ptxas says, the code): the only place that calls NVRTC's compiler."""
+    nvrtc = private.nvrtc()
+    start = perf_counter()
+    is_ptx = target.startswith("compute")
+    options = (*OPTIONS, *AS_CUPY, f"-arch={target}", *(() if is_ptx else ("--ptxas-options=-v",)))
+    options += (MINIMAL,) if _nvrtc_version() >= KNOWS_MINIMAL else ()
+    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        code = nvrtc.getPTX(program) if is_ptx else nvrtc.getCUBIN(program)
+        log = nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        of = _expressions(spec) if spec else ""
+        raise CompileError(f"cunorm: NVRTC could not compile {name}{of} for {target}:\n{log}\n{spec or ''}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    logs.compiled(name, target, perf_counter() - start, spec)
+    return log, code
+
+
+def _parse_resources(log: str) -> Resources:
+    def number(pattern: str) -> int:
+        found = re.search(pattern, log)
+        return int(found[1]) if found else 0
+
+    return Resources(
+        registers=number(r"Used (\d+) registers"),
+        stack=number(r"(\d+) bytes stack frame"),
+        spill_stores=number(r"(\d+) bytes spill stores"),
+        spill_loads=number(r"(\d+) bytes spill loads"),
+        shared=number(r"(\d+) bytes smem"),
+    )

@@ -1,0 +1,148 @@
+"""The facts about a GPU that plans are made of. They can be made up, for tests and for compiling without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+
+from .. import private
+from . import driver
+
+# What errors advise: the extras cuda13, cuda12 and linear-* of pyproject.toml, by the names that an index has.
+INSTALL = (
+    "pip install 'cupy-cuda13x>=14.2' 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cuda-runtime>=13,<14'; for a CUDA 12 driver "
+    "pip install 'cupy-cuda12x>=14.2' nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+)
+INSTALL_LINEAR = (
+    "pip install -U 'nvmath-python>=1,<2' 'nvidia-cublas>=13,<14'; for a CUDA 12 driver "
+    "pip install -U 'nvmath-python>=1,<2' nvidia-cublas-cu12"
+)
+
+NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., for clusters of 16
+
+# PTX that the driver reads itself: where all kernels come from the cache NVRTC is not called for a question either.
+EMPTY_KERNEL = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry cunorm_probe() { ret; }\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`arch` is the compute capability without its point: 90 for 9.0."""
+
+    name: str
+    arch: int
+    sms: int
+    shared: int  # bytes of shared memory that a CTA may have
+    # How many clusters of 2, 4, 8 and 16 CTAs run at once with a CTA to an SM; () without clusters. Less than
+    # sms / size: a cluster lies within a GPC, whose number of SMs is no multiple of 8. 0 where none does, as 16 on a
+    # part of a GPU.
+    clusters: tuple[int, ...] = ()
+    bandwidth: int = 0  # of its memory, by clock and width, GB/s; 0 where nothing depends on it
+
+    @property
+    def memory_is_slow(self) -> bool:
+        """Whether an SM has nearer to the 25 GB/s of an H100's than to the 37 of an H200's. Hopper alone was timed."""
+        return self.arch == 90 and 0 < self.bandwidth < 31 * self.sms
+
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel may begin before the one in front of it has ended (programmatic dependent launch)."""
+        return self.arch >= 90 and early_launches()
+
+    def runs_clusters(self, size: int) -> bool:
+        """Whether a cluster of `size` CTAs can run; of one it always can."""
+        return size == 1 or (bool(self.clusters) and self.clusters[CLUSTER_SIZES.index(size)] > 0)
+
+    def resident_clusters(self, size: int, ctas_per_sm: int, sm_margin: int = 0) -> int:
+        """How many clusters of `size` CTAs (1: CTAs) run at once."""
+        whole = self.sms if size == 1 else self.clusters[CLUSTER_SIZES.index(size)]
+        return max(1, (whole - -(-sm_margin // size)) * ctas_per_sm)
+
+
+CLUSTER_SIZES = (2, 4, 8, 16)
+EARLY_VARIABLE = "CUNORM_EARLY_LAUNCH"
+
+
+@cache
+def early_launches() -> bool:
+    """False where the environment has CUNORM_EARLY_LAUNCH=0; read once."""
+    value = os.environ.get(EARLY_VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(
+            f"cunorm: {EARLY_VARIABLE} must be 0 or 1; got {value!r}. Unset it, or set 0 for no early launches."
+        )
+    return value == "1"
+
+
+# A common GPU of each architecture that kernels are compiled for. Its clusters were asked of an H200; those of sm_100
+# and sm_120 are guesses, which only plans printed without such a GPU show.
+KNOWN = {
+    75: Device("Tesla T4", 75, 40, 64 << 10),
+    80: Device("A100", 80, 108, 163 << 10),
+    86: Device("A10", 86, 72, 99 << 10),
+    89: Device("L40S", 89, 142, 99 << 10),
+    90: Device("H200", 90, 132, 227 << 10, (66, 30, 15, 7), 4900),
+    100: Device("B200", 100, 148, 227 << 10, (74, 36, 16, 8)),
+    120: Device("RTX PRO 6000", 120, 188, 99 << 10, (94, 46, 22, 10)),
+}
+H100 = replace(KNOWN[90], name="H100", bandwidth=3350)
+
+
+def known(arch: int) -> tuple[Device, ...]:
+    """Of an architecture those whose kernels differ."""
+    return (KNOWN[90], H100) if arch == 90 else (KNOWN[arch],)
+
+
+@contextmanager
+def of_memory(pointer: int) -> Iterator[int]:
+    """The number of the GPU on which `pointer` points to memory; current within."""
+    import cupy
+
+    device_id = cupy.cuda.runtime.pointerGetAttributes(pointer).device
+    with cupy.cuda.Device(device_id):
+        yield device_id
+
+
+@cache
+def current(device_id: int) -> Device:
+    """The GPU of that number, through CuPy."""
+    import cupy
+
+    private.check_version("cupy")
+    properties = cupy.cuda.runtime.getDeviceProperties(device_id)
+    arch = 10 * properties["major"] + properties["minor"]
+    optin = cupy.cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin
+    shared = cupy.cuda.runtime.deviceGetAttribute(optin, device_id)
+    with cupy.cuda.Device(device_id):
+        clusters = tuple(_resident_clusters(size, shared) for size in CLUSTER_SIZES) if arch >= 90 else ()
+    return Device(
+        properties["name"].decode(), arch, properties["multiProcessorCount"], shared, clusters, _bandwidth(device_id)
+    )
+
+
+def _bandwidth(device_id: int) -> int:
+    """GB/s; two transfers a clock."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    kilohertz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device_id)
+    bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device_id)
+    return 2 * kilohertz * (bits // 8) // 10**6
+
+
+def _resident_clusters(size: int, shared: int) -> int:
+    """What the driver says for a kernel of whose CTAs an SM holds one; `shared` bytes each.
+
+    Too many clusters in a persistent grid cost a second wave: backward of 4096 x 65536 at 0.45 of the roof instead of
+    0.76 on an H200.
+    """
+    import cupy
+
+    attributes, module = cupy.cuda.driver, cupy.cuda.Module()
+    module.load(EMPTY_KERNEL)
+    kernel = module.get_function("cunorm_probe")
+    attributes.funcSetAttribute(kernel.ptr, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+    attributes.funcSetAttribute(kernel.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    return driver.resident_clusters(kernel.ptr, size, 32, shared)

@@ -1,0 +1,181 @@
+"""From a spec to CUDA text.
+
+The text is the files of `kernels_cu/` followed by a few generated lines: the operation's expressions as one struct,
+and one template of these files, instantiated behind one `extern "C"` entry. Included files are put into the text
+itself: the key of CuPy's disk cache is a hash of the text and does not see what `#include` would reach, so an edited
+header would not recompile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from ..plan.problem import GROUP_NUMBERS, Operand
+from ..plan.spec import (
+    BLOCK_VALUES,
+    COLUMN_BYTES,
+    COLUMN_PACKS,
+    LINE_COLUMNS,
+    MAILBOX,
+    RUN_GAP,
+    SHARED_ALIGNMENT,
+    SUM_COLUMNS,
+    FewRowsSpec,
+    KernelSpec,
+    OtherSpec,
+    SumSpec,
+)
+from .call import by_position, call_of, row_numbers
+from .text import CPP_TYPE
+
+PACKAGE = Path(__file__).resolve().parent.parent
+# Inside the package where it is installed, beside it in a checkout.
+KERNELS = next(folder for folder in (PACKAGE / "kernels_cu", PACKAGE.parent / "kernels_cu") if folder.is_dir())
+
+FILES = {
+    "forward": "norms/norm_forward.cu",
+    "forward_pairs": "norms/norm_forward_pairs.cu",
+    "forward_spread": "norms/norm_forward_spread.cu",
+    "forward_streamed": "norms/norm_forward_streamed.cu",
+    "forward_twice": "norms/norm_forward_twice.cu",
+    "backward": "norms/norm_backward.cu",
+    "backward_few": "norms/norm_backward_few.cu",
+    "backward_twice": "norms/norm_backward_twice.cu",
+    "backward_streamed": "norms/norm_backward_streamed.cu",
+    "column_gradients": "norms/weight_gradient.cu",
+    "sum_partials": "norms/sum_partials.cu",
+}
+
+# What host and device both count with.
+SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
+    "".join(
+        f"[[maybe_unused]] constexpr int {name} = {value};\n"
+        for name, value in {
+            "kColumnBytes": COLUMN_BYTES,
+            "kColumnPacks": COLUMN_PACKS,
+            "kSumColumns": SUM_COLUMNS,
+            "kLineColumns": LINE_COLUMNS,
+            "kBlockValues": BLOCK_VALUES,
+            "kMailboxBytes": MAILBOX,
+            "kSharedAlignment": SHARED_ALIGNMENT,
+            "kRunGap": RUN_GAP,
+        }.items()
+    )
+)
+
+
+class Baked(NamedTuple):
+    """What stands in the text of an entry whose only parameters are `pointers`, in this order.
+
+    One that is no parameter of the kernel is a buffer of bytes. `values` are the C++ expressions of other arguments, by
+    name: of a pointer one that names another pointer, without any it is null.
+    """
+
+    pointers: tuple[str, ...]
+    values: tuple[tuple[str, str], ...]
+
+
+def entry_name(spec: KernelSpec) -> str:
+    return f"cunorm_{spec.kernel}"
+
+
+def source(spec: KernelSpec, baked: Baked | None = None) -> str:
+    """The whole CUDA text of a kernel."""
+    file = spec.file if isinstance(spec, OtherSpec) else FILES[spec.kernel]
+    return f"{SHARED_FACTS}{_file_text(file)}\n{_entry(spec, baked)}"
+
+
+@cache
+def _file_text(name: str) -> str:
+    return _inlined(name, set())
+
+
+def _inlined(name: str, seen: set[str]) -> str:
+    seen.add(name)
+    lines = [f'#line 1 "{name}"']
+    text = (KERNELS / name).read_text()
+    for number, line in enumerate(text.splitlines(), 1):
+        included = re.fullmatch(r'#include "(.+)"', line)
+        if included:
+            if included[1] not in seen:
+                lines.append(_inlined(included[1], seen))
+            lines.append(f'#line {number + 1} "{name}"')
+        elif line != "#pragma once":
+            lines.append(line)
+        else:
+            lines.append("")
+    return "\n".join(lines)
+
+
+def parameters(spec: KernelSpec) -> dict[str, str]:
+    """The C++ type of each parameter of a kernel, by name and in order: arrays, numbers, sizes."""
+    if isinstance(spec, OtherSpec):
+        return spec.parameters()
+    if isinstance(spec, FewRowsSpec):
+        return parameters(spec.whole)
+    if isinstance(spec, SumSpec):
+        of_one = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
+        found = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}
+        return found | dict.fromkeys(("groups", "cols", *(("blocks", "tasks") if spec.in_turns else ())), "int64")
+    spec = by_position(spec)
+    sums = {one.name for one in spec.sums} if not spec.final else set()
+    found = {
+        one.name: _pointer(one, spec.compute if one.name in sums else one.dtype)
+        for one in spec.operands
+        if one.kind != "scalar"
+    }
+    found |= {one.name: CPP_TYPE[one.dtype] for one in spec.operands if one.kind == "scalar"}
+    found["rows"] = "int64"
+    found |= dict.fromkeys((name for one in spec.operands for name in row_numbers(one)), "int64")
+    return found | dict.fromkeys(GROUP_NUMBERS if spec.grouped else (), "int64")
+
+
+@lru_cache(maxsize=4096)
+def parameter_count(spec: KernelSpec) -> int:
+    """How many parameters a kernel has."""
+    return len(parameters(spec))
+
+
+def _pointer(operand: Operand, dtype: str) -> str:
+    kind = "uint32" if operand.kind == "seed" else CPP_TYPE[dtype]  # the two halves of a seed
+    return f"{'' if operand.written else 'const '}{kind}*"
+
+
+def _entry(spec: KernelSpec, baked: Baked | None) -> str:
+    """The expressions of a spec, the instance of a template, and the entry point with what launch.py passes."""
+    before, call = spec.text() if isinstance(spec, OtherSpec) else call_of(spec, owns_workspace=baked is None)
+    ctas_per_sm = 1 if isinstance(spec, SumSpec) else spec.ctas_per_sm
+    types = parameters(spec)
+    constants = offsets = ""
+    if baked is not None:
+        types, constants, offsets = _bake(types, baked)
+    clusters = f" __cluster_dims__({spec.cluster}, 1, 1)" if spec.cluster > 1 else ""
+    return (
+        f"using namespace cunorm;\n{before}{constants}"
+        f'extern "C" __global__ void{clusters} __launch_bounds__({spec.threads}, {ctas_per_sm})\n'
+        f"{entry_name(spec)}({', '.join(f'{kind} {name}' for name, kind in types.items())}) {{\n"
+        f"{offsets}{call}}}\n"
+    )
+
+
+def _bake(types: Mapping[str, str], baked: Baked) -> tuple[dict[str, str], str, str]:
+    """(the parameters that are left, definitions before the entry, definitions in it).
+
+    What is no parameter any more stands in constant memory, as parameters do, so that the compiler knows no more of it:
+    of literals and nullptr ptxas made kernels that spill up to 8 bytes.
+    """
+    left = {name: types.get(name, "char*") for name in baked.pointers}
+    values = dict(baked.values)
+    others = {name: kind for name, kind in types.items() if name not in left}
+    offsets = {name for name, kind in others.items() if kind.endswith("*") and name in values}
+    constants = "".join(
+        f"__constant__ {kind} {name} = {values.get(name, 'nullptr')};\n"
+        for name, kind in others.items()
+        if name not in offsets
+    )
+    within = "".join(f"  {kind} {name} = {values[name]};\n" for name, kind in others.items() if name in offsets)
+    return left, constants, within

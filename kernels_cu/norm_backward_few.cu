@@ -1,4 +1,0 @@
-// Backward of few rows in one launch: CTAs that add whole columns up, and CTAs that have a few rows each.
-#pragma once
-#include "norm_backward.cu"
-#include "weight_gradient.cu"

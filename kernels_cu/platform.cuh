@@ -1,7 +1,0 @@
-// Everything that is spelled differently on different hardware. All inline PTX of the project lives in the three files
-// below, which others include by way of this one, so that a CPU build replaces it alone (tests/cpu/platform.cuh). No
-// CUDA header is included: NVRTC then compiles a kernel in under 0.1 s.
-#pragma once
-#include "memory.cuh"
-#include "numbers.cuh"
-#include "threads.cuh"

@@ -1,0 +1,118 @@
+"""CuPy's part played by NumPy arrays, and the GPU's by a Machine of cpu_device.py: the family of CuPy arrays runs on
+the CPU as it is, checks, recipes, copies and all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+from cpu_device import Machine, divided
+from cpu_functions import SMALL, plan_of_many, unwritten
+
+from cunorm import cupy_arrays, cupy_recipes, families
+from cunorm.kernel.device import Device
+from cunorm.norm import float8_cupy, fused_cupy, fused_recipe
+from cunorm.numpy_arrays import numpy_dtype
+from cunorm.plan.problem import Operand
+from cunorm.plan.steps import Plan
+from cunorm.recipes import Recipes
+
+
+class Array(numpy.ndarray):
+    """A NumPy array that says of its memory what one of CuPy says. A new one is full of NaN."""
+
+    allocated = 0  # how many new ones there were
+
+    def __new__(cls, shape: tuple[int, ...], dtype: Any) -> Array:
+        Array.allocated += 1
+        return unwritten(shape, numpy.dtype(dtype)).view(cls)
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0], device_id=0)
+
+    @property
+    def device(self) -> Any:
+        return SimpleNamespace(id=0)
+
+    def get(self) -> numpy.ndarray:
+        return self.view(numpy.ndarray)
+
+
+def asarray(array: numpy.ndarray, start: int = 0) -> Array:
+    """Its values, `start` elements behind where memory of a GPU begins."""
+    copy = Array((start + array.size,), array.dtype)[start:].reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+class Runs:
+    """Stands in for launch.py: runs plans, and keeps them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.plans: list[Plan] = []
+
+    def run(self, plan: Plan, device_id: int, stream: int, arguments, workspace: int = 0) -> None:
+        problem = plan.problem
+        self.plans.append(plan)
+        pointers, scalars = divided(plan, arguments)
+        arrays = {
+            name: _array_at(pointer, problem.by_name[name], problem.rows, problem.cols) if pointer else None
+            for name, pointer in pointers.items()
+        }
+        self.machine.run(plan, scalars, **arrays)
+
+
+def _array_at(pointer: int, operand: Operand, rows: int, cols: int) -> numpy.ndarray:
+    dtype = numpy_dtype("test", operand.dtype)
+    shape: tuple[int, ...] = (operand.size(rows, cols),)
+    strides: tuple[int, ...] = (1,)
+    if operand.kind == "full" or (operand.kind == "per_row" and not operand.written):
+        inner, length = operand.inner or rows, cols if operand.kind == "full" else 1
+        shape, strides = (rows // inner, inner, length), (operand.outer_stride, operand.row_stride, 1)
+    elif operand.groups:
+        shape, strides = (operand.groups.count, cols), (operand.row_stride, 1)
+    reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    before, count = -sum(min(0, one) for one in reach), 1 + sum(map(abs, reach))
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer - before * dtype.itemsize)
+    return numpy.ndarray(
+        shape, dtype, memory, before * dtype.itemsize, tuple(stride * dtype.itemsize for stride in strides)
+    )
+
+
+def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = None, *, as_many: bool = False) -> Runs:
+    """Until the end of the test. `as_many`: backward passes by the kernels of many rows."""
+    runs = Runs(machine or Machine())
+    cupy = SimpleNamespace(
+        ndarray=Array,
+        zeros=lambda shape, dtype: asarray(numpy.zeros(shape, dtype)),
+        ascontiguousarray=lambda array: asarray(array.get()),
+        asarray=lambda array, dtype: asarray(numpy.asarray(array, dtype)),
+        ones=lambda shape, dtype: asarray(numpy.ones(shape, dtype)),
+        broadcast_to=lambda array, shape: numpy.broadcast_to(array, shape, subok=True),
+        where=lambda *arrays: asarray(numpy.where(*arrays)),
+        cuda=SimpleNamespace(
+            Device=lambda _: contextlib.nullcontext(),
+            alloc=lambda _: SimpleNamespace(ptr=0),  # Machine.run brings the workspace
+            get_current_stream=lambda _: SimpleNamespace(ptr=0),
+        ),
+    )
+    for family in (fused_cupy, float8_cupy, cupy_arrays):
+        monkeypatch.setattr(family, "cupy", cupy)
+        monkeypatch.setattr(family, "launch", runs)
+        monkeypatch.setattr(family, "_recipes", Recipes())
+    for planning in (fused_cupy, float8_cupy, cupy_recipes):
+        monkeypatch.setattr(planning, "device", SimpleNamespace(current=lambda _: device))
+    monkeypatch.setattr(cupy_recipes, "cupy", cupy)
+    for planning in (cupy_recipes, fused_recipe) if as_many else ():
+        monkeypatch.setattr(planning, "plan", plan_of_many)
+    monkeypatch.setattr(cupy_arrays, "_current_device", lambda: 0)
+    monkeypatch.setattr(cupy_arrays, "_current_stream", cupy.cuda.get_current_stream)
+    monkeypatch.setitem(families._fused, Array, fused_cupy)
+    monkeypatch.setitem(families._norms, Array, cupy_arrays)
+    monkeypatch.setitem(families._float8, Array, float8_cupy)
+    return runs

@@ -1,0 +1,289 @@
+"""Plans run on the CPU: the text of a kernel compiled by g++ with the stand-in for platform.cuh that is in cpu/.
+
+A short look for a package to do this (2026-11: HIP-CPU, CuPBoP, GPU Ocelot) found none on PyPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy
+
+from cunorm.kernel import launch, source
+from cunorm.kernel.launch import NUMBERS
+from cunorm.kernel.source import Baked
+from cunorm.plan.shared_memory import dynamic_shared
+from cunorm.plan.spec import KernelSpec
+from cunorm.plan.steps import WORKSPACE, Plan, Step
+
+STAND_IN = Path(__file__).parent / "cpu"
+# -ffp-contract=off, as kernels are compiled for a GPU with -fmad=false: what is fused is written as multiply_add.
+# Kernels are not optimised: compiling one takes longer than running it, with -O1 the sanitizers' cases took 1.6 times
+# as long in all.
+OPTIONS = ("-std=c++20", "-g1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", f"-I{STAND_IN}")
+ALIGNMENT = 128  # kernels look at an address modulo this, and at no more of it
+POISON = 255  # bytes of NaN in every format: what a kernel leaves unwritten shows
+ORDERS = ("ascending", "descending", "even before odd")
+SECONDS = 120  # that a launch may take
+KEPT = 7 * 24 * 3600  # seconds that an unused program stays in the cache
+
+
+class Launch(NamedTuple):
+    """How a program runs its kernel, in the order of tests/kernels/cpu/main.cpp."""
+
+    grid_x: int
+    grid_y: int
+    grid_z: int
+    threads: int
+    cluster: int = 1
+    order: int = 0
+    dynamic_shared: int = 0
+
+
+class Build(NamedTuple):
+    """What a program looks for besides its results."""
+
+    kernel: tuple[str, ...] = ()  # options for the kernel's text
+    runtime: tuple[str, ...] = ()  # options for tests/kernels/cpu
+    link: tuple[str, ...] = ()
+
+
+BUILDS = {
+    "results": Build(),
+    # Global memory by AddressSanitizer; arrays in shared memory and registers by their bounds; alignment of elements.
+    "memory": Build(
+        ("-fsanitize=address,undefined,bounds-strict", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"),
+        ("-DCUNORM_ADDRESS",),
+        ("-fsanitize=address,undefined",),
+    ),
+    # races.cpp takes the place of ThreadSanitizer's library.
+    "races": Build(("-fsanitize=thread",), ("-DCUNORM_RACES",)),
+}
+
+
+def divided(plan: Plan, arguments: Sequence[float]) -> tuple[dict[str, Any], dict[str, float]]:
+    """What launch.run is given, by name: pointers and scalars."""
+    names = plan.problem.pointers
+    pointers, scalars = arguments[: len(names)], arguments[len(names) :]
+    return dict(zip(names, pointers, strict=True)), dict(zip(plan.problem.scalars, scalars, strict=True))
+
+
+class SanitizerError(AssertionError):
+    """A sanitizer, or the machine itself, stopped a launch."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Stands in for a GPU. `order` is that in which threads run, `edit` changes the texts of kernels, and of dynamic
+    shared memory launches get `missing` bytes less than they ask for."""
+
+    build: str = "results"
+    order: str = "ascending"
+    edit: Callable[[str], str] = str
+    missing: int = 0
+
+    def run(self, plan: Plan, scalars: Mapping[str, float], /, **arrays: numpy.ndarray | None) -> None:
+        """launch.run on NumPy arrays by the names of the problem's operands, None where there is none."""
+        given = {name: arrays.get(name) for name in plan.problem.pointers}
+        with memory(given | {WORKSPACE: poisoned(plan.workspace)}) as pointers:
+            *addresses, workspace = pointers.values()
+            launch.run(plan, self, 0, (*addresses, *(scalars[name] for name in plan.problem.scalars)), workspace)
+
+    def text(self, spec: KernelSpec, baked: Baked | None = None) -> str:
+        """The kernel's text with the stand-in for platform.cuh, and what makes a program of it."""
+        text, count = re.subn(
+            r'^#line 1 "rows/platform\.cuh"\n.*?(?=^#line \d+ "(?!rows/(?:platform|numbers|memory|threads)))',
+            '#include "platform.cuh"\n',
+            self.edit(source.source(spec, baked)),
+            flags=re.DOTALL | re.MULTILINE,
+        )
+        assert count == 1, "source.source holds no platform.cuh"
+        return f"{text}\nconst cpu::Kernel cpu::kernel = cpu::Erased<&{source.entry_name(spec)}>::kernel;\n"
+
+    def prepare(self, step: Step, baked: Baked | None = None) -> tuple[Callable, Callable]:
+        """Like launch.prepare; with `baked` of a text that has pointers alone."""
+        text = self.text(step.spec, baked)
+        cluster = _number(r"__cluster_dims__\((\d+), 1, 1\)", text) or 1
+        assert step.spec.threads <= _number(r"__launch_bounds__\((\d+)", text)
+        assert step.grid[0] % cluster == 0
+        needed = dynamic_shared(step.spec)
+        assert step.dynamic_shared >= needed
+        shared = max(0, needed - self.missing)
+        how = Launch(*step.grid, step.spec.threads, cluster, ORDERS.index(self.order), shared)
+        path = program(text, self.build)
+        written: list[int | float] = []
+
+        pointers = "P" * (len(step.pointers) if baked is None else len(baked.pointers))
+        numbers = NUMBERS[step.spec.compute][0] * len(step.scalars) + "q" * len(step.integers)
+
+        def write(*arguments):
+            written[:] = (*arguments, *(() if baked else step.integers))
+
+        return write, lambda stream: run(path, how, pointers + ("" if baked else numbers), written)
+
+
+def poisoned(size: int) -> numpy.ndarray:
+    """So many bytes, aligned as device memory is."""
+    buffer = numpy.full(size + ALIGNMENT, POISON, "uint8")
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + size]
+
+
+_spans: list[tuple[int, int]] = []  # (first address, bytes) of the arrays that a launch may touch
+
+
+@contextlib.contextmanager
+def memory(arrays: dict[str, numpy.ndarray | None]):
+    """The pointers of arrays, 0 for None, while launch.py prepares kernels that run on the CPU."""
+    present = [array for array in arrays.values() if array is not None]
+    spans: list[tuple[int, int]] = []
+    for low, high in sorted(map(numpy.lib.array_utils.byte_bounds, present)):
+        if spans and low < spans[-1][1]:  # in one buffer, or one array twice
+            low, high = spans[-1][0], max(high, spans.pop()[1])
+        spans.append((low, high))
+    _spans[:] = [(low, high - low) for low, high in spans if high > low]
+    with mock.patch.object(launch, "prepare", lambda step, machine: machine.prepare(step)):
+        yield {name: 0 if a is None else a.__array_interface__["data"][0] for name, a in arrays.items()}
+    _spans.clear()
+
+
+def run(path: Path, how: Launch, parameters: str, arguments: Sequence[int | float]) -> None:
+    """Send arrays and arguments to the program (as its main.cpp says), and put into the arrays what comes back.
+
+    `parameters` are those of launch.py.
+    """
+    views = [numpy.frombuffer((ctypes.c_char * size).from_address(low), "uint8") for low, size in _spans]
+    words = [*how, len(views), len(arguments)]
+    for low, size in _spans:
+        words += [size, low % ALIGNMENT]
+    for parameter, argument in zip(parameters, arguments, strict=True):
+        words += _argument(parameter, argument)
+    job = struct.pack(f"{len(words)}q", *words) + b"".join(view.tobytes() for view in views)
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    result = subprocess.run([path], input=job, capture_output=True, timeout=SECONDS, env=environment)
+    if result.returncode:
+        raise SanitizerError(f"exit status {result.returncode}\n{result.stderr.decode(errors='replace')}")
+    start = 0
+    for view in views:
+        view[:] = numpy.frombuffer(result.stdout, "uint8", len(view), start)
+        start += len(view)
+    assert start == len(result.stdout)
+
+
+def _argument(parameter: str, argument: int | float) -> tuple[int, int, int]:
+    """(bytes, number of the array or -1, offset or value) of an argument."""
+    packed = struct.pack(parameter, argument)
+    if parameter == "P":
+        for number, (low, size) in enumerate(_spans):
+            if low <= argument < low + size:
+                return len(packed), number, int(argument - low)
+    return len(packed), -1, int.from_bytes(packed, "little", signed=len(packed) == 8)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else 0
+
+
+def missing() -> str:
+    """Why kernels cannot be run here, or nothing."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return "the fibers of tests/kernels/cpu are for Linux on x86-64"
+    return "" if shutil.which("g++") else "g++ is not installed"
+
+
+@functools.cache
+def program(text: str, build: str) -> Path:
+    """The program that runs a kernel's text."""
+    objects, headers = _runtime(build), _headers(build)
+    key = _key(text, str(objects), str(headers), *BUILDS[build].kernel)
+
+    def make(folder: Path) -> Path:
+        (folder / "kernel.cpp").write_text(text)
+        first = ("-include", headers.with_suffix(""))  # g++ looks for the same name with .gch
+        _compile(*OPTIONS, *BUILDS[build].kernel, *first, "-c", folder / "kernel.cpp", "-o", folder / "kernel.o")
+        _compile(*BUILDS[build].link, folder / "kernel.o", *objects, "-pthread", "-o", folder / "program")
+        return folder / "program"
+
+    return _cached(f"{key}.program", make)
+
+
+@functools.cache
+def _headers(build: str) -> Path:
+    """platform.cuh with all that it includes, compiled once: a kernel takes 0.2 s less."""
+    headers = "".join(path.read_text() for path in sorted(STAND_IN.glob("*.?uh")) + sorted(STAND_IN.glob("*.hpp")))
+
+    def make(folder: Path) -> Path:
+        (folder / "headers.hpp").write_text('#include "platform.cuh"\n')
+        _compile(*OPTIONS, *BUILDS[build].kernel, folder / "headers.hpp", "-o", folder / "headers.gch")
+        return folder / "headers.gch"
+
+    return _cached(f"{_key(headers, *BUILDS[build].kernel)}.hpp.gch", make)
+
+
+@functools.cache
+def _runtime(build: str) -> tuple[Path, ...]:
+    """The object files of tests/kernels/cpu."""
+    everything = "".join(path.read_text() for path in sorted(STAND_IN.iterdir()))
+    objects = []
+    for file in sorted(STAND_IN.glob("*.cpp")):
+
+        def make(folder: Path, file=file) -> Path:
+            _compile(*OPTIONS, "-O1", *BUILDS[build].runtime, "-c", file, "-o", folder / "object")
+            return folder / "object"
+
+        objects.append(_cached(f"{_key(everything, file.name, *BUILDS[build].runtime)}.o", make))
+    return tuple(objects)
+
+
+def _cached(name: str, make: Callable[[Path], Path]) -> Path:
+    """The file `name` of the cache, made where it is missing; whoever is first puts it there whole."""
+    path = _cache() / name
+    if path.exists():
+        os.utime(path)
+    else:
+        with tempfile.TemporaryDirectory(dir=_cache()) as folder:
+            make(Path(folder)).replace(path)
+    return path
+
+
+@functools.cache
+def _cache() -> Path:
+    """The folder of the cache, without what has not been used for long."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cunorm" / "tests"
+    cache.mkdir(parents=True, exist_ok=True)
+    for path in cache.glob("*.*"):
+        with contextlib.suppress(FileNotFoundError):  # another worker was first
+            if path.stat().st_mtime < time.time() - KEPT:
+                path.unlink()
+    return cache
+
+
+def _compile(*arguments: object) -> None:
+    result = subprocess.run(["g++", *map(str, arguments)], capture_output=True, text=True)
+    assert result.returncode == 0, f"g++ {' '.join(map(str, arguments))}\n{result.stderr}"
+
+
+@functools.cache
+def _compiler() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join((_compiler(), *OPTIONS, *parts)).encode()).hexdigest()[:32]

@@ -1,0 +1,253 @@
+"""compute-sanitizer over every tier of the kernels, on a machine with a GPU.
+
+`python tests/kernels/sanitize.py [none memcheck racecheck initcheck synccheck] > bench/results/sanitize.json` writes a
+table to standard error. none: the same calls without a sanitizer, which compiles the kernels and shows that the calls are sound.
+memcheck: accesses outside of arrays and misaligned ones. racecheck: hazards in shared memory. initcheck: device memory
+read before it is written. synccheck: barriers that not all threads reach.
+
+`python tests/kernels/sanitize.py compile 90` puts the kernels of these calls into the kernel cache, for compute
+capability 9.0, on a machine without a GPU: there are some 2000, and a tool makes compiling slower still. NVRTC has to be of the version
+that the machine with the GPU has.
+
+Not covered: racecheck does not follow asynchronous copies. The sums that the CTAs of a cluster send each other
+(`st.async` to a mailbox counted by an mbarrier, threads.cuh) are invisible to it; test_cpu_shapes.py looks for
+races there. synccheck runs without clusters, long rows streamed: its own table of mbarriers overflows there and the
+launch fails.
+CuPy's own kernels are left out by name (`--kernel-name`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+from cunorm.kernel.device import Device
+from cunorm.plan.problem import ITEMSIZE
+from cunorm.plan.spec import KernelSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("none", "memcheck", "racecheck", "initcheck", "synccheck")
+SECONDS = 1500  # that a tool may take
+TAIL = 40  # lines of a log that are kept
+FOUND = 99  # the exit status of compute-sanitizer when it has findings
+ROWS = 5
+MARGINS = (0, 1)  # with a margin few rows run backward as many do
+PARTS = 4  # processes of a dtype: racecheck takes minutes for all lengths of bfloat16
+SIDE_BY_SIDE = 16  # processes: they wait for the compiler more than for the GPU
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["run"]:
+        return run(sys.argv[3], int(sys.argv[4]), clusters=sys.argv[2] != "synccheck")
+    if sys.argv[1:2] == ["compile"]:
+        return compile_kernels(int(sys.argv[2]))
+    if shutil.which("compute-sanitizer") is None:
+        print("sanitize: compute-sanitizer must be on the PATH; it comes with the CUDA toolkit.", file=sys.stderr)
+        return 1
+    with TemporaryDirectory() as folder:
+        package = Path(folder)
+        # As installed: the kernels inside the package.
+        shutil.copytree(ROOT / "cunorm", package / "cunorm")
+        shutil.copytree(ROOT / "kernels_cu", package / "cunorm" / "kernels_cu", dirs_exist_ok=True)
+        shutil.copy(__file__, package)
+        wanted = list(product(sys.argv[1:] or TOOLS, ITEMSIZE))
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            parts = list(pool.map(lambda one: check(*one, package), product(wanted, range(PARTS))))
+    results = [together(*one, parts[PARTS * i : PARTS * (i + 1)]) for i, one in enumerate(wanted)]
+    print(f"{'tool':<12}{'dtype':<10}{'calls':>7}{'findings':>10}  status", file=sys.stderr)
+    for result in results:
+        print("{tool:<12}{dtype:<10}{calls!s:>7}{findings!s:>10}  {status}".format(**result), file=sys.stderr)
+        if result["status"] != "ok":
+            print("\n".join(f"    {line}" for line in result["log"]), file=sys.stderr)
+    print(json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "gpu": gpu(), "results": results}, indent=1))
+    return 0 if all(result["status"] == "ok" for result in results) else 1
+
+
+def check(wanted: tuple[str, str], part: int, package: Path) -> dict:
+    """What one tool says of a part of one dtype; its failure is told apart from its findings and stops no other."""
+    tool, dtype = wanted
+    sanitizer = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=cunorm", "--error-exitcode", str(FOUND)]
+    command = [] if tool == "none" else sanitizer
+    try:
+        done = subprocess.run(
+            [*command, sys.executable, str(package / Path(__file__).name), "run", tool, dtype, str(part)],
+            cwd=package,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+        log, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as error:
+        log, code = (error.stdout or b"").decode(errors="replace"), None
+    found = verdict(tool, log, code)
+    return {**found, "log": [] if found["status"] == "ok" else log.splitlines()[-TAIL:]}
+
+
+def together(tool: str, dtype: str, parts: Sequence[dict]) -> dict:
+    """Of all parts of a dtype: sums of what each said, and every status and log that is not ok."""
+
+    def total(name: str) -> int | None:
+        said = [part[name] for part in parts if part[name] is not None]
+        return sum(said) if said else None
+
+    bad = [part for part in parts if part["status"] != "ok"]
+    return {
+        "tool": tool,
+        "dtype": dtype,
+        "calls": total("calls"),
+        "findings": total("findings"),
+        "status": ", ".join(dict.fromkeys(part["status"] for part in bad)) or "ok",
+        "log": [line for part in bad for line in part["log"]],
+    }
+
+
+def verdict(tool: str, log: str, code: int | None) -> dict:
+    """Findings from the summary, calls from the line that `run` prints at its end; None for what was never said."""
+    summary = re.search(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards?)", log)
+    calls = re.search(r"^calls: (\d+)$", log, re.MULTILINE)
+    findings = int(summary[1] or summary[2]) if summary else None
+    if code is None:
+        status = f"stopped after {SECONDS} s"
+    elif findings:
+        status = "findings"
+    elif code != 0 or calls is None or (findings is None and tool != "none"):
+        status = f"the run itself failed, exit status {code}"
+    else:
+        status = "ok"
+    return {"calls": calls and int(calls[1]), "findings": findings, "status": status}
+
+
+def gpu() -> str:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
+
+
+def run(dtype: str, part: int, *, clusters: bool) -> int:
+    """A part of the rows of one dtype, on a GPU."""
+    import cupy
+
+    from cunorm.kernel import device
+
+    def beside(size: int):
+        """Memory with 16 bytes more, and these are written: kernels read them with the end of an array at an odd
+        address, and drop them.
+        """
+        memory = pool.malloc(size + 16)
+        cupy.cuda.runtime.memset(memory.ptr + size, 0, 16)
+        return memory
+
+    pool = cupy.get_default_memory_pool()
+    cupy.cuda.set_allocator(beside)
+    target = device.current(cupy.cuda.Device().id)
+    if not clusters:
+        target = replace(target, clusters=())
+        device.current = lambda _: target
+    calls = 0
+    for count in launches(dtype, part, target, cupy.asarray):
+        cupy.cuda.Device().synchronize()
+        calls += count
+    print(f"calls: {calls}", flush=True)
+    return 0
+
+
+def compile_kernels(arch: int) -> int:
+    """All that `run` launches, with clusters and without, compiled and kept."""
+    from cunorm.commands.compilation import compile_all, compiler
+    from cunorm.kernel.device import KNOWN, known
+
+    targets = *known(arch), replace(KNOWN[arch], clusters=())
+    specs = set().union(*(kernels(*one) for one in product(ITEMSIZE, range(PARTS), targets)))
+    with compiler(keep=True) as compile_one:
+        faults = [one.fault for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.used is None]
+    print(f"{len(specs)} kernels", *faults, sep="\n")
+    return 1 if faults else 0
+
+
+def kernels(dtype: str, part: int, target: Device) -> set[KernelSpec]:
+    """What `run` launches, planned for arrays of NumPy that play CuPy's."""
+    import cpu_cupy
+    import pytest
+
+    specs = set()
+    with pytest.MonkeyPatch.context() as patch:
+        runs = cpu_cupy.play(patch, target, SimpleNamespace(run=lambda *plan, **arrays: None))
+        for _ in launches(dtype, part, target, cpu_cupy.asarray):
+            specs.update(step.spec for plan in runs.plans for step in plan.steps)
+            runs.plans.clear()
+    return specs
+
+
+def launches(dtype: str, part: int, target: Device, asarray: Callable[..., Any]) -> Iterator[int]:
+    """A part of the rows of one dtype through every tier, both norms and directions, alone, with a sum before them and
+    in an operation of a user: shortest and longest rows, aligned and not, in bfloat16; of the other dtypes the longest,
+    in turns aligned and not, since only the width of a pack is another. Yields how many calls were made.
+    """
+    import numpy
+
+    import cunorm
+    from cunorm.commands.matrix import TABLES, lengths_of_tiers
+    from cunorm.expression import silu
+    from cunorm.numpy_arrays import numpy_dtype
+
+    gated = cunorm.fuse(
+        "rms_norm",
+        prologue=lambda x, shift, residual, factor: x * shift + factor * residual,
+        epilogue=lambda xhat, z, weight, sharp: xhat * weight * silu(sharp * z),
+    )
+    random = numpy.random.default_rng(0)
+
+    def arrays(cols: int, start: int):
+        values = random.standard_normal((2, ROWS * cols + start)).astype(numpy_dtype("sanitize", dtype))
+        x, dy = (asarray(row)[start:].reshape(ROWS, cols) for row in values)
+        return x, dy, asarray(values[0, :cols])
+
+    def plain(cols: int, start: int) -> int:
+        x, dy, weight = arrays(cols, start)
+        _, mean, rstd = cunorm.layer_norm_forward(x, None, weight, weight)
+        _, rms_rstd = cunorm.rms_norm_forward(x, None, weight)
+        for margin in MARGINS:
+            cunorm.layer_norm_backward(dy, x, mean, rstd, weight, sm_margin=margin)
+            cunorm.rms_norm_backward(dy, x, rms_rstd, weight, sm_margin=margin)
+        return 2 + 2 * len(MARGINS)
+
+    def fused(cols: int, start: int) -> int:
+        x, dy, weight = arrays(cols, start)
+        _, s, mean, rstd = cunorm.add_layer_norm_forward(x, dy, weight, weight)
+        for margin in MARGINS:
+            cunorm.add_layer_norm_backward(dy, x, s, mean, rstd, weight, sm_margin=margin)
+        _, saved = gated.forward(x, shift=weight, residual=dy, factor=0.5, z=x, weight=weight, sharp=2.0)
+        try:
+            gated.backward(saved, dy)
+        except NotImplementedError:  # of streamed rows, for what the prologue takes for all of them
+            gated.backward(saved, dy, wanted=("x", "residual", "z", "weight", "sharp"))
+        return 3 + len(MARGINS)
+
+    shortest, longest = set(), set()
+    for direction in TABLES:
+        for tier, found in lengths_of_tiers(direction, dtype, target).items():
+            shortest.add(found[0])
+            longest.add(found[-1] if tier else found[0])
+    for index, cols in list(enumerate(sorted(longest)))[part::PARTS]:
+        if dtype == "bfloat16":
+            yield plain(cols, (index + 1) % 2)
+        yield plain(cols, index % 2) + fused(cols, index % 2)
+    others = product(sorted(shortest - longest) if dtype == "bfloat16" else (), (0, 1))
+    for cols, start in list(others)[part::PARTS]:
+        yield plain(cols, start)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,122 @@
+"""The kernels' own source, run on the CPU: every shape of a table that reaches every kernel."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy
+import pytest
+from arrays import inputs
+from cases import DTYPES
+from cpu_device import BUILDS, ORDERS, Machine, missing
+from cpu_functions import check, plan_of_many
+from cpu_shapes import SHAPES_BY_NAME, holder, problems, turns, weight_waits
+from functions import OPS
+
+from cunorm.kernel.source import FILES
+from cunorm.plan.backward_rows import Held
+from cunorm.plan.plan import plan
+from cunorm.plan.spec import FewRowsSpec, NormSpec
+from cunorm.plan.tiers import TABLES, choose
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+
+
+def test_the_table_reaches_every_kind_of_kernel():
+    """A change of the plan must not leave one without tests."""
+    solutions = [plan(*one) for direction in TABLES for one in problems(direction)]
+    solutions += [plan_of_many(*one) for one in problems("backward")]
+    steps = [step for solution in solutions for step in solution.steps]
+    # Those that test_float8.py and test_sandwich.py run.
+    elsewhere = {"forward_pairs", "forward_twice", "backward_twice"}
+    assert {step.spec.kernel for step in steps} == set(FILES) - elsewhere
+    assert {step.spec.aligned for step in steps if isinstance(step.spec, NormSpec)} == {True, False}
+    sums = [(one, step.spec) for one in solutions for step in one.steps if step.spec.kernel == "sum_partials"]
+    # A thread takes several partial rows. Added up in a warp and among warps, among warps (two kinds), by a thread.
+    assert any(one.groups > spec.rows_per_cta > 1 for one, spec in sums)
+    assert {holder(spec) for one, spec in sums if one.groups > 1} == {"part of a warp", "warp", "warps", "CTA"}
+    assert any(step.grid[1] > 1 for step in steps if step.spec.kernel == "column_gradients")
+
+
+@pytest.mark.parametrize("direction", TABLES)
+def test_the_table_reaches_every_tier(direction):
+    table, mine = TABLES[direction], problems(direction)
+    chosen = [choose(*one) for op in OPS for one in problems(direction, op)]
+    assert {choice and choice[0] for choice in chosen} == {*table, None}
+    specs = [choice[1] for choice in chosen if choice]
+    # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
+    held = [(tier, tier.by) for tier in table if isinstance(tier.by, Held)]
+    choices = {(tier, packs) for tier, by in held for packs in (by.packs[:1] if len(by.packs) == 2 else by.packs)}
+    assert choices <= {(choice[0], choice[1].shape.packs) for choice in chosen if choice}
+    assert {spec.row_dtype for spec in specs} == set(DTYPES)
+    assert {min(32, spec.shape.threads) for spec in specs} == {1, 2, 4, 8, 16, 32}
+    assert {spec.aligned for spec in specs if spec.stages} == {True, False}
+    if direction == "backward":
+        assert {weight_waits(spec) for spec in specs} == {True, False}
+    # Clusters of every size come back to the first place for rows, and to the first set of slots.
+    first_steps = [(one[0].rows, plan_of_many(*one).steps[0]) for one in mine]
+    again = {step.spec.shape.cluster for rows, step in first_steps if turns(rows, step) > max(2, step.spec.stages)}
+    assert again >= {by.cluster for _, by in held if by.stages}
+
+
+def test_the_table_reaches_every_way_to_add_up_gradients():
+    """Rows share a warp of a CTA, have one or several, all of the CTA, a cluster; one group of them or more."""
+    specs = [plan_of_many(*one).steps[0].spec for op in OPS for one in problems("backward", op)]
+    ways = {(holder(spec), spec.final) for spec in specs if spec.kernel == "backward"}
+    every = set(itertools.product(("part of a warp", "warp", "warps", "CTA", "cluster"), (True, False)))
+    assert ways == every
+
+
+def test_the_table_reaches_backward_kernels_for_few_rows():
+    """By columns of a part of a warp or of several, beside rows that anybody holds."""
+    solutions = [plan(*one) for op in OPS for one in problems("backward", op)]
+    specs = [step.spec for one in solutions for step in one.steps if isinstance(step.spec, FewRowsSpec)]
+    assert {holder(spec.rows) for spec in specs} == {"part of a warp", "warp", "warps", "CTA", "cluster"}
+    assert {spec.columns.shape.threads >= 32 for spec in specs} == {True, False}
+    assert {spec.rows.aligned for spec in specs} == {True, False}
+
+
+def test_the_table_reaches_forward_kernels_for_few_rows():
+    solutions = [plan(*one) for one in problems("forward") if one[0].rows <= one[1].sms]
+    specs = [step.spec for one in solutions for step in one.steps if step.spec.kernel != "forward_streamed"]
+    found = {(spec.kernel, holder(spec)) for spec in specs if not spec.stages}
+    with_more_threads = {("forward_spread", "CTA"), ("forward_spread", "cluster")}
+    assert found == {("forward", "part of a warp"), ("forward", "CTA")} | with_more_threads
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", SHAPES_BY_NAME)
+def test_every_shape(name, op):
+    check_shape(name, op, Machine())
+
+
+def check_shape(name: str, op: str, machine: Machine) -> None:
+    rows, cols, dtype, device, _, parameters = SHAPES_BY_NAME[name]
+    x, dy, weight, bias = inputs(numpy, rows, cols, dtype, weight=parameters, bias=parameters)
+    check(machine, op, x, dy, weight, bias, device=device)
+
+
+# One of each kind: what a sanitizer build can find does not depend on more.
+SANITIZED = (
+    "300x7-bfloat16",
+    "320x33-float32",
+    "8x128-float16",
+    "45x500-float16",
+    "40x768-float16",
+    "3x1152-bfloat16",
+    "20x250-bfloat16",
+    "3x20488-bfloat16",
+    "8x4096-float32",
+    "8x8191-float16",
+    "5x12001-float64",
+    "3x16393-bfloat16",
+    "5x16384-float32",
+    "3x8201-float64-without clusters",
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("build", [build for build in BUILDS if build != "results"])
+@pytest.mark.parametrize("name", SANITIZED)
+def test_sanitizers_find_nothing(name, build, order):
+    check_shape(name, "layer_norm", Machine(build, order))

@@ -1,0 +1,56 @@
+"""The kernels compile by the NVRTC of CUDA 12 too, which users of `cunorm[cuda12]` have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from problems import refused
+
+from cunorm.commands import matrix
+from cunorm.kernel.compile import AS_CUPY, MINIMAL, OPTIONS
+from cunorm.kernel.device import KNOWN
+from cunorm.kernel.source import source
+from cunorm.linear import float8_plan
+from cunorm.plan.spec import NormSpec
+
+ARCH = 90
+DEVICE = KNOWN[ARCH]
+
+
+def library() -> Path | None:
+    found = find_spec("nvidia.cuda_nvrtc")
+    places = found.submodule_search_locations if found else None
+    return next((one for place in places or () for one in Path(place).glob("lib/libnvrtc.so.12")), None)
+
+
+def kinds() -> list:
+    """One kernel for all whose texts differ in numbers, types and expressions alone."""
+    problems = [*matrix.covering(DEVICE), *matrix.named_fusions(), *matrix.backward_twice(DEVICE)]
+    problems += [*matrix.numbers_of_rows(), *matrix.fused_float8()]
+    problems = [problem for problem in problems if not refused(problem, DEVICE)]
+    found = {}
+    for spec in [*matrix.kernels_of(problems, DEVICE), *float8_plan.kernels_of(matrix.casts(DEVICE))]:
+        kind = (type(spec),)
+        if isinstance(spec, NormSpec):
+            choices = (spec.stages > 1, spec.cluster > 1, spec.aligned, spec.scales, spec.operation.prologue is None)
+            kind = (spec.kernel, spec.operation.norm, *choices, frozenset(one.kind for one in spec.operands))
+        found.setdefault(kind, spec)
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library() is None, reason="the NVRTC of CUDA 12 is not installed")
+def test_a_kernel_of_each_kind(tmp_path):
+    files = []
+    for number, spec in enumerate(kinds()):
+        files.append(tmp_path / f"{number}.cu")
+        files[-1].write_text(source(spec))
+    assert len(files) > 150
+    options = [*OPTIONS, *AS_CUPY, MINIMAL, f"-arch=compute_{ARCH}"]
+    command = [sys.executable, Path(__file__).with_name("compile_by.py"), library(), *files, "--", *options]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, f"status {done.returncode}, at the last of these:\n{done.stdout[-2000:]}{done.stderr}"

@@ -1,0 +1,225 @@
+"""A row has the same bits alone or among many, at any address and any stride: y, mean, rstd and dx of every kernel that
+a row of some length may meet. On the stand-in some lengths, on a GPU those of every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import cpu_functions
+import numpy
+import pytest
+from arrays import in_wider_rows, inputs, misplaced, same_bits
+from cases import DTYPES
+from cpu_device import Machine, missing
+from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
+from functions import OPS, backward, forward
+from problems import DEVICES, problem
+
+from cunorm import fuse
+from cunorm.commands import matrix
+from cunorm.kernel.device import KNOWN, Device
+from cunorm.numpy_arrays import numpy_dtype
+from cunorm.plan.plan import plan
+from cunorm.plan.problem import ITEMSIZE, Problem, backward_problem
+from cunorm.plan.tiers import TABLES, choose
+
+ROWS = 3
+BATCHES = (
+    (1, True, 0),
+    (3, False, 4),
+    (1000, True, 4),
+    (1000, False, 0),
+    (100_000, True, 0),
+)  # rows, aligned, sm_margin
+MANY = 9  # rows on the stand-in: threads take several one after the other
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("direction", TABLES)
+def test_who_owns_which_column_depends_on_the_row_alone(direction, name):
+    """Not on how many rows there are, where they lie, what is asked for, or how many multiprocessors are left free."""
+    device = DEVICES[name]
+    asked: list[dict[str, Any]] = [{}]
+    if direction == "backward":
+        asked = [{"wanted": ("x",)}, {"wanted": ("x", "weight")}]
+    for op, dtype, weight in product(OPS, DTYPES, ("float16", "float64", None)):
+        for cols in {cols for found in matrix.lengths_of_tiers(direction, dtype, device).values() for cols in found}:
+            chosen = set()
+            for (rows, aligned, margin), wanted in product(BATCHES, asked):
+                row = problem(direction, 1, cols, dtype, op=op, weight=weight, **wanted)
+                choice = choose(replace(row, rows=rows, aligned=aligned, sm_margin=margin), device)
+                chosen.add(choice and (choice[0], choice[1].shape.order))
+            assert len(chosen) == 1, (op, dtype, weight, cols, chosen)
+
+
+def orders(problems: Iterable[Problem], device: Device) -> set:
+    """In which orders the plans of these problems add up a row."""
+    specs = (getattr(step.spec, "rows", step.spec) for one in problems for step in plan(one, device).steps)
+    return {
+        (spec.kernel.replace("_spread", ""), spec.shape.order)
+        for spec in specs
+        if spec.kernel not in ("sum_partials", "column_gradients")
+    }
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_beside_a_dy_of_another_dtype_too(name):
+    """Backward, where a wider dy leaves less shared memory and fewer registers: at its lengths a tier may have no room
+    for what a row takes most.
+    """
+    device = DEVICES[name]
+    rows_and_addresses = ((1, True), (3, False), (100_000, True), (100_000, False))
+    for op, x, dy in product(OPS, ("bfloat16", "float32", "float64"), DTYPES):
+        pack = 16 // ITEMSIZE[x]
+        for packs in range(3072, 32769, 1664):
+            asked = (("x",), ("x", "weight"), ("x", "weight", "bias"))[: 2 if op == "rms_norm" else 3]
+            found = orders(
+                (
+                    problem("backward", rows, packs * pack, x, op=op, y=dy, wanted=wanted, aligned=aligned)
+                    for (rows, aligned), wanted in product(rows_and_addresses, asked)
+                ),
+                device,
+            )
+            assert len(found) == 1, (op, x, dy, packs * pack, found)
+
+
+@pytest.mark.parametrize("cols", [10007, 16384, 40960, 81920])
+def test_few_rows_of_a_fused_operation_too(cols):
+    """Their columns are added up apart, by threads that read a matrix of which those that write dx know nothing."""
+    operation = fuse("layer_norm", epilogue=lambda xhat, z, weight, shift: xhat * weight + z * shift).operation
+    kinds = {"z": "full", "weight": "column", "shift": "column"}
+    dtypes = dict.fromkeys(("x", "dy", *kinds), "bfloat16")
+    for device in DEVICES.values():
+        problems = (
+            backward_problem(operation, rows, cols, dtypes, ("x", "weight", "shift"), kinds=kinds)
+            for rows in (3, 300, 100_000)
+        )
+        assert len(orders(problems, device)) == 1, device
+
+
+class Dtypes(NamedTuple):
+    """Those of x and, where they are others, of the other arrays."""
+
+    x: str
+    dy: str | None = None
+    weight: str | None = None
+    bias: str | None = None
+    y: str | None = None
+
+
+def variants(xp: Any, rows: int, cols: int, dtypes: Dtypes, many: int) -> Iterator[tuple[str, slice, tuple]]:
+    """(name, which rows of the first variant these are, (x, dy, weight, bias, y)); `many` is a multiple of `rows`."""
+    made = inputs(xp, rows, cols, dtypes.x, dy=dtypes.dy, weight=dtypes.weight, bias=dtypes.bias)
+    x, dy, weight, bias = (misplaced(array, 0) for array in made)
+    y = xp.empty(x.shape, numpy_dtype("test", dtypes.y or dtypes.x))
+    pack = 16 // x.dtype.itemsize
+    for row in range(rows):
+        # Alone it begins at an aligned address, and among others not unless cols are whole packs.
+        alone = (misplaced(array[row : row + 1], 0) for array in (x, dy))
+        yield f"row {row} alone", slice(row, row + 1), (*alone, weight, bias, misplaced(y[:1], 0))
+    yield "beside each other", slice(rows), (x, dy, weight, bias, y)
+    for padding in (1, -cols % pack + pack):
+        wide = [in_wider_rows(array, padding) for array in (x, dy, y)]
+        yield f"{padding} apart", slice(rows), (*wide[:2], weight, bias, wide[2])
+    moved = [misplaced(array, 1) for array in (x, dy, weight, bias, y)]
+    yield "at an odd address", slice(rows), tuple(moved)
+    yield "beside an odd weight", slice(rows), (x, dy, moved[2], bias, y)
+    repeated = [xp.concatenate([array] * (many // rows)) for array in (x, dy, y)]
+    yield "many", slice(rows), (*repeated[:2], weight, bias, repeated[2])
+
+
+def assert_same_bits(
+    run_forward: Callable, run_backward: Callable, xp: Any, cols: int, dtypes: Dtypes, many: int
+) -> None:
+    """run_forward(x, weight, bias, y) -> (y, mean, rstd), run_backward(dy, x, mean, rstd, weight) -> dx."""
+    found: dict[str, tuple[slice, tuple]] = {}
+    for name, which, (x, dy, weight, bias, y) in variants(xp, ROWS, cols, dtypes, many):
+        y, mean, rstd = run_forward(x, weight, bias, y)
+        found[name] = which, (y, mean, rstd, run_backward(dy, x, mean, rstd, weight))
+    _, expected = found["beside each other"]
+    for name, (which, results) in found.items():
+        for result, first, what in zip(results, expected, ("y", "mean", "rstd", "dx"), strict=True):
+            if first is not None:
+                rows = first[which]
+                assert len(result) % len(rows) == 0
+                for start in range(0, len(result), len(rows)):
+                    assert same_bits(result[start : start + len(rows)], rows), f"{what}, {name}"
+
+
+ON_THE_STAND_IN: tuple[tuple[str, int, str | Dtypes, Device], ...] = (
+    ("layer_norm", 33, "float32", SMALL),  # a part of a warp
+    ("rms_norm", 767, "bfloat16", MANY_SMS),  # every row can have an SM
+    ("layer_norm", 1001, "bfloat16", SMALL),  # a warp
+    ("layer_norm", 4095, "float32", SMALL),  # a CTA
+    ("rms_norm", 8191, "bfloat16", SMALL),
+    ("layer_norm", 12001, "float64", SMALL),  # a cluster
+    ("layer_norm", 33333, "bfloat16", SMALL),
+    ("layer_norm", 32768, "bfloat16", SMALL),  # many rows in clusters of 2, few in a CTA
+    ("rms_norm", 70001, "float16", SMALL),
+    ("layer_norm", 8201, "float64", WITHOUT_CLUSTERS),  # streamed
+    ("rms_norm", 1003, Dtypes("float16", dy="float32", weight="float64", y="bfloat16"), SMALL),
+    ("layer_norm", 4100, Dtypes("float32", dy="float16", weight="bfloat16", bias="float64", y="float64"), SMALL),
+    # A dy so wide that a tier has no room for the row at an odd address.
+    ("layer_norm", 36864, Dtypes("bfloat16", dy="float64"), SMALL),
+)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+@pytest.mark.parametrize(("op", "cols", "dtype", "device"), ON_THE_STAND_IN)
+def test_on_the_stand_in(op, cols, dtype, device):
+    machine = Machine()
+
+    def run_forward(x, weight, bias, y):
+        return cpu_functions.forward(machine, op, x, weight, bias, y=y, device=device)
+
+    def run_backward(dy, x, mean, rstd, weight):
+        return cpu_functions.backward(machine, op, dy, x, mean, rstd, weight, device=device)[0]
+
+    dtypes = dtype if isinstance(dtype, Dtypes) else Dtypes(dtype)
+    assert_same_bits(run_forward, run_backward, numpy, cols, dtypes, MANY)
+
+
+def lengths(dtype: str, op: str, device: Device) -> list[int]:
+    """For every tier one that is not whole packs; in bfloat16 also its longest row, and lengths that were once wrong.
+    Each of the other dtypes by one norm: they differ in the width of a pack.
+    """
+    pack = 16 // ITEMSIZE[dtype]
+    whole = dtype == "bfloat16"
+    found = {33333, 70001} if whole else set()
+    for direction in TABLES:
+        for taken in matrix.lengths_of_tiers(direction, dtype, device).values():
+            found |= {*([taken[-1]] if whole else []), *[cols for cols in taken if cols % pack][-1:]}
+    return sorted(found) if whole or op == "layer_norm" else []
+
+
+# Some lengths of every tier, each beside arrays of other dtypes; those of 33024 columns and more were once wrong.
+MIXTURES = (
+    Dtypes("float16", dy="float32"),
+    Dtypes("bfloat16", dy="float64", weight="float32", bias="float64", y="float32"),
+    Dtypes("float32", dy="float64", weight="bfloat16", y="float16"),
+    Dtypes("float32", dy="float16", weight="float64", bias="float16", y="bfloat16"),
+    Dtypes("float64", dy="bfloat16", weight="float16", y="float32"),
+)
+MIXED_LENGTHS = (129, 1003, 5120, 16384, 20001, 36864, 54272, 58368, 69632, 120832, 145408, 227328)
+ON_A_GPU = [(op, Dtypes(dtype), cols) for op in OPS for dtype in DTYPES for cols in lengths(dtype, op, KNOWN[90])]
+ON_A_GPU += [(op, dtypes, cols) for op in OPS for dtypes in MIXTURES for cols in MIXED_LENGTHS]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "dtypes", "cols"), ON_A_GPU, ids=lambda one: "-".join(filter(None, one)) if isinstance(one, Dtypes) else None
+)
+def test_on_a_gpu(op, dtypes, cols):
+    import cupy
+
+    def run_forward(x, weight, bias, y):
+        return forward(op, x, weight, bias, out=y)
+
+    def run_backward(dy, x, mean, rstd, weight):
+        return backward(op, dy, x, mean, rstd, weight)[0]
+
+    many = ROWS * max(2, min(8000, 2**23 // (ROWS * cols)))
+    assert_same_bits(run_forward, run_backward, cupy, cols, dtypes, many)

@@ -1,0 +1,351 @@
+"""Plans: what is launched for a problem on a device. Nothing is launched, and no GPU is needed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cases import DTYPES, SHAPES, TIER_COLUMNS
+from problems import DEVICES, problem
+
+from cunorm.kernel import source
+from cunorm.kernel.device import CLUSTER_SIZES, H100, KNOWN, early_launches
+from cunorm.plan.plan import plan
+from cunorm.plan.shared_memory import ctas_that_fit, dynamic_shared, launch_shared, shared_memory
+from cunorm.plan.spec import FewRowsSpec, NormSpec, SumSpec
+from cunorm.plan.steps import Step
+
+DIRECTIONS = ("forward", "backward")
+ALL_COLUMNS = sorted({*(columns.cols for columns in SHAPES), *TIER_COLUMNS, 15, 16, 1024, 2048, 3_000_000})
+GRADIENTS = [
+    tuple(itertools.compress(("x", "weight", "bias"), mask))
+    for mask in itertools.product([True, False], repeat=3)
+    if any(mask)
+]
+TIERS = ("warp", "cta", "cluster", "streamed")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("rows", [1, 3, 4096, 70000, 2**40])
+def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, name):
+    for cols in ALL_COLUMNS:
+        solution = plan(problem(direction, rows, cols, dtype), DEVICES[name])
+        assert solution.steps
+        for step in solution.steps:
+            spec, (x, y, z) = step.spec, step.grid
+            assert 1 <= x < 2**31
+            assert 1 <= y < 2**16
+            assert z == 1
+            assert x % spec.cluster == 0
+            assert spec.cluster in (1, *CLUSTER_SIZES)
+            assert spec.threads % 32 == 0
+            assert spec.threads <= 1024
+            assert shared_memory(spec) <= 48 * 1024
+            assert shared_memory(spec) + step.dynamic_shared <= DEVICES[name].shared
+            assert step.dynamic_shared == launch_shared(spec, DEVICES[name])
+            if spec.kernel in ("forward", "backward"):
+                assert spec.shape.capacity >= cols
+                assert spec.shape.capacity < 2 * cols + 2 * 32 * spec.shape.pack * spec.shape.cluster
+                fewer = replace(spec.shape, packs=spec.shape.packs - 1)
+                assert fewer.capacity < cols + fewer.pack * fewer.cluster
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_longer_rows_take_higher_tiers(direction, dtype, name):
+    """But a cluster may hold rows of some lengths that are few, as of 4096 columns, and a CTA longer ones."""
+    tiers = [plan(problem(direction, 8, cols, dtype), DEVICES[name]).tier for cols in ALL_COLUMNS]
+    assert tiers == sorted(tiers, key={"warp": 0, "cta": 1, "cluster": 1, "streamed": 2}.__getitem__)
+    assert ("cluster" in tiers) == (DEVICES[name].arch >= 90)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_tables_of_cases_reach_every_tier(direction, dtype):
+    """A change of the plan must not leave a tier without tests."""
+    for table in (TIER_COLUMNS, [columns.cols for columns in SHAPES]):
+        cases = itertools.product((8, 300), table)
+        assert {plan(problem(direction, rows, cols, dtype), KNOWN[90]).tier for rows, cols in cases} == set(TIERS)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_who_holds_which_columns_depends_on_neither_rows_nor_addresses(direction, dtype, name, op):
+    """Nor on strides: the same columns are added up in the same order. How many rows share a CTA does not matter."""
+
+    def shapes(rows, cols, **changes):
+        solution = plan(problem(direction, rows, cols, dtype, op=op, **changes), DEVICES[name])
+        specs = [getattr(step.spec, "rows", step.spec) for step in solution.steps]
+        return [
+            (spec.kernel.replace("_spread", ""), spec.shape.order)
+            for spec in specs
+            if spec.kernel not in ("sum_partials", "column_gradients")
+        ]
+
+    for cols in ALL_COLUMNS:
+        one = shapes(1, cols)
+        for rows in (2, 8, 300, 5000, 10**7):
+            assert shapes(rows, cols) == one
+            assert shapes(rows, cols, aligned=False) == one
+            assert shapes(rows, cols, strides={"x": cols + 1}) == one
+
+
+@pytest.mark.parametrize("missing", CLUSTER_SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_clusters_that_a_gpu_cannot_run_are_not_planned(direction, missing):
+    clusters = tuple(
+        0 if size >= missing else count for size, count in zip(CLUSTER_SIZES, (66, 30, 15, 7), strict=True)
+    )
+    device = replace(KNOWN[90], clusters=clusters)
+    for cols in (1024, 16384, 32768, 65536, 131072, 262144, 524288):
+        steps = plan(problem(direction, 4096, cols, "float16"), device).steps
+        assert all(step.spec.cluster < missing for step in steps)
+        assert all(min(step.grid) > 0 for step in steps)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_many_rows_compile_no_more_kernels(direction, dtype, name):
+    """Few rows to an SM may have kernels of their own."""
+    for cols in ALL_COLUMNS:
+        specs = [
+            [step.spec for step in plan(problem(direction, rows, cols, dtype), DEVICES[name]).steps]
+            for rows in (5 * 10**7, 10**8, 10**9)
+        ]
+        assert specs[0] == specs[1] == specs[2]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("rows", [1, 3, 500, 10**6])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_backward_pass_that_leaves_partial_rows_begins_early(dtype, rows, name):
+    """It waits before anything else, and no SM has room for more of its CTAs than planned."""
+    device = DEVICES[name]
+    for cols in (128, 1600, 5000, 16384, 70000, 600000):
+        solution = plan(problem("backward", rows, cols, dtype), device)
+        first, last = solution.steps[0], solution.steps[-1]
+        begins = device.arch >= 90 and solution.groups > 0
+        entry = source.source(first.spec).partition(f"{source.entry_name(first.spec)}(")[2]
+        assert entry.partition("{")[2].strip().startswith("wait_for_kernel_before();") == (solution.groups > 0)
+        assert first.begins_early == begins
+        assert not solution.groups or last.spec.next_begins == (first.spec.cluster <= 2)
+        if begins and dynamic_shared(first.spec):
+            assert ctas_that_fit(shared_memory(first.spec) + first.dynamic_shared, device) == first.spec.ctas_per_sm
+
+
+@pytest.fixture
+def early_launch(monkeypatch):
+    """Sets CUNORM_EARLY_LAUNCH, of which the answer is kept."""
+
+    def forget():
+        early_launches.cache_clear()
+        plan.cache_clear()
+
+    def say(value: str) -> None:
+        monkeypatch.setenv("CUNORM_EARLY_LAUNCH", value)
+        forget()
+
+    yield say
+    monkeypatch.undo()
+    forget()
+
+
+def test_the_environment_switches_early_launches_off(early_launch):
+    """Kernels, grids and so bits stay; no launch asks for more shared memory than its kernel needs."""
+    problems = [problem("backward", rows, cols, "bfloat16") for rows in (64, 10**5) for cols in (128, 5000, 70000)]
+    usual = [plan(each, KNOWN[90]).steps for each in problems]
+    early_launch("0")
+    off = [plan(each, KNOWN[90]).steps for each in problems]
+    assert any(step.begins_early for steps in usual for step in steps)
+    assert not any(device.overlaps_launches for device in DEVICES.values())
+    assert not any(step.begins_early for steps in off for step in steps)
+    for before, after in zip(usual, off, strict=True):
+        assert [(step.spec, step.grid) for step in before] == [(step.spec, step.grid) for step in after]
+        assert [step.dynamic_shared for step in after] == [dynamic_shared(step.spec) for step in after]
+
+
+def test_the_environment_says_0_or_1_of_early_launches(early_launch):
+    early_launch("off")
+    with pytest.raises(ValueError, match="CUNORM_EARLY_LAUNCH must be 0 or 1; got 'off'"):
+        plan(problem("backward", 10**5, 1024, "bfloat16"), KNOWN[90])
+
+
+@pytest.mark.parametrize("device", [KNOWN[90], H100], ids=lambda device: device.name)
+@pytest.mark.parametrize("cols", [768, 1600, 3776, 4352, 7424, 8192, 10240, 12288, 24576, 57344, 131072])
+@pytest.mark.parametrize("elements", [4, 8, 64])
+def test_backward_rows_leave_as_many_partial_rows_at_odd_addresses(elements, cols, device):
+    """Or dweight would be added up in another order."""
+    rows = (elements << 20) // cols
+    changes = {"wanted": ("x", "weight", "bias")}
+    plans = [
+        plan(problem("backward", rows, cols, "bfloat16", aligned=aligned, **changes), device)
+        for aligned in (True, False)
+    ]
+    assert len({(one.groups, one.steps[0].spec.rows_per_cta) for one in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "arch", "slow"), [(3352, 90, True), (4916, 90, False), (0, 90, False), (2039, 80, False)]
+)
+def test_memory_is_slow_where_an_sm_has_what_an_h100_has(bandwidth, arch, slow):
+    assert replace(KNOWN[arch], bandwidth=bandwidth).memory_is_slow == slow
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_workspace_is_bounded(dtype, arch):
+    """4 x SMs x cols (whole lines of 32) x 8 bytes, whatever the rows; nothing where there is nothing to add up."""
+    device = KNOWN[arch]
+    for cols, rows, wanted in itertools.product(ALL_COLUMNS, (1, 300, 70000, 10**8), GRADIENTS):
+        solution = plan(problem("backward", rows, cols, dtype, wanted=wanted), device)
+        assert solution.workspace <= 4 * device.sms * -(-cols // 32) * 32 * 8
+        adds_up = wanted != ("x",) and not any(
+            isinstance(step.spec, FewRowsSpec) or (isinstance(step.spec, NormSpec) and step.spec.final)
+            for step in solution.steps
+        )
+        assert (solution.workspace > 0) == adds_up
+        assert plan(problem("forward", rows, cols, dtype), device).workspace == 0
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_no_launch_takes_the_multiprocessors_that_a_margin_leaves_free(direction, name):
+    """It has no more CTAs than the others hold at once: as many as the plan counts with, or of small ones 512 threads.
+
+    Sums over rows, and what adds them up, by CTAs of 256 threads, too, however long a row is.
+    """
+    device = DEVICES[name]
+    wanted = [{"wanted": one} for one in (("x", "weight", "bias"), ("bias",), ("x",))]
+    changes = wanted if direction == "backward" else [{}]
+    found = set()
+    for cols, rows, dtype, asked in itertools.product(
+        (*ALL_COLUMNS, 10_048), (1, 30, 5000, 10**6), ("bfloat16", "float64"), changes
+    ):
+        for margin in (1, device.sms // 2, device.sms - 1):
+            solution = plan(problem(direction, rows, cols, dtype, sm_margin=margin, **asked), device)
+            for step in solution.steps:
+                counted = 1 if isinstance(step.spec, SumSpec) else step.spec.ctas_per_sm
+                at_once = max(counted, 512 // step.spec.threads)
+                allowed = device.resident_clusters(step.spec.cluster, at_once, margin) * step.spec.cluster
+                assert math.prod(step.grid) <= allowed, (rows, solution.describe())
+                if step.spec.kernel in ("sum_partials", "column_gradients"):
+                    found.add((step.spec.kernel, step.spec.in_turns))
+    assert len(found) == (4 if direction == "backward" else 0), "both, as they are and in turns"
+
+
+def test_few_rows_with_a_margin_have_no_kernel_that_takes_all_multiprocessors():
+    def kernels(sm_margin: int) -> list[str]:
+        solution = plan(problem("backward", 64, 1024, "bfloat16", sm_margin=sm_margin), KNOWN[90])
+        return [step.spec.kernel for step in solution.steps]
+
+    assert kernels(0) == ["backward_few"]
+    assert kernels(20) == ["backward", "sum_partials"]
+
+
+def test_few_rows_whose_gradient_may_lie_where_dy_does_are_two_launches():
+    """Their columns are read before dx is written, and dweight has the bits that it has elsewhere."""
+    apart = plan(problem("backward", 64, 1024, "bfloat16"), KNOWN[90])
+    over = plan(problem("backward", 64, 1024, "bfloat16", overwrites=True), KNOWN[90])
+    assert [step.spec for step in over.steps] == [apart.steps[0].spec.columns, apart.steps[0].spec.rows]
+    assert (apart.may_overwrite, over.may_overwrite) == (False, True)
+    assert sum(step.grid[0] for step in over.steps) == apart.steps[0].grid[0]
+
+
+def few_rows(arch: int, **changes: Any) -> list[tuple[int, int, Step]]:
+    """(rows, cols, the launch) of each backward pass that is one for few rows."""
+    found = []
+    for dtype, cols, rows in itertools.product(DTYPES, ALL_COLUMNS, (1, 7, 100, 500, 2000)):
+        step = plan(problem("backward", rows, cols, dtype, **changes), KNOWN[arch]).steps[0]
+        if isinstance(step.spec, FewRowsSpec):
+            found.append((rows, cols, step))
+    assert {rows for rows, *_ in found} == {1, 7, 100, 500, 2000}
+    return found
+
+
+def test_columns_of_few_rows_are_added_up_in_the_same_order_wherever_they_lie():
+    for (*_, one), (*_, odd) in zip(few_rows(90), few_rows(90, aligned=False), strict=True):
+        assert not odd.spec.rows.aligned
+        assert odd.spec.columns.shape == one.spec.columns.shape
+        assert odd.spec.columns.rows_per_cta == one.spec.columns.rows_per_cta
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_few_rows_have_threads_for_every_column_and_every_row(arch):
+    for rows, cols, step in few_rows(arch):
+        columns, of_rows = step.spec.columns, step.spec.rows
+        assert columns.shape.pack * columns.shape.threads * step.spec.column_ctas >= cols
+        assert columns.threads == of_rows.threads == step.spec.threads <= 1024
+        ctas = step.grid[0] - step.spec.column_ctas
+        assert ctas % step.spec.cluster == 0
+        assert rows <= ctas // step.spec.cluster * of_rows.rows_per_cta < rows + of_rows.rows_per_cta
+
+
+ALIGNMENT = [
+    # (cols, x_stride, y_stride, pointers aligned, vectors expected) of float16: packs of 8 columns
+    (1024, 1024, 1024, True, True),
+    (1024, 1024, 1024, False, False),
+    (1024, 1032, 1024, True, True),
+    (1024, 1025, 1024, True, False),
+    (1024, 1024, 1028, True, False),
+    (1023, 1024, 1024, True, True),
+    (1023, 1023, 1023, True, False),
+]
+
+
+@pytest.mark.parametrize(("cols", "x_stride", "y_stride", "aligned", "expected"), ALIGNMENT)
+def test_vectors_are_used_where_every_row_is_aligned(cols, x_stride, y_stride, aligned, expected):
+    changes = {"strides": {"x": x_stride, "y": y_stride}, "aligned": aligned}
+    (step,) = plan(problem("forward", 10, cols, "float16", **changes), KNOWN[90]).steps
+    assert step.spec.aligned == expected
+
+
+def test_dx_is_contiguous_whatever_the_strides_of_x():
+    changes = {"strides": {"x": 1024, "dy": 1024}}
+    steps = plan(problem("backward", 10, 1023, "float16", **changes), KNOWN[90]).steps
+    assert [step.spec.rows.aligned for step in steps] == [False]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("cols", TIER_COLUMNS)
+def test_a_plan_can_be_read(direction, cols):
+    solution = plan(problem(direction, 4096, cols, "bfloat16"), KNOWN[90])
+    text = solution.describe()
+    for word in ("layer_norm", direction, "4096 rows", f"{cols} cols", "H200", solution.tier, "bytes moved", "grid"):
+        assert word in text
+    assert all(step.spec.kernel in text for step in solution.steps)
+
+
+BYTES = [
+    ({}, 2 * 8 * 100 * 2 + 2 * 100 * 2),
+    ({"weight": "float32", "bias": None, "y": "float32"}, 8 * 100 * (2 + 4) + 100 * 4),
+    ({"weight": None, "bias": None}, 2 * 8 * 100 * 2),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), BYTES)
+def test_bytes_moved_forward(changes, expected):
+    """x read, y written, weight and bias read, each once."""
+    assert problem("forward", 8, 100, "float16", **changes).bytes_moved == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (("x", "weight", "bias"), 3 * 1600 + 400 + 2 * 400),
+        (("x",), 3 * 1600 + 400),
+        (("weight",), 2 * 1600 + 400),
+        (("bias",), 1600 + 400),
+    ],
+)
+def test_bytes_moved_backward(wanted, expected):
+    """x and dy read, dx written, weight read, dweight and dbias written, each once; what nobody needs is not read."""
+    assert problem("backward", 8, 100, "float16", weight="float32", wanted=wanted).bytes_moved == expected

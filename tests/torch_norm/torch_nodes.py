@@ -1,0 +1,183 @@
+"""A driver for nodes.cpp whose launches run on the stand-in, of torch tensors on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import cpu_device
+import pytest
+import torch
+
+from cunorm.kernel import launch
+from cunorm.kernel.launch import NUMBERS
+from cunorm.torch.linear import linear_nodes, passes
+from cunorm.torch.norm import functional, fused_functional, fused_launching, launching, nodes
+
+CONTEXT = 77
+OF_GPU = nodes.module
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class OfThread(threading.local):
+    """The context that a thread set, and the pointers and numbers of the launches of its plan so far."""
+
+    def __init__(self):
+        self.context: int | None = None
+        self.pointers: dict[str, int] = {}
+        self.numbers: dict[str, float] = {}
+
+
+class Driver:
+    """In the place of CUDA's. `plans` are those that C++ launched, `fails` the error that a launch answers.
+
+    `runs` has what runs a plan on pointers, as kernel/launch.py does, one at a time. `errors` are those of launches, of
+    which ctypes lets none through.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, compiled: Any, runs: Any):
+        self.plans: list[Any] = []
+        self.errors: list[Exception] = []
+        self.fails = 0
+        self._runs, self._one_at_a_time = runs, threading.Lock()
+        self._steps: dict[int, tuple[Any, int]] = {}
+        self._thread = OfThread()
+        pointer = ctypes.POINTER(ctypes.c_void_p)
+        words = ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64))
+        kernel = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, words, ctypes.c_void_p)
+        self._functions = (
+            kernel(self._launch),
+            ctypes.CFUNCTYPE(ctypes.c_int, pointer)(self._current_context),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._set_context),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, pointer)(self._stream),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(self._is_capturing),
+        )
+        self.compiled = compiled
+        self.addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in self._functions]
+        compiled.set_driver(*self.addresses)
+        monkeypatch.setattr(launch, "context", lambda _: CONTEXT)
+        monkeypatch.setattr(nodes, "module", lambda: compiled)
+        work = nodes._work
+
+        def described(plan, *rest):
+            steps = iter(range(len(plan.steps)))
+
+            def kernel(*_):
+                address = len(self._steps) + 1
+                self._steps[address] = plan, next(steps)
+                return SimpleNamespace(ptr=address)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(nodes, "kernel", kernel)
+                return work(plan, *rest)
+
+        monkeypatch.setattr(nodes, "_work", described)
+
+    def _current_context(self, to) -> int:
+        to[0] = self._thread.context
+        return 0
+
+    def _set_context(self, context) -> int:
+        self._thread.context = context
+        return 0
+
+    def _stream(self, _, to) -> int:
+        to[0] = 5
+        return 0
+
+    def _is_capturing(self, _, status) -> int:
+        status[0] = 0
+        return 0
+
+    def _launch(self, config, function, arguments, extra) -> int:
+        if self.fails:
+            return self.fails
+        try:
+            self._run(config, function, arguments, extra)
+        except Exception as error:
+            self.errors.append(error)
+            return 1
+        return 0
+
+    def _run(self, config, function, arguments, extra) -> None:
+        plan, index = self._steps[function]
+        step, found = plan.steps[index], config[0]
+        asked = (*found.grid, *found.block, found.shared, found.stream, found.attribute_count)
+        assert asked == (*step.grid, step.spec.threads, 1, 1, step.dynamic_shared, 5, int(step.begins_early))
+        assert (self._thread.context, extra) == (CONTEXT, None)
+        count = len(step.pointers) + len(step.scalars) + len(step.integers)
+        words = [arguments[i][0] for i in range(count)]
+        seen = self._thread.pointers
+        for (name, offset), word in zip(step.pointers, words, strict=False):
+            assert seen.setdefault(name, word - offset) == word - offset
+        for name, word in zip(step.scalars, words[len(step.pointers) :], strict=False):
+            self._thread.numbers[name] = struct.unpack(NUMBERS[step.spec.compute], struct.pack("Q", word))[0]
+        assert words[count - len(step.integers) :] == [number % 2**64 for number in step.integers]
+        if index == len(plan.steps) - 1:
+            pointers = [seen.get(name, 0) for name in plan.problem.pointers]
+            scalars = [self._thread.numbers[name] for name in plan.problem.scalars]
+            seen.clear()
+            with self._one_at_a_time:
+                self._runs.run(plan, -1, 0, (*pointers, *scalars))
+            self.plans.append(plan)
+
+
+@contextmanager
+def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Driver]:
+    """Tensors on the CPU play those of a GPU, for Python's launches and for those of C++."""
+    if cpu_device.missing():
+        pytest.skip(cpu_device.missing())
+    assert nodes.build() == ""
+    found = Driver(monkeypatch, nodes.load(), stand_in)
+    monkeypatch.setattr(launching, "launch", stand_in)
+    for kept in ("_recipes", "_families", "_calls"):
+        monkeypatch.setattr(launching, kept, {})
+    for module in (fused_launching, fused_functional):
+        monkeypatch.setattr(module, "_calls", {})
+    for module in (functional, passes):
+        monkeypatch.setattr(module, "_at_once", lambda *_: True)
+    for module in (functional, passes, linear_nodes):
+        monkeypatch.setattr(module, "launchable", lambda dy: not torch.is_grad_enabled())
+    try:
+        yield found
+    finally:
+        nodes._ready, nodes._look_again_at = None, 0.0
+        OF_GPU()  # launches on a GPU again, if there is one
+    assert found.errors == []
+
+
+def by_python(call: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
+    """Results and gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "module", lambda: None)
+        patch.setattr(launching, "_calls", {})
+        patch.setattr(fused_functional, "_calls", {})
+        results = call()
+        results = results if isinstance(results, tuple) else (results,)
+        return [*results, *gradients(results, wanting, given)]
+
+
+def gradients(results: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
+    return [one.clone() for one in torch.autograd.grad(results, wanting, given, allow_unused=True)]
+
+
+def same_bits(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
