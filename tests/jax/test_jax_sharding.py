@@ -15,9 +15,8 @@ SCRIPT = Path(__file__).parent / "jax_sharded.py"
 
 
 def run(platform: str) -> str:
-    environment = (
-        os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"JAX_PLATFORMS": "cpu"} if platform == "cpu" else {})
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # helpers of other subjects
+    environment |= {"JAX_PLATFORMS": "cpu"} if platform == "cpu" else {}
     finished = subprocess.run([sys.executable, SCRIPT, platform], capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout

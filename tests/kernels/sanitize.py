@@ -1,13 +1,13 @@
 """compute-sanitizer over every tier of the kernels, on a machine with a GPU.
 
 `python tests/kernels/sanitize.py [none memcheck racecheck initcheck synccheck] > bench/results/sanitize.json` writes a
-table to standard error. none: the same calls without a sanitizer, which compiles the kernels and shows that the calls are sound.
-memcheck: accesses outside of arrays and misaligned ones. racecheck: hazards in shared memory. initcheck: device memory
-read before it is written. synccheck: barriers that not all threads reach.
+table to standard error. none: the same calls without a sanitizer, which compiles the kernels and shows that the calls
+are sound. memcheck: accesses outside of arrays and misaligned ones. racecheck: hazards in shared memory. initcheck:
+device memory read before it is written. synccheck: barriers that not all threads reach.
 
 `python tests/kernels/sanitize.py compile 90` puts the kernels of these calls into the kernel cache, for compute
-capability 9.0, on a machine without a GPU: there are some 2000, and a tool makes compiling slower still. NVRTC has to be of the version
-that the machine with the GPU has.
+capability 9.0, on a machine without a GPU: there are some 2000, and a tool makes compiling slower still. NVRTC has to
+be of the version that the machine with the GPU has, and tests/norms on PYTHONPATH.
 
 Not covered: racecheck does not follow asynchronous copies. The sums that the CTAs of a cluster send each other
 (`st.async` to a mailbox counted by an mbarrier, threads.cuh) are invisible to it; test_cpu_shapes.py looks for
