@@ -131,9 +131,9 @@ def launch_of(step: Any, solution: Any) -> tuple:
 
 
 def positions(pointers: Iterable[Any], solution: Any) -> list[tuple[int, int]]:
-    """Which argument of the call each pointer of a launch is, whatever its name; the workspace is the last."""
-    names = [*solution.problem.pointers, "workspace"]
-    return [(names.index(pointer.name) if pointer.name in names else -1, pointer.offset) for pointer in pointers]
+    """Which argument of the call each pointer of a launch is, whatever its name; -1 for the workspace."""
+    places = {name: place for place, name in enumerate(solution.problem.pointers)}
+    return [(places.get(pointer.name, -1), pointer.offset) for pointer in pointers]
 
 
 _texts: dict[Any, str] = {}
