@@ -55,7 +55,7 @@ def library_names() -> tuple[str, ...]:
     """Every identifier of kernels_cu and of what is generated beside them; of the library's Python every key, parameter
     and variable.
     """
-    texts = [file.read_text() for file in KERNELS.iterdir()] + generated_texts()
+    texts = [file.read_text() for file in KERNELS.rglob("*.cu*")] + generated_texts()
     files = [file for folder in (PACKAGE, KERNELS.parent / "adapters") for file in folder.rglob("*.py")]
     in_python = re.compile(r'(?<=")[A-Za-z_]\w*(?=")|\b[A-Za-z_]\w*(?=\s?[:=])', re.ASCII)
     found = {name for text in texts for name in re.findall(r"[A-Za-z_]\w*", text, re.ASCII)}

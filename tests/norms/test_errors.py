@@ -347,6 +347,8 @@ def test_bad_arguments(xp, function, bad):
     good = good_arguments(xp)
     arguments = changed(xp, function, good, bad)
     arrays = [array for array in (*good.values(), *arguments.values()) if isinstance(array, xp.ndarray)]
+    # A GPU cannot read the others.
+    arrays = [array for array in arrays if not any(stride % array.itemsize for stride in array.strides)]
     before = [array.copy() for array in arrays]
     with pytest.raises(bad.error, match=f"^{function}: .*{bad.phrase}") as caught:
         getattr(cunorm, function)(**arguments)

@@ -182,18 +182,17 @@ def test_one_column_has_no_gradient_but_that_of_bias(device):
     assert (dx.tolist(), dweight.tolist()) == ([[0.0]], [0.0])
 
 
-@on_devices
 @pytest.mark.parametrize("cols", [2, 3, 4])
-def test_gradients_of_rows_far_from_zero(device, cols):
+def test_gradients_on_the_cpu_of_rows_far_from_zero(cols):
     """Whole numbers beside a million, with a mean that is a float32: x * rstd - mean * rstd would lose all digits."""
     steps = torch.arange(cols) - torch.arange(cols).sum() // cols
     steps[-1] -= steps.sum()
     rows = 1e6 + torch.arange(1, 6)[:, None] * steps
     of = {"x": rows, "weight": random(cols), "dy": random(5, cols, seed=1)}
     found, expected = [], []
-    for results, at, dtype in ((found, device, torch.float32), (expected, "cpu", torch.float64)):
-        x, weight, dy = (one.float().to(at, dtype).requires_grad_() for one in of.values())
+    for results, dtype in ((found, torch.float32), (expected, torch.float64)):
+        x, weight, dy = (one.float().to(dtype).requires_grad_() for one in of.values())
         y = cunorm.torch.layer_norm(x, (cols,), weight)
         results += torch.autograd.grad(y, (x, weight), dy)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a.cpu().double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))

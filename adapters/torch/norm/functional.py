@@ -347,7 +347,8 @@ def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_
         dtype = _default_dtype(operation, x) if x.is_cuda else x.dtype
     if not compiling:
         checks.forward(operation, x, ndim, weight, bias, dtype)
-    if forward_mode or (not x.is_cuda and (compiling or x.device.type != "cpu")):
+    # In a graph that is compiled functorch's transforms cannot see through an operator.
+    if forward_mode or (compiling and (transformed or not x.is_cuda)) or x.device.type not in ("cpu", "cuda"):
         return formulas.norm(operation, x, ndim, weight, bias, eps).to(dtype)
     if not x.is_cuda and type(x) in PLAIN and _plain_parameters(weight, bias) and nothing_listens():
         return _apply_on_cpu(x, weight, bias, operation, ndim, eps, dtype)
@@ -390,7 +391,7 @@ def norm_with_statistics(
         if call.differentiable and _grad_enabled():
             return _apply_with_statistics(x, weight, bias, call)
         return launching.forward_by(call.recipe, x, weight, bias, eps, True)
-    if in_forward_mode():
+    if in_forward_mode() or (torch.compiler.is_compiling() and under_functorch()):
         statistics = formulas.statistics_of(operation, x, ndim, eps)
         return formulas.forward(operation, x, statistics, weight, bias).to(dtype), statistics.detach()
     return _by_operator(x, weight, bias, operation, ndim, eps, dtype, True, sm_margin, sm_margin)
