@@ -272,7 +272,7 @@ def instructions(cubin: bytes) -> list[tuple]:
     found: list[tuple] = []
     for name, kind, flags, _, offset, length, _, info, *_ in sections:
         begin = sections[names][4] + name
-        kind_name = cubin[begin : cubin.index(b"\0", begin)].split(b".")[1:3]
+        kind_name = (cubin[begin : cubin.index(b"\0", begin)] + b"..").split(b".")[1:3]
         if kind_name[0] == b"text":
             found.append((flags, info >> 24, cubin[offset : offset + length]))
         elif kind_name[:1] == [b"nv"] and kind_name[1].startswith(b"constant"):
