@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ import cunorm
 from bench import timing
 from bench.providers.cunorm import Cunorm
 from bench.results import lines_to
-from bench.suites import OPS, Case, grid, suite
+from bench.suites import OPS, Case, drawn, grid, suite
 from bench.workload import Workload
 
 NAME = "cunorm_before"
@@ -95,13 +96,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, required=True)
     parser.add_argument("--suite", nargs="*", default=["small", "anchors", "models", "dtypes"])
+    parser.add_argument("--sample", type=int, help="so many shapes of each suite, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this many")
     arguments = parser.parse_args()
     providers = [provider(load(arguments.before)), provider(cunorm)]
     measured, begun = [], time.perf_counter()
     with lines_to(arguments.out) as write:
-        for case in cases(arguments.suite):
+        drawn_cases = [drawn(cases([name]), arguments.sample, arguments.seed) for name in arguments.suite]
+        for case in dict.fromkeys(chain.from_iterable(drawn_cases)):
             if time.perf_counter() - begun > arguments.seconds:
                 write(stopped=f"after {arguments.seconds} s")
                 break
@@ -122,7 +126,8 @@ def main() -> None:
             cupy.get_default_memory_pool().free_all_blocks()
     slower = [line for line in measured if line["after_us"] - line["before_us"] > max(0.1, 0.01 * line["before_us"])]
     median = statistics.median(line["ratio"] for line in measured)
-    print(f"{len(measured)} cases, median ratio {median:.4f}")
+    mean = statistics.geometric_mean(line["ratio"] for line in measured)
+    print(f"{len(measured)} cases, median ratio {median:.4f}, geometric mean {mean:.4f}")
     print(f"slower by more than the larger of 1% and 0.1 us: {len(slower)}")
     for line in slower:
         print(f"  {line['case']}: {line['before_us']} -> {line['after_us']} us ({line['ratio']})")
