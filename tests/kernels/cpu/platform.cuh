@@ -1,5 +1,5 @@
-// The second implementation of kernels_cu/rows/platform.cuh: the same names, on a CPU. Memory is read and written by plain
-// C++, so that sanitizers see it.
+// The second implementation of kernels_cu/rows/platform.cuh: the same names, on a CPU. Memory is read and written by
+// plain C++, so that sanitizers see it.
 #pragma once
 #include <bit>
 #include <cmath>
