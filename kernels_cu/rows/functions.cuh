@@ -1,4 +1,4 @@
-// Functions that expressions call (CUDA_FUNCTIONS in expression_texts.py); numbers.cuh has those of the mathematics
+// Functions that expressions call (CUDA_FUNCTIONS in expression/texts.py); numbers.cuh has those of the mathematics
 // library.
 #pragma once
 #include "rows/platform.cuh"
