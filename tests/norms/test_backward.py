@@ -124,3 +124,16 @@ def test_nan_and_infinity_stay_in_their_row_of_dx(xp, op, bad, where, cols):
     others = [row for row in range(rows) if row != 1]
     assert same_bits(bits(clean)[others], bits(dirty)[others])
     assert not numpy.isfinite(widen(on_host(dirty))[1]).all(), "the bad element vanished from its row"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(2000, 8192), (70, 600_000)]
+)  # partial sums; columns added up by themselves
+def test_sums_over_rows_by_two_multiprocessors(op, rows, cols):
+    import cupy
+
+    x, dy, weight, _ = inputs(cupy, rows, cols, "bfloat16")
+    margin = cupy.cuda.Device().attributes["MultiProcessorCount"] - 2
+    check_backward(op, gradients(op, x, dy, weight, sm_margin=margin), dy, x, weight)
