@@ -63,6 +63,14 @@ def mark_quick(items) -> None:
             item.add_marker(pytest.mark.quick)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A worker whose test takes minutes, as those that compile all kernels do, gives what it has left to the others."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+
+
 def pytest_terminal_summary(terminalreporter):
     skipped = terminalreporter.stats.get("skipped", [])
     count = sum("needs a GPU" in str(report.longrepr) for report in skipped)

@@ -82,6 +82,10 @@ def under_functorch() -> bool:
     return isinstance(_transforms(), (_Transform, str))
 
 
+# Tensors of torch.func.functionalize, which knows no autograd.Function.
+is_functional = look_up("torch:_is_functional_tensor", "torch.func.functionalize raises on the CPU", lambda _: False)
+
+
 def is_traced() -> bool:
     return _tracing() is not None
 

@@ -283,7 +283,7 @@ def test_other_arguments_from_elsewhere_are_refused(change):
     norm, epilogue, names, returns = "rms_norm", "xhat * weight", ["weight"], ["y"]
     norm = "batch_norm" if change == "norm" else norm
     if change == "name":
-        epilogue, names = "xhat * matrices", ["matrices"]
+        epilogue, names = "xhat * mean", ["mean"]
     returns = ["y", "s"] if change == "returns" else returns
     names = [*names, "bias"] if change == "count" else names
     with pytest.raises((ValueError, RuntimeError)):

@@ -30,6 +30,8 @@ from ..private import (
     autocasts_to_float32,
     in_forward_mode,
     is_batched,
+    is_exporting,
+    is_functional,
     is_traced,
     nothing_else_listens,
     nothing_listens,
@@ -371,7 +373,9 @@ def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differe
     given = (tensor for tensor in (x, weight, bias) if tensor is not None)
     if any(tensor.dtype not in FLOATING or tensor.layout is not torch.strided for tensor in given):
         return True
-    return x.is_meta or torch.compiler.is_exporting() or is_traced()
+    if torch.compiler.is_compiling():
+        return x.is_meta or is_exporting()
+    return x.is_meta or is_traced() or is_functional(x)
 
 
 def norm_with_statistics(
