@@ -3,8 +3,8 @@
     python -m bench.freeze write FILE [--parts plans code results outside errors] [--code-of N]
     python -m bench.freeze compare OLD NEW
 
-A line of a file is one fact: `{"part", "group", "key", ...}` and digests. Facts are found in the order in which they
-are written, so that two commits can be compared whatever their modules are called.
+A line of a file is one fact: `{"part", "group", "key", ...}` and digests. A fact is named by what it is of, and not by
+modules, so that two commits can be compared whatever their modules are called.
 
 plans    The launches of every problem of the bench's suites, of the compile matrix, and of drawn operations, on every
          architecture: `text` is a digest of the kernels' texts without #line, `launch` of grids, shared memory, the
@@ -154,7 +154,6 @@ def solutions() -> Iterator[tuple[str, str, Any]]:
     from problems import DEVICES
 
     from cunorm.commands import matrix
-    from cunorm.linear import float8_plan
     from cunorm.plan.plan import plan
 
     drawn = list(drawn_problems())
@@ -179,7 +178,6 @@ def solutions() -> Iterator[tuple[str, str, Any]]:
                 yield f"{device.name}, {group}", f"{number}: {described(problem)}", solution
         for number, solution in enumerate(matrix.casts(device)):
             yield f"{device.name}, casts", f"{number}", solution
-    del float8_plan
 
 
 def described(problem: Any) -> str:

@@ -180,7 +180,7 @@ def exchange_by_collectives(name: str) -> Exchange:
 
 
 def is_registered(group: Any) -> bool:
-    """Whether it is the group with its name, as it is until it is destroyed."""
+    """A group is the one with its name until it is destroyed."""
     try:
         return group_of(group.group_name) is group
     except RuntimeError:

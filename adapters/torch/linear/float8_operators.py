@@ -72,7 +72,7 @@ def _backward(dy, dz, x, columns, column_scale, ln_weight, ln_bias, statistics, 
 
 
 def listened_gradients(dy, dz, saved: Saved, options: Float8Options, dtypes: Dtypes, mask, _) -> list[Tensor | None]:
-    """As `gradients`, by the operator."""
+    """Computes what `gradients` does, by the operator, which a dispatch mode sees."""
     x, columns, column_scale, ln_weight, ln_bias, statistics, z_scale = saved
     columns, column_scale, z_scale = (_absent(x) if one is None else one for one in (columns, column_scale, z_scale))
     read = (dy, dz, x, columns, column_scale, ln_weight, ln_bias, statistics, z_scale)

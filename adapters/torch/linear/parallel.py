@@ -127,7 +127,7 @@ def size_of(group: Any) -> int:
 
 
 def size_of_given(group: Any, tp_size: int) -> int:
-    """That of a group beside which a constructor was given `tp_size`; 1, the default, is no size that was given."""
+    """The size of a group. ValueError where another `tp_size` was given beside it; 1, the default, counts as none."""
     size = size_of(group)
     if tp_size not in (1, size):
         raise ValueError(

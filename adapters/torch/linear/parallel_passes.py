@@ -46,12 +46,12 @@ class Ranks(NamedTuple):
 
     @property
     def gathers(self) -> bool:
-        """Whether some rank needs z of all rows for the gradient of weight."""
+        """True if some rank needs z of all rows for the gradient of weight."""
         return bool(self.wanted & GATHER)
 
     @property
     def sums(self) -> bool:
-        """Whether some rank needs the gradient of z."""
+        """True if some rank needs the gradient of z."""
         return bool(self.wanted & SUM)
 
 

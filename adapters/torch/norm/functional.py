@@ -359,10 +359,9 @@ def _through_torch(operation, x, normalized_shape, weight, bias, eps, dtype, sm_
 
 
 def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differentiated: bool) -> bool:
-    """Whether a call goes to torch's own norm.
+    """True if a call goes to torch's own norm: ours does not serve it, or it is not differentiated on another device.
 
-    There go what has no kernel of ours, and what torch can do better but differentiate: see above. A program that is
-    kept outside this process is to need no cunorm, except for CUDA.
+    A program that is exported or traced for another device than CUDA holds torch's norm: it must run without cunorm.
     """
     if not x.is_cuda and not differentiated:
         return True
