@@ -4,10 +4,15 @@ the first case of each test but for those marked `slow`.
 
 import functools
 import logging
+import os
 
 import numpy
 import pytest
 from cases import HOST_COLUMNS
+
+# torch collects garbage before it captures a graph: what an earlier test left would be freed during the capture, which
+# CUDA then refuses.
+os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")
 
 POOL_LIMIT = 4 * 2**30  # bytes that a worker may keep between tests: eight of them share a GPU
 

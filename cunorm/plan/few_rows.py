@@ -69,7 +69,8 @@ def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...], s
     columns = part(problem, sums)
     # Wherever the arrays lie: dweight has the same bits.
     slots = _ctas_per_sm(replace(of_rows, aligned=True, columns_aligned=True)) * device.sms
-    of_columns = _of_columns(columns, shape.pack, threads, slots - row_ctas, device.sms)
+    room = SHARED_LIMIT - shared_memory(of_rows)
+    of_columns = _of_columns(columns, shape.pack, threads, slots - row_ctas, device.sms, room)
     whole = kernel_spec(problem, "backward", shape, final=True)
     spec = FewRowsSpec(whole, of_columns, of_rows)
     if problem.overwrites:
@@ -85,10 +86,10 @@ def _ctas_per_sm(spec: NormSpec) -> int:
     return max(1, ctas_of(spec, registers_of_one_turn(spec), MOST_THREADS))
 
 
-def _of_columns(problem: Problem, pack: int, threads: int, slots: int, sms: int) -> NormSpec:
+def _of_columns(problem: Problem, pack: int, threads: int, slots: int, sms: int, room: int) -> NormSpec:
     """The kernel of the columns, by so many threads of a CTA beside each other: as few as leave each two rows, or as
     make so few CTAs that they run at once, in so many slots, or else no more than there are SMs. All of them where a
-    thread adds up all rows.
+    thread adds up all rows. Their sums take `room` bytes of shared memory at most.
     """
 
     def by(lanes: int) -> NormSpec:
@@ -98,7 +99,7 @@ def _of_columns(problem: Problem, pack: int, threads: int, slots: int, sms: int)
     if problem.rows <= ALONE:
         return by(threads)
     powers = [2**n for n in range(1, 10) if threads % 2**n == 0]
-    powers = [lanes for lanes in powers if shared_memory(by(lanes)) <= SHARED_LIMIT]
+    powers = [lanes for lanes in powers if shared_memory(by(lanes)) <= room]
     least = max((lanes for lanes in powers if threads // lanes >= max(8, problem.rows // 2)), default=2)
     ctas = {lanes: ceil_div(problem.cols, pack * lanes) for lanes in powers if lanes >= least}
     at_once = (lanes for lanes in ctas if ctas[lanes] <= slots and problem.rows * lanes <= ROWS_OF_THREAD * threads)

@@ -128,9 +128,7 @@ def test_nan_and_infinity_stay_in_their_row_of_dx(xp, op, bad, where, cols):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    ("rows", "cols"), [(2000, 8192), (70, 600_000)]
-)  # partial sums; columns added up by themselves
+@pytest.mark.parametrize(("rows", "cols"), [(600, 8192), (20, 600_000)])  # partial sums; columns added up by themselves
 def test_sums_over_rows_by_two_multiprocessors(op, rows, cols):
     import cupy
 

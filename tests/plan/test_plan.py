@@ -11,9 +11,12 @@ import pytest
 from cases import DTYPES, SHAPES, TIER_COLUMNS
 from problems import DEVICES, problem
 
+from cunorm.expression import trace
 from cunorm.kernel import source
 from cunorm.kernel.device import CLUSTER_SIZES, H100, KNOWN, early_launches
+from cunorm.operation import Operation
 from cunorm.plan.plan import plan
+from cunorm.plan.problem import backward_problem
 from cunorm.plan.shared_memory import ctas_that_fit, dynamic_shared, launch_shared, shared_memory
 from cunorm.plan.spec import FewRowsSpec, NormSpec, SumSpec
 from cunorm.plan.steps import Step
@@ -53,6 +56,23 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, name):
                 assert spec.shape.capacity < 2 * cols + 2 * 32 * spec.shape.pack * spec.shape.cluster
                 fewer = replace(spec.shape, packs=spec.shape.packs - 1)
                 assert fewer.capacity < cols + fewer.pack * fewer.cluster
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("vectors", ["a b", "a b c", "a b c d e"])
+def test_few_rows_of_more_gradients_fit_into_shared_memory(vectors, name):
+    """The sums of the columns lie there beside what the warps of a row exchange."""
+    epilogue = {
+        "a b": lambda xhat, a, b: xhat * a + b,
+        "a b c": lambda xhat, a, b, c: xhat * a * b + c,
+        "a b c d e": lambda xhat, a, b, c, d, e: xhat * a * b + c * d + e,
+    }[vectors]
+    operation = Operation("layer_norm", trace(epilogue))
+    for rows, cols, dtype in itertools.product((1, 16, 60, 300), (1024, 8191, 16384), ("float16", "float32")):
+        dtypes = dict.fromkeys(("x", "dy", *vectors.split()), dtype)
+        wanted = ("x", *vectors.split())
+        for step in plan(backward_problem(operation, rows, cols, dtypes, wanted), DEVICES[name]).steps:
+            assert shared_memory(step.spec) <= 48 * 1024
 
 
 @pytest.mark.parametrize("name", DEVICES)
