@@ -9,7 +9,8 @@ bfloat16. A line of JSON is a process: the median milliseconds of a step until t
 and of torch's in the same turn; the losses of the first and third step; the peak of the second step's memory beyond
 what was held before, and what a contender holds after three (CUDA graphs have one pool in a process, which the first
 contender pays for); how long the first step took, which compiles, beside the other processes, in mode compile with
-nothing in a cache; what `accelerate` says that ran; and torch's last step of a turn over the one before it.
+nothing in a cache; how many calls of norms `accelerate` says that cunorm ran and torch; and torch's last step of a turn
+over the one before it.
 
 In eager mode Liger is beside them where it is installed and knows the model: its norms alone, and its gated product
 too. What it patches for every model of a process, its rotary embedding, is left out.
@@ -42,16 +43,13 @@ from bench.results import lines_to
 from bench.side_by_side import in_turns
 from bench.torch_models import BATCH, SEQUENCE, alternate, build, loss_of, make_step
 from cunorm.torch import Acceleration, accelerate, replace_norms
-from cunorm.torch.models.joins import sum_then_norm
 
 NAMES = ("gpt2", "bert", "vit", "llama", "qwen3", "gemma3", "whisper", "dit")
 CONTENDERS = {
-    "eager": ("torch", "replace_norms", "accelerate", "accelerate, of any size"),
+    "eager": ("torch", "replace_norms", "accelerate"),
     "compile": ("torch", "accelerate"),
     "reduce-overhead": ("torch", "accelerate"),
 }
-# Attributes of norms and blocks by which `accelerate` chooses, in elements.
-CHOSEN = ("_own_below", "_joined_from", "_compiled_from")
 # What Liger calls a model that it knows.
 OF_LIGER = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 LIGER = {
@@ -112,18 +110,17 @@ def host(write: Callable[..., None]) -> None:
         add = getattr(cunorm.torch, f"add_{op}")
         norms = {"torch": norm, "replaced": copy.deepcopy(norm)}
         replace_norms(norms["replaced"])
-        joins: dict[str, Callable[..., Any]] = {who: partial(apart, one) for who, one in norms.items()}
-        joins["function"] = lambda x, s, norm=norm, add=add: add(x, s, (1024,), *norm.parameters())
-        joins["joined"] = partial(sum_then_norm, norms["replaced"])
+        pairs: dict[str, Callable[..., Any]] = {who: partial(apart, one) for who, one in norms.items()}
+        pairs["function"] = lambda x, s, norm=norm, add=add: add(x, s, (1024,), *norm.parameters())
         x.requires_grad_()
 
-        def chain(join, x=x, dy=dy):
+        def chain(pair, x=x, dy=dy):
             y = s = x
             for _ in range(10):
-                y, s = join(y, s)
+                y, s = pair(y, s)
             y.backward(dy)
 
-        calls = {who: (partial(chain, join), 10) for who, join in joins.items()}
+        calls = {who: (partial(chain, pair), 10) for who, pair in pairs.items()}
         write("host", op=op, what="sum and norm of ten in a row, each", unit="us", **alternate(calls, 40, 10))
 
 
@@ -152,9 +149,6 @@ def prepared(mode: str, case_name: str, name: str, layers: int) -> Callable[[], 
             by_liger(model, name, LIGER[who])
         elif who != "torch":
             reports[who] = (replace_norms if who == "replace_norms" else accelerate)(model)
-        if who == "accelerate, of any size":
-            for module in model.modules():
-                vars(module).update({name: 1 for name in CHOSEN if name in vars(module)})
         run = model if mode == "eager" else torch.compile(model, mode=None if mode == "compile" else mode)
         step = step_of(run, inputs, labels, case)
         with fresh_cache() if mode == "compile" else nullcontext():
@@ -184,18 +178,18 @@ def prepared(mode: str, case_name: str, name: str, layers: int) -> Callable[[], 
             "held_bytes": held,
             "first_step_s": took,
             "ready_after_s": ready,
-            "together_and_apart": ran(reports),
+            "by_cunorm_and_torch": ran(reports),
         }
 
     return measured
 
 
 def ran(reports: dict[str, Any]) -> dict[str, list[int]]:
-    """How often norms ran joined, and how often not."""
+    """How often norms that choose ran our kernel, and how often torch's."""
     counts = {who: report.ran().values() for who, report in reports.items() if isinstance(report, Acceleration)}
     return {
-        who: [sum(one.together for one in found), sum(sum(one.apart.values()) for one in found)]
-        for who, found in counts.items()
+        who: [sum(norm.by_cunorm for norm in norms), sum(norm.by_torch for norm in norms)]
+        for who, norms in counts.items()
     }
 
 

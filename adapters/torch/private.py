@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,24 +209,6 @@ _has_kernel = look_up(
 
 # Modules.
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _modules_have(*names: str, costs: str) -> bool:
-    missing = [name for name in names if name not in vars(nn.Module())]
-    if missing:
-        miss(f"torch.nn:Module().{missing[0]}", costs)
-    return not missing
-
-
-hooks_of: Callable[[nn.Module], tuple] = attrgetter(*_HOOKS)
-if not _modules_have(*_HOOKS, costs="accelerate joins nothing"):
-    hooks_of = lambda module: (True,)  # noqa: E731
-
-modules_of: Callable[[nn.Module], Any] = attrgetter("_modules")
-if not _modules_have("_modules", costs="joined blocks take longer"):
-    modules_of = lambda module: dict(module.named_children())  # noqa: E731
-
 
 def parameters_of(module: nn.Module) -> Any:
     """A module's own parameters, by name; of those that are registered as None some versions have none."""
@@ -240,11 +221,10 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     return getattr(module, name) if parameter is None else parameter  # such as one that is parametrised
 
 
-_HAS_PARAMETERS = _modules_have("_parameters", costs="calls of modules take 1 us more")
+_HAS_PARAMETERS = "_parameters" in vars(nn.Module())
 if not _HAS_PARAMETERS:
+    miss("torch.nn:Module()._parameters", "calls of modules take 1 us more")
     parameter_of = getattr
-
-any_global_hook = look_up("torch.nn.modules.module:_has_any_global_hook", "accelerate joins nothing", lambda: True)
 
 
 # FP8.

@@ -17,35 +17,34 @@ from torch_tensors import assert_no_farther, on_devices, random  # noqa: E402
 
 from cunorm.torch import accelerate, replace_norms  # noqa: E402
 from cunorm.torch.models import accelerate as accelerate_module  # noqa: E402
-from cunorm.torch.models import blocks, replace  # noqa: E402
+from cunorm.torch.models import replace  # noqa: E402
 from cunorm.torch.norm import modules  # noqa: E402
 
-# Name: how many norms are joined with a sum, of how many.
+# Name: how many norms there are.
 MODELS = {
-    "gpt2": (2, 5),
-    "bert": (4, 6),
-    "vit": (2, 5),
-    "llama": (2, 5),
-    "mistral": (2, 5),
-    "qwen2": (2, 5),
-    "qwen3": (2, 9),
-    "gemma": (2, 5),
-    "gemma2": (4, 9),
-    "gemma3": (4, 13),
-    "olmo2": (4, 9),
-    "whisper": (6, 12),
-    "t5": (0, 12),
-    "mamba2": (0, 5),
+    "gpt2": 5,
+    "bert": 6,
+    "vit": 5,
+    "llama": 5,
+    "mistral": 5,
+    "qwen2": 5,
+    "qwen3": 9,
+    "gemma": 5,
+    "gemma2": 9,
+    "gemma3": 13,
+    "olmo2": 9,
+    "whisper": 12,
+    "t5": 12,
+    "mamba2": 5,
 }
-# Attributes of blocks and norms that `accelerate` sets.
-SET = {"_ran", "_few", "_joined_from", "_own_below", "_compiled_from"}
+# Attributes of norms that `accelerate` sets, or that count.
+SET = {"_own_below", "_compiled_from", "_by_cunorm", "_by_torch"}
 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    """Small models are joined as large ones are."""
-    for name in ("HOST_BOUND_BELOW", "JOINED_FROM"):
-        monkeypatch.setattr(accelerate_module, name, 1)
+    """Small models run the norms that large ones do."""
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 1)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -65,12 +64,11 @@ def test_logits_and_gradients_of_a_model(device, name, dtype):
     before = loss_and_gradients(model, inputs)
     keys, parameters, classes = list(model.state_dict()), list(model.parameters()), [*map(type, model.modules())]
     report = accelerate(model)
-    assert (len(report.joined), len(report.norms.swapped)) == MODELS[name]
-    assert not report.left
+    assert (len(report.norms.swapped), report.norms.left) == (MODELS[name], {})
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     after = loss_and_gradients(model, inputs)
-    assert all(ran == (1, {}) for ran in report.ran().values())  # each ran once, with its sum
+    assert all(ran == (1, 0) for ran in report.ran().values())  # each once, by ours
     assert_no_farther(after, before, reference, dtype)
     report.undo()
     assert [*map(type, model.modules())] == classes
@@ -88,8 +86,7 @@ def test_layers_of_torch(cls, norm_first):
     expected = layer(*inputs)
     report = accelerate(layer)
     torch.testing.assert_close(layer(*inputs), expected)
-    joined = list(report.joined)[1 if norm_first else 0 :]  # what the first norm reads is no sum of this layer
-    assert [name for name, (together, _) in report.ran().items() if together] == joined
+    assert set(report.ran().values()) == {(1, 0)}
 
 
 def test_the_report():
@@ -97,52 +94,38 @@ def test_the_report():
     report = accelerate(model)
     loss_of(model, inputs)
     lines = str(report).splitlines()
-    assert lines[:2] == ["this model is on the CPU: torch's operators run", "norms replaced 5, joined 2, left 0"]
-    assert str(accelerate(model)).splitlines()[1:3] == ["already accelerated", "norms replaced 0, joined 0, left 0"]
+    assert lines[:2] == ["this model is on the CPU: torch's operators run", "norms replaced 5, left 0"]
+    assert str(accelerate(model)).splitlines()[1:3] == ["already accelerated", "norms replaced 0, left 0"]
     assert "already accelerated" not in str(report)
-    assert "  transformer.h.0.ln_1: LayerNorm" in lines
-    assert "  transformer.h.1.ln_2: with the sum before it; ran 1" in lines
+    assert "  transformer.h.0.ln_1: LayerNorm; calls: 1 by cunorm, 0 by torch" in lines
+    model, _ = build("llama")
+    assert "  model.norm: LlamaRMSNorm" in str(accelerate(model)).splitlines()  # has nothing to choose
 
 
 def test_the_example(monkeypatch):
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 8 << 20)
-    monkeypatch.setattr(accelerate_module, "JOINED_FROM", 64 << 20)
     assert doctest.testmod(accelerate_module).failed == 0
 
 
 def test_norms_of_torch_with_few_elements(monkeypatch):
-    """A few elements go to torch's own operators, apart, more to ours; those of transformers to ours, apart."""
-    for name in ("HOST_BOUND_BELOW", "JOINED_FROM"):
-        monkeypatch.setattr(accelerate_module, name, 64)
-    ours, norm = [], replace.norm
+    """A few elements go to torch's own operators, more to ours; those of transformers to ours."""
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 64)
+    ours = []
     monkeypatch.setattr(modules, "norm", lambda *given: ours.append("torch's") or given[1])
     monkeypatch.setattr(replace, "norm", lambda *given: ours.append("transformers'") or given[1])
     model, _ = build("llama")
     model = nn.Sequential(nn.LayerNorm(32), nn.RMSNorm(32), model.model.norm)
-    accelerate(model)
+    report = accelerate(model)
     for rows, expected in ((1, []), (2, ["torch's", "torch's"])):
         model[:2](torch.ones(rows, 32))
         assert ours == expected
     model[2](torch.ones(1, 64))
     assert ours[2:] == ["transformers'"]
-    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    report = accelerate(layer)
-    layer(torch.ones(1, 1, 32))
-    assert report.ran()["norm1"] == (0, {accelerate_module.FEW: 1})
-    layer(torch.ones(1, 2, 32))
-    assert report.ran()["norm1"] == (1, {accelerate_module.FEW: 1})
-    model, inputs = build("llama")
-    inputs = {name: one[:, :1] for name, one in inputs.items()}
-    report = accelerate(model)
-    monkeypatch.setattr(replace, "norm", norm)
-    loss_of(model, inputs)  # 4 rows of 64
-    assert all(ran == (1, {}) for ran in report.ran().values())
-    monkeypatch.setattr(accelerate_module, "JOINED_FROM", 256)
+    assert report.ran() == {"0": (1, 1), "1": (1, 1)}
+    copy.deepcopy(model)[0](torch.ones(2, 32))
+    assert report.ran()["0"] == (1, 1)  # a copy counts for itself
     report.undo()
-    report = accelerate(model)
-    loss_of(model, inputs)
-    loss_of(model, {name: one[:1] for name, one in inputs.items()})
-    assert all(ran == (1, {accelerate_module.FEW: 1}) for ran in report.ran().values())
+    assert report.ran() == {"0": (0, 0), "1": (0, 0)}
 
 
 class Operators(TorchDispatchMode):
@@ -156,10 +139,9 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "whisper"])
-def test_apart_a_step_has_the_operators_and_the_bits_of_the_original(monkeypatch, name):
+def test_with_few_elements_a_step_has_the_operators_and_the_bits_of_the_original(monkeypatch, name):
     """In both passes, in the same order: what is left to torch costs no operator and no node more."""
-    for bound in ("HOST_BOUND_BELOW", "JOINED_FROM"):
-        monkeypatch.setattr(accelerate_module, bound, 8 << 20)
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 8 << 20)
     model, inputs = build(name)
     results, called = [], []
     for place in (0, 1):
@@ -170,13 +152,12 @@ def test_apart_a_step_has_the_operators_and_the_bits_of_the_original(monkeypatch
         called.append(operators.called)
     assert called[1] == called[0]
     assert equal(*results)
-    assert all(ran == (0, {accelerate_module.FEW: 1}) for ran in report.ran().values())
+    assert list(report.ran().values()) == [(0, 1)] * MODELS[name]
 
 
-def test_what_of_ours_runs_where_a_join_stays_apart(monkeypatch):
+def test_what_of_ours_runs_with_few_elements(monkeypatch):
     """A step of a small model waits for the host: nothing is asked but how many elements there are."""
     monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 1 << 20)
-    monkeypatch.setattr(accelerate_module, "JOINED_FROM", 1 << 20)
     model, _ = build("bert")
     block = model.bert.encoder.layer[0].output
     accelerate(block)
@@ -192,7 +173,7 @@ def test_what_of_ours_runs_where_a_join_stays_apart(monkeypatch):
         block(torch.ones(1, 2, 128), torch.ones(1, 2, 64))
     finally:
         sys.setprofile(None)
-    assert calls == ["_sum_norm", "_together", "forward", "parameter_of", "parameter_of"]
+    assert calls == ["forward", "is_left_to_torch", "parameter_of", "parameter_of"]
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.LayerNorm(8, bias=False), nn.LayerNorm(8, 0.1, False),
@@ -214,51 +195,47 @@ def test_twice_is_once():
     first = accelerate(model)
     expected = loss_of(model, inputs)[1]
     second = accelerate(model)
-    assert not second.joined
     assert not second.norms.swapped
     second.undo()
     assert torch.equal(loss_of(model, inputs)[1], expected)
     first.undo()
     first.undo()
-    assert len(accelerate(model).joined) == 2
+    assert len(accelerate(model).norms.swapped) == 5
 
 
-def test_after_replace_norms_the_sums_are_joined_with_its_norms(monkeypatch):
-    model, inputs = build("llama")
-    expected = loss_of(model, inputs)[1]
+def test_after_replace_norms_its_norms_stay_as_they_are(monkeypatch):
+    """Ours at any size, as who called `replace_norms` has asked for."""
+    monkeypatch.setattr(accelerate_module, "HOST_BOUND_BELOW", 8 << 20)
+    model, inputs = build("gpt2")
     replaced = replace_norms(model)
+    before = [(type(module), set(vars(module))) for module in model.modules()]
     report = accelerate(model)
-    assert (len(report.norms.swapped), len(report.joined)) == (0, 2)
-    torch.testing.assert_close(loss_of(model, inputs)[1], expected)
-    report.undo()
-    monkeypatch.setattr(accelerate_module, "JOINED_FROM", 64 << 20)
-    report = accelerate(model)
+    assert (report.norms.swapped, report.ran()) == ({}, {})
     loss_of(model, inputs)
-    assert all(ran == (0, {accelerate_module.FEW: 1}) for ran in report.ran().values())
+    assert [(type(module), set(vars(module))) for module in model.modules()] == before
     report.undo()
     replaced.undo()
 
 
 @pytest.mark.parametrize("first", ["part", "whole"])
-def test_a_part_that_is_patched_already(first):
-    """What is left is joined, and each report takes back its own, in any order."""
+def test_a_part_that_is_accelerated_already(first):
+    """What is left is replaced, and each report takes back its own, in any order."""
     model, inputs = build("llama")
     expected = loss_of(model, inputs)[1]
     reports = {"part": accelerate(model.model.layers[0]), "whole": accelerate(model)}
-    assert [list(one.joined) for one in reports.values()] == [
-        ["post_attention_layernorm"],
-        ["model.layers.1.post_attention_layernorm"],
-    ]
+    assert [len(report.norms.swapped) for report in reports.values()] == [2, 3]
     for report in (reports.pop(first), *reports.values()):
         torch.testing.assert_close(loss_of(model, inputs)[1], expected)
         report.undo()
     assert torch.equal(loss_of(model, inputs)[1], expected)
 
 
-def test_what_fails_halfway_is_not_done_at_all(monkeypatch):
+def test_what_fails_in_building_nodes_changes_no_model(monkeypatch):
+    """It may take 20 s, in which somebody may interrupt it."""
     model, _ = build("llama")
-    classes, joined = [*map(type, model.modules())], iter([blocks.joined_class])
-    monkeypatch.setattr(accelerate_module, "joined_class", lambda found: next(joined)(found))
+    classes = [*map(type, model.modules())]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(accelerate_module.nodes, "build", lambda: next(iter(())))
     with pytest.raises(StopIteration):
         accelerate(model)
     assert [*map(type, model.modules())] == classes
@@ -277,4 +254,4 @@ def test_undone_in_another_order_nothing_is_done():
     assert [*map(type, model.modules())] == classes
     norm.__class__ = ours
     report.undo()
-    assert type(model.model.layers[0]).__mro__[1] is not blocks.Block
+    assert not any(SET & set(vars(module)) for module in model.modules())

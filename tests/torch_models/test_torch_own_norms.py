@@ -374,6 +374,36 @@ def test_what_calls_torchs_operator_does_so_below_a_size(monkeypatch, elements):
     assert ours == [["layer_norm", "rms_norm"], ["rms_norm"]][elements > COLS]
 
 
+class OfTimm(nn.LayerNorm):
+    """timm's LayerNorm in few words: timm itself needs torchvision."""
+
+    def __init__(self, fast: bool = False):
+        super().__init__(COLS)
+        self._fast_norm = fast
+
+    def forward(self, x):
+        if not (self._fast_norm and torch.is_autocast_enabled(x.device.type)):
+            return super().forward(x)
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = (one.to(dtype) for one in (x, self.weight, self.bias))
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+OfTimm.__module__, OfTimm.__name__ = "timm.layers.norm", "LayerNorm"
+
+
+def test_the_norm_of_timm():
+    """It is torch's, unless it was made for its fast norm."""
+    model = nn.Sequential(OfTimm(), OfTimm(fast=True))
+    x = random(3, COLS, dtype=torch.float32)
+    expected = model(x)
+    report = accelerate(model).norms
+    assert (report.swapped, type(model[0]).__module__) == ({"0": "LayerNorm"}, "cunorm.torch.norm.modules")
+    assert report.left == {"1": "LayerNorm of timm.layers.norm has a result of autocast's dtype, where autocast is on"}
+    torch.testing.assert_close(model(x), expected)
+
+
 def hooked(model: nn.Module) -> None:
     """As Hugging Face's accelerate does it for device_map."""
     for module in model.modules():

@@ -307,9 +307,14 @@ def test_symbolic_trace(name):
     assert ours or leaves
 
 
+class OwnNorm(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:])
+
+
 @pytest.mark.parametrize("change", [cunorm.torch.replace_norms, cunorm.torch.accelerate])
 def test_symbolic_trace_of_a_changed_model(change):
-    model = torch.nn.Sequential(torch.nn.LayerNorm(COLS), torch.nn.Linear(COLS, COLS), torch.nn.RMSNorm(COLS))
+    model = torch.nn.Sequential(torch.nn.LayerNorm(COLS), OwnNorm(), torch.nn.RMSNorm(COLS))
     x = random(2, 3, COLS, dtype=torch.float32)
     expected = model(x)
     change(model)

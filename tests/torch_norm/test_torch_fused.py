@@ -208,6 +208,32 @@ def test_views_of_two_strides_are_not_copied(stand_in, lines):
     assert dq.shape == q.shape
 
 
+@needs_machine
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("join", ["", "gate_add_"])
+def test_conditions_are_read_where_they_lie(stand_in, lines, join, norm):
+    """In the parts of one product; each pass is one plan."""
+    x, residual = (random(2, 5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
+    product = random(2, 6 * 64, dtype=torch.float32, seed=2).requires_grad_()
+    leaves = [x, residual, product] if join else [x, product]
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        gate, scale, shift = (one[:, None] for one in product.to(dtype).chunk(6, dim=1)[2:5])
+        summands = [x.to(dtype), residual.to(dtype), gate] if join else [x.to(dtype)]
+        if dtype is torch.float32:
+            found = getattr(cunorm.torch, f"{join}{norm}_modulate")(*summands, scale, shift, eps=1e-5)
+            found = [*found] if join else [found]
+        else:
+            s = summands[1] + gate * summands[0] if join else summands[0]
+            y = getattr(torch.nn.functional, norm)(s, (64,), eps=1e-5) * (1 + scale) + shift
+            found = [y, s] if join else [y]
+        results.append([*found, *torch.autograd.grad(sum(one.square().sum() for one in found), leaves)])
+    for expected_one, one in zip(*results, strict=True):
+        torch.testing.assert_close(one, expected_one.to(one.dtype), rtol=1e-4, atol=1e-4)
+    assert [plan.problem.direction for plan in stand_in.plans] == ["forward", "backward"]
+    assert not [line for line in lines() if "copied" in line or "expanded" in line]
+
+
 # Errors.
 
 

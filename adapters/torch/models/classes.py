@@ -69,18 +69,17 @@ class Swaps:
         module.__class__ = cls
         self._made.append((module, before, cls))
 
-    def check(self) -> None:
-        """RuntimeError if somebody else has changed a class since: it would be lost."""
+    def undo(self, *attributes: str) -> None:
+        """Every module has its class again, and lacks the attributes; nothing is done twice.
+
+        RuntimeError, and nothing is done, if somebody else has changed a class since: it would be lost.
+        """
         for module, before, after in self._made:
             if type(module) is not after:
                 raise RuntimeError(
                     f"undo: this {before.__name__} must have the class that it was given; got "
                     f"{type(module).__qualname__} of {type(module).__module__}. Undo first what was done to it since."
                 )
-
-    def undo(self, *attributes: str) -> None:
-        """Every module has its class again, and lacks the attributes; nothing is done twice."""
-        self.check()
         for module, before, _ in self._made:
             module.__class__ = before
             for name in attributes:

@@ -17,8 +17,8 @@ from torch.compiler import is_compiling
 from ...fusion import Fused
 from ..norm import compiled
 from ..norm.functional import norm
-from ..norm.modules import LayerNorm, RMSNorm, parameter_of
-from ..private import parameters_of
+from ..norm.modules import LayerNorm, RMSNorm, is_left_to_torch
+from ..private import parameter_of, parameters_of
 from .classes import Swaps, check_classes, check_module, forward_replaced, on_the_cpu, remedies
 from .forms import Form, GatedForm, Pair, form_of, gated_norm
 
@@ -224,7 +224,7 @@ class SwappedNorm(_Swapped):
     def forward(self, hidden_states: Tensor) -> Tensor:
         cls = type(self)
         form, eps = cls._form, getattr(self, cls._eps_name)
-        if form.of_torch and hidden_states.numel() < self._own_below and not is_compiling():
+        if form.of_torch and self._own_below and not is_compiling() and is_left_to_torch(self, hidden_states):
             return cls._original.forward(self, hidden_states)
         weight = parameter_of(self, "weight") if form.weight else None
         bias = parameter_of(self, "bias") if form.bias else None

@@ -168,8 +168,7 @@ class LayerNorm(_Options, nn.LayerNorm):
             if is_compiling() and self._compiled_from:
                 own = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
                 return _chosen(own, "layer_norm", self, input, self.bias)
-            below = self._own_below  # what stands for a tensor in torch.fx.symbolic_trace has no size to compare
-            if below and (not isinstance(input, Tensor) or input.numel() < below):
+            if self._own_below and is_left_to_torch(self, input):
                 weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
                 return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return (self._float8 if fp8_output else self._norm)("layer_norm", input, parameter_of(self, "bias"))
@@ -217,10 +216,18 @@ class RMSNorm(_Options, nn.RMSNorm):
             if is_compiling() and self._compiled_from:
                 own = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
                 return _chosen(own, "rms_norm", self, x, None)
-            below = self._own_below
-            if below and (not isinstance(x, Tensor) or x.numel() < below):
+            if self._own_below and is_left_to_torch(self, x):
                 return F.rms_norm(x, self.normalized_shape, parameter_of(self, "weight"), self.eps)
         return (self._float8 if fp8_output else self._norm)("rms_norm", x, None)
+
+
+def is_left_to_torch(norm: Any, x: Tensor) -> bool:
+    """Whether x has too few elements for our kernel to gain; counted, for the report of `accelerate`."""
+    # What stands for a tensor in torch.fx.symbolic_trace has no size to compare.
+    is_left = not isinstance(x, Tensor) or x.numel() < norm._own_below
+    attributes, count = norm.__dict__, "_by_torch" if is_left else "_by_cunorm"
+    attributes[count] = attributes.get(count, 0) + 1
+    return is_left
 
 
 def _autocast_dtype(x: Tensor) -> Any:
