@@ -11,11 +11,11 @@ from ..kernel.device import Device
 from ..operation import SEED
 from .backward_parts import is_dear, is_plain, matrices_read
 from .cluster_forward import places
+from .forward_rows import RING_BYTES
 from .problem import ITEMSIZE, Problem
 from .registers import column_dtypes, with_rows_kept
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
 from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
-from .short_rings import RING_BYTES
 from .spec import WARP, NormSpec, RowShape
 
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import log
 
 from ..kernel.device import CLUSTER_SIZES, Device
-from .plain_rings import is_plain
 from .problem import ITEMSIZE, Problem
-from .registers import column_bytes, registers_of, widest_column, with_rows_kept, working_of_shifted
+from .registers import column_bytes, registers_of, with_rows_kept, working_of_shifted
 from .shapes import ceil_div, in_clusters, kernel_spec
 from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
-from .short_rings import RING_BYTES
 from .spec import WARP, NormSpec, RowShape
+from .tables import measured
 
 # Of the SMs of an H200, how many the clusters of each size count as reaching: by Device.clusters 1.0, 0.91, 0.91 and
 # 0.85; 16 was fitted. Constants, so that who holds what of a row, and so its bits, is the same on every GPU that has
@@ -45,42 +43,27 @@ MOST_COLUMN_BYTES = 256
 # Bytes. 200704 columns forward, 49 KB, 79.0 us with three places and 81.3 with two; 258048, 64 KB, 80.1 and 77.8.
 # Backward of 172032, 42 KB, 117.7 and 125.8; of 200704, 50 KB, 118.5 and 127; of 57344, 56 KB, 109.8 and 109.3.
 THREE_PLACES = 52 << 10
-# Where memory is slow, of many rows: bytes that an SM asks for at once, by LayerNorm beside weights of 16 bits and
-# beside wider ones, and by RMSNorm. H100, RMSNorm of 49152 cols by 37 KB 94.1 us, by 49 96.9.
-TURN_BYTES, WIDE_TURN_BYTES, RMS_TURN_BYTES = 42 << 10, 36 << 10, 40 << 10
 
 
 def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     """The forward kernel of rows that a cluster holds, None where none does."""
-    found = _forward_shape(problem, device)
-    if found is None:
+    fitting = _forward_shape(problem, device)
+    if fitting is None:
         return None
-    shape, most = found
+    shape, most = fitting
     spec = kernel_spec(problem, "forward", shape)
-    many = problem.matrix_bytes > RING_BYTES * device.sms
-    few_bytes = device.memory_is_slow and many and is_plain(problem, spec, device) and problem.cols % shape.pack == 0
-    wide = problem.norm.subtracts_mean and widest_column(spec) > 2
-    if few_bytes:
-        # Five CTAs of 64 threads, seven packs beside float32 weights in 168 registers, spilled 4 bytes.
-        registers = _registers(problem, shape, WORKING + shape.packs + 8)
-        wanted = WIDE_TURN_BYTES if wide else TURN_BYTES if problem.norm.subtracts_mean else RMS_TURN_BYTES
-        shape, most = _of_few_bytes(shape, most, wanted, registers, device)
-        spec = replace(spec, shape=shape)
+    if (found := measured(problem, spec, device)) is not None:
+        return found
     spec = replace(spec, columns_stay=_columns_stay(problem, spec, device))
     for ctas in range(most, 0, -1):
         most_places = places(ctas * bytes_of_part(shape) * len(spec.matrices))
         if problem.cols % shape.pack and shape.packs > 4 and ctas > 1:
             most_places = 2  # LayerNorm, 50257 cols 98.8 us, by three 102.8; four packs, 48001 cols 111 and 99
-        # H100, 86016 cols 94.8 us, by three 99.1. Beside float32 weights where it is 36 KB, asked for early: 49152 cols
-        # 96.3 us, by three late 99.2; but 65536, 32 KB, 97.2 and 96.0.
-        wide_early = few_bytes and wide and ctas * bytes_of_part(shape) >= WIDE_TURN_BYTES
-        if few_bytes and (not wide or shape.packs > 8 or wide_early):
-            most_places = 2
         for stages in range(most_places, 1, -1):
             # Parts of two and three rows of clusters of 16, by two places: LayerNorm of 143360 cols 69.8 us, late 72.0;
             # of 73728 cols, clusters of eight, 70.1 and 69.9.
             few = ctas < MOST_ROWS and ctas * shape.threads <= EARLY_WARPS * WARP
-            early = stages == 2 and (wide_early or (shape.cluster == 16 and few and spec.columns_stay))
+            early = stages == 2 and shape.cluster == 16 and few and spec.columns_stay
             fitting = replace(spec, ctas_per_sm=ctas, stages=stages, ask_early=early)
             if ctas <= ctas_that_fit(shared_memory(fitting) + dynamic_shared(fitting), device):
                 return with_rows_kept(fitting, device)
@@ -131,28 +114,6 @@ def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | N
 
     found = [one for one in candidates(whole_packs) if fits(*one)] or [one for one in candidates(True) if fits(*one)]
     return min(found, key=cost, default=None)
-
-
-def _of_few_bytes(shape: RowShape, most: int, wanted: int, registers: int, device: Device) -> tuple[RowShape, int]:
-    """The same threads of a row in as many CTAs or more, and CTAs of an SM, that ask for about as many bytes at once
-    as are wanted where memory is slow.
-
-    H100, 64 M elements: LayerNorm of 33024 cols 95.9 us, by 48 KB 98.2; 40960 95.6, by 60 KB 100.3; 53248 95.3, by
-    52 KB 97.5.
-    """
-    threads = shape.threads * shape.cluster
-    sizes = [
-        size
-        for size in filter(device.runs_clusters, CLUSTER_SIZES)
-        if size == shape.cluster or (size > shape.cluster and threads % (size * WARP) == 0 and threads >= 64 * size)
-    ]
-    options = [
-        (in_clusters(shape, size), ctas)
-        for size in reversed(sizes)
-        for ctas in range(min(2, most), most * size // shape.cluster + 1)
-        if registers <= registers_of(ctas * threads // size)
-    ]
-    return min(options or [(shape, most)], key=lambda one: abs(log(one[1] * bytes_of_part(one[0]) / wanted)))
 
 
 def _registers(problem: Problem, shape: RowShape, working: int) -> int:

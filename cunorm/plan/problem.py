@@ -168,6 +168,12 @@ class Problem:
         return tuple(operand.name for operand in self.operands if operand.written)
 
     @property
+    def sums(self) -> tuple[str, ...]:
+        """Of a backward pass: the names of the gradients that are added up over rows."""
+        written = (operand for operand in self.operands if operand.written)
+        return tuple(operand.name for operand in written if operand.kind not in ("full", "per_row"))
+
+    @property
     def bytes_moved(self) -> int:
         """The least that must go through device memory, but for what is a number for each row."""
         moved = (o for o in self.operands if o.kind in ("full", "column", "group"))

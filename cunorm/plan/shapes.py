@@ -35,6 +35,7 @@ RMS_FORWARD_THREADS = {
     320: 160,  # 2560 cols 67.4, by 64 74.3
     1792: 512,  # 13312 cols, 8 M elements, 10.5, by 256 10.9
 }
+MOST_SHORT = 4096  # vectors of a row that one CTA holds forward
 THREADS = 128  # of a CTA of forward rows that a warp or less holds
 # Packs of a thread, the best first, where several numbers waste as little.
 PREFERRED_PACKS = (2, 3, 4, 5, 6, 7, 8, 1)

@@ -14,10 +14,10 @@ from ..kernel.device import Device
 from .backward_rows import Held, backward_rows
 from .cluster_backward import MOST_CLUSTER_PACKS, cluster_backward
 from .cluster_forward import cluster_forward
+from .forward_rows import forward_rows
 from .odd_backward import MOST_ODD_PACKS, odd_backward
 from .problem import ITEMSIZE, Problem
 from .shapes import ceil_div
-from .short_forward import short_forward
 from .spec import NormSpec
 
 
@@ -34,7 +34,7 @@ class Tier(NamedTuple):
 SHORT = (2, 32, 64, 128, 256, 288, 320, 512, 640, 672, 1024, 1280, 1536, 1792, 2048, 3072, 4096)
 CLUSTERS = (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536)
 FORWARD = (
-    *(Tier(most, short_forward) for most in SHORT),
+    *(Tier(most, forward_rows) for most in SHORT),
     *(Tier(most, cluster_forward) for most in CLUSTERS),
 )
 # Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in docs/tuning.md.
@@ -67,7 +67,13 @@ BACKWARD = (
 TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
 
-def choose(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
+def held_by(problem: Problem, device: Device) -> NormSpec | None:
+    """The kernel of rows that a tier takes; None if they have to be streamed."""
+    found = tier_of(problem, device)
+    return None if found is None else found[1]
+
+
+def tier_of(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
     packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
     for tier in TABLES[problem.direction]:

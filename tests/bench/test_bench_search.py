@@ -16,7 +16,7 @@ from test_launch_choices import drawn
 from bench.other_plans import other_kernels, plan_by
 from cunorm.kernel.device import KNOWN
 from cunorm.plan.plan import plan
-from cunorm.plan.tiers import choose
+from cunorm.plan.tiers import tier_of
 
 ROWS = 5
 EXAMPLES = 3
@@ -26,14 +26,14 @@ EXAMPLES = 3
 @pytest.mark.parametrize("cols", [64, 1000, 4096, 16384])
 def test_the_plans_own_kernel_gives_its_plan(direction, cols):
     many = problem(direction, 100_000, cols, "bfloat16")
-    (_, own) = choose(many, KNOWN[90]) or pytest.fail("streamed")
+    (_, own) = tier_of(many, KNOWN[90]) or pytest.fail("streamed")
     assert plan_by(many, own, KNOWN[90]).steps == plan(many, KNOWN[90]).steps
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_nearest_come_first_and_are_distinct(direction):
     many = problem(direction, 16384, 4096, "bfloat16")
-    (_, own) = choose(many, KNOWN[90]) or pytest.fail("streamed")
+    (_, own) = tier_of(many, KNOWN[90]) or pytest.fail("streamed")
     found = other_kernels(many, KNOWN[90], 300)
     assert len(set(found)) == 300
     assert own not in found

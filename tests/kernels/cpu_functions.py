@@ -14,7 +14,6 @@ from reference import EPS, check_backward, check_forward
 from cunorm.kernel.device import Device
 from cunorm.numpy_arrays import numpy_dtype
 from cunorm.plan import few_rows
-from cunorm.plan.backward_plan import plan_backward
 from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Problem
@@ -133,7 +132,7 @@ def plan_of_many(problem: Problem, device: Device) -> Plan:
     if problem.direction == "forward":
         return plan(problem, device)
     with mock.patch.object(few_rows, "MOST_ROWS", 0):
-        return plan_backward(problem, device)
+        return plan.__wrapped__(problem, device)
 
 
 def check(
