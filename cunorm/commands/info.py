@@ -11,7 +11,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from .. import __version__, private
-from ..kernel.compile import cache_directory
+from ..kernel.cache import cache_directory
 from ..kernel.device import INSTALL
 from .cache import kernel_files
 

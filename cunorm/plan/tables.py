@@ -2,7 +2,8 @@
 
 A table decides no bit of y, mean, rstd or dx: the shape of a row, by which it is added up, is part of the question.
 A file of tables/ has the class, the launches, and for each layout and shape of a row the launches by the number of
-rows for each SM, in rising order. `None` stands for the cost rule.
+rows for each SM, in rising order. `None` stands for the next table, and after the last for the cost rule: the tables of
+`python -m cunorm tune`, in the user's cache, are asked before those that ship with cunorm.
 """
 
 from __future__ import annotations
@@ -10,23 +11,30 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from math import inf
+from itertools import pairwise
+from math import inf, sqrt
 from pathlib import Path
 from typing import Any
 
-from ..kernel.device import Device
-from ..operation import is_named, name_of_operation
+from ..kernel.cache import cache_directory
+from ..kernel.cache import write as write_file
+from ..kernel.device import CLUSTER_SIZES, Device, is_on
+from ..operation import NORMS, is_named, name_of_operation
 from .problem import ITEMSIZE, Problem
 from .registers import widest_column, with_rows_kept
-from .shapes import in_clusters
-from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
+from .shapes import MOST_SHORT, ceil_div, in_clusters
+from .shared_memory import SHARED_LIMIT, ctas_that_fit, dynamic_shared, shared_memory
 from .spec import WARP, NormSpec
 
 VERSION = 1  # of the fields of a Launch: a table of another version is not read
 BANDWIDTH_TOLERANCE = 0.1  # of the bandwidth of an SM, within a class
+REACH = 1.25  # a launch that was measured serves so many times more rows, and so many times fewer
 SHIPPED = Path(__file__).parent / "tables"
+TUNE_VARIABLE = "CUNORM_TUNE"
+KERNELS = {"forward": ("forward", "forward_pairs", "forward_spread"), "backward": ("backward",)}
+BARRIERS = 16  # of a CTA; __syncthreads has one of them
 
 log = logging.getLogger("cunorm")
 
@@ -68,6 +76,8 @@ class Table:
     sms: int
     bandwidth: int
     layouts: Mapping[str, Mapping[str, Choices]]
+    # Of layouts and shapes the numbers of rows for each SM that were measured, whatever won.
+    points: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
 
     def serves(self, device: Device) -> bool:
         of_sm, wanted = self.bandwidth / self.sms, device.bandwidth / device.sms
@@ -75,25 +85,68 @@ class Table:
         return (self.arch, self.sms) == (device.arch, device.sms) and alike
 
 
+    def launch(self, layout: str, spec: NormSpec, rows_of_sm: float) -> Launch | None:
+        by_shape = self.layouts.get(layout, {})
+        choices = by_shape.get(shape_key(spec, is_full(spec))) or by_shape.get(shape_key(spec), ())
+        return next((launch for most, launch in choices if rows_of_sm <= most), None)
+
+    def with_point(self, layout: str, spec: NormSpec, rows_of_sm: float, launch: Launch | None) -> Table:
+        """The same with one more number of rows measured; `launch`: what won, None where nothing beat today's.
+
+        It serves up to REACH times more rows, and fewer, but no further than half way to the next number measured.
+        """
+        shape = shape_key(spec, is_full(spec))
+        by_shape = dict(self.layouts.get(layout, {}))
+        points = sorted({*self.points.get(layout, {}).get(shape, ()), rows_of_sm})
+        if launch is not None:
+            others = [point for point in points if point != rows_of_sm]
+            middles = [sqrt(point * rows_of_sm) for point in others]
+            low = max([rows_of_sm / REACH, *(middle for middle in middles if middle < rows_of_sm)])
+            high = min([rows_of_sm * REACH, *(middle for middle in middles if middle > rows_of_sm)])
+            # Full rows without a line of their own have had that of the others, and keep what it was.
+            before = by_shape.get(shape_key(spec), ((inf, None),))
+            by_shape.setdefault(shape_key(spec, full=True), before)
+            by_shape[shape] = _with_run(by_shape.get(shape, before), low, high, launch)
+        return replace(
+            self,
+            layouts={**self.layouts, layout: by_shape},
+            points={**self.points, layout: {**self.points.get(layout, {}), shape: tuple(points)}},
+        )
+
+
+def _with_run(choices: Choices, low: float, high: float, launch: Launch) -> Choices:
+    """The same choices but for one of more rows than `low` and up to `high`."""
+    before = [(most, one) for most, one in choices if most < low]
+    cut = next((one for most, one in choices if most >= low), None)
+    after = [(most, one) for most, one in choices if most > high]
+    run = [*before, (low, cut), (high, launch), *after]
+    return (*(entry for entry, following in pairwise(run) if entry[1] != following[1]), run[-1])
+
+
 def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
     """The kernel of the rows of `spec` that was measured to be the fastest; None if the cost rule is to say."""
-    table = _table_of(device)
-    layout = table and layout_of(problem, spec)
+    found = tables_of(device)
+    layout = found and layout_of(problem, spec)
     if not layout:
         return None
-    by_shape = table.layouts.get(layout, {})
-    choices = by_shape.get(shape_key(spec, full=True) if spec.cols == spec.shape.capacity else "") or by_shape.get(
-        shape_key(spec)
-    )
-    rows_of_sm = problem.rows / (device.sms - problem.sm_margin)
-    launch = next((launch for most, launch in choices or () if rows_of_sm <= most), None)
+    launches = (table.launch(layout, spec, rows_of_sm(problem, device)) for _, table in found)
+    kernels = (_applied(launch, problem, spec, device) for launch in launches if launch is not None)
+    return next((kernel for kernel in kernels if kernel is not None), None)
+
+
+def _applied(launch: Launch, problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
+    """The kernel of the rows of `spec`, run that way; None where it cannot be."""
     # Rows by two and two have a CTA for each pair, which would take every SM.
-    if launch is None or (launch.kernel == "forward_pairs" and problem.sm_margin):
+    if launch.kernel not in KERNELS[problem.direction] or (launch.kernel == "forward_pairs" and problem.sm_margin):
         return None
-    found = launch.applied(spec)
+    kernel = launch.applied(spec)
     if problem.direction == "backward" and not spec.aligned:
-        found = _at_odd_addresses(found, device)
-    return found if is_legal(found, device) else None
+        kernel = _at_odd_addresses(kernel, device)
+    return kernel if is_legal(kernel, device) else None
+
+
+def rows_of_sm(problem: Problem, device: Device) -> float:
+    return problem.rows / (device.sms - problem.sm_margin)
 
 
 def _at_odd_addresses(spec: NormSpec, device: Device) -> NormSpec:
@@ -132,27 +185,90 @@ def shape_key(spec: NormSpec, full: bool = False) -> str:
     return f"{threads}x{vectors}" + (" full" if full else "")
 
 
+def is_full(spec: NormSpec) -> bool:
+    """Whether no place for a vector is empty."""
+    return spec.cols == spec.shape.capacity
+
+
 def is_legal(spec: NormSpec, device: Device) -> bool:
-    """Whether the device can run the launch, whatever a table says."""
+    """Whether the device can run the launch, and the kernel is one that there is, whatever a table says."""
     shape = spec.shape
-    whole_warps = shape.cluster == 1 or shape.threads % WARP == 0
     return (
         device.runs_clusters(shape.cluster)
-        and whole_warps
+        and (shape.cluster == 1 or shape.threads % WARP == 0)
+        and _is_a_kernel(spec)
         and spec.threads <= 1024
         and spec.threads * spec.ctas_per_sm <= 2048
+        and shared_memory(spec) <= SHARED_LIMIT
         and spec.ctas_per_sm <= ctas_that_fit(shared_memory(spec) + dynamic_shared(spec), device)
     )
 
 
-@cache
-def _table_of(device: Device) -> Table | None:
-    return next((table for table in _shipped() if table.serves(device)), None)
+def _is_a_kernel(spec: NormSpec) -> bool:
+    """Whether the texts of kernels_cu/norms are for such choices: what they assert, and what they take for granted."""
+    shape = spec.shape
+    stores_s = any(one.name == "s" for one in spec.results)
+    if spec.kernel == "forward_spread":
+        parts = ceil_div(shape.packs, spec.held)
+        evenly = spec.held == ceil_div(shape.packs, parts) and (parts > 1 or shape.threads % WARP == 0)
+        return evenly and spec.rows_per_cta == 1 and not spec.stages and not spec.finds_scales
+    if spec.kernel == "forward_pairs":
+        alone = len(spec.matrices) == 1 and not spec.grouped and not stores_s
+        shared = shape.cluster == 1 and WARP < shape.threads <= 16 * WARP and not spec.stages
+        return NORMS[spec.operation.norm].subtracts_mean and alone and shared and spec.rows_per_cta == 2
+    # Several rows share a CTA only if it has whole rows, forward only if a warp has.
+    if spec.rows_per_cta > 1 and (shape.cluster > 1 or (spec.kernel == "forward" and shape.threads > WARP)):
+        return False
+    if shape.threads > WARP and spec.rows_per_cta >= BARRIERS:
+        return False
+    if shape.threads < WARP and shape.threads * spec.rows_per_cta % WARP:
+        return False
+    if spec.stages == 1 and not (spec.rows_stay and spec.aligned):  # filled again in place
+        return spec.kernel == "backward" and not spec.rows_stay and not spec.ask_early
+    if spec.kernel == "backward":
+        return spec.stages > 0
+    late = spec.stages > 0 and not spec.ask_early and shape.threads * shape.cluster <= WARP
+    # The next row of a CTA may be of another group; short rows are asked about that in launches.py.
+    stale = spec.grouped and spec.columns_stay and ceil_div(spec.cols, shape.pack) > MOST_SHORT
+    return not late and not stale and not (spec.unpacked and stores_s)
 
 
 @cache
-def _shipped() -> tuple[Table, ...]:
-    return tuple(table for path in sorted(SHIPPED.glob("*.json")) if (table := read(path)) is not None)
+def tables_of(device: Device) -> tuple[tuple[Path, Table], ...]:
+    """Those that serve a device, in the order in which they are asked, and their files."""
+    users = user_folder() if reads_the_users() else None
+    found = (*(_in_folder(users) if users else ()), *_in_folder(SHIPPED))
+    return tuple((path, table) for path, table in found if table.serves(device))
+
+
+@cache
+def _in_folder(folder: Path) -> tuple[tuple[Path, Table], ...]:
+    try:
+        paths = sorted(folder.glob("*.json"))
+    except OSError as error:
+        log.warning("cunorm: the tables of launches in %s are not read: %s", folder, error)
+        return ()
+    return tuple((path, table) for path in paths if (table := read(path)) is not None)
+
+
+def forget() -> None:
+    """The next plans read the files again."""
+    _in_folder.cache_clear()
+    tables_of.cache_clear()
+
+
+@cache
+def reads_the_users() -> bool:
+    """False where the environment has CUNORM_TUNE=0; read once."""
+    return is_on(TUNE_VARIABLE, "tables of your own")
+
+
+def user_folder() -> Path | None:
+    """Where `python -m cunorm tune` keeps its tables; None for a user without a home directory."""
+    try:
+        return cache_directory() / "tables"
+    except FileNotFoundError:
+        return None
 
 
 def read(path: Path) -> Table | None:
@@ -161,7 +277,7 @@ def read(path: Path) -> Table | None:
         content = json.loads(path.read_text())
         if content["version"] != VERSION:
             raise ValueError(f"it has version {content['version']}, not {VERSION}")
-        launches = [Launch(**fields) for fields in content["launches"]]
+        launches = [_launch(fields) for fields in content["launches"]]
         layouts = {
             layout: {
                 shape: tuple(
@@ -172,14 +288,36 @@ def read(path: Path) -> Table | None:
             }
             for layout, by_shape in content["layouts"].items()
         }
-        return Table(content["arch"], content["sms"], content["bandwidth"], layouts)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        log.warning("cunorm: %s is no table of launches (%s); it is not used", path, error)
+        points = {
+            layout: {shape: tuple(map(float, numbers)) for shape, numbers in by_shape.items()}
+            for layout, by_shape in content.get("measured", {}).items()
+        }
+        arch, sms, bandwidth = (content[name] for name in ("arch", "sms", "bandwidth"))
+        if not all(type(number) is int for number in (arch, sms, bandwidth)) or sms < 1:
+            raise ValueError(f"no GPU has {sms!r} SMs, architecture {arch!r}, bandwidth {bandwidth!r}")
+        return Table(arch, sms, bandwidth, layouts, points)
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        log.warning("cunorm: %s is no table of launches (%s); it is not used", path, reason)
         return None
 
 
+def _launch(fields: dict[str, Any]) -> Launch:
+    """A Launch of a file; ValueError where it has numbers that no launch has."""
+    launch, defaults = Launch(**fields), asdict(Launch(""))
+    values = asdict(launch)
+    wrong = [name for name, value in values.items() if type(value) is not type(defaults[name])]
+    wrong += [name for name in ("rows_per_cta", "ctas_per_sm", "held") if name not in wrong and values[name] < 1]
+    wrong += ["stages"] if "stages" not in wrong and launch.stages < 0 else []
+    wrong += ["cluster"] if launch.cluster not in (1, *CLUSTER_SIZES) else []
+    wrong += ["kernel"] if launch.kernel not in (name for names in KERNELS.values() for name in names) else []
+    if wrong:
+        raise ValueError(f"no launch has {', '.join(f'{name}={values[name]!r}' for name in wrong)}")
+    return launch
+
+
 def write(path: Path, table: Table) -> None:
-    """One line for each launch, and one for each shape of each layout."""
+    """One line for each launch, and one for each shape of each layout. OSError where it cannot be written."""
     launches: dict[Launch, int] = {}
 
     def line(choices: Iterable[tuple[float, Launch | None]]) -> str:
@@ -204,5 +342,10 @@ def write(path: Path, table: Table) -> None:
     head = {"version": VERSION, "arch": table.arch, "sms": table.sms, "bandwidth": table.bandwidth}
     text = json.dumps(head)[:-1] + ',\n "launches": [\n'
     text += ",\n".join(f"  {json.dumps(fields(launch))}" for launch in launches)
-    text += '\n ],\n "layouts": {\n' + ",\n".join(layouts) + "\n }}\n"
-    path.write_text(text)
+    text += '\n ],\n "layouts": {\n' + ",\n".join(layouts) + "\n }"
+    measured_lines = [
+        f"  {json.dumps(layout)}: {json.dumps({shape: list(numbers) for shape, numbers in by_shape.items()})}"
+        for layout, by_shape in table.points.items()
+    ]
+    text += ',\n "measured": {\n' + ",\n".join(measured_lines) + "\n }" if measured_lines else ""
+    write_file(path, (text + "}\n").encode())
