@@ -8,7 +8,6 @@ would not do: private functions that ask for a GPU make its key.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import threading
 from concurrent.futures import Future

@@ -84,7 +84,6 @@ class Table:
         alike = abs(of_sm - wanted) <= BANDWIDTH_TOLERANCE * of_sm
         return (self.arch, self.sms) == (device.arch, device.sms) and alike
 
-
     def launch(self, layout: str, spec: NormSpec, rows_of_sm: float) -> Launch | None:
         by_shape = self.layouts.get(layout, {})
         choices = by_shape.get(shape_key(spec, is_full(spec))) or by_shape.get(shape_key(spec), ())
