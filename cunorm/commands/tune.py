@@ -170,19 +170,22 @@ def _of_model(name: str) -> list[Problem]:
     return list(dict.fromkeys(problems))
 
 
+def task_of(problem: Problem, gpu: device.Device) -> Task | None:
+    """What there is to search for; None where no table may answer the problem, or its rows have one launch."""
+    spec = choose(problem, gpu)
+    # Rows at odd addresses take what was measured of others, and those on fewer SMs what was measured on all.
+    if not isinstance(spec, NormSpec) or not spec.aligned or problem.sm_margin:
+        return None
+    layout = tables.layout_of(problem, spec)
+    if layout is None or not candidates(problem, spec, gpu, 1):
+        return None
+    return Task(problem, layout, spec, tables.rows_of_sm(problem, gpu))
+
+
 def _tasks(problems: Iterable[Problem], gpu: device.Device) -> list[Task]:
-    """Those that a table may answer and of which there are candidates; of equal keys one."""
-    tasks: dict[tuple[object, ...], Task] = {}
-    for problem in problems:
-        spec = choose(problem, gpu)
-        # Rows at odd addresses take what was measured of others, and those of fewer SMs what all SMs were.
-        if not isinstance(spec, NormSpec) or not spec.aligned or problem.sm_margin:
-            continue
-        layout = tables.layout_of(problem, spec)
-        if layout and candidates(problem, spec, gpu, 1):
-            task = Task(problem, layout, spec, tables.rows_of_sm(problem, gpu))
-            tasks.setdefault(task.key, task)
-    return list(tasks.values())
+    """Of all problems, of equal keys one."""
+    tasks = [task for problem in problems if (task := task_of(problem, gpu)) is not None]
+    return list({task.key: task for task in tasks}.values())
 
 
 def _tune(tasks: list[Task], gpu: device.Device, end: float) -> int:

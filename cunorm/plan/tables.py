@@ -89,6 +89,10 @@ class Table:
         choices = by_shape.get(shape_key(spec, is_full(spec))) or by_shape.get(shape_key(spec), ())
         return next((launch for most, launch in choices if rows_of_sm <= most), None)
 
+    def has_point(self, layout: str, spec: NormSpec, rows_of_sm: float) -> bool:
+        """Whether that number of rows for each SM was measured."""
+        return rows_of_sm in self.points.get(layout, {}).get(shape_key(spec, is_full(spec)), ())
+
     def with_point(self, layout: str, spec: NormSpec, rows_of_sm: float, launch: Launch | None) -> Table:
         """The same with one more number of rows measured; `launch`: what won, None where nothing beat today's.
 
