@@ -16,8 +16,12 @@ from cpu_device import Machine, missing
 from cpu_functions import SMALL
 from functions import OPS, backward, forward
 
-from bench.other_plans import other_kernels, plan_by
 from cunorm.kernel.device import Device
+from cunorm.plan import few_rows
+from cunorm.plan.candidates import candidates
+from cunorm.plan.choose import choose
+from cunorm.plan.launches import launches
+from cunorm.plan.plan import plan
 from cunorm.plan.problem import Problem
 from cunorm.plan.steps import Plan
 from cunorm.recipes import Recipes
@@ -27,12 +31,13 @@ DRAWS = 4  # of the launches that a row could have
 STEP = 7919  # a prime, from one drawn launch to the next
 
 
-def drawn(number: int, same_bits: bool = True) -> Callable[[Problem, Device], Plan]:
-    """A plan by another kernel; `same_bits`: one that adds rows up in the order in which the plan's own does."""
+def drawn(number: int) -> Callable[[Problem, Device], Plan]:
+    """A plan by another launch of the problem's rows; few rows of a backward pass have others as if they were many."""
 
     def other(problem: Problem, device: Device) -> Plan:
-        found = other_kernels(problem, device, 10**9, same_bits=same_bits)
-        return plan_by(problem, found[number * STEP % len(found)], device)
+        with mock.patch.object(few_rows, "MOST_ROWS", 0):
+            others = candidates(problem, choose(problem, device), device, 10**9)
+        return launches(problem, others[number * STEP % len(others)], device) if others else plan(problem, device)
 
     return other
 
