@@ -82,9 +82,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         return _fails(f"needs a GPU and NVRTC ({reason}): {device.INSTALL}.")
     if reason := _why_not_written():
         return _fails(f"{reason}.")
-    import cupy
-
-    gpu = device.current(cupy.cuda.Device().id)
+    gpu = _gpu()
     try:
         problems = list(_of_model(arguments.model) if arguments.model else _of_options(arguments))
     except _ModelError as error:
@@ -113,6 +111,12 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error(f"--seconds must be more than 0; got {arguments.seconds}")
     if not tables.reads_the_users():
         parser.error(f"{tables.TUNE_VARIABLE}=0 leaves the tables that it makes unread: unset it")
+
+
+def _gpu() -> device.Device:
+    import cupy
+
+    return device.current(cupy.cuda.Device().id)
 
 
 def _fails(text: str, status: int = 1) -> int:

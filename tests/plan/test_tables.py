@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from problems import DEVICES, problem
+from problems import problem
 
 from cunorm.kernel.device import H100, KNOWN, Device
 from cunorm.plan import tables
@@ -132,9 +132,9 @@ def test_neighbours_share_what_lies_between_them():
     assert not nothing_won.has_point("layout", spec, 106)
 
 
-@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
+@pytest.mark.parametrize("device", [KNOWN[75], KNOWN[80], H100], ids=lambda device: device.name)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("cols", [40, 1000, 1001, 4096, 14336, 65536])
+@pytest.mark.parametrize("cols", [40, 1001, 4096, 65536])
 def test_candidates_are_legal_distinct_and_keep_the_order_of_sums(device, direction, cols):
     for rows in (7, 4000, 100_000):
         found = problem(direction, rows, cols, "bfloat16")
