@@ -125,7 +125,7 @@ class Buffers:
             numbers = numpy.random.default_rng(len(operand.name)).standard_normal(min(count, RANDOM))
             if operand.kind not in ("full", "column", "group"):  # rstd and scales are not negative
                 numbers = abs(numbers) + 0.5
-            of_drawn = _bytes_of(numbers, operand)
+            of_drawn = bytes_of(numbers, operand)
             for start in range(0, array.size, of_drawn.size):
                 part = array[start : start + of_drawn.size]
                 part.set(of_drawn[: part.size])
@@ -190,7 +190,7 @@ def _extent(problem: Problem, operand: Operand) -> int:
     return (rows - 1) * operand.row_stride + length
 
 
-def _bytes_of(numbers: numpy.ndarray, operand: Operand) -> numpy.ndarray:
+def bytes_of(numbers: numpy.ndarray, operand: Operand) -> numpy.ndarray:
     """Numbers in the dtype of an operand; bfloat16, which NumPy does not know, by the upper half of float32."""
     if operand.kind == "seed":
         return numbers.view("uint8")[: operand.itemsize]

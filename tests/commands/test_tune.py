@@ -293,10 +293,10 @@ def test_sums_over_rows_may_differ_by_roundings_and_by_no_row(name):
     operand = found.by_name["dweight"]
     terms = numpy.random.default_rng(0).standard_normal((4096, 1024))
     results = {
-        "today": {"dweight": searching._bytes_of(terms.sum(0), operand)},
-        "rounded": {"dweight": searching._bytes_of(terms.sum(0) * (1 + 2.0**-9), operand)},
-        "missing": {"dweight": searching._bytes_of(terms[40:].sum(0), operand)},
-        "unwritten": {"dweight": numpy.full_like(searching._bytes_of(terms.sum(0), operand), 255)},
+        "today": {"dweight": searching.bytes_of(terms.sum(0), operand)},
+        "rounded": {"dweight": searching.bytes_of(terms.sum(0) * (1 + 2.0**-9), operand)},
+        "missing": {"dweight": searching.bytes_of(terms[40:].sum(0), operand)},
+        "unwritten": {"dweight": numpy.full_like(searching.bytes_of(terms.sum(0), operand), 255)},
     }
     buffers = SimpleNamespace(problem=found, results=results.__getitem__)
     faults = {name: searching.Buffers.fault(buffers, name, results["today"]) for name in results}
