@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import cupy
-
 from bench.environment import environment, this_commit
 from bench.results import lines_to
 from bench.suites import SUITES, Case, drawn, suite
@@ -90,9 +88,10 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure cases that the table has, too")
     arguments = parser.parse_args()
     os.environ[tables.TUNE_VARIABLE] = "0"  # what the bench measures is what cunorm ships
-    table = tables.read(arguments.write) if arguments.write and arguments.write.exists() else None
-    if table is not None and not table.serves(device.current(0)):
-        parser.error(f"{arguments.write} is of other GPUs than this one: sm_{table.arch}, {table.sms} SMs")
+    if arguments.write and arguments.write.exists():
+        table = tables.read(arguments.write)
+        if table is None or not table.serves(device.current(0)):
+            parser.error(f"{arguments.write} is no table of launches of this GPU: name another, which may be new")
     begun = time.perf_counter()
     with lines_to(arguments.out) as write:
         write(**environment(this_commit(), {}, {}) | {"command": "python -m bench.search " + shlex.join(sys.argv[1:])})
@@ -103,7 +102,6 @@ def main() -> None:
                 write(stopped=f"after {arguments.seconds} s")
                 break
             write(**search_case(case, arguments.most, arguments.write))
-            cupy.get_default_memory_pool().free_all_blocks()
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ class Buffers:
     def __init__(self, problem: Problem):
         import cupy
 
+        cupy.get_default_memory_pool().free_all_blocks()  # those of the last problem
         self.problem = problem
         self.device_id = cupy.cuda.Device().id
         count = timing.buffers_needed(problem.bytes_moved)

@@ -109,7 +109,11 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             parser.error(f"it needs {', '.join(missing)}; or --model")
     if not arguments.seconds > 0:
         parser.error(f"--seconds must be more than 0; got {arguments.seconds}")
-    if not tables.reads_the_users():
+    try:
+        read = tables.reads_the_users()
+    except ValueError as error:
+        parser.error(str(error))
+    if not read:
         parser.error(f"{tables.TUNE_VARIABLE}=0 leaves the tables that it makes unread: unset it")
 
 

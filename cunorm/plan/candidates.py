@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
@@ -17,7 +17,7 @@ from .problem import ITEMSIZE, Problem
 from .registers import registers_of
 from .shapes import MOST_SHORT, ceil_div
 from .spec import WARP, FewRowsSpec, NormSpec, RowShape
-from .tables import KERNELS, Launch, is_legal
+from .tables import KERNELS, Launch, at_odd_addresses, is_legal
 
 MOST_CTAS = 10  # of an SM
 MOST_THREADS = {"forward": 1024, "backward": 512}  # of a CTA
@@ -42,11 +42,20 @@ def candidates(problem: Problem, spec: NormSpec | FewRowsSpec | None, device: De
     for launch in _launches(problem, spec, device, few):
         kernel = launch.applied(spec)
         enough = few or _iteration_bytes(kernel) in ITERATION_BYTES[problem.direction]
-        if kernel != spec and enough and _registers_suffice(kernel) and is_legal(kernel, device):
+        if kernel != spec and enough and _registers_suffice(kernel) and _is_legal_at_any_address(kernel, device):
             differences[kernel] = sum(value != today[name] for name, value in asdict(launch).items())
     kernels = list(differences)
     random.Random(0).shuffle(kernels)
     return sorted(kernels, key=differences.__getitem__)[:most]
+
+
+def _is_legal_at_any_address(spec: NormSpec, device: Device) -> bool:
+    """A backward pass has the same launch wherever its arrays lie, so that dweight has the same bits."""
+    if spec.kernel == "backward" and spec.aligned:
+        anywhere = replace(spec, aligned=False, columns_aligned=False)
+        if not is_legal(at_odd_addresses(anywhere, device), device):
+            return False
+    return is_legal(spec, device)
 
 
 def _launches(problem: Problem, spec: NormSpec, device: Device, few: bool) -> Iterator[Launch]:

@@ -129,8 +129,8 @@ def _with_run(choices: Choices, low: float, high: float, launch: Launch) -> Choi
 def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
     """The kernel of the rows of `spec` that was measured to be the fastest; None if the cost rule is to say."""
     found = tables_of(device)
-    layout = found and layout_of(problem, spec)
-    if not layout:
+    layout = layout_of(problem, spec) if found else None
+    if layout is None:
         return None
     launches = (table.launch(layout, spec, rows_of_sm(problem, device)) for _, table in found)
     kernels = (_applied(launch, problem, spec, device) for launch in launches if launch is not None)
@@ -144,7 +144,7 @@ def _applied(launch: Launch, problem: Problem, spec: NormSpec, device: Device) -
         return None
     kernel = launch.applied(spec)
     if problem.direction == "backward" and not spec.aligned:
-        kernel = _at_odd_addresses(kernel, device)
+        kernel = at_odd_addresses(kernel, device)
     return kernel if is_legal(kernel, device) else None
 
 
@@ -152,7 +152,7 @@ def rows_of_sm(problem: Problem, device: Device) -> float:
     return problem.rows / (device.sms - problem.sm_margin)
 
 
-def _at_odd_addresses(spec: NormSpec, device: Device) -> NormSpec:
+def at_odd_addresses(spec: NormSpec, device: Device) -> NormSpec:
     """The same with as many CTAs, which leave the same partial sums; a row that is kept frees no stage there."""
     stages = spec.stages + spec.rows_stay
     while stages > 2 and not is_legal(replace(spec, stages=stages), device):

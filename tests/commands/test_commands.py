@@ -244,7 +244,7 @@ def test_cache_clear_says_what_it_could_not_read(tmp_path):
 def test_without_a_command_it_lists_them(tmp_path):
     output = output_of(command(tmp_path))
     assert output == output_of(command(tmp_path, "--help"))
-    assert re.findall(r"^    (\w+) ", output, re.MULTILINE) == ["info", "demo", "compile", "cache"]
+    assert re.findall(r"^    (\w+) ", output, re.MULTILINE) == ["info", "demo", "compile", "tune", "cache"]
 
 
 def test_its_version(tmp_path):

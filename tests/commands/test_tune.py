@@ -48,10 +48,10 @@ def test_what_does_not_go_together_is_refused_in_a_line(tmp_path, arguments, wor
     assert_fails_in_one_line(command(tmp_path, "tune", *arguments, environment=READ), 2, words)
 
 
-def test_tables_that_nobody_would_read_are_refused(tmp_path):
-    assert_fails_in_one_line(
-        command(tmp_path, "tune", *SHAPE, environment={"CUNORM_TUNE": "0"}), 2, "CUNORM_TUNE=0 leaves the tables"
-    )
+@pytest.mark.parametrize(("value", "words"), [("0", "=0 leaves the tables"), ("off", " must be 0 or 1; got 'off'")])
+def test_tables_that_nobody_would_read_are_refused(tmp_path, value, words):
+    result = command(tmp_path, "tune", *SHAPE, environment={"CUNORM_TUNE": value})
+    assert_fails_in_one_line(result, 2, f"CUNORM_TUNE{words}")
 
 
 @pytest.mark.parametrize("cupy", [None, "absent"])

@@ -197,7 +197,7 @@ def test_another_build_of_an_nvrtc_is_another_file(monkeypatch, tmp_path):
 UNKEPT = {
     "no folder can be": lambda patch: patch.setenv("CUNORM_CACHE_DIR", "/dev/null/cache"),
     "no home": without_a_home,
-    "a full disk": lambda patch: patch.setattr(compile.os, "replace", no_space),
+    "a full disk": lambda patch: patch.setattr(cache.os, "replace", no_space),
 }
 
 

@@ -149,6 +149,17 @@ def test_candidates_are_legal_distinct_and_keep_the_order_of_sums(device, direct
         assert candidates(found, spec, device, 5) == others[:5]
 
 
+@pytest.mark.parametrize("cols", [1024, 4096, 16384, 65536])
+def test_a_candidate_leaves_as_many_partial_sums_wherever_the_arrays_lie(folder, cols):
+    found = problem("backward", 16384, cols, "bfloat16", weight="float32")
+    others = candidates(found, rows_of(found), H100, 10**9)
+    for other in others[:: max(1, len(others) // 12)]:
+        path = tuned(folder, found, other)
+        assert plan(replace(found, aligned=False), H100).groups == plan(found, H100).groups
+        path.unlink()
+        forget()
+
+
 def test_there_are_candidates_where_rows_are_held():
     for found in (each.values[0] for each in PROBLEMS):
         others = candidates(found, rows_of(found), H100, 10**9)
