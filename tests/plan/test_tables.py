@@ -149,15 +149,17 @@ def test_candidates_are_legal_distinct_and_keep_the_order_of_sums(device, direct
         assert candidates(found, spec, device, 5) == others[:5]
 
 
-@pytest.mark.parametrize("cols", [1024, 4096, 16384, 65536])
-def test_a_candidate_leaves_as_many_partial_sums_wherever_the_arrays_lie(folder, cols):
-    found = problem("backward", 16384, cols, "bfloat16", weight="float32")
-    others = candidates(found, rows_of(found), H100, 10**9)
-    for other in others[:: max(1, len(others) // 12)]:
-        path = tuned(folder, found, other)
-        assert plan(replace(found, aligned=False), H100).groups == plan(found, H100).groups
-        path.unlink()
-        forget()
+@pytest.mark.parametrize("cols", [4096, 24576, 65536])
+def test_a_candidate_leaves_as_many_partial_sums_wherever_the_arrays_lie(monkeypatch, cols):
+    """So dweight has the same bits there, though less fits into shared memory."""
+    found = problem("backward", 1000, cols, "float32", "rms_norm")
+    spec, name = rows_of(found), layout(found)
+    for other in candidates(found, spec, H100, 10**9):
+        table = Table(90, 132, 3350, {}).with_point(name, spec, tables.rows_of_sm(found, H100), Launch.of(other))
+        monkeypatch.setattr(tables, "tables_of", lambda _, table=table: ((Path("table"), table),))
+        at_odd_addresses = replace(found, aligned=False)
+        groups = [launches(each, choose(each, H100), H100).groups for each in (found, at_odd_addresses)]
+        assert groups[0] == groups[1], other
 
 
 def test_there_are_candidates_where_rows_are_held():
