@@ -26,6 +26,7 @@ from .spec import WARP, NormSpec
 
 VERSION = 1  # of the fields of a Launch: a table of another version is not read
 BANDWIDTH_TOLERANCE = 0.1  # of the bandwidth of an SM, within a class
+ZERO_CENTRED = "zero_centered_"
 SHIPPED = Path(__file__).parent / "tables"
 
 log = logging.getLogger("cunorm")
@@ -74,6 +75,12 @@ class Table:
         alike = abs(of_sm - wanted) <= BANDWIDTH_TOLERANCE * of_sm
         return (self.arch, self.sms) == (device.arch, device.sms) and alike
 
+    def choices(self, layout: str, shapes: Iterable[str]) -> Choices:
+        """Of the first of the shapes that the table has; a zero-centred weight has an entry of its own or none."""
+        layouts = dict.fromkeys((layout, layout.removeprefix(ZERO_CENTRED)))
+        of_layouts = [self.layouts[name] for name in layouts if name in self.layouts]
+        return next((found[shape] for found in of_layouts for shape in shapes if shape in found), ())
+
 
 def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
     """The kernel of the rows of `spec` that was measured to be the fastest; None if the cost rule is to say."""
@@ -81,12 +88,10 @@ def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | Non
     layout = table and layout_of(problem, spec)
     if not layout:
         return None
-    by_shape = table.layouts.get(layout, {})
-    choices = by_shape.get(shape_key(spec, full=True) if spec.cols == spec.shape.capacity else "") or by_shape.get(
-        shape_key(spec)
-    )
+    keys = [shape_key(spec, full=True)] if spec.cols == spec.shape.capacity else []
+    choices = table.choices(layout, (*keys, shape_key(spec)))
     rows_of_sm = problem.rows / (device.sms - problem.sm_margin)
-    launch = next((launch for most, launch in choices or () if rows_of_sm <= most), None)
+    launch = next((launch for most, launch in choices if rows_of_sm <= most), None)
     # Rows by two and two have a CTA for each pair, which would take every SM.
     if launch is None or (launch.kernel == "forward_pairs" and problem.sm_margin):
         return None
@@ -110,20 +115,23 @@ def layout_of(problem: Problem, spec: NormSpec) -> str | None:
 
     Measured are the named operations forward, at even addresses, and backward the plain norms of x and dy of one width.
     """
-    name, itemsize = name_of_operation(problem.operation), ITEMSIZE[problem.row_dtype]
+    operation, itemsize = problem.operation, ITEMSIZE[problem.row_dtype]
+    name = name_of_operation(operation)
     wide = any(operand.itemsize > max(4, itemsize) for operand in spec.operands if operand.kind in ("full", "column"))
     if name is None or itemsize > 4 or wide:
         return None
-    words = [name, problem.direction, f"x{8 * itemsize}"]
-    words += [f"{len(spec.columns)}w{8 * widest_column(spec)}"] if spec.columns else []
-    if problem.direction == "forward":
-        if not (spec.aligned and spec.columns_aligned) or any(one.itemsize > itemsize for one in spec.matrices):
-            return None
-        words += [f"y8 {spec.scales}"] if spec.scales else []
-        words += ["returns " + " ".join(one.name for one in spec.results)] if problem.operation.prologue else []
-        return ", ".join(words)
-    plain = is_named(problem.operation) and {operand.dtype for operand in spec.matrices} == {problem.row_dtype}
-    return ", ".join([*words, f"{len(spec.sums)} sums"]) if plain and problem.cols % spec.shape.pack == 0 else None
+    of_x, of_columns = f"x{8 * itemsize}", f"w{8 * widest_column(spec)}"
+    if problem.direction == "backward":
+        plain = is_named(operation) and {operand.dtype for operand in spec.matrices} == {problem.row_dtype}
+        sums = (1, 2) if problem.norm.subtracts_mean else (1,)
+        measured = plain and len(spec.sums) in sums and problem.cols % spec.shape.pack == 0
+        return f"{operation.norm}, backward, {of_x} {of_columns}" if measured else None
+    if not (spec.aligned and spec.columns_aligned) or any(one.itemsize > itemsize for one in spec.matrices):
+        return None
+    words = [name, "forward", of_x + (f" {len(spec.columns)}{of_columns}" if spec.columns else "")]
+    words += [f"y8 {spec.scales}"] if spec.scales else []
+    words += ["returns " + " ".join(one.name for one in spec.results)] if operation.prologue else []
+    return ", ".join(words)
 
 
 def shape_key(spec: NormSpec, full: bool = False) -> str:
