@@ -13,6 +13,7 @@ from unittest import mock
 from cunorm.kernel.device import CLUSTER_SIZES, Device
 from cunorm.plan import backward_plan
 from cunorm.plan import plan as norm_plan
+from cunorm.plan.choose import choose
 from cunorm.plan.problem import Problem
 from cunorm.plan.registers import registers_of
 from cunorm.plan.shapes import ceil_div, in_clusters, shape_of
@@ -20,7 +21,6 @@ from cunorm.plan.shared_memory import dynamic_shared, shared_memory
 from cunorm.plan.short_forward import short_forward
 from cunorm.plan.spec import WARP, NormSpec, RowShape
 from cunorm.plan.steps import Plan
-from cunorm.plan.tiers import choose
 
 MOST_PACKS = 8
 MOST_CTAS = 10  # of an SM

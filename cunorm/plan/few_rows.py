@@ -15,7 +15,6 @@ from .registers import ctas_of, registers_of_one_turn
 from .shapes import ceil_div, kernel_spec
 from .shared_memory import SHARED_LIMIT, shared_memory
 from .spec import FewRowsSpec, NormSpec, RowShape
-from .tiers import held_by
 
 # Of so many rows, and of a matrix of so many bytes to each SM at most: 3 M elements take 0.88 of the time by partial
 # rows, 4 M 1.01, 4096 x 256 1.3.
@@ -49,18 +48,15 @@ def rows_are_few(problem: Problem, device: Device) -> bool:
     return problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
 
 
-def few_rows_backward(problem: Problem, device: Device, shape: RowShape) -> FewRowsSpec:
-    """The kernel of few rows. A row has the `shape` that it has among many rows, though less is read of it where its
-    columns are added up apart.
+def few_rows_backward(problem: Problem, of_rows: NormSpec, shape: RowShape, device: Device) -> FewRowsSpec:
+    """The kernel of few rows, of the kernel `of_rows` of what is written by rows.
+
+    A row has the `shape` that it has among many rows, though less is read of it where its columns are added up apart.
     """
-    rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in problem.sums))
-    held = held_by(rows, device)
-    if held is None:
-        raise AssertionError("which tier takes a row depends on what is read of it alone")
     threads = next(threads for most, threads in THREADS.items() if problem.rows <= most)
     rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
     threads = rows_per_cta * shape.threads
-    of_rows = replace(held, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
+    of_rows = replace(of_rows, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
     of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
     row_ctas = ceil_div(problem.rows, rows_per_cta) * shape.cluster
     # Wherever the arrays lie: dweight has the same bits.

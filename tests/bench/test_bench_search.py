@@ -15,8 +15,8 @@ from test_launch_choices import drawn
 
 from bench.other_plans import other_kernels, plan_by
 from cunorm.kernel.device import KNOWN
+from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan
-from cunorm.plan.tiers import tier_of
 
 ROWS = 5
 EXAMPLES = 3

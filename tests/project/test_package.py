@@ -201,7 +201,6 @@ LAYERS = (
     {"plan.forward_rows", "plan.cluster_forward", "plan.forward_twice"},
     {"plan.cluster_backward", "plan.odd_backward"},
     {"plan.backward_rows"},
-    {"plan.tiers"},
     {"plan.steps"},
     {"plan.few_rows"},
     {"plan.choose", "plan.launches"},
