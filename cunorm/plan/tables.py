@@ -84,7 +84,7 @@ class Table:
 
 def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
     """The kernel of the rows of `spec` that was measured to be the fastest; None if the cost rule is to say."""
-    table = _table_of(device)
+    table = table_of(device)
     layout = table and layout_of(problem, spec)
     if not layout:
         return None
@@ -154,7 +154,8 @@ def is_legal(spec: NormSpec, device: Device) -> bool:
 
 
 @cache
-def _table_of(device: Device) -> Table | None:
+def table_of(device: Device) -> Table | None:
+    """The table that was made for the class of a device, if there is one."""
     return next((table for table in _shipped() if table.serves(device)), None)
 
 
