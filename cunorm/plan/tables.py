@@ -66,14 +66,12 @@ class Table:
     """The launches of a class of GPUs, by layout and then by shape."""
 
     arch: int
-    sms: int
-    bandwidth: int
+    bandwidth: float  # of memory, GB/s for each SM
     layouts: Mapping[str, Mapping[str, Choices]]
 
     def serves(self, device: Device) -> bool:
-        of_sm, wanted = self.bandwidth / self.sms, device.bandwidth / device.sms
-        alike = abs(of_sm - wanted) <= BANDWIDTH_TOLERANCE * of_sm
-        return (self.arch, self.sms) == (device.arch, device.sms) and alike
+        alike = abs(device.bandwidth / device.sms - self.bandwidth) <= BANDWIDTH_TOLERANCE * self.bandwidth
+        return self.arch == device.arch and alike
 
     def choices(self, layout: str, shapes: Iterable[str]) -> Choices:
         """Of the first of the shapes that the table has; a zero-centred weight has an entry of its own or none."""
@@ -181,7 +179,7 @@ def read(path: Path) -> Table | None:
             }
             for layout, by_shape in content["layouts"].items()
         }
-        return Table(content["arch"], content["sms"], content["bandwidth"], layouts)
+        return Table(content["arch"], content["bandwidth"], layouts)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         log.warning("cunorm: %s is no table of launches (%s); it is not used", path, error)
         return None
@@ -210,7 +208,7 @@ def write(path: Path, table: Table) -> None:
     def fields(launch: Launch) -> dict[str, Any]:
         return {name: value for name, value in asdict(launch).items() if value != defaults[name]}
 
-    head = {"version": VERSION, "arch": table.arch, "sms": table.sms, "bandwidth": table.bandwidth}
+    head = {"version": VERSION, "arch": table.arch, "bandwidth": table.bandwidth}
     text = json.dumps(head)[:-1] + ',\n "launches": [\n'
     text += ",\n".join(f"  {json.dumps(fields(launch))}" for launch in launches)
     text += '\n ],\n "layouts": {\n' + ",\n".join(layouts) + "\n }}\n"

@@ -213,13 +213,6 @@ def test_backward_rows_leave_as_many_partial_rows_at_odd_addresses(elements, col
     assert len({(one.groups, one.steps[0].spec.rows_per_cta) for one in plans}) == 1
 
 
-@pytest.mark.parametrize(
-    ("bandwidth", "arch", "slow"), [(3352, 90, True), (4916, 90, False), (0, 90, False), (2039, 80, False)]
-)
-def test_memory_is_slow_where_an_sm_has_what_an_h100_has(bandwidth, arch, slow):
-    assert replace(KNOWN[arch], bandwidth=bandwidth).memory_is_slow == slow
-
-
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_workspace_is_bounded(dtype, arch):

@@ -68,10 +68,10 @@ def test_a_margin_takes_no_launch_with_a_cta_for_each_pair_of_rows(granularity):
 
 @pytest.mark.parametrize(
     ("bandwidth", "sms", "served"),
-    [(4900, 132, True), (4500, 132, True), (3350, 132, True), (4100, 132, False), (4900, 131, False), (0, 132, False)],
+    [(4900, 132, True), (4500, 132, True), (3350, 132, True), (600, 16, True), (4100, 132, False), (0, 132, False)],
 )
 def test_a_table_serves_the_gpus_of_its_class(bandwidth, sms, served):
-    """A class: one architecture, so many SMs, and within 10% the bandwidth of an SM."""
+    """A class: one architecture and, within 10%, the bandwidth of an SM; so a slice of a GPU is of its class."""
     assert (tables.table_of(replace(H200, bandwidth=bandwidth, sms=sms)) is not None) == served
 
 
