@@ -30,45 +30,39 @@ from .tables import measured
 
 
 class Tier(NamedTuple):
-    """How rows of up to `most` packs are run."""
+    """How rows of up to `most` vectors are run."""
 
     most: int
     by: Held | Callable[[Problem, Device], NormSpec | None]  # a rule says None where rows do not fit, or others win
     norm: str = ""  # that it is for, if not for all
 
 
-# Forward a rule has all rows of one CTA, and one those of clusters. A line for each row length at which a thread's
-# packs or a row's threads change a good deal, for those who want an example of each.
+# Forward one rule has all rows of one CTA, and one those of clusters. There is a line for each row length at which a
+# thread's vectors or a row's threads change a good deal, for those who want an example of each.
 SHORT = (2, 32, 64, 128, 256, 288, 320, 512, 640, 672, 1024, 1280, 1536, 1792, 2048, 3072, 4096)
 CLUSTERS = (5120, 6144, 8192, 10240, 16384, 24576, 32768, 65536)
 FORWARD = (
     *(Tier(most, forward_rows) for most in SHORT),
     *(Tier(most, cluster_forward) for most in CLUSTERS),
 )
-# Fractions of the streaming roof: bfloat16 on an H200, 2026-11-21; what else was tried is in docs/tuning.md.
-# A thread also holds dweight and dbias of its columns. About 64 KB under way on an SM are best: 448 threads 0.95 of the
-# roof at 1024 cols, 512 threads 0.92; for 16384 cols clusters of 2 x 256 threads 0.96, a CTA of 512 threads 0.90.
+# A thread also holds dweight and dbias of its columns. An H200 was searched for about 64 KB under way on an SM, in
+# bfloat16; what else was tried is in docs/tuning.md.
 BACKWARD = (
     Tier(MOST_ODD_PACKS, odd_backward),
     Tier(512, Held(stages=3, ask_early=("rms_norm",))),
-    # 4608 cols: LayerNorm by six warps of three packs 102 us, by nine of two 114, RMSNorm 108 and 100. Two rows on an
-    # SM, each in a CTA, 99 us, in one CTA 101.
     Tier(576, Held((3,), cta=192, stages=3), norm="layer_norm"),
     Tier(640, Held((2,), cta=320, resident=640, stages=3), norm="layer_norm"),
     Tier(640, Held((2,), cta=640, resident=640, stages=2, always_early=True), norm="rms_norm"),
-    Tier(1024, Held((2,), stages=3, ask_early=("rms_norm",))),  # 4096 cols 0.94, 8192 cols 0.95
-    Tier(1344, Held((3,), cta=448, resident=448, stages=3)),  # 10240 cols 0.91; two places 0.85
-    Tier(1536, Held((3,), stages=2)),  # 12288 cols 0.94; three places 0.86
-    # 16384 cols 0.99. By two packs layer_norm_modulate 111 us, by four 132, and add_rms_norm 131 and 133.
+    Tier(1024, Held((2,), stages=3, ask_early=("rms_norm",))),
+    Tier(1344, Held((3,), cta=448, resident=448, stages=3)),
+    Tier(1536, Held((3,), stages=2)),
     Tier(2048, Held((4,), cluster=2, cta=256, resident=256, stages=3, fused_packs=2)),
-    # 18432 cols 0.91; four packs 0.84, clusters of 4 0.56
     Tier(2304, Held((3,), cluster=2, cta=384, resident=384, stages=3)),
-    Tier(3072, Held((3, 4), cluster=2)),  # 20480 cols by three packs 105 us, by five 112
-    Tier(4096, Held((4,), cluster=4, cta=256, resident=256)),  # 32768 cols 0.96
+    Tier(3072, Held((3, 4), cluster=2)),
+    Tier(4096, Held((4,), cluster=4, cta=256, resident=256)),
     Tier(MOST_CLUSTER_PACKS, cluster_backward),
     Tier(6144, Held((3, 4), cluster=4)),
-    Tier(8192, Held((4,), cluster=8, cta=256, resident=256)),  # 65536 cols 0.91 to 0.98; clusters of 4 x 512 0.94
-    # Of these packs those that are the least work: 73728 cols by three 105 us, by five 110, by four 116.
+    Tier(8192, Held((4,), cluster=8, cta=256, resident=256)),
     Tier(16384, Held((3, 4, 5), cluster=8)),
     Tier(32768, Held((3, 4, 5), cluster=16)),
 )
@@ -128,7 +122,7 @@ def one_kernel_differentiates_twice(problem: Problem, device: Device) -> bool:
     """Whether the backward pass of an operation with a second norm is one kernel: of rows of 16 bits that are not few.
 
     A CTA holds such rows in the shape that either norm's own backward pass gives them, so they have its bits. By more
-    than twelve warps it spilled 20 to 28 bytes; on sm_100 8 to 164, and 4 to 72 without ds, by 512 threads.
+    than twelve warps, and on sm_100, it spills.
     """
     spec = held_by(problem, device) if device.arch == 90 and "ds" in problem.by_name else None
     if spec is None or rows_are_few(problem, device):

@@ -101,8 +101,7 @@ class NormSpec:
     def has_whole_packs(self) -> bool:
         """Whether the kernel is told that no row ends within a pack.
 
-        Told so, three fused kernels spilled 4 to 44 bytes: of streamed rows, of few rows and of vectors for groups. By
-        NVRTC 13.0 those of rows that a thread keeps forward spilled 8: LayerNorm of 3136 to 5056 columns.
+        Told so, kernels of streamed rows, of few rows, of vectors for groups and of rows that a thread keeps forward spill.
         """
         told = self.stages > 0 or self.kernel in ("forward", "forward_pairs", "forward_twice")
         kept = self.kernel == "forward" and self.rows_stay
