@@ -120,8 +120,8 @@ def _rows(problem: Problem, held: Held, shape: RowShape, early: bool, few_regist
 def _rows_under_way(problem: Problem, held: Held, shape: RowShape, early: bool) -> tuple[int, int]:
     """(rows of a CTA, CTAs of an SM), so that an SM has 54 to 64 KB under way.
 
-    Rows that more than two warps hold share a CTA by two or three, which leave one set of partial sums. LayerNorm has two
-    in a CTA each.
+    Rows that more than two warps hold share a CTA by two or three, which leave one set of partial sums; two
+    of LayerNorm have a CTA each.
     """
     # Rows that end within a vector are kept by fewer threads.
     odd = problem.cols % shape.pack != 0 and shape.pack == 8

@@ -101,7 +101,7 @@ class NormSpec:
     def has_whole_packs(self) -> bool:
         """Whether the kernel is told that no row ends within a pack.
 
-        Told so, kernels of streamed rows, of few rows, of vectors for groups and of rows that a thread keeps forward spill.
+        Told so, kernels of streamed and of few rows, of vectors for groups and of rows that a thread keeps, spill.
         """
         told = self.stages > 0 or self.kernel in ("forward", "forward_pairs", "forward_twice")
         kept = self.kernel == "forward" and self.rows_stay
