@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from ..operation import Operation
-from .problem import Operand, compute_dtype
+from .problem import Operand, Operands, compute_dtype
 
 WARP = 32
 # The backward pass keeps its column operands in registers where a thread has so many bytes and packs of them at most,
@@ -55,7 +55,7 @@ class NormSpec:
     operation: Operation
     cols: int
     row_dtype: str
-    operands: tuple[Operand, ...]
+    operands: Operands
     aligned: bool  # every pack of every row begins at a multiple of its size (or of 16 bytes)
     shape: RowShape
     columns_aligned: bool = True  # so does every pack of what is read once for all rows
@@ -127,16 +127,16 @@ class NormSpec:
 
     @property
     def read(self) -> tuple[Operand, ...]:
-        return tuple(one for one in self.operands if not one.written)
+        return self.operands.read
 
     @property
     def written(self) -> tuple[Operand, ...]:
-        return tuple(one for one in self.operands if one.written)
+        return self.operands.written
 
     @property
     def matrices(self) -> tuple[Operand, ...]:
         """What is read by rows, or made of a seed by rows, or one number for a row."""
-        return tuple(one for one in self.read if one.kind in ("full", "seed", "per_row"))
+        return self.operands.matrices
 
     @property
     def reads_two(self) -> bool:
@@ -157,7 +157,7 @@ class NormSpec:
     @property
     def columns(self) -> tuple[Operand, ...]:
         """What is read once for all rows, or for a group of them."""
-        return tuple(one for one in self.read if one.kind in ("column", "group"))
+        return self.operands.columns
 
     @property
     def sums(self) -> tuple[Operand, ...]:
