@@ -73,6 +73,10 @@ class NormSpec:
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
     in_turns: bool = False  # column_gradients: a CTA has several blocks of columns, one after the other
 
+    def __hash__(self) -> int:
+        """Of what tells most kernels apart: they are looked up for every plan."""
+        return hash((self.operands, self.shape, self.rows_per_cta, self.ctas_per_sm, self.stages))
+
     def __str__(self) -> str:
         """The kernel in short, for logs and messages."""
         operation = self.operation

@@ -289,7 +289,8 @@ def _work(
     context = launch.context(index)
     names = (*read, "mean", "rstd", *results, WORKSPACE)
     places = {name: place for place, name in enumerate(names)}
-    places |= {name: places[other] for name, other in aliases.items()}
+    if aliases:
+        places |= {name: places[other] for name, other in aliases.items()}
     launches = tuple(_launch(step, index, places, numbers) for step in plan.steps)
     return tuple(results.values()), plan.workspace, rstd_offset, context, launches
 
