@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from ..operation import Norm
-from .problem import ITEMSIZE, Problem
+from .problem import ITEMSIZE, Operands, Problem
 from .spec import WARP, NormSpec, RowShape
 
 # Threads of a forward row of more than 32 vectors, by the most vectors of the row. An H200 was searched, 64 M elements
@@ -92,20 +93,16 @@ def _power_of_two_from(n: int) -> int:
 
 
 def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> NormSpec:
-    spec = NormSpec(
-        kernel=kernel,
-        operation=problem.operation,
-        cols=problem.cols,
-        row_dtype=problem.row_dtype,
-        # Of strides the text has no more than how many there are.
-        operands=tuple(
-            replace(one, row_stride=0, outer_stride=0, inner=min(1, one.inner), groups=None) for one in problem.operands
-        ),
-        aligned=_vectors_fit(problem, shape.pack, ("full", "group")),
-        columns_aligned=_vectors_fit(problem, shape.pack, ("group",)),
-        shape=shape,
-    )
-    return replace(spec, **changes)
+    of_problem = kernel, problem.operation, problem.cols, problem.row_dtype, problem.operands.of_text
+    fits = {
+        "aligned": _vectors_fit(problem, shape.pack, ("full", "group")),
+        "columns_aligned": _vectors_fit(problem, shape.pack, ("group",)),
+    }
+    return _spec(*of_problem, shape=shape, **fits | changes)
+
+
+# Calls that differ in their number of rows share it: made anew it takes 9 us.
+_spec = lru_cache(maxsize=4096)(NormSpec)
 
 
 def short_forward_spec(problem: Problem, kernel: str) -> NormSpec:
@@ -118,14 +115,16 @@ def short_forward_spec(problem: Problem, kernel: str) -> NormSpec:
 
 def _vectors_fit(problem: Problem, pack: int, kinds: tuple[str, ...]) -> bool:
     """Every pack of every row, or vector, of such operands starts at a multiple of its size (or of 16 bytes)."""
-    return problem.aligned and (
-        problem.rows == 1
-        or all(
-            stride * one.itemsize % min(16, pack * one.itemsize) == 0
-            for one in problem.operands
-            if one.kind in kinds
-            for stride in (one.row_stride, one.outer_stride)
-        )
+    return problem.aligned and (problem.rows == 1 or _strides_fit(problem.operands, pack, kinds))
+
+
+@lru_cache(maxsize=4096)
+def _strides_fit(operands: Operands, pack: int, kinds: tuple[str, ...]) -> bool:
+    return all(
+        stride * one.itemsize % min(16, pack * one.itemsize) == 0
+        for one in operands
+        if one.kind in kinds
+        for stride in (one.row_stride, one.outer_stride)
     )
 
 
