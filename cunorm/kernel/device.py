@@ -60,15 +60,18 @@ CLUSTER_SIZES = (2, 4, 8, 16)
 EARLY_VARIABLE = "CUNORM_EARLY_LAUNCH"
 
 
+def is_on(variable: str, without: str) -> bool:
+    """False where the environment has 0 for a variable; `without` says what there is not then."""
+    value = os.environ.get(variable, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"cunorm: {variable} must be 0 or 1; got {value!r}. Unset it, or set 0 for no {without}.")
+    return value == "1"
+
+
 @cache
 def early_launches() -> bool:
     """False where the environment has CUNORM_EARLY_LAUNCH=0; read once."""
-    value = os.environ.get(EARLY_VARIABLE, "1")
-    if value not in ("0", "1"):
-        raise ValueError(
-            f"cunorm: {EARLY_VARIABLE} must be 0 or 1; got {value!r}. Unset it, or set 0 for no early launches."
-        )
-    return value == "1"
+    return is_on(EARLY_VARIABLE, "early launches")
 
 
 # A common GPU of each architecture that kernels are compiled for. Its clusters were asked of an H200; those of sm_100

@@ -20,13 +20,13 @@ from .cluster_forward import cluster_forward
 from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
 from .forward_rows import forward_rows
 from .forward_twice import forward_twice
+from .measured import measured
 from .odd_backward import MOST_ODD_PACKS, odd_backward
 from .problem import ITEMSIZE, Problem
 from .registers import sixteen_bits
 from .shapes import ceil_div, kernel_spec
 from .spec import WARP, FewRowsSpec, NormSpec, RowShape
 from .steps import STREAMED_THREADS
-from .tables import measured
 
 
 class Tier(NamedTuple):

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..kernel.device import CLUSTER_SIZES, Device
+from .measured import measured
 from .problem import ITEMSIZE, Problem
 from .registers import column_bytes, registers_of, with_rows_kept, working_of_shifted
 from .shapes import ceil_div, in_clusters, kernel_spec
 from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
 from .spec import WARP, NormSpec, RowShape
-from .tables import measured
 
 # The share of an H200's SMs that the clusters of each size reach; that of 16 was fitted. These are constants, so that
 # who holds what of a row, and so its bits, is the same on every GPU that has clusters of that size.

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ..kernel.device import Device
 from ..operation import SEED
+from .measured import measured
 from .problem import ITEMSIZE, Problem
 from .registers import RESIDENT, Needs, ctas_of, needs_of, sixteen_bits, widest_column, with_rows_kept
 from .shapes import ceil_div, in_clusters, short_forward_spec
 from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
 from .spec import WARP, NormSpec
-from .tables import measured
 
 # Bytes of rows to each SM: of more, rows wait in registers, of fewer in a ring. measured: docs/tuning.md
 RING_BYTES = 512 << 10

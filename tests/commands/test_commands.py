@@ -17,7 +17,7 @@ from command_line import STUBS, assert_fails_in_one_line, command, output_of, wi
 import cunorm
 from cunorm.__main__ import main
 from cunorm.commands import info
-from cunorm.kernel.compile import cache_directory
+from cunorm.kernel.cache import cache_directory
 from cunorm.kernel.device import INSTALL, INSTALL_LINEAR
 
 KERNEL = "0123456789abcdef0123456789abcdef01234567"

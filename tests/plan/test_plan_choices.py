@@ -8,7 +8,8 @@ import pytest
 from problems import problem
 
 from cunorm.kernel.device import H100, KNOWN
-from cunorm.plan import tables
+from cunorm.plan import measured
+from cunorm.plan.legal import is_legal
 from cunorm.plan.plain_problems import float8_problem, whole
 from cunorm.plan.plan import plan
 
@@ -53,7 +54,7 @@ def test_the_order_in_which_a_row_is_added_up_is_the_same_by_every_table(norm, d
             )
             specs = [getattr(step.spec, "rows", step.spec) for step in (of_an_h200, of_an_h100, by_rule)]
             assert len({spec.shape.order for spec in specs}) == 1
-            assert all(map(tables.is_legal, specs, (H200, H100, UNMEASURED)))
+            assert all(map(is_legal, specs, (H200, H100, UNMEASURED)))
             used += len(set(specs)) > 1
     assert used > 10, "no table was used"
 
@@ -72,7 +73,7 @@ def test_a_margin_takes_no_launch_with_a_cta_for_each_pair_of_rows(granularity):
 )
 def test_a_table_serves_the_gpus_of_its_class(bandwidth, sms, served):
     """A class: one architecture and, within 10%, the bandwidth of an SM; so a slice of a GPU is of its class."""
-    assert (tables.table_of(replace(H200, bandwidth=bandwidth, sms=sms)) is not None) == served
+    assert (measured.tables_of(replace(H200, bandwidth=bandwidth, sms=sms)) != ()) == served
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 
 LAYERS = (
     {"logs", "kernel.driver", "norm.philox"},
-    {"private"},
+    {"private", "kernel.cache"},
     {"kernel.device", "expression.value", "linear.gemm", "recipes"},
     {"expression.grammar"},
     {"expression.tracing"},
@@ -197,7 +197,9 @@ LAYERS = (
         "norm.float8",
         "linear.problem",
     },
-    {"plan.tables"},
+    {"plan.legal", "plan.tables"},
+    {"plan.table_files", "plan.candidates"},
+    {"plan.measured"},
     {"plan.forward_rows", "plan.cluster_forward", "plan.forward_twice"},
     {"plan.cluster_backward", "plan.odd_backward"},
     {"plan.backward_rows"},
@@ -230,7 +232,7 @@ LAYERS = (
     {"adding", "adding_float8", "norm_add", "modulating", "gating", "sandwich"},
     {"gate_modulating"},
 )
-PURE = set().union(*LAYERS[:18]) - {"linear.gemm"}
+PURE = set().union(*LAYERS[:19]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {
     "cupy_recipes",
@@ -273,6 +275,7 @@ FOR_ADAPTERS = {
     "linear.float8_spec",
     "linear.float8_plan",
     "kernel.source",
+    "kernel.cache",
     "kernel.compile",
 }
 

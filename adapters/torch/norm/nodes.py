@@ -30,7 +30,8 @@ from torch import Tensor
 
 from ... import logs
 from ...kernel import launch
-from ...kernel.compile import DIGEST, cache_directory, write
+from ...kernel.cache import cache_directory, write
+from ...kernel.compile import DIGEST
 from ...plan.steps import WORKSPACE, Plan, Step
 from .. import private
 from . import launching
