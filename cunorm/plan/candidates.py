@@ -13,11 +13,13 @@ from itertools import product
 from typing import Any
 
 from ..kernel.device import CLUSTER_SIZES, Device
+from .legal import KERNELS, is_legal
+from .measured import at_odd_addresses
 from .problem import ITEMSIZE, Problem
 from .registers import registers_of
 from .shapes import MOST_SHORT, ceil_div
 from .spec import WARP, FewRowsSpec, NormSpec, RowShape
-from .tables import KERNELS, Launch, at_odd_addresses, is_legal
+from .tables import Launch
 
 MOST_CTAS = 10  # of an SM
 MOST_THREADS = {"forward": 1024, "backward": 512}  # of a CTA

@@ -15,20 +15,15 @@ from .registers import ctas_of, registers_of_one_turn
 from .shapes import ceil_div, kernel_spec
 from .shared_memory import SHARED_LIMIT, shared_memory
 from .spec import FewRowsSpec, NormSpec, RowShape
-from .tiers import held_by
 
-# Of so many rows, and of a matrix of so many bytes to each SM at most: 3 M elements take 0.88 of the time by partial
-# rows, 4 M 1.01, 4096 x 256 1.3.
+# At most so many rows, and bytes of a matrix to each SM: of more, partial sums are as fast (docs/tuning.md).
 MOST_ROWS = 2048
 MOST_BYTES = 48 << 10
-# Up to so many rows a thread adds up all of them, so that nobody waits for another: RMSNorm 1 x 4096 1.63 us, by eight
-# row groups 1.74. Of four rows 4096 columns take up to 6% longer.
+# Up to so many rows a thread adds up all of them, so that nobody waits for another.
 ALONE = 2
-# Threads of a CTA, up to so many rows: RMSNorm 2 x 1024 1.39 us by 64, 1.43 by 128; 64 x 1024 2.28 by 128, 2.37 by 256;
-# 512 x 1024 3.97 by 256, 4.1 by 128 and by 512; 2048 x 1024 7.9 by 512, 9.1 by 256.
+# Threads of a CTA, up to so many rows.
 THREADS = {ALONE: 64, 128: 128, 1023: 256, MOST_ROWS: 512}
-# Rows that a thread adds up where the CTAs of all columns and rows run at once: 42 x 24576 by five 5.2 us, by three,
-# when they do not, 6.9. But 204 x 5120 by ten 5.7 and by five 4.9.
+# Rows that a thread adds up at most, where the CTAs of all columns and rows then run at once.
 ROWS_OF_THREAD = 6
 MOST_THREADS = 1024  # of an SM
 
@@ -49,18 +44,15 @@ def rows_are_few(problem: Problem, device: Device) -> bool:
     return problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
 
 
-def few_rows_backward(problem: Problem, device: Device, shape: RowShape) -> FewRowsSpec:
-    """The kernel of few rows. A row has the `shape` that it has among many rows, though less is read of it where its
-    columns are added up apart.
+def few_rows_backward(problem: Problem, of_rows: NormSpec, shape: RowShape, device: Device) -> FewRowsSpec:
+    """The kernel of few rows, of the kernel `of_rows` of what is written by rows.
+
+    A row has the `shape` that it has among many rows, though less is read of it where its columns are added up apart.
     """
-    rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in problem.sums))
-    held = held_by(rows, device)
-    if held is None:
-        raise AssertionError("which tier takes a row depends on what is read of it alone")
     threads = next(threads for most, threads in THREADS.items() if problem.rows <= most)
     rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
     threads = rows_per_cta * shape.threads
-    of_rows = replace(held, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
+    of_rows = replace(of_rows, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
     of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
     row_ctas = ceil_div(problem.rows, rows_per_cta) * shape.cluster
     # Wherever the arrays lie: dweight has the same bits.

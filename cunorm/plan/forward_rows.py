@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ..kernel.device import Device
 from ..operation import SEED
+from .measured import measured
 from .problem import ITEMSIZE, Problem
 from .registers import RESIDENT, Needs, ctas_of, needs_of, sixteen_bits, widest_column, with_rows_kept
 from .shapes import ceil_div, in_clusters, short_forward_spec
 from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
 from .spec import WARP, NormSpec
-from .tables import measured
 
 # Bytes of rows to each SM: of more, rows wait in registers, of fewer in a ring. measured: docs/tuning.md
 RING_BYTES = 512 << 10
@@ -87,7 +87,7 @@ def _in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -
     late = narrow and spec.aligned and device.arch < 100
     registers = needs.working - 20 if late else needs.working + needs.y
     registers += needs.columns + (26 if shape.packs == 4 else 14)
-    if device.arch >= 100 and problem.norm.subtracts_mean and not spec.scales:
+    if problem.norm.subtracts_mean and not spec.scales and device.arch >= (90 if shape.threads <= 2 * WARP else 100):
         registers += 34 if problem.is_zero_centred and shape.threads <= WARP else 8
     # In shared memory weight and bias would take 40 us to come, all SMs asking L2 for the same lines.
     spec = replace(spec, stages=2, ask_early=True, columns_stay=True)

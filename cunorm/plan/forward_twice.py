@@ -14,7 +14,7 @@ from .spec import NormSpec
 def holds_twice(row_dtype: str, cols: int) -> bool:
     """Whether one kernel does two norms of such rows, one after the other: a CTA holds them in six packs a thread.
 
-    With eight, at odd addresses, it spilled 48 bytes on sm_100.
+    With eight, at odd addresses, it spills on sm_100.
     """
     return ceil_div(cols, 16 // ITEMSIZE[row_dtype]) <= 3072
 

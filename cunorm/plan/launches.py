@@ -186,7 +186,7 @@ def _streamed_backward(
         # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
         dtypes = {one.dtype for one in of_rows.operands if one.kind != "statistic"}
         plain = dtypes == {problem.row_dtype} and spec.aligned
-        # Of more arrays, of two strides and of vectors of groups, they spilled 4 to 60 bytes.
+        # More arrays, two strides and vectors of groups spill.
         strides = any(one.inner for one in spec.operands)
         plain = plain and len(spec.matrices) + len(spec.results) <= 4 and not strides and not spec.grouped
         spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)

@@ -20,7 +20,7 @@ from cunorm.commands import search as searching
 from cunorm.commands import tune
 from cunorm.commands.timing import Times
 from cunorm.kernel.device import H100
-from cunorm.plan import tables
+from cunorm.plan import measured, table_files, tables
 from cunorm.plan.candidates import candidates
 from cunorm.plan.choose import choose
 from cunorm.plan.plan import plan
@@ -65,8 +65,8 @@ def cache(monkeypatch, tmp_path) -> Iterator[Path]:
     """An empty cache, of which tables are read."""
 
     def forget() -> None:
-        tables.reads_the_users.cache_clear()
-        tables.forget()
+        measured.reads_the_users.cache_clear()
+        measured.forget()
         plan.cache_clear()
 
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path / "cache"))
@@ -177,7 +177,7 @@ def test_a_damaged_table_is_replaced(folder, monkeypatch, capsys):
     path = tune._path(H100)
     path.write_text("{")
     assert main(["tune", *SHAPE]) == 0
-    assert tables.read(path) is not None
+    assert table_files.read(path) is not None
 
 
 def test_a_cache_that_cannot_be_written_is_said_before_anything_is_measured(folder, monkeypatch, capsys):
@@ -333,10 +333,10 @@ def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeyp
         found = problem(direction, rows, 4096, "bfloat16", "rms_norm")
         best = choose(found, gpu)
         with monkeypatch.context() as patch:
-            patch.setattr(tables, "reads_the_users", lambda: False)
-            tables.forget()
+            patch.setattr(measured, "reads_the_users", lambda: False)
+            measured.forget()
             shipped = choose(found, gpu)
-        tables.forget()
+        measured.forget()
         if best != shipped:
             again = searching.search(found, searching.launches(found, shipped, gpu), [best], gpu)
             assert again.faults == ()

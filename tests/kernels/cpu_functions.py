@@ -19,13 +19,14 @@ from cunorm.plan.plan import plan
 from cunorm.plan.problem import Problem
 from cunorm.plan.steps import Plan
 
+# Those of sm_90 have an H200's bandwidth for each multiprocessor, and so its launches.
 # One multiprocessor: a few rows already make a CTA or a cluster take several, one after the other.
-SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1))
+SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1), 37)
 WITHOUT_CLUSTERS = Device("one SM without clusters", 80, 1, 163 << 10)
 LITTLE_SHARED = Device("one SM of a T4", 75, 1, 64 << 10)
 # Enough that a CTA of sum_partials does not read all partial rows at once.
-FEW_SMS = Device("4 SMs", 90, 4, 227 << 10, (2, 1, 1, 1))
-MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2))
+FEW_SMS = Device("4 SMs", 90, 4, 227 << 10, (2, 1, 1, 1), 4 * 37)
+MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2), 40 * 37)
 MANY_WITHOUT_CLUSTERS = Device("80 SMs without clusters", 80, 80, 163 << 10)
 
 # The backward pass by the kernels that its rows have, which are few, and by those of many.

@@ -14,12 +14,12 @@ from cunorm.commands.compilation import compile_all, compiler, fault
 from cunorm.kernel.compile import Resources
 from cunorm.kernel.device import KNOWN, Device, known
 from cunorm.linear import float8_plan
+from cunorm.plan.choose import Tier, tier_of
 from cunorm.plan.cluster_backward import cluster_backward
 from cunorm.plan.plain_problems import whole
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import ITEMSIZE
 from cunorm.plan.shared_memory import launch_shared, shared_memory
-from cunorm.plan.tiers import Tier, tier_of
 
 WHOLE = 90  # the architecture of which every kind of kernel is compiled
 SLICES = 24  # of them, for pytest-xdist

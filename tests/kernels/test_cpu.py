@@ -26,10 +26,10 @@ from problems import problem
 from reference import check_backward, check_forward
 
 from cunorm.plan.backward_rows import Held
+from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan
 from cunorm.plan.spec import NormSpec
 from cunorm.plan.steps import Step
-from cunorm.plan.tiers import tier_of
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 

@@ -15,9 +15,9 @@ from functions import OPS
 
 from cunorm.kernel.source import FILES
 from cunorm.plan.backward_rows import Held
+from cunorm.plan.choose import TABLES, tier_of
 from cunorm.plan.plan import plan
 from cunorm.plan.spec import FewRowsSpec, NormSpec
-from cunorm.plan.tiers import TABLES, tier_of
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 

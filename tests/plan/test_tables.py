@@ -13,22 +13,23 @@ import pytest
 from problems import problem
 
 from cunorm.kernel.device import H100, KNOWN, Device
-from cunorm.plan import tables
+from cunorm.plan import measured, table_files, tables
 from cunorm.plan.candidates import candidates
 from cunorm.plan.choose import choose
 from cunorm.plan.launches import launches
+from cunorm.plan.legal import is_legal
 from cunorm.plan.plain_problems import float8_problem
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Problem
 from cunorm.plan.spec import NormSpec
-from cunorm.plan.tables import REACH, Launch, Table, is_legal
+from cunorm.plan.tables import REACH, Launch, Table
 
 Tuned = Callable[..., Path]
 
 
 def forget() -> None:
-    tables.reads_the_users.cache_clear()
-    tables.forget()
+    measured.reads_the_users.cache_clear()
+    measured.forget()
     plan.cache_clear()
 
 
@@ -50,18 +51,23 @@ def rows_of(found: Problem, device: Device = H100) -> NormSpec:
 
 
 def layout(found: Problem) -> str:
-    return tables.layout_of(found, rows_of(found)) or pytest.fail("no table knows it")
+    return tables.layout_of(rows_of(found)) or pytest.fail("no table knows it")
 
 
 def tuned(folder: Path, found: Problem, other: NormSpec, device: Device = H100) -> Path:
     """The user's table with `other` for a problem."""
     path = folder / "h100.json"
-    table = tables.read(path) if path.exists() else Table(device.arch, device.sms, device.bandwidth, {})
+    table = table_files.read(path) if path.exists() else Table(device.arch, device.bandwidth / device.sms, {})
     assert table is not None
     spec = rows_of(found)
-    tables.write(path, table.with_point(layout(found), spec, tables.rows_of_sm(found, device), Launch.of(other)))
+    table_files.write(path, table.with_point(layout(found), spec, tables.rows_of_sm(found, device), Launch.of(other)))
     forget()
     return path
+
+
+def launch_of(table: Table, found: Problem, rows_of_sm: float) -> Launch | None:
+    choices = table.choices(layout(found), rows_of(found))
+    return next((launch for most, launch in choices if rows_of_sm <= most), None)
 
 
 PROBLEMS = [
@@ -91,27 +97,38 @@ def test_the_users_table_answers_near_what_was_measured_and_nowhere_else(folder,
         return replace(found, rows=round(found.rows * factor))
 
     others = [rows_times(factor) for factor in (0.5, 0.78, 1.3, 2)]
-    others += [problem(found.direction, found.rows, 264, "bfloat16"), replace(found, operation=NEVER_TUNED)]
+    others += [
+        problem(found.direction, found.rows, cols, dtype) for cols, dtype in ((264, "bfloat16"), (4096, "float64"))
+    ]
     before = [plan(each, H100).steps for each in others]
     tuned(folder, found, candidates(found, rows_of(found), H100, 1)[0])
     assert [plan(each, H100).steps for each in others] == before
     near = {tables.rows_of_sm(rows_times(factor), H100) for factor in (0.81, 1.24)}
-    table = tables.tables_of(H100)[0][1]
-    assert all(table.launch(layout(found), rows_of(found), rows) is not None for rows in near)
+    table = measured.tables_of(H100)[0][1]
+    assert all(launch_of(table, found, rows) is not None for rows in near)
 
 
-NEVER_TUNED = problem("forward", 1, 8, "float32", zero_centered_gamma=True).operation
+FULL, NOT_FULL = (problem("forward", 16384, cols, "bfloat16", "rms_norm") for cols in (4096, 3904))
+ZERO_CENTRED = problem("forward", 16384, 4096, "bfloat16", "rms_norm", zero_centered_gamma=True)
 
 
-def test_rows_that_fill_their_shape_and_rows_that_do_not_are_told_apart(folder):
-    full, not_full = (problem("forward", 16384, cols, "bfloat16") for cols in (4096, 3904))
-    assert tables.shape_key(rows_of(full)) == tables.shape_key(rows_of(not_full))
-    for one, other in ((full, not_full), (not_full, full)):
-        before = plan(other, H100).steps
-        path = tuned(folder, one, candidates(one, rows_of(one), H100, 1)[0])
-        assert plan(other, H100).steps == before
-        path.unlink()
-        forget()
+@pytest.mark.parametrize(
+    ("found", "other"),
+    [(FULL, NOT_FULL), (NOT_FULL, FULL), (FULL, ZERO_CENTRED), (ZERO_CENTRED, FULL), (NOT_FULL, ZERO_CENTRED)],
+    ids=["full", "not full", "usual weight", "zero-centred", "neither"],
+)
+def test_rows_that_follow_an_entry_for_want_of_their_own_keep_what_it_was(folder, found, other):
+    """Rows that fill their shape and rows that do not, and those of a zero-centred weight, are measured apart."""
+    assert tables.shape_key(rows_of(found)) == tables.shape_key(rows_of(other))
+    before = plan(other, H100).steps
+    for rows in (16384, 17000):
+        tuned(folder, replace(found, rows=rows), candidates(found, rows_of(found), H100, 1)[0])
+    assert plan(other, H100).steps == before
+    shipped = measured.tables_of(H100)[-1][1]
+    merged = shipped.with_point(layout(found), rows_of(found), 50.0, Launch("forward", stages=7))
+    assert merged.choices(layout(other), rows_of(other)) == (
+        shipped.choices(layout(other), rows_of(other)) or ((inf, None),)
+    )
 
 
 def test_neighbours_share_what_lies_between_them():
@@ -120,7 +137,7 @@ def test_neighbours_share_what_lies_between_them():
     key = tables.shape_key(spec, full=True)
     won = {100: Launch("forward"), 110: Launch("forward", cluster=2)}
     for order in ((100, 110), (110, 100)):
-        table = Table(90, 132, 3350, {})
+        table = Table(90, 25, {})
         for rows in order:
             table = table.with_point("layout", spec, rows, won[rows])
         choices = table.layouts["layout"][key]
@@ -153,10 +170,9 @@ def test_candidates_are_legal_distinct_and_keep_the_order_of_sums(device, direct
 def test_a_candidate_leaves_as_many_partial_sums_wherever_the_arrays_lie(monkeypatch, cols):
     """So dweight has the same bits there, though less fits into shared memory."""
     found = problem("backward", 1000, cols, "float32", "rms_norm")
-    spec, name = rows_of(found), layout(found)
-    for other in candidates(found, spec, H100, 10**9):
-        table = Table(90, 132, 3350, {}).with_point(name, spec, tables.rows_of_sm(found, H100), Launch.of(other))
-        monkeypatch.setattr(tables, "tables_of", lambda _, table=table: ((Path("table"), table),))
+    for other in candidates(found, rows_of(found), H100, 10**9):
+        choices = (((inf, Launch.of(other)),),)
+        monkeypatch.setattr(measured, "_choices", lambda *_, choices=choices: choices)
         at_odd_addresses = replace(found, aligned=False)
         groups = [launches(each, choose(each, H100), H100).groups for each in (found, at_odd_addresses)]
         assert groups[0] == groups[1], other
@@ -169,9 +185,9 @@ def test_there_are_candidates_where_rows_are_held():
         assert len({other.shape.threads for other in others}) > 1
 
 
-HEAD = {"version": tables.VERSION, "arch": H100.arch, "sms": H100.sms, "bandwidth": H100.bandwidth}
+HEAD = {"version": table_files.VERSION, "arch": H100.arch, "bandwidth": H100.bandwidth / H100.sms}
 LAUNCH = {"kernel": "forward", "ctas_per_sm": 2}
-KEYS = {"layer_norm, forward, x16, 2w16": {"128x4 full": [[None, 0]], "128x4": [[None, 0]]}}
+KEYS = {"layer_norm, forward, x16 2w16": {"128x4 full": [[None, 0]], "128x4": [[None, 0]]}}
 
 
 def content(**changes: object) -> str:
@@ -184,9 +200,9 @@ BAD_FILES = [
     pytest.param("[]", id="a list"),
     pytest.param("[" * 100_000, id="deep"),
     pytest.param(b"\xff\xfe\x00", id="no text"),
-    pytest.param(content(version=tables.VERSION + 1), id="another version"),
+    pytest.param(content(version=table_files.VERSION + 1), id="another version"),
     pytest.param(json.dumps({"arch": 90}), id="without a version"),
-    pytest.param(content(sms=0), id="no SMs"),
+    pytest.param(content(bandwidth=0), id="no bandwidth"),
     pytest.param(content(bandwidth="much"), id="bandwidth in words"),
     pytest.param(content(layouts=[]), id="layouts in a list"),
     pytest.param(content(layouts={"a": {"b": [[1]]}}), id="a choice of one number"),
@@ -229,7 +245,7 @@ def test_a_bad_file_is_ignored_with_a_line_in_the_log(folder, caplog, text):
 def test_the_files_of_that_test_are_bad_for_what_is_wrong_with_them(folder):
     folder.mkdir()
     (folder / "good.json").write_text(content())
-    assert tables.read(folder / "good.json") is not None
+    assert table_files.read(folder / "good.json") is not None
 
 
 @pytest.mark.parametrize("place", ["a file", "unreadable", "absent", "no home"])
@@ -241,7 +257,7 @@ def test_a_folder_that_cannot_be_read_is_as_an_empty_one(folder, monkeypatch, pl
     elif place == "unreadable":
         folder.mkdir(0)
     elif place == "no home":
-        monkeypatch.setattr(tables, "cache_directory", lambda: (_ for _ in ()).throw(FileNotFoundError("no home")))
+        monkeypatch.setattr(measured, "cache_directory", lambda: (_ for _ in ()).throw(FileNotFoundError("no home")))
     forget()
     assert plan(found, H100).steps == before
 
@@ -269,7 +285,7 @@ def test_a_launch_that_is_not_legal_for_a_row_is_ignored(folder, launch):
     folder.mkdir()
     (folder / "h100.json").write_text(content(launches=[launch]))
     forget()
-    assert len(tables.tables_of(H100)) == 2
+    assert len(measured.tables_of(H100)) == 2
     assert plan(found, H100).steps == before
 
 
@@ -289,19 +305,19 @@ def test_the_environment_leaves_the_users_tables_unread(folder, monkeypatch):
 
 def test_a_table_serves_its_class_alone(folder):
     found = problem("forward", 16384, 4096, "bfloat16")
-    of_others = [KNOWN[90], KNOWN[80], replace(H100, sms=114)]
+    of_others = [KNOWN[90], KNOWN[80], replace(H100, sms=114, bandwidth=2039)]
     before = [plan(found, device).steps for device in of_others]
     tuned(folder, found, candidates(found, rows_of(found), H100, 1)[0])
     assert [plan(found, device).steps for device in of_others] == before
     assert plan(found, replace(H100, bandwidth=3352)).steps == plan(found, H100).steps
 
 
-@pytest.mark.parametrize("path", sorted(tables.SHIPPED.glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(measured.SHIPPED.glob("*.json")), ids=lambda path: path.name)
 def test_a_table_that_was_written_is_read_as_it_was(path, tmp_path):
-    table = tables.read(path) or pytest.fail("cannot be read")
+    table = table_files.read(path) or pytest.fail("cannot be read")
     spec = rows_of(problem("forward", 16384, 4096, "bfloat16"))
     for one in (table, table.with_point("a layout", spec, 12.5, Launch("forward", stages=2))):
-        tables.write(tmp_path / "again.json", one)
-        assert tables.read(tmp_path / "again.json") == one
-    tables.write(tmp_path / "again.json", table)
+        table_files.write(tmp_path / "again.json", one)
+        assert table_files.read(tmp_path / "again.json") == one
+    table_files.write(tmp_path / "again.json", table)
     assert (tmp_path / "again.json").read_text() == path.read_text()
