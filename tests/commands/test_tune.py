@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import sys
@@ -9,10 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import cpu_cupy
 import numpy
 import pytest
 from command_line import assert_fails_in_one_line, command
+from cpu_device import Machine, missing
+from cpu_functions import SMALL
 from problems import problem
 
 from cunorm.__main__ import main
@@ -20,10 +25,13 @@ from cunorm.commands import search as searching
 from cunorm.commands import tune
 from cunorm.commands.timing import Times
 from cunorm.kernel.device import H100
-from cunorm.plan import measured, table_files, tables
+from cunorm.plan import few_rows, measured, table_files, tables
 from cunorm.plan.candidates import candidates
 from cunorm.plan.choose import choose
+from cunorm.plan.launches import launches
+from cunorm.plan.plain_problems import float8_problem
 from cunorm.plan.plan import plan
+from cunorm.plan.problem import RowStrides
 from cunorm.plan.spec import NormSpec
 from cunorm.plan.steps import Plan
 
@@ -193,7 +201,10 @@ def test_a_cache_that_cannot_be_written_is_said_before_anything_is_measured(fold
 
 
 MODEL = """
+from cunorm.plan.launches import launches
+from cunorm.plan.plain_problems import float8_problem
 from cunorm.plan.plan import plan
+from cunorm.plan.problem import RowStrides
 from cunorm.plan.plain_problems import whole
 from cunorm.kernel.device import H100
 
@@ -301,6 +312,75 @@ def test_sums_over_rows_may_differ_by_roundings_and_by_no_row(name):
     buffers = SimpleNamespace(problem=found, results=results.__getitem__)
     faults = {name: searching.Buffers.fault(buffers, name, results["today"]) for name in results}
     assert [name for name, fault in faults.items() if fault] == ["missing", "unwritten"]
+
+
+class Memory(cpu_cupy.Array):
+    """Of a GPU, as the search asks for it."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0], memset=lambda value, _: self.fill(value))
+
+    def set(self, content: numpy.ndarray) -> None:
+        self[...] = content
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(problem("forward", 5, 200, "bfloat16", strides={"x": RowStrides(208, 1000, 2)}), id="views"),
+        pytest.param(problem("backward", 40, 200, "float32", weight="bfloat16"), id="backward"),
+        pytest.param(
+            float8_problem("rms_norm", 5, 200, "bfloat16", "bfloat16", y8="float8_e4m3fn", granularity="row"), id="FP8"
+        ),
+    ],
+)
+@pytest.mark.parametrize("broken", [False, True], ids=["as it is", "one kernel writes something else"])
+def test_a_search_on_the_stand_in(monkeypatch, found, broken):
+    """Its arrays, calls and checks are real; the clock says that candidates take half the time."""
+    runs = cpu_cupy.Runs(Machine())
+    cuda = SimpleNamespace(
+        Device=lambda: SimpleNamespace(id=0, synchronize=lambda: None),
+        get_current_stream=lambda: SimpleNamespace(ptr=0),
+    )
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    cupy = SimpleNamespace(
+        cuda=cuda,
+        empty=lambda size, dtype: Memory((size,), dtype),
+        asnumpy=numpy.array,
+        get_default_memory_pool=lambda: pool,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(searching, "launch", runs)
+    monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: plans)
+    monkeypatch.setattr(searching.timing, "buffers_needed", lambda _: 2)
+    with mock.patch.object(few_rows, "MOST_ROWS", 0):
+        today = choose(found, SMALL)
+        others = candidates(found, today, SMALL, 10**9)[::40][:3]
+    solution = launches(found, today, SMALL)
+
+    def timer(calls: list[Callable[[], None]], rounds: int) -> Callable[[], float]:
+        for call in calls:
+            call()
+        seconds = 1.0 if runs.plans[-1] is solution else 0.5
+        return lambda: seconds
+
+    monkeypatch.setattr(searching.timing, "cupy_timer", timer)
+    if broken:
+        run = runs.run
+
+        def wrong(plan: Plan, *arguments: Any) -> None:
+            run(plan, *arguments)
+            if plan is not solution:
+                pointer = arguments[2][found.pointers.index(next(one.name for one in found.operands if one.written))]
+                ctypes.c_char.from_address(pointer).value = b"?"
+
+        monkeypatch.setattr(runs, "run", wrong)
+    result = searching.search(found, solution, others, SMALL)
+    assert result.tried == len(others) == 3
+    assert [why for _, why in result.faults] == (3 * [f"{found.wanted[0]} has other bits"] if broken else [])
+    assert result.better in (others if not broken else [None])
 
 
 @pytest.mark.gpu
