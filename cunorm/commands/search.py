@@ -7,18 +7,21 @@ that the luck of the fastest of many is no gain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
 from ..kernel import launch
 from ..kernel.device import Device
+from ..plan.choose import choose
 from ..plan.launches import launches
+from ..plan.measured import run_by
 from ..plan.problem import Operand, Problem
 from ..plan.spec import NormSpec
 from ..plan.steps import Plan
+from ..plan.tables import Launch
 from . import timing
 from .compilation import compile_all, compiler
 
@@ -49,7 +52,7 @@ def search(
 ) -> Found:
     """Time `others`, kernels of the problem's rows, beside today's plan. `step` is called twice for each of them."""
     plans = {launches(problem, spec, device): spec for spec in others}
-    sound = _without_spills(list(plans), device.arch, step)
+    sound = _without_spills(plans, problem, device, step)
     buffers = Buffers(problem)
     expected = buffers.results(today)
     faults: dict[Plan, str] = {}
@@ -83,17 +86,28 @@ def search(
     )
 
 
-def _without_spills(plans: list[Plan], arch: int, step: Callable[[], None]) -> list[Plan]:
-    """Those whose kernels compile, into the kernel cache, and spill nothing."""
-    specs = list(dict.fromkeys(one.spec for plan in plans for one in plan.steps))
+def _without_spills(
+    plans: Mapping[Plan, NormSpec], problem: Problem, device: Device, step: Callable[[], None]
+) -> list[Plan]:
+    """Those whose kernels compile, into the kernel cache, and spill nothing.
+
+    A backward pass has the same launch at odd addresses, so that kernel must not spill either.
+    """
+    kernels = {plan: [one.spec for one in plan.steps] for plan in plans}
+    elsewhere = choose(replace(problem, aligned=False), device) if problem.direction == "backward" else None
+    if isinstance(elsewhere, NormSpec):
+        for plan, spec in plans.items():
+            kernel = run_by(Launch.of(spec), elsewhere, device)
+            kernels[plan] += [kernel] if kernel else []
     faults = set()
+    work = list(dict.fromkeys((spec, device.arch) for specs in kernels.values() for spec in specs))
     with compiler(keep=True) as compile_one:
-        for place, compiled in enumerate(compile_all([(spec, arch) for spec in specs], compile_one)):
+        for place, compiled in enumerate(compile_all(work, compile_one)):
             if compiled.fault:
                 faults.add(compiled.spec)
             if place < len(plans):
                 step()
-    return [plan for plan in plans if not any(one.spec in faults for one in plan.steps)]
+    return [plan for plan, specs in kernels.items() if not faults.intersection(specs)]
 
 
 def _checked(times: timing.Times | Exception) -> timing.Times:

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from problems import problem
 from cunorm.__main__ import main
 from cunorm.commands import search as searching
 from cunorm.commands import tune
+from cunorm.commands.compilation import Compiled
 from cunorm.commands.timing import Times
 from cunorm.kernel.device import H100
 from cunorm.plan import few_rows, measured, table_files, tables
@@ -32,7 +34,7 @@ from cunorm.plan.launches import launches
 from cunorm.plan.plain_problems import float8_problem
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import RowStrides
-from cunorm.plan.spec import NormSpec
+from cunorm.plan.spec import NormSpec, SumSpec
 from cunorm.plan.steps import Plan
 
 READ = {"CUNORM_TUNE": "1"}
@@ -291,10 +293,30 @@ def test_a_launch_is_better_if_it_is_ahead_by_more_than_the_spread_and_has_today
     others = candidates(found, choose(found, H100), H100, 3)
     buffers = Buffers(dict(zip(others, seconds, strict=True)), spread, {others[place] for place in wrong})
     monkeypatch.setattr(searching, "Buffers", lambda _: buffers)
-    monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: plans)
+    monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: list(plans))
     result = searching.search(found, plan(found, H100), others, H100)
     assert result.better == (None if best is None else others[best])
     assert [spec for spec, _ in result.faults] == [others[place] for place in wrong]
+
+
+@pytest.mark.parametrize(
+    ("direction", "spills", "kept"),
+    [
+        ("forward", lambda spec: False, 3),
+        ("forward", lambda spec: spec.ctas_per_sm > 1, 0),
+        ("backward", lambda spec: isinstance(spec, NormSpec) and not spec.aligned, 0),  # at odd addresses
+        ("backward", lambda spec: isinstance(spec, SumSpec), 0),
+    ],
+)
+def test_candidates_that_spill_are_left_out(monkeypatch, direction, spills, kept):
+    def compile_all(work, _):
+        return (Compiled(spec, arch, None, "spills" if spills(spec) else "") for spec, arch in work)
+
+    monkeypatch.setattr(searching, "compile_all", compile_all)
+    monkeypatch.setattr(searching, "compiler", lambda keep: nullcontext())
+    found = problem(direction, 16384, 4096, "bfloat16")
+    plans = {launches(found, spec, H100): spec for spec in candidates(found, choose(found, H100), H100, 3)}
+    assert len(searching._without_spills(plans, found, H100, lambda: None)) == kept
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
@@ -353,7 +375,7 @@ def test_a_search_on_the_stand_in(monkeypatch, found, broken):
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(searching, "launch", runs)
-    monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: plans)
+    monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: list(plans))
     monkeypatch.setattr(searching.timing, "buffers_needed", lambda _: 2)
     with mock.patch.object(few_rows, "MOST_ROWS", 0):
         today = choose(found, SMALL)
