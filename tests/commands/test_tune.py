@@ -333,7 +333,7 @@ def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeyp
         found = problem(direction, rows, 4096, "bfloat16", "rms_norm")
         best = choose(found, gpu)
         with monkeypatch.context() as patch:
-            patch.setattr(tables, "reads_the_users", lambda: False)
+            patch.setattr(measured, "reads_the_users", lambda: False)
             measured.forget()
             shipped = choose(found, gpu)
         measured.forget()

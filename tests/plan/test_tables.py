@@ -65,6 +65,11 @@ def tuned(folder: Path, found: Problem, other: NormSpec, device: Device = H100) 
     return path
 
 
+def launch_of(table: Table, found: Problem, rows_of_sm: float) -> Launch | None:
+    choices = table.choices(layout(found), rows_of(found))
+    return next((launch for most, launch in choices if rows_of_sm <= most), None)
+
+
 PROBLEMS = [
     pytest.param(problem("forward", 16384, 4096, "bfloat16"), id="LayerNorm"),
     pytest.param(problem("forward", 100, 1024, "float32", "rms_norm"), id="few rows"),
@@ -92,16 +97,15 @@ def test_the_users_table_answers_near_what_was_measured_and_nowhere_else(folder,
         return replace(found, rows=round(found.rows * factor))
 
     others = [rows_times(factor) for factor in (0.5, 0.78, 1.3, 2)]
-    others += [problem(found.direction, found.rows, 264, "bfloat16"), replace(found, operation=NEVER_TUNED)]
+    others += [
+        problem(found.direction, found.rows, cols, dtype) for cols, dtype in ((264, "bfloat16"), (4096, "float64"))
+    ]
     before = [plan(each, H100).steps for each in others]
     tuned(folder, found, candidates(found, rows_of(found), H100, 1)[0])
     assert [plan(each, H100).steps for each in others] == before
     near = {tables.rows_of_sm(rows_times(factor), H100) for factor in (0.81, 1.24)}
     table = measured.tables_of(H100)[0][1]
-    assert all(table.launch(layout(found), rows_of(found), rows) is not None for rows in near)
-
-
-NEVER_TUNED = problem("forward", 1, 8, "float32", zero_centered_gamma=True).operation
+    assert all(launch_of(table, found, rows) is not None for rows in near)
 
 
 def test_rows_that_fill_their_shape_and_rows_that_do_not_are_told_apart(folder):
@@ -121,7 +125,7 @@ def test_neighbours_share_what_lies_between_them():
     key = tables.shape_key(spec, full=True)
     won = {100: Launch("forward"), 110: Launch("forward", cluster=2)}
     for order in ((100, 110), (110, 100)):
-        table = Table(90, 132, 3350, {})
+        table = Table(90, 25.4, {})
         for rows in order:
             table = table.with_point("layout", spec, rows, won[rows])
         choices = table.layouts["layout"][key]
@@ -159,7 +163,7 @@ def test_there_are_candidates_where_rows_are_held():
 
 HEAD = {"version": table_files.VERSION, "arch": H100.arch, "bandwidth": H100.bandwidth / H100.sms}
 LAUNCH = {"kernel": "forward", "ctas_per_sm": 2}
-KEYS = {"layer_norm, forward, x16, 2w16": {"128x4 full": [[None, 0]], "128x4": [[None, 0]]}}
+KEYS = {"layer_norm, forward, x16 2w16": {"128x4 full": [[None, 0]], "128x4": [[None, 0]]}}
 
 
 def content(**changes: object) -> str:
@@ -229,7 +233,7 @@ def test_a_folder_that_cannot_be_read_is_as_an_empty_one(folder, monkeypatch, pl
     elif place == "unreadable":
         folder.mkdir(0)
     elif place == "no home":
-        monkeypatch.setattr(tables, "cache_directory", lambda: (_ for _ in ()).throw(FileNotFoundError("no home")))
+        monkeypatch.setattr(measured, "cache_directory", lambda: (_ for _ in ()).throw(FileNotFoundError("no home")))
     forget()
     assert plan(found, H100).steps == before
 
