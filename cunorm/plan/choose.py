@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..kernel.device import Device
@@ -109,6 +110,12 @@ def tier_of(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
 
 def _shape(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     """The same, of a `Held` before it is known how its kernel is run."""
+    if problem.direction == "forward":
+        return _tier(problem, device)
+    return _tier_of_layout(problem.of_rows(min(2, problem.rows)), device)
+
+
+def _tier(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     vectors = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
     for tier in TABLES[problem.direction]:
         if vectors > tier.most or tier.norm not in ("", problem.operation.norm):
@@ -118,6 +125,10 @@ def _shape(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
         if spec is not None:
             return tier, spec
     return None
+
+
+# Backward it does not depend on the number of rows, but for a single one, which is aligned whatever its stride.
+_tier_of_layout = lru_cache(maxsize=4096)(_tier)
 
 
 def _forward_streamed(problem: Problem, device: Device) -> NormSpec:
