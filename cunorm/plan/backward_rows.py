@@ -47,12 +47,23 @@ class RowsAtOnce(NamedTuple):
     stages: int  # 0: by the bytes of a row
 
 
-def backward_rows(problem: Problem, held: Held, device: Device) -> NormSpec | None:
-    """The kernel of rows so held; None if they do not fit."""
+def shape_of_rows(problem: Problem, held: Held, device: Device) -> NormSpec | None:
+    """The kernel of rows so held, before it is known how it is run; None if they do not fit."""
     shape = _shape(problem, held, device) if device.runs_clusters(held.cluster) else None
     if shape is None:
         return None
-    spec = kernel_spec(problem, "backward_twice" if problem.operation.second else "backward", shape)
+    kernel = "backward_twice" if problem.operation.second else "backward"
+    # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
+    least = kernel_spec(
+        problem, kernel, shape, rows_per_cta=_whole_warps(shape), stages=2, aligned=False, columns_aligned=False
+    )
+    fits = shared_memory(least) + dynamic_shared(least) <= device.shared
+    return kernel_spec(problem, kernel, shape) if fits else None
+
+
+def backward_rows(problem: Problem, held: Held, spec: NormSpec, device: Device) -> NormSpec:
+    """The kernel of rows of that shape by the cost rule."""
+    shape = spec.shape
     dear, early, late = is_dear(problem), _asks_early(problem, held), _asks_late(problem, held, shape, device)
     # 96 registers are enough.
     few_registers = spec.aligned and device.arch < 100 and not dear
@@ -184,16 +195,12 @@ def _whole_warps(shape: RowShape) -> int:
     return max(1, WARP // shape.threads)
 
 
-def _in_shared_memory(spec: NormSpec, most_stages: int, rows: int, device: Device) -> NormSpec | None:
+def _in_shared_memory(spec: NormSpec, most_stages: int, rows: int, device: Device) -> NormSpec:
     """As many stages as fit, at least two: beside a wide dy or weight fewer than wanted, then fewer rows of a CTA."""
     whole_warps = _whole_warps(spec.shape)
     threads, resident = _small_ctas(spec, rows, device)
     # A single row has no row group beside it that has none.
     most = whole_warps if rows == 1 else min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
-    # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
-    least = replace(spec, rows_per_cta=whole_warps, stages=2, aligned=False, columns_aligned=False)
-    if shared_memory(least) + dynamic_shared(least) > device.shared:
-        most = 0
     of_row = spec.shape.threads * spec.shape.packs * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
     for rows_per_cta in range(most, 0, -whole_warps):
         for stages in range(most_stages or stages_for(of_row), 1, -1):
@@ -203,7 +210,7 @@ def _in_shared_memory(spec: NormSpec, most_stages: int, rows: int, device: Devic
                 most_ctas = max(1, resident // fitting.threads) if spec.cluster == 1 else 1
                 ctas = min(most_ctas, ctas_that_fit(needed, device))
                 return with_rows_kept(replace(fitting, ctas_per_sm=ctas), device)
-    return None
+    raise AssertionError("shape_of_rows has seen that two stages of the fewest rows fit")
 
 
 def _small_ctas(spec: NormSpec, rows: int, device: Device) -> tuple[int, int]:

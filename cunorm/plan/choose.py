@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..kernel.device import Device
 from .backward_parts import part
-from .backward_rows import Held, backward_rows
+from .backward_rows import Held, backward_rows, shape_of_rows
 from .cluster_backward import MOST_CLUSTER_PACKS, cluster_backward
 from .cluster_forward import cluster_forward
 from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
@@ -78,15 +79,18 @@ def choose(problem: Problem, device: Device) -> NormSpec | FewRowsSpec | None:
     # For sums of dy alone neither x nor the whole of a row is needed.
     written = [operand for operand in problem.operands if operand.written]
     needs_rows = len(problem.sums) < len(written) or "rstd" in problem.pointers
-    spec = held_by(problem, device) if needs_rows else None
-    if spec is None or problem.groups:
-        return spec
-    if adds_columns_beside_rows(problem, device):
-        rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in problem.sums))
-        of_rows = held_by(rows, device)
-        assert of_rows is not None, "which tier takes a row depends on what is read of it alone"
-        return few_rows_backward(problem, of_rows, spec.shape, device)
-    return measured(problem, spec, device) or spec
+    tier, spec = (needs_rows and _shape(problem, device)) or (None, None)
+    if tier is None or spec is None:
+        return None
+    if not problem.groups:
+        if adds_columns_beside_rows(problem, device):
+            rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in problem.sums))
+            of_rows = held_by(rows, device)
+            assert of_rows is not None, "which tier takes a row depends on what is read of it alone"
+            return few_rows_backward(problem, of_rows, spec.shape, device)
+        if (found := measured(problem, spec, device)) is not None:
+            return found
+    return backward_rows(problem, tier.by, spec, device) if isinstance(tier.by, Held) else spec
 
 
 def held_by(problem: Problem, device: Device) -> NormSpec | None:
@@ -97,15 +101,34 @@ def held_by(problem: Problem, device: Device) -> NormSpec | None:
 
 def tier_of(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
-    packs = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
+    found = _shape(problem, device)
+    if found is None or not isinstance(found[0].by, Held):
+        return found
+    tier, spec = found
+    return tier, backward_rows(problem, tier.by, spec, device)
+
+
+def _shape(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
+    """The same, of a `Held` before it is known how its kernel is run."""
+    if problem.direction == "forward":
+        return _tier(problem, device)
+    return _tier_of_layout(problem.of_rows(min(2, problem.rows)), device)
+
+
+def _tier(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
+    vectors = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
     for tier in TABLES[problem.direction]:
-        if packs > tier.most or tier.norm not in ("", problem.operation.norm):
+        if vectors > tier.most or tier.norm not in ("", problem.operation.norm):
             continue
         held = isinstance(tier.by, Held)
-        spec = backward_rows(problem, tier.by, device) if held else tier.by(problem, device)
+        spec = shape_of_rows(problem, tier.by, device) if held else tier.by(problem, device)
         if spec is not None:
             return tier, spec
     return None
+
+
+# Backward it does not depend on the number of rows, but for a single one, which is aligned whatever its stride.
+_tier_of_layout = lru_cache(maxsize=4096)(_tier)
 
 
 def _forward_streamed(problem: Problem, device: Device) -> NormSpec:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from ..kernel.device import CLUSTER_SIZES, Device
 from .measured import measured
@@ -42,7 +43,7 @@ THREE_STAGES = 52 << 10  # bytes of the parts of rows that an SM loads at once: 
 
 def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     """The forward kernel of rows that a cluster holds, None where none does."""
-    fitting = _forward_shape(problem, device)
+    fitting = _forward_shape(problem.of_rows(1), device)
     if fitting is None:
         return None
     shape, most = fitting
@@ -70,6 +71,7 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     return replace(spec, shape=shape)
 
 
+@lru_cache(maxsize=1024)
 def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | None:
     """(who holds a row, CTAs of an SM): the same whatever else is read by rows, and at whatever addresses."""
     pack = 16 // ITEMSIZE[problem.row_dtype]

@@ -64,7 +64,8 @@ def _forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
         groups = resident_groups(problem, spec, device)
         if short and spec.grouped and spec.kernel == "forward":
             spec = replace(spec, columns_stay=False)  # the next row of a CTA may be of another group
-    step = step_of(problem, replace(spec, once=once), (groups * spec.cluster, 1, 1), 0)
+    spec = replace(spec, once=True) if once else spec
+    step = step_of(problem, spec, (groups * spec.cluster, 1, 1), 0)
     return Plan(problem, device, tier_name(spec), (step,))
 
 
@@ -114,7 +115,7 @@ def _resident_backward(
     """The launches for rows that a tier takes, and how many partial rows they leave."""
     groups = min(resident_groups(problem, spec, device), most_groups)
     # What a single group adds up are the gradients: nothing is left to be done.
-    spec = replace(spec, final=groups == 1 and bool(sums))
+    spec = replace(spec, final=True) if groups == 1 and sums else spec
     step = step_of(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)
     return [step], groups if sums and not spec.final else 0
 

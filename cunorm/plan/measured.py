@@ -41,8 +41,9 @@ def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | Non
 def _choices(spec: NormSpec, device: Device) -> tuple[Choices, ...]:
     """For each table that serves a device and knows the layout, what it says by the number of rows."""
     layout = layout_of(spec)
-    tables = () if layout is None else tables_of(device)
-    return tuple(choices for _, table in tables if (choices := table.choices(layout, spec)))
+    if layout is None:
+        return ()
+    return tuple(choices for _, table in tables_of(device) if (choices := table.choices(layout, spec)))
 
 
 @lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ..kernel.device import Device
 from ..operation import NORMS
@@ -26,6 +27,7 @@ SHARED_LIMIT = 48 << 10  # bytes that a CTA can declare, on every architecture
 RESERVED = 1024  # bytes of an SM's shared memory that a CTA takes besides its own
 
 
+@lru_cache(maxsize=4096)
 def shared_memory(spec: KernelSpec) -> int:
     """Bytes of static shared memory; the compile test holds it against ptxas."""
     if isinstance(spec, OtherSpec):
@@ -80,6 +82,7 @@ def ctas_that_fit(shared: int, device: Device) -> int:
     return (device.shared + RESERVED) // (shared + RESERVED)
 
 
+@lru_cache(maxsize=4096)
 def dynamic_shared(spec: KernelSpec) -> int:
     """Bytes of shared memory that a kernel needs besides: places of rows and columns, later sums of the row groups."""
     if isinstance(spec, OtherSpec):
