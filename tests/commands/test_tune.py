@@ -22,8 +22,8 @@ from cpu_functions import SMALL
 from problems import problem
 
 from cunorm.__main__ import main
+from cunorm.commands import info, tune
 from cunorm.commands import search as searching
-from cunorm.commands import tune
 from cunorm.commands.compilation import Compiled
 from cunorm.commands.timing import Times
 from cunorm.kernel.device import H100
@@ -200,6 +200,21 @@ def test_a_cache_that_cannot_be_written_is_said_before_anything_is_measured(fold
     assert "cannot be written" in error
     assert "CUNORM_CACHE_DIR may name another folder" in error
     assert not best
+
+
+def test_info_says_which_tables_serve_the_gpu(folder, monkeypatch):
+    searches(monkeypatch)
+    monkeypatch.setattr(info, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(info, "_gpus", lambda: [{}, {}])
+    monkeypatch.setattr(info, "device", SimpleNamespace(current=lambda _: H100))
+    shipped = str(measured.SHIPPED / "h100.json")
+    assert info.report()["tables"] == [f"H100: {shipped}, the cost rule"]
+    assert main(["tune", *SHAPE]) == 0
+    assert info.report()["tables"] == [f"H100: {tune._path(H100)}, {shipped}, the cost rule"]
+    monkeypatch.setenv("CUNORM_TUNE", "0")
+    measured.reads_the_users.cache_clear()
+    measured.forget()
+    assert info.report()["tables"] == [f"H100: {shipped}, the cost rule (CUNORM_TUNE=0: those of `tune` are not read)"]
 
 
 MODEL = """
