@@ -239,7 +239,7 @@ def refusal(one: Function, cunorms: Function, tensors: Sequence[Tensor], in_plac
     return ""
 
 
-def measure(name: str, rows: int, cols: int, modes: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+def measure(name: str, rows: int, cols: int, modes: Sequence[str]) -> list[dict[str, Any]]:
     fusion, in_place = FUSIONS[name], IN_PLACE.get(name, {})
     rows = rows or ELEMENTS // cols
     lines = []
@@ -263,7 +263,7 @@ def measure(name: str, rows: int, cols: int, modes: Sequence[str], seconds: floa
                     given = [torch.randn_like(result) for result in results]
                     calls.append(partial(gradients, results, tensors, given))
             timers[who] = timing.timer("torch", calls, size)
-        found = timing.in_turns(list(timers.values()), seconds)
+        found = timing.in_turns(list(timers.values()))
         times = {
             who: str(one) if isinstance(one, Exception) else round(one.median * 1e6, 3)
             for who, one in zip(timers, found, strict=True)
@@ -298,7 +298,7 @@ def main() -> None:
         for rows, cols, name in product(options.rows, options.cols, options.only):
             if time.perf_counter() - start > options.seconds:
                 break
-            for line in measure(name, rows, cols, options.modes, timing.SECONDS):
+            for line in measure(name, rows, cols, options.modes):
                 write(**line)
 
 

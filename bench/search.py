@@ -1,121 +1,74 @@
-"""What other kernels would take than a plan's own: `python -m bench.search --suite widths --sample 4 --out FILE`.
+"""What other launches would take than a plan's own: `python -m bench.search --suite widths --sample 4 --out FILE`.
 
-For each case the kernels of other_plans.py are compiled, those that spill left out, and timed in CUDA graphs over
-rotating buffers (cold L2): all of them once, then the fastest, which are checked, in turns with today's plan. A line a
-case: today's time, and those of the fastest with what makes them different. A rule of cunorm/norm is made of what wins
-over many widths and numbers of rows, not of one line.
+For each case the candidates of cunorm/plan/candidates.py are searched as `python -m cunorm tune` does it
+(cunorm/commands/search.py). A line a case: today's time, and those of the fastest with what makes them different.
+`--write TABLE` also merges what is ahead of today's into a table of launches, one of cunorm/plan/tables/ say: there
+cases that it has measured are left out, so that a search goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import cupy
-
-from bench import check, timing
 from bench.environment import environment, this_commit
-from bench.other_plans import CHOICES, other_kernels, plan_by
 from bench.results import lines_to
 from bench.suites import SUITES, Case, drawn, suite
-from bench.workload import Workload
-from cunorm.commands.compilation import compile_all, compiler
-from cunorm.kernel import device, launch
-from cunorm.numpy_arrays import numpy_dtype
+from cunorm.commands.search import search
+from cunorm.commands.tune import Task, keep, task_of
+from cunorm.kernel import device
+from cunorm.kernel.device import Device
+from cunorm.plan import measured, table_files
+from cunorm.plan.candidates import candidates
 from cunorm.plan.plain_problems import whole
 from cunorm.plan.plan import plan
-from cunorm.plan.spec import KernelSpec, NormSpec
-from cunorm.plan.steps import Plan
-
-FINALISTS = 10  # timed in turns with today's
-SCREENING = 3  # replays of a graph, the fastest of which counts
+from cunorm.plan.spec import NormSpec
+from cunorm.plan.tables import Launch
 
 
-class Calls:
-    """Calls of plans over the buffers of a case; all write to the same results."""
-
-    def __init__(self, case: Case):
-        self.case, self.workload = case, Workload(case)
-        first = self.workload.sets[0]
-        written = ("y",) if case.direction == "forward" else ("dx", "dweight", "dbias")
-        like = {"y": first.x, "dx": first.x, "dweight": first.weight, "dbias": first.bias}
-        self.written = [name for name in written if like[name] is not None]
-        results = {name: numpy_dtype("bench", str(like[name].dtype)) for name in self.written}
-        self.sets = [
-            SimpleNamespace(
-                **vars(one), **{name: cupy.empty(like[name].shape, dtype) for name, dtype in results.items()}
-            )
-            for one in self.workload.sets
-        ]
-
-    def of(self, found: Plan) -> list[Any]:
-        """A call for each set of buffers."""
-        workspace = cupy.empty(max(1, found.workspace), "uint8")
-        numbers = [self.case.eps for _ in found.problem.scalars]
-
-        def call(buffers: SimpleNamespace) -> Any:
-            arrays = (vars(buffers).get(name) for name in found.problem.pointers)
-            arguments = (*(0 if array is None else array.data.ptr for array in arrays), *numbers)
-            return lambda: launch.run(found, 0, cupy.cuda.get_current_stream().ptr, arguments, workspace.data.ptr)
-
-        return [call(buffers) for buffers in self.sets]
-
-    def mistake(self, found: Plan) -> str:
-        """What is wrong with its results; empty if nothing is."""
-        first = self.sets[0]
-        for name in self.written:
-            vars(first)[name].view("uint8").fill(255)  # NaN
-        self.of(found)[0]()
-        results = tuple(vars(first)[name] for name in self.written)
-        return check.wrong(self.case, check.errors(self.case, self.workload.sets[0], results))
+def difference(spec: NormSpec, own: NormSpec) -> dict[str, Any]:
+    """What is different about a launch, and the threads and vectors of its rows."""
+    of_own = asdict(Launch.of(own))
+    choices = {name: value for name, value in asdict(Launch.of(spec)).items() if value != of_own[name]}
+    return {"threads": spec.shape.threads, "packs": spec.shape.packs} | choices
 
 
-def without_faults(plans: Iterable[Plan], arch: int) -> list[Plan]:
-    """Those whose kernels compile and spill nothing."""
-    plans = list(plans)
-    specs = list(dict.fromkeys(step.spec for found in plans for step in found.steps))
-    with compiler(keep=True) as compile_one:
-        faults = {one.spec for one in compile_all([(spec, arch) for spec in specs], compile_one) if one.fault}
-    return [found for found in plans if not any(step.spec in faults for step in found.steps)]
+def task(case: Case, gpu: Device) -> Task | None:
+    """What there is to search for; None where the rows have one launch."""
+    return task_of(whole(case.op, case.direction, case.rows, case.cols, case.dtype, case.weight_dtype), gpu)
 
 
-def difference(spec: NormSpec, own: KernelSpec) -> dict[str, Any]:
-    """What is different about a kernel, and the threads and packs of its rows."""
-    shape = spec.shape
-    names = (name for name in CHOICES if name != "order" and getattr(spec, name) != getattr(own, name, None))
-    return {"threads": shape.threads, "packs": shape.packs} | {name: getattr(spec, name) for name in names}
-
-
-def search(case: Case, most: int, same_bits: bool) -> dict[str, Any]:
+def search_case(case: Case, most: int, write: Path | None = None) -> dict[str, Any]:
     gpu = device.current(0)
-    problem = whole(case.op, case.direction, case.rows, case.cols, case.dtype, case.weight_dtype)
-    today = plan(problem, gpu)
-    others = {plan_by(problem, spec, gpu): spec for spec in other_kernels(problem, gpu, most, same_bits=same_bits)}
-    plans, calls = without_faults(others, gpu.arch), Calls(case)
-    timers = {found: timing.timer("cupy", calls.of(found), case.bytes_moved) for found in plans}
-    screened = sorted(plans, key=lambda found: min(timers[found]() for _ in range(SCREENING)))[:FINALISTS]
-    mistakes = {found: calls.mistake(found) for found in screened}
-    finalists = [found for found in screened if not mistakes[found]]
-    own = timing.timer("cupy", calls.of(today), case.bytes_moved)
-    times = timing.in_turns([own, *(timers[found] for found in finalists)])
-    us = [round(one.median * 1e6, 3) if isinstance(one, timing.Times) else None for one in times]
-    in_order = sorted(zip(us[1:], finalists, strict=True), key=lambda one: one[0] or float("inf"))
-    kernel = today.steps[0].spec
+    found_task = task(case, gpu)
+    if found_task is None:
+        return {"case": str(case), "left_out": "its rows have one launch"}
+    problem, spec = found_task.problem, found_task.spec
+    found = search(problem, plan(problem, gpu), candidates(problem, spec, gpu, most), gpu)
+    if write is not None:
+        keep(write, gpu, found_task, found)
     return {
         "case": str(case),
-        "today_us": us[0],
-        "today": str(kernel),
-        "tried": len(plans),
-        "spilled": len(others) - len(plans),
-        "wrong": [difference(others[one], kernel) | {"mistake": text} for one, text in mistakes.items() if text],
-        "fastest": [{"us": taken} | difference(others[found], kernel) for taken, found in in_order],
+        "today_us": round(found.today.median * 1e6, 3),
+        "today": str(spec),
+        "tried": found.tried,
+        "spilled": found.spilled,
+        "wrong": [difference(wrong, spec) | {"mistake": why} for wrong, why in found.faults],
+        "fastest": [{"us": round(taken * 1e6, 3)} | difference(one, spec) for taken, one in found.fastest],
+        "better": difference(found.better, spec) if found.better else None,
     }
+
+
+def is_measured(case: Case, path: Path) -> bool:
+    """Whether a table has the case."""
+    found_task, table = task(case, device.current(0)), table_files.read(path) if path.exists() else None
+    return bool(found_task and table) and table.has_point(found_task.layout, found_task.spec, found_task.rows_of_sm)
 
 
 def cases(name: str) -> list[Case]:
@@ -128,20 +81,27 @@ def main() -> None:
     parser.add_argument("--suite", choices=[name for name in SUITES if cases(name)], required=True)
     parser.add_argument("--sample", type=int, help="so many shapes of it, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=300, help="kernels for a case, the likest to today's first")
-    parser.add_argument("--same-bits", action="store_true", help="those alone that add rows up in today's order")
+    parser.add_argument("--most", type=int, default=300, help="launches for a case, the likest to today's first")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this many")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", type=Path, metavar="TABLE", help="a table of launches of this GPU, there or new")
+    parser.add_argument("--again", action="store_true", help="measure cases that the table has, too")
     arguments = parser.parse_args()
+    os.environ[measured.TUNE_VARIABLE] = "0"  # what the bench measures is what cunorm ships
+    if arguments.write and arguments.write.exists():
+        table = table_files.read(arguments.write)
+        if table is None or not table.serves(device.current(0)):
+            parser.error(f"{arguments.write} is no table of launches of this GPU: name another, which may be new")
     begun = time.perf_counter()
     with lines_to(arguments.out) as write:
         write(**environment(this_commit(), {}, {}) | {"command": "python -m bench.search " + shlex.join(sys.argv[1:])})
         for case in drawn(cases(arguments.suite), arguments.sample, arguments.seed):
+            if arguments.write and not arguments.again and is_measured(case, arguments.write):
+                continue
             if time.perf_counter() - begun > arguments.seconds:
                 write(stopped=f"after {arguments.seconds} s")
                 break
-            write(**search(case, arguments.most, arguments.same_bits))
-            cupy.get_default_memory_pool().free_all_blocks()
+            write(**search_case(case, arguments.most, arguments.write))
 
 
 if __name__ == "__main__":

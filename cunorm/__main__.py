@@ -1,4 +1,4 @@
-"""`python -m cunorm info | demo | compile | cache`: reads the command line and hands it to a file of `commands`."""
+"""`python -m cunorm info | demo | compile | tune | cache`: hands the command line to a file of `commands`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 from . import __version__
-from .commands import cache, compile, demo, info
+from .commands import cache, compile, demo, info, tune
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +41,7 @@ def _run(arguments: list[str] | None) -> int:
     parser = Parser(prog="python -m cunorm", description="LayerNorm and RMSNorm on NVIDIA GPUs.")
     parser.add_argument("--version", action="version", version=f"cunorm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    for module in (info, demo, compile, cache):
+    for module in (info, demo, compile, tune, cache):
         module.add_parser(commands)
     parsed = parser.parse_args(arguments)
     if parsed.command is None:

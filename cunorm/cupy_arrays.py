@@ -6,7 +6,7 @@ call go: `python -m bench.host`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -75,7 +75,10 @@ def forward(
     except (TypeError, ValueError):  # a list has no hash
         recipe = None
     if recipe is None:
-        recipe = _recipes.of(key, forward_recipe, function, (x, weight, bias, out), *options)
+        form = None
+        if out is None and _have_rows(x):
+            form = (*key[:6], x.shape[-1], x.dtype, x.data.device_id, *key[7:])
+        recipe = _recipe(key, form, x.shape, forward_recipe, function, (x, weight, bias, out), *options)
     if low % recipe.widest:
         check_addresses(function, dict(zip(FORWARD_ARRAYS, (x, weight, bias, out), strict=True)))
     device_id = recipe.device_id
@@ -160,7 +163,12 @@ def backward(
     except (TypeError, ValueError):
         recipe = None
     if recipe is None:
-        recipe = _recipes.of(key, backward_recipe, function, (dy, x, mean, rstd, weight, dx_out), *options)
+        form, of_rows = None, (dy, x, rstd) if mean is None else (dy, x, rstd, mean)
+        shapes_fit = dy.shape == x.shape and all(one.shape == x.shape[:-1] for one in of_rows[2:])
+        if dx_out is None and shapes_fit and _have_rows(*of_rows):
+            form = (*key[:4], x.shape[-1], *[(one.dtype, one.data.device_id) for one in of_rows], *key[8:])
+        arrays = (dy, x, mean, rstd, weight, dx_out)
+        recipe = _recipe(key, form, x.shape, backward_recipe, function, arrays, *options)
     if low % recipe.widest:
         check_addresses(function, dict(zip(BACKWARD_ARRAYS, (dy, x, mean, rstd, weight, dx_out), strict=True)))
     device_id = recipe.device_id
@@ -206,6 +214,27 @@ def backward(
         dx_out[...] = dx
         dx = dx_out
     return dx, dweight, dbias
+
+
+def _have_rows(*arrays: cupy.ndarray) -> bool:
+    """Whether arrays have rows, all beside each other."""
+    return all(one.ndim and one.size and one.flags.c_contiguous for one in arrays)
+
+
+def _recipe(key: Hashable, form: Hashable, x_shape: tuple[int, ...], make: Any, *arguments: Any) -> Recipe:
+    """A recipe that is not kept yet. `form` is the key but for the number of rows, None where strides depend on it: of
+    a call whose last axis alone is normalised the recipe follows from that of another number of rows.
+    """
+    try:
+        like = None if form is None else _recipes.kept(form)
+    except (TypeError, ValueError):
+        form = like = None
+    if like is not None:
+        return _recipes.of(key, like.of_rows, x_shape)
+    recipe = _recipes.of(key, make, *arguments)
+    if form is not None and recipe.plan is not None and not recipe.copies and len(recipe.shape) == 1:
+        _recipes.of(form, lambda: recipe)
+    return recipe
 
 
 @lru_cache(maxsize=LIMIT)

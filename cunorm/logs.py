@@ -7,7 +7,7 @@ must be copied is met), never of a call, so none stands on the path of a microse
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -35,11 +35,13 @@ def expanded(function: str, name: str, shape: tuple[int, ...], to: tuple[int, ..
     logger.info("%s: %s of shape %s is expanded to that of x, %s, in each call", function, name, shape, to)
 
 
-def copied(function: str, names: Iterable[str], arrays: Iterable[Any], copies: Iterable[bool]) -> None:
+def copied(function: str, names: Iterable[str], arrays: Iterable[Any], copies: Sequence[bool]) -> None:
     """Every call of `function` copies those of `arrays` that `copies` marks: kernels cannot walk their strides.
 
     An array is whatever has a shape and strides in elements: a Layout, or a tensor, whose strides are a method.
     """
+    if True not in copies:
+        return
     for name, array, copy in zip(names, arrays, copies, strict=True):
         if copy:
             shape, strides = tuple(array.shape), array.stride() if hasattr(array, "stride") else array.strides

@@ -215,6 +215,13 @@ FUSIONS: dict[str, Callable[..., Operation]] = {
 }
 
 
+@cache
+def name_of_operation(operation: Operation) -> str | None:
+    """The function that computes it, of a call that may leave weight or bias out; None for a user's own operation."""
+    named = {**NAMED, **{name: make() for name, make in FUSIONS.items()}}
+    return next((name for name, one in named.items() if operation == one.given(operation.operands)), None)
+
+
 def name_of(norm: str, zero_centered_gamma: bool) -> str:
     """The entry of NAMED that a function and its option mean."""
     return f"zero_centered_{norm}" if zero_centered_gamma else norm

@@ -13,6 +13,8 @@ from cases import HOST_COLUMNS
 # torch collects garbage before it captures a graph: what an earlier test left would be freed during the capture, which
 # CUDA then refuses.
 os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")
+# Plans are those that cunorm ships, whatever was tuned on this machine.
+os.environ.setdefault("CUNORM_TUNE", "0")
 
 POOL_LIMIT = 4 * 2**30  # bytes that a worker may keep between tests: eight of them share a GPU
 

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..kernel.compile import cache_directory
+from ..kernel.cache import cache_directory
 
 RESULTS_FILE = "cunorm_compiled.json"  # what `compile --all` found
 KERNEL = re.compile(r"cunorm_[0-9a-f]{40}\.cubin")

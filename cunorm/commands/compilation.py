@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..kernel import compile, source
+from ..kernel.cache import cache_directory, keep_file
 from ..kernel.compile import Resources
 from ..plan.shared_memory import SHARED_LIMIT, shared_memory
 from ..plan.spec import KernelSpec
@@ -78,18 +79,18 @@ def compiler(keep: bool) -> Iterator[CompileOne]:
         yield compile_one
     finally:  # what was compiled before an interruption is kept too
         if new:  # another process may have added to the file since it was read
-            compile.keep_file(RESULTS_FILE, json.dumps(_read() | new).encode())
+            keep_file(RESULTS_FILE, json.dumps(_read() | new).encode())
 
 
 def _read() -> dict[str, list[int]]:
     try:
-        return json.loads((compile.cache_directory() / RESULTS_FILE).read_text())
+        return json.loads((cache_directory() / RESULTS_FILE).read_text())
     except (OSError, ValueError):
         return {}
 
 
 def _is_kept(file: str) -> bool:
     try:
-        return (compile.cache_directory() / file).exists()
+        return (cache_directory() / file).exists()
     except OSError:
         return False

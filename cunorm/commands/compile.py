@@ -36,14 +36,19 @@ def add_parser(commands) -> None:
     what.add_argument(
         "--all", action="store_true", help="compile and check; several --cols, --dtype, --arch may follow"
     )
+    add_options_of_problems(parser)
+    parser.add_argument("--arch", nargs="+", type=int, choices=device.KNOWN, help="default with --show: 90")
+    parser.set_defaults(run=lambda arguments: run(parser, arguments))
+
+
+def add_options_of_problems(parser: argparse.ArgumentParser) -> None:
+    """Those that say for which calls of the norms."""
     parser.add_argument("--op", choices=matrix.OPS)
     parser.add_argument("--direction", choices=DIRECTIONS)
-    parser.add_argument("--cols", nargs="+", type=_cols, help="elements of a row")
+    parser.add_argument("--cols", nargs="+", type=at_least_one, help="elements of a row")
     one_of = {"type": _dtype, "metavar": f"{{{','.join(ITEMSIZE)}}}"}
     parser.add_argument("--dtype", nargs="+", **one_of, help="of x, y and their gradients")
     parser.add_argument("--weight-dtype", **one_of, help="of weight and bias; default: that of --dtype")
-    parser.add_argument("--arch", nargs="+", type=int, choices=device.KNOWN, help="default with --show: 90")
-    parser.set_defaults(run=lambda arguments: run(parser, arguments))
 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -170,8 +175,8 @@ def _dtype(text: str) -> str:
     return text
 
 
-def _cols(text: str) -> int:
-    cols = int(text)
-    if cols < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more; got {cols}")
-    return cols
+def at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more; got {number}")
+    return number

@@ -11,8 +11,10 @@ from importlib import import_module, metadata
 from typing import Any
 
 from .. import __version__, private
-from ..kernel.compile import cache_directory
+from ..kernel import device
+from ..kernel.cache import cache_directory
 from ..kernel.device import INSTALL
+from ..plan import measured
 from .cache import kernel_files
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -54,6 +56,7 @@ def report() -> dict[str, Any]:
         "peer_access": _field(_peer_access),
         "exchange": _field(_exchange),
         "kernel_cache": _field(_kernel_cache),
+        "tables": _field(_tables),
         "xla_call": _field(_xla_call),
         "next": _field(_next),
     }
@@ -179,6 +182,19 @@ def _exchange() -> str:
 def _kernel_cache() -> dict[str, Any]:
     files = kernel_files()
     return {"directory": str(cache_directory()), "files": len(files), "bytes": sum(size for _, size in files)}
+
+
+def _tables() -> list[str]:
+    """The tables of launches that serve each kind of GPU, in the order in which they are asked."""
+    if reason := why_no_gpu():
+        raise _AbsentError(reason)
+    gpus = dict.fromkeys(device.current(number) for number in range(len(_gpus())))
+    lines = []
+    for gpu in gpus:
+        paths = [str(path) for path, _ in measured.tables_of(gpu)]
+        unread = "" if measured.reads_the_users() else f" ({measured.TUNE_VARIABLE}=0: those of `tune` are not read)"
+        lines.append(f"{gpu.name}: {', '.join([*paths, 'the cost rule'])}{unread}")
+    return lines
 
 
 def _xla_call() -> str:

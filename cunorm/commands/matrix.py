@@ -1,6 +1,6 @@
 """The problems that together make the plan choose every kind of kernel that it has: what `compile --all` compiles.
 
-They are made from the tables of tiers.py, so a new tier is covered without a change here. All combinations would be
+They are made from the tables of choose.py, so a new tier is covered without a change here. All combinations would be
 millions; for each tier an orthogonal array holds every pair of values of any two factors in 49 problems. Two neighbours
 among the forward tiers, which follow from a rule, share one.
 """
@@ -18,7 +18,7 @@ from ..kernel.device import Device
 from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
 from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once
-from ..plan.backward_plan import one_kernel_differentiates_twice
+from ..plan.choose import TABLES, Tier, one_kernel_differentiates_twice, tier_of
 from ..plan.forward_twice import holds_twice
 from ..plan.plain_problems import float8_problem, plain, whole
 from ..plan.plan import plan
@@ -35,7 +35,6 @@ from ..plan.problem import (
 )
 from ..plan.registers import RESIDENT
 from ..plan.spec import KernelSpec
-from ..plan.tiers import TABLES, Tier, choose
 
 OPS = ("layer_norm", "rms_norm")
 KINDS_OF_FUSIONS = {"residual": "full", "z": "full", "gate": "group", "scale": "group", "shift": "group"}
@@ -88,7 +87,7 @@ def once_each(problems: Iterable[Problem], device: Device) -> list[KernelSpec]:
     """
     kernels = {}
     for problem in problems:
-        choice = choose(problem, device)
+        choice = tier_of(problem, device)
         for step in plan(problem, device).steps:
             scales = problem.by_name["y8_scale"].kind if "y8_scale" in problem.by_name else None
             part = (scales if scales else choice and choice[0], step.spec.cluster > 1)
@@ -303,7 +302,7 @@ def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | 
     beside = {other: defaultdict(list) for other in (dtype, "float16")}
     for other, taken in beside.items():
         for length in sorted(lengths):
-            choice = choose(whole("layer_norm", direction, ROWS, length, dtype, other, other), device)
+            choice = tier_of(whole("layer_norm", direction, ROWS, length, dtype, other, other), device)
             taken[choice and choice[0]].append(length)
     return {tier: _spread(found) for tier, found in (beside["float16"] | beside[dtype]).items()}
 

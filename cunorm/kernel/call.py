@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..operation import NORMS
-from ..plan.problem import BLOCK, Operand
+from ..plan.problem import BLOCK, Operand, Operands
 from ..plan.spec import BACKWARD, FewRowsSpec, NormSpec, SumSpec
 from .text import CPP_TYPE, access, backward_struct, cpp, forward_struct
 
@@ -37,7 +37,7 @@ def by_position(spec: NormSpec) -> NormSpec:
     names = {name: f"operand_{place}" for place, name in enumerate(spec.operation.operands)}
     operation = spec.operation.renamed(names)
     names |= {f"d{name}": f"d{of_text}" for name, of_text in names.items()}
-    operands = tuple(replace(one, name=names.get(one.name, one.name)) for one in spec.operands)
+    operands = Operands(replace(one, name=names.get(one.name, one.name)) for one in spec.operands)
     return replace(spec, operation=operation, operands=operands)
 
 
@@ -196,7 +196,7 @@ def _backward_twice(spec: NormSpec) -> tuple[str, str]:
     for name, (operation, operands, of_columns) in halves.items():
         gradients = [by_name[f"d{one}"] for one in sorted(of_columns) if f"d{one}" in by_name]
         operands = (*operands, *(by_name[one] for one in sorted(of_columns)), *gradients)
-        half = replace(spec, kernel="backward", operation=operation, operands=operands)
+        half = replace(spec, kernel="backward", operation=operation, operands=Operands(operands))
         own = [one.name for one in half.matrices]
         text, of_half = backward_struct(half, own, [one.name for one in half.columns], [], name)
         before += text

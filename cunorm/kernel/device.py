@@ -39,12 +39,7 @@ class Device:
     # sms / size: a cluster lies within a GPC, whose number of SMs is no multiple of 8. 0 where none does, as 16 on a
     # part of a GPU.
     clusters: tuple[int, ...] = ()
-    bandwidth: int = 0  # of its memory, by clock and width, GB/s; 0 where nothing depends on it
-
-    @property
-    def memory_is_slow(self) -> bool:
-        """Whether an SM has nearer to the 25 GB/s of an H100's than to the 37 of an H200's. Hopper alone was timed."""
-        return self.arch == 90 and 0 < self.bandwidth < 31 * self.sms
+    bandwidth: int = 0  # of its memory, by clock and width, GB/s; 0: unknown
 
     @property
     def overlaps_launches(self) -> bool:
@@ -65,27 +60,30 @@ CLUSTER_SIZES = (2, 4, 8, 16)
 EARLY_VARIABLE = "CUNORM_EARLY_LAUNCH"
 
 
+def is_on(variable: str, without: str) -> bool:
+    """False where the environment has 0 for a variable; `without` says what there is not then."""
+    value = os.environ.get(variable, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"cunorm: {variable} must be 0 or 1; got {value!r}. Unset it, or set 0 for no {without}.")
+    return value == "1"
+
+
 @cache
 def early_launches() -> bool:
     """False where the environment has CUNORM_EARLY_LAUNCH=0; read once."""
-    value = os.environ.get(EARLY_VARIABLE, "1")
-    if value not in ("0", "1"):
-        raise ValueError(
-            f"cunorm: {EARLY_VARIABLE} must be 0 or 1; got {value!r}. Unset it, or set 0 for no early launches."
-        )
-    return value == "1"
+    return is_on(EARLY_VARIABLE, "early launches")
 
 
 # A common GPU of each architecture that kernels are compiled for. Its clusters were asked of an H200; those of sm_100
 # and sm_120 are guesses, which only plans printed without such a GPU show.
 KNOWN = {
-    75: Device("Tesla T4", 75, 40, 64 << 10),
-    80: Device("A100", 80, 108, 163 << 10),
-    86: Device("A10", 86, 72, 99 << 10),
-    89: Device("L40S", 89, 142, 99 << 10),
+    75: Device("Tesla T4", 75, 40, 64 << 10, (), 320),
+    80: Device("A100", 80, 108, 163 << 10, (), 2039),
+    86: Device("A10", 86, 72, 99 << 10, (), 600),
+    89: Device("L40S", 89, 142, 99 << 10, (), 864),
     90: Device("H200", 90, 132, 227 << 10, (66, 30, 15, 7), 4900),
-    100: Device("B200", 100, 148, 227 << 10, (74, 36, 16, 8)),
-    120: Device("RTX PRO 6000", 120, 188, 99 << 10, (94, 46, 22, 10)),
+    100: Device("B200", 100, 148, 227 << 10, (74, 36, 16, 8), 8000),
+    120: Device("RTX PRO 6000", 120, 188, 99 << 10, (94, 46, 22, 10), 1792),
 }
 H100 = replace(KNOWN[90], name="H100", bandwidth=3350)
 

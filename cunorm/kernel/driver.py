@@ -22,7 +22,7 @@ class Config(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        ("grid_and_block", ctypes.c_uint * 6),
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(Attribute)),
@@ -36,8 +36,13 @@ def _library() -> Any:
 
 
 def _config(grid: tuple[int, int, int], threads: int, shared: int, attribute: int, *value: int) -> Config:
-    attributes = ctypes.pointer(Attribute(attribute, 0, (ctypes.c_uint * 16)(*value)))
-    return Config((ctypes.c_uint * 6)(*grid, threads, 1, 1), shared, None, attributes, 1)
+    return Config(*grid, threads, 1, 1, shared, None, _attribute(attribute, *value), 1)
+
+
+@cache
+def _attribute(attribute: int, *value: int) -> Any:
+    """Launches share it: the driver reads it alone."""
+    return ctypes.pointer(Attribute(attribute, 0, value))
 
 
 def early_launch(

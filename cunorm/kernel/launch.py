@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Protocol
 
+from ..plan.spec import KernelSpec
 from ..plan.steps import WORKSPACE, Step
 from . import driver
 from .compile import kernel
-from .source import parameter_count
+from .source import parameters
 
 Write = Callable[..., None]
 Launch = Callable[[int], None]
@@ -72,37 +73,47 @@ def run(
         launch(stream)
 
 
-def check_arguments(step: Step) -> None:
-    """A launch passes as many arguments as its kernel has parameters: of too few the driver would read what lies behind
+def address(step: Step, device_id: int) -> int:
+    """Where the kernel of a launch is, which is loaded if it was not.
+
+    A launch passes as many arguments as its kernel has parameters: of too few the driver would read what lies behind
     them.
     """
-    given, taken = len(step.pointers) + len(step.scalars) + len(step.integers), parameter_count(step.spec)
+    given, (found, taken) = len(step.pointers) + len(step.scalars) + len(step.integers), _loaded(step.spec, device_id)
     if given != taken:
         raise RuntimeError(
             f"cunorm: a launch must pass as many arguments as its kernel has parameters, {taken}; got {given}. This is "
             f"a fault of cunorm: please report it, with what was called. {step.spec}"
         )
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _loaded(spec: KernelSpec, device_id: int) -> tuple[int, int]:
+    """(where a kernel is, how many parameters it has): one question for plans that differ in their number of rows."""
+    return kernel(spec, device_id).ptr, len(parameters(spec))
 
 
 class Prepared(threading.local):
     """The launches of a plan. Python calls __init__ again in every thread: each has its own blocks of arguments."""
 
     def __init__(self, plan: Plan, device_id: int):
-        for step in plan.steps:
-            check_arguments(step)
+        ready = [prepare(step, device_id) for step in plan.steps]
+        # The only launch, if it takes all that a call is given.
+        self.alone = ready[0] if len(ready) == 1 and not plan.workspace else None
         names = (*plan.problem.pointers, *plan.problem.scalars, WORKSPACE)
+        places = {name: place for place, name in enumerate(names)}
 
         def picker(step: Step) -> Callable[[Sequence[float]], Sequence[float]]:
             """Of all that a call is given, what one launch takes."""
-            taken = (*step.pointers, *((name, 0) for name in step.scalars))
-            places = tuple((names.index(name), offset) for name, offset in taken)
-            if len(places) > 1 and not any(offset for _, offset in places):
-                return operator.itemgetter(*[index for index, _ in places])  # 0.4 us less than a list
-            return lambda given: [given[index] + offset for index, offset in places]
+            taken = [(places[name], offset) for name, offset in step.pointers]
+            taken += [(places[name], 0) for name in step.scalars]
+            if len(taken) > 1 and not any(offset for _, offset in taken):
+                return operator.itemgetter(*[place for place, _ in taken])  # 0.4 us less than a list
+            return lambda given: [given[place] + offset for place, offset in taken]
 
-        self.launches = tuple((*prepare(step, device_id), picker(step)) for step in plan.steps)
-        # The only launch, if it takes all that a call is given.
-        self.alone = self.launches[0][:2] if len(self.launches) == 1 and not plan.workspace else None
+        of_steps = zip(ready, plan.steps, strict=True)
+        self.launches = () if self.alone else tuple((*one, picker(step)) for one, step in of_steps)
 
 
 @lru_cache(maxsize=4096)
@@ -124,20 +135,20 @@ def prepare(step: Step, device_id: int) -> tuple[Write, Launch]:
     import cupy
 
     cupy.cuda.runtime.setDevice(device_id)  # a thread that never called CUDA's runtime has no context to launch in
-    function = kernel(step.spec, device_id)
+    function = address(step, device_id)
     changing = struct.Struct("P" * len(step.pointers) + NUMBERS[step.spec.compute] * len(step.scalars))
     count = len(step.pointers) + len(step.scalars) + len(step.integers)
     words = (ctypes.c_uint64 * (2 * count))()  # where each argument is, then the arguments; the driver copies them
-    address = ctypes.addressof(words)
-    words[:count] = [address + 8 * (count + i) for i in range(count)]
+    start = ctypes.addressof(words)
+    words[:count] = range(start + 8 * count, start + 16 * count, 8)
     words[2 * count - len(step.integers) :] = [number % 2**64 for number in step.integers]
     launch_kernel, threads, shared = cupy.cuda.driver.launchKernel, step.spec.threads, step.dynamic_shared
     write = partial(changing.pack_into, words, 8 * count)  # keeps `words` alive
     if step.begins_early:
-        return write, driver.early_launch(function.ptr, step.grid, threads, shared, address)
+        return write, driver.early_launch(function, step.grid, threads, shared, start)
     x, y, z = step.grid
 
     def launch(stream: int) -> None:
-        launch_kernel(function.ptr, x, y, z, threads, 1, 1, shared, stream, address, 0)
+        launch_kernel(function, x, y, z, threads, 1, 1, shared, stream, start, 0)
 
     return write, launch

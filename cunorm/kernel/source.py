@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,12 +132,6 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     found["rows"] = "int64"
     found |= dict.fromkeys((name for one in spec.operands for name in row_numbers(one)), "int64")
     return found | dict.fromkeys(GROUP_NUMBERS if spec.grouped else (), "int64")
-
-
-@lru_cache(maxsize=4096)
-def parameter_count(spec: KernelSpec) -> int:
-    """How many parameters a kernel has."""
-    return len(parameters(spec))
 
 
 def _pointer(operand: Operand, dtype: str) -> str:

@@ -208,6 +208,8 @@ def check_output_mask(
 @lru_cache(maxsize=4096)
 def row_strides(layout: Layout, normalized_ndim: int) -> RowStrides | None:
     """Where rows begin, if each is contiguous and two strides at most lead from row to row; None: it must be copied."""
+    if is_contiguous(layout):
+        return RowStrides(math.prod(layout.shape[len(layout.shape) - normalized_ndim :]))
     rows = _rows_of(layout, normalized_ndim)
     if rows is None or len(rows.axes) > 2:
         return None
@@ -216,6 +218,16 @@ def row_strides(layout: Layout, normalized_ndim: int) -> RowStrides | None:
     outer, inner = rows.axes
     # Kernels count rows of two strides in 32 bits (Operand.row_numbers).
     return None if outer.size * inner.size >= 2**32 else RowStrides(inner.stride, outer.stride, inner.size)
+
+
+def is_contiguous(layout: Layout) -> bool:
+    """Whether its elements lie close, the last axis innermost."""
+    step = 1
+    for size, stride in zip(layout.shape[::-1], layout.strides[::-1], strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 class _Axis(NamedTuple):

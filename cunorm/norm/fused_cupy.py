@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,13 @@ from ..plan.problem import FLOAT8
 from ..plan.steps import Plan
 from ..recipes import Recipes
 from . import checks, fused
+from .checks import Layout
 from .float8 import Float8Store, scale_of
 from .fused_recipe import (
     Recipe,
     backward_recipe,
     backward_twice_recipe,
+    form_of,
     forward_recipe,
     one_kernel_norms_twice,
     scalars_of,
@@ -91,7 +93,8 @@ def _run(
     arrays, float8 = {"x": x, **operands}, options[-1]
     eps = checks.check_eps(function, eps)
     options = (operation, *options)
-    recipe = _recipes.of((function, options, _key(function, arrays)), _forward_recipe, function, arrays, *options)
+    key = (function, options, _key(function, arrays))
+    recipe = _recipes.of(key, _made, key, arrays, _forward_recipe)
     with cupy.cuda.Device(x.data.device_id):
         of_rows = recipe.statistics if statistics else ()
         found = {name: cupy.ndarray(shape, kind) for name, shape, kind in (*recipe.written, *of_rows)}
@@ -102,8 +105,24 @@ def _run(
     return found
 
 
-def _forward_recipe(function, arrays, operation, demanded, dtype, s_dtype, sm_margin, float8) -> Recipe:
+def _made(key: tuple, arrays: Mapping[str, Any], make: Callable[..., Recipe]) -> Recipe:
+    """The recipe of a key that is new: by that of another number of rows, if there is one, else by `make`."""
+    function, options, (aligned, _) = key
     given = {name: _given(function, name, array) for name, array in arrays.items()}
+    x = given["x"]
+    assert isinstance(x, Layout)
+    of_form = form_of(x.shape, given.values())
+    form = (function, options, aligned, tuple(given), of_form)
+    like = None if of_form is None else _recipes.kept(form)
+    if like is not None:
+        return like.of_rows(x.shape)
+    found = make(function, arrays, given, *options)
+    if of_form is not None and found.has_others:
+        _recipes.of(form, lambda: found)
+    return found
+
+
+def _forward_recipe(function, arrays, given, operation, demanded, dtype, s_dtype, sm_margin, float8) -> Recipe:
     options = {
         "demanded": demanded,
         "dtype": dtype,
@@ -137,7 +156,8 @@ def backward(
     needed = ("x", *NORMS[operation.norm].statistics)
     arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
     options = (operation, demanded, tuple(wanted), s_dtype, checks.check_sm_margin(function, sm_margin, None))
-    recipe = _recipes.of((function, options, _key(function, arrays)), _backward_recipe, function, arrays, *options)
+    key = (function, options, _key(function, arrays))
+    recipe = _recipes.of(key, _made, key, arrays, _backward_recipe)
     with cupy.cuda.Device(arrays["x"].data.device_id):
         # Sums over no rows are zero.
         empty = cupy.ndarray if recipe.plan is not None else cupy.zeros
@@ -185,8 +205,7 @@ def _backward_twice_recipe(function, arrays, operation, wanted, sm_margin) -> Re
     return backward_twice_recipe(operation, given, wanted, gpu, **options).with_dtypes(partial(numpy_dtype, function))
 
 
-def _backward_recipe(function, arrays, operation, demanded, wanted, s_dtype, sm_margin) -> Recipe:
-    given = {name: _given(function, name, array) for name, array in arrays.items()}
+def _backward_recipe(function, arrays, given, operation, demanded, wanted, s_dtype, sm_margin) -> Recipe:
     options = {"demanded": demanded, "s_dtype": s_dtype, "sm_margin": sm_margin, "aligned": _aligned(arrays)}
     gpu = device.current(arrays["x"].data.device_id)
     return backward_recipe(function, operation, given, wanted, gpu, **options).with_dtypes(

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import logs
 from ..kernel.device import Device
 from ..operation import Operation
-from ..plan.backward_plan import one_kernel_differentiates_twice
+from ..plan.choose import one_kernel_differentiates_twice
 from ..plan.forward_twice import holds_twice
 from ..plan.plan import plan
 from ..plan.problem import (
@@ -52,6 +52,23 @@ class Recipe:
     reduced: tuple[tuple[tuple[int, ...], Memory], ...] = ()
     totals: frozenset[str] = frozenset()  # of those written: sums of columns that are yet to be added up
 
+    def of_rows(self, x_shape: tuple[int, ...]) -> Recipe:
+        """That of a call which differs from this one's in its number of rows alone: of the same `form_of`."""
+        assert self.plan is not None
+        rows = x_shape[:-1]
+        return replace(
+            self,
+            plan=plan(self.plan.problem.of_rows(math.prod(rows)), self.plan.device),
+            written=tuple((name, x_shape if len(shape) > 1 else shape, dtype) for name, shape, dtype in self.written),
+            statistics=tuple((name, rows, dtype) for name, _, dtype in self.statistics),
+        )
+
+    @property
+    def has_others(self) -> bool:
+        """Whether recipes of other numbers of rows follow from it."""
+        given = self.copies or self.expanded or self.reduced or self.dy
+        return self.plan is not None and not given and of_any_rows(self.plan)
+
     def with_dtypes(self, of: Callable[[str], Any]) -> Recipe:
         """The same with the dtypes of a framework in place of their names."""
 
@@ -66,6 +83,31 @@ class Recipe:
             dy=None if self.dy is None else named(self.dy),
             reduced=tuple((axes, named(memory)) for axes, memory in self.reduced),
         )
+
+
+def form_of(x_shape: tuple[int, ...], given: Iterable[fused.Given | None]) -> Hashable:
+    """What arrays have in common with those of another number of rows: matrices of the shape of x and numbers for its
+    rows, which lie close, and vectors. None of others, of a single row, of which a matrix is a vector too, and of as
+    many rows as columns, where a vector may be either.
+    """
+    if math.prod(x_shape[:-1]) < 2 or x_shape[:-1] == x_shape[-1:]:
+        return None
+    found: list[Hashable] = [x_shape[-1]]
+    for one in given:
+        if not isinstance(one, Layout):
+            found.append(type(one))
+        elif one.shape in (x_shape, x_shape[:-1]) and checks.is_contiguous(one):
+            found.append((len(x_shape) - len(one.shape), one.dtype, one.device))
+        elif len(one.shape) == 1:
+            found.append(one)
+        else:
+            return None
+    return tuple(found)
+
+
+def of_any_rows(solution: Plan) -> bool:
+    """Whether nothing that its kernels read or write depends on the number of rows but the length of matrices."""
+    return solution.problem.operands.kinds <= {"full", "column", "statistic", "scalar", "seed"}
 
 
 def forward_recipe(

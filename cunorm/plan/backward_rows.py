@@ -1,4 +1,9 @@
-"""Backward rows by a line of the table of tiers: how many rows a CTA and an SM have at once, and how they wait."""
+"""The backward kernel of rows by a tier: who holds what of a row, and the cost rule for how many rows a CTA and an SM
+have at once and how they wait.
+
+Where a comment names a class of rows and no reason, its number was measured, or found by compiling: with less, ptxas
+spills (docs/tuning.md).
+"""
 
 from __future__ import annotations
 
@@ -10,46 +15,57 @@ from typing import NamedTuple
 from ..kernel.device import Device
 from ..operation import SEED
 from .backward_parts import is_dear, is_plain, matrices_read
-from .cluster_forward import places
+from .cluster_forward import stages_for
+from .forward_rows import RING_BYTES
 from .problem import ITEMSIZE, Problem
 from .registers import column_dtypes, with_rows_kept
 from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
 from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
-from .short_rings import RING_BYTES
 from .spec import WARP, NormSpec, RowShape
 
 
 class Held(NamedTuple):
-    """How rows are held."""
+    """How a tier holds its rows."""
 
-    packs: tuple[int, ...] = ()  # that a thread may hold; () by the rule of powers of two
+    packs: tuple[int, ...] = ()  # vectors that a thread may hold; (): by the rule of powers of two
     cluster: int = 1
-    cta: int = 512  # threads of a CTA, where a row needs fewer several rows share it
-    resident: int = 512  # threads that an SM is to hold at once; bounds the registers of a thread
-    stages: int = 0  # rows wait in shared memory: places for each of the rows of a CTA; 0 by their size
-    ask_early: tuple[str, ...] = ()  # operations that ask for the next row before they sum up the present one, where
-    # x and weight have 16 bits and cols is a power of two: RMSNorm of 1024 and 4096 cols 0.96 early, 0.88 late, but of
-    # 2240, 3136 and 5632 cols 0.84 to 0.89 early, 0.90 to 0.95 late
+    cta: int = 512  # threads of a CTA; where a row needs fewer, several rows share it
+    resident: int = 512  # threads that an SM holds at once, which bounds the registers of a thread
+    stages: int = 0  # in shared memory, for each row of a CTA; 0: by the bytes of a row
+    # Norms that load the next row before they sum up the present one, where x and weight have 16 bits and cols is a
+    # power of two.
+    ask_early: tuple[str, ...] = ()
     always_early: bool = False  # whatever cols is
-    fused_packs: int = 0  # that a thread holds instead where there is more to do than in a plain norm
+    fused_packs: int = 0  # vectors of a thread where there is more to do than in a plain norm
 
 
 class RowsAtOnce(NamedTuple):
     """How many rows there are at once, and how they wait."""
 
     rows_per_cta: int
-    resident: int  # threads that an SM is to hold at once
-    stages: int  # 0 by the bytes of a row
+    resident: int  # threads that an SM holds at once
+    stages: int  # 0: by the bytes of a row
 
 
-def backward_rows(problem: Problem, held: Held, device: Device) -> NormSpec | None:
-    """The kernel of rows so held; None if they do not fit."""
+def shape_of_rows(problem: Problem, held: Held, device: Device) -> NormSpec | None:
+    """The kernel of rows so held, before it is known how it is run; None if they do not fit."""
     shape = _shape(problem, held, device) if device.runs_clusters(held.cluster) else None
     if shape is None:
         return None
-    spec = kernel_spec(problem, "backward_twice" if problem.operation.second else "backward", shape)
+    kernel = "backward_twice" if problem.operation.second else "backward"
+    # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
+    least = kernel_spec(
+        problem, kernel, shape, rows_per_cta=_whole_warps(shape), stages=2, aligned=False, columns_aligned=False
+    )
+    fits = shared_memory(least) + dynamic_shared(least) <= device.shared
+    return kernel_spec(problem, kernel, shape) if fits else None
+
+
+def backward_rows(problem: Problem, held: Held, spec: NormSpec, device: Device) -> NormSpec:
+    """The kernel of rows of that shape by the cost rule."""
+    shape = spec.shape
     dear, early, late = is_dear(problem), _asks_early(problem, held), _asks_late(problem, held, shape, device)
-    # In 96 registers rows at odd addresses spilled 4 bytes, on sm_100 others 16, and what is kept of g 100.
+    # 96 registers are enough.
     few_registers = spec.aligned and device.arch < 100 and not dear
     at_once = _rows_asked_for_late(problem, held, shape) if late else _rows(problem, held, shape, early, few_registers)
     if problem.groups:  # a CTA has rows of one group alone
@@ -60,11 +76,10 @@ def backward_rows(problem: Problem, held: Held, device: Device) -> NormSpec | No
         spec,
         rows_per_cta=at_once.rows_per_cta,
         ctas_per_sm=max(1, at_once.resident // (shape.threads * at_once.rows_per_cta)) if shape.cluster == 1 else 1,
-        # Few rows that a warp or two hold ask late: 8 M elements of 256 cols 16.5 us, early 17.1; 64 M 100.5 and 98.7.
+        # Few rows that a warp or two hold load late.
         ask_early=early
         and not late
         and (shape.threads > 2 * WARP or 2 * problem.matrix_bytes > RING_BYTES * device.sms),
-        # Of rows at odd addresses three packs spilled 44 bytes with it and none without.
         keeps_g=dear and (spec.aligned or shape.packs <= 2),
     )
     return _in_shared_memory(spec, at_once.stages, problem.rows, device)
@@ -86,8 +101,8 @@ def _shape(problem: Problem, held: Held, device: Device) -> RowShape | None:
 
 
 def _least_work(shapes: list[RowShape]) -> RowShape:
-    """Of these, one for each number of packs, the one by which a row is the least work for an SM's schedulers."""
-    # Five packs by 256 threads would be that of 73728 columns, and are slower.
+    """The shape by which a row is the least work for an SM's schedulers, of one for each number of vectors."""
+    # Five vectors by 256 threads are slower than they count.
     shapes = [one for one in shapes if one.packs < 5 or one.threads > 256] or shapes
     return min(shapes, key=lambda shape: (ceil_div(shape.threads // WARP, 4) * shape.packs, shape.packs))
 
@@ -100,48 +115,39 @@ def _asks_early(problem: Problem, held: Held) -> bool:
 
 
 def _rows(problem: Problem, held: Held, shape: RowShape, early: bool, few_registers: bool) -> RowsAtOnce:
-    """By the table; of short rows so many as have enough bytes under way."""
+    """The rows that the tier has at once; of short rows so many as have enough bytes under way."""
     resident = held.resident if few_registers else min(held.resident, 512)
     rows_per_cta = max(1, min(held.cta, resident) // shape.threads) if held.cluster == 1 else 1
     if not held.packs:
         rows_per_cta, ctas = _rows_under_way(problem, held, shape, early)
-        # In one CTA, else each of them leaves a partial row of each group; of more matrices 4 to 12 bytes spilled.
+        # In one CTA: else each of them leaves partial sums of each group.
         if problem.groups and shape.threads > WARP and len(matrices_read(problem)) <= 2:
             rows_per_cta, ctas = min(ctas * rows_per_cta, held.cta // shape.threads), 1
         resident = min(resident, ctas * rows_per_cta * shape.threads)
-    of_three = held.fused_packs and len(matrices_read(problem)) > 2  # a place of three matrices has 48 KB
+    of_three = held.fused_packs and len(matrices_read(problem)) > 2  # a stage of three matrices has 48 KB
     return RowsAtOnce(rows_per_cta, resident, 2 if of_three else held.stages)
 
 
 def _rows_under_way(problem: Problem, held: Held, shape: RowShape, early: bool) -> tuple[int, int]:
     """(rows of a CTA, CTAs of an SM), so that an SM has 54 to 64 KB under way.
 
-    Rows that more than two warps hold share a CTA by two or three, which leave one partial row: 8 M elements of 2048
-    cols 17.2 us, by a CTA each 18.2, of 2304 18.5 and 19.2. Two of LayerNorm are in a CTA each: 3776 cols 18.8, in one
-    19.1, at 64 M elements 99.1 and 100.1; RMSNorm 17.4 and 16.9, 99.2 and 98.1.
+    Rows that more than two warps hold share a CTA by two or three, which leave one set of partial sums; two
+    of LayerNorm have a CTA each.
     """
-    # Rows that end within a pack are kept by fewer threads: LayerNorm of 1001 cols by six rows 145 us, by eight 159; of
-    # 301 by 24 rows 163 and by 28 267 (H100).
+    # Rows that end within a vector are kept by fewer threads.
     odd = problem.cols % shape.pack != 0 and shape.pack == 8
-    # RMSNorm takes 98 to 101 us or 105 to 108, and which of them hangs on little: 512 cols, which ask early, 97.4 with
-    # 64 KB and 104.8 with 54; 1472, 2112, 2880 cols, which ask late, 105 to 108 with 60 KB and 100 to 101 with 54.
-    # LayerNorm of 2880 cols 98.8 with 60 KB, 103.8 with 54.
     under_way = 64 if early else 60 if problem.norm.subtracts_mean and not odd else 54
     rows = (under_way << 10) / ((held.stages - 1) * _row_bytes(problem))
     if shape.threads > 2 * WARP:
         count = max(2, round(rows))
         count = min(count, held.cta // shape.threads) if odd else count
         if len(matrices_read(problem)) > 2:
-            return 1, count  # two of 4096 cols beside a gate spilled 8 bytes in one
+            return 1, count
         if count > 3:
-            # Five of 96 threads: LayerNorm of 1099 cols 150 us, two in each of two CTAs 156 (H100).
             return (count, 1) if odd and count % 2 else (2, count // 2)
         return (1, 2) if count == 2 and problem.norm.subtracts_mean else (count, 1)
-    # Whole warps, in two CTAs: 1280 cols by three of five packs each 99.3 us, by four 105.3. Twice five are uneven for
-    # an SM's four schedulers: 8 M elements of 192 cols 18.6 us, by six 17.8; RMSNorm of 64 M elements of 768 cols 5%
-    # less by four. But LayerNorm of those 3% more by six.
+    # Whole warps, in two CTAs. Twice five are uneven for an SM's four schedulers.
     warps = ceil(rows / 2 * shape.threads / WARP)
-    # LayerNorm of rows that end within a pack 701 cols by four 146, by five 160 (H100).
     if odd and problem.norm.subtracts_mean and warps > 4:
         warps -= warps % 2
     elif warps == 5 and not problem.norm.subtracts_mean:
@@ -152,7 +158,7 @@ def _rows_under_way(problem: Problem, held: Held, shape: RowShape, early: bool) 
 
 
 def _asks_late(problem: Problem, held: Held, shape: RowShape, device: Device) -> bool:
-    """Whether two matrices are written by rows: then less is to be under way, and to be asked for late.
+    """Whether two matrices are written by rows: then less is to be under way, and to be loaded late.
 
     Rows of groups were not measured, nor those of which a warp holds several.
     """
@@ -164,26 +170,23 @@ def _asks_late(problem: Problem, held: Held, shape: RowShape, device: Device) ->
 
 
 def _rows_asked_for_late(problem: Problem, held: Held, shape: RowShape) -> RowsAtOnce:
-    """One CTA on an SM, so that about 48 KB are under way.
-
-    rms_norm_gated of 4096 cols 164 us, early 172; of 3072 cols 168, by 72 KB 180; of 8192 cols 167, by 98 KB 181.
-    """
+    """The rows of one CTA on an SM, so that about 48 KB are under way."""
     rows, stages = (48 << 10) / _row_bytes(problem), 2
     if held.cluster > 1:
         rows = 1
-    elif problem.operation.second:  # norm, add, norm of 4096 cols 209 us, by two launches 224
+    elif problem.operation.second:
         rows = max(1, floor(rows))
         if shape.packs == 5:
-            rows = min(rows, 4)  # five rows, 1152 cols of float16, spilled 8 bytes
+            rows = min(rows, 4)
     else:
         rows = min(max(1, round(rows)), held.cta // shape.threads)
         if rows == 2:
-            rows, stages = 1, 3  # 4096 cols by two rows 175 us
+            rows, stages = 1, 3
     return RowsAtOnce(rows, rows * shape.threads, stages)
 
 
 def _row_bytes(problem: Problem) -> int:
-    """Of what a backward pass reads of a row."""
+    """Bytes that a backward pass reads of a row."""
     return problem.cols * sum(one.itemsize for one in matrices_read(problem))
 
 
@@ -192,26 +195,22 @@ def _whole_warps(shape: RowShape) -> int:
     return max(1, WARP // shape.threads)
 
 
-def _in_shared_memory(spec: NormSpec, most_stages: int, rows: int, device: Device) -> NormSpec | None:
-    """As many places as fit, two at least: fewer than asked for beside a wide dy or weight, then fewer rows a CTA."""
+def _in_shared_memory(spec: NormSpec, most_stages: int, rows: int, device: Device) -> NormSpec:
+    """As many stages as fit, at least two: beside a wide dy or weight fewer than wanted, then fewer rows of a CTA."""
     whole_warps = _whole_warps(spec.shape)
     threads, resident = _small_ctas(spec, rows, device)
-    # Of a single row 512 cols 1.67 us, with a row group beside it that has none 2.00; rms_norm 1.54 and 1.68.
+    # A single row has no row group beside it that has none.
     most = whole_warps if rows == 1 else min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
-    # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
-    least = replace(spec, rows_per_cta=whole_warps, stages=2, aligned=False, columns_aligned=False)
-    if shared_memory(least) + dynamic_shared(least) > device.shared:
-        most = 0
     of_row = spec.shape.threads * spec.shape.packs * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
     for rows_per_cta in range(most, 0, -whole_warps):
-        for stages in range(most_stages or places(of_row), 1, -1):
+        for stages in range(most_stages or stages_for(of_row), 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
             needed = shared_memory(fitting) + dynamic_shared(fitting)
             if needed <= device.shared:
                 most_ctas = max(1, resident // fitting.threads) if spec.cluster == 1 else 1
                 ctas = min(most_ctas, ctas_that_fit(needed, device))
                 return with_rows_kept(replace(fitting, ctas_per_sm=ctas), device)
-    return None
+    raise AssertionError("shape_of_rows has seen that two stages of the fewest rows fit")
 
 
 def _small_ctas(spec: NormSpec, rows: int, device: Device) -> tuple[int, int]:
@@ -221,14 +220,14 @@ def _small_ctas(spec: NormSpec, rows: int, device: Device) -> tuple[int, int]:
     """
     threads, resident = spec.threads, spec.threads * spec.ctas_per_sm
     in_warp = spec.shape.threads <= WARP
-    # Rows of several warps share a CTA all the same: RMSNorm of 993 x 4224 11.4 us, 13.1 without.
+    # Rows of several warps share a CTA all the same.
     if not in_warp and spec.rows_per_cta > 1:
         return threads, resident
     if rows <= 8 * device.sms:
         return 64, 256
     if rows <= 32 * device.sms:
         threads = 128
-    # Where row groups of a warp would have two rows each: 2 M elements of 192 cols 8.6 us and 9.9.
+    # Where row groups of a warp would have two rows each.
     if in_warp and threads > 64 and 2 * rows * spec.shape.threads < 5 * resident * device.sms:
         return 128, 256
     return threads, resident
@@ -236,11 +235,11 @@ def _small_ctas(spec: NormSpec, rows: int, device: Device) -> tuple[int, int]:
 
 def _registers_suffice(problem: Problem, shape: RowShape, device: Device) -> bool:
     """Whether a thread has registers for the sums of its columns."""
-    # Beside the accumulators of four and five packs they are too few for a weight more than twice as wide as x, on
+    # Beside the accumulators of four and five vectors they are too few for a weight more than twice as wide as x, on
     # sm_100 for any weight.
     if shape.threads > 512 or (shape.packs == 5 and shape.threads > 384):
         return False
-    # What draws again which elements were dropped spilled 8 to 36 bytes beside rows at odd addresses.
+    # What draws again which elements were dropped takes more.
     if shape.cluster > 1 and shape.threads > 384 and SEED in problem.by_name:
         return False
     if shape.threads <= 256 or shape.packs < 4:

@@ -1,86 +1,64 @@
-"""Forward rows that the CTAs of a cluster hold together: who holds what of a row.
+"""The forward kernel of rows that the CTAs of a cluster hold together: who holds what of a row, and the cost rule.
 
-Of all sizes of clusters, threads, packs and CTAs of an SM, those that cost least are taken. What a row costs was fitted
-to searches at row lengths of 36864 to 262144 columns (docs/tuning.md). Where the warps of an SM are no multiple of
-four, one of its four schedulers has a warp more than the others, and all wait for that one. Parts of several rows on an
-SM hide what each waits for: LayerNorm of 143360 columns 69.8 us by clusters of 16, three CTAs on an SM with four warps
-of nine packs, 76.7 by clusters of eight, one CTA of twelve warps of six.
+Among all cluster sizes, threads, vectors and CTAs of an SM, those that cost least are taken. The cost was fitted to
+searches of rows of 36864 to 262144 columns (docs/tuning.md). Where the warps of an SM are no multiple of four, one of
+its four schedulers has a warp more than the others, and all wait for that one. Parts of several rows on an SM hide what
+each waits for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import log
+from functools import lru_cache
 
 from ..kernel.device import CLUSTER_SIZES, Device
-from .plain_rings import is_plain
+from .measured import measured
 from .problem import ITEMSIZE, Problem
-from .registers import column_bytes, registers_of, widest_column, with_rows_kept, working_of_shifted
+from .registers import column_bytes, registers_of, with_rows_kept, working_of_shifted
 from .shapes import ceil_div, in_clusters, kernel_spec
 from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
-from .short_rings import RING_BYTES
 from .spec import WARP, NormSpec, RowShape
 
-# Of the SMs of an H200, how many the clusters of each size count as reaching: by Device.clusters 1.0, 0.91, 0.91 and
-# 0.85; 16 was fitted. Constants, so that who holds what of a row, and so its bits, is the same on every GPU that has
-# clusters of that size.
+# The share of an H200's SMs that the clusters of each size reach; that of 16 was fitted. These are constants, so that
+# who holds what of a row, and so its bits, is the same on every GPU that has clusters of that size.
 REACHED = {2: 1.0, 4: 0.91, 8: 0.91, 16: 0.95}
 SHIFTED_REACHED = REACHED | {16: 0.82}  # by rows of odd widths
-FIXED_PACKS, SHIFTED_FIXED_PACKS = 2, 5  # what a warp does once for a row, in packs
+FIXED_PACKS, SHIFTED_FIXED_PACKS = 2, 5  # what a warp does once for a row, counted in vectors
 COST_BY_ROWS = {1: 1.15, 2: 1.04}  # of an SM that has parts of so few rows, which wait for each other
 LEAST_THREADS, MOST_THREADS = 96, 512  # of a CTA
 MOST_ROWS, MOST_WARPS = 4, 16  # of an SM
 LEAST_PACKS, MOST_PACKS = 4, 10
 EARLY_WARPS = 12  # of an SM, at most, whose registers are enough to ask early
-# Rows that begin at odd addresses: of few packs a thread keeps weight and bias and the row once it has shifted it, and
-# more warps hide the shifting. 50257 columns forward, H100, LayerNorm by five packs 98.8 us, by four 109.8; RMSNorm
-# 97.5 and 101.9. On an H200 by seven 144, of four that are shifted at every reading 137, once 122.
+# Rows that begin at odd addresses: of few vectors a thread keeps weight and bias and the row once it has shifted it,
+# and more warps hide the shifting.
 SHIFTED_PACKS, SHIFTED_WARPS = 5, 24
-# Registers of a thread besides weight and bias, and one for each pack: nine in 128 spilled 8 to 24 bytes. Seven beside
-# float32 weight and bias, of rows that fill all places, spilled 20 in 168.
+# Registers of a thread beside weight and bias and one for each vector; of a row that fills all places there are more.
+# With fewer ptxas spills.
 WORKING, MORE_IF_FULL = 48, 3
-# Bytes of weight and bias of four packs: of more, rows are streamed.
+# Bytes of weight and bias of four vectors: of more, rows are streamed.
 MOST_COLUMN_BYTES = 256
-# Bytes. 200704 columns forward, 49 KB, 79.0 us with three places and 81.3 with two; 258048, 64 KB, 80.1 and 77.8.
-# Backward of 172032, 42 KB, 117.7 and 125.8; of 200704, 50 KB, 118.5 and 127; of 57344, 56 KB, 109.8 and 109.3.
-THREE_PLACES = 52 << 10
-# Where memory is slow, of many rows: bytes that an SM asks for at once, by LayerNorm beside weights of 16 bits and
-# beside wider ones, and by RMSNorm. H100, RMSNorm of 49152 cols by 37 KB 94.1 us, by 49 96.9.
-TURN_BYTES, WIDE_TURN_BYTES, RMS_TURN_BYTES = 42 << 10, 36 << 10, 40 << 10
+THREE_STAGES = 52 << 10  # bytes of the parts of rows that an SM loads at once: of more, two stages are enough
 
 
 def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     """The forward kernel of rows that a cluster holds, None where none does."""
-    found = _forward_shape(problem, device)
-    if found is None:
+    fitting = _forward_shape(problem.of_rows(1), device)
+    if fitting is None:
         return None
-    shape, most = found
+    shape, most = fitting
     spec = kernel_spec(problem, "forward", shape)
-    many = problem.matrix_bytes > RING_BYTES * device.sms
-    few_bytes = device.memory_is_slow and many and is_plain(problem, spec, device) and problem.cols % shape.pack == 0
-    wide = problem.norm.subtracts_mean and widest_column(spec) > 2
-    if few_bytes:
-        # Five CTAs of 64 threads, seven packs beside float32 weights in 168 registers, spilled 4 bytes.
-        registers = _registers(problem, shape, WORKING + shape.packs + 8)
-        wanted = WIDE_TURN_BYTES if wide else TURN_BYTES if problem.norm.subtracts_mean else RMS_TURN_BYTES
-        shape, most = _of_few_bytes(shape, most, wanted, registers, device)
-        spec = replace(spec, shape=shape)
+    if (found := measured(problem, spec, device)) is not None:
+        return found
     spec = replace(spec, columns_stay=_columns_stay(problem, spec, device))
     for ctas in range(most, 0, -1):
-        most_places = places(ctas * bytes_of_part(shape) * len(spec.matrices))
+        most_stages = stages_for(ctas * bytes_of_part(shape) * len(spec.matrices))
         if problem.cols % shape.pack and shape.packs > 4 and ctas > 1:
-            most_places = 2  # LayerNorm, 50257 cols 98.8 us, by three 102.8; four packs, 48001 cols 111 and 99
-        # H100, 86016 cols 94.8 us, by three 99.1. Beside float32 weights where it is 36 KB, asked for early: 49152 cols
-        # 96.3 us, by three late 99.2; but 65536, 32 KB, 97.2 and 96.0.
-        wide_early = few_bytes and wide and ctas * bytes_of_part(shape) >= WIDE_TURN_BYTES
-        if few_bytes and (not wide or shape.packs > 8 or wide_early):
-            most_places = 2
-        for stages in range(most_places, 1, -1):
-            # Parts of two and three rows of clusters of 16, by two places: LayerNorm of 143360 cols 69.8 us, late 72.0;
-            # of 73728 cols, clusters of eight, 70.1 and 69.9.
+            most_stages = 2
+        for stages in range(most_stages, 1, -1):
+            # Parts of two and three rows of clusters of 16 are loaded early.
             few = ctas < MOST_ROWS and ctas * shape.threads <= EARLY_WARPS * WARP
-            early = stages == 2 and (wide_early or (shape.cluster == 16 and few and spec.columns_stay))
+            early = stages == 2 and shape.cluster == 16 and few and spec.columns_stay
             fitting = replace(spec, ctas_per_sm=ctas, stages=stages, ask_early=early)
             if ctas <= ctas_that_fit(shared_memory(fitting) + dynamic_shared(fitting), device):
                 return with_rows_kept(fitting, device)
@@ -88,12 +66,12 @@ def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     # wait in registers.
     several = len(spec.matrices) > 1
     if spec.scales == "per_row" and several and shape.threads == 512 and device.runs_clusters(2 * shape.cluster):
-        # y is held as float32 beside the sum or the gate: 8 bytes spilled in 128 registers. Half the threads have twice
-        # those.
+        # y is held as float32 beside the sum or the gate, for which half the threads have twice the registers.
         shape = in_clusters(shape, 2 * shape.cluster)
     return replace(spec, shape=shape)
 
 
+@lru_cache(maxsize=1024)
 def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | None:
     """(who holds a row, CTAs of an SM): the same whatever else is read by rows, and at whatever addresses."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
@@ -133,40 +111,19 @@ def _forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | N
     return min(found, key=cost, default=None)
 
 
-def _of_few_bytes(shape: RowShape, most: int, wanted: int, registers: int, device: Device) -> tuple[RowShape, int]:
-    """The same threads of a row in as many CTAs or more, and CTAs of an SM, that ask for about as many bytes at once
-    as are wanted where memory is slow.
-
-    H100, 64 M elements: LayerNorm of 33024 cols 95.9 us, by 48 KB 98.2; 40960 95.6, by 60 KB 100.3; 53248 95.3, by
-    52 KB 97.5.
-    """
-    threads = shape.threads * shape.cluster
-    sizes = [
-        size
-        for size in filter(device.runs_clusters, CLUSTER_SIZES)
-        if size == shape.cluster or (size > shape.cluster and threads % (size * WARP) == 0 and threads >= 64 * size)
-    ]
-    options = [
-        (in_clusters(shape, size), ctas)
-        for size in reversed(sizes)
-        for ctas in range(min(2, most), most * size // shape.cluster + 1)
-        if registers <= registers_of(ctas * threads // size)
-    ]
-    return min(options or [(shape, most)], key=lambda one: abs(log(one[1] * bytes_of_part(one[0]) / wanted)))
-
-
 def _registers(problem: Problem, shape: RowShape, working: int) -> int:
     return working + column_bytes(problem, shape) // 4
 
 
 def bytes_of_part(shape: RowShape) -> int:
-    """Of what a CTA holds of a row, in a matrix of the dtype of x."""
+    """Bytes of what a CTA holds of a row, in a matrix of the dtype of x."""
     return 16 * shape.threads * shape.packs
 
 
 def _columns_stay(problem: Problem, spec: NormSpec, device: Device) -> bool:
-    """Whether a thread keeps weight and bias. Where it says no, ptxas spilled 4 to 176 bytes."""
-    # Beside two matrices add_layer_norm took 173 us with them and 139 without, 16384 x 4096.
+    """Whether a thread keeps weight and bias in registers. Where it does not, ptxas would spill, or two matrices need
+    the registers.
+    """
     if len(spec.matrices) > 1 or spec.finds_scales or spec.grouped:
         return False
     if not spec.aligned and spec.shape.packs > SHIFTED_PACKS:
@@ -178,6 +135,6 @@ def _columns_stay(problem: Problem, spec: NormSpec, device: Device) -> bool:
     )
 
 
-def places(of_row: int) -> int:
-    """For each row of a CTA that takes so many bytes at once: what is under way is enough, and not too much."""
-    return 3 if of_row <= THREE_PLACES else 2
+def stages_for(of_row: int) -> int:
+    """Stages for each row of a CTA, of so many bytes: what is under way is enough, and not too much."""
+    return 3 if of_row <= THREE_STAGES else 2

@@ -5,7 +5,6 @@ Every CTA has one turn. Pure functions; no GPU library is imported.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from ..kernel.device import Device
@@ -14,29 +13,24 @@ from .backward_parts import part, sources
 from .problem import Problem
 from .registers import ctas_of, registers_of_one_turn
 from .shapes import ceil_div, kernel_spec
-from .shared_memory import SHARED_LIMIT, dynamic_shared, shared_memory
+from .shared_memory import SHARED_LIMIT, shared_memory
 from .spec import FewRowsSpec, NormSpec, RowShape
-from .steps import Step, step_of
-from .tiers import choose
 
-# Of so many rows, and of a matrix of so many bytes to each SM at most: 3 M elements take 0.88 of the time by partial
-# rows, 4 M 1.01, 4096 x 256 1.3.
+# At most so many rows, and bytes of a matrix to each SM: of more, partial sums are as fast (docs/tuning.md).
 MOST_ROWS = 2048
 MOST_BYTES = 48 << 10
-# Up to so many rows a thread adds up all of them, so that nobody waits for another: RMSNorm 1 x 4096 1.63 us, by eight
-# row groups 1.74. Of four rows 4096 columns take up to 6% longer.
+# Up to so many rows a thread adds up all of them, so that nobody waits for another.
 ALONE = 2
-# Threads of a CTA, up to so many rows: RMSNorm 2 x 1024 1.39 us by 64, 1.43 by 128; 64 x 1024 2.28 by 128, 2.37 by 256;
-# 512 x 1024 3.97 by 256, 4.1 by 128 and by 512; 2048 x 1024 7.9 by 512, 9.1 by 256.
+# Threads of a CTA, up to so many rows.
 THREADS = {ALONE: 64, 128: 128, 1023: 256, MOST_ROWS: 512}
-# Rows that a thread adds up where the CTAs of all columns and rows run at once: 42 x 24576 by five 5.2 us, by three,
-# when they do not, 6.9. But 204 x 5120 by ten 5.7 and by five 4.9.
+# Rows that a thread adds up at most, where the CTAs of all columns and rows then run at once.
 ROWS_OF_THREAD = 6
 MOST_THREADS = 1024  # of an SM
 
 
-def adds_columns_beside_rows(problem: Problem, device: Device, sums: Collection[str]) -> bool:
+def adds_columns_beside_rows(problem: Problem, device: Device) -> bool:
     """Whether x and dy are read twice, the second time from L2, by CTAs that add up columns and CTAs that have rows."""
+    sums = problem.sums
     if not sums or all(one.name in sums for one in problem.operands if one.written):
         return False
     if problem.sm_margin:
@@ -50,36 +44,22 @@ def rows_are_few(problem: Problem, device: Device) -> bool:
     return problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
 
 
-def few_rows_backward(problem: Problem, device: Device, sums: tuple[str, ...], shape: RowShape) -> list[Step]:
-    """One launch, or two where dx may take the memory of x or dy, which the columns must have been read from.
+def few_rows_backward(problem: Problem, of_rows: NormSpec, shape: RowShape, device: Device) -> FewRowsSpec:
+    """The kernel of few rows, of the kernel `of_rows` of what is written by rows.
 
     A row has the `shape` that it has among many rows, though less is read of it where its columns are added up apart.
     """
-    rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in sums))
-    choice = choose(rows, device)
-    if choice is None:
-        raise AssertionError("which tier takes a row depends on what is read of it alone")
     threads = next(threads for most, threads in THREADS.items() if problem.rows <= most)
     rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
     threads = rows_per_cta * shape.threads
-    of_rows = replace(choice[1], shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
+    of_rows = replace(of_rows, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
     of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
     row_ctas = ceil_div(problem.rows, rows_per_cta) * shape.cluster
-
-    columns = part(problem, sums)
     # Wherever the arrays lie: dweight has the same bits.
     slots = _ctas_per_sm(replace(of_rows, aligned=True, columns_aligned=True)) * device.sms
     room = SHARED_LIMIT - shared_memory(of_rows)
-    of_columns = _of_columns(columns, shape.pack, threads, slots - row_ctas, device.sms, room)
-    whole = kernel_spec(problem, "backward", shape, final=True)
-    spec = FewRowsSpec(whole, of_columns, of_rows)
-    if problem.overwrites:
-        return [
-            step_of(columns, of_columns, (spec.column_ctas, 1, 1), 1),
-            step_of(rows, of_rows, (row_ctas, 1, 1), 0),
-        ]
-    step = step_of(problem, whole, (spec.column_ctas + row_ctas, 1, 1), 1)
-    return [replace(step, spec=spec, dynamic_shared=dynamic_shared(spec))]
+    of_columns = _of_columns(part(problem, problem.sums), shape.pack, threads, slots - row_ctas, device.sms, room)
+    return FewRowsSpec(kernel_spec(problem, "backward", shape, final=True), of_columns, of_rows)
 
 
 def _ctas_per_sm(spec: NormSpec) -> int:

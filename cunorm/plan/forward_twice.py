@@ -14,7 +14,7 @@ from .spec import NormSpec
 def holds_twice(row_dtype: str, cols: int) -> bool:
     """Whether one kernel does two norms of such rows, one after the other: a CTA holds them in six packs a thread.
 
-    With eight, at odd addresses, it spilled 48 bytes on sm_100.
+    With eight, at odd addresses, it spills on sm_100.
     """
     return ceil_div(cols, 16 // ITEMSIZE[row_dtype]) <= 3072
 
@@ -28,6 +28,6 @@ def forward_twice(problem: Problem, device: Device) -> NormSpec:
     waiting = shape.packs * sum(shape.pack * one.itemsize // 4 for one in spec.matrices) * (1 if spec.aligned else 2)
     ctas = ctas_of(spec, working + waiting + column_bytes(problem, shape) // 4, RESIDENT)
     if spec.aligned and problem.rows <= (device.sms - problem.sm_margin) * ctas * spec.rows_per_cta:
-        # All rows at once, as in short_forward: else they wait for either weight after the sums.
+        # All rows at once, as in forward_rows.py: else they wait for either weight after the sums.
         return replace(spec, ctas_per_sm=ctas, columns_stay=True)
     return replace(spec, ctas_per_sm=max(1, ctas_of(spec, working + waiting, RESIDENT)))

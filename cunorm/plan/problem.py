@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..operation import NORMS, SEED, Norm, Operation, derivative
 
@@ -105,6 +105,68 @@ class Operand:
         return sizes[self.kind]
 
 
+class Operands(tuple[Operand, ...]):
+    """The operands of a layout, in the order of a kernel's parameters, and what follows from them.
+
+    Calls that differ in their number of rows alone share them, so that each of these is worked out once for all.
+    """
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return tuple.__hash__(self)
+
+    @cached_property
+    def by_name(self) -> dict[str, Operand]:
+        return {one.name: one for one in self}
+
+    @cached_property
+    def pointers(self) -> tuple[str, ...]:
+        """The names of the arrays."""
+        return tuple(one.name for one in self if one.kind != "scalar")
+
+    @cached_property
+    def scalars(self) -> tuple[str, ...]:
+        """The names of the numbers."""
+        return tuple(one.name for one in self if one.kind == "scalar")
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        return frozenset(one.kind for one in self)
+
+    @cached_property
+    def groups(self) -> Groups | None:
+        """Of the operands that are for groups of rows: all have the same."""
+        return next((one.groups for one in self if one.groups), None)
+
+    @cached_property
+    def read(self) -> tuple[Operand, ...]:
+        return tuple(one for one in self if not one.written)
+
+    @cached_property
+    def written(self) -> tuple[Operand, ...]:
+        return tuple(one for one in self if one.written)
+
+    @cached_property
+    def matrices(self) -> tuple[Operand, ...]:
+        """What is read by rows, or made of a seed by rows, or one number for a row."""
+        return tuple(one for one in self.read if one.kind in ("full", "seed", "per_row"))
+
+    @cached_property
+    def columns(self) -> tuple[Operand, ...]:
+        """What is read once for all rows, or for a group of them."""
+        return tuple(one for one in self.read if one.kind in ("column", "group"))
+
+    @cached_property
+    def of_text(self) -> Operands:
+        """As a kernel's text has them: of strides it has no more than how many there are."""
+        return Operands(
+            replace(one, row_stride=0, outer_stride=0, inner=min(1, one.inner), groups=None) for one in self
+        )
+
+
 @dataclass(frozen=True)
 class Problem:
     """A pass of an operation over `rows` rows of `cols` columns, every argument checked.
@@ -118,18 +180,27 @@ class Problem:
     rows: int
     cols: int
     row_dtype: str  # of s, the rows that are normalised
-    operands: tuple[Operand, ...]
+    operands: Operands
     sm_margin: int = 0
     aligned: bool = True  # every array begins at a multiple of 16 bytes
     overwrites: bool = False  # dx may take the memory of x or dy
+
+    def of_rows(self, rows: int) -> Problem:
+        """The same pass over another number of rows, where no stride depends on it.
+
+        What a problem keeps (cached_property) must not depend on rows: it is kept on. By replace() it takes 5 us more.
+        """
+        found = object.__new__(Problem)
+        vars(found).update(vars(self), rows=rows)
+        return found
 
     @property
     def norm(self) -> Norm:
         return NORMS[self.operation.norm]
 
-    @cached_property
+    @property
     def by_name(self) -> dict[str, Operand]:
-        return {operand.name: operand for operand in self.operands}
+        return self.operands.by_name
 
     @property
     def is_zero_centred(self) -> bool:
@@ -144,28 +215,28 @@ class Problem:
     @property
     def groups(self) -> Groups | None:
         """Of the operands that are for groups of rows: all have the same."""
-        return next((operand.groups for operand in self.operands if operand.groups), None)
+        return self.operands.groups
 
     @property
     def pointers(self) -> tuple[str, ...]:
         """The names of the arrays, in the order in which a launch takes their addresses."""
-        return self._arguments[0]
+        return self.operands.pointers
 
     @property
     def scalars(self) -> tuple[str, ...]:
         """The names of the numbers, in the order in which a launch takes them."""
-        return self._arguments[1]
-
-    @cached_property
-    def _arguments(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Of the two, once: a call of a fused operation asks for both."""
-        numbers = tuple(operand.name for operand in self.operands if operand.kind == "scalar")
-        return tuple(operand.name for operand in self.operands if operand.kind != "scalar"), numbers
+        return self.operands.scalars
 
     @property
     def wanted(self) -> tuple[str, ...]:
         """Of a backward pass: the names of the gradients."""
-        return tuple(operand.name for operand in self.operands if operand.written)
+        return tuple(operand.name for operand in self.operands.written)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Of a backward pass: the names of the gradients that are added up over rows."""
+        written = (operand for operand in self.operands if operand.written)
+        return tuple(operand.name for operand in written if operand.kind not in ("full", "per_row"))
 
     @property
     def bytes_moved(self) -> int:
@@ -177,6 +248,13 @@ class Problem:
     def matrix_bytes(self) -> int:
         """Of x."""
         return self.rows * self.cols * ITEMSIZE[self.row_dtype]
+
+
+Items = tuple[tuple[str, Any], ...]  # of a mapping
+
+
+def _items(mapping: Mapping[str, Any] | None) -> Items:
+    return tuple(mapping.items()) if mapping else ()
 
 
 def compute_dtype(row_dtype: str) -> str:
@@ -201,21 +279,31 @@ def forward_problem(
     `strides` has their rows': a number where there is one. With y8, which is y in 8 bits, `kinds` has the kind of its
     scales, and y itself is written if `dtypes` has it.
     """
-    kinds = kinds or {}
-    operation = operation.given(dtypes)
+    layout = cols, _items(dtypes), _items(kinds), _items(strides), groups
+    operation, operands = _forward_operands(operation, *layout)
     row_dtype = dtypes.get("s", dtypes["x"])
-    compute = compute_dtype(row_dtype)
-    read = _operands(("x", *operation.operands), dtypes, kinds, cols, strides or {}, groups)
+    return Problem(operation, "forward", rows, cols, row_dtype, operands, sm_margin, aligned)
+
+
+@lru_cache(maxsize=4096)
+def _forward_operands(
+    operation: Operation, cols: int, of_dtypes: Items, of_kinds: Items, of_strides: Items, groups: Groups | None
+) -> tuple[Operation, Operands]:
+    """Those of a forward pass, and the operation with numbers in place of those that are not given."""
+    dtypes, kinds, strides = dict(of_dtypes), dict(of_kinds), dict(of_strides)
+    operation = operation.given(dtypes)
+    compute = compute_dtype(dtypes.get("s", dtypes["x"]))
+    read = _operands(("x", *operation.operands), dtypes, kinds, cols, strides, groups)
     returns = operation.returns
     if "y8" in dtypes:
         returns = ("y8", *(name for name in returns if name in dtypes))
-    written = _operands(returns, dtypes, dict.fromkeys(returns, "full"), cols, strides or {})
+    written = _operands(returns, dtypes, dict.fromkeys(returns, "full"), cols, strides)
     if "y8" in dtypes:
         scales = (Operand("y8_scale", kinds["y8_scale"], "float32"),)
         read, written = (read + scales, written) if kinds["y8_scale"] == "one" else (read, written + scales)
     statistics = (Operand(name, "statistic", compute, True) for name in operation.statistics)
-    operands = (*read, *(replace(one, written=True) for one in written), *statistics, Operand("eps", "scalar", compute))
-    return Problem(operation, "forward", rows, cols, row_dtype, operands, sm_margin, aligned)
+    written = (replace(one, written=True) for one in written)
+    return operation, Operands((*read, *written, *statistics, Operand("eps", "scalar", compute)))
 
 
 def backward_problem(
@@ -237,27 +325,43 @@ def backward_problem(
     `da` the dtype of the gradient of `a` where it is not that of `a`. Only what the gradients need is read: s if it was
     returned, else it is made again.
     """
-    wanted = tuple(wanted)
-    kinds = {"ds": "full", "s": "full"} | dict(kinds or {})
+    layout = cols, _items(dtypes), tuple(wanted), _items(kinds), _items(strides), groups
+    operands = _backward_operands(operation, *layout)
     row_dtype = dtypes.get("s", dtypes["x"])
-    compute = compute_dtype(row_dtype)
+    return Problem(operation, "backward", rows, cols, row_dtype, operands, sm_margin, aligned)
+
+
+@lru_cache(maxsize=4096)
+def _backward_operands(
+    operation: Operation,
+    cols: int,
+    of_dtypes: Items,
+    wanted: tuple[str, ...],
+    of_kinds: Items,
+    of_strides: Items,
+    groups: Groups | None,
+) -> Operands:
+    """Those of a backward pass."""
+    dtypes, strides = dict(of_dtypes), dict(of_strides)
+    kinds = {"ds": "full", "s": "full"} | dict(of_kinds)
+    compute = compute_dtype(dtypes.get("s", dtypes["x"]))
     uses = backward_reads(operation, wanted, dtypes)
     of_rows = [name for name in uses if name in NORMS[operation.norm].statistics]
     uses = [name for name in uses if name not in of_rows]
-    read = _operands(uses, dtypes, {"dy": "full"} | kinds, cols, strides or {}, groups)
+    read = _operands(uses, dtypes, {"dy": "full"} | kinds, cols, strides, groups)
     statistics = [Operand(name, "statistic", compute) for name in of_rows]
     gradients = []
     for name in wanted:
         dtype = dtypes.get(f"d{name}") or dtypes.get(name) or dtypes["x"]
         if name == "x" or kinds.get(name) == "full":
-            gradients.append(Operand(f"d{name}", "full", dtype, True, *_row_strides(f"d{name}", cols, strides or {})))
+            gradients.append(Operand(f"d{name}", "full", dtype, True, *_row_strides(f"d{name}", cols, strides)))
         elif kinds.get(name) == "group":
             gradients.append(Operand(f"d{name}", "group", dtype, True, cols, groups=groups))
         elif kinds.get(name) == "per_row":
             gradients.append(Operand(f"d{name}", "per_row", dtype, True))
         else:  # of a scalar the sums of the columns, which are added up later
             gradients.append(Operand(f"d{name}", "column", compute if kinds.get(name) == "scalar" else dtype, True))
-    return Problem(operation, "backward", rows, cols, row_dtype, (*read, *statistics, *gradients), sm_margin, aligned)
+    return Operands((*read, *statistics, *gradients))
 
 
 def backward_twice_problem(
@@ -287,7 +391,7 @@ def backward_twice_problem(
         for name, of in (("residual", "s"), ("x", "x"))
     ]
     gradients += [Operand(f"d{name}", "column", dtypes[name], True) for name in columns if name in wanted]
-    operands = (*read, *statistics, *gradients)
+    operands = Operands((*read, *statistics, *gradients))
     return Problem(operation, "backward", rows, cols, dtypes["s"], operands, sm_margin, aligned)
 
 
@@ -331,5 +435,10 @@ def argument_order(problem: Problem, names: Sequence[str]) -> Callable[[Sequence
     """Picks what a launch of the problem takes, in its order, from the pointers and numbers `names`; numbers may be
     absent there, and come after what is picked.
     """
-    places = [names.index(name) for name in (*problem.pointers, *(one for one in problem.scalars if one in names))]
+    return _order(problem.operands, tuple(names))
+
+
+@lru_cache(maxsize=4096)
+def _order(operands: Operands, names: tuple[str, ...]) -> Callable[[Sequence[float]], tuple[float, ...]]:
+    places = [names.index(name) for name in (*operands.pointers, *(one for one in operands.scalars if one in names))]
     return itemgetter(*places) if len(places) > 1 else lambda given: (given[places[0]],)

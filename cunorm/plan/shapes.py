@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from ..operation import Norm
-from .problem import ITEMSIZE, Problem
+from .problem import ITEMSIZE, Operands, Problem
 from .spec import WARP, NormSpec, RowShape
 
-# Threads of a forward row of more than 32 packs: up to so many packs. Beside them what LayerNorm of 64 M elements of
-# bfloat16 took by these and by others, us.
+# Threads of a forward row of more than 32 vectors, by the most vectors of the row. An H200 was searched, 64 M elements
+# of bfloat16: other numbers take 1 to 14% longer. measured: docs/tuning.md
 FORWARD_THREADS = {
     40: 8,
-    63: 16,  # 448 cols 69.1, by eight 72.1
+    63: 16,
     64: 32,
     80: 16,
-    248: 32,  # 832 cols 68.5, by 16 71.5; 1728 cols 68.9, by 64 74.4
-    256: 128,  # 2048 cols 66.5, by 64 71.3; 1920 cols 73.4, by 32 72.8
-    288: 96,  # 2304 cols 70.7, by 64 71.6; RMSNorm 68.5 and 73.3
-    320: 64,  # 2432 cols 71.7, by 160 76.0
-    512: 128,  # 3008 cols 67.7, by 64 72.1; 3392 cols 69.1 and 72.6
-    576: 192,  # 4480 cols 68.4, by 128 71.6
-    640: 160,  # 4992 cols 68.1, by 128 69.7
-    672: 224,  # 5184 cols 69.2, by 256 70.9
-    768: 256,  # 6016 cols 67.3, by 128 71.0
-    960: 192,  # 7104 cols 68.3, by 128 73.7, by 256 68.5
+    248: 32,
+    256: 128,
+    288: 96,
+    320: 64,
+    512: 128,
+    576: 192,
+    640: 160,
+    672: 224,
+    768: 256,
+    960: 192,
     1280: 256,
     1536: 512,
-    1792: 256,  # 14336 cols 70.8, by 512 77.3; 13312 cols 71.2 and 80.3
+    1792: 256,
     4096: 512,
 }
-# RMSNorm's, where another number is better by more than 2%.
-RMS_FORWARD_THREADS = {
-    320: 160,  # 2560 cols 67.4, by 64 74.3
-    1792: 512,  # 13312 cols, 8 M elements, 10.5, by 256 10.9
-}
+RMS_FORWARD_THREADS = {320: 160, 1792: 512}  # RMSNorm's, where another number is better by more than 2%
+MOST_SHORT = 4096  # vectors of a row that one CTA holds forward
 THREADS = 128  # of a CTA of forward rows that a warp or less holds
 # Packs of a thread, the best first, where several numbers waste as little.
 PREFERRED_PACKS = (2, 3, 4, 5, 6, 7, 8, 1)
 
 
 def _forward_shape(norm: Norm, pack: int, packs: int) -> RowShape:
-    """Rows of up to 4096 packs."""
+    """The shape of forward rows of up to 4096 vectors."""
     if packs <= WARP:
         return _power_of_two_shape(pack, packs, dict.fromkeys((1, 2, 4, 8, 16, WARP), 8))
     most, threads = next((most, threads) for most, threads in FORWARD_THREADS.items() if packs <= most)
@@ -50,15 +48,17 @@ def _forward_shape(norm: Norm, pack: int, packs: int) -> RowShape:
 
 
 def short_backward_shape(pack: int, packs: int, whole: bool = True) -> RowShape:
-    """Rows of up to 512 packs. A thread also holds the sums of its columns, twice 8 registers a pack."""
+    """The shape of backward rows of up to 512 vectors; `whole`: none ends within a vector.
+
+    A thread also holds the sums of its columns, twice 8 registers a vector.
+    """
     if not whole and pack == 8 and 4 * WARP < packs <= 5 * WARP:
-        # 1053, 1099 and 1201 cols, H100: LayerNorm 155, 150, 145 us, by a warp 162, 162, 160; RMSNorm of 1053 145, 161.
         return RowShape(pack, 96, 2)
     return _power_of_two_shape(pack, packs, {**dict.fromkeys((1, 2, 4, 8, 16, 128, 256, 512), 3), WARP: 5, 64: 4})
 
 
 def _power_of_two_shape(pack: int, packs: int, most: dict[int, int]) -> RowShape:
-    """Threads, a power of two, that leave the fewest places for packs empty; of each number so many packs at most."""
+    """The power of two of threads that leaves the fewest places empty; `most` has the vectors of a thread at most."""
 
     def badness(shape: RowShape) -> tuple:
         within_warp = shape.threads < WARP
@@ -93,20 +93,16 @@ def _power_of_two_from(n: int) -> int:
 
 
 def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> NormSpec:
-    spec = NormSpec(
-        kernel=kernel,
-        operation=problem.operation,
-        cols=problem.cols,
-        row_dtype=problem.row_dtype,
-        # Of strides the text has no more than how many there are.
-        operands=tuple(
-            replace(one, row_stride=0, outer_stride=0, inner=min(1, one.inner), groups=None) for one in problem.operands
-        ),
-        aligned=_vectors_fit(problem, shape.pack, ("full", "group")),
-        columns_aligned=_vectors_fit(problem, shape.pack, ("group",)),
-        shape=shape,
-    )
-    return replace(spec, **changes)
+    of_problem = kernel, problem.operation, problem.cols, problem.row_dtype, problem.operands.of_text
+    fits = {
+        "aligned": _vectors_fit(problem, shape.pack, ("full", "group")),
+        "columns_aligned": _vectors_fit(problem, shape.pack, ("group",)),
+    }
+    return _spec(*of_problem, shape=shape, **fits | changes)
+
+
+# Calls that differ in their number of rows share it: made anew it takes 9 us.
+_spec = lru_cache(maxsize=4096)(NormSpec)
 
 
 def short_forward_spec(problem: Problem, kernel: str) -> NormSpec:
@@ -119,14 +115,16 @@ def short_forward_spec(problem: Problem, kernel: str) -> NormSpec:
 
 def _vectors_fit(problem: Problem, pack: int, kinds: tuple[str, ...]) -> bool:
     """Every pack of every row, or vector, of such operands starts at a multiple of its size (or of 16 bytes)."""
-    return problem.aligned and (
-        problem.rows == 1
-        or all(
-            stride * one.itemsize % min(16, pack * one.itemsize) == 0
-            for one in problem.operands
-            if one.kind in kinds
-            for stride in (one.row_stride, one.outer_stride)
-        )
+    return problem.aligned and (problem.rows == 1 or _strides_fit(problem.operands, pack, kinds))
+
+
+@lru_cache(maxsize=4096)
+def _strides_fit(operands: Operands, pack: int, kinds: tuple[str, ...]) -> bool:
+    return all(
+        stride * one.itemsize % min(16, pack * one.itemsize) == 0
+        for one in operands
+        if one.kind in kinds
+        for stride in (one.row_stride, one.outer_stride)
     )
 
 

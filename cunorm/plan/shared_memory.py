@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ..kernel.device import Device
 from ..operation import NORMS
@@ -26,6 +27,7 @@ SHARED_LIMIT = 48 << 10  # bytes that a CTA can declare, on every architecture
 RESERVED = 1024  # bytes of an SM's shared memory that a CTA takes besides its own
 
 
+@lru_cache(maxsize=4096)
 def shared_memory(spec: KernelSpec) -> int:
     """Bytes of static shared memory; the compile test holds it against ptxas."""
     if isinstance(spec, OtherSpec):
@@ -66,8 +68,7 @@ def launch_shared(spec: KernelSpec, device: Device) -> int:
     """Bytes of dynamic shared memory that the launch asks for.
 
     What may begin before the kernel in front of it has left every SM asks for so much that no SM has room for more of
-    its CTAs than planned: else they crowd on those that were left first. H100, a plan's backward passes one after the
-    other: RMSNorm of 11916 x 2816 71 us, without it 74, LayerNorm of 14564 x 4608 140 and 144.
+    its CTAs than planned: else they crowd on those that were left first, which costs 3 to 4% (docs/tuning.md).
     """
     needed = dynamic_shared(spec)
     if not needed or not device.overlaps_launches or not isinstance(spec, NormSpec) or not spec.leaves_partial_rows:
@@ -81,6 +82,7 @@ def ctas_that_fit(shared: int, device: Device) -> int:
     return (device.shared + RESERVED) // (shared + RESERVED)
 
 
+@lru_cache(maxsize=4096)
 def dynamic_shared(spec: KernelSpec) -> int:
     """Bytes of shared memory that a kernel needs besides: places of rows and columns, later sums of the row groups."""
     if isinstance(spec, OtherSpec):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from ..operation import Operation
-from .problem import Operand, compute_dtype
+from .problem import Operand, Operands, compute_dtype
 
 WARP = 32
 # The backward pass keeps its column operands in registers where a thread has so many bytes and packs of them at most,
@@ -55,7 +55,7 @@ class NormSpec:
     operation: Operation
     cols: int
     row_dtype: str
-    operands: tuple[Operand, ...]
+    operands: Operands
     aligned: bool  # every pack of every row begins at a multiple of its size (or of 16 bytes)
     shape: RowShape
     columns_aligned: bool = True  # so does every pack of what is read once for all rows
@@ -72,6 +72,10 @@ class NormSpec:
     keeps_g: bool = False  # backward: a thread keeps the gradient of xhat from the row's sums to dx
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
     in_turns: bool = False  # column_gradients: a CTA has several blocks of columns, one after the other
+
+    def __hash__(self) -> int:
+        """Of what tells most kernels apart: they are looked up for every plan."""
+        return hash((self.operands, self.shape, self.rows_per_cta, self.ctas_per_sm, self.stages))
 
     def __str__(self) -> str:
         """The kernel in short, for logs and messages."""
@@ -101,8 +105,7 @@ class NormSpec:
     def has_whole_packs(self) -> bool:
         """Whether the kernel is told that no row ends within a pack.
 
-        Told so, three fused kernels spilled 4 to 44 bytes: of streamed rows, of few rows and of vectors for groups. By
-        NVRTC 13.0 those of rows that a thread keeps forward spilled 8: LayerNorm of 3136 to 5056 columns.
+        Told so, kernels of streamed and of few rows, of vectors for groups and of rows that a thread keeps, spill.
         """
         told = self.stages > 0 or self.kernel in ("forward", "forward_pairs", "forward_twice")
         kept = self.kernel == "forward" and self.rows_stay
@@ -127,16 +130,16 @@ class NormSpec:
 
     @property
     def read(self) -> tuple[Operand, ...]:
-        return tuple(one for one in self.operands if not one.written)
+        return self.operands.read
 
     @property
     def written(self) -> tuple[Operand, ...]:
-        return tuple(one for one in self.operands if one.written)
+        return self.operands.written
 
     @property
     def matrices(self) -> tuple[Operand, ...]:
         """What is read by rows, or made of a seed by rows, or one number for a row."""
-        return tuple(one for one in self.read if one.kind in ("full", "seed", "per_row"))
+        return self.operands.matrices
 
     @property
     def reads_two(self) -> bool:
@@ -157,7 +160,7 @@ class NormSpec:
     @property
     def columns(self) -> tuple[Operand, ...]:
         """What is read once for all rows, or for a group of them."""
-        return tuple(one for one in self.read if one.kind in ("column", "group"))
+        return self.operands.columns
 
     @property
     def sums(self) -> tuple[Operand, ...]:

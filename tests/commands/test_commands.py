@@ -17,7 +17,7 @@ from command_line import STUBS, assert_fails_in_one_line, command, output_of, wi
 import cunorm
 from cunorm.__main__ import main
 from cunorm.commands import info
-from cunorm.kernel.compile import cache_directory
+from cunorm.kernel.cache import cache_directory
 from cunorm.kernel.device import INSTALL, INSTALL_LINEAR
 
 KERNEL = "0123456789abcdef0123456789abcdef01234567"
@@ -244,7 +244,7 @@ def test_cache_clear_says_what_it_could_not_read(tmp_path):
 def test_without_a_command_it_lists_them(tmp_path):
     output = output_of(command(tmp_path))
     assert output == output_of(command(tmp_path, "--help"))
-    assert re.findall(r"^    (\w+) ", output, re.MULTILINE) == ["info", "demo", "compile", "cache"]
+    assert re.findall(r"^    (\w+) ", output, re.MULTILINE) == ["info", "demo", "compile", "tune", "cache"]
 
 
 def test_its_version(tmp_path):

@@ -21,7 +21,7 @@ import cunorm
 from cunorm.commands.compilation import fault
 from cunorm.kernel.compile import compile_for
 from cunorm.kernel.device import KNOWN
-from cunorm.plan import backward_plan
+from cunorm.plan import launches
 from cunorm.plan.plan import plan
 from cunorm.plan.shapes import ceil_div
 from cunorm.plan.spec import NormSpec
@@ -115,7 +115,7 @@ def test_sums_of_groups_by_few_multiprocessors(monkeypatch):
     found = []
     for margin in (0, 24):
         with monkeypatch.context() as patch:
-            patch.setattr(backward_plan, "_ctas_of_group", lambda *_: 2)
+            patch.setattr(launches, "_ctas_of_group", lambda *_: 2)
             found.append(cunorm.layer_norm_modulate_backward(x, x, mean, rstd, vectors, sm_margin=margin))
     assert [step.spec.in_turns for plan in runs.plans[1:] for step in plan.steps[1:]] == [False, True]
     for one, other in zip(*found, strict=True):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import cpu_cupy
@@ -166,10 +167,9 @@ def test_a_launch_that_passes_more_than_its_kernel_takes_is_none(monkeypatch):
     problem = forward_problem(fused(["z"]).operation, 3, 33, dict.fromkeys(("x", "y", "s", "z"), "float32"))
     right = plan(problem, SMALL)
     step = replace(right.steps[0], integers=(*right.steps[0].integers, 1))
-    monkeypatch.setattr(launch, "prepare", lambda *_: pytest.fail("it is launched"))
-    arrays = [0] * len(problem.pointers)
+    monkeypatch.setattr(launch, "kernel", lambda *_: SimpleNamespace(ptr=1))
     with pytest.raises(RuntimeError, match=r"must pass as many arguments as its kernel has parameters, 9; got 10"):
-        launch.run(replace(right, steps=(step,)), 0, 0, (*arrays, EPS))
+        launch.address(step, -1)  # of no GPU
 
 
 @pytest.mark.gpu

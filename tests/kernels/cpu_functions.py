@@ -14,19 +14,19 @@ from reference import EPS, check_backward, check_forward
 from cunorm.kernel.device import Device
 from cunorm.numpy_arrays import numpy_dtype
 from cunorm.plan import few_rows
-from cunorm.plan.backward_plan import plan_backward
 from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Problem
 from cunorm.plan.steps import Plan
 
+# Those of sm_90 have an H200's bandwidth for each multiprocessor, and so its launches.
 # One multiprocessor: a few rows already make a CTA or a cluster take several, one after the other.
-SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1))
+SMALL = Device("one SM", 90, 1, 227 << 10, (1, 1, 1, 1), 37)
 WITHOUT_CLUSTERS = Device("one SM without clusters", 80, 1, 163 << 10)
 LITTLE_SHARED = Device("one SM of a T4", 75, 1, 64 << 10)
 # Enough that a CTA of sum_partials does not read all partial rows at once.
-FEW_SMS = Device("4 SMs", 90, 4, 227 << 10, (2, 1, 1, 1))
-MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2))
+FEW_SMS = Device("4 SMs", 90, 4, 227 << 10, (2, 1, 1, 1), 4 * 37)
+MANY_SMS = Device("40 SMs", 90, 40, 227 << 10, (20, 10, 5, 2), 40 * 37)
 MANY_WITHOUT_CLUSTERS = Device("80 SMs without clusters", 80, 80, 163 << 10)
 
 # The backward pass by the kernels that its rows have, which are few, and by those of many.
@@ -133,7 +133,7 @@ def plan_of_many(problem: Problem, device: Device) -> Plan:
     if problem.direction == "forward":
         return plan(problem, device)
     with mock.patch.object(few_rows, "MOST_ROWS", 0):
-        return plan_backward(problem, device)
+        return plan.__wrapped__(problem, device)
 
 
 def check(

@@ -9,7 +9,7 @@ from cpu_functions import FEW_SMS, MANY_SMS, MANY_WITHOUT_CLUSTERS, SMALL, WITHO
 from problems import problem
 
 from cunorm.kernel.device import Device
-from cunorm.plan.problem import Problem
+from cunorm.plan.problem import Operands, Problem
 from cunorm.plan.shared_memory import dynamic_shared
 from cunorm.plan.spec import KernelSpec, SumSpec
 from cunorm.plan.steps import Step
@@ -132,7 +132,7 @@ def turns(rows: int, step: Step) -> int:
 
 def weight_waits(spec: KernelSpec) -> bool:
     """In shared memory."""
-    return dynamic_shared(spec) > dynamic_shared(replace(spec, operands=tuple({*spec.operands} - {*spec.columns})))
+    return dynamic_shared(spec) > dynamic_shared(replace(spec, operands=Operands({*spec.operands} - {*spec.columns})))
 
 
 def holder(spec: KernelSpec) -> str:

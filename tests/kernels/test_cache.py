@@ -18,7 +18,7 @@ from problems import problem
 
 import cunorm
 from cunorm import logs
-from cunorm.kernel import compile
+from cunorm.kernel import cache, compile
 from cunorm.kernel.device import KNOWN
 from cunorm.plan.plan import plan
 from cunorm.plan.spec import KernelSpec
@@ -149,7 +149,7 @@ def test_machine_code_is_kept_for_each_architecture(nvrtc_calls, tmp_path):
 @pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-1], lambda content: b"?" + content])
 def test_a_damaged_file_is_compiled_again(nvrtc_calls, damage):
     code = compile.machine_code(spec_of(100), 90)
-    file = compile.cache_directory() / compile.kernel_file(spec_of(100), 90)
+    file = cache.cache_directory() / compile.kernel_file(spec_of(100), 90)
     file.write_bytes(damage(file.read_bytes()))
     assert compile.machine_code(spec_of(100), 90) == code
     assert compile.machine_code(spec_of(100), 90) == code
@@ -197,7 +197,7 @@ def test_another_build_of_an_nvrtc_is_another_file(monkeypatch, tmp_path):
 UNKEPT = {
     "no folder can be": lambda patch: patch.setenv("CUNORM_CACHE_DIR", "/dev/null/cache"),
     "no home": without_a_home,
-    "a full disk": lambda patch: patch.setattr(compile.os, "replace", no_space),
+    "a full disk": lambda patch: patch.setattr(cache.os, "replace", no_space),
 }
 
 
@@ -221,7 +221,7 @@ def test_kernels_that_cannot_be_kept_cost_time_and_one_line(nvrtc_calls, monkeyp
 def test_files_of_the_cache_are_for_whom_the_umask_allows(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
-        compile.write(tmp_path / "folder" / "file", b"content")
+        cache.write(tmp_path / "folder" / "file", b"content")
     finally:
         os.umask(before)
     file = tmp_path / "folder" / "file"

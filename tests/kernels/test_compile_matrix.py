@@ -14,12 +14,12 @@ from cunorm.commands.compilation import compile_all, compiler, fault
 from cunorm.kernel.compile import Resources
 from cunorm.kernel.device import KNOWN, Device, known
 from cunorm.linear import float8_plan
+from cunorm.plan.choose import Tier, tier_of
 from cunorm.plan.cluster_backward import cluster_backward
 from cunorm.plan.plain_problems import whole
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import ITEMSIZE
 from cunorm.plan.shared_memory import launch_shared, shared_memory
-from cunorm.plan.tiers import Tier, choose
 
 WHOLE = 90  # the architecture of which every kind of kernel is compiled
 SLICES = 24  # of them, for pytest-xdist
@@ -98,14 +98,14 @@ def faults_of(specs, arch):
 def test_the_set_reaches_every_tier(direction, arch):
     """Also one that is added tomorrow; clusters only where there are any."""
     device, problems = KNOWN[arch], matrix.covering(KNOWN[arch])
-    chosen = {choose(problem, device) for problem in problems if problem.direction == direction}
+    chosen = {tier_of(problem, device) for problem in problems if problem.direction == direction}
     assert {choice and choice[0] for choice in chosen} == reachable(direction, device)
     for dtype in ITEMSIZE:
         for tier, lengths in matrix.lengths_of_tiers(direction, dtype, device).items():
             assert any(length % 2 for length in lengths) or (tier and tier.by is cluster_backward)
             if tier:
                 longest = tier.most * 16 // ITEMSIZE[dtype]
-                choice = choose(whole("layer_norm", direction, matrix.ROWS, longest, dtype), device)
+                choice = tier_of(whole("layer_norm", direction, matrix.ROWS, longest, dtype), device)
                 assert longest in lengths or choice is None or choice[0] != tier
     kernels = {spec.kernel for spec in matrix.kernels_of(problems, device)}
     expected = {"forward", "forward_spread", "forward_streamed"} | ({"forward_pairs"} if arch == 90 else set())
@@ -133,7 +133,7 @@ def reachable(direction: str, device: Device) -> set[Tier | None]:
         for op, of_arrays in product(matrix.OPS, dtypes)
         for cols in lengths
     ]
-    return {choice and choice[0] for choice in (choose(problem, device) for problem in problems)}
+    return {choice and choice[0] for choice in (tier_of(problem, device) for problem in problems)}
 
 
 @pytest.mark.parametrize("arch", KNOWN)

@@ -26,10 +26,10 @@ from problems import problem
 from reference import check_backward, check_forward
 
 from cunorm.plan.backward_rows import Held
+from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan
 from cunorm.plan.spec import NormSpec
 from cunorm.plan.steps import Step
-from cunorm.plan.tiers import choose
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
@@ -145,7 +145,7 @@ def test_means_beyond_the_sum_that_float_holds(cols):
 @pytest.mark.parametrize(("rows", "rows_per_cta"), [(1, 4), (2, 8)])
 def test_row_groups_without_rows_wait_for_their_weight(rows, rows_per_cta):
     """It waits in shared memory, and nobody reads it there."""
-    (_, spec) = choose(problem("backward", rows, 136, "bfloat16", weight="float64"), SMALL) or pytest.fail("streamed")
+    (_, spec) = tier_of(problem("backward", rows, 136, "bfloat16", weight="float64"), SMALL) or pytest.fail("streamed")
     assert (spec.rows_per_cta, weight_waits(spec), spec.aligned) == (rows_per_cta, True, True)
     x, dy, weight, bias = inputs(numpy, rows, 136, "bfloat16", weight="float64", bias="float64")
     check(Machine("races"), "layer_norm", x, dy, weight, bias)
@@ -165,7 +165,7 @@ def test_wide_weight_and_bias_beside_bfloat16(cols, wide):
 )
 def test_rows_of_a_wide_dy_have_fewer_places(cols, device, places, rows_per_cta):
     """Where shared memory does not hold all of them, and then a CTA takes fewer rows."""
-    (tier, spec) = choose(problem("backward", 40, cols, "float16", y="float64"), device) or pytest.fail("streamed")
+    (tier, spec) = tier_of(problem("backward", 40, cols, "float16", y="float64"), device) or pytest.fail("streamed")
     assert (at_once(spec), spec.rows_per_cta) == (places, rows_per_cta)
     assert isinstance(tier.by, Held)
     assert places < tier.by.stages

@@ -15,9 +15,9 @@ from functions import OPS
 
 from cunorm.kernel.source import FILES
 from cunorm.plan.backward_rows import Held
+from cunorm.plan.choose import TABLES, tier_of
 from cunorm.plan.plan import plan
 from cunorm.plan.spec import FewRowsSpec, NormSpec
-from cunorm.plan.tiers import TABLES, choose
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
@@ -41,7 +41,7 @@ def test_the_table_reaches_every_kind_of_kernel():
 @pytest.mark.parametrize("direction", TABLES)
 def test_the_table_reaches_every_tier(direction):
     table, mine = TABLES[direction], problems(direction)
-    chosen = [choose(*one) for op in OPS for one in problems(direction, op)]
+    chosen = [tier_of(*one) for op in OPS for one in problems(direction, op)]
     assert {choice and choice[0] for choice in chosen} == {*table, None}
     specs = [choice[1] for choice in chosen if choice]
     # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.

@@ -22,9 +22,9 @@ from cunorm import fuse
 from cunorm.commands import matrix
 from cunorm.kernel.device import KNOWN, Device
 from cunorm.numpy_arrays import numpy_dtype
+from cunorm.plan.choose import TABLES, tier_of
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import ITEMSIZE, Problem, backward_problem
-from cunorm.plan.tiers import TABLES, choose
 
 ROWS = 3
 BATCHES = (
@@ -50,7 +50,7 @@ def test_who_owns_which_column_depends_on_the_row_alone(direction, name):
             chosen = set()
             for (rows, aligned, margin), wanted in product(BATCHES, asked):
                 row = problem(direction, 1, cols, dtype, op=op, weight=weight, **wanted)
-                choice = choose(replace(row, rows=rows, aligned=aligned, sm_margin=margin), device)
+                choice = tier_of(replace(row, rows=rows, aligned=aligned, sm_margin=margin), device)
                 chosen.add(choice and (choice[0], choice[1].shape.order))
             assert len(chosen) == 1, (op, dtype, weight, cols, chosen)
 

@@ -12,13 +12,21 @@ import cpu_functions
 import numpy
 import pytest
 from arrays import inputs, same_bits
-from cpu_device import Machine, missing
+from cpu_device import Machine, missing, poisoned
 from cpu_functions import SMALL
 from functions import OPS, backward, forward
 
-from bench.other_plans import other_kernels, plan_by
+from cunorm.commands.matrix import KINDS_OF_FUSIONS
+from cunorm.commands.search import bytes_of
 from cunorm.kernel.device import Device
-from cunorm.plan.problem import Problem
+from cunorm.operation import FUSIONS
+from cunorm.plan import few_rows
+from cunorm.plan.candidates import candidates
+from cunorm.plan.choose import choose
+from cunorm.plan.launches import launches
+from cunorm.plan.plain_problems import float8_problem, whole
+from cunorm.plan.plan import plan
+from cunorm.plan.problem import Groups, Problem, forward_problem
 from cunorm.plan.steps import Plan
 from cunorm.recipes import Recipes
 
@@ -27,12 +35,13 @@ DRAWS = 4  # of the launches that a row could have
 STEP = 7919  # a prime, from one drawn launch to the next
 
 
-def drawn(number: int, same_bits: bool = True) -> Callable[[Problem, Device], Plan]:
-    """A plan by another kernel; `same_bits`: one that adds rows up in the order in which the plan's own does."""
+def drawn(number: int) -> Callable[[Problem, Device], Plan]:
+    """A plan by another launch of the problem's rows; few rows of a backward pass have others as if they were many."""
 
     def other(problem: Problem, device: Device) -> Plan:
-        found = other_kernels(problem, device, 10**9, same_bits=same_bits)
-        return plan_by(problem, found[number * STEP % len(found)], device)
+        with mock.patch.object(few_rows, "MOST_ROWS", 0):
+            others = candidates(problem, choose(problem, device), device, 10**9)
+        return launches(problem, others[number * STEP % len(others)], device) if others else plan(problem, device)
 
     return other
 
@@ -60,6 +69,60 @@ def test_on_the_stand_in(op, cols, dtype):
                 yield *cpu_functions.forward(Machine(), op, x, weight, bias, device=SMALL), dx
 
     assert_same_bits(results())
+
+
+def of_function(name: str, rows: int, cols: int, groups: Groups | None = None, **more: str) -> Problem:
+    """The forward pass of a named function over a fused operation."""
+    operation = FUSIONS[name]()
+    kinds = {one: KINDS_OF_FUSIONS.get(one, "column") for one in operation.operands}
+    dtypes = dict.fromkeys(("x", "y", "s", *operation.operands), "bfloat16")
+    dtypes = {one: dtype for one, dtype in dtypes.items() if one != "s" or operation.prologue} | more
+    kinds |= {"y8_scale": "per_row"} if more else {}
+    return forward_problem(operation, rows, cols, dtypes, kinds=kinds, groups=groups)
+
+
+def written(solution: Plan) -> dict[str, bytes]:
+    """What a plan writes on the stand-in, but for sums over rows, by name."""
+    problem = solution.problem
+    arrays = {}
+    for one in problem.operands:
+        count = one.size(problem.rows, problem.cols)
+        arrays[one.name] = array = poisoned(count * one.itemsize)
+        if not one.written:
+            array[:] = bytes_of(abs(numpy.random.default_rng(count).standard_normal(count)) + 0.5, one)
+    Machine().run(solution, dict.fromkeys(problem.scalars, 0.5), **arrays)
+    kept = (one.name for one in problem.operands if one.written and one.name not in problem.sums)
+    return {name: arrays[name].tobytes() for name in kept}
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(of_function("add_rms_norm", 5, 1000), id="sum"),
+        pytest.param(of_function("add_layer_norm", 3, 34000), id="sum, clusters"),
+        pytest.param(of_function("rms_norm_gated", 5, 2048), id="gate"),
+        pytest.param(of_function("layer_norm_modulate", 12, 2048, Groups(2, 3)), id="groups"),
+        pytest.param(of_function("layer_norm_modulate", 6, 34000, Groups(1, 3)), id="groups, clusters"),
+        pytest.param(of_function("rms_norm_modulate", 12, 64, Groups(2, 3)), id="groups in a warp"),
+        pytest.param(of_function("add_rms_norm", 5, 2048, y8="float8_e4m3fn"), id="sum to FP8"),
+        *(
+            pytest.param(
+                float8_problem("layer_norm", 5, cols, *["bfloat16"] * 3, y8="float8_e4m3fn", granularity=granularity),
+                id=f"FP8 by {granularity}, {cols}",
+            )
+            for cols, granularity in ((2048, "row"), (34000, "row"), (4096, 128), (200, "tensor"))
+        ),
+        pytest.param(whole("layer_norm", "backward", 3, 34000, "bfloat16", "float32"), id="backward, clusters"),
+    ],
+)
+def test_other_operations_on_the_stand_in(problem):
+    """For many rows, of which there are few here: the candidates of few and of many differ."""
+    expected = written(plan(problem, SMALL))
+    for number in range(DRAWS // 2):
+        other = drawn(number)(problem, SMALL)
+        for name, content in written(other).items():
+            assert content == expected[name], (name, other.steps[0].spec)
 
 
 @pytest.mark.gpu

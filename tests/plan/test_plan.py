@@ -13,7 +13,7 @@ from problems import DEVICES, problem
 
 from cunorm.expression import trace
 from cunorm.kernel import source
-from cunorm.kernel.device import CLUSTER_SIZES, H100, KNOWN, early_launches
+from cunorm.kernel.device import CLUSTER_SIZES, H100, KNOWN, early_launches, known
 from cunorm.operation import Operation
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import backward_problem
@@ -144,6 +144,38 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, name):
         assert specs[0] == specs[1] == specs[2]
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_problem_of_other_rows_is_what_is_made_anew(direction):
+    """Whatever was asked of the first, and is kept."""
+    first, anew = (problem(direction, rows, 1000, "float16") for rows in (3, 5000))
+    names = [name for name in dir(first) if not name.startswith("_") and name != "of_rows"]
+    before = {name: getattr(first, name) for name in names}
+    found = first.of_rows(5000)
+    assert found == anew
+    assert hash(found) == hash(anew)
+    assert {name: getattr(found, name) for name in names} == {name: getattr(anew, name) for name in names}
+    assert {name: getattr(first, name) for name in names} == before
+
+
+# To a million, a good hundred as far apart by factors, and where rules end: at powers of two.
+NUMBERS_OF_ROWS = sorted(
+    {round(10 ** (i / 20)) for i in range(121)} | {2**i + more for i in range(20) for more in (0, 1)}
+)
+MOST_KERNELS = {"forward": 12, "backward": 13}  # the thirteenth is that of 129 rows alone (few_rows.py)
+
+
+@pytest.mark.parametrize("device", known(90), ids=lambda device: device.name)
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_layout_compiles_few_kernels_whatever_the_rows(direction, dtype, op, device):
+    kernels = {}
+    for cols in (64, 512, 640, 1152, 2880, 4096, 5120, 8192, 16384, 65536):
+        plans = (plan(problem(direction, rows, cols, dtype, op), device) for rows in NUMBERS_OF_ROWS)
+        kernels[cols] = len({step.spec for one in plans for step in one.steps})
+    assert max(kernels.values()) <= MOST_KERNELS[direction], kernels
+
+
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("rows", [1, 3, 500, 10**6])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,13 +243,6 @@ def test_backward_rows_leave_as_many_partial_rows_at_odd_addresses(elements, col
         for aligned in (True, False)
     ]
     assert len({(one.groups, one.steps[0].spec.rows_per_cta) for one in plans}) == 1
-
-
-@pytest.mark.parametrize(
-    ("bandwidth", "arch", "slow"), [(3352, 90, True), (4916, 90, False), (0, 90, False), (2039, 80, False)]
-)
-def test_memory_is_slow_where_an_sm_has_what_an_h100_has(bandwidth, arch, slow):
-    assert replace(KNOWN[arch], bandwidth=bandwidth).memory_is_slow == slow
 
 
 @pytest.mark.parametrize("arch", KNOWN)

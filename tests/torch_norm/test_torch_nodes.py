@@ -82,8 +82,7 @@ def test_a_norm_has_the_bits_of_python(driver, stand_in, name):
         y = call()
         assert "CppNode" in y.grad_fn.name()
         same_bits([y, *gradients(y, wanting, [dy])], expected)
-        # Python computes the first gradients, and describes how.
-        assert directions(driver.plans) == ["forward", *["forward", "backward"] * turn]
+        assert directions(driver.plans) == ["forward", "backward"] * (turn + 1)
     with torch.no_grad():
         same_bits([call()], expected[:1])
     assert directions(driver.plans)[-2:] == ["backward", "forward"]
@@ -115,7 +114,7 @@ def test_a_fused_operation_has_the_bits_of_python(driver, stand_in, name, shape,
         results = call()
         assert "CppNode" in results[0].grad_fn.name()
         same_bits([*results, *gradients(results, wanting, given)], expected)
-        assert directions(driver.plans) == ["forward", *["forward", "backward"] * turn]
+        assert directions(driver.plans) == ["forward", "backward"] * (turn + 1)
 
 
 def test_what_is_added_has_the_gradient_itself(driver):
@@ -129,7 +128,7 @@ def test_what_is_added_has_the_gradient_itself(driver):
         y = layer_norm_add(x, residual, 64)
         found.append(gradients(y, [x, residual], [dy]))
         same_bits(found[-1], found[0])
-    assert directions(driver.plans) == ["forward", *["forward", "backward"] * 2]
+    assert directions(driver.plans) == ["forward", "backward"] * 3
 
 
 def described(call: Any, wanting: list[Any], dy: Any) -> None:
@@ -239,7 +238,7 @@ def test_an_error_of_python_in_the_backward_pass(driver, monkeypatch):
     call, wanting, dy = a_norm("x alone")
     call()
     y = call()
-    monkeypatch.setattr(functional, "launched_gradients", lambda *_: 1 / 0)
+    monkeypatch.setattr(launching, "backward_recipe_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         torch.autograd.grad(y, wanting, dy)
 
@@ -319,12 +318,12 @@ def test_layouts_that_take_turns_are_described_once(driver, monkeypatch, name):
 
 def test_gradients_that_take_turns_are_described_once(driver, monkeypatch):
     call, wanting, _ = a_norm("float32 weights", cols=136)
-    learnt, count = [], functional.launched_gradients
-    monkeypatch.setattr(functional, "launched_gradients", lambda *a: learnt.append(a) or count(*a))
+    described, add_backward = [], nodes.add_backward
+    monkeypatch.setattr(nodes, "add_backward", lambda *a: described.append(a) or add_backward(*a))
     for _ in range(3):
         for dy in views(9, "float16"):
             torch.autograd.grad(call(), wanting, dy)
-        assert len(learnt) == 9
+        assert len(described) == 9
 
 
 @pytest.mark.parametrize("op", [rms_norm, add_rms_norm])
@@ -371,7 +370,7 @@ def test_100_000_lengths_take_no_more_memory_than_4096(monkeypatch):
     """Of descriptions alone: with their plans it takes minutes."""
     assert nodes.build() == ""
     monkeypatch.setattr(nodes, "module", nodes.load)
-    monkeypatch.setattr(nodes, "kernel", lambda *_: SimpleNamespace(ptr=1))
+    monkeypatch.setattr(launch, "address", lambda *_: 1)
     monkeypatch.setattr(launch, "context", lambda _: 77)
     step = plan(problem("forward", 8, 64, "float32"), KNOWN[90])
     kept: dict[Any, Any] = {}

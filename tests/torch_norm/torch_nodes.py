@@ -7,7 +7,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import cpu_device
@@ -79,13 +78,13 @@ class Driver:
         def described(plan, *rest):
             steps = iter(range(len(plan.steps)))
 
-            def kernel(*_):
-                address = len(self._steps) + 1
-                self._steps[address] = plan, next(steps)
-                return SimpleNamespace(ptr=address)
+            def address(*_):
+                found = len(self._steps) + 1
+                self._steps[found] = plan, next(steps)
+                return found
 
             with monkeypatch.context() as patch:
-                patch.setattr(nodes, "kernel", kernel)
+                patch.setattr(launch, "address", address)
                 return work(plan, *rest)
 
         monkeypatch.setattr(nodes, "_work", described)

@@ -185,7 +185,8 @@ def _call(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -
     margin, backward_margin, inference_margin = checks.sm_margins(function, sm_margin)
     if dtype is None:
         dtype = _default_dtype(operation, x)
-    differentiable = any(one is not None and one.requires_grad for one in (x, weight, bias))
+    differentiable = x.requires_grad
+    differentiable |= (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     margin = margin if differentiable and _grad_enabled() else inference_margin
     recipe = launching.recipe_of(x, weight, bias, (operation, shape, dtype, margin))
     return Call(recipe, eps, differentiable, backward_margin, None if bias is None else bias.dtype)

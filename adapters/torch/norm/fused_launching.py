@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernel import launch
 from ...norm import fused
 from ...norm.checks import Layout
-from ...norm.fused_recipe import backward_recipe, forward_recipe, scalars_of
+from ...norm.fused_recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...operation import NORMS, Operation, derivative
 from ...plan.problem import argument_order, backward_reads
 from ...plan.steps import Plan
@@ -38,6 +38,7 @@ class Call:
     s_dtype: str | None
     sm_margins: tuple[int, int, int] = (0, 0, 0)  # forward, backward, forward where nobody will go back
     recipes: dict[Hashable, Forward] = field(default_factory=dict)
+    forms: dict[Hashable, Any] = field(default_factory=dict)  # a recipe of any number of rows, forward or backward
     compiled: dict[Hashable, tuple] = field(default_factory=dict)  # what serves calls in C++ (norm_nodes.py)
     families: dict[Hashable, Family] = field(default_factory=dict)
     masks: dict[tuple[bool, ...], tuple[str, ...]] = field(default_factory=dict)
@@ -162,8 +163,31 @@ def recipe_of(call: Call, tensors: Sequence[Tensor], pointers: Sequence[int], sm
     key = (aligned, sm_margin, *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors])
     recipe = call.recipes.get(key)
     if recipe is None:
-        recipe = launching.keep(call.recipes, key, _forward_recipe(call, tensors, sm_margin, aligned))
+        layouts = layouts_of(call, tensors)
+        form = form_of(layouts["x"].shape, layouts.values())
+        like = None if form is None else call.forms.get((aligned, sm_margin, form))
+        if like is None:
+            recipe = _forward_recipe(call, tensors, layouts, sm_margin, aligned)
+            if form is not None and recipe.plan is not None and not recipe.copies and of_any_rows(recipe.plan):
+                launching.keep(call.forms, (aligned, sm_margin, form), recipe)
+        else:
+            recipe = _forward_of_rows(like, layouts)
+        launching.keep(call.recipes, key, recipe)
     return recipe
+
+
+def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
+    """The recipe of a call that differs from an earlier one in its number of rows alone."""
+    shape = layouts["x"].shape
+    solution = launching.plan_of_rows(like.plan, shape[:-1])
+    (statistics, *_), _, dtype = like.statistics
+    return like._replace(
+        plan=solution,
+        results=tuple(gpu.contiguously(shape, dtype) for _, _, dtype in like.results),
+        statistics=gpu.contiguously((statistics, *shape[:-1]), dtype),
+        rstd_offset=_rstd_offset(solution),
+        family=family(like.family.call, layouts),
+    )
 
 
 def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
@@ -171,8 +195,9 @@ def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
     return {name: fused_memory.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
 
 
-def _forward_recipe(call: Call, tensors: Sequence[Tensor], sm_margin: int, aligned: bool) -> Forward:
-    layouts = layouts_of(call, tensors)
+def _forward_recipe(
+    call: Call, tensors: Sequence[Tensor], layouts: dict[str, Layout], sm_margin: int, aligned: bool
+) -> Forward:
     recipe = forward_recipe(
         call.function,
         call.operation,
@@ -288,9 +313,27 @@ def backward_recipe_of(
     recipe = family.recipes.get(key)
     if recipe is None:
         named = dict(zip(names, tensors, strict=True))
-        made = _backward_recipe(family, named, statistics, wanted, aligned)
-        recipe = launching.keep(family.recipes, key, made)
+        call, layouts, _ = family
+        function = f"backward of {call.function}"
+        given = [None if one is None else fused_memory.layout(function, name, one) for name, one in named.items()]
+        form = form_of(layouts["x"].shape, (*layouts.values(), *given))
+        like = None if form is None else call.forms.get((wanted, names, aligned, form))
+        if like is None:
+            recipe = _backward_recipe(family, named, statistics, wanted, aligned)
+            other = recipe.copies or recipe.sums or recipe.zeros
+            if form is not None and recipe.plan is not None and not other and of_any_rows(recipe.plan):
+                launching.keep(call.forms, (wanted, names, aligned, form), recipe)
+        else:
+            recipe = _backward_of_rows(like, layouts["x"].shape)
+        launching.keep(family.recipes, key, recipe)
     return recipe
+
+
+def _backward_of_rows(like: Backward, shape: tuple[int, ...]) -> Backward:
+    """As _forward_of_rows; `shape` is that of x."""
+    solution = launching.plan_of_rows(like.plan, shape[:-1])
+    of_shape = [gpu.contiguously(shape, one[2]) if len(one[0]) > 1 else one for one in like.gradients]
+    return like._replace(plan=solution, gradients=tuple(of_shape), rstd_offset=_rstd_offset(solution))
 
 
 def _summed(gradients: list[Tensor], sums: Mapping[int, tuple]) -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ stream, current_device, empty = private.stream, private.current_device, private.
 
 
 def contiguously(shape: Sequence[int], dtype: torch.dtype) -> Memory:
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return tuple(shape), tuple(strides), dtype
+    shape = tuple(shape)
+    strides = [*accumulate(shape[:0:-1], mul, initial=1)][: len(shape)]
+    return shape, tuple(strides[::-1]), dtype
 
 
 def properties_of(function: str, x: Tensor) -> device.Device:

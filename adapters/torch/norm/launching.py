@@ -6,7 +6,7 @@ What follows from layouts and options alone is worked out once and kept as a rec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -132,8 +132,38 @@ def recipe_of(
     key = (options, x.shape, x.stride(), x.dtype, x.get_device(), weight_key, bias_key, out_key, aligned)
     recipe = _recipes.get(key)
     if recipe is None:
-        recipe = keep(_recipes, key, _forward_recipe(options, x, weight, bias, out, aligned))
+        form = None  # the key, but for the number of rows
+        if out is None and x.is_contiguous() and x.numel():
+            _, shape, *_ = options
+            form = (options, x.shape[-len(shape) :], x.dtype, x.get_device(), weight_key, bias_key, aligned)
+        like = _recipes.get(form)
+        made = _forward_recipe(options, x, weight, bias, out, aligned) if like is None else _of_rows(like, x)
+        recipe = keep(_recipes, key, made)
+        if like is None and form is not None and made.plan is not None and not made.copied:
+            keep(_recipes, form, made)
     return recipe
+
+
+def _of_rows(like: Recipe, x: Tensor) -> Recipe:
+    """The recipe of a call that differs from an earlier one in its number of rows alone."""
+    operation, ndim, *_ = like.family
+    leading = x.shape[:-ndim]
+    solution, second = plan_of_rows(like.plan, leading), like.second
+    problem = solution.problem
+    if problem.direction == "forward":
+        second = gpu.contiguously((1 + problem.norm.subtracts_mean, *leading), second[2])
+    return like._replace(
+        plan=solution,
+        first=gpu.contiguously(x.shape, like.first[2]),
+        second=second,
+        rstd_offset=like.rstd_offset // like.plan.problem.rows * problem.rows,
+        family=family(operation, ndim, x),
+    )
+
+
+def plan_of_rows(like: Plan, leading: Sequence[int]) -> Plan:
+    """The plan of a call that differs from an earlier one in its number of rows alone."""
+    return plan(like.problem.of_rows(math.prod(leading)), like.device)
 
 
 def forward_by(
@@ -273,7 +303,17 @@ def backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, dx_out) ->
     key = (output_mask, sm_margin, dy.stride(), dy.dtype, x.stride(), x.dtype, weight_key, out_key, aligned)
     recipe = family.recipes.get(key)
     if recipe is None:
-        recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned)
+        form = None
+        if dx_out is None and dy.is_contiguous() and x.is_contiguous() and x.numel():
+            of_x = family.operation, family.ndim, x.shape[-family.ndim :], x.dtype, x.get_device()
+            form = (*of_x, output_mask, sm_margin, dy.dtype, weight_key, aligned)
+        recipe = _recipes.get(form)
+        if recipe is None:
+            recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned)
+            if form is not None and recipe.plan is not None and not recipe.copied:
+                keep(_recipes, form, recipe)
+        else:
+            recipe = _of_rows(recipe, x)
         keep(family.recipes, key, recipe)
     return recipe
 

@@ -1,8 +1,8 @@
 // Calls whose launches are known (nodes.py), and their node in autograd's graph, without Python in the backward pass.
 //
 // Python describes the passes once: what they allocate, and for each launch where its arguments come from. A call
-// hands over tensors alone; it answers None where it cannot serve them, and Python serves them itself. So does the
-// first backward pass for gradients of a layout, which then describes the next.
+// hands over tensors alone; it answers None where it cannot serve them, and Python serves them itself. The first
+// backward pass for gradients of a layout asks Python, which describes it, or computes what cannot be described.
 #include <torch/csrc/Dtype.h>
 
 #include "nodes_autograd.h"

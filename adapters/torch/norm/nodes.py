@@ -30,7 +30,8 @@ from torch import Tensor
 
 from ... import logs
 from ...kernel import launch
-from ...kernel.compile import DIGEST, cache_directory, kernel, write
+from ...kernel.cache import cache_directory, write
+from ...kernel.compile import DIGEST
 from ...plan.steps import WORKSPACE, Plan, Step
 from .. import private
 from . import launching
@@ -204,13 +205,13 @@ def forward_pass(
     rstd_offset: int,
     numbers: Mapping[str, float],
     saved: Sequence[str],
-    backward: Callable[..., Sequence[Tensor | None]],
+    backward: Callable[..., Sequence[Tensor | None] | None],
 ) -> Any:
     """A pass for tensors like these, of aligned memory, as `call_of` takes it; None where nothing can serve them.
 
     Whatever the plan takes goes by name. `saved` are the names of what the backward pass reads besides statistics.
     `backward(which, given, statistics, saved, mask)` is that pass by Python: the gradients of the tensors, of those
-    given of the results. It may call `add_backward`. `mask` has a bit for each of the tensors.
+    given of the results; or None once `add_backward` has described it. `mask` has a bit for each of the tensors.
     """
     compiled = module()
     if compiled is None or plan is None:
@@ -261,17 +262,19 @@ def add_backward(
     numbers: Mapping[str, float],
     places: Sequence[int],
     in_place: bool = False,
-) -> None:
-    """Describes a backward pass for tensors like these, by name. `places` are those of each gradient among the results,
-    -1 where it is not wanted, -2 - i where it is the i-th of `given` itself. `in_place`: dx goes where dy is.
+) -> bool:
+    """Describes a backward pass for tensors like these, by name; False where that cannot be. `places` are those of each
+    gradient among the results, -1 where it is not wanted, -2 - i where it is the i-th of `given` itself. `in_place`: dx
+    goes where dy is.
     """
     compiled = module()
     read = (*(one for one in given.values() if one is not None), statistics, *saved.values())
     if compiled is None or plan is None or any(one.data_ptr() % 16 for one in read):
-        return
+        return False
     aliases = {"dx": "dy"} if in_place else {}
     work = _work(plan, statistics.get_device(), (*given, *saved), results, rstd_offset, numbers, aliases)
     compiled.add_backward(which, tuple(given.values()), (statistics, *saved.values()), mask, work, tuple(places))
+    return True
 
 
 def _work(
@@ -287,20 +290,19 @@ def _work(
     context = launch.context(index)
     names = (*read, "mean", "rstd", *results, WORKSPACE)
     places = {name: place for place, name in enumerate(names)}
-    places |= {name: places[other] for name, other in aliases.items()}
+    if aliases:
+        places |= {name: places[other] for name, other in aliases.items()}
     launches = tuple(_launch(step, index, places, numbers) for step in plan.steps)
     return tuple(results.values()), plan.workspace, rstd_offset, context, launches
 
 
 def _launch(step: Step, index: int, places: Mapping[str, int], numbers: Mapping[str, float]) -> tuple:
-    launch.check_arguments(step)
-    function = kernel(step.spec, index)  # kept by compile.py, as its address is here
+    function = launch.address(step, index)
     pack = launch.NUMBERS[step.spec.compute]
-    arguments = [
-        *((places[name], offset) if name in places else (-1, 0) for name, offset in step.pointers),
-        *((-1, struct.unpack("q", struct.pack(pack, numbers[name]))[0]) for name in step.scalars),
-        *((-1, struct.unpack("q", struct.pack("Q", number % 2**64))[0]) for number in step.integers),
-    ]
-    of, values = zip(*arguments, strict=True)
+    of = [places.get(name, -1) for name, _ in step.pointers]
+    values = [offset if name in places else 0 for name, offset in step.pointers]
+    values += [struct.unpack("q", struct.pack(pack, numbers[name]))[0] for name in step.scalars]
+    values += [(number + 2**63) % 2**64 - 2**63 for number in step.integers]  # the same 64 bits, with a sign
+    of += [-1] * (len(values) - len(of))
     early = int(step.begins_early)
-    return function.ptr, *step.grid, step.spec.threads, step.dynamic_shared, early, of, values
+    return function, *step.grid, step.spec.threads, step.dynamic_shared, early, tuple(of), tuple(values)

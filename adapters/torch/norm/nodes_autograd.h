@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "nodes_passes.h"
 
@@ -37,9 +38,10 @@ const c10::Storage& unpacked(PyObject* handle) {
   return *static_cast<const c10::Storage*>(found);
 }
 
-// By Python, which may describe what it did (`add_backward`) to `pass`, if there is one.
-variable_list learn(const c10::SafePyObject& by, const c10::Storage* pass, const variable_list& gradients,
-                    const variable_list& saved, uint64_t mask) {
+// By Python: the gradients; nothing where it has described to `pass`, if there is one, how they are computed
+// (`add_backward`).
+std::optional<variable_list> learn(const c10::SafePyObject& by, const c10::Storage* pass,
+                                   const variable_list& gradients, const variable_list& saved, uint64_t mask) {
   pybind11::gil_scoped_acquire gil;
   THPObjectPtr arguments(PyTuple_New(pass ? 5 : 4));
   if (!arguments) throw python_error();
@@ -56,6 +58,7 @@ variable_list learn(const c10::SafePyObject& by, const c10::Storage* pass, const
     error.persist();
     throw error;
   }
+  if (found.get() == Py_None) return std::nullopt;
   variable_list unpacked;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(found.get()); ++i) {
     PyObject* one = PySequence_Fast_GET_ITEM(found.get(), i);
@@ -79,8 +82,13 @@ variable_list gradients_of(const c10::Storage& which, const variable_list& gradi
                            uint64_t mask) {
   const auto& pass = pass_in<Pass>(which);
   const bool plain = !c10::GradMode::is_enabled() && nothing_listens();
-  const auto backward = plain ? known(pass, gradients, saved, mask) : nullptr;
-  return backward ? run_backward(*backward, gradients, saved) : learn(pass.learn, &which, gradients, saved, mask);
+  auto backward = plain ? known(pass, gradients, saved, mask) : nullptr;
+  if (!backward) {
+    if (const auto computed = learn(pass.learn, &which, gradients, saved, mask)) return *computed;
+    backward = known(pass, gradients, saved, mask);
+    if (!backward) throw std::runtime_error("cunorm: a backward pass was described, but not for these gradients.");
+  }
+  return run_backward(*backward, gradients, saved);
 }
 
 struct Norm : torch::autograd::Function<Norm> {
@@ -203,7 +211,7 @@ struct NormLinear : torch::autograd::Function<NormLinear> {
         dy = gradients[0].reshape({pass.dy.memory.shape[0], -1}).contiguous();
         plain = pass.dy.fits(dy);
       }
-      found = plain ? linear_gradients(pass, dy, saved, mask) : learn(pass.learn, nullptr, gradients, saved, mask);
+      found = plain ? linear_gradients(pass, dy, saved, mask) : *learn(pass.learn, nullptr, gradients, saved, mask);
     }
     found.emplace_back();  // of `which`
     return found;

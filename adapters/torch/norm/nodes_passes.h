@@ -11,6 +11,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -97,7 +98,7 @@ struct Pass {
   Work forward;
   Memory statistics;
   std::vector<size_t> saved;  // places among inputs and results
-  c10::SafePyObject learn;    // (pass, given gradients, statistics, saved, mask) -> gradients of the inputs
+  c10::SafePyObject learn;    // (pass, given gradients, statistics, saved, mask) -> gradients of the inputs, or None
   mutable std::mutex mutex;   // of what follows
   mutable std::deque<std::shared_ptr<const Backward>> backwards;
 };

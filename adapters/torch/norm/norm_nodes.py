@@ -39,17 +39,17 @@ def of_norm(
         (dy,), by_name = given, dict(zip(saved_names, saved, strict=True))
         wanted = _wanted(names, bits)
         mask = ("x" in wanted, "weight" in wanted, "bias" in wanted)
+        if plain(dy) and describe(which, dy, statistics, by_name, wanted, mask, bits):
+            return None
         found = gradients(call, dy, by_name["x"], statistics, by_name.get("weight"), mask)
-        if plain(dy):
-            describe(which, dy, statistics, by_name, wanted, mask, bits)
         return [one for name, one in zip(every, found, strict=True) if name in names]
 
-    def describe(which, dy, statistics, saved, wanted, mask, bits) -> None:
+    def describe(which, dy, statistics, saved, wanted, mask, bits) -> bool:
         x, weight, margin = saved["x"], saved.get("weight"), call.backward_margin
         of = launching.backward_recipe_of(recipe.family, mask, margin, dy, x, weight, None)
         *_, dtype = of.second
         if of.copied or not of.aligned or (mask[2] and dtype is not call.bias_dtype):
-            return
+            return False
         into_dy = in_place and mask[0] and launching.takes_dx(dy, of.plan, of.first)
         written = wanted[1:] if into_dy else wanted  # x is the first
         results = {f"d{name}": of.first if name == "x" else of.second for name in written}
@@ -57,7 +57,7 @@ def of_norm(
         if into_dy:
             places[0] = -2
         work = (results, of.rstd_offset, {}, places, into_dy)
-        nodes.add_backward(which, of.plan, {"dy": dy}, statistics, saved, bits, *work)
+        return nodes.add_backward(which, of.plan, {"dy": dy}, statistics, saved, bits, *work)
 
     numbers = dict.fromkeys(recipe.plan.problem.scalars, call.eps)
     results = {"y": recipe.first}
@@ -89,22 +89,21 @@ def of_fused(
         found = dict(zip(returns, given, strict=True))
         dy, ds = found.get("y"), found.get("s")
         mask = tuple(bool(bits >> place & 1) for place in range(len(call.names)))
-        computed = gradients(family, names, saved, numbers, eps, dy, ds, statistics, mask)
-        if all(one is None or plain(one) for one in given):
-            describe(which, dy, ds, statistics, saved, bits)
-        return computed
+        if all(one is None or plain(one) for one in given) and describe(which, dy, ds, statistics, saved, bits):
+            return None
+        return gradients(family, names, saved, numbers, eps, dy, ds, statistics, mask)
 
-    def describe(which, dy, ds, statistics, saved, bits) -> None:
+    def describe(which, dy, ds, statistics, saved, bits) -> bool:
         wanted = _wanted(call.names, bits)
         through = fused_launching.given_through(family, wanted, dy)
         computed = tuple(name for name in wanted if name not in through)
         if not computed:
-            return
+            return False
         read = (dy, ds, *saved)
         pointers = [0 if one is None else one.data_ptr() for one in read]
         of = fused_launching.backward_recipe_of(family, names, read, pointers, statistics, computed)
         if of.plan is None or of.copies or of.sums or of.zeros is not None:
-            return
+            return False
         places = [-1] * len(call.names)
         for name, place in zip(computed, of.places, strict=True):
             places[call.names.index(name)] = place
@@ -114,7 +113,8 @@ def of_fused(
         given = {f"d{name}": {"y": dy, "s": ds}[name] for name in returns}
         results = dict(zip(of.written, of.gradients, strict=True))
         saved = dict(zip(names, saved, strict=True))
-        nodes.add_backward(which, of.plan, given, statistics, saved, bits, results, of.rstd_offset, scalars, places)
+        work = (results, of.rstd_offset, scalars, places)
+        return nodes.add_backward(which, of.plan, given, statistics, saved, bits, *work)
 
     scalars = dict(zip(recipe.plan.problem.scalars, scalars_of(recipe.plan, by_name | {"eps": eps}), strict=True))
     return nodes.forward_pass(

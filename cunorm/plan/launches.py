@@ -1,4 +1,4 @@
-"""How a backward pass is run: its launches, which leave partial rows of the sums over rows, and what adds them up.
+"""The launches of a plan: `launches(problem, kernel of its rows, device)` -> grids, partial sums, workspace.
 
 Pure functions; no GPU library is imported.
 """
@@ -11,53 +11,82 @@ from math import prod
 from ..kernel.device import Device
 from ..operation import derivative
 from .backward_parts import part, sources
-from .backward_turns import by_turns
-from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
 from .problem import ITEMSIZE, Problem
-from .registers import sixteen_bits
-from .shapes import ceil_div, kernel_spec
-from .shared_memory import launch_shared
-from .spec import SUM_COLUMNS, WARP, NormSpec, RowShape, SumSpec
-from .steps import STREAMED_THREADS, WORKSPACE, Plan, Pointer, Step, partial_row, resident_groups, step_of, tier_name
-from .tiers import choose
+from .shapes import MOST_SHORT, ceil_div, kernel_spec
+from .shared_memory import dynamic_shared, launch_shared
+from .spec import SUM_COLUMNS, FewRowsSpec, NormSpec, RowShape, SumSpec
+from .steps import (
+    GRID_LIMIT,
+    STREAMED_THREADS,
+    WORKSPACE,
+    Plan,
+    Pointer,
+    Step,
+    partial_row,
+    resident_groups,
+    step_of,
+    tier_name,
+)
 
 SUM_THREADS = 256
-SUM_LANES = {8: 512, 16: 4096, 32: 8192, 64: 16384, 128: 32768}  # up to how many threads of a partial row
-# Of column_gradients, an SM: dbias of 8192 x 12288 49.5 us, of four 51.4. Of sum_partials no more where multiprocessors
-# are left to others.
+SUM_LANES = {8: 512, 16: 4096, 32: 8192, 64: 16384, 128: 32768}  # up to how many threads of partial sums
+# Of column_gradients, on an SM. Of sum_partials no more where multiprocessors are left to others.
 PARTIAL_CTAS = 2
-LEAST_ROWS = 16  # of one of its partial rows
-# CTAs of a cluster at most, behind whose kernel the sums let the next one begin. Larger clusters of a plan like this
-# one would find room unevenly: H100, one after the other, LayerNorm of 512 x 16384 by clusters of eight 25.2 us, not
-# 22.4.
+LEAST_ROWS = 16  # of one of its partial sums
+# CTAs of a cluster at most, behind whose kernel the sums let the next one begin: larger clusters would find room
+# unevenly.
 NEXT_BEGINS_CLUSTER = 2
 COLUMN_THREADS = 256  # of a CTA of column_gradients
+# What the first row of a CTA waits, and its sums on their way out, in iterations of the others.
+ITERATIONS_TO_START = 4
 
 
-def plan_backward(problem: Problem, device: Device) -> Plan:
+def launches(problem: Problem, rows: NormSpec | FewRowsSpec | None, device: Device) -> Plan:
+    """The plan of a problem by the kernel of its rows; None: rows of a backward pass that are streamed."""
+    if problem.direction == "forward":
+        assert isinstance(rows, NormSpec)
+        return _forward(problem, rows, device)
+    return _backward(problem, rows, device)
+
+
+def _forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
+    """A CTA for every row or, where a CTA has more than one iteration, as many as run at once."""
+    short = ceil_div(problem.cols, spec.shape.pack) <= MOST_SHORT
+    at_once = short and not spec.stages and not problem.sm_margin and problem.rows <= GRID_LIMIT
+    once = at_once and spec.kernel == "forward"
+    if spec.kernel == "forward_streamed":
+        groups = resident_groups(problem, spec, device) if problem.sm_margin else min(problem.rows, GRID_LIMIT)
+    elif spec.kernel == "forward_twice" and not problem.sm_margin:
+        groups = min(ceil_div(problem.rows, spec.rows_per_cta), GRID_LIMIT)
+    elif once or spec.kernel in ("forward_pairs", "forward_spread"):
+        groups = ceil_div(problem.rows, spec.rows_per_cta)
+    else:
+        groups = resident_groups(problem, spec, device)
+        if short and spec.grouped and spec.kernel == "forward":
+            spec = replace(spec, columns_stay=False)  # the next row of a CTA may be of another group
+    spec = replace(spec, once=True) if once else spec
+    step = step_of(problem, spec, (groups * spec.cluster, 1, 1), 0)
+    return Plan(problem, device, tier_name(spec), (step,))
+
+
+def _backward(problem: Problem, rows: NormSpec | FewRowsSpec | None, device: Device) -> Plan:
     compute = ITEMSIZE[problem.compute]
-    written = [one for one in problem.operands if one.written]
-    sums = tuple(one.name for one in written if one.kind not in ("full", "per_row"))
-    # Four partial rows of float32 an SM; more gradients have fewer, at least one.
+    sums = problem.sums
+    # Four partial sums of float32 an SM; more gradients have fewer, at least one.
     most_groups = max(1, 4 * device.sms * 8 // (compute * max(2, len(sums))))
-    # For sums of dy alone neither x nor the whole of a row is needed.
-    choice = choose(problem, device) if len(sums) < len(written) or "rstd" in problem.pointers else None
-    if choice is None:
+    if rows is None:
         tier = "streamed"
         steps, partials = _streamed_backward(problem, device, sums, most_groups)
+    elif isinstance(rows, FewRowsSpec):
+        tier, steps, partials = tier_name(rows.rows), _few_rows_backward(problem, rows, sums), 0
     else:
-        _, spec = choice
+        tier = tier_name(rows)
         if problem.groups:
-            steps, partials = _grouped_backward(problem, device, sums, spec)
-        elif adds_columns_beside_rows(problem, device, sums):
-            steps, partials = few_rows_backward(problem, device, sums, spec.shape), 0
+            steps, partials = _grouped_backward(problem, device, sums, rows)
         else:
-            spec = by_turns(problem, spec, device)
-            steps, partials = _resident_backward(problem, device, sums, most_groups, spec)
-        tier = tier_name(spec)
+            steps, partials = _resident_backward(problem, device, sums, most_groups, rows)
     if partials:
-        # Like the sum behind it. Beside kernels of others in a CUDA graph that costs 0 to 0.4 us, in a stream that the
-        # host has filled it gains 1.
+        # Like the sum behind it: it gains 1 us in a stream that the host has filled, and costs up to 0.4 in a graph.
         first = steps[0].spec
         shared = launch_shared(first, device)
         steps[0] = replace(steps[0], begins_early=device.overlaps_launches, dynamic_shared=shared)
@@ -66,18 +95,18 @@ def plan_backward(problem: Problem, device: Device) -> Plan:
     return Plan(problem, device, tier, tuple(steps), partials, workspace)
 
 
-def one_kernel_differentiates_twice(problem: Problem, device: Device) -> bool:
-    """Whether the backward pass of an operation with a second norm is one kernel: of rows of 16 bits that are not few.
-
-    A CTA holds such rows in the shape that either norm's own backward pass gives them, so they have its bits. By more
-    than twelve warps it spilled 20 to 28 bytes; on sm_100 8 to 164, and 4 to 72 without ds, by 512 threads.
-    """
-    choice = choose(problem, device) if device.arch == 90 and "ds" in problem.by_name else None
-    if choice is None or rows_are_few(problem, device):
-        return False
-    shape = choice[1].shape
-    held = shape.cluster == 1 and shape.threads >= WARP and shape.threads * shape.packs <= 768
-    return held and sixteen_bits(choice[1])
+def _few_rows_backward(problem: Problem, spec: FewRowsSpec, sums: tuple[str, ...]) -> list[Step]:
+    """One launch, or two where dx may take the memory of x or dy, which the columns must have been read from."""
+    row_ctas = ceil_div(problem.rows, spec.rows.rows_per_cta) * spec.rows.cluster
+    if problem.overwrites:
+        columns = part(problem, sums)
+        rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in sums))
+        return [
+            step_of(columns, spec.columns, (spec.column_ctas, 1, 1), 1),
+            step_of(rows, spec.rows, (row_ctas, 1, 1), 0),
+        ]
+    step = step_of(problem, spec.whole, (spec.column_ctas + row_ctas, 1, 1), 1)
+    return [replace(step, spec=spec, dynamic_shared=dynamic_shared(spec))]
 
 
 def _resident_backward(
@@ -86,7 +115,7 @@ def _resident_backward(
     """The launches for rows that a tier takes, and how many partial rows they leave."""
     groups = min(resident_groups(problem, spec, device), most_groups)
     # What a single group adds up are the gradients: nothing is left to be done.
-    spec = replace(spec, final=groups == 1 and bool(sums))
+    spec = replace(spec, final=True) if groups == 1 and sums else spec
     step = step_of(problem, spec, (groups * spec.shape.cluster, 1, 1), groups)
     return [step], groups if sums and not spec.final else 0
 
@@ -107,12 +136,9 @@ def _of_groups_alone(problem: Problem, sums: tuple[str, ...]) -> bool:
     return all(problem.by_name[name].kind == "group" for name in sums)
 
 
-# What the first row of a CTA waits, and its sums on their way out, in turns of the others.
-TURNS_TO_START = 4
-
-
 def _ctas_of_group(problem: Problem, spec: NormSpec, device: Device) -> int:
-    """How many CTAs (or clusters) share the rows of a group: so that all groups together take the fewest turns, where
+    """How many CTAs (or clusters) share the rows of a group, so that all groups together take the fewest iterations.
+
     CTAs that do not run at once run one after the other.
     """
     groups = problem.groups
@@ -120,11 +146,11 @@ def _ctas_of_group(problem: Problem, spec: NormSpec, device: Device) -> int:
     rows = ceil_div(problem.rows // groups.count, spec.rows_per_cta)
     resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin)
 
-    def turns(ctas: int) -> int:
-        return ceil_div(groups.count * ctas, resident) * (ceil_div(rows, ctas) + TURNS_TO_START)
+    def iterations(ctas: int) -> int:
+        return ceil_div(groups.count * ctas, resident) * (ceil_div(rows, ctas) + ITERATIONS_TO_START)
 
     most = max(1, (1 if problem.sm_margin else 4) * resident // groups.count)
-    return min(range(1, min(rows, most) + 1), key=turns)
+    return min(range(1, min(rows, most) + 1), key=iterations)
 
 
 def _streamed_backward(
@@ -161,7 +187,7 @@ def _streamed_backward(
         # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
         dtypes = {one.dtype for one in of_rows.operands if one.kind != "statistic"}
         plain = dtypes == {problem.row_dtype} and spec.aligned
-        # Of more arrays, of two strides and of vectors of groups, they spilled 4 to 60 bytes.
+        # More arrays, two strides and vectors of groups spill.
         strides = any(one.inner for one in spec.operands)
         plain = plain and len(spec.matrices) + len(spec.results) <= 4 and not strides and not spec.grouped
         spec = replace(spec, ctas_per_sm=2 if plain and device.arch < 100 else 1)
@@ -180,9 +206,8 @@ def _sum_partials(
         names = [name for name in sums if (problem.by_name[name].dtype, problem.by_name[name].kind) == (dtype, kind)]
         # blockIdx.z: of which group of rows.
         count = problem.groups.count if problem.groups and kind == "group" else 1
-        # Some 64 to 256 CTAs for dweight and for dbias, of 8 to 256 threads beside each other: 132 partial rows of
-        # 1024 columns 2.4 us, of 8192 3.1; 28 of 65536 3.7, with 8 threads beside each other 7.2. All groups of rows
-        # together have as many: of each there are few partial rows.
+        # Some 64 to 256 CTAs for dweight and for dbias, of 8 to 256 threads beside each other. All groups of rows
+        # together have as many: of each there are few partial sums.
         lanes = next((lanes for lanes, most in SUM_LANES.items() if threads * count <= most), SUM_THREADS)
         pack = 16 // ITEMSIZE[problem.row_dtype]
         spec = SumSpec(problem.compute, dtype, pack, lanes, len(names), count > 1, next_begins, SUM_THREADS)

@@ -1,0 +1,144 @@
+"""Host time of a call with a known number of rows and with a new one: `python -m bench.new_rows`.
+
+A new one is planned and prepared; its kernel is loaded already, by a call of other rows. A call returns before its
+kernel has run; what is measured is the time until it returns, of an idle GPU, in us: medians over numbers of rows.
+Memory comes out of the frameworks' pools, which are filled before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import cupy
+import torch
+
+import cunorm
+import cunorm.torch
+from cunorm.kernel import compile, device
+from cunorm.torch.norm import fused_functional, fused_launching, launching, nodes
+
+COLS = 4096
+MOST = 8192  # rows
+STEP = 128  # between the numbers of rows of a series
+KNOWN = 5  # calls of a known number of rows, of which the last ones count: the first describe what they have in common
+POOL = 2 << 30  # bytes
+
+Call = Callable[[], Any]
+Passes = Callable[
+    [int], tuple[Call, Callable[[Any], Any]]
+]  # of rows: the forward pass, and the backward one of its results
+
+
+def of_cupy(function: str) -> Passes:
+    x, residual, dy, ds = (cupy.zeros((MOST, COLS), "float16") for _ in range(4))
+    weight, bias = (cupy.zeros(COLS, "float16") for _ in range(2))
+    forward, backward = (getattr(cunorm, f"{function}_{one}") for one in ("forward", "backward"))
+
+    def of_rows(rows: int) -> tuple[Call, Callable[[Any], Any]]:
+        of_x, of_residual, of_dy, of_ds = (one[:rows] for one in (x, residual, dy, ds))
+        if function == "layer_norm":
+            return lambda: forward(of_x, None, weight, bias), lambda found: backward(of_dy, of_x, *found[1:], weight)
+        if function == "rms_norm":
+            return lambda: forward(of_x, None, weight), lambda found: backward(of_dy, of_x, found[1], weight)
+        return lambda: forward(of_x, of_residual, weight), lambda found: backward(of_dy, of_ds, *found[1:], weight)
+
+    return of_rows
+
+
+def of_torch(function: str) -> Passes:
+    x, residual, dy = (torch.zeros(MOST, COLS, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    vectors = torch.zeros(2 if function == "layer_norm" else 1, COLS, device="cuda", dtype=torch.bfloat16).unbind()
+    weights = [one.clone().requires_grad_() for one in vectors]
+    norm = getattr(cunorm.torch, function)
+
+    def of_rows(rows: int) -> tuple[Call, Callable[[Any], Any]]:
+        summands = [one[:rows].requires_grad_() for one in ((x, residual) if "add" in function else (x,))]
+        of_dy = dy[:rows]
+
+        def forward() -> Any:
+            found = norm(*summands, (COLS,), *weights)
+            return found if isinstance(found, torch.Tensor) else found[0]
+
+        return forward, lambda y: torch.autograd.grad(y, [*summands, *weights], of_dy)
+
+    return of_rows
+
+
+def timed(call: Callable[..., Any], *given: Any) -> tuple[Any, float]:
+    cupy.cuda.runtime.deviceSynchronize()
+    start = perf_counter()
+    found = call(*given)
+    return found, (perf_counter() - start) * 1e6
+
+
+def both(passes: tuple[Call, Callable[[Any], Any]]) -> tuple[float, float]:
+    """The microseconds of the two passes."""
+    forward, backward = passes
+    results, of_forward = timed(forward)
+    _, of_backward = timed(backward, results)
+    return of_forward, of_backward
+
+
+def series(of_rows: Passes, first: int) -> tuple[list[float], list[float], int]:
+    """(known us, new us, how many calls loaded a kernel and do not count): of the forward pass, and of the backward
+    one. The numbers of rows are `first`, `first` + STEP, and so on; those that load the kernels are between them.
+    """
+    for rows in range(STEP // 2, MOST, STEP // 2):
+        both(of_rows(rows))
+    new, known, loaded = [], [], 0
+    for rows in range(first, MOST, STEP):
+        passes, before = of_rows(rows), len(compile._kernels)
+        once = both(passes)
+        if len(compile._kernels) > before:
+            loaded += 1
+            continue
+        new.append(once)
+        known += [both(passes) for _ in range(KNOWN)][KNOWN // 2 :]
+    medians = ([statistics.median(times) for times in zip(*calls, strict=True)] for calls in (known, new))
+    return *medians, loaded
+
+
+@contextmanager
+def nodes_in_cpp(used: bool) -> Iterator[None]:
+    """Whether torch's passes run in C++."""
+    if used and (why := nodes.build()):
+        raise RuntimeError(f"there are no nodes in C++: {why}")
+    module = nodes.module
+    nodes.module = module if used else lambda: None
+    for kept in (launching._calls, fused_launching._calls, fused_functional._calls):
+        kept.clear()
+    try:
+        yield
+    finally:
+        nodes.module = module
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    cupy.cuda.alloc(POOL)  # and freed
+    torch.empty(POOL, dtype=torch.uint8, device="cuda")
+    small = [torch.empty(1 << 16, dtype=torch.uint8, device="cuda") for _ in range(256)]
+    del small
+    print(f"{device.current(0).name}, {COLS} columns of 16 bits, {MOST // STEP} numbers of rows; us")
+    print(f"{'':44}{'known':>8}{'new':>8}{'more':>8}")
+    first = 1  # odd, and other numbers in each series: torch's two kinds share their plans
+    for function in ("layer_norm", "rms_norm", "add_rms_norm"):
+        for framework, used in (("CuPy", False), ("torch, nodes in C++", True), ("torch, by Python", False)):
+            with nodes_in_cpp(used):
+                make = of_cupy if framework == "CuPy" else of_torch
+                known, new, loaded = series(make(function), first)
+            first += 2
+            for direction, of_known, of_new in zip(("forward", "backward"), known, new, strict=True):
+                label = f"{framework}: {function} {direction}"
+                print(f"{label:44}{of_known:8.1f}{of_new:8.1f}{of_new - of_known:8.1f}")
+            if loaded:
+                print(f"{'':44}{loaded} numbers of rows loaded a kernel, and do not count")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The forward kernel of rows that one CTA may hold: who holds what of a row, and the cost rule for how it is run.
+
+The shape follows from the length of a row alone, and so do its bits. How it is run follows from how many rows there
+are: few rows get more threads each, rows that run at once ask for weight and bias with x, others wait in a ring in
+shared memory or in registers, to which weight and bias come late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..kernel.device import Device
+from ..operation import SEED
+from .measured import measured
+from .problem import ITEMSIZE, Problem
+from .registers import RESIDENT, Needs, ctas_of, needs_of, sixteen_bits, widest_column, with_rows_kept
+from .shapes import ceil_div, in_clusters, short_forward_spec
+from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
+from .spec import WARP, NormSpec
+
+# Bytes of rows to each SM: of more, rows wait in registers, of fewer in a ring. measured: docs/tuning.md
+RING_BYTES = 512 << 10
+# Bytes of x that an SM has under way in a ring, of rows that are not many and of many.
+UNDER_WAY, UNDER_WAY_OF_MANY = 48 << 10, 42 << 10
+
+
+def forward_rows(problem: Problem, device: Device) -> NormSpec:
+    """The kernel of rows of up to 4096 vectors: what a table says, else what the cost rule says."""
+    spec = short_forward_spec(problem, "forward")
+    if (found := measured(problem, spec, device)) is not None:
+        return found
+    needs = needs_of(problem, spec, device)
+    if (found := _few_rows(problem, spec, needs, device)) is not None:
+        return found
+    ctas = ctas_of(spec, needs.working + max(needs.at_once, needs.y))
+    if ctas and problem.rows <= (device.sms - problem.sm_margin) * ctas * spec.rows_per_cta:
+        return replace(spec, ctas_per_sm=ctas, columns_stay=True)
+    return _in_a_ring(problem, spec, needs, device) or _in_registers(problem, spec, needs, device)
+
+
+def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+    """More threads for each row where rows leave SMs or their threads idle; None where that was not measured to win.
+
+    The threads by which a row is added up stay the same, and so do its bits.
+    """
+    shape, rows, sms = spec.shape, problem.rows, device.sms - problem.sm_margin
+    spec = replace(spec, rows_per_cta=1, columns_stay=True)
+    vectors = shape.threads * shape.packs
+    long = vectors > 1024
+    if spec.finds_scales:  # the largest of a row would be one exchange more
+        if not long or 4 * rows > sms or not device.runs_clusters(8):
+            return None
+        # 160 registers of weight and bias beside a row at odd addresses spill.
+        return replace(spec, shape=in_clusters(shape, 4), columns_stay=needs.columns <= 128)
+    spread = replace(spec, kernel="forward_spread")
+    if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
+        return spread
+    if (4 * rows <= sms if long else 8 * rows <= sms and vectors == 1024) and device.runs_clusters(8):
+        held = 2 if shape.packs == 7 and shape.threads == 256 else ceil_div(shape.packs, 2)
+        return replace(spread, shape=in_clusters(shape, 8), held=held)
+    if not spec.aligned:
+        return None
+    in_two = shape.threads == 512 and shape.packs > (4 if problem.norm.subtracts_mean else 6)
+    if in_two and 2 * rows <= sms and device.runs_clusters(2):
+        return replace(spread, shape=in_clusters(shape, 2), held=shape.packs)
+    # Beside wide vectors, and with dropout, more than one row on an SM spills.
+    narrow = widest_column(spec) <= ITEMSIZE[problem.row_dtype] and SEED not in (one.name for one in spec.matrices)
+    most = sms * (RESIDENT // 2 // shape.threads) if narrow else sms
+    if shape.packs == 4 and shape.threads in (128, 256) and spec.reads_two and sms // 8 < rows <= most:
+        return replace(spread, held=2, ctas_per_sm=ceil_div(rows, sms))
+    return None
+
+
+def _in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+    """Rows that wait in shared memory, where that is faster than registers and enough of them fit; else None."""
+    shape = spec.shape
+    if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped:
+        return None
+    many = problem.matrix_bytes > RING_BYTES * device.sms
+    # An FP8 output by one scale, or by rows that a warp holds, waits in a ring however many rows there are.
+    full = not problem.norm.subtracts_mean or spec.cols == shape.capacity
+    in_warp = shape.threads <= WARP and spec.scales in ("one", "per_row")
+    narrow = in_warp or (shape.threads < 512 and spec.scales == "one" and full)
+    if many and not narrow:
+        return None
+    # There y is made after x has been summed up.
+    late = narrow and spec.aligned and device.arch < 100
+    registers = needs.working - 20 if late else needs.working + needs.y
+    registers += needs.columns + (26 if shape.packs == 4 else 14)
+    if problem.norm.subtracts_mean and not spec.scales and device.arch >= (90 if shape.threads <= 2 * WARP else 100):
+        registers += 34 if problem.is_zero_centred and shape.threads <= WARP else 8
+    # In shared memory weight and bias would take 40 us to come, all SMs asking L2 for the same lines.
+    spec = replace(spec, stages=2, ask_early=True, columns_stay=True)
+    wanted = max(1, round((UNDER_WAY_OF_MANY if many else UNDER_WAY) / _bytes_of_row(spec)))
+    fitting = ctas_that_fit(shared_memory(spec) + dynamic_shared(spec), device)
+    ctas = min(wanted, ctas_of(spec, registers), fitting)
+    return with_rows_kept(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
+
+
+def _bytes_of_row(spec: NormSpec) -> int:
+    """Of the rows that a CTA loads at once."""
+    return spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta
+
+
+def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec:
+    """Rows that wait in registers, to which weight and bias come a vector at a time, from L1."""
+    shape = spec.shape
+    # x passes L1 by, which is left to weight and bias; but not two matrices of rows that a warp holds.
+    by_l1 = spec.aligned and shape.threads <= WARP and spec.reads_two
+    spec = replace(
+        spec,
+        streamed_x=not by_l1 and (spec.aligned or spec.streamed_x),
+        rows_per_cta=max(1, spec.rows_per_cta // 2) if shape.threads <= WARP else 1,
+    )
+    return replace(spec, ctas_per_sm=max(1, _ctas_beside_late_columns(problem, spec, needs, device)))
+
+
+def _has_few_words(spec: NormSpec, needs: Needs) -> bool:
+    """Whether one matrix is read, and nothing is so wide that a thread needs more registers for it."""
+    itemsize = ITEMSIZE[spec.row_dtype]
+    narrow = spec.aligned and len(spec.matrices) == 1 and widest_column(spec) <= max(4, itemsize) and not needs.y
+    return (
+        narrow and not (spec.grouped and spec.scales) and all(one.itemsize <= max(4, itemsize) for one in spec.written)
+    )
+
+
+def _ctas_beside_late_columns(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> int:
+    """CTAs of an SM, by the registers of a thread to which weight and bias come a vector at a time.
+
+    Every number was found by compiling: with fewer registers ptxas spills on one of the architectures.
+    """
+    shape, itemsize, width = spec.shape, ITEMSIZE[problem.row_dtype], widest_column(spec)
+    few = device.arch == 90 or (device.arch > 90 and shape.packs < 3)
+    if problem.norm.subtracts_mean and width == 4 and shape.packs == 2:
+        few = few and not problem.is_zero_centred and spec.cols < shape.capacity
+    most, words = (
+        (1536, 28 if few else 40) if shape.packs <= 3 and _has_few_words(spec, needs) else (RESIDENT, needs.working)
+    )
+    if needs.y and spec.aligned and spec.columns_aligned:  # 64 registers for four vectors, 80 for five, 96 for seven
+        words = 32 + 4 * (spec.rows_per_cta > 1) + width // 4 * shape.pack + 8 * (itemsize == 4)
+        words += (8 if device.arch < 100 else 16) * (len(spec.matrices) - 1)
+        if width < 4 and len(spec.matrices) == 1 and shape.packs <= (2 if problem.norm.subtracts_mean else 3):
+            most, words = 1536, 40 - needs.y
+        words += 8 * (device.arch >= 100 or (device.arch < 90 and (spec.grouped or problem.norm.subtracts_mean)))
+        words += 24 * (device.arch >= 100 and shape.packs >= 5)
+    elif device.arch >= 100 and shape.packs == 5 and not sixteen_bits(spec):
+        words += 8
+    if shape.threads == 1 and shape.packs > 2 and problem.norm.subtracts_mean:
+        words += 8
+    return ctas_of(spec, words + max(needs.row, needs.y), most)

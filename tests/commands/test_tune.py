@@ -1,0 +1,460 @@
+"""`python -m cunorm tune`: what it keeps, what it refuses, and that nothing is slower or another bit after it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import cpu_cupy
+import numpy
+import pytest
+from command_line import assert_fails_in_one_line, command
+from cpu_device import Machine, missing
+from cpu_functions import SMALL
+from problems import problem
+
+from cunorm.__main__ import main
+from cunorm.commands import info, tune
+from cunorm.commands import search as searching
+from cunorm.commands.compilation import Compiled
+from cunorm.commands.timing import Times
+from cunorm.kernel.device import H100
+from cunorm.plan import few_rows, measured, table_files, tables
+from cunorm.plan.candidates import candidates
+from cunorm.plan.choose import choose
+from cunorm.plan.launches import launches
+from cunorm.plan.plain_problems import float8_problem
+from cunorm.plan.plan import plan
+from cunorm.plan.problem import RowStrides
+from cunorm.plan.spec import NormSpec, SumSpec
+from cunorm.plan.steps import Plan
+
+READ = {"CUNORM_TUNE": "1"}
+SHAPE = ("--cols", "4096", "--rows", "16384", "--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "it needs --cols, --rows, --dtype; or --model"),
+        (SHAPE[:4], "it needs --dtype; or --model"),
+        ((*SHAPE[:-1], "int8"), "must be one of float16, bfloat16, float32, float64; got 'int8'"),
+        ((*SHAPE, "--seconds", "0"), "--seconds must be more than 0; got 0.0"),
+        ((*SHAPE, "--seconds", "soon"), "invalid float value: 'soon'"),
+        ((*SHAPE, "--model", "a:b"), "leave --cols, --rows, --dtype out"),
+        (("--model", "package"), "--model must be PACKAGE:FUNCTION; got 'package'"),
+        (("--cols", "0"), "must be 1 or more; got 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_a_line(tmp_path, arguments, words):
+    assert_fails_in_one_line(command(tmp_path, "tune", *arguments, environment=READ), 2, words)
+
+
+@pytest.mark.parametrize(("value", "words"), [("0", "=0 leaves the tables"), ("off", " must be 0 or 1; got 'off'")])
+def test_tables_that_nobody_would_read_are_refused(tmp_path, value, words):
+    result = command(tmp_path, "tune", *SHAPE, environment={"CUNORM_TUNE": value})
+    assert_fails_in_one_line(result, 2, f"CUNORM_TUNE{words}")
+
+
+@pytest.mark.parametrize("cupy", [None, "absent"])
+def test_without_a_gpu_it_says_what_to_do(tmp_path, cupy):
+    result = command(tmp_path, "tune", *SHAPE, cupy=cupy, environment=READ)
+    assert_fails_in_one_line(result, 1, "tune: needs a GPU and NVRTC (", "pip install")
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path) -> Iterator[Path]:
+    """An empty cache, of which tables are read."""
+
+    def forget() -> None:
+        measured.reads_the_users.cache_clear()
+        measured.forget()
+        plan.cache_clear()
+
+    monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUNORM_TUNE", "1")
+    forget()
+    yield tmp_path / "cache"
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.fixture
+def folder(cache, monkeypatch) -> Path:
+    """The folder of tables in it, and an H100 to plan for: what is searched is up to the test."""
+    for name, part in {"why_no_gpu": lambda: None, "why_no_compiler": lambda: None, "_gpu": lambda: H100}.items():
+        monkeypatch.setattr(tune, name, part)
+    return cache / "tables"
+
+
+Outcome = Callable[[], None]
+
+
+def searches(monkeypatch: Any, *outcomes: Outcome | None) -> list[NormSpec]:
+    """Each search finds the first candidate to be the best, or raises what an outcome does."""
+    best: list[NormSpec] = []
+    planned = iter(outcomes)
+
+    def search(problem, today, others, gpu, step):
+        step()
+        outcome = next(planned, None)
+        if outcome is not None:
+            outcome()
+        best.append(others[0])
+        times = Times(2.0, 2.0, 2.0), Times(1.0, 1.0, 1.0)
+        return searching.Found(times[0], ((1.0, others[0]),), others[0], times[1], len(others), (), 0)
+
+    monkeypatch.setattr(tune, "search", search)
+    return best
+
+
+def raises(error: BaseException) -> Outcome:
+    def outcome() -> None:
+        raise error
+
+    return outcome
+
+
+def tuned(folder: Path) -> int:
+    """How many numbers of rows the table has."""
+    (path,) = folder.glob("*.json")
+    return sum(
+        len(numbers) for shapes in json.loads(path.read_text())["measured"].values() for numbers in shapes.values()
+    )
+
+
+def test_the_next_plans_of_the_process_are_by_what_was_found(folder, monkeypatch, capsys):
+    best = searches(monkeypatch)
+    assert main(["tune", *SHAPE, "--op", "rms_norm"]) == 0
+    assert tuned(folder) == len(best) == 2
+    for direction, spec in zip(("forward", "backward"), best, strict=True):
+        found = problem(direction, 16384, 4096, "bfloat16", "rms_norm")
+        assert choose(found, H100) == spec
+        assert tables.Launch.of(plan(found, H100).steps[0].spec) == tables.Launch.of(spec)
+    output = capsys.readouterr().out
+    assert re.search(r"2 of 2 launches are faster than before, by 100.0% on average; \S+\.json$", output.strip())
+
+
+def test_what_has_one_launch_is_left_out_and_equal_problems_are_searched_once(folder, monkeypatch, capsys):
+    best = searches(monkeypatch)
+    assert main(["tune", "--cols", "1024", "--rows", "64", "64", "--dtype", "bfloat16", "float64"]) == 0
+    assert len(best) == 2  # both norms forward; few rows backward, and float64, have one launch
+    assert "16 problems, of which 2 have launches to choose from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "tune: interrupted after 1 of 4; what was measured is kept."),
+        (tune._TimeIsUpError(), 0, "tune: the time is up after 1 of 4; what was measured is kept."),
+        (RuntimeError("CUDA is lost."), 1, "tune: CUDA is lost; what was measured before, 1 of 4, is kept."),
+    ],
+)
+def test_what_was_measured_before_an_end_is_kept(folder, monkeypatch, capsys, error, status, words):
+    searches(monkeypatch, None, raises(error))
+    assert main(["tune", *SHAPE]) == status
+    output = capsys.readouterr()
+    assert words in output.out + output.err
+    assert "Traceback" not in output.err
+    assert tuned(folder) == 1
+
+
+def test_what_does_not_fit_into_the_gpus_memory_is_left_out_alone(folder, monkeypatch, capsys):
+    searches(monkeypatch, raises(MemoryError("12 GB")))
+    assert main(["tune", *SHAPE]) == 0
+    assert "left out, the GPU's memory does not suffice" in capsys.readouterr().out
+    assert tuned(folder) == 3
+
+
+def test_seconds_end_it(folder, monkeypatch, capsys):
+    searches(monkeypatch)
+    assert main(["tune", *SHAPE, "--seconds", "1e-9"]) == 0
+    assert "the time is up after 0 of 4" in capsys.readouterr().out
+    assert not list(folder.glob("*.json"))
+
+
+def test_a_damaged_table_is_replaced(folder, monkeypatch, capsys):
+    searches(monkeypatch)
+    folder.mkdir(parents=True)
+    path = tune._path(H100)
+    path.write_text("{")
+    assert main(["tune", *SHAPE]) == 0
+    assert table_files.read(path) is not None
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_anything_is_measured(folder, monkeypatch, capsys):
+    best = searches(monkeypatch)
+    folder.parent.mkdir()
+    folder.write_text("a file")
+    assert main(["tune", *SHAPE]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "cannot be written" in error
+    assert "CUNORM_CACHE_DIR may name another folder" in error
+    assert not best
+
+
+def test_info_says_which_tables_serve_the_gpu(folder, monkeypatch):
+    searches(monkeypatch)
+    monkeypatch.setattr(info, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(info, "_gpus", lambda: [{}, {}])
+    monkeypatch.setattr(info, "device", SimpleNamespace(current=lambda _: H100))
+    shipped = str(measured.SHIPPED / "h100.json")
+    assert info.report()["tables"] == [f"H100: {shipped}, the cost rule"]
+    assert main(["tune", *SHAPE]) == 0
+    assert info.report()["tables"] == [f"H100: {tune._path(H100)}, {shipped}, the cost rule"]
+    monkeypatch.setenv("CUNORM_TUNE", "0")
+    measured.reads_the_users.cache_clear()
+    measured.forget()
+    assert info.report()["tables"] == [f"H100: {shipped}, the cost rule (CUNORM_TUNE=0: those of `tune` are not read)"]
+
+
+MODEL = """
+from cunorm.plan.launches import launches
+from cunorm.plan.plain_problems import float8_problem
+from cunorm.plan.plan import plan
+from cunorm.plan.problem import RowStrides
+from cunorm.plan.plain_problems import whole
+from cunorm.kernel.device import H100
+
+class Trainer:
+    @staticmethod
+    def step():
+        for rows in (16384, 16384, 64):
+            for direction in ("forward", "backward"):
+                plan(whole("rms_norm", direction, rows, 4096, "bfloat16"), H100)
+
+step = Trainer.step
+def nothing(): pass
+def fails(): raise ValueError("no data")
+"""
+
+
+@pytest.fixture
+def model(monkeypatch, tmp_path) -> Iterator[None]:
+    (tmp_path / "model_to_tune.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("model_to_tune", None)
+
+
+@pytest.mark.parametrize("name", ["step", "Trainer.step"])
+def test_the_calls_of_a_model_are_tuned(folder, model, monkeypatch, capsys, name):
+    best = searches(monkeypatch)
+    assert main(["tune", "--model", f"model_to_tune:{name}"]) == 0
+    assert len(best) == tuned(folder) == 3
+    assert "4 problems, of which 3 have launches to choose from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("absent_package:step", "cannot be had: ModuleNotFoundError"),
+        ("model_to_tune:absent", "cannot be had: AttributeError"),
+        ("model_to_tune:nothing", "made no call of cunorm that runs on a GPU"),
+        ("model_to_tune:fails", "failed: ValueError: no data"),
+    ],
+)
+def test_a_model_that_cannot_be_run_is_said_in_a_line(folder, model, capsys, name, words):
+    assert main(["tune", "--model", name]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+class Buffers:
+    """Times of plans as a test says: of today's 1.0 s, of the others by their place, each with a spread."""
+
+    def __init__(self, seconds: dict[NormSpec, float], spread: float, wrong: set[NormSpec]):
+        self.seconds, self.spread, self.wrong = seconds, spread, wrong
+
+    def of(self, solution: Plan) -> NormSpec | None:
+        key = tables.Launch.of(solution.steps[0].spec)
+        return next((spec for spec in self.seconds if tables.Launch.of(spec) == key), None)
+
+    def timer(self, solution: Plan) -> Callable[[], float]:
+        spec, turns = self.of(solution), iter(range(10**6))
+        seconds = 1.0 if spec is None else self.seconds[spec]
+        return lambda: seconds + self.spread * (next(turns) % 5 - 2)
+
+    def results(self, solution: Plan) -> dict[str, Any]:
+        return {}
+
+    def fault(self, solution: Plan, expected: object) -> str:
+        return "y has other bits" if self.of(solution) in self.wrong else ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spread", "wrong", "best"),
+    [
+        ((0.9, 0.8, 1.2), 0.001, (), 1),
+        ((0.9, 0.8, 1.2), 0.001, (1,), 0),  # the fastest writes other bits
+        ((0.99, 1.0, 1.2), 0.02, (), None),  # ahead by less than the spread
+        ((1.0, 1.1, 1.2), 0.0, (), None),
+    ],
+)
+def test_a_launch_is_better_if_it_is_ahead_by_more_than_the_spread_and_has_todays_bits(
+    monkeypatch, seconds, spread, wrong, best
+):
+    found = problem("forward", 16384, 4096, "bfloat16")
+    others = candidates(found, choose(found, H100), H100, 3)
+    buffers = Buffers(dict(zip(others, seconds, strict=True)), spread, {others[place] for place in wrong})
+    monkeypatch.setattr(searching, "Buffers", lambda _: buffers)
+    monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: list(plans))
+    result = searching.search(found, plan(found, H100), others, H100)
+    assert result.better == (None if best is None else others[best])
+    assert [spec for spec, _ in result.faults] == [others[place] for place in wrong]
+
+
+@pytest.mark.parametrize(
+    ("direction", "spills", "kept"),
+    [
+        ("forward", lambda spec: False, 3),
+        ("forward", lambda spec: spec.ctas_per_sm > 1, 0),
+        ("backward", lambda spec: isinstance(spec, NormSpec) and not spec.aligned, 0),  # at odd addresses
+        ("backward", lambda spec: isinstance(spec, SumSpec), 0),
+    ],
+)
+def test_candidates_that_spill_are_left_out(monkeypatch, direction, spills, kept):
+    def compile_all(work, _):
+        return (Compiled(spec, arch, None, "spills" if spills(spec) else "") for spec, arch in work)
+
+    monkeypatch.setattr(searching, "compile_all", compile_all)
+    monkeypatch.setattr(searching, "compiler", lambda keep: nullcontext())
+    found = problem(direction, 16384, 4096, "bfloat16")
+    plans = {launches(found, spec, H100): spec for spec in candidates(found, choose(found, H100), H100, 3)}
+    assert len(searching._without_spills(plans, found, H100, lambda: None)) == kept
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_sums_over_rows_may_differ_by_roundings_and_by_no_row(name):
+    """Other partial sums round otherwise; a row that is missing is seen."""
+    found = problem("backward", 4096, 1024, name)
+    operand = found.by_name["dweight"]
+    terms = numpy.random.default_rng(0).standard_normal((4096, 1024))
+    results = {
+        "today": {"dweight": searching.bytes_of(terms.sum(0), operand)},
+        "rounded": {"dweight": searching.bytes_of(terms.sum(0) * (1 + 2.0**-9), operand)},
+        "missing": {"dweight": searching.bytes_of(terms[40:].sum(0), operand)},
+        "unwritten": {"dweight": numpy.full_like(searching.bytes_of(terms.sum(0), operand), 255)},
+    }
+    buffers = SimpleNamespace(problem=found, results=results.__getitem__)
+    faults = {name: searching.Buffers.fault(buffers, name, results["today"]) for name in results}
+    assert [name for name, fault in faults.items() if fault] == ["missing", "unwritten"]
+
+
+class Memory(cpu_cupy.Array):
+    """Of a GPU, as the search asks for it."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0], memset=lambda value, _: self.fill(value))
+
+    def set(self, content: numpy.ndarray) -> None:
+        self[...] = content
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(problem("forward", 5, 200, "bfloat16", strides={"x": RowStrides(208, 1000, 2)}), id="views"),
+        pytest.param(problem("backward", 40, 200, "float32", weight="bfloat16"), id="backward"),
+        pytest.param(
+            float8_problem("rms_norm", 5, 200, "bfloat16", "bfloat16", y8="float8_e4m3fn", granularity="row"), id="FP8"
+        ),
+    ],
+)
+@pytest.mark.parametrize("broken", [False, True], ids=["as it is", "one kernel writes something else"])
+def test_a_search_on_the_stand_in(monkeypatch, found, broken):
+    """Its arrays, calls and checks are real; the clock says that candidates take half the time."""
+    runs = cpu_cupy.Runs(Machine())
+    cuda = SimpleNamespace(
+        Device=lambda: SimpleNamespace(id=0, synchronize=lambda: None),
+        get_current_stream=lambda: SimpleNamespace(ptr=0),
+    )
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    cupy = SimpleNamespace(
+        cuda=cuda,
+        empty=lambda size, dtype: Memory((size,), dtype),
+        asnumpy=numpy.array,
+        get_default_memory_pool=lambda: pool,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(searching, "launch", runs)
+    monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: list(plans))
+    monkeypatch.setattr(searching.timing, "buffers_needed", lambda _: 2)
+    with mock.patch.object(few_rows, "MOST_ROWS", 0):
+        today = choose(found, SMALL)
+        others = candidates(found, today, SMALL, 10**9)[::40][:3]
+    solution = launches(found, today, SMALL)
+
+    def timer(calls: list[Callable[[], None]], rounds: int) -> Callable[[], float]:
+        for call in calls:
+            call()
+        seconds = 1.0 if runs.plans[-1] is solution else 0.5
+        return lambda: seconds
+
+    monkeypatch.setattr(searching.timing, "cupy_timer", timer)
+    if broken:
+        run = runs.run
+
+        def wrong(plan: Plan, *arguments: Any) -> None:
+            run(plan, *arguments)
+            if plan is not solution:
+                pointer = arguments[2][found.pointers.index(next(one.name for one in found.operands if one.written))]
+                ctypes.c_char.from_address(pointer).value = b"?"
+
+        monkeypatch.setattr(runs, "run", wrong)
+    result = searching.search(found, solution, others, SMALL)
+    assert result.tried == len(others) == 3
+    assert [why for _, why in result.faults] == (3 * [f"{found.wanted[0]} has other bits"] if broken else [])
+    assert result.better in (others if not broken else [None])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeypatch, capsys):
+    """In less than a minute; by the clock of the search itself, in a second search of the same shapes."""
+    import cupy
+    from arrays import inputs, same_bits
+    from functions import backward, forward
+
+    from cunorm import cupy_arrays
+    from cunorm.recipes import Recipes
+
+    def results() -> list[Any]:
+        monkeypatch.setattr(cupy_arrays, "_recipes", Recipes())
+        found: list[Any] = []
+        for rows in (64, 4096):
+            x, dy, weight, bias = inputs(cupy, rows, 4096, "bfloat16")
+            y, mean, rstd = forward("rms_norm", x, weight, bias)
+            found += [y, rstd, backward("rms_norm", dy, x, mean, rstd, weight)[0]]
+        return found
+
+    before = results()
+    arguments = ["--op", "rms_norm", "--cols", "4096", "--rows", "64", "4096", "--dtype", "bfloat16"]
+    assert main(["tune", *arguments, "--seconds", "60"]) == 0
+    assert "the time is up" not in capsys.readouterr().out
+    assert tuned(cache / "tables") == 3  # few rows backward have one launch
+    assert all(same_bits(one, other) for one, other in zip(before, results(), strict=True))
+    gpu = tune._gpu()
+    for direction, rows in (("forward", 64), ("forward", 4096), ("backward", 4096)):
+        found = problem(direction, rows, 4096, "bfloat16", "rms_norm")
+        best = choose(found, gpu)
+        with monkeypatch.context() as patch:
+            patch.setattr(measured, "reads_the_users", lambda: False)
+            measured.forget()
+            shipped = choose(found, gpu)
+        measured.forget()
+        if best != shipped:
+            again = searching.search(found, searching.launches(found, shipped, gpu), [best], gpu)
+            assert again.faults == ()
+            assert again.fastest[0][0] <= again.today.p80

@@ -1,0 +1,139 @@
+"""A call with a new number of rows takes over all that does not depend on it: checks, operands, loaded kernels."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import cpu_cupy
+import numpy
+import pytest
+from problems import problem
+
+import cunorm
+from cunorm import cupy_arrays, cupy_recipes
+from cunorm.kernel import compile, driver, launch, source
+from cunorm.kernel.device import H100
+from cunorm.norm import fused_cupy, fused_recipe
+from cunorm.plan.plan import plan
+from cunorm.recipes import Recipes
+
+COLS = 64
+ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)  # in this order; some with kernels of their own
+
+
+@pytest.fixture
+def runs(monkeypatch) -> cpu_cupy.Runs:
+    """Nothing is computed: what is planned counts."""
+    return cpu_cupy.play(monkeypatch, H100, SimpleNamespace(run=lambda *_, **__: None))
+
+
+def array(*shape: int, dtype: str = "float32") -> Any:
+    return cpu_cupy.Array(shape, numpy.dtype(dtype))
+
+
+def of_norm(name: str, *leading: int) -> list[Any]:
+    x, dy, weight = array(*leading, COLS), array(*leading, COLS), array(COLS)
+    if name == "rms_norm":
+        y, rstd = cunorm.rms_norm_forward(x, None, weight)
+        return [y, rstd, *cunorm.rms_norm_backward(dy, x, rstd, weight)]
+    y, mean, rstd = cunorm.layer_norm_forward(x, None, weight, array(COLS))
+    return [y, mean, rstd, *cunorm.layer_norm_backward(dy, x, mean, rstd, weight)]
+
+
+def of_fused(*leading: int) -> list[Any]:
+    x, residual, dy, ds = (array(*leading, COLS) for _ in range(4))
+    y, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual, array(COLS), array(COLS))
+    return [y, s, mean, rstd, *cunorm.add_layer_norm_backward(dy, ds, s, mean, rstd, array(COLS))]
+
+
+def of_groups(*leading: int) -> list[Any]:
+    """A vector for each of the first axis."""
+    x, scale = array(2, *leading, COLS), array(2, *[1] * len(leading), COLS)
+    return [cunorm.layer_norm_modulate(x, scale, scale)]
+
+
+CALLS = {
+    "layer_norm": lambda rows: of_norm("layer_norm", rows),
+    "rms_norm": lambda rows: of_norm("rms_norm", rows),
+    "layer_norm of three axes": lambda rows: of_norm("layer_norm", rows, 3),
+    "layer_norm of views": lambda rows: [cunorm.layer_norm(array(rows, 2 * COLS)[:, :COLS])],
+    "add_layer_norm": lambda rows: of_fused(rows),
+    "add_layer_norm of three axes": lambda rows: of_fused(rows, 3),
+    "layer_norm_modulate": lambda rows: of_groups(rows),
+    "layer_norm_modulate of a token": lambda rows: [cunorm.layer_norm_modulate(*[array(rows, 1, COLS)] * 3)],
+    "add_rms_norm_fp8": lambda rows: [*cunorm.add_rms_norm_fp8(array(rows, COLS), array(rows, COLS), array(COLS))],
+}
+
+
+def forget(monkeypatch) -> None:
+    for family in (cupy_arrays, fused_cupy):
+        monkeypatch.setattr(family, "_recipes", Recipes())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_plans_and_results_are_those_of_a_first_call(monkeypatch, runs, name):
+    def followed(rows: int) -> Any:
+        runs.plans.clear()
+        results = CALLS[name](rows)
+        plans = [(one.problem, one.steps, one.tier, one.groups, one.workspace) for one in runs.plans]
+        return [(one.shape, one.dtype) for one in results if one is not None], plans
+
+    found = [followed(rows) for rows in ROWS]
+    for rows, one in zip(ROWS, found, strict=True):
+        forget(monkeypatch)
+        assert followed(rows) == one
+
+
+CLOSE = [name for name in CALLS if not re.search("views|modulate|fp8", name)]
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_nothing_is_checked_and_declared_again(monkeypatch, runs, name):
+    CALLS[name](5)
+    for module, names in {
+        cupy_recipes: ("plain", "layout"),
+        fused_recipe: ("forward_problem", "backward_problem", "_kinds"),
+    }.items():
+        for one in names:
+            monkeypatch.setattr(module, one, lambda *_, **__: pytest.fail("made again"))
+    for rows in (3000, 2, 40_000):
+        CALLS[name](rows)
+
+
+def test_what_was_refused_is_refused_still(runs):
+    """Of as many rows as columns a vector might be taken for numbers of rows."""
+    for rows in (COLS, 5):
+        x, short = array(rows, COLS), array(5)
+        cunorm.add_rms_norm(x, x, array(COLS))
+        cunorm.rms_norm(x, None, array(COLS))
+        for call in (lambda x, weight: cunorm.add_rms_norm(x, x, weight), lambda x, y: cunorm.rms_norm(x, None, y)):
+            with pytest.raises(ValueError, match="weight"):
+                call(x, short)
+        _, rstd = cunorm.rms_norm_forward(x)
+        with pytest.raises(ValueError, match="rstd"):
+            cunorm.rms_norm_backward(x, x, array(rows + 1), None)
+        with pytest.raises(ValueError, match="dy"):
+            cunorm.rms_norm_backward(array(rows + 1, COLS), x, rstd, None)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_loaded_kernel_is_found_without_its_text(monkeypatch, direction, op):
+    """Neither its text nor its parameters are made, and the driver is asked for nothing."""
+    cupy = pytest.importorskip("cupy")
+    loads: list[Any] = []
+    monkeypatch.setattr(compile, "_kernels", {})
+    monkeypatch.setattr(compile, "_load", lambda spec, _: loads.append(spec) or SimpleNamespace(ptr=len(loads)))
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", lambda _: None)
+    monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuLaunchKernelEx=None))
+    device_id = -1  # of no GPU: what is loaded here must not be launched elsewhere
+    launch._loaded.cache_clear()
+    plans = {rows: plan(problem(direction, rows, 1024, "bfloat16", op), H100) for rows in range(20_000, 20_100)}
+    launch.prepared(plans.pop(20_000), device_id)
+    assert len(loads) == len({*loads})
+    for module, name in ((source, "parameters"), (launch, "parameters"), (launch, "kernel"), (source, "source")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("made again"))
+    for solution in plans.values():
+        launch.prepared(solution, device_id)

@@ -1,0 +1,102 @@
+"""A call with a new number of rows takes over what does not depend on it. (CuPy: tests/norms/test_other_rows.py.)"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch_stand_in  # noqa: E402
+
+from cunorm.kernel.device import H100  # noqa: E402
+from cunorm.norm import fused_recipe  # noqa: E402
+from cunorm.torch import add_rms_norm, layer_norm, layer_norm_modulate, rms_norm  # noqa: E402
+from cunorm.torch.norm import functional, fused_functional, fused_launching, gpu, launching  # noqa: E402
+
+COLS = 64
+ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)
+
+
+@pytest.fixture
+def runs(monkeypatch) -> Any:
+    """Nothing is computed: what is planned counts."""
+    found = torch_stand_in.play(monkeypatch)
+    found.machine = SimpleNamespace(run=lambda *_, **__: None)
+    monkeypatch.setattr(gpu, "properties_of", lambda *_: H100)
+    monkeypatch.setattr(functional, "_at_once", lambda *_: True)
+    for module in (functional, fused_functional):
+        monkeypatch.setattr(module, "launchable", lambda _: not torch.is_grad_enabled(), raising=False)
+    monkeypatch.setattr(launching, "launch", found)
+    forget(monkeypatch)
+    return found
+
+
+def forget(monkeypatch) -> None:
+    for module in (launching, fused_launching, fused_functional):
+        for kept in ("_recipes", "_families", "_calls"):
+            monkeypatch.setattr(module, kept, {}, raising=False)
+
+
+def tensor(*shape: int) -> Any:
+    return torch.zeros(shape, requires_grad=True)
+
+
+CALLS = {
+    "layer_norm": lambda rows: layer_norm(tensor(rows, COLS), (COLS,), tensor(COLS), tensor(COLS)),
+    "rms_norm": lambda rows: rms_norm(tensor(rows, COLS), (COLS,), tensor(COLS)),
+    "layer_norm of two axes": lambda rows: layer_norm(tensor(rows, 4, COLS), (4, COLS), tensor(4, COLS)),
+    "rms_norm of three axes": lambda rows: rms_norm(tensor(rows, 3, COLS), (COLS,)),
+    "rms_norm of views": lambda rows: rms_norm(tensor(rows, 2 * COLS)[:, :COLS], (COLS,)),
+    "add_rms_norm": lambda rows: add_rms_norm(tensor(rows, COLS), tensor(rows, COLS), (COLS,), tensor(COLS))[0],
+    "layer_norm_modulate": lambda rows: layer_norm_modulate(
+        tensor(2, rows, COLS), tensor(2, 1, COLS), tensor(2, 1, COLS)
+    ),
+    "layer_norm_modulate of a token": lambda rows: layer_norm_modulate(*(tensor(rows, 1, COLS) for _ in range(3))),
+}
+
+
+def both_passes(runs: Any, name: str, rows: int) -> Any:
+    """The plans and the tensors that they are given."""
+    runs.plans.clear()
+    runs.allocated.clear()
+    y = CALLS[name](rows)
+    y.backward(torch.zeros_like(y))
+    plans = [(one.problem, one.steps, one.tier, one.groups, one.workspace) for one in runs.plans]
+    assert [one.problem.direction for one in runs.plans] == ["forward", "backward"]
+    return plans, list(runs.allocated)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_plans_and_results_are_those_of_a_first_call(monkeypatch, runs, name):
+    found = [both_passes(runs, name, rows) for rows in ROWS]
+    for rows, one in zip(ROWS, found, strict=True):
+        forget(monkeypatch)
+        assert both_passes(runs, name, rows) == one
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "views" not in name and "modulate" not in name])
+def test_nothing_is_checked_and_declared_again(monkeypatch, runs, name):
+    both_passes(runs, name, 5)
+    for module, names in {
+        launching: ("plain",),
+        launching.checks: ("forward", "backward"),
+        fused_recipe: ("forward_problem", "backward_problem", "_kinds"),
+    }.items():
+        for one in names:
+            monkeypatch.setattr(module, one, lambda *_, **__: pytest.fail("made again"))
+    for rows in (3000, 2, 40_000):
+        both_passes(runs, name, rows)
+
+
+def test_what_was_refused_is_refused_still(runs):
+    """Of as many rows as columns a vector might be taken for numbers of rows."""
+    for rows in (COLS, 5):
+        both_passes(runs, "add_rms_norm", rows)
+        both_passes(runs, "rms_norm", rows)
+        x, short = tensor(rows, COLS), tensor(5)
+        for call in (lambda: add_rms_norm(x, x, (COLS,), short), lambda: rms_norm(x, (COLS,), short)):  # noqa: B023
+            with pytest.raises(RuntimeError, match="weight"):
+                call()
