@@ -28,6 +28,8 @@ OPTIONS = ("--std=c++17", "-fmad=false")  # numbers.cuh says why
 AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
 # Without the declarations of textures, launches from a kernel and the like: the same code, 15 ms earlier of 130 to 400.
 MINIMAL, KNOWS_MINIMAL = "--minimal", (12, 4)
+# Beside a driver NVRTC keeps what it has compiled, and then says nothing of registers and shared memory.
+NO_CACHE, KNOWS_NO_CACHE = "--no-cache", (12, 9)
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -210,6 +212,7 @@ def _compile(text: str, name: str, target: str, spec: KernelSpec | None) -> tupl
     is_ptx = target.startswith("compute")
     options = (*OPTIONS, *AS_CUPY, f"-arch={target}", *(() if is_ptx else ("--ptxas-options=-v",)))
     options += (MINIMAL,) if _nvrtc_version() >= KNOWS_MINIMAL else ()
+    options += (NO_CACHE,) if _nvrtc_version() >= KNOWS_NO_CACHE else ()
     program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)

@@ -80,7 +80,7 @@ def _of_columns(problem: Problem, pack: int, threads: int, slots: int, sms: int,
         return by(threads)
     powers = [2**n for n in range(1, 10) if threads % 2**n == 0]
     powers = [lanes for lanes in powers if shared_memory(by(lanes)) <= room]
-    least = max((lanes for lanes in powers if threads // lanes >= max(8, problem.rows // 2)), default=2)
+    least = max((lanes for lanes in powers if threads // lanes >= max(8, ceil_div(problem.rows, 2))), default=2)
     ctas = {lanes: ceil_div(problem.cols, pack * lanes) for lanes in powers if lanes >= least}
     at_once = (lanes for lanes in ctas if ctas[lanes] <= slots and problem.rows * lanes <= ROWS_OF_THREAD * threads)
     no_more = (lanes for lanes in ctas if ctas[lanes] <= sms)

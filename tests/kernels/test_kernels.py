@@ -55,3 +55,12 @@ def test_an_edited_header_gives_another_source(monkeypatch, tmp_path):
             (directory / name).write_text(text)
     finally:
         source._file_text.cache_clear()
+
+
+@pytest.mark.gpu
+def test_what_a_kernel_uses_is_known_however_often_it_was_compiled():
+    """Beside a driver NVRTC from 12.9 on keeps results, and says nothing of a kernel that it has."""
+    (step,) = plan(problem("forward", 64, 4096, "bfloat16"), KNOWN[90]).steps
+    first, again = (compile.compile_for(step.spec, 90) for _ in range(2))
+    assert first == again
+    assert first.registers > 0
