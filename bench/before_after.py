@@ -62,6 +62,19 @@ def provider(module: ModuleType) -> Cunorm:
     return found
 
 
+def has_changed(case: Case) -> bool:
+    """Whether the launches of a case differ: kernels, grids and shared memory."""
+
+    def launches(package: str) -> list[str]:
+        kernel, plan = (importlib.import_module(f"{package}.{name}") for name in ("kernel.device", "plan.plan"))
+        whole = importlib.import_module(f"{package}.plan.plain_problems").whole
+        problem = whole(case.op, case.direction, case.rows, case.cols, case.dtype, case.weight_dtype)
+        steps = plan.plan(problem, kernel.current(0)).steps
+        return [f"{step.grid} {step.dynamic_shared} {step.spec!r}".replace(f"{NAME}.", "cunorm.") for step in steps]
+
+    return launches(NAME) != launches("cunorm")
+
+
 def host(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[float, float]:
     """Median seconds until a call returns, in turns."""
     times: list[list[float]] = [[], []]
@@ -96,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, required=True)
     parser.add_argument("--suite", nargs="*", default=["small", "anchors", "models", "dtypes"])
+    parser.add_argument("--changed", action="store_true", help="those alone of which a plan has changed")
     parser.add_argument("--sample", type=int, help="so many shapes of each suite, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -105,7 +119,11 @@ def main() -> None:
     measured, begun = [], time.perf_counter()
     with lines_to(arguments.out) as write:
         drawn_cases = [drawn(cases([name]), arguments.sample, arguments.seed) for name in arguments.suite]
-        for case in dict.fromkeys(chain.from_iterable(drawn_cases)):
+        every_case = dict.fromkeys(chain.from_iterable(drawn_cases))
+        if arguments.changed:
+            every_case = [case for case in every_case if case.offset is None and has_changed(case)]
+            print(f"{len(every_case)} plans have changed")
+        for case in every_case:
             if time.perf_counter() - begun > arguments.seconds:
                 write(stopped=f"after {arguments.seconds} s")
                 break

@@ -102,10 +102,10 @@ def held_by(problem: Problem, device: Device) -> NormSpec | None:
 def tier_of(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     """The tier that takes rows of this length, and its kernel; None if the row has to be streamed."""
     found = _shape(problem, device)
-    if found is None or not isinstance(found[0].by, Held):
-        return found
+    if found is None:
+        return None
     tier, spec = found
-    return tier, backward_rows(problem, tier.by, spec, device)
+    return tier, backward_rows(problem, tier.by, spec, device) if isinstance(tier.by, Held) else spec
 
 
 def _shape(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
