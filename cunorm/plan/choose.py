@@ -18,7 +18,7 @@ from .backward_parts import part
 from .backward_rows import Held, backward_rows, shape_of_rows
 from .cluster_backward import MOST_CLUSTER_PACKS, cluster_backward
 from .cluster_forward import cluster_forward
-from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
+from .few_rows import adds_columns_beside_rows, few_rows_backward, layout, rows_are_few
 from .forward_rows import forward_rows
 from .forward_twice import forward_twice
 from .measured import measured
@@ -84,13 +84,19 @@ def choose(problem: Problem, device: Device) -> NormSpec | FewRowsSpec | None:
         return None
     if not problem.groups:
         if adds_columns_beside_rows(problem, device):
-            rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in problem.sums))
-            of_rows = held_by(rows, device)
-            assert of_rows is not None, "which tier takes a row depends on what is read of it alone"
-            return few_rows_backward(problem, of_rows, spec.shape, device)
+            return few_rows_backward(problem, _rows_apart(layout(problem), device), spec.shape, device)
         if (found := measured(problem, spec, device)) is not None:
             return found
     return backward_rows(problem, tier.by, spec, device) if isinstance(tier.by, Held) else spec
+
+
+@lru_cache(maxsize=1024)
+def _rows_apart(problem: Problem, device: Device) -> NormSpec:
+    """The kernel of what a backward pass writes by rows, where its columns are added up apart."""
+    rows = part(problem, (one.name for one in problem.operands if one.written and one.name not in problem.sums))
+    spec = held_by(rows, device)
+    assert spec is not None, "which tier takes a row depends on what is read of it alone"
+    return spec
 
 
 def held_by(problem: Problem, device: Device) -> NormSpec | None:

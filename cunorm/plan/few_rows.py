@@ -6,6 +6,8 @@ Every CTA has one turn. Pure functions; no GPU library is imported.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from ..kernel.device import Device
 from ..operation import derivative
@@ -50,38 +52,60 @@ def few_rows_backward(problem: Problem, of_rows: NormSpec, shape: RowShape, devi
     A row has the `shape` that it has among many rows, though less is read of it where its columns are added up apart.
     """
     threads = next(threads for most, threads in THREADS.items() if problem.rows <= most)
+    kernels = _kernels(layout(problem), of_rows, shape, threads)
+    row_ctas = ceil_div(problem.rows, kernels.rows.rows_per_cta) * shape.cluster
+    of_columns = _of_columns(problem, kernels, kernels.ctas_per_sm * device.sms - row_ctas, device.sms)
+    return FewRowsSpec(kernels.whole, of_columns, kernels.rows)
+
+
+def layout(problem: Problem) -> Problem:
+    """The problem of so few rows that what is kept of it serves every number; a single row is aligned in any case."""
+    return problem.of_rows(min(2, problem.rows))
+
+
+class _Kernels(NamedTuple):
+    whole: NormSpec
+    rows: NormSpec
+    columns: dict[int, NormSpec]  # by how many threads of a CTA are beside each other
+    alone: NormSpec  # of columns too: all threads are
+    ctas_per_sm: int  # wherever the arrays lie, so that dweight has the same bits
+
+
+@lru_cache(maxsize=1024)
+def _kernels(problem: Problem, of_rows: NormSpec, shape: RowShape, threads: int) -> _Kernels:
+    """Both parts for every number of rows whose CTAs have so many threads."""
     rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
     threads = rows_per_cta * shape.threads
     of_rows = replace(of_rows, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
     of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
-    row_ctas = ceil_div(problem.rows, rows_per_cta) * shape.cluster
-    # Wherever the arrays lie: dweight has the same bits.
-    slots = _ctas_per_sm(replace(of_rows, aligned=True, columns_aligned=True)) * device.sms
+    of_columns = part(problem, problem.sums)
+
+    def by(lanes: int) -> NormSpec:
+        of_lanes = RowShape(shape.pack, lanes, 1)
+        return kernel_spec(of_columns, "column_gradients", of_lanes, rows_per_cta=threads // lanes, final=True)
+
     room = SHARED_LIMIT - shared_memory(of_rows)
-    of_columns = _of_columns(part(problem, problem.sums), shape.pack, threads, slots - row_ctas, device.sms, room)
-    return FewRowsSpec(kernel_spec(problem, "backward", shape, final=True), of_columns, of_rows)
+    powers = [2**n for n in range(1, 10) if threads % 2**n == 0]
+    columns = {lanes: by(lanes) for lanes in powers if shared_memory(by(lanes)) <= room}
+    whole = kernel_spec(problem, "backward", shape, final=True)
+    ctas_per_sm = _ctas_per_sm(replace(of_rows, aligned=True, columns_aligned=True))
+    return _Kernels(whole, of_rows, columns, by(threads), ctas_per_sm)
 
 
 def _ctas_per_sm(spec: NormSpec) -> int:
     return max(1, ctas_of(spec, registers_of_one_turn(spec), MOST_THREADS))
 
 
-def _of_columns(problem: Problem, pack: int, threads: int, slots: int, sms: int, room: int) -> NormSpec:
-    """The kernel of the columns, by so many threads of a CTA beside each other: as few as leave each two rows, or as
-    make so few CTAs that they run at once, in so many slots, or else no more than there are SMs. All of them where a
-    thread adds up all rows. Their sums take `room` bytes of shared memory at most.
+def _of_columns(problem: Problem, kernels: _Kernels, slots: int, sms: int) -> NormSpec:
+    """The kernel of the columns, by as few threads of a CTA beside each other as leave each two rows, or as make so few
+    CTAs that they run at once, in so many slots, or else no more than there are SMs. By all of them where a thread adds
+    up all rows.
     """
-
-    def by(lanes: int) -> NormSpec:
-        shape = RowShape(pack, lanes, 1)
-        return kernel_spec(problem, "column_gradients", shape, rows_per_cta=threads // lanes, final=True)
-
     if problem.rows <= ALONE:
-        return by(threads)
-    powers = [2**n for n in range(1, 10) if threads % 2**n == 0]
-    powers = [lanes for lanes in powers if shared_memory(by(lanes)) <= room]
-    least = max((lanes for lanes in powers if threads // lanes >= max(8, ceil_div(problem.rows, 2))), default=2)
-    ctas = {lanes: ceil_div(problem.cols, pack * lanes) for lanes in powers if lanes >= least}
+        return kernels.alone
+    columns, threads, pack = kernels.columns, kernels.alone.shape.threads, kernels.alone.shape.pack
+    least = max((lanes for lanes in columns if threads // lanes >= max(8, ceil_div(problem.rows, 2))), default=2)
+    ctas = {lanes: ceil_div(problem.cols, pack * lanes) for lanes in columns if lanes >= least}
     at_once = (lanes for lanes in ctas if ctas[lanes] <= slots and problem.rows * lanes <= ROWS_OF_THREAD * threads)
     no_more = (lanes for lanes in ctas if ctas[lanes] <= sms)
-    return by(next(at_once, next(no_more, powers[-1])))
+    return columns[next(at_once, next(no_more, max(columns)))]
