@@ -6,6 +6,7 @@ Pure functions; no GPU library is imported.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 from ..kernel.device import Device
@@ -90,7 +91,8 @@ def _backward(problem: Problem, rows: NormSpec | FewRowsSpec | None, device: Dev
         first = steps[0].spec
         shared = launch_shared(first, device)
         steps[0] = replace(steps[0], begins_early=device.overlaps_launches, dynamic_shared=shared)
-        steps += _sum_partials(problem, device, sums, partials, first.cluster <= NEXT_BEGINS_CLUSTER)
+        # It does not depend on the number of rows.
+        steps += _sum_partials(problem.of_rows(1), device, partials, first.cluster <= NEXT_BEGINS_CLUSTER)
     workspace = partials * partial_row(problem) * compute * len(sums)
     return Plan(problem, device, tier, tuple(steps), partials, workspace)
 
@@ -195,10 +197,10 @@ def _streamed_backward(
     return steps, groups
 
 
-def _sum_partials(
-    problem: Problem, device: Device, sums: tuple[str, ...], groups: int, next_begins: bool
-) -> list[Step]:
+@lru_cache(maxsize=4096)
+def _sum_partials(problem: Problem, device: Device, groups: int, next_begins: bool) -> tuple[Step, ...]:
     """A launch for each dtype."""
+    sums = problem.sums
     threads = partial_row(problem) // SUM_COLUMNS
     row = partial_row(problem) * ITEMSIZE[problem.compute]
     steps = []
@@ -221,4 +223,4 @@ def _sum_partials(
             grid = (at_once, 1, 1)
         # Only the first has the kernel that wrote the partial rows in front of it.
         steps.append(Step(spec, grid, 0, pointers, (), integers, device.overlaps_launches and not steps))
-    return steps
+    return tuple(steps)

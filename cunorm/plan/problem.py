@@ -133,6 +133,11 @@ class Operands(tuple[Operand, ...]):
         return tuple(one.name for one in self if one.kind == "scalar")
 
     @cached_property
+    def row_numbers(self) -> tuple[int, ...]:
+        """What a launch passes behind the number of rows, for all of them."""
+        return tuple(number for one in self for number in one.row_numbers.values())
+
+    @cached_property
     def kinds(self) -> frozenset[str]:
         return frozenset(one.kind for one in self)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..kernel.device import Device
@@ -95,20 +96,28 @@ def resident_groups(problem: Problem, spec: NormSpec, device: Device) -> int:
 def step_of(problem: Problem, spec: NormSpec, grid: tuple[int, int, int], groups: int) -> Step:
     """The launch of a kernel that reads rows; its sums go to `groups` partial rows each, one after the other."""
     row = partial_row(problem) * ITEMSIZE[problem.compute]
-    sums = [one.name for one in spec.sums]
-    places = {} if spec.final else {name: Pointer(WORKSPACE, i * groups * row) for i, name in enumerate(sums)}
+    pointers = _pointers(problem.pointers)
+    if spec.leaves_partial_rows:
+        sums = [one.name for one in spec.sums]
+        places = {name: Pointer(WORKSPACE, i * groups * row) for i, name in enumerate(sums)}
+        pointers = tuple(places.get(pointer.name, pointer) for pointer in pointers)
     return Step(
         spec,
         grid,
         dynamic_shared(spec),
-        tuple(places.get(name, Pointer(name)) for name in problem.pointers),
+        pointers,
         problem.scalars,
         (
             problem.rows,
-            *(number for one in problem.operands for number in one.row_numbers.values()),
+            *problem.operands.row_numbers,
             *(problem.groups.numbers(problem.rows) if problem.groups else ()),
         ),
     )
+
+
+@lru_cache(maxsize=4096)
+def _pointers(names: tuple[str, ...]) -> tuple[Pointer, ...]:
+    return tuple(map(Pointer, names))
 
 
 def partial_row(problem: Problem) -> int:
