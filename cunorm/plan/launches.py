@@ -89,10 +89,10 @@ def _backward(problem: Problem, rows: NormSpec | FewRowsSpec | None, device: Dev
     if partials:
         # Like the sum behind it: it gains 1 us in a stream that the host has filled, and costs up to 0.4 in a graph.
         first = steps[0].spec
-        shared = launch_shared(first, device)
-        steps[0] = replace(steps[0], begins_early=device.overlaps_launches, dynamic_shared=shared)
+        early, shared = device.overlaps_launches, launch_shared(first, device)
+        steps[0] = replace(steps[0], begins_early=early, dynamic_shared=shared)
         # It does not depend on the number of rows.
-        steps += _sum_partials(problem.of_rows(1), device, partials, first.cluster <= NEXT_BEGINS_CLUSTER)
+        steps += _sum_partials(problem.of_rows(1), device, partials, early, first.cluster <= NEXT_BEGINS_CLUSTER)
     workspace = partials * partial_row(problem) * compute * len(sums)
     return Plan(problem, device, tier, tuple(steps), partials, workspace)
 
@@ -198,7 +198,9 @@ def _streamed_backward(
 
 
 @lru_cache(maxsize=4096)
-def _sum_partials(problem: Problem, device: Device, groups: int, next_begins: bool) -> tuple[Step, ...]:
+def _sum_partials(
+    problem: Problem, device: Device, groups: int, begins_early: bool, next_begins: bool
+) -> tuple[Step, ...]:
     """A launch for each dtype."""
     sums = problem.sums
     threads = partial_row(problem) // SUM_COLUMNS
@@ -222,5 +224,5 @@ def _sum_partials(problem: Problem, device: Device, groups: int, next_begins: bo
             spec, integers = replace(spec, in_turns=True), (*integers, grid[0], tasks)
             grid = (at_once, 1, 1)
         # Only the first has the kernel that wrote the partial rows in front of it.
-        steps.append(Step(spec, grid, 0, pointers, (), integers, device.overlaps_launches and not steps))
+        steps.append(Step(spec, grid, 0, pointers, (), integers, begins_early and not steps))
     return tuple(steps)
