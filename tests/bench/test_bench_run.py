@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 from bench_lines import BACKWARD, WIDE, file_of, lines_of
 
-from bench import providers, suites, timing
+from bench import providers, suites
 from bench.__main__ import cases_of, main
 from bench.results import OURS, ROOF, lines_to
 from bench.roof import Variant
+from cunorm.commands import timing
 
 
 class Fake(providers.Provider):
