@@ -63,7 +63,7 @@ def provider(module: ModuleType) -> Cunorm:
 
 
 def has_changed(case: Case) -> bool:
-    """Whether the launches of a case differ: kernels, grids and shared memory."""
+    """Say whether the launches of a case differ in kernels, grids or shared memory."""
 
     def launches(package: str) -> list[str]:
         kernel, plan = (importlib.import_module(f"{package}.{name}") for name in ("kernel.device", "plan.plan"))

@@ -105,7 +105,7 @@ def series(of_rows: Passes, first: int) -> tuple[list[float], list[float], int]:
 
 @contextmanager
 def nodes_in_cpp(used: bool) -> Iterator[None]:
-    """Whether torch's passes run in C++."""
+    """Let torch's passes run in C++, or by Python."""
     if used and (why := nodes.build()):
         raise RuntimeError(f"there are no nodes in C++: {why}")
     module = nodes.module

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from time import perf_counter
+from typing import Any
 
 from ..kernel import compile, device, source
 from ..linear import float8_plan
@@ -124,8 +126,11 @@ def _compile_all(arguments: argparse.Namespace) -> int:
     if not arguments.cols:
         work += [(spec, target.arch) for target in targets for spec in float8_plan.kernels_of(matrix.casts(target))]
     work = list(dict.fromkeys(work))  # GPUs of an architecture share most of them
-    with compiler(keep=bool(arguments.cols)) as compile_one:
-        found = list(_with_progress(compile_all(work, compile_one), len(work)))
+    with compiler(keep=bool(arguments.cols)) as compile_one, progress(len(work)) as bar:
+        found = []
+        for compiled in compile_all(work, compile_one):
+            found.append(compiled)
+            bar.update()
     failures = [one for one in found if one.fault]
     if failures:
         print(_table(failures))
@@ -150,13 +155,28 @@ def _problems(arguments: argparse.Namespace, target: device.Device) -> list[Prob
     ]
 
 
-def _with_progress(compiled: Iterable[Compiled], total: int) -> Iterable[Compiled]:
+class _NoBar:
+    """What a progress bar does where tqdm is not installed."""
+
+    n = 0
+
+    def update(self, count: int = 1) -> None:
+        pass
+
+    def write(self, line: str) -> None:
+        print(line, flush=True)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Any]:
     """A progress bar on a terminal, where tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
-        return compiled
-    return tqdm(compiled, total=total, unit=" kernels", leave=False, disable=None)
+        yield _NoBar()
+        return
+    with tqdm(total=total, unit=" kernels", leave=False, disable=None) as bar:
+        yield bar
 
 
 def _table(failures: list[Compiled]) -> str:

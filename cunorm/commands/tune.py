@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -29,7 +28,7 @@ from ..plan.plan import plan, recorded
 from ..plan.problem import Problem
 from ..plan.spec import NormSpec
 from . import matrix
-from .compile import DIRECTIONS, add_options_of_problems, at_least_one
+from .compile import DIRECTIONS, add_options_of_problems, at_least_one, progress
 from .info import why_no_compiler, why_no_gpu
 from .search import Found, search
 
@@ -201,7 +200,7 @@ def _tune(tasks: list[Task], gpu: device.Device, end: float) -> int:
     path = _path(gpu)
     gains: list[float] = []
     done, left_out, ended, status = 0, 0, "", 0
-    with _progress(2 * MOST * len(tasks)) as bar:
+    with progress(2 * MOST * len(tasks)) as bar:
 
         def step() -> None:
             bar.update()
@@ -270,27 +269,3 @@ def _line(problem: Problem, found: Found) -> str:
     today, best = found.today.median * 1e6, found.best.median * 1e6
     now = f", now {best:.2f} us" if found.better else ""
     return f"{_name(problem)}: {today:.2f} us{now} ({found.tried} launches tried, {found.spilled} spill)"
-
-
-class _NoBar:
-    """What a progress bar does where tqdm is not installed."""
-
-    n = 0
-
-    def update(self, count: int = 1) -> None:
-        pass
-
-    def write(self, line: str) -> None:
-        print(line, flush=True)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A progress bar on a terminal, where tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield _NoBar()
-        return
-    with tqdm(total=total, unit=" kernels", leave=False, disable=None) as bar:
-        yield bar

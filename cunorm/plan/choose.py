@@ -18,7 +18,7 @@ from .backward_parts import part
 from .backward_rows import Held, backward_rows, shape_of_rows
 from .cluster_backward import MOST_CLUSTER_PACKS, cluster_backward
 from .cluster_forward import cluster_forward
-from .few_rows import adds_columns_beside_rows, few_rows_backward, layout, rows_are_few
+from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
 from .forward_rows import forward_rows
 from .forward_twice import forward_twice
 from .measured import measured
@@ -84,7 +84,7 @@ def choose(problem: Problem, device: Device) -> NormSpec | FewRowsSpec | None:
         return None
     if not problem.groups:
         if adds_columns_beside_rows(problem, device):
-            return few_rows_backward(problem, _rows_apart(layout(problem), device), spec.shape, device)
+            return few_rows_backward(problem, _rows_apart(problem.layout, device), spec.shape, device)
         if (found := measured(problem, spec, device)) is not None:
             return found
     return backward_rows(problem, tier.by, spec, device) if isinstance(tier.by, Held) else spec
@@ -115,10 +115,10 @@ def tier_of(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
 
 
 def _shape(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
-    """The same, of a `Held` before it is known how its kernel is run."""
+    """The tier and its kernel; of a `Held` before it is known how that is run."""
     if problem.direction == "forward":
         return _tier(problem, device)
-    return _tier_of_layout(problem.of_rows(min(2, problem.rows)), device)
+    return _tier_of_layout(problem.layout, device)
 
 
 def _tier(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:

@@ -43,7 +43,7 @@ THREE_STAGES = 52 << 10  # bytes of the parts of rows that an SM loads at once: 
 
 def cluster_forward(problem: Problem, device: Device) -> NormSpec | None:
     """The forward kernel of rows that a cluster holds, None where none does."""
-    fitting = _forward_shape(problem.of_rows(1), device)
+    fitting = _forward_shape(problem.layout, device)
     if fitting is None:
         return None
     shape, most = fitting

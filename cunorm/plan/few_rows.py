@@ -52,18 +52,15 @@ def few_rows_backward(problem: Problem, of_rows: NormSpec, shape: RowShape, devi
     A row has the `shape` that it has among many rows, though less is read of it where its columns are added up apart.
     """
     threads = next(threads for most, threads in THREADS.items() if problem.rows <= most)
-    kernels = _kernels(layout(problem), of_rows, shape, threads)
+    kernels = _kernels(problem.layout, of_rows, shape, threads)
     row_ctas = ceil_div(problem.rows, kernels.rows.rows_per_cta) * shape.cluster
     of_columns = _of_columns(problem, kernels, kernels.ctas_per_sm * device.sms - row_ctas, device.sms)
     return FewRowsSpec(kernels.whole, of_columns, kernels.rows)
 
 
-def layout(problem: Problem) -> Problem:
-    """The problem of so few rows that what is kept of it serves every number; a single row is aligned in any case."""
-    return problem.of_rows(min(2, problem.rows))
-
-
 class _Kernels(NamedTuple):
+    """The kernels of few rows, as far as they do not depend on how many there are."""
+
     whole: NormSpec
     rows: NormSpec
     columns: dict[int, NormSpec]  # by how many threads of a CTA are beside each other

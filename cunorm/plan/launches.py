@@ -53,8 +53,8 @@ def launches(problem: Problem, rows: NormSpec | FewRowsSpec | None, device: Devi
 def _forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
     """A CTA for every row or, where a CTA has more than one iteration, as many as run at once."""
     short = ceil_div(problem.cols, spec.shape.pack) <= MOST_SHORT
-    at_once = short and not spec.stages and not problem.sm_margin and problem.rows <= GRID_LIMIT
-    once = at_once and spec.kernel == "forward"
+    once = short and spec.kernel == "forward" and not spec.stages
+    once = once and not problem.sm_margin and problem.rows <= GRID_LIMIT
     if spec.kernel == "forward_streamed":
         groups = resident_groups(problem, spec, device) if problem.sm_margin else min(problem.rows, GRID_LIMIT)
     elif spec.kernel == "forward_twice" and not problem.sm_margin:
@@ -92,7 +92,7 @@ def _backward(problem: Problem, rows: NormSpec | FewRowsSpec | None, device: Dev
         early, shared = device.overlaps_launches, launch_shared(first, device)
         steps[0] = replace(steps[0], begins_early=early, dynamic_shared=shared)
         # It does not depend on the number of rows.
-        steps += _sum_partials(problem.of_rows(1), device, partials, early, first.cluster <= NEXT_BEGINS_CLUSTER)
+        steps += _sum_partials(problem.layout, device, partials, early, first.cluster <= NEXT_BEGINS_CLUSTER)
     workspace = partials * partial_row(problem) * compute * len(sums)
     return Plan(problem, device, tier, tuple(steps), partials, workspace)
 

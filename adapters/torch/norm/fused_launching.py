@@ -330,7 +330,7 @@ def backward_recipe_of(
 
 
 def _backward_of_rows(like: Backward, shape: tuple[int, ...]) -> Backward:
-    """As _forward_of_rows; `shape` is that of x."""
+    """The recipe of a backward pass that differs from an earlier one in its number of rows alone; `shape` is x's."""
     solution = launching.plan_of_rows(like.plan, shape[:-1])
     of_shape = [gpu.contiguously(shape, one[2]) if len(one[0]) > 1 else one for one in like.gradients]
     return like._replace(plan=solution, gradients=tuple(of_shape), rstd_offset=_rstd_offset(solution))

@@ -222,7 +222,7 @@ class RMSNorm(_Options, nn.RMSNorm):
 
 
 def is_left_to_torch(norm: Any, x: Tensor) -> bool:
-    """Whether x has too few elements for our kernel to gain; counted, for the report of `accelerate`."""
+    """Say whether x has too few elements for our kernel to gain, and count it for the report of `accelerate`."""
     # What stands for a tensor in torch.fx.symbolic_trace has no size to compare.
     is_left = not isinstance(x, Tensor) or x.numel() < norm._own_below
     attributes, count = norm.__dict__, "_by_torch" if is_left else "_by_cunorm"
