@@ -14,7 +14,7 @@ from .families import fused_of
 from .norm import checks
 from .norm.float8 import Float8Store, store_of
 from .norm.fused import Kinds
-from .operation import NORMS, SEED, Operation, added_after, is_affine
+from .operation import NORMS, SEED, Operation, added_after
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
@@ -46,6 +46,7 @@ class Fused:
     function: str  # what errors call it
     demanded: Kinds = ()  # the kinds of operands that must be of one
     made: tuple[str, ...] = (SEED,)  # operands without a gradient
+    bounded: bool = False  # whether y is a norm times weight plus bias, for which a scale is known beforehand
 
     def __repr__(self) -> str:
         operation = self.operation
@@ -199,7 +200,7 @@ class Fused:
 
     def store(self, dtype: Any, granularity: str | int, y_scale: Any, *, wide: bool) -> Float8Store:
         """What such arguments of a call ask for."""
-        if granularity == "tensor" and y_scale is None and not (self.demanded and is_affine(self.operation)):
+        if granularity == "tensor" and y_scale is None and not self.bounded:
             raise ValueError(f"{self.function}: granularity='tensor' needs a y_scale; got y_scale=None.")
         return store_of(self.function, dtype, granularity, y_scale, wide=wide)
 

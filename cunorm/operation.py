@@ -230,15 +230,6 @@ def name_of(norm: str, zero_centered_gamma: bool) -> str:
     return f"zero_centered_{norm}" if zero_centered_gamma else norm
 
 
-@cache
-def is_affine(operation: Operation) -> bool:
-    """Whether y is the norm of s times a weight plus a bias, either of which may be absent."""
-    return any(
-        operation.epilogue == affine(operation.norm, centered).given(operation.after).epilogue
-        for centered in (False, True)
-    )
-
-
 @lru_cache(maxsize=512)
 def added_after(operation: Operation, present: tuple[str, ...]) -> tuple[str, ...]:
     """The operands, of those present, whose gradients are dy itself: what is added to a norm."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import named
-from ..named import Call, ShapeError, kinds_of, operation_of
+from ..named import Call, ShapeError, kinds_of, of_its_own, operation_of
 from ..operation import SEED
 from . import private
 from .norm import checks, functional, fused_dispatch, fused_launching, fused_sandwich
@@ -43,6 +43,7 @@ def _of_torch(operation: Operation) -> Operation:
         return _results(call, _run(call))
 
     called.__module__ = __name__
+    of_its_own(called)
     return cast(Operation, called)
 
 

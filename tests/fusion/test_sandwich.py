@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import cpu_cupy
 import cpu_device
@@ -38,11 +39,12 @@ def expected(values, dtype, one=0.0):
     return (y.detach().numpy(), s.detach().numpy()), dict(zip(NAMES, (g.numpy() for g in gradients), strict=True))
 
 
-def apart(arrays, weight, second_weight, eps=EPS, **options):
-    """The gradients of the two calls, one after the other; the second is of a sum with nothing."""
+def apart(saved, arrays, weight, second_weight, eps=EPS, **options):
+    """The gradients of the two calls, one after the other, of such statistics; the second is of a sum with nothing."""
     between, of_first = cunorm.rms_norm_add.forward(arrays["x"], arrays["residual"], weight, eps, **options)
-    nothing = between * 0
-    _, of_second = cunorm.add_rms_norm.forward(between, nothing, second_weight, eps, **options)
+    of_first = replace(of_first, statistics={"rstd": saved.statistics["rstd"]})
+    _, of_second = cunorm.add_rms_norm.forward(between, between * 0, second_weight, eps, **options)
+    of_second = replace(of_second, statistics={"rstd": saved.statistics["second_rstd"]})
     then = cunorm.add_rms_norm.backward(of_second, arrays["dy"], arrays["ds"])
     first = cunorm.rms_norm_add.backward(of_first, then["x"])
     found = {"x": first["x"], "residual": then["x"], "weight": first.get("weight")}
@@ -87,7 +89,7 @@ def check(shape, dtype, as_array, zero_centered_gamma=False, few=True):
         elif dtype in ("float32", "float64"):
             close(f"d{name} alone", alone[name], gradients[name], arithmetic)
     # The gradients of the two calls, one after the other.
-    one_by_one = apart(arrays, passed[2], passed[3], **options)
+    one_by_one = apart(saved, arrays, passed[2], passed[3], **options)
     for name in NAMES:
         one, two = on_host(of_all[name]), on_host(one_by_one[name])
         # Of many rows other ones share a partial row.
@@ -137,7 +139,7 @@ def check_backward(monkeypatch, machine):
     _, saved = cunorm.rms_norm_add_rms_norm.forward(x, residual, weight, second_weight)
     found = cunorm.rms_norm_add_rms_norm.backward(saved, dy, ds)
     assert runs.plans[-1].steps[0].spec.kernel == "backward_twice"
-    expected = apart(values, weight, second_weight, 1e-6)
+    expected = apart(saved, values, weight, second_weight, 1e-6)
     for name in ("x", "residual"):
         assert same_bits(on_host(found[name]), on_host(expected[name])), f"d{name}"
 
@@ -165,7 +167,7 @@ def test_when_a_backward_pass_is_one_kernel(monkeypatch, missing):
     _, saved = cunorm.rms_norm_add_rms_norm.forward(x, values["residual"], weight, second_weight, EPS)
     found = cunorm.rms_norm_add_rms_norm.backward(saved, values["dy"], values["ds"])
     assert (runs.plans[-1].steps[0].spec.kernel == "backward_twice") == (missing in ("weight", "second_weight"))
-    expected = apart(values, weight, second_weight)
+    expected = apart(saved, values, weight, second_weight)
     for name in ("x", "residual"):
         assert same_bits(on_host(found[name]), on_host(expected[name])), f"d{name}"
 

@@ -34,7 +34,7 @@ def seed_of(device, number=7):
 
 def call(norm, tensors, seed, p=P):
     x, residual, *parameters = tensors
-    return FUNCTIONS[norm](x, residual, x.shape[-1], *parameters, eps=1e-3, dropout_p=p, seed=seed)
+    return FUNCTIONS[norm](x, residual, *parameters, eps=1e-3, dropout_p=p, seed=seed)
 
 
 def masked(norm, tensors, seed, p=P):
@@ -42,7 +42,7 @@ def masked(norm, tensors, seed, p=P):
     x, residual, *parameters = tensors
     mask = uniform(numpy.int64(int(seed)), tuple(x.shape), numpy) >= p
     factor = torch.tensor(mask / (1 - p), dtype=x.dtype, device=x.device)
-    return FUNCTIONS[norm](x * factor, residual, x.shape[-1], *parameters, eps=1e-3)
+    return FUNCTIONS[norm](x * factor, residual, *parameters, eps=1e-3)
 
 
 def gradients(results, tensors, **options):
@@ -62,11 +62,11 @@ def check(norm, tensors, function=call):
 def test_values_and_gradients_are_those_of_a_mask(device, norm):
     check(norm, given(norm, device, 2, 3, 40))
     x, residual = (one.detach() for one in given(norm, device, 2, 3, 40)[:2])
-    _, s, *statistics = getattr(cunorm, f"add_{norm}_forward")(x, residual, dropout_p=P, seed=seed_of(device))
+    (_, s), saved = getattr(cunorm, f"add_{norm}").forward(x, residual, dropout_p=P, seed=seed_of(device))
     torch.testing.assert_close(s, call(norm, (x, residual), seed_of(device))[1])
-    found = getattr(cunorm, f"add_{norm}_backward")(x, s, s, *statistics, dropout_p=P, seed=seed_of(device))
+    found = getattr(cunorm, f"add_{norm}").backward(saved, x, s)
     mask = uniform(numpy.int64(7), tuple(x.shape), numpy) < P
-    assert ((found[0] == 0).cpu().numpy() == mask).all()
+    assert ((found["x"] == 0).cpu().numpy() == mask).all()
 
 
 @needs_machine

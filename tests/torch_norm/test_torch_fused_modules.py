@@ -33,17 +33,17 @@ needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_functions_are_those_of_the_two_calls(device, norm, zero_centered_gamma):
-    """Over two axes; on a GPU to the bit."""
+    """On a GPU to the bit."""
     x, residual = (random(5, 4, 8, device=device, dtype=torch.bfloat16, seed=seed) for seed in range(2))
-    weight, bias = (random(4, 8, device=device, dtype=torch.float32, seed=seed) for seed in range(2))
+    weight, bias = (random(8, device=device, dtype=torch.float32, seed=seed) for seed in range(2))
     parameters = (weight, bias) if norm == "layer_norm" else (weight,)
     options = {"eps": 1e-5, "zero_centered_gamma": zero_centered_gamma}
     apart = getattr(cunorm.torch, norm)
-    y, s = getattr(cunorm.torch, f"add_{norm}")(x, residual, (4, 8), *parameters, **options)
+    y, s = getattr(cunorm.torch, f"add_{norm}")(x, residual, *parameters, **options)
     assert same(s, x + residual)
-    expected_y = apart(s, (4, 8), *parameters, **options)
-    added = getattr(cunorm.torch, f"{norm}_add")(x, residual, (4, 8), *parameters, **options)
-    expected_added = residual + apart(x, (4, 8), *parameters, **options, dtype=torch.float32)
+    expected_y = apart(s, (8,), *parameters, **options)
+    added = getattr(cunorm.torch, f"{norm}_add")(x, residual, *parameters, **options)
+    expected_added = residual + apart(x, (8,), *parameters, **options, dtype=torch.float32)
     if device == "cuda":
         assert same(y, expected_y)
     torch.testing.assert_close(y, expected_y)
@@ -51,6 +51,27 @@ def test_functions_are_those_of_the_two_calls(device, norm, zero_centered_gamma)
 
 
 MODULES = {"layer_norm": AddLayerNorm, "rms_norm": AddRMSNorm}
+
+
+@on_devices
+@pytest.mark.parametrize("norm", MODULES)
+def test_modules_over_two_axes(device, norm):
+    """As over one axis of as many elements, with gradients in the shape of the parameters."""
+    x, residual = (random(5, 4, 8, device=device, seed=seed).requires_grad_() for seed in range(2))
+    module, flat = (MODULES[norm](shape, eps=1e-3, device=device) for shape in ((4, 8), 32))
+    with torch.no_grad():
+        module.weight.copy_(random(4, 8))
+        flat.weight.copy_(module.weight.flatten())
+    found, expected = module(x, residual), flat(x.flatten(1), residual.flatten(1))
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == x.shape
+        torch.testing.assert_close(one.flatten(1), other)
+    of_module = torch.autograd.grad(found[0].sin().sum(), (x, *module.parameters()))
+    of_flat = torch.autograd.grad(expected[0].sin().sum(), (x, *flat.parameters()))
+    for one, other in zip(of_module, of_flat, strict=True):
+        torch.testing.assert_close(one, other.reshape(one.shape))
+    with pytest.raises(RuntimeError, match="normalized_shape must be the last axes of input"):
+        module(x.flatten(1), residual.flatten(1))
 
 
 @on_devices
