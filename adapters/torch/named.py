@@ -77,7 +77,7 @@ def _run(call: Call) -> Sequence[Tensor]:
     names = tuple(operands)
     if function == "rms_norm_add_rms_norm":
         return fused_sandwich.run(flags[0], names, tensors, eps, dtype or x.dtype, s_dtype, margins)
-    form = _form(function, flags, names, checks.name_or_none(dtype), checks.name_or_none(s_dtype), margins)
+    form = _call_of(function, flags, names, checks.name_or_none(dtype), checks.name_or_none(s_dtype), margins)
     if torch.compiler.is_compiling():
         results, _ = fused_dispatch.run(form, tensors, numbers, eps, False)
     else:
@@ -86,7 +86,7 @@ def _run(call: Call) -> Sequence[Tensor]:
 
 
 @private.constant
-def _form(
+def _call_of(
     function: str,
     flags: tuple[bool, ...],
     names: tuple[str, ...],
@@ -96,17 +96,17 @@ def _form(
 ) -> fused_launching.Call:
     """What calls with operands of these names have in common."""
     key = (function, flags, names, dtype, s_dtype, sm_margins)
-    form = _forms.get(key)
+    form = _calls.get(key)
     if form is None:
         of_dropout = ("dropped", "factor") if SEED in names else ()
         operation = operation_of(function, flags, (*names, *of_dropout))
-        form = _forms[key] = fused_launching.call_of(
+        form = _calls[key] = fused_launching.call_of(
             function, operation, names, of_dropout, kinds_of(function), dtype, s_dtype, sm_margins
         )
     return form
 
 
-_forms: dict[tuple, fused_launching.Call] = {}
+_calls: dict[tuple, fused_launching.Call] = {}
 
 add_layer_norm = _of_torch(named.add_layer_norm)
 add_rms_norm = _of_torch(named.add_rms_norm)

@@ -31,9 +31,16 @@ from torch_tensors import random  # noqa: E402
 from cunorm.kernel import launch  # noqa: E402
 from cunorm.kernel.device import KNOWN  # noqa: E402
 from cunorm.plan.plan import plan  # noqa: E402
-from cunorm.torch import add_layer_norm, add_rms_norm, layer_norm, layer_norm_linear, rms_norm  # noqa: E402
+from cunorm.torch import (  # noqa: E402
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_linear,
+    named,
+    rms_norm,
+)
 from cunorm.torch.linear import linear_nodes, passes  # noqa: E402
-from cunorm.torch.norm import functional, fused_functional, fused_launching, launching, nodes, repeats  # noqa: E402
+from cunorm.torch.norm import functional, fused_launching, launching, nodes, repeats  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -474,7 +481,7 @@ def test_a_checkpoint_may_compute_again_the_other_way(driver, monkeypatch, name,
 
     def way(which: str) -> None:
         monkeypatch.setattr(nodes, "module", lambda: compiled if which == "in C++" else None)
-        for kept in (launching._calls, fused_functional._calls, fused_launching._calls):
+        for kept in (launching._calls, named._calls, fused_launching._calls):
             kept.clear()
         FUNCTIONS[name](x, weight)  # is described
 

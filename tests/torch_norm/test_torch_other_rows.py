@@ -13,8 +13,14 @@ import torch_stand_in  # noqa: E402
 
 from cunorm.kernel.device import H100  # noqa: E402
 from cunorm.norm import fused_recipe  # noqa: E402
-from cunorm.torch import add_rms_norm, layer_norm, layer_norm_modulate, rms_norm  # noqa: E402
-from cunorm.torch.norm import functional, fused_functional, fused_launching, gpu, launching  # noqa: E402
+from cunorm.torch import (  # noqa: E402
+    add_rms_norm,
+    layer_norm,
+    layer_norm_modulate,
+    named,
+    rms_norm,
+)
+from cunorm.torch.norm import functional, fused_launching, gpu, launching  # noqa: E402
 
 COLS = 64
 ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)
@@ -27,15 +33,14 @@ def runs(monkeypatch) -> Any:
     found.machine = SimpleNamespace(run=lambda *_, **__: None)
     monkeypatch.setattr(gpu, "properties_of", lambda *_: H100)
     monkeypatch.setattr(functional, "_at_once", lambda *_: True)
-    for module in (functional, fused_functional):
-        monkeypatch.setattr(module, "launchable", lambda _: not torch.is_grad_enabled(), raising=False)
+    monkeypatch.setattr(functional, "launchable", lambda _: not torch.is_grad_enabled(), raising=False)
     monkeypatch.setattr(launching, "launch", found)
     forget(monkeypatch)
     return found
 
 
 def forget(monkeypatch) -> None:
-    for module in (launching, fused_launching, fused_functional):
+    for module in (launching, fused_launching, named):
         for kept in ("_recipes", "_families", "_calls"):
             monkeypatch.setattr(module, kept, {}, raising=False)
 

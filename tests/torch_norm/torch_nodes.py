@@ -15,8 +15,9 @@ import torch
 
 from cunorm.kernel import launch
 from cunorm.kernel.launch import NUMBERS
+from cunorm.torch import named
 from cunorm.torch.linear import linear_nodes, passes
-from cunorm.torch.norm import functional, fused_functional, fused_launching, launching, nodes
+from cunorm.torch.norm import functional, fused_launching, launching, nodes
 
 CONTEXT = 77
 OF_GPU = nodes.module
@@ -148,7 +149,7 @@ def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Dr
     monkeypatch.setattr(launching, "launch", stand_in)
     for kept in ("_recipes", "_families", "_calls"):
         monkeypatch.setattr(launching, kept, {})
-    for module in (fused_launching, fused_functional):
+    for module in (fused_launching, named):
         monkeypatch.setattr(module, "_calls", {})
     for module in (functional, passes):
         monkeypatch.setattr(module, "_at_once", lambda *_: True)
@@ -167,7 +168,7 @@ def by_python(call: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "module", lambda: None)
         patch.setattr(launching, "_calls", {})
-        patch.setattr(fused_functional, "_calls", {})
+        patch.setattr(named, "_calls", {})
         results = call()
         results = results if isinstance(results, tuple) else (results,)
         return [*results, *gradients(results, wanting, given)]
