@@ -38,7 +38,11 @@ Passes = Callable[
 def of_cupy(function: str) -> Passes:
     x, residual, dy, ds = (cupy.zeros((MOST, COLS), "float16") for _ in range(4))
     weight, bias = (cupy.zeros(COLS, "float16") for _ in range(2))
-    forward, backward = (getattr(cunorm, f"{function}_{one}") for one in ("forward", "backward"))
+    of_function = getattr(cunorm, function)
+    if function == "add_rms_norm":
+        forward, backward = of_function.forward, of_function.backward
+    else:
+        forward, backward = (getattr(cunorm, f"{function}_{one}") for one in ("forward", "backward"))
 
     def of_rows(rows: int) -> tuple[Call, Callable[[Any], Any]]:
         of_x, of_residual, of_dy, of_ds = (one[:rows] for one in (x, residual, dy, ds))
@@ -46,7 +50,7 @@ def of_cupy(function: str) -> Passes:
             return lambda: forward(of_x, None, weight, bias), lambda found: backward(of_dy, of_x, *found[1:], weight)
         if function == "rms_norm":
             return lambda: forward(of_x, None, weight), lambda found: backward(of_dy, of_x, found[1], weight)
-        return lambda: forward(of_x, of_residual, weight), lambda found: backward(of_dy, of_ds, *found[1:], weight)
+        return lambda: forward(of_x, of_residual, weight), lambda found: backward(found[1], of_dy, of_ds)
 
     return of_rows
 
@@ -62,7 +66,7 @@ def of_torch(function: str) -> Passes:
         of_dy = dy[:rows]
 
         def forward() -> Any:
-            found = norm(*summands, (COLS,), *weights)
+            found = norm(*summands, *(() if "add" in function else ((COLS,),)), *weights)
             return found if isinstance(found, torch.Tensor) else found[0]
 
         return forward, lambda y: torch.autograd.grad(y, [*summands, *weights], of_dy)
