@@ -3,51 +3,26 @@
 from pathlib import Path
 from typing import NoReturn
 
-from .adding import (
-    add_layer_norm,
-    add_layer_norm_backward,
-    add_layer_norm_forward,
-    add_rms_norm,
-    add_rms_norm_backward,
-    add_rms_norm_forward,
-)
-from .adding_float8 import (
-    add_layer_norm_fp8,
-    add_layer_norm_fp8_forward,
-    add_rms_norm_fp8,
-    add_rms_norm_fp8_forward,
-)
 from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
-from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
 from .fusion import fuse
-from .gate_modulating import (
-    gate_add_layer_norm_modulate,
-    gate_add_layer_norm_modulate_backward,
-    gate_add_layer_norm_modulate_forward,
-    gate_add_rms_norm_modulate,
-    gate_add_rms_norm_modulate_backward,
-    gate_add_rms_norm_modulate_forward,
-)
-from .gating import rms_norm_gated, rms_norm_gated_backward, rms_norm_gated_forward
 from .kernel.compile import CompileError
 from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward
-from .modulating import (
-    layer_norm_modulate,
-    layer_norm_modulate_backward,
-    layer_norm_modulate_forward,
-    rms_norm_modulate,
-    rms_norm_modulate_backward,
-    rms_norm_modulate_forward,
-)
-from .norm_add import (
+from .named import (
+    add_layer_norm,
+    add_rms_norm,
+    gate_add_layer_norm_modulate,
+    gate_add_rms_norm_modulate,
     layer_norm_add,
-    layer_norm_add_backward,
-    layer_norm_add_forward,
+    layer_norm_fp8,
+    layer_norm_fp8_forward,
+    layer_norm_modulate,
     rms_norm_add,
-    rms_norm_add_backward,
-    rms_norm_add_forward,
+    rms_norm_add_rms_norm,
+    rms_norm_fp8,
+    rms_norm_fp8_forward,
+    rms_norm_gated,
+    rms_norm_modulate,
 )
-from .sandwich import rms_norm_add_rms_norm, rms_norm_add_rms_norm_backward, rms_norm_add_rms_norm_forward
 
 __version__ = "0.1.0"
 
@@ -74,26 +49,12 @@ def __getattr__(name: str) -> NoReturn:
 __all__ = [
     "CompileError",
     "add_layer_norm",
-    "add_layer_norm_backward",
-    "add_layer_norm_forward",
-    "add_layer_norm_fp8",
-    "add_layer_norm_fp8_forward",
     "add_rms_norm",
-    "add_rms_norm_backward",
-    "add_rms_norm_forward",
-    "add_rms_norm_fp8",
-    "add_rms_norm_fp8_forward",
     "fuse",
     "gate_add_layer_norm_modulate",
-    "gate_add_layer_norm_modulate_backward",
-    "gate_add_layer_norm_modulate_forward",
     "gate_add_rms_norm_modulate",
-    "gate_add_rms_norm_modulate_backward",
-    "gate_add_rms_norm_modulate_forward",
     "layer_norm",
     "layer_norm_add",
-    "layer_norm_add_backward",
-    "layer_norm_add_forward",
     "layer_norm_backward",
     "layer_norm_forward",
     "layer_norm_fp8",
@@ -102,23 +63,13 @@ __all__ = [
     "layer_norm_linear_backward",
     "layer_norm_linear_forward",
     "layer_norm_modulate",
-    "layer_norm_modulate_backward",
-    "layer_norm_modulate_forward",
     "rms_norm",
     "rms_norm_add",
-    "rms_norm_add_backward",
-    "rms_norm_add_forward",
     "rms_norm_add_rms_norm",
-    "rms_norm_add_rms_norm_backward",
-    "rms_norm_add_rms_norm_forward",
     "rms_norm_backward",
     "rms_norm_forward",
     "rms_norm_fp8",
     "rms_norm_fp8_forward",
     "rms_norm_gated",
-    "rms_norm_gated_backward",
-    "rms_norm_gated_forward",
     "rms_norm_modulate",
-    "rms_norm_modulate_backward",
-    "rms_norm_modulate_forward",
 ]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
+from . import norm_add_norm
 from .expression import substitute, trace
 from .expression.grammar import parse
 from .expression.value import Expression
 from .families import fused_of
 from .norm import checks
 from .norm.float8 import Float8Store, store_of
-from .operation import NORMS, SEED, Operation
+from .norm.fused import Kinds
+from .operation import NORMS, SEED, Operation, is_affine
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
@@ -24,28 +26,26 @@ OF_THE_CALL += ("dtype", "granularity", "y_scale", "y8", "y8_scale")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Saved:
-    """What `forward` of a fused operation saved for its `backward`; of use to nobody else."""
+    """What `forward` of an operation saved for its `backward`; of use to nobody else."""
 
-    operation: Operation
-    dtypes: tuple[str | None, str | None]
+    fused: Fused
     x: Any
     operands: dict[str, Any]
     s: Any
-    mean: Any
-    rstd: Any
+    statistics: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]  # as the caller has x and operands that a named operation reshaped
 
 
 @dataclass(frozen=True)
 class Fused:
-    """An operation made by `fuse`, which says how it is called."""
+    """An operation made by `fuse`, which says how it is called, or one that a call of a named operation means."""
 
     operation: Operation
-    dtype: str | None = None
-    s_dtype: str | None = None
-    function: str = field(init=False)  # what errors call it
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "function", f"fused {self.operation.norm}")
+    dtype: str | None
+    s_dtype: str | None
+    function: str  # what errors call it
+    demanded: Kinds = ()  # the kinds of operands that must be of one
+    made: tuple[str, ...] = (SEED,)  # operands without a gradient
 
     def __repr__(self) -> str:
         operation = self.operation
@@ -56,20 +56,13 @@ class Fused:
 
     def __call__(self, /, x: Any, *unnamed: Any, eps: float | None = None, sm_margin: int = 0, **operands: Any) -> Any:
         """The results, in the order of `returns`; one alone comes without a tuple."""
-        if unnamed:
-            self._refuse(unnamed)
-        results, _, _ = self._run(x, eps, sm_margin, operands, statistics=False)
-        return self._in_order(results)
+        return self.called(x, self._checked(unnamed, operands), self._eps(eps), sm_margin)
 
     def forward(
         self, /, x: Any, *unnamed: Any, eps: float | None = None, sm_margin: int = 0, **operands: Any
     ) -> tuple[Any, Saved]:
         """(results as of a call, what `backward` needs). The arrays themselves are saved, not copies of them."""
-        if unnamed:
-            self._refuse(unnamed)
-        results, mean, rstd = self._run(x, eps, sm_margin, operands, statistics=True)
-        saved = Saved(self.operation, (self.dtype, self.s_dtype), x, operands, results.get("s"), mean, rstd)
-        return self._in_order(results), saved
+        return self.called_forward(x, self._checked(unnamed, operands), self._eps(eps), sm_margin)
 
     def fp8(
         self,
@@ -99,9 +92,8 @@ class Fused:
         tuple of arrays
             In the order of `returns`; s keeps its dtype. Bytes and scale as of `layer_norm_fp8`, over the last axis.
         """
-        if unnamed:
-            self._refuse(unnamed)
-        return self._run8(x, eps, granularity, y_scale, dtype, sm_margin, operands, wide=False)
+        store = self.store(dtype, granularity, y_scale, wide=False)
+        return self.called_fp8(x, self._checked(unnamed, operands), self._eps(eps), sm_margin, store, y_scale)
 
     def fp8_forward(
         self,
@@ -116,27 +108,8 @@ class Fused:
         **operands: Any,
     ) -> tuple[Any, ...]:
         """`fp8` with y itself, of the same kernel: (bytes, scale, y) in place of y."""
-        if unnamed:
-            self._refuse(unnamed)
-        return self._run8(x, eps, granularity, y_scale, dtype, sm_margin, operands, wide=True)
-
-    def _run8(
-        self,
-        x: Any,
-        eps: float | None,
-        granularity: str | int,
-        y_scale: Any,
-        dtype: Any,
-        sm_margin: int,
-        operands: dict[str, Any],
-        *,
-        wide: bool,
-    ) -> tuple[Any, ...]:
-        if granularity == "tensor" and y_scale is None:
-            raise ValueError(f"{self.function}: granularity='tensor' needs a y_scale; got y_scale=None.")
-        store = store_of(self.function, dtype, granularity, y_scale, wide=wide)
-        results, _, _ = self._run(x, eps, sm_margin, operands, statistics=False, float8=store, scale=y_scale)
-        return tuple(results[name] for name in store.results(self.operation.returns))
+        store = self.store(dtype, granularity, y_scale, wide=True)
+        return self.called_fp8(x, self._checked(unnamed, operands), self._eps(eps), sm_margin, store, y_scale)
 
     def backward(
         self, /, saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0
@@ -164,10 +137,10 @@ class Fused:
         operation = self.operation
         if not isinstance(saved, Saved):
             raise TypeError(f"{self.function}: saved must be what forward returned; got {type(saved).__name__}.")
-        if (saved.operation, saved.dtypes) != (operation, (self.dtype, self.s_dtype)):
+        if saved.fused != self:
             raise ValueError(
                 f"{self.function}: saved must be what forward of this operation returned; got that of "
-                f"{saved.operation.epilogue.text!r} for {operation.epilogue.text!r}."
+                f"{saved.fused.operation.epilogue.text!r} for {operation.epilogue.text!r}."
             )
         if len(gradients) != len(operation.returns):
             raise ValueError(
@@ -177,64 +150,116 @@ class Fused:
         given = {f"d{name}": one for name, one in zip(operation.returns, gradients, strict=True)}
         if all(one is None for one in gradients):
             raise ValueError(f"{self.function}: one gradient at least must be an array; got None for each.")
-        known = ("x", *(name for name in operation.operands if name != SEED))
+        known = ("x", *(name for name in operation.operands if name in saved.operands and name not in self.made))
         if isinstance(wanted, str) or not isinstance(wanted, Sequence):
             raise TypeError(f"{self.function}: wanted must be a tuple of names; got {wanted!r}.")
         _check_names(self.function, "wanted", wanted, known)
-        arrays = {"x": saved.x, **saved.operands, **given, "s": saved.s, "mean": saved.mean, "rstd": saved.rstd}
-        return fused_of(self.function, saved.x).backward(
-            self.function,
-            operation,
-            arrays,
-            tuple(wanted) or known,
-            demanded=(),
-            s_dtype=self.s_dtype,
-            sm_margin=sm_margin,
-        )
+        if "x" in saved.shapes:
+            given = {name: self._as_x(name, one, saved) for name, one in given.items()}
+        arrays = {"x": saved.x, **saved.operands, **given, "s": saved.s, **saved.statistics}
+        options: dict[str, Any] = {"demanded": self.demanded, "sm_margin": sm_margin}
+        asked = tuple(wanted) or known
+        if operation.second:
+            found = norm_add_norm.backward(self.function, operation, arrays, asked, **options)
+        else:
+            options["s_dtype"] = self.s_dtype
+            found = fused_of(self.function, saved.x).backward(self.function, operation, arrays, asked, **options)
+        return {name: one.reshape(saved.shapes[name]) if name in saved.shapes else one for name, one in found.items()}
+
+    def called(self, x: Any, operands: dict[str, Any], eps: float, sm_margin: int) -> Any:
+        """The results of a call with exactly these operands."""
+        results, _ = self._run(x, operands, eps, sm_margin, statistics=False)
+        return self._in_order(results)
+
+    def called_forward(
+        self,
+        x: Any,
+        operands: dict[str, Any],
+        eps: float,
+        sm_margin: int,
+        shapes: dict[str, tuple[int, ...]] | None = None,
+    ) -> tuple[Any, Saved]:
+        """The same with what is saved."""
+        results, statistics = self._run(x, operands, eps, sm_margin, statistics=True)
+        saved = Saved(self, x, operands, results.get("s"), statistics, shapes or {})
+        return self._in_order(results), saved
+
+    def called_fp8(
+        self, x: Any, operands: dict[str, Any], eps: float, sm_margin: int, store: Float8Store, scale: Any
+    ) -> tuple[Any, ...]:
+        """The results with y by `store`."""
+        results, _ = self._run(x, operands, eps, sm_margin, statistics=False, float8=store, scale=scale)
+        return tuple([results[name] for name in store.results(self.operation.returns)])
+
+    def store(self, dtype: Any, granularity: str | int, y_scale: Any, *, wide: bool) -> Float8Store:
+        """What such arguments of a call ask for."""
+        if granularity == "tensor" and y_scale is None and not (self.demanded and is_affine(self.operation)):
+            raise ValueError(f"{self.function}: granularity='tensor' needs a y_scale; got y_scale=None.")
+        return store_of(self.function, dtype, granularity, y_scale, wide=wide)
 
     def _run(
         self,
         x: Any,
-        eps: float | None,
-        sm_margin: int,
         operands: dict[str, Any],
+        eps: float,
+        sm_margin: int,
         *,
         statistics: bool,
         float8: Float8Store | None = None,
         scale: Any = None,
-    ) -> tuple[dict, Any, Any]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(results, statistics), both by name."""
         operation = self.operation
-        if operands.keys() != set(operation.operands):
-            unknown = [name for name in operands if name not in operation.operands]
-            missing = [name for name in operation.operands if name not in operands]
-            got = f"got {unknown[0]!r} too" if unknown else f"{missing[0]!r} is missing"
-            names = ", ".join(operation.operands) or "none"
-            raise TypeError(f"{self.function}: the operands must be {names}, each by its name; {got}.")
-        return fused_of(self.function, x).forward(
-            self.function,
-            operation,
-            x,
-            {name: operands[name] for name in operation.operands},
-            EPS[operation.norm] if eps is None else eps,
-            demanded=(),
-            dtype=self.dtype,
-            s_dtype=self.s_dtype,
-            statistics=statistics,
-            sm_margin=sm_margin,
-            float8=float8,
-            scale=scale,
-        )
+        options: dict[str, Any] = {
+            "demanded": self.demanded,
+            "dtype": self.dtype,
+            "s_dtype": self.s_dtype,
+            "statistics": statistics,
+            "sm_margin": sm_margin,
+        }
+        if float8:
+            options |= {"float8": float8, "scale": scale}
+        if operation.second:
+            return norm_add_norm.forward(self.function, operation, x, operands, eps, **options)
+        run = fused_of(self.function, x).forward
+        results, mean, rstd = run(self.function, operation, x, operands, eps, **options)
+        return results, {"mean": mean, "rstd": rstd}
 
-    def _refuse(self, unnamed: tuple[Any, ...]) -> NoReturn:
-        by_name = ", ".join(f"{name}=..." for name in self.operation.operands)
-        raise TypeError(
-            f"{self.function}: the operands must be given by their names, {by_name or 'of which it has none'}; got "
-            f"{len(unnamed)} after x without a name."
-        )
+    def _checked(self, unnamed: tuple[Any, ...], operands: dict[str, Any]) -> dict[str, Any]:
+        """The operands of a call in the order of the operation."""
+        names = self.operation.operands
+        if unnamed:
+            by_name = ", ".join(f"{name}=..." for name in names)
+            raise TypeError(
+                f"{self.function}: the operands must be given by their names, {by_name or 'of which it has none'}; got "
+                f"{len(unnamed)} after x without a name."
+            )
+        if operands.keys() != set(names):
+            unknown = [name for name in operands if name not in names]
+            missing = [name for name in names if name not in operands]
+            got = f"got {unknown[0]!r} too" if unknown else f"{missing[0]!r} is missing"
+            raise TypeError(
+                f"{self.function}: the operands must be {', '.join(names) or 'none'}, each by its name; {got}."
+            )
+        return {name: operands[name] for name in names}
+
+    def _eps(self, eps: float | None) -> float:
+        return EPS[self.operation.norm] if eps is None else eps
+
+    def _as_x(self, name: str, gradient: Any, saved: Saved) -> Any:
+        """A gradient of a result in the shape that x was given to the kernels in."""
+        if gradient is None:
+            return None
+        shape = getattr(gradient, "shape", None)
+        if shape is not None and tuple(shape) != saved.shapes["x"]:
+            raise ValueError(
+                f"{self.function}: {name} must have the shape of x, {saved.shapes['x']}; got {tuple(shape)}."
+            )
+        return gradient if shape is None else gradient.reshape(saved.x.shape)
 
     def _in_order(self, results: dict[str, Any]) -> Any:
-        found = tuple(results[name] for name in self.operation.returns)
-        return found if len(found) > 1 else results["y"]
+        returns = self.operation.returns
+        return tuple([results[name] for name in returns]) if len(returns) > 1 else results["y"]
 
 
 def fuse(
@@ -315,7 +340,7 @@ def fuse(
     if before is None and s_dtype is not None:
         raise ValueError("fuse: s_dtype needs a prologue: without one s is x.")
     y_dtype, s_dtype = (None if one is None else checks.dtype_name("fuse", one) for one in (dtype, s_dtype))
-    return Fused(operation, y_dtype, s_dtype)
+    return Fused(operation, y_dtype, s_dtype, f"fused {norm}")
 
 
 def composed(norm: str, before: Expression | None, after: Expression, returns: Sequence[str]) -> Operation:

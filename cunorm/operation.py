@@ -163,16 +163,18 @@ def sandwiched_at_once(zero_centered_gamma: bool = False) -> Operation:
 
 
 @cache
-def modulated(norm: str) -> Operation:
-    """layer_norm_modulate and rms_norm_modulate."""
-    return Operation(norm, trace(lambda xhat, scale, shift: xhat * (1 + scale) + shift))
+def modulated(norm: str, affine_norm: bool = False) -> Operation:
+    """layer_norm_modulate and rms_norm_modulate: of a norm without parameters, or of one with weight and bias."""
+    of_norm = affine(norm) if affine_norm else Operation(norm, parse("xhat", ("xhat",)))
+    modulation = trace(lambda xhat, scale, shift: xhat * (1 + scale) + shift)
+    return replace(of_norm, epilogue=substitute(modulation, {"xhat": of_norm.epilogue}))
 
 
 @cache
-def gate_added_modulated(norm: str) -> Operation:
+def gate_added_modulated(norm: str, affine_norm: bool = False) -> Operation:
     """gate_add_layer_norm_modulate and its like: the same of s = residual + gate * x, which is returned too."""
     prologue = trace(lambda x, residual, gate: residual + gate * x, role="prologue")
-    return replace(modulated(norm), prologue=prologue, returns=("y", "s"))
+    return replace(modulated(norm, affine_norm), prologue=prologue, returns=("y", "s"))
 
 
 @cache
@@ -201,7 +203,8 @@ def is_named(operation: Operation) -> bool:
     return any(operation == one.given(operation.operands) for one in NAMED.values())
 
 
-# What the named functions over fused operations compute, by the flags of a call: zero_centered_gamma, norm_before_gate.
+# What the named functions compute, by the flags of a call: zero_centered_gamma and dropout, norm_before_gate, or
+# whether the norm has parameters of its own.
 FUSIONS: dict[str, Callable[..., Operation]] = {
     "add_layer_norm": partial(added, "layer_norm"),
     "add_rms_norm": partial(added, "rms_norm"),
@@ -225,6 +228,15 @@ def name_of_operation(operation: Operation) -> str | None:
 def name_of(norm: str, zero_centered_gamma: bool) -> str:
     """The entry of NAMED that a function and its option mean."""
     return f"zero_centered_{norm}" if zero_centered_gamma else norm
+
+
+@cache
+def is_affine(operation: Operation) -> bool:
+    """Whether y is the norm of s times a weight plus a bias, either of which may be absent."""
+    return any(
+        operation.epilogue == affine(operation.norm, centered).given(operation.after).epilogue
+        for centered in (False, True)
+    )
 
 
 class Derivative(NamedTuple):

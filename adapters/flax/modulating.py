@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import layer_norm_modulate
+from ..jax import layer_norm_modulate
 
 
 def check_condition(x: Any, condition: Any) -> tuple[jax.Array, jax.Array]:
@@ -24,4 +24,4 @@ def modulate(x: jax.Array, shift_and_scale: jax.Array, epsilon: float, dtype: An
     """y in `dtype`, or in that to which x and the modulation (batch, 2 * columns) promote."""
     shift, scale = jnp.split(shift_and_scale, 2, axis=-1)
     dtype = jnp.promote_types(x.dtype, scale.dtype) if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
-    return layer_norm_modulate(x, scale, shift, epsilon, dtype=jnp.dtype(dtype))
+    return layer_norm_modulate(x, scale, shift, eps=epsilon, dtype=jnp.dtype(dtype))

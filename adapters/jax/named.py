@@ -1,4 +1,4 @@
-"""Functions of cunorm that have no other form in JAX, for arrays of NumPy too: those become JAX's."""
+"""The named operations, and the norms with FP8 output, for arrays of NumPy too: those become JAX's."""
 
 from __future__ import annotations
 
@@ -6,25 +6,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from .. import (
-    add_layer_norm,
-    add_layer_norm_fp8,
-    add_layer_norm_fp8_forward,
-    add_rms_norm,
-    add_rms_norm_fp8,
-    add_rms_norm_fp8_forward,
-    layer_norm_fp8,
-    layer_norm_fp8_forward,
-    rms_norm_add_rms_norm,
-    rms_norm_fp8,
-    rms_norm_fp8_forward,
-)
+from .. import named
 from .norm.functional import array
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _of_jax(function: Function) -> Function:
+    """The same of an x that becomes a JAX array, and so its attributes that take x."""
     name = function.__name__
 
     @wraps(function)
@@ -35,17 +24,24 @@ def _of_jax(function: Function) -> Function:
             arguments = (array(name, "x", arguments[0]), *arguments[1:])
         return function(*arguments, **options)
 
+    called.__module__ = __name__
+    for attribute in ("forward", "fp8", "fp8_forward"):
+        if hasattr(function, attribute):
+            setattr(called, attribute, _of_jax(getattr(function, attribute)))
     return cast(Function, called)
 
 
-add_layer_norm = _of_jax(add_layer_norm)
-add_layer_norm_fp8 = _of_jax(add_layer_norm_fp8)
-add_layer_norm_fp8_forward = _of_jax(add_layer_norm_fp8_forward)
-add_rms_norm = _of_jax(add_rms_norm)
-add_rms_norm_fp8 = _of_jax(add_rms_norm_fp8)
-add_rms_norm_fp8_forward = _of_jax(add_rms_norm_fp8_forward)
-layer_norm_fp8 = _of_jax(layer_norm_fp8)
-layer_norm_fp8_forward = _of_jax(layer_norm_fp8_forward)
-rms_norm_add_rms_norm = _of_jax(rms_norm_add_rms_norm)
-rms_norm_fp8 = _of_jax(rms_norm_fp8)
-rms_norm_fp8_forward = _of_jax(rms_norm_fp8_forward)
+add_layer_norm = _of_jax(named.add_layer_norm)
+add_rms_norm = _of_jax(named.add_rms_norm)
+gate_add_layer_norm_modulate = _of_jax(named.gate_add_layer_norm_modulate)
+gate_add_rms_norm_modulate = _of_jax(named.gate_add_rms_norm_modulate)
+layer_norm_add = _of_jax(named.layer_norm_add)
+layer_norm_fp8 = _of_jax(named.layer_norm_fp8)
+layer_norm_fp8_forward = _of_jax(named.layer_norm_fp8_forward)
+layer_norm_modulate = _of_jax(named.layer_norm_modulate)
+rms_norm_add = _of_jax(named.rms_norm_add)
+rms_norm_add_rms_norm = _of_jax(named.rms_norm_add_rms_norm)
+rms_norm_fp8 = _of_jax(named.rms_norm_fp8)
+rms_norm_fp8_forward = _of_jax(named.rms_norm_fp8_forward)
+rms_norm_gated = _of_jax(named.rms_norm_gated)
+rms_norm_modulate = _of_jax(named.rms_norm_modulate)

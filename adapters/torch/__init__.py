@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..adding_float8 import prepare
 from ..families import at_hand
+from ..named import prepare
 from .decomposition import decompositions
 from .linear.float8_context import autocast, fp8_autocast, is_fp8_available, set_recipe
 from .linear.functional import layer_norm_linear
@@ -15,17 +15,20 @@ from .linear.recipes import Float8CurrentScaling, MMParams, QParams, RowwiseScal
 from .models.accelerate import Acceleration, accelerate
 from .models.mapping import kernel_mapping
 from .models.replace import Replacement, replace_norms
-from .norm.functional import layer_norm, rms_norm
-from .norm.fused_functional import add_layer_norm, add_rms_norm, layer_norm_add, rms_norm_add
-from .norm.fused_modulating import (
+from .named import (
+    add_layer_norm,
+    add_rms_norm,
     gate_add_layer_norm_modulate,
     gate_add_rms_norm_modulate,
+    layer_norm_add,
     layer_norm_modulate,
+    rms_norm_add,
+    rms_norm_add_rms_norm,
     rms_norm_gated,
     rms_norm_modulate,
 )
+from .norm.functional import layer_norm, rms_norm
 from .norm.fused_modules import AdaLayerNorm, AddLayerNorm, AddRMSNorm, RMSNormGated
-from .norm.fused_sandwich import rms_norm_add_rms_norm
 from .norm.modules import LayerNorm, RMSNorm
 
 __all__ = [

@@ -155,6 +155,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def name_or_none(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else dtype_name(dtype)
+
+
 def raising_as_torch(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """check(...) with torch's types of error in place of the core's."""
     try:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...named_fusions import check_dropout_p
+from ...named import check_dropout_p
+from ..named import add_layer_norm, add_rms_norm, layer_norm_modulate, rms_norm_gated
 from . import checks
-from .fused_functional import add_layer_norm, add_rms_norm
-from .fused_modulating import layer_norm_modulate, rms_norm_gated
 
 
 class _Options:
@@ -21,6 +20,7 @@ class _Options:
     s_dtype: torch.dtype | None
     dropout_p: float
     sm_margin: int | Mapping[str, int]
+    normalized_shape: tuple[int, ...]
     training: bool
 
     def _set_options(
@@ -46,6 +46,20 @@ class _Options:
             seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
             options |= {"dropout_p": self.dropout_p, "seed": seed}
         return options
+
+    def _added(
+        self, add_norm: Callable[..., tuple[Tensor, Tensor]], x: Tensor, residual: Tensor, *others: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(y, s) with the normalised axes as one; `others` are parameters and eps."""
+        options, shape = self._options(x), self.normalized_shape
+        if isinstance(x, Tensor):
+            checks.trailing_axes(type(self).__name__, x, shape)
+        if len(shape) == 1:
+            return add_norm(x, residual, *others, **options)
+        axes = -len(shape)
+        others = tuple(one.flatten() if isinstance(one, Tensor) else one for one in others)
+        y, s = add_norm(x.flatten(axes), residual.flatten(axes), *others, **options)
+        return y.unflatten(-1, shape), s.unflatten(-1, shape)
 
     def reset_parameters(self) -> None:
         """weight = 1, or 0 if it is centred there; bias = 0."""
@@ -114,8 +128,7 @@ class AddLayerNorm(_Options, nn.LayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(y, s)"""
-        options = self._options(input)
-        return add_layer_norm(input, residual, self.normalized_shape, self.weight, self.bias, self.eps, **options)
+        return self._added(add_layer_norm, input, residual, self.weight, self.bias, self.eps)
 
 
 class AddRMSNorm(_Options, nn.RMSNorm):
@@ -150,7 +163,7 @@ class AddRMSNorm(_Options, nn.RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(y, s)"""
-        return add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, **self._options(x))
+        return self._added(add_rms_norm, x, residual, self.weight, self.eps)
 
 
 class RMSNormGated(nn.Module):
@@ -263,7 +276,7 @@ class AdaLayerNorm(nn.Module):
         else:
             first = (None,) * (x.dim() - temb.dim())  # beside the last axes of x, as diffusers has them
             scale, shift = (one[first] for one in temb.chunk(2, dim=0))
-        return layer_norm_modulate(x, scale, shift, self.norm_eps)
+        return layer_norm_modulate(x, scale, shift, eps=self.norm_eps)
 
     def extra_repr(self) -> str:
         return f"eps={self.norm_eps}, chunk_dim={self.chunk_dim}"

@@ -4,75 +4,34 @@ core has one, else two, where autograd alone would take a third to add up the gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...named_fusions import KINDS
+from ...named import KINDS
 from ...operation import sandwiched, sandwiched_at_once
 from .. import private
 from . import checks, functional, fused_dispatch, fused_launching, sandwich_launching
-from .fused_functional import _name, _rows, given_of
 from .fused_launching import Call, call_of
 
 
-def rms_norm_add_rms_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    second_weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    zero_centered_gamma: bool = False,
-    dtype: torch.dtype | None = None,
-    s_dtype: torch.dtype | None = None,
-    sm_margin: int | Mapping[str, int] = 0,
+def run(
+    zero_centered_gamma: bool,
+    names: tuple[str, ...],
+    tensors: Sequence[Tensor],
+    eps: float,
+    dtype: torch.dtype,
+    s_dtype: torch.dtype | None,
+    sm_margins: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor]:
-    """s = residual + x / sqrt(mean(x²) + eps) * weight, y = s / sqrt(mean(s²) + eps) * second_weight.
-
-    Over the last axes of x = input. Parameters, results and errors as in `add_layer_norm`; `eps=None` as in `rms_norm`.
-    zero_centered_gamma is for both weights.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from cunorm.torch import rms_norm_add_rms_norm
-    >>> rms_norm_add_rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]), 2, eps=0.0)
-    (tensor([[1.2062, 0.7383]]), tensor([[1.8485, 1.1314]]))
-    """
-    if not isinstance(input, Tensor):
-        given = (input, residual, normalized_shape, weight, second_weight, eps)
-        options = {"zero_centered_gamma": zero_centered_gamma, "dtype": dtype, "s_dtype": s_dtype}
-        node = functional.symbolic(rms_norm_add_rms_norm, *given, **options, sm_margin=sm_margin)
-        if node is not None:
-            return node
-    function = "rms_norm_add_rms_norm"
-    operands = {"residual": residual, "weight": weight, "second_weight": second_weight}
-    tensors = given_of(function, input, operands)
-    if zero_centered_gamma:
-        checks.zero_centered("rms_norm", weight)
-        checks.zero_centered("rms_norm", second_weight)
-    if type(eps) is not float:
-        eps = checks.eps("rms_norm", eps, input)
-    for one in (dtype, s_dtype):
-        if one is not None:
-            checks.output_dtype(function, one)
-    if dtype is None:
-        dtype = (functional._default_dtype("rms_norm", input) if input.is_cuda else None) or input.dtype
-    margins = checks.sm_margins(function, sm_margin)
-    calls = _calls_of(bool(zero_centered_gamma), tuple(tensors)[1:], _name(dtype), _name(s_dtype), margins)
-    ndim = checks.trailing_axes(function, input, checks.shape(function, normalized_shape))
-    given = tuple(tensors.values())
-    if ndim > 1:
-        given = tuple(_rows(one, ndim) for one in given)
+    """(y, s) of x and the operands of these names."""
+    dtypes = checks.dtype_name(dtype), checks.name_or_none(s_dtype)
+    calls = _calls_of(zero_centered_gamma, names, *dtypes, sm_margins)
     if torch.compiler.is_compiling():  # the operators raise as torch does
-        y, s = _run(calls, given, eps)
-    else:
-        y, s = checks.raising_as_torch(_run, calls, given, eps)
-    return (y.reshape(input.shape), s.reshape(input.shape)) if ndim > 1 else (y, s)
+        return _run(calls, tensors, eps)
+    return checks.raising_as_torch(_run, calls, tensors, eps)
 
 
 class _Calls(NamedTuple):

@@ -1,0 +1,119 @@
+"""The named operations of tensors: as in cunorm, with autograd, autocast and the errors of torch's functions.
+
+`eps=None` means what it means in torch.nn.functional.rms_norm, and `sm_margin` may be a dict as in `layer_norm`.
+`.forward`, `.backward` and `.fp8` are those of cunorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from .. import named
+from ..named import Call, ShapeError, kinds_of, operation_of
+from ..operation import SEED
+from . import private
+from .norm import checks, functional, fused_dispatch, fused_launching, fused_sandwich
+
+Operation = TypeVar("Operation")
+
+
+def _of_torch(operation: Operation) -> Operation:
+    of: Any = operation
+    meaning = of.__wrapped__  # of a call's arguments
+
+    @wraps(of)
+    def called(*arguments: Any, **options: Any) -> Any:
+        x = arguments[0] if arguments else options.get("x")
+        if not isinstance(x, Tensor):
+            node = functional.symbolic(called, *arguments, **options)
+            if node is not None:
+                return node
+        if torch.compiler.is_compiling():  # the operators raise as torch does
+            call = meaning(*arguments, **options)
+            return _results(call, _run(call))
+        try:
+            call = meaning(*arguments, **options)
+        except ShapeError as error:
+            raise RuntimeError(str(error)) from None
+        return _results(call, _run(call))
+
+    called.__module__ = __name__
+    return cast(Operation, called)
+
+
+def _results(call: Call, results: Sequence[Tensor]) -> Any:
+    if len(results) > 1:
+        return tuple(results)
+    (y,) = results
+    return y.reshape(call.shapes["x"]) if "x" in call.shapes else y
+
+
+def _run(call: Call) -> Sequence[Tensor]:
+    """The results in order."""
+    function, flags, x, operands, eps, dtype, s_dtype, sm_margin, _ = call
+    numbers: Sequence[float] = ()
+    if SEED in operands:
+        operands = dict(operands)
+        numbers = (operands.pop("dropped"), operands.pop("factor"))
+    tensors = (x, *operands.values())
+    for name, tensor in zip(("x", *operands), tensors, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    norm = "layer_norm" if "layer_norm" in function else "rms_norm"
+    if type(eps) is not float:
+        eps = checks.eps(norm, eps, x)
+    for one in (dtype, s_dtype):
+        if one is not None:
+            checks.output_dtype(function, one)
+    if dtype is None and x.is_cuda:
+        dtype = functional._default_dtype(norm, x)
+    margins = (sm_margin,) * 3 if type(sm_margin) is int and sm_margin >= 0 else checks.sm_margins(function, sm_margin)
+    names = tuple(operands)
+    if function == "rms_norm_add_rms_norm":
+        return fused_sandwich.run(flags[0], names, tensors, eps, dtype or x.dtype, s_dtype, margins)
+    form = _form(function, flags, names, checks.name_or_none(dtype), checks.name_or_none(s_dtype), margins)
+    if torch.compiler.is_compiling():
+        results, _ = fused_dispatch.run(form, tensors, numbers, eps, False)
+    else:
+        results, _ = checks.raising_as_torch(fused_dispatch.run, form, tensors, numbers, eps, False)
+    return results
+
+
+@private.constant
+def _form(
+    function: str,
+    flags: tuple[bool, ...],
+    names: tuple[str, ...],
+    dtype: str | None,
+    s_dtype: str | None,
+    sm_margins: tuple[int, int, int],
+) -> fused_launching.Call:
+    """What calls with operands of these names have in common."""
+    key = (function, flags, names, dtype, s_dtype, sm_margins)
+    form = _forms.get(key)
+    if form is None:
+        of_dropout = ("dropped", "factor") if SEED in names else ()
+        operation = operation_of(function, flags, (*names, *of_dropout))
+        form = _forms[key] = fused_launching.call_of(
+            function, operation, names, of_dropout, kinds_of(function), dtype, s_dtype, sm_margins
+        )
+    return form
+
+
+_forms: dict[tuple, fused_launching.Call] = {}
+
+add_layer_norm = _of_torch(named.add_layer_norm)
+add_rms_norm = _of_torch(named.add_rms_norm)
+gate_add_layer_norm_modulate = _of_torch(named.gate_add_layer_norm_modulate)
+gate_add_rms_norm_modulate = _of_torch(named.gate_add_rms_norm_modulate)
+layer_norm_add = _of_torch(named.layer_norm_add)
+layer_norm_modulate = _of_torch(named.layer_norm_modulate)
+rms_norm_add = _of_torch(named.rms_norm_add)
+rms_norm_add_rms_norm = _of_torch(named.rms_norm_add_rms_norm)
+rms_norm_gated = _of_torch(named.rms_norm_gated)
+rms_norm_modulate = _of_torch(named.rms_norm_modulate)

@@ -1,0 +1,882 @@
+"""The named operations: a norm with what models have before and after it, as typed functions.
+
+The body of each says what its arguments mean, a `Call`; `named` carries that out, in a call and in `.forward` and
+`.fp8`, which take the same arguments. cunorm.torch and cunorm.jax make their functions from these bodies.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import combinations, product
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+
+from .families import float8_of
+from .fusion import Fused, Saved
+from .norm import checks
+from .operation import FUSIONS, SEED, Operation, sandwiched_at_once
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+OPERATIONS: dict[str, Callable[..., Operation]] = {**FUSIONS, "rms_norm_add_rms_norm": sandwiched_at_once}
+# What these operands must be, whatever the shape of x. The weight of a gated norm may have one row for each group.
+KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "column"), ("second_weight", "column"))
+KINDS_OF_GATED = (("z", "full"),)
+# The operands that dropout adds: a seed and two numbers.
+OF_DROPOUT = (SEED, "dropped", "factor")
+
+
+class Call(NamedTuple):
+    """What the arguments of a named operation mean."""
+
+    function: str
+    flags: tuple[bool, ...]  # of OPERATIONS[function]
+    x: Any
+    operands: dict[str, Any]  # without those that are absent
+    eps: Any
+    dtype: Any
+    s_dtype: Any
+    sm_margin: Any
+    shapes: dict[str, tuple[int, ...]] = {}  # noqa: RUF012  as the caller has what is reshaped
+
+
+class ShapeError(ValueError):
+    """A shape that does not fit, found before the arrays are."""
+
+
+class NamedOperation(Protocol[P, R_co]):
+    """A named operation: a function whose attributes take the same arguments."""
+
+    __name__: str
+
+    def __call__(self, *arguments: P.args, **options: P.kwargs) -> R_co: ...
+
+    def forward(self, *arguments: P.args, **options: P.kwargs) -> tuple[R_co, Saved]:
+        """(results as of a call, what `backward` needs). The arrays themselves are saved, not copies of them."""
+        ...
+
+    def backward(self, saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0) -> dict[str, Any]:
+        """The gradients of x and of the operands that were given, by name, from those of the results."""
+        ...
+
+    def fp8(self, *arguments: Any, granularity: str | int = "row", y_scale: Any = None, **options: Any) -> tuple:
+        """The results with (bytes, scale) in place of y; `dtype` is "e4m3" or "e5m2"."""
+        ...
+
+    def fp8_forward(
+        self, *arguments: Any, granularity: str | int = "row", y_scale: Any = None, **options: Any
+    ) -> tuple:
+        """The results with (bytes, scale, y) in place of y, y in the dtype of x."""
+        ...
+
+
+def operation_of(function: str, flags: tuple[bool, ...], names: tuple[str, ...]) -> Operation:
+    """The operation of a call with operands of these names."""
+    key = (function, flags, names)
+    operation = _operations.get(key)
+    if operation is None:
+        operation = OPERATIONS[function](*flags)
+        # The parts of an operation with a second norm are found by what stands for its weights.
+        operation = _operations[key] = operation if operation.second else operation.given(names)
+    return operation
+
+
+_operations: dict[tuple, Operation] = {}
+
+
+def kinds_of(function: str) -> tuple[tuple[str, str], ...]:
+    return KINDS_OF_GATED if function == "rms_norm_gated" else KINDS
+
+
+def prepare() -> None:
+    """Make every operation, for calls that are traced, as torch.compile does: it can trace neither how an expression is
+    made nor how its text is, which a hash asks for.
+    """
+    for function, make in OPERATIONS.items():
+        for flags in product((False, True), repeat=1 + function.startswith("add_")):
+            operation = make(*flags)
+            optional = [name for name, _ in operation.defaults]
+            needed = [name for name in operation.operands if name not in (*optional, *OF_DROPOUT)]
+            dropout = OF_DROPOUT if SEED in operation.operands else ()
+            for count in range(len(optional) + 1):
+                for given in combinations(optional, count):
+                    hash(operation_of(function, flags, (*needed, *given, *dropout)))
+
+
+def _fused(call: Call) -> Fused:
+    """What a call means, as `fuse` makes it."""
+    function, flags, _, operands, _, dtype, s_dtype, _, _ = call
+    if dtype is not None:
+        dtype = checks.dtype_name(function, dtype)
+    if s_dtype is not None:
+        s_dtype = checks.dtype_name(function, s_dtype)
+    key = (function, flags, tuple(operands), dtype, s_dtype)
+    fused = _values.get(key)
+    if fused is None:
+        operation = operation_of(*key[:3])
+        fused = _values[key] = Fused(operation, dtype, s_dtype, function, kinds_of(function), OF_DROPOUT)
+    return fused
+
+
+_values: dict[tuple, Fused] = {}
+
+
+def reshaped(call: Call, results: Any) -> Any:
+    """The result in the shape that the caller has x in: only an operation of one result reshapes it."""
+    return results.reshape(call.shapes["x"]) if "x" in call.shapes else results
+
+
+def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
+    """The named operation whose calls mean what `arguments`, called likewise, returns."""
+    name = arguments.__name__
+    of: Any = arguments  # which returns a Call, whatever it is annotated with
+
+    @wraps(arguments)
+    def function(*given: P.args, **options: P.kwargs) -> Any:
+        call = of(*given, **options)
+        results = _fused(call).called(call.x, call.operands, call.eps, call.sm_margin)
+        return reshaped(call, results) if call.shapes else results
+
+    def forward(*given, **options):
+        call = of(*given, **options)
+        fused = _fused(call)
+        results, saved = fused.called_forward(call.x, call.operands, call.eps, call.sm_margin, call.shapes)
+        return reshaped(call, results), saved
+
+    def backward(saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0) -> dict[str, Any]:
+        if not isinstance(saved, Saved) or saved.fused.function != name:
+            got = f"that of {saved.fused.function}" if isinstance(saved, Saved) else type(saved).__name__
+            kind = ValueError if isinstance(saved, Saved) else TypeError
+            raise kind(f"{name}: saved must be what {name}.forward returned; got {got}.")
+        return saved.fused.backward(saved, *gradients, wanted=wanted, sm_margin=sm_margin)
+
+    def in_8_bits(given, granularity, y_scale, dtype, options, *, wide):
+        call = of(*given, **options)
+        fused = _fused(call)
+        store = fused.store(dtype, granularity, y_scale, wide=wide)
+        y8, *others = fused.called_fp8(call.x, call.operands, call.eps, call.sm_margin, store, y_scale)
+        if "x" not in call.shapes:
+            return (y8, *others)
+        scale, *y = others
+        shape = call.shapes["x"]
+        return (y8.reshape(shape), scale, *(one.reshape(shape) for one in y))
+
+    def fp8(*given, granularity="row", y_scale=None, dtype="e4m3", **options):
+        return in_8_bits(given, granularity, y_scale, dtype, options, wide=False)
+
+    def fp8_forward(*given, granularity="row", y_scale=None, dtype="e4m3", **options):
+        return in_8_bits(given, granularity, y_scale, dtype, options, wide=True)
+
+    signature = inspect.signature(arguments)
+    with_y = ("y, s", "Saved") if "s_dtype" in signature.parameters else ("y", "Saved")
+    forward.__doc__ = f"""(results, saved): {name}(...) and what `{name}.backward` needs.
+
+    The arrays themselves are saved, not copies of them.
+
+    Parameters
+    ----------
+    As of `{name}`.
+    """
+    backward.__doc__ = f"""The gradients of x and of the operands that were given, by name.
+
+    Parameters
+    ----------
+    saved : {with_y[1]}
+        What `{name}.forward` returned.
+    *gradients : array, shape of x
+        Of each result, in order: {with_y[0]}; None for one on which nothing depends.
+    wanted : sequence of str
+        Names of operands, or "x"; all by default. The others are not computed.
+    sm_margin : int
+        As in a call.
+
+    Returns
+    -------
+    dict of str to array
+        Each in the shape and dtype of what it is the gradient of. Gradients that are equal by their formulas, as those
+        of x and residual in their sum, are one array: copy one before you write to the other.
+    """
+    fp8.__doc__ = f"""The results of {name}(...) with (bytes, scale) in place of y: y ~ bytes * scale.
+
+    Parameters
+    ----------
+    granularity, dtype
+        As in `layer_norm_fp8`: "row", "tensor" or 128, and "e4m3" or "e5m2".
+    y_scale : float or array of one float32, optional
+        For "tensor": the scale. Where y is a norm times weight plus bias its default is one that no value exceeds, as
+        in `layer_norm_fp8`; else it must be given.
+    others
+        As of `{name}`, but neither x nor s of float64 and no tensor that wants a gradient.
+    """
+    fp8_forward.__doc__ = f"""`{name}.fp8` with y itself, of the same kernel: (bytes, scale, y) in place of y."""
+    with_store = _signature_of_fp8(signature)
+    for attribute, of_attribute in (
+        (forward, signature),
+        (backward, None),
+        (fp8, with_store),
+        (fp8_forward, with_store),
+    ):
+        attribute.__qualname__, attribute.__module__ = f"{name}.{attribute.__name__}", arguments.__module__
+        if of_attribute is not None:
+            shown = (
+                of_attribute if attribute is not forward else signature.replace(return_annotation="tuple[Any, Saved]")
+            )
+            attribute.__signature__ = shown  # pyright: ignore[reportFunctionMemberAccess]
+        setattr(function, attribute.__name__, attribute)
+    return cast(NamedOperation[P, R], function)
+
+
+def _signature_of_fp8(signature: inspect.Signature) -> inspect.Signature:
+    """That of a call with granularity and y_scale before dtype, which is the format of the bytes."""
+    parameters = []
+    for one in signature.parameters.values():
+        if one.name == "dtype":
+            parameters.append(one.replace(name="granularity", default="row", annotation="str | int"))
+            parameters.append(one.replace(name="y_scale", default=None))
+            one = one.replace(default="e4m3")
+        parameters.append(one)
+    return signature.replace(parameters=parameters, return_annotation="tuple[Any, ...]")
+
+
+# A body returns a Call where its annotation says what the operation returns.
+_call = cast(Callable[..., Any], Call)
+
+
+def _with_parameters(
+    function: str, operands: dict[str, Any], zero_centered_gamma: Any = False, **parameters: Any
+) -> dict[str, Any]:
+    """The operands with those parameters of the norms that are there."""
+    for name, one in parameters.items():
+        if one is not None:
+            operands[name] = one
+        elif zero_centered_gamma and name != "bias":
+            raise ValueError(f"{function}: zero_centered_gamma=True needs a {name}; got {name}=None.")
+    return operands
+
+
+def check_dropout_p(function: str, dropout_p: Any) -> float:
+    if type(dropout_p) is not float and (isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real)):
+        raise TypeError(f"{function}: dropout_p must be a real number; got {checks.kind_of_option(dropout_p)}")
+    dropout_p = checks.as_float(function, "dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"{function}: dropout_p must be at least 0 and less than 1; got {dropout_p}.")
+    return dropout_p
+
+
+def _drops(function: str, operands: dict[str, Any], dropout_p: Any, seed: Any) -> bool:
+    """Whether anything is dropped; then `operands` get what dropout reads.
+
+    A kernel compares 16 bits, so dropout_p is rounded to a multiple of 2^-16, and so is what scales the rest.
+    """
+    if not dropout_p and type(dropout_p) is float:
+        return False
+    dropout_p = check_dropout_p(function, dropout_p)
+    if dropout_p == 0:
+        return False
+    if seed is None:
+        raise ValueError(f"{function}: dropout_p={dropout_p} needs a seed, an array of one int64; got seed=None.")
+    dropped = min(round(dropout_p * 2**16), 2**16 - 1) / 2**16
+    operands |= {SEED: seed, "dropped": dropped, "factor": 1 / (1 - dropped)}
+    return True
+
+
+def _by_sample(call: Any) -> Any:
+    """The call with vectors of samples, (batch, columns), as they broadcast against x, (batch, ..., columns)."""
+    axes = len(getattr(call.x, "shape", ()))
+    operands, shapes = dict(call.operands), {}
+    for name in ("gate", "scale", "shift"):
+        shape: tuple[int, ...] = tuple(getattr(operands.get(name), "shape", ()))
+        if 0 < len(shape) < axes:
+            shapes[name] = shape
+            operands[name] = operands[name].reshape((*shape[:-1], *(1,) * (axes - len(shape)), *shape[-1:]))
+    return call._replace(operands=operands, shapes=shapes) if shapes else call
+
+
+def _by_group(call: Any, group_size: Any) -> Any:
+    """The call of x and the rest with an axis for groups of columns before the last; a weight has one row for each."""
+    function, x = call.function, call.x
+    shape = tuple(getattr(x, "shape", ()))
+    columns = shape[-1] if shape else 0
+    of_weight = getattr(call.operands.get("weight"), "shape", None)
+    if of_weight is not None and tuple(of_weight) != (columns,):
+        raise ShapeError(
+            f"{function}: weight must have shape ({columns},), as the last axis of x; got {tuple(of_weight)}."
+        )
+    if group_size is None:
+        return call
+    if isinstance(group_size, bool) or not isinstance(group_size, numbers.Integral):
+        raise TypeError(f"{function}: group_size must be an integer; got {type(group_size).__name__}.")
+    if group_size <= 0 or columns % group_size:
+        raise ValueError(f"{function}: group_size must divide the columns of x, {columns}; got {group_size}.")
+    arrays, shapes = {"x": x, **call.operands}, {}
+    for name, array in arrays.items():
+        own = getattr(array, "shape", None)
+        if own is None:
+            continue
+        if name == "z" and tuple(own) != shape:
+            raise ShapeError(f"{function}: z must have the shape of x, {shape}; got {tuple(own)}.")
+        shapes[name] = tuple(own)
+        arrays[name] = array.reshape((*own[:-1], columns // group_size, group_size))
+    return call._replace(x=arrays.pop("x"), operands=arrays, shapes=shapes)
+
+
+@named
+def add_layer_norm(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    sm_margin: int = 0,
+) -> tuple[Any, Any]:
+    """s = residual + dropout(x), y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axis.
+
+    Parameters
+    ----------
+    x : array, shape (..., columns)
+        float16, bfloat16, float32 or float64: a NumPy, CuPy or JAX array, or a tensor. Rows may be strided.
+    residual : array, shape of x
+        Any of the four dtypes, as are weight and bias.
+    weight, bias : array, shape (columns,), optional
+    eps : float
+        Added to the variance, inside the root.
+    zero_centered_gamma : bool
+        Multiply by 1 + weight instead of weight.
+    dtype, s_dtype : dtype or str, optional
+        The dtypes of y and of s. Default: that of x.
+    dropout_p : float
+        Which share of x is replaced by 0; the rest is multiplied by 1 / (1 - dropout_p). At least 0, less than 1, and
+        rounded to a multiple of 2^-16.
+    seed : array of one int64 or two uint32
+        On the device of x; needed where dropout_p is not 0. What is dropped follows from the seed, the row and the
+        column alone.
+    sm_margin : int
+        Leaves this many multiprocessors to others, as in `layer_norm`.
+
+    Returns
+    -------
+    y, s : array, shape of x
+        The same bits as of the sum and `layer_norm` of it, one after the other.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `layer_norm`. ValueError for a dropout_p out of its range, or without a seed.
+
+    Notes
+    -----
+    ``add_layer_norm.forward(...)`` returns (results, saved), ``add_layer_norm.backward(saved, dy, ds)`` the gradients
+    by name, ``add_layer_norm.fp8(...)`` (bytes, scale, s); each takes the arguments above. Every named operation has
+    these attributes.
+
+    s is rounded before its statistics are taken, and nothing reads it in between: two arrays are read and two written.
+    What is dropped is drawn by Philox4x32-10, again in the backward pass, and never stored.
+
+    Axes beyond the last are normalised together after a reshape of them to one.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x, residual = numpy.array([[1.0, 2.0, 4.0]]), numpy.array([[0.0, 0.0, -1.0]])
+    >>> y, s = cunorm.add_layer_norm(x, residual)
+    >>> y.round(3), s
+    (array([[-1.225,  0.   ,  1.225]]), array([[1., 2., 3.]]))
+    >>> (y, s), saved = cunorm.add_layer_norm.forward(x, residual)
+    >>> gradients = cunorm.add_layer_norm.backward(saved, numpy.array([[1.0, 0.0, 0.0]]), None)
+    >>> gradients["x"].round(3)
+    array([[ 0.204, -0.408,  0.204]])
+    """
+    function = "add_layer_norm"
+    operands = _with_parameters(function, {"residual": residual}, zero_centered_gamma, weight=weight, bias=bias)
+    flags = (bool(zero_centered_gamma), _drops(function, operands, dropout_p, seed))
+    return _call(function, flags, x, operands, eps, dtype, s_dtype, sm_margin)
+
+
+@named
+def add_rms_norm(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    sm_margin: int = 0,
+) -> tuple[Any, Any]:
+    """s = residual + dropout(x), y = s / sqrt(mean(s²) + eps) * weight, over the last axis.
+
+    Parameters, results and errors are those of `add_layer_norm`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s = cunorm.add_rms_norm(numpy.array([[1.0, 2.0]]), numpy.array([[2.0, 2.0]]))
+    >>> y.round(3), s
+    (array([[0.849, 1.131]]), array([[3., 4.]]))
+    """
+    function = "add_rms_norm"
+    operands = _with_parameters(function, {"residual": residual}, zero_centered_gamma, weight=weight)
+    flags = (bool(zero_centered_gamma), _drops(function, operands, dropout_p, seed))
+    return _call(function, flags, x, operands, eps, dtype, s_dtype, sm_margin)
+
+
+@named
+def layer_norm_add(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> Any:
+    """y = residual + (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axis.
+
+    Parameters and errors are those of `add_layer_norm`. y is rounded once, after the sum.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> cunorm.layer_norm_add(numpy.array([[1.0, 2.0, 3.0]]), numpy.array([[1.0, 1.0, 0.0]])).round(3)
+    array([[-0.225,  1.   ,  1.225]])
+    """
+    function = "layer_norm_add"
+    operands = _with_parameters(function, {"residual": residual}, zero_centered_gamma, weight=weight, bias=bias)
+    return _call(function, (bool(zero_centered_gamma),), x, operands, eps, dtype, None, sm_margin)
+
+
+@named
+def rms_norm_add(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> Any:
+    """y = residual + x / sqrt(mean(x²) + eps) * weight, over the last axis.
+
+    Parameters and errors are those of `add_layer_norm`. y is rounded once, after the sum.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> cunorm.rms_norm_add(numpy.array([[3.0, 4.0]]), numpy.array([[1.0, 0.0]])).round(3)
+    array([[1.849, 1.131]])
+    """
+    function = "rms_norm_add"
+    operands = _with_parameters(function, {"residual": residual}, zero_centered_gamma, weight=weight)
+    return _call(function, (bool(zero_centered_gamma),), x, operands, eps, dtype, None, sm_margin)
+
+
+@named
+def rms_norm_add_rms_norm(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    second_weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    dtype: Any = None,
+    s_dtype: Any = None,
+    sm_margin: int = 0,
+) -> tuple[Any, Any]:
+    """s = residual + x / sqrt(mean(x²) + eps) * weight, y = s / sqrt(mean(s²) + eps) * second_weight.
+
+    Over the last axis. This stands between the sublayers of Gemma. Parameters, results and errors are those of
+    `add_layer_norm`, but zero_centered_gamma is for both weights, which must be there then.
+
+    Notes
+    -----
+    s is rounded before it is normalised; y and s have the bits of `rms_norm_add` and of `rms_norm` of it. CuPy arrays
+    and tensors with rows of up to 48 KB and s in the dtype of x take one launch; else there are two, and s is read too.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> y, s = cunorm.rms_norm_add_rms_norm(numpy.array([[3.0, 4.0]]), numpy.array([[1.0, 0.0]]))
+    >>> s.round(3), y.round(3)
+    (array([[1.849, 1.131]]), array([[1.206, 0.738]]))
+    """
+    function = "rms_norm_add_rms_norm"
+    weights = {"weight": weight, "second_weight": second_weight}
+    operands = _with_parameters(function, {"residual": residual}, zero_centered_gamma, **weights)
+    return _call(function, (bool(zero_centered_gamma),), x, operands, eps, dtype, s_dtype, sm_margin)
+
+
+@named
+def layer_norm_modulate(
+    x: Any,
+    scale: Any,
+    shift: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> Any:
+    """y = ((x - mean(x)) / sqrt(var(x) + eps) * weight + bias) * (1 + scale) + shift, over the last axis.
+
+    Parameters
+    ----------
+    x : array, shape (batch, ..., columns)
+        float16, bfloat16, float32 or float64: a NumPy, CuPy or JAX array, or a tensor. Rows may be strided.
+    scale, shift : array, shape (batch, columns) or (batch, 1, ..., columns)
+        Each in any of the four dtypes. Views, as chunks of one projection are, are not copied. Any other shape that
+        broadcasts against x will do.
+    weight, bias : array, shape (columns,), optional
+        The norm's own.
+    eps : float
+        Added to the variance, inside the root.
+    dtype : dtype or str, optional
+        The dtype of y. Default: that of x.
+    sm_margin : int
+        Leaves this many multiprocessors to others, as in `layer_norm`.
+
+    Returns
+    -------
+    y : array, shape of x
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `layer_norm`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x = numpy.arange(6.0).reshape(1, 2, 3)
+    >>> cunorm.layer_norm_modulate(x, numpy.ones((1, 3)), numpy.zeros((1, 3))).shape
+    (1, 2, 3)
+    """
+    function, flags = "layer_norm_modulate", (weight is not None or bias is not None,)
+    operands = _with_parameters(function, {"scale": scale, "shift": shift}, weight=weight, bias=bias)
+    return _by_sample(_call(function, flags, x, operands, eps, dtype, None, sm_margin))
+
+
+@named
+def rms_norm_modulate(
+    x: Any,
+    scale: Any,
+    shift: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> Any:
+    """y = x / sqrt(mean(x²) + eps) * weight * (1 + scale) + shift, over the last axis.
+
+    Parameters, results and errors are those of `layer_norm_modulate`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x = numpy.arange(6.0).reshape(1, 2, 3)
+    >>> cunorm.rms_norm_modulate(x, numpy.ones((1, 3)), numpy.zeros((1, 3))).shape
+    (1, 2, 3)
+    """
+    function, flags = "rms_norm_modulate", (weight is not None,)
+    operands = _with_parameters(function, {"scale": scale, "shift": shift}, weight=weight)
+    return _by_sample(_call(function, flags, x, operands, eps, dtype, None, sm_margin))
+
+
+@named
+def gate_add_layer_norm_modulate(
+    x: Any,
+    residual: Any,
+    gate: Any,
+    scale: Any,
+    shift: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    dtype: Any = None,
+    s_dtype: Any = None,
+    sm_margin: int = 0,
+) -> tuple[Any, Any]:
+    """s = residual + gate * x, y = `layer_norm_modulate` of s: its norm, times 1 + scale, plus shift.
+
+    Parameters and errors are those of `layer_norm_modulate`; gate is like scale, residual and `s_dtype` are like those
+    of `add_layer_norm`.
+
+    Returns
+    -------
+    y, s : array, shape of x
+        s is rounded before its statistics are taken.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x, ones = numpy.arange(6.0).reshape(1, 2, 3), numpy.ones((1, 3))
+    >>> y, s = cunorm.gate_add_layer_norm_modulate(x, x, ones, ones, ones)
+    >>> s
+    array([[[ 0.,  2.,  4.],
+            [ 6.,  8., 10.]]])
+    """
+    function, flags = "gate_add_layer_norm_modulate", (weight is not None or bias is not None,)
+    operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
+    operands = _with_parameters(function, operands, weight=weight, bias=bias)
+    return _by_sample(_call(function, flags, x, operands, eps, dtype, s_dtype, sm_margin))
+
+
+@named
+def gate_add_rms_norm_modulate(
+    x: Any,
+    residual: Any,
+    gate: Any,
+    scale: Any,
+    shift: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    dtype: Any = None,
+    s_dtype: Any = None,
+    sm_margin: int = 0,
+) -> tuple[Any, Any]:
+    """s = residual + gate * x, y = `rms_norm_modulate` of s: its norm, times 1 + scale, plus shift.
+
+    Parameters, results and errors are those of `gate_add_layer_norm_modulate`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x, ones = numpy.arange(6.0).reshape(1, 2, 3), numpy.ones((1, 3))
+    >>> y, s = cunorm.gate_add_rms_norm_modulate(x, x, ones, ones, ones)
+    >>> s
+    array([[[ 0.,  2.,  4.],
+            [ 6.,  8., 10.]]])
+    """
+    function, flags = "gate_add_rms_norm_modulate", (weight is not None,)
+    operands = {"residual": residual, "gate": gate, "scale": scale, "shift": shift}
+    operands = _with_parameters(function, operands, weight=weight)
+    return _by_sample(_call(function, flags, x, operands, eps, dtype, s_dtype, sm_margin))
+
+
+@named
+def rms_norm_gated(
+    x: Any,
+    z: Any,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    dtype: Any = None,
+    sm_margin: int = 0,
+) -> Any:
+    """y = x / sqrt(mean(x²) + eps) * weight * silu(z), or, unless norm_before_gate, the same norm of s = x * silu(z).
+
+    Parameters
+    ----------
+    x : array, shape (..., columns)
+        float16, bfloat16, float32 or float64: a NumPy, CuPy or JAX array, or a tensor. Rows may be strided.
+    z : array, shape of x
+        The gate, in any of the four dtypes, as is weight. silu(z) = z / (1 + exp(-z)).
+    weight : array, shape (columns,), optional
+    eps : float
+        Added to the mean of squares, inside the root.
+    norm_before_gate : bool
+        Which of the two. s is rounded to the dtype of x before its statistics are taken.
+    group_size : int, optional
+        So many neighbouring columns are normalised together, instead of all.
+    dtype : dtype or str, optional
+        The dtype of y. Default: that of x.
+    sm_margin : int
+        Leaves this many multiprocessors to others, as in `layer_norm`.
+
+    Returns
+    -------
+    y : array, shape of x
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `rms_norm`; ValueError for a group_size that does not divide the columns.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> x, z = numpy.array([[3.0, 4.0, 1.0, 1.0]]), numpy.full((1, 4), 100.0)
+    >>> cunorm.rms_norm_gated(x, z, group_size=2).round(3)
+    array([[ 84.853, 113.137, 100.   , 100.   ]])
+    """
+    function = "rms_norm_gated"
+    operands = _with_parameters(function, {"z": z}, weight=weight)
+    return _by_group(_call(function, (bool(norm_before_gate),), x, operands, eps, dtype, None, sm_margin), group_size)
+
+
+def layer_norm_fp8(
+    x: Any,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    granularity: str | int = "row",
+    scale: Any = None,
+    dtype: Any = "e4m3",
+    sm_margin: int = 0,
+) -> tuple[Any, Any]:
+    """bytes = round(y * q), q = min(F / max|y|, 2^100), scale = 1 / q, for y = layer_norm(x, ...): y ~ bytes * scale.
+
+    F is the largest number of the format, 448 of e4m3 and 57344 of e5m2. y is rounded once, from float32, to nearest
+    even; what is too large becomes the largest number.
+
+    Parameters
+    ----------
+    x, normalized_shape, weight, bias, eps, zero_centered_gamma, sm_margin
+        As in `layer_norm`, but no x of float64.
+    granularity : "row", "tensor" or 128
+        What shares a scale: the normalised axes of a row, all of y, or 128 neighbouring columns of a row.
+    scale : float or array of one float32, optional
+        For "tensor" alone: the scale. Default: one that no value of y exceeds whatever x is,
+        max(|weight| sqrt(cols - 1) + |bias|) / F.
+    dtype : "e4m3" or "e5m2"
+
+    Returns
+    -------
+    bytes : array of uint8, shape of x
+        To be read as float8_e4m3fn or float8_e5m2; of torch tensors and JAX arrays of that dtype.
+    scale : array of float32
+        The shape of x without its normalised axes; for "tensor" of no axes; for 128 with one more, of
+        ceil(cols / 128) blocks. max|y| / F but for a row of zeros, which has 1, and a row with an infinite number or
+        NaN, which has NaN.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `layer_norm`; and for a granularity, scale or dtype that is none of these, or a tensor or array that wants
+        a gradient.
+    NotImplementedError
+        An array of another library than NumPy, CuPy, torch and JAX.
+
+    Notes
+    -----
+    Scales and bytes of a row do not depend on other rows. FP8 Formats for Deep Learning, Micikevicius and others,
+    2022; kernels_cu/rows/float8.cuh.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> bytes, scale = cunorm.layer_norm_fp8(numpy.array([[1.0, 2.0, 3.0]], "float32"))
+    >>> [hex(one) for one in bytes[0]], (scale * 448).round(3)
+    (['0xfe', '0x0', '0x7e'], array([1.225], dtype=float32))
+    """
+    options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
+    name = "layer_norm_fp8"
+    return _forward(name, x, normalized_shape, weight, bias, eps, zero_centered_gamma, output=False, **options)[:2]
+
+
+def rms_norm_fp8(
+    x: Any,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    granularity: str | int = "row",
+    scale: Any = None,
+    dtype: Any = "e4m3",
+    sm_margin: int = 0,
+) -> tuple[Any, Any]:
+    """bytes = round(y * q), q = min(F / max|y|, 2^100), scale = 1 / q, for y = rms_norm(x, ...): y ~ bytes * scale.
+
+    Parameters, results and errors as in `layer_norm_fp8`; the scale that none exceeds is max(|weight|) sqrt(cols) / F.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> bytes, scale = cunorm.rms_norm_fp8(numpy.array([[3.0, 4.0]], "float32"), eps=0.0)
+    >>> [hex(one) for one in bytes[0]], (scale * 448).round(3)
+    (['0x7a', '0x7e'], array([1.131], dtype=float32))
+    """
+    options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
+    name = "rms_norm_fp8"
+    return _forward(name, x, normalized_shape, weight, None, eps, zero_centered_gamma, output=False, **options)[:2]
+
+
+def layer_norm_fp8_forward(
+    x: Any,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    granularity: str | int = "row",
+    scale: Any = None,
+    dtype: Any = "e4m3",
+    sm_margin: int = 0,
+) -> tuple[Any, Any, Any]:
+    """`layer_norm_fp8` with y itself, of the same kernel: (bytes, scale, y), y in the dtype of x.
+
+    Parameters and errors as in `layer_norm_fp8`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> bytes, scale, y = cunorm.layer_norm_fp8_forward(numpy.array([[1.0, 2.0, 3.0]], "float32"))
+    >>> y.round(3)
+    array([[-1.225,  0.   ,  1.225]], dtype=float32)
+    """
+    options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
+    name = "layer_norm_fp8_forward"
+    return _forward(name, x, normalized_shape, weight, bias, eps, zero_centered_gamma, output=True, **options)
+
+
+def rms_norm_fp8_forward(
+    x: Any,
+    normalized_shape: int | Sequence[int] | None = None,
+    weight: Any = None,
+    eps: float = 1e-6,
+    *,
+    zero_centered_gamma: bool = False,
+    granularity: str | int = "row",
+    scale: Any = None,
+    dtype: Any = "e4m3",
+    sm_margin: int = 0,
+) -> tuple[Any, Any, Any]:
+    """`rms_norm_fp8` with y itself, of the same kernel: (bytes, scale, y), y in the dtype of x.
+
+    Parameters and errors as in `layer_norm_fp8`.
+
+    Examples
+    --------
+    >>> import numpy, cunorm
+    >>> bytes, scale, y = cunorm.rms_norm_fp8_forward(numpy.array([[3.0, 4.0]], "float32"), eps=0.0)
+    >>> y.round(3)
+    array([[0.849, 1.131]], dtype=float32)
+    """
+    options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
+    name = "rms_norm_fp8_forward"
+    return _forward(name, x, normalized_shape, weight, None, eps, zero_centered_gamma, output=True, **options)
+
+
+def _forward(
+    name: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, zero_centered_gamma: bool, **options
+) -> tuple[Any, Any, Any]:
+    return float8_of(name, x).forward(
+        name, x, normalized_shape, weight, bias, eps, zero_centered_gamma=zero_centered_gamma, **options
+    )
