@@ -67,7 +67,7 @@ class Joined(Block):
     def sum_and_norm(self, x, r):
         norm = self.norm
         add = cunorm.torch.add_layer_norm if isinstance(norm, nn.LayerNorm) else cunorm.torch.add_rms_norm
-        return add(x, r, norm.normalized_shape, *norm.parameters(), eps=norm.eps)
+        return add(x, r, *norm.parameters(), eps=norm.eps)
 
 
 class Net(nn.ModuleList):

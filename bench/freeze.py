@@ -411,8 +411,8 @@ def kept_by_torch() -> Iterator[Fact]:
     calls = {
         "layer_norm": lambda: of_torch.layer_norm(leaf(4, 16), (16,), leaf(16), leaf(16)),
         "rms_norm": lambda: of_torch.rms_norm(leaf(4, 16), (16,), leaf(16)),
-        "add_layer_norm": lambda: of_torch.add_layer_norm(leaf(4, 16), leaf(4, 16), (16,), leaf(16), leaf(16))[0],
-        "add_rms_norm": lambda: of_torch.add_rms_norm(leaf(4, 16), leaf(4, 16), (16,), leaf(16))[0],
+        "add_layer_norm": lambda: of_torch.add_layer_norm(leaf(4, 16), leaf(4, 16), leaf(16), leaf(16))[0],
+        "add_rms_norm": lambda: of_torch.add_rms_norm(leaf(4, 16), leaf(4, 16), leaf(16))[0],
         "layer_norm_linear": lambda: of_torch.layer_norm_linear(leaf(4, 16), leaf(8, 16), leaf(8), leaf(16), leaf(16)),
     }
     for where in ("on the CPU", "on the stand-in"):

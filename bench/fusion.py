@@ -75,24 +75,23 @@ def measure(write: Callable[..., None], norm: str, cols: int, elements: int) -> 
     before, after = milliseconds([separate, lambda: together(cx, cresidual, *parameters, eps)])
     write("forward", norm=norm, rows=rows, cols=cols, same_bits=same, separate_us=before * 1e3, fused_us=after * 1e3)
 
-    _, _, *saved = getattr(cunorm, f"add_{norm}_forward")(cx, cresidual, *parameters, eps)
+    _, saved = together.forward(cx, cresidual, *parameters, eps)
+    statistics = [one for one in saved.statistics.values() if one is not None]
     backward = getattr(cunorm, f"{norm}_backward")
-    fused = getattr(cunorm, f"add_{norm}_backward")
 
     def separate_backward():
-        dx, *_ = backward(cdy, cs, *saved, cweight)
+        dx, *_ = backward(cdy, cs, *statistics, cweight)
         view_of_dx = torch.from_dlpack(dx.view("int16")).view(torch.bfloat16)
         return view_of_dx.add_(ds)
 
-    before, after = milliseconds([separate_backward, lambda: fused(cdy, cds, cs, *saved, cweight)])
+    before, after = milliseconds([separate_backward, lambda: together.backward(saved, cdy, cds)])
     write("backward", norm=norm, rows=rows, cols=cols, separate_us=before * 1e3, fused_us=after * 1e3)
 
 
 class Named(NamedTuple):
-    """What is passed to a function, and how many tensors of the size of x each pass reads and writes."""
+    """The operands of a function, and how many tensors of the size of x each pass reads and writes."""
 
     operands: str  # by name: f"{name}:{kind}"
-    takes: str  # by its backward function
     forward: tuple[int, int]
     backward: tuple[int, int]
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -102,25 +101,22 @@ SAMPLES = 16
 MODULATE, GATE = "scale:sample shift:sample", "z:full weight:column"
 GATE_ADD = f"residual:full gate:sample {MODULATE}"
 NAMED = {
-    "add_rms_norm": Named("residual:full weight:column", "dy ds s rstd weight", (2, 2), (3, 1)),
-    "layer_norm_add": Named("residual:full weight:column bias:column", "dy x mean rstd weight", (2, 1), (2, 1)),
-    "rms_norm_add": Named("residual:full weight:column", "dy x rstd weight", (2, 1), (2, 1)),
-    "layer_norm_modulate": Named(MODULATE, "dy x mean rstd scale", (1, 1), (2, 1)),
-    "rms_norm_modulate": Named(MODULATE, "dy x rstd scale", (1, 1), (2, 1)),
-    "gate_add_layer_norm_modulate": Named(GATE_ADD, "dy ds x s mean rstd gate scale", (2, 2), (4, 2)),
-    "add_rms_norm, dropout": Named(
-        "residual:full weight:column", "dy ds s rstd weight", (2, 2), (3, 2), {"dropout_p": 0.1}
-    ),
+    "add_rms_norm": Named("residual:full weight:column", (2, 2), (3, 1)),
+    "layer_norm_add": Named("residual:full weight:column bias:column", (2, 1), (2, 1)),
+    "rms_norm_add": Named("residual:full weight:column", (2, 1), (2, 1)),
+    "layer_norm_modulate": Named(MODULATE, (1, 1), (2, 1)),
+    "rms_norm_modulate": Named(MODULATE, (1, 1), (2, 1)),
+    "gate_add_layer_norm_modulate": Named(GATE_ADD, (2, 2), (4, 2)),
+    "add_rms_norm, dropout": Named("residual:full weight:column", (2, 2), (3, 2), {"dropout_p": 0.1}),
     # As many tensors as one kernel for both norms moves; the two launches of the backward pass move 7.
     "rms_norm_add_rms_norm": Named(
         "residual:full weight:column second_weight:column",
-        "dy ds x s first_rstd rstd weight second_weight",
         (2, 2),
         (4, 2),
     ),
-    "rms_norm_gated": Named(GATE, "dy x rstd z weight", (2, 1), (3, 2)),
-    "rms_norm_gated, gate first": Named(GATE, "dy x rstd z weight", (2, 1), (3, 2), {"norm_before_gate": False}),
-    "rms_norm_gated, groups of 128": Named(GATE, "dy x rstd z weight", (2, 1), (3, 2), {"group_size": 128}),
+    "rms_norm_gated": Named(GATE, (2, 1), (3, 2)),
+    "rms_norm_gated, gate first": Named(GATE, (2, 1), (3, 2), {"norm_before_gate": False}),
+    "rms_norm_gated, groups of 128": Named(GATE, (2, 1), (3, 2), {"group_size": 128}),
 }
 
 
@@ -136,13 +132,10 @@ def measure_named(write: Callable[..., None], name: str, cols: int, elements: in
     arrays = {"x": made(shape), **operands, "dy": made(shape), "ds": made(shape)}
     passed = [arrays[one] for one in ("x", *operands)]
     options = case.options | ({"seed": cupy.array([7])} if "dropout_p" in case.options else {})
-    returned = getattr(cunorm, f"{function}_forward")(*passed, **options)
-    *results, rstd = returned
-    arrays |= {"rstd": rstd, "mean": results[-1], "first_rstd": results[-1]}
-    arrays |= {"s": results[1]} if "ds " in case.takes else {}
-    of_backward = [arrays[one] for one in case.takes.split()]
-    forward, backward = getattr(cunorm, function), getattr(cunorm, f"{function}_backward")
-    calls = [lambda: forward(*passed, **options), lambda: backward(*of_backward, **options)]
+    op = getattr(cunorm, function)
+    results, saved = op.forward(*passed, **options)
+    of_results = [arrays["dy"], arrays["ds"]] if isinstance(results, tuple) else [arrays["dy"]]
+    calls = [lambda: op(*passed, **options), lambda: op.backward(saved, *of_results)]
     for kind, (reads, writes), time in zip(
         ("forward", "backward"), (case.forward, case.backward), milliseconds(calls), strict=True
     ):

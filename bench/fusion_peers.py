@@ -83,22 +83,20 @@ def both(function: Callable, norm: str = "rms_norm") -> tuple[Function, Function
 
 
 FUSIONS = {
-    "add_rms_norm": Fusion(
-        "fc", (4, 4), lambda x, r, w: cunorm.torch.add_rms_norm(x, r, x.shape[-1:], w, EPS), *both(add_apart)
-    ),
+    "add_rms_norm": Fusion("fc", (4, 4), lambda x, r, w: cunorm.torch.add_rms_norm(x, r, w, EPS), *both(add_apart)),
     "add_layer_norm": Fusion(
         "fcc",
         (4, 4),
-        lambda x, r, w, b: cunorm.torch.add_layer_norm(x, r, x.shape[-1:], w, b, EPS),
+        lambda x, r, w, b: cunorm.torch.add_layer_norm(x, r, w, b, EPS),
         *both(add_apart, "layer_norm"),
     ),
     "rms_norm_add": Fusion(
-        "fc", (3, 3), lambda x, r, w: (cunorm.torch.rms_norm_add(x, r, x.shape[-1:], w, EPS),), *both(added_apart)
+        "fc", (3, 3), lambda x, r, w: (cunorm.torch.rms_norm_add(x, r, w, EPS),), *both(added_apart)
     ),
     "rms_norm_add_rms_norm": Fusion(
         "fcc",
         (4, 6),
-        lambda x, r, w, v: cunorm.torch.rms_norm_add_rms_norm(x, r, x.shape[-1:], w, v, EPS),
+        lambda x, r, w, v: cunorm.torch.rms_norm_add_rms_norm(x, r, w, v, EPS),
         *both(sandwich_apart),
     ),
     "rms_norm_gated": Fusion(

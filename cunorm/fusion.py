@@ -14,7 +14,7 @@ from .families import fused_of
 from .norm import checks
 from .norm.float8 import Float8Store, store_of
 from .norm.fused import Kinds
-from .operation import NORMS, SEED, Operation, is_affine
+from .operation import NORMS, SEED, Operation, added_after, is_affine
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 
@@ -132,7 +132,8 @@ class Fused:
         dict of str to array
             A gradient has the shape and dtype of the operand, that of a number shape () and the dtype of the
             arithmetic. Where two are the same by their formulas, as those of x and of residual in x + residual, it is
-            one array for both: copy one before you write to the other.
+            one array for both, and what is added to the norm has the gradient of y itself: copy one before you write to
+            the other.
         """
         operation = self.operation
         if not isinstance(saved, Saved):
@@ -162,8 +163,13 @@ class Fused:
         if operation.second:
             found = norm_add_norm.backward(self.function, operation, arrays, asked, **options)
         else:
+            # Nobody need write again what is dy itself; if it is all that is wanted the call is checked all the same.
+            added = added_after(operation, tuple(saved.operands))
+            copies = [name for name in asked if name in added and _alike(arrays[name], given["dy"])]
+            computed = tuple(name for name in asked if name not in copies) or asked
             options["s_dtype"] = self.s_dtype
-            found = fused_of(self.function, saved.x).backward(self.function, operation, arrays, asked, **options)
+            found = fused_of(self.function, saved.x).backward(self.function, operation, arrays, computed, **options)
+            found = {name: given["dy"] if name in copies else found[name] for name in asked}
         return {name: one.reshape(saved.shapes[name]) if name in saved.shapes else one for name, one in found.items()}
 
     def called(self, x: Any, operands: dict[str, Any], eps: float, sm_margin: int) -> Any:
@@ -364,6 +370,13 @@ def composed(norm: str, before: Expression | None, after: Expression, returns: S
     if before is None and "s" in returns:
         raise ValueError("fuse: 's' among returns needs a prologue: without one s is x.")
     return Operation(norm, after, before, tuple(returns))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two arrays have one kind, shape and dtype."""
+    if type(one) is not type(other) or not hasattr(one, "shape"):
+        return False
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _traced(role: str, function: Callable[..., Any], first: str) -> Expression:

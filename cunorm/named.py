@@ -198,7 +198,8 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
     -------
     dict of str to array
         Each in the shape and dtype of what it is the gradient of. Gradients that are equal by their formulas, as those
-        of x and residual in their sum, are one array: copy one before you write to the other.
+        of x and residual in their sum, are one array, and what is added to the norm has that of y itself: copy one
+        before you write to the other.
     """
     fp8.__doc__ = f"""The results of {name}(...) with (bytes, scale) in place of y: y ~ bytes * scale.
 

@@ -239,6 +239,13 @@ def is_affine(operation: Operation) -> bool:
     )
 
 
+@lru_cache(maxsize=512)
+def added_after(operation: Operation, present: tuple[str, ...]) -> tuple[str, ...]:
+    """The operands, of those present, whose gradients are dy itself: what is added to a norm."""
+    after = [name for name in operation.after if name in present and name not in operation.before]
+    return tuple(name for name, gradient in derivative(operation, after, present).early if gradient.text == "dy")
+
+
 class Derivative(NamedTuple):
     """The gradients that are wanted of an operation, as expressions.
 

@@ -92,11 +92,12 @@ RUNS = {
 def check_drops(function: str, x: Any, seed: Any, expected: numpy.ndarray) -> None:
     """What forward and backward passes drop: where s and dx are 0, of x and ds of ones."""
     zeros = x * 0
-    _, s, *statistics = getattr(cunorm, f"{function}_forward")(x, zeros, dropout_p=P, seed=seed)
-    backward = getattr(cunorm, f"{function}_backward")
-    dx, dresidual, *_ = backward(None, x, s, *statistics, dropout_p=P, seed=seed)
-    assert same_bits(on_host(dresidual), on_host(x)), "dresidual: nothing comes through the norm"
-    for name, one in (("s", s), ("dx", dx)):
+    op = getattr(cunorm, function)
+    (_, s), saved = op.forward(x, zeros, dropout_p=P, seed=seed)
+    gradients = op.backward(saved, None, x)
+    assert list(gradients) == ["x", "residual"], "the seed and the numbers of dropout have none"
+    assert same_bits(on_host(gradients["residual"]), on_host(x)), "dresidual: nothing comes through the norm"
+    for name, one in (("s", s), ("dx", gradients["x"])):
         wrong = ((on_host(one) == 0) != expected).sum()
         assert not wrong, f"{name}: {wrong} elements are dropped that are not, or the other way round"
 
@@ -182,20 +183,20 @@ def test_results_and_gradients_are_those_of_a_mask(xp, norm, dtype):
     results, saved = masked.op.forward(x, **given)
     expected = masked.op.backward(saved, *gradients, wanted=["x", "residual", "weight"])
     options = {"dropout_p": 0.5, "seed": xp.asarray(SEEDS[0])}
-    y, s, *statistics = getattr(cunorm, f"add_{norm}_forward")(
-        x, **named, **options, eps=1e-5 if norm == "layer_norm" else 1e-6
-    )
+    of_name = getattr(cunorm, f"add_{norm}")
+    (y, s), of_call = of_name.forward(x, **named, **options)
     for found, one in zip((y, s), results, strict=True):
         assert same_bits(on_host(found), on_host(one))
-    found = getattr(cunorm, f"add_{norm}_backward")(*gradients, s, *statistics, named["weight"], **options)
-    for name, one in zip(("x", "residual", "weight"), found, strict=False):
+    found = of_name.backward(of_call, *gradients)
+    assert found.keys() == {"x", "residual", "weight"}
+    for name, one in found.items():
         close(name, one, widen(on_host(expected[name])).astype(float), "float32" if dtype != "float64" else dtype)
     op = with_dropout(norm).op
     again, saved = op.forward(x, **named, seed=options["seed"])
     for one, other in zip(again, results, strict=True):
         assert same_bits(on_host(one), on_host(other))
     of_op = op.backward(saved, *gradients, wanted=["x", "weight"])
-    assert same_bits(on_host(of_op["x"]), on_host(found[0]))
+    assert same_bits(on_host(of_op["x"]), on_host(found["x"]))
 
 
 def test_nothing_is_dropped_where_dropout_is_off(xp):
@@ -204,9 +205,9 @@ def test_nothing_is_dropped_where_dropout_is_off(xp):
     for options in ({"dropout_p": 0.0}, {"dropout_p": 0, "seed": xp.asarray(SEEDS[0])}):
         for one, other in zip(cunorm.add_rms_norm(x, x, **options), expected, strict=True):
             assert same_bits(on_host(one), on_host(other))
-    y, s, rstd = cunorm.add_rms_norm_forward(x, x)
-    dx, dresidual, _ = cunorm.add_rms_norm_backward(y, s, s, rstd)
-    assert dx is dresidual, "equal gradients are one array"
+    (y, s), saved = cunorm.add_rms_norm.forward(x, x)
+    gradients = cunorm.add_rms_norm.backward(saved, y, s)
+    assert gradients["x"] is gradients["residual"], "equal gradients are one array"
 
 
 def test_the_mean_stays_and_the_largest_probability_keeps_something(xp):
@@ -237,8 +238,8 @@ def test_refusals(xp, error, message, options):
     given = {name: xp.asarray(one) if isinstance(one, numpy.ndarray) else one for name, one in options.items()}
     calls = (
         lambda: cunorm.add_layer_norm(x, x, **given),
-        lambda: cunorm.add_rms_norm_forward(x, x, **given),
-        lambda: cunorm.add_rms_norm_backward(x, x, x, x[:, 0], **given),
+        lambda: cunorm.add_rms_norm.forward(x, x, **given),
+        lambda: cunorm.add_rms_norm.fp8(x, x, **given),
     )
     for call in calls:
         with pytest.raises(error, match=re.escape(message)):

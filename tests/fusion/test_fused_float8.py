@@ -21,7 +21,7 @@ from cunorm.kernel.device import Device
 
 
 class Case(NamedTuple):
-    """`run(x, *operands, granularity=, dtype=, scale=)` is (bytes, scale, y, s), s last if there is one; `plain` with
+    """`run(x, *operands, granularity=, dtype=, y_scale=)` is (bytes, scale, y, s), s last if there is one; `plain` with
     dtype= is what it is without 8 bits.
     """
 
@@ -34,8 +34,8 @@ class Case(NamedTuple):
 def of_object(make: Callable[..., Fused], *names: str, kinds: tuple[str, ...]) -> Case:
     op, wide = make(), make(dtype="float32")
 
-    def run(x: Any, *operands: Any, scale: Any = None, **options: Any) -> tuple:
-        return op.fp8_forward(x, y_scale=scale, **options, **dict(zip(names, operands, strict=True)))
+    def run(x: Any, *operands: Any, **options: Any) -> tuple:
+        return op.fp8_forward(x, **options, **dict(zip(names, operands, strict=True)))
 
     def plain(x: Any, *operands: Any, dtype: str | None = None) -> Any:
         return (wide if dtype else op)(x, **dict(zip(names, operands, strict=True)))
@@ -62,8 +62,8 @@ def routed(**options: Any) -> Fused:
 
 
 CASES = {
-    "add_layer_norm": Case(cunorm.add_layer_norm_fp8_forward, cunorm.add_layer_norm, ("full", "column", "column")),
-    "add_rms_norm": Case(cunorm.add_rms_norm_fp8_forward, cunorm.add_rms_norm, ("full", "column")),
+    "add_layer_norm": Case(cunorm.add_layer_norm.fp8_forward, cunorm.add_layer_norm, ("full", "column", "column")),
+    "add_rms_norm": Case(cunorm.add_rms_norm.fp8_forward, cunorm.add_rms_norm, ("full", "column")),
     "gate": of_object(gate, "residual", "z", "weight", "sharp", kinds=("full", "full", "column", "number")),
     "modulated": of_object(modulated, "scale", "shift", kinds=("sample", "sample")),
     "routed": of_object(routed, "weight", "route", kinds=("column", "row")),
@@ -86,7 +86,7 @@ def check_case(
 ) -> None:
     given = arguments(case, shape, dtype, as_array)
     scale = None if granularity != "tensor" or case.bounded else 0.01
-    found, scales, y, *s = case.run(*given, granularity=granularity, dtype=name, scale=scale)
+    found, scales, y, *s = case.run(*given, granularity=granularity, dtype=name, y_scale=scale)
     wide, alone = case.plain(*given, dtype="float32"), case.plain(*given)
     if s:
         (wide, _), (alone, s_alone) = wide, alone
@@ -182,7 +182,7 @@ def test_of_the_sum_as_of_the_norm(xp, norm, s_dtype, granularity):
     if s_dtype:
         residual = residual.astype(s_dtype)
     options = {"granularity": granularity, "zero_centered_gamma": True}
-    found, scale, s = getattr(cunorm, f"add_{norm}_fp8")(x, residual, weight, s_dtype=s_dtype, **options)
+    found, scale, s = getattr(cunorm, f"add_{norm}").fp8(x, residual, weight, s_dtype=s_dtype, **options)
     assert same_bits(on_host(s), on_host(x + residual))
     expected = getattr(cunorm, f"{norm}_fp8")(s, None, weight, **options)
     assert all(same_bits(on_host(a), on_host(b)) for a, b in zip((found, scale), expected, strict=True))
@@ -200,7 +200,7 @@ def test_results_are_in_the_order_of_returns():
 WRONG = [
     ({"dtype": "float16"}, TypeError, "dtype must be 'e4m3' or 'e5m2'"),
     ({"granularity": 64}, ValueError, "granularity must be"),
-    ({"scale": 1.0}, ValueError, "scale is for granularity='tensor'"),
+    ({"y_scale": 1.0}, ValueError, "scale is for granularity='tensor'"),
     ({"s_dtype": "float64"}, TypeError, "s_dtype must be float16, bfloat16 or float32"),
     ({"zero_centered_gamma": True}, ValueError, "needs a weight"),
     ({"eps": -1.0}, ValueError, "eps must be finite"),
@@ -211,7 +211,7 @@ WRONG = [
 def test_what_is_wrong_is_said(xp, options, error, message):
     x = xp.ones((2, 32), "float32")
     with pytest.raises(error, match=message):
-        cunorm.add_rms_norm_fp8(x, x, **options)
+        cunorm.add_rms_norm.fp8(x, x, **options)
 
 
 def test_what_is_wrong_with_an_object_is_said(xp):
@@ -222,6 +222,6 @@ def test_what_is_wrong_with_an_object_is_said(xp):
     with pytest.raises(TypeError, match="float16, bfloat16 or float32; got float64"):
         op.fp8(xp.ones((2, 32)))
     with pytest.raises(TypeError, match="residual must be an array"):
-        cunorm.add_rms_norm_fp8(x, 1.0)
+        cunorm.add_rms_norm.fp8(x, 1.0)
     with pytest.raises(ValueError, match="an operand's name must not be"):
         cunorm.fuse("rms_norm", epilogue=lambda xhat, y_scale: xhat * y_scale)

@@ -15,43 +15,39 @@ from cpu_functions import MANY_SMS, MANY_WITHOUT_CLUSTERS
 from nvrtc import needs_nvrtc
 from problems import problem
 from reference import check_backward
-from test_named_fusions import TABLE
 
 import cunorm
 from cunorm.commands.compilation import fault
 from cunorm.kernel.compile import compile_for
 from cunorm.kernel.device import KNOWN
+from cunorm.named import OPERATIONS
 from cunorm.plan import launches
 from cunorm.plan.plan import plan
 from cunorm.plan.shapes import ceil_div
 from cunorm.plan.spec import NormSpec
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
-FUNCTIONS = sorted({name.partition(",")[0] for name in TABLE} | {"rms_norm_add_rms_norm"})
+FUNCTIONS = sorted(OPERATIONS)
 
 
 def test_every_function_takes_it():
     for name in FUNCTIONS:
-        for form in (name, f"{name}_forward", f"{name}_backward"):
-            assert inspect.signature(getattr(cunorm, form)).parameters["sm_margin"].default == 0, form
+        op = getattr(cunorm, name)
+        for form in (op, op.forward, op.backward, op.fp8, op.fp8_forward):
+            assert inspect.signature(form).parameters["sm_margin"].default == 0, form
 
 
 def calls(name, xp, **options):
-    """(results, gradients) of a function, of operands like x or vectors."""
+    """(results and statistics, gradients) of a function, of operands like x or vectors."""
     x = xp(numpy.linspace(-1, 1, 600 * 64, dtype="float32").reshape(600, 64))
     signature = inspect.signature(getattr(cunorm, name)).parameters
     operands = [one for one in list(signature)[1:] if signature[one].kind is not inspect.Parameter.KEYWORD_ONLY][:-1]
     given = {one: x if one in ("residual", "z") else xp(numpy.ones((1, 64), "float32")) for one in operands}
     given |= {one: xp(numpy.ones(64, "float32")) for one in operands if one in ("weight", "bias", "second_weight")}
-    results = getattr(cunorm, f"{name}_forward")(x, **given, **options)
-    names = ["y", "s"] if "ds" in inspect.signature(getattr(cunorm, f"{name}_backward")).parameters else ["y"]
-    kept = dict(zip(names, results, strict=False)) | {"rstd": results[-1], "mean": results[-2]}
-    if name == "rms_norm_add_rms_norm":
-        kept |= {"rstd": results[-2], "second_rstd": results[-1]}
-    known = {"dy": x, "ds": x, "x": x, **given, **kept}
-    takes = inspect.signature(getattr(cunorm, f"{name}_backward")).parameters.values()
-    arrays = [known[one.name] for one in takes if one.kind is not inspect.Parameter.KEYWORD_ONLY]
-    return results, getattr(cunorm, f"{name}_backward")(*arrays, **options)
+    results, saved = getattr(cunorm, name).forward(x, **given, **options)
+    results = results if isinstance(results, tuple) else (results,)
+    gradients = getattr(cunorm, name).backward(saved, *[x for _ in results], **options)
+    return (*results, *(one for one in saved.statistics.values() if one is not None)), list(gradients.values())
 
 
 @needs_machine
@@ -111,12 +107,12 @@ def test_sums_of_groups_by_few_multiprocessors(monkeypatch):
     runs = cpu_cupy.play(monkeypatch, MANY_SMS)
     x = cpu_cupy.asarray(numpy.random.default_rng(0).standard_normal((6, 90, 264)).astype("float32"))
     vectors = cpu_cupy.asarray(numpy.ones((6, 1, 264), "float32"))
-    _, mean, rstd = cunorm.layer_norm_modulate_forward(x, vectors, vectors)
+    _, saved = cunorm.layer_norm_modulate.forward(x, vectors, vectors)
     found = []
     for margin in (0, 24):
         with monkeypatch.context() as patch:
             patch.setattr(launches, "_ctas_of_group", lambda *_: 2)
-            found.append(cunorm.layer_norm_modulate_backward(x, x, mean, rstd, vectors, sm_margin=margin))
+            found.append(cunorm.layer_norm_modulate.backward(saved, x, sm_margin=margin).values())
     assert [step.spec.in_turns for plan in runs.plans[1:] for step in plan.steps[1:]] == [False, True]
     for one, other in zip(*found, strict=True):
         assert same_bits(on_host(one), on_host(other))
@@ -147,7 +143,7 @@ def test_what_fuse_makes_takes_it(monkeypatch):
 
 def test_refusals(xp):
     x = xp.ones((3, 4), "float32")
-    _, _, rstd = cunorm.add_rms_norm_forward(x, x)
+    _, saved = cunorm.add_rms_norm.forward(x, x)
     op = cunorm.fuse("rms_norm")
     for error, message, margin in (
         (TypeError, "sm_margin must be an integer; got float", 1.0),
@@ -156,7 +152,7 @@ def test_refusals(xp):
     ):
         for call in (
             lambda margin=margin: cunorm.add_rms_norm(x, x, sm_margin=margin),
-            lambda margin=margin: cunorm.add_rms_norm_backward(x, x, x, rstd, sm_margin=margin),
+            lambda margin=margin: cunorm.add_rms_norm.backward(saved, x, x, sm_margin=margin),
             lambda margin=margin: cunorm.rms_norm_add_rms_norm(x, x, sm_margin=margin),
             lambda margin=margin: op(x, sm_margin=margin),
         ):
@@ -173,7 +169,7 @@ def test_torch_refuses(stand_in):
 
     x = torch.ones(5, 64)
     with pytest.raises(RuntimeError, match="below the device's 1 multiprocessors; got 1"):
-        add_rms_norm(x, x, 64, sm_margin=1)
+        add_rms_norm(x, x, sm_margin=1)
     with pytest.raises(ValueError, match="sm_margin must be"):
         AddRMSNorm(64, sm_margin={"sideways": 1})
 
@@ -188,9 +184,9 @@ def test_each_pass_of_torch_has_its_own(stand_in, monkeypatch):
     margins = {"forward": 1, "backward": 2, "inference": 3}
     module = AddRMSNorm(64, sm_margin=margins)
     for call, backward_launches in (
-        (lambda: add_rms_norm(x, x, 64, sm_margin=margins)[0], 1),
+        (lambda: add_rms_norm(x, x, sm_margin=margins)[0], 1),
         (lambda: layer_norm_modulate(x, x, x, sm_margin=margins), 1),
-        (lambda: rms_norm_add_rms_norm(x, x, 64, sm_margin=margins)[0], 2),
+        (lambda: rms_norm_add_rms_norm(x, x, sm_margin=margins)[0], 2),
         (lambda: module(x, x)[0], 1),
     ):
         stand_in.plans.clear()

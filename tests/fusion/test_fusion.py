@@ -91,7 +91,8 @@ def test_named_operations_are_those_of_fuse(xp, norm, zero_centered_gamma):
     x, residual = xp.asarray(made.x), xp.asarray(made.operands["residual"])
     parameters = [xp.asarray(made.operands[name]) for name in named.columns]
     options = {"zero_centered_gamma": zero_centered_gamma}
-    y, s, *statistics = getattr(cunorm, f"add_{norm}_forward")(x, residual, *parameters, eps=EPS, **options)
+    of_name = getattr(cunorm, f"add_{norm}")
+    (y, s), of_call = of_name.forward(x, residual, *parameters, eps=EPS, **options)
     shifted = {"weight": parameters[0] + zero_centered_gamma} | dict(
         zip(named.columns[1:], parameters[1:], strict=True)
     )
@@ -102,23 +103,23 @@ def test_named_operations_are_those_of_fuse(xp, norm, zero_centered_gamma):
     dy, ds = (xp.asarray(one) for one in made.gradients)
     in_order = {"y": dy, "s": ds}
     gradients = named.op.backward(saved, *(in_order[name] for name in named.op.operation.returns))
-    found = getattr(cunorm, f"add_{norm}_backward")(dy, ds, s, *statistics, parameters[0], **options)
-    for name, one in zip(("x", "residual", *named.columns), found, strict=True):
+    found = of_name.backward(of_call, dy, ds)
+    assert found.keys() == {"x", "residual", *named.columns}
+    for name, one in found.items():
         assert abs(on_host(one - gradients[name])).max() < 1e-4, name
-    only = getattr(cunorm, f"add_{norm}_backward")(
-        dy, None, s, *statistics, parameters[0], output_mask=(False, False, True, False)[: len(found)], **options
-    )
-    assert [one is None for one in only] == [True, True, False, True][: len(found)]
-    assert same_bits(on_host(only[2]), on_host(found[2]))
+    only = of_name.backward(of_call, dy, None, wanted=["weight"])
+    assert list(only) == ["weight"]
+    assert same_bits(on_host(only["weight"]), on_host(found["weight"]))
 
 
-def test_without_a_weight_its_gradient_has_the_dtype_of_s(xp):
+def test_gradients_have_the_dtypes_of_what_they_are_of(xp):
     x = xp.asarray(numpy.linspace(-1, 1, 12, dtype="float16").reshape(3, 4))
-    y, s, mean, rstd = cunorm.add_layer_norm_forward(x, x, s_dtype="float32", dtype="float64")
-    assert (y.dtype, s.dtype, rstd.dtype) == ("float64", "float32", "float32")
-    dx, _, dweight, dbias = cunorm.add_layer_norm_backward(y, None, s, mean, rstd)
-    assert {one.dtype.name for one in (dx, dweight, dbias)} == {"float32"}
-    assert dweight.shape == dbias.shape == (4,)
+    weight, bias = xp.ones(4, "float64"), xp.ones(4, "float32")
+    options = {"s_dtype": "float32", "dtype": "float64"}
+    (y, s), saved = cunorm.add_layer_norm.forward(x, x.astype("float32"), weight, bias, **options)
+    assert (y.dtype, s.dtype, saved.statistics["rstd"].dtype) == ("float64", "float32", "float32")
+    dtypes = {name: one.dtype.name for name, one in cunorm.add_layer_norm.backward(saved, y, None).items()}
+    assert dtypes == {"x": "float16", "residual": "float32", "weight": "float64", "bias": "float32"}
 
 
 # Gradients by differences, of expressions at random.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import cpu_cupy
@@ -61,7 +62,7 @@ def test_results_and_gradients_are_contiguous_however_the_operands_lie(xp, name)
     returned, saved = op.forward(moved(made.x), **operands)
     results = returned if isinstance(returned, tuple) else (returned,)
     gradients = op.backward(saved, *map(moved, made.gradients)).values()
-    statistics = [one for one in (saved.mean, saved.rstd) if one is not None]
+    statistics = [one for one in saved.statistics.values() if one is not None]
     assert all(one.flags.c_contiguous for one in (*results, *statistics, *gradients))
 
 
@@ -250,7 +251,13 @@ def test_backward_refuses(xp):
 def test_named_operations_refuse(xp):
     _, x, operands, (dy, ds) = small(xp)
     residual, weight = operands["residual"], operands["weight"]
-    _, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual, weight)
+    _, saved = cunorm.add_layer_norm.forward(x, residual, weight)
+
+    def backward(dy: Any = dy, ds: Any = ds, **changed: Any) -> Any:
+        """Of what was saved, but for some of it."""
+        s, statistics = changed.pop("s", saved.s), saved.statistics | changed
+        return cunorm.add_layer_norm.backward(replace(saved, s=s, statistics=statistics), dy, ds)
+
     for error, message, call in (
         (TypeError, "residual must be a", lambda: cunorm.add_layer_norm(x, None)),
         (TypeError, "residual must be an array; got a number", lambda: cunorm.add_rms_norm(x, 1.0)),
@@ -258,11 +265,12 @@ def test_named_operations_refuse(xp):
         (ValueError, "weight must have the shape of the last axis", lambda: cunorm.add_rms_norm(x, residual, x)),
         (TypeError, "dtype must be one of", lambda: cunorm.add_rms_norm(x, residual, s_dtype="int8")),
         (ValueError, "needs a weight", lambda: cunorm.add_rms_norm(x, residual, zero_centered_gamma=True)),
-        (ValueError, "None for both", lambda: cunorm.add_layer_norm_backward(None, None, s, mean, rstd)),
-        (ValueError, "rstd must have the shape", lambda: cunorm.add_layer_norm_backward(dy, ds, s, mean, rstd[:2])),
-        (TypeError, "mean must be a", lambda: cunorm.add_layer_norm_backward(dy, ds, s, None, rstd)),
-        (TypeError, "rstd must be a", lambda: cunorm.add_layer_norm_backward(dy, ds, s, mean, None)),
-        (TypeError, "s must be a", lambda: cunorm.add_layer_norm_backward(dy, ds, None, mean, rstd)),
+        (ValueError, "one gradient at least must be an array", lambda: backward(None, None)),
+        (ValueError, "takes a gradient of each of y, s; got 1", lambda: cunorm.add_layer_norm.backward(saved, dy)),
+        (ValueError, "rstd must have the shape", lambda: backward(rstd=saved.statistics["rstd"][:2])),
+        (TypeError, "mean must be a", lambda: backward(mean=None)),
+        (TypeError, "rstd must be a", lambda: backward(rstd=None)),
+        (TypeError, "s must be a", lambda: backward(s=1.0)),
     ):
         with pytest.raises(error, match=re.escape(message)):
             call()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from fusion_cases import EPS, close, tensor
 from reference import FORMATS, narrow
 
 import cunorm
-from cunorm.operation import FUSIONS
+from cunorm.named import OPERATIONS
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
@@ -26,17 +28,11 @@ FULL, COLUMN, SAMPLE = "full", "column", "sample"
 
 
 class Named(NamedTuple):
-    """A function, its operands' shapes, and the names that its backward function takes and returns, in order."""
+    """A function's formula and the shapes of its operands, with options of a call."""
 
     formula: Callable[..., dict[str, torch.Tensor]]  # of float64; `rounded` rounds s, with no gradient of its own
     operands: dict[str, str]
-    takes: str
-    gradients: str
     options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        return ("y", "s") if "ds " in self.takes else ("y",)
 
 
 def norm_of(s: torch.Tensor, *, centred: bool) -> torch.Tensor:
@@ -65,16 +61,16 @@ def norm_add(norm, one=0.0):
 
 
 def modulate(norm):
-    def formula(rounded, x, scale, shift):
-        return {"y": norm(x) * (1 + of_sample(scale, x)) + of_sample(shift, x)}
+    def formula(rounded, x, scale, shift, weight=1.0, bias=0.0):
+        return {"y": (norm(x) * weight + bias) * (1 + of_sample(scale, x)) + of_sample(shift, x)}
 
     return formula
 
 
 def gate_add_modulate(norm):
-    def formula(rounded, x, residual, gate, scale, shift):
+    def formula(rounded, x, residual, gate, scale, shift, weight=1.0, bias=0.0):
         s = rounded(residual + of_sample(gate, x) * x)
-        return {"y": norm(s) * (1 + of_sample(scale, x)) + of_sample(shift, x), "s": s}
+        return {"y": (norm(s) * weight + bias) * (1 + of_sample(scale, x)) + of_sample(shift, x), "s": s}
 
     return formula
 
@@ -106,30 +102,25 @@ GATE = {"z": FULL, "weight": COLUMN}
 GATE_FIRST, BY_GROUPS = (("norm_before_gate", False),), (("group_size", size_of_groups),)
 GATED = {"residual": FULL, "gate": SAMPLE} | MODULATION
 CENTRED = (("zero_centered_gamma", True),)
+OF_LAYER_NORM, OF_RMS_NORM = {"weight": COLUMN, "bias": COLUMN}, {"weight": COLUMN}
 TABLE: dict[str, Named] = {
-    "add_layer_norm": Named(add_norm(layer_norm), WITH_BIAS, "dy ds s mean rstd weight", "x residual weight bias"),
-    "add_rms_norm": Named(add_norm(rms_norm), RESIDUAL, "dy ds s rstd weight", "x residual weight"),
-    "layer_norm_add": Named(norm_add(layer_norm), WITH_BIAS, "dy x mean rstd weight", "x weight bias"),
-    "rms_norm_add": Named(norm_add(rms_norm), RESIDUAL, "dy x rstd weight", "x weight"),
-    "rms_norm_add, 1 + weight": Named(norm_add(rms_norm, 1.0), RESIDUAL, "dy x rstd weight", "x weight", CENTRED),
-    "rms_norm_gated": Named(gated(before=True, groups=False), GATE, "dy x rstd z weight", "x z weight"),
-    "rms_norm_gated, gate first": Named(
-        gated(before=False, groups=False), GATE, "dy x rstd z weight", "x z weight", GATE_FIRST
-    ),
-    "rms_norm_gated, groups": Named(
-        gated(before=True, groups=True), GATE, "dy x rstd z weight", "x z weight", BY_GROUPS
-    ),
-    "rms_norm_gated, gate first, groups": Named(
-        gated(before=False, groups=True), GATE, "dy x rstd z weight", "x z weight", GATE_FIRST + BY_GROUPS
-    ),
-    "layer_norm_modulate": Named(modulate(layer_norm), MODULATION, "dy x mean rstd scale", "x scale shift"),
-    "rms_norm_modulate": Named(modulate(rms_norm), MODULATION, "dy x rstd scale", "x scale shift"),
-    "gate_add_layer_norm_modulate": Named(
-        gate_add_modulate(layer_norm), GATED, "dy ds x s mean rstd gate scale", "x residual gate scale shift"
-    ),
-    "gate_add_rms_norm_modulate": Named(
-        gate_add_modulate(rms_norm), GATED, "dy ds x s rstd gate scale", "x residual gate scale shift"
-    ),
+    "add_layer_norm": Named(add_norm(layer_norm), WITH_BIAS),
+    "add_rms_norm": Named(add_norm(rms_norm), RESIDUAL),
+    "layer_norm_add": Named(norm_add(layer_norm), WITH_BIAS),
+    "rms_norm_add": Named(norm_add(rms_norm), RESIDUAL),
+    "rms_norm_add, 1 + weight": Named(norm_add(rms_norm, 1.0), RESIDUAL, CENTRED),
+    "rms_norm_gated": Named(gated(before=True, groups=False), GATE),
+    "rms_norm_gated, gate first": Named(gated(before=False, groups=False), GATE, GATE_FIRST),
+    "rms_norm_gated, groups": Named(gated(before=True, groups=True), GATE, BY_GROUPS),
+    "rms_norm_gated, gate first, groups": Named(gated(before=False, groups=True), GATE, GATE_FIRST + BY_GROUPS),
+    "layer_norm_modulate": Named(modulate(layer_norm), MODULATION),
+    "layer_norm_modulate, weight and bias": Named(modulate(layer_norm), MODULATION | OF_LAYER_NORM),
+    "rms_norm_modulate": Named(modulate(rms_norm), MODULATION),
+    "rms_norm_modulate, weight": Named(modulate(rms_norm), MODULATION | OF_RMS_NORM),
+    "gate_add_layer_norm_modulate": Named(gate_add_modulate(layer_norm), GATED),
+    "gate_add_layer_norm_modulate, weight and bias": Named(gate_add_modulate(layer_norm), GATED | OF_LAYER_NORM),
+    "gate_add_rms_norm_modulate": Named(gate_add_modulate(rms_norm), GATED),
+    "gate_add_rms_norm_modulate, weight": Named(gate_add_modulate(rms_norm), GATED | OF_RMS_NORM),
 }
 
 
@@ -144,7 +135,8 @@ def check(name: str, shape: tuple[int, ...], dtype: str, as_array: Callable[[num
         return narrow(random.standard_normal(shape) + 0.25, dtype)
 
     values = {"x": made(shape)} | {one: made(shapes[kind]) for one, kind in case.operands.items()}
-    values |= {f"d{result}": made(shape) for result in case.results}
+    results = ("y", "s") if "s_dtype" in inspect.signature(getattr(cunorm, function)).parameters else ("y",)
+    values |= {f"d{result}": made(shape) for result in results}
     leaves = {one: tensor(values[one]).requires_grad_() for one in ("x", *case.operands)}
     arithmetic = "float64" if dtype == "float64" else "float32"
 
@@ -152,30 +144,29 @@ def check(name: str, shape: tuple[int, ...], dtype: str, as_array: Callable[[num
         return exact + (tensor(narrow(exact.detach().numpy(), dtype)) - exact).detach()
 
     exact = case.formula(rounded, **leaves)
-    total = sum((exact[result] * tensor(values[f"d{result}"])).sum() for result in case.results)
+    total = sum((exact[result] * tensor(values[f"d{result}"])).sum() for result in results)
     gradients = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
 
     arrays = {one: as_array(value) for one, value in values.items()}
     passed = [arrays[one] for one in ("x", *case.operands)]
-    returned = getattr(cunorm, function)(*passed, eps=EPS, **options)
-    *kept, rstd = getattr(cunorm, f"{function}_forward")(*passed, eps=EPS, **options)
-    for result, one, again in zip(case.results, returned if len(case.results) > 1 else (returned,), kept, strict=False):
+    op = getattr(cunorm, function)
+    returned, (kept, saved) = op(*passed, eps=EPS, **options), op.forward(*passed, eps=EPS, **options)
+    if results == ("y",):
+        returned, kept = (returned,), (kept,)
+    for result, one, again in zip(results, returned, kept, strict=True):
         assert one.dtype == values["x"].dtype
         close(result, one, exact[result].detach().numpy(), arithmetic)
         assert on_host(one).tobytes() == on_host(again).tobytes(), "statistics change nothing"
-    arrays |= dict(zip((*case.results, "mean"), kept, strict=False)) | {"rstd": rstd}
-    backward = getattr(cunorm, f"{function}_backward")
-    names = case.gradients.split()
-    found = backward(*(arrays[one] for one in case.takes.split()), **options)
-    for one, gradient in zip(names, found, strict=True):
+    of_results = [arrays[f"d{result}"] for result in results]
+    found = op.backward(saved, *of_results)
+    assert list(found) == ["x", *(one for one in saved.fused.operation.operands if one in case.operands)]
+    for one, gradient in found.items():
         of = values[one]
         assert (gradient.dtype, gradient.shape) == (of.dtype, of.shape), one
         close(f"d{one}", gradient, gradients[one].numpy(), arithmetic)
-    for place, one in enumerate(names):
-        mask = tuple(other == place for other in range(len(names)))
-        alone = backward(*(arrays[one] for one in case.takes.split()), output_mask=mask, **options)
-        assert [other is not None for other in alone] == list(mask)
-        close(f"d{one} alone", alone[place], gradients[one].numpy(), arithmetic)
+        alone = op.backward(saved, *of_results, wanted=(one,))
+        assert list(alone) == [one]
+        close(f"d{one} alone", alone[one], gradients[one].numpy(), arithmetic)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -210,23 +201,47 @@ def test_kernels_on_the_stand_in_compute_the_same(monkeypatch, name, shape, dtyp
     check(name, shape, dtype, cpu_cupy.asarray)
 
 
-def test_every_named_function_is_here_with_its_three_forms():
-    assert {name.partition(",")[0] for name in TABLE} == set(FUSIONS)
-    for name in FUSIONS:
-        for form in (name, f"{name}_forward", f"{name}_backward"):
-            assert form in cunorm.__all__
-            assert inspect.getdoc(getattr(cunorm, form)), form
+def test_every_named_operation_is_here_and_says_how_it_is_called():
+    assert {name.partition(",")[0] for name in TABLE} == set(OPERATIONS) - {"rms_norm_add_rms_norm"}
+    for name in OPERATIONS:
+        op = getattr(cunorm, name)
+        assert inspect.isfunction(op)  # so that help() shows its signature and docstring
+        own = inspect.signature(op).parameters
+        assert list(inspect.signature(op.forward).parameters) == list(own)
+        assert {*inspect.signature(op.fp8).parameters} == {*own, "granularity", "y_scale"}
+        for one in (op, op.forward, op.backward, op.fp8, op.fp8_forward):
+            assert inspect.getdoc(one), (name, one)
+            assert pickle.loads(pickle.dumps(one)) is one
+
+
+def test_the_same_ten_have_the_same_signature_in_every_framework():
+    for framework in ("torch", "jax"):
+        pytest.importorskip(framework)
+        package = importlib.import_module(f"cunorm.{framework}")
+        for name in OPERATIONS:
+            op, of_core = getattr(package, name), getattr(cunorm, name)
+            assert name in package.__all__
+            assert inspect.signature(op) == inspect.signature(of_core)
+            assert inspect.getdoc(op) == inspect.getdoc(of_core)
+            assert pickle.loads(pickle.dumps(op)) is op
+            assert inspect.signature(op.fp8) == inspect.signature(of_core.fp8)
 
 
 def test_weight_and_bias_may_be_left_out(xp):
     x = xp.asarray(numpy.linspace(-1, 1, 12).reshape(3, 4))
     ones, zeros = xp.ones(4), xp.zeros(4)
-    y = cunorm.layer_norm_add(x, x)
+    y, saved = cunorm.layer_norm_add.forward(x, x)
     assert abs(on_host(y - cunorm.layer_norm_add(x, x, ones, zeros))).max() < 1e-12
     assert abs(on_host(y - x - cunorm.layer_norm(x))).max() < 1e-12
-    _, mean, rstd = cunorm.layer_norm_add_forward(x, x)
-    dx, dweight, dbias = cunorm.layer_norm_add_backward(y, x, mean, rstd)
-    assert [one.shape for one in (dx, dweight, dbias)] == [(3, 4), (4,), (4,)]
+    assert list(cunorm.layer_norm_add.backward(saved, y)) == ["x", "residual"]
+    with pytest.raises(ValueError, match="wanted must be names out of x, residual; got 'weight'"):
+        cunorm.layer_norm_add.backward(saved, y, wanted=("weight",))
+
+
+def test_a_modulated_norm_may_have_a_bias_alone(xp):
+    x, zeros = xp.asarray(numpy.linspace(-1, 1, 24).reshape(2, 3, 4)), xp.zeros((2, 4))
+    y = cunorm.layer_norm_modulate(x, zeros, zeros, None, xp.ones(4))
+    assert abs(on_host(y - 1 - cunorm.layer_norm(x))).max() < 1e-12
 
 
 def test_vectors_of_samples_may_have_all_their_axes(xp):
@@ -234,37 +249,54 @@ def test_vectors_of_samples_may_have_all_their_axes(xp):
     scale, shift = x[:, 0, 0], x[:, 1, 1]
     y = cunorm.layer_norm_modulate(x, scale, shift)
     whole = scale[:, None, None], shift[:, None, None]
-    assert on_host(y).tobytes() == on_host(cunorm.layer_norm_modulate(x, *whole)).tobytes()
-    _, mean, rstd = cunorm.layer_norm_modulate_forward(x, *whole)
-    _, dscale, dshift = cunorm.layer_norm_modulate_backward(y, x, mean, rstd, whole[0])
-    assert dscale.shape == dshift.shape == (2, 1, 1, 4)
+    again, saved = cunorm.layer_norm_modulate.forward(x, *whole)
+    assert on_host(y).tobytes() == on_host(again).tobytes()
+    gradients = cunorm.layer_norm_modulate.backward(saved, y)
+    assert gradients["scale"].shape == gradients["shift"].shape == (2, 1, 1, 4)
 
 
 def test_a_wider_residual_stream_is_normalised(xp):
     x = xp.asarray(numpy.linspace(-1, 1, 24, dtype="float16").reshape(2, 3, 4))
-    ones = xp.ones((2, 4), "float16")
-    y, s, rstd = cunorm.gate_add_rms_norm_modulate_forward(x, x, ones, ones, ones, s_dtype="float32")
+    ones, op = xp.ones((2, 4), "float16"), cunorm.gate_add_rms_norm_modulate
+    (y, s), saved = op.forward(x, x.astype("float32"), ones, ones, ones, s_dtype="float32")
     assert (y.dtype, s.dtype) == ("float16", "float32")
-    gradients = cunorm.gate_add_rms_norm_modulate_backward(y, s, x, s, rstd, ones, ones)
-    assert [one.dtype.name for one in gradients] == ["float16", "float32", "float16", "float16", "float16"]
+    dtypes = {name: one.dtype.name for name, one in op.backward(saved, y, s).items()}
+    assert dtypes.pop("residual") == "float32"
+    assert set(dtypes.values()) == {"float16"}
 
 
 def test_the_gate_may_be_any_number(xp):
     """silu and its derivative where exp overflows."""
     z = xp.asarray(numpy.array([[-1e4, -200.0, -90.0, -20.0, 20.0, 90.0, 200.0, 1e4]], "float32"))
-    x, dy = z / z, z / z
-    for first in (True, False):
-        y, rstd = cunorm.rms_norm_gated_forward(x, z, norm_before_gate=first)
-        for one in (y, *cunorm.rms_norm_gated_backward(dy, x, rstd, z, norm_before_gate=first)[:2]):
+    x, dy, op = z / z, z / z, cunorm.rms_norm_gated
+    for first in (False, True):
+        y, saved = op.forward(x, z, norm_before_gate=first)
+        for one in (y, *op.backward(saved, dy).values()):
             assert numpy.isfinite(on_host(one)).all()
-    y, rstd = cunorm.rms_norm_gated_forward(x, z)
-    _, dz, dweight = cunorm.rms_norm_gated_backward(dy, x, rstd, z)
-    assert dweight is None
-    assert abs(on_host(dz) - [[0, 0, 0, 0, 1, 1, 1, 1]]).max() < 1e-6
+    assert abs(on_host(op.backward(saved, dy)["z"]) - [[0, 0, 0, 0, 1, 1, 1, 1]]).max() < 1e-6
 
 
-def masked(x: Any, output_mask: Any) -> Any:
-    return cunorm.rms_norm_add_backward(x, x, x[:, 0], output_mask=output_mask)
+@pytest.mark.parametrize("granularity", ["row", "tensor", 128])
+@pytest.mark.parametrize("options", [{"norm_before_gate": False}, {"norm_before_gate": False, "group_size": 4}, {}])
+def test_fp8_output_of_a_gated_norm(xp, options, granularity):
+    """Bytes in the shape of x; one scale for all is known beforehand only where y is a norm times a weight."""
+    x = xp.asarray(numpy.linspace(-1, 1, 24, dtype="float32").reshape(2, 12))
+    op, weight = cunorm.rms_norm_gated, xp.ones(12, "float32")
+    if granularity == "tensor" and not options:
+        with pytest.raises(ValueError, match="granularity='tensor' needs a y_scale"):
+            op.fp8(x, x, weight, granularity=granularity)
+        return
+    found, scale, y = op.fp8_forward(x, x, weight, granularity=granularity, **options)
+    fewer = op.fp8(x, x, weight, granularity=granularity, **options)
+    assert all(
+        on_host(one).tobytes() == on_host(other).tobytes() for one, other in zip(fewer, (found, scale), strict=True)
+    )
+    assert found.shape == y.shape == x.shape
+    assert on_host(y).tobytes() == on_host(op(x, x, weight, **options)).tobytes()
+
+
+def backward(x: Any, dy: Any, **options: Any) -> Any:
+    return cunorm.rms_norm_add.backward(cunorm.rms_norm_add.forward(x, x)[1], dy, **options)
 
 
 REFUSED = [
@@ -278,9 +310,20 @@ REFUSED = [
     (ValueError, "z must have the shape of x", lambda x: cunorm.rms_norm_gated(x, x[:1], group_size=7)),
     (ValueError, "weight must have shape (7,)", lambda x: cunorm.rms_norm_gated(x, x, x)),
     (ValueError, "needs a weight", lambda x: cunorm.rms_norm_add(x, x, zero_centered_gamma=True)),
-    (ValueError, "dy must be an array; got None", lambda x: cunorm.rms_norm_add_backward(None, x, x[:, 0])),
-    (ValueError, "must have 2 entries", lambda x: masked(x, ())),
-    (TypeError, "output_mask must be a tuple", lambda x: masked(x, 1)),
+    (ValueError, "one gradient at least must be an array; got None", lambda x: backward(x, None)),
+    (ValueError, "wanted must be names out of x, residual; got 'weight'", lambda x: backward(x, x, wanted=("weight",))),
+    (TypeError, "wanted must be a tuple", lambda x: backward(x, x, wanted="x")),
+    (TypeError, "saved must be what rms_norm_add.forward returned; got", lambda x: cunorm.rms_norm_add.backward(x, x)),
+    (
+        ValueError,
+        "saved must be what layer_norm_add.forward returned; got that of rms_norm_add",
+        lambda x: cunorm.layer_norm_add.backward(cunorm.rms_norm_add.forward(x, x)[1], x),
+    ),
+    (
+        ValueError,
+        "dy must have the shape of x, (3, 7); got (7, 3)",
+        lambda x: cunorm.rms_norm_gated.backward(cunorm.rms_norm_gated.forward(x, x, group_size=7)[1], x.T),
+    ),
 ]
 
 

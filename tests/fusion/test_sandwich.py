@@ -18,7 +18,6 @@ from test_named_fusions import rms_norm
 import cunorm
 
 NAMES = ("x", "residual", "weight", "second_weight")
-MASKS = [tuple(other == place for other in range(4)) for place in range(4)]
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
 
@@ -39,6 +38,17 @@ def expected(values, dtype, one=0.0):
     return (y.detach().numpy(), s.detach().numpy()), dict(zip(NAMES, (g.numpy() for g in gradients), strict=True))
 
 
+def apart(arrays, weight, second_weight, eps=EPS, **options):
+    """The gradients of the two calls, one after the other; the second is of a sum with nothing."""
+    between, of_first = cunorm.rms_norm_add.forward(arrays["x"], arrays["residual"], weight, eps, **options)
+    nothing = between * 0
+    _, of_second = cunorm.add_rms_norm.forward(between, nothing, second_weight, eps, **options)
+    then = cunorm.add_rms_norm.backward(of_second, arrays["dy"], arrays["ds"])
+    first = cunorm.rms_norm_add.backward(of_first, then["x"])
+    found = {"x": first["x"], "residual": then["x"], "weight": first.get("weight")}
+    return found | {"second_weight": then.get("weight")}
+
+
 def nearly(one, two):
     """Of 16 bits, within two units of the largest."""
     one, two = widen(one), widen(two)
@@ -50,9 +60,9 @@ def check(shape, dtype, as_array, zero_centered_gamma=False, few=True):
     (y, s), gradients = expected(values, dtype, float(zero_centered_gamma))
     arithmetic = "float64" if dtype == "float64" else "float32"
     arrays = {name: as_array(one) for name, one in values.items()}
-    passed, weights = [arrays[name] for name in NAMES], [arrays[name] for name in NAMES[2:]]
+    passed = [arrays[name] for name in NAMES]
     options = {"zero_centered_gamma": zero_centered_gamma}
-    *found, rstd, second_rstd = cunorm.rms_norm_add_rms_norm_forward(*passed, EPS, **options)
+    found, saved = cunorm.rms_norm_add_rms_norm.forward(*passed, EPS, **options)
     # A rounding of s in float32 to the neighbour shows in y of 16 bits; the bits of the two calls are held below.
     close("s", found[1], s, arithmetic)
     if dtype in ("float32", "float64"):
@@ -62,30 +72,26 @@ def check(shape, dtype, as_array, zero_centered_gamma=False, few=True):
     between = cunorm.rms_norm_add(*passed[:3], EPS, **options)
     assert same_bits(on_host(found[1]), on_host(between))
     assert same_bits(on_host(found[0]), on_host(cunorm.rms_norm(between, None, passed[3], EPS, **options)))
-    takes = (arrays["dy"], arrays["ds"], arrays["x"], found[1], rstd, second_rstd, *weights)
-    of_all = cunorm.rms_norm_add_rms_norm_backward(*takes, **options)
-    for place, (name, gradient) in enumerate(zip(NAMES, of_all, strict=True)):
+    of_results = arrays["dy"], arrays["ds"]
+    of_all = cunorm.rms_norm_add_rms_norm.backward(saved, *of_results)
+    assert tuple(sorted(of_all)) == tuple(sorted(NAMES))
+    for name, gradient in of_all.items():
         assert (gradient.dtype, gradient.shape) == (values[name].dtype, values[name].shape)
         if dtype in ("float32", "float64"):
             close(f"d{name}", gradient, gradients[name], arithmetic)
-        alone = cunorm.rms_norm_add_rms_norm_backward(*takes, output_mask=MASKS[place], **options)
-        assert [one is not None for one in alone] == list(MASKS[place])
+        alone = cunorm.rms_norm_add_rms_norm.backward(saved, *of_results, wanted=(name,))
+        assert list(alone) == [name]
         # On a GPU what is added up over rows is added in the order of its launch, alone perhaps in another one.
         if dtype == "float64" and (name in ("x", "residual") or isinstance(gradient, numpy.ndarray)):
-            assert same_bits(on_host(alone[place]), on_host(gradient))
+            assert same_bits(on_host(alone[name]), on_host(gradient))
         elif dtype in ("float32", "float64"):
-            close(f"d{name} alone", alone[place], gradients[name], arithmetic)
+            close(f"d{name} alone", alone[name], gradients[name], arithmetic)
     # The gradients of the two calls, one after the other.
-    _, of_norm = cunorm.rms_norm_forward(between, None, passed[3], EPS, **options)
-    dresidual, _, dnext = cunorm.add_rms_norm_backward(
-        arrays["dy"], arrays["ds"], between, of_norm, passed[3], **options
-    )
-    dx, dweight = cunorm.rms_norm_add_backward(dresidual, arrays["x"], rstd, passed[2], **options)
-    for one, two in zip(of_all[:2], (dx, dresidual), strict=True):
-        assert same_bits(on_host(one), on_host(two))
-    for one, two in zip(of_all[2:], (dweight, dnext), strict=True):
+    one_by_one = apart(arrays, passed[2], passed[3], **options)
+    for name in NAMES:
+        one, two = on_host(of_all[name]), on_host(one_by_one[name])
         # Of many rows other ones share a partial row.
-        assert same_bits(on_host(one), on_host(two)) or (not few and nearly(on_host(one), on_host(two)))
+        assert same_bits(one, two) or (name in NAMES[2:] and not few and nearly(one, two))
 
 
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
@@ -128,13 +134,12 @@ def check_backward(monkeypatch, machine):
     runs = cpu_cupy.play(monkeypatch, SMALL, machine)
     values = {name: cpu_cupy.asarray(one) for name, one in given((30, 1024), "bfloat16").items()}
     x, residual, weight, second_weight, dy, ds = (values[name] for name in (*NAMES, "dy", "ds"))
-    _, s, *statistics = cunorm.rms_norm_add_rms_norm_forward(x, residual, weight, second_weight)
-    dx, dresidual, *_ = cunorm.rms_norm_add_rms_norm_backward(dy, ds, x, s, *statistics, weight, second_weight)
+    _, saved = cunorm.rms_norm_add_rms_norm.forward(x, residual, weight, second_weight)
+    found = cunorm.rms_norm_add_rms_norm.backward(saved, dy, ds)
     assert runs.plans[-1].steps[0].spec.kernel == "backward_twice"
-    of_s, *_ = cunorm.add_rms_norm_backward(dy, ds, s, statistics[1], second_weight)
-    of_x, _ = cunorm.rms_norm_add_backward(of_s, x, statistics[0], weight)
-    assert same_bits(on_host(dresidual), on_host(of_s)), "dresidual"
-    assert same_bits(on_host(dx), on_host(of_x)), "dx"
+    expected = apart(values, weight, second_weight, 1e-6)
+    for name in ("x", "residual"):
+        assert same_bits(on_host(found[name]), on_host(expected[name])), f"d{name}"
 
 
 @needs_machine
@@ -157,15 +162,12 @@ def test_when_a_backward_pass_is_one_kernel(monkeypatch, missing):
     values = given((3 if "few" in missing else 30, 1024), "bfloat16")
     values = {name: None if name == missing else cpu_cupy.asarray(one) for name, one in values.items()}
     x, weight, second_weight = (values[name] for name in ("x", "weight", "second_weight"))
-    _, s, *statistics = cunorm.rms_norm_add_rms_norm_forward(x, values["residual"], weight, second_weight, EPS)
-    takes = (values["dy"], values["ds"], x, s, *statistics, weight, second_weight)
-    mask = (True, True, weight is not None, second_weight is not None)
-    dx, dresidual, *_ = cunorm.rms_norm_add_rms_norm_backward(*takes, output_mask=mask)
+    _, saved = cunorm.rms_norm_add_rms_norm.forward(x, values["residual"], weight, second_weight, EPS)
+    found = cunorm.rms_norm_add_rms_norm.backward(saved, values["dy"], values["ds"])
     assert (runs.plans[-1].steps[0].spec.kernel == "backward_twice") == (missing in ("weight", "second_weight"))
-    of_s, *_ = cunorm.add_rms_norm_backward(*takes[:2], s, statistics[1], second_weight)
-    of_x, _ = cunorm.rms_norm_add_backward(of_s, x, statistics[0], weight)
-    assert same_bits(on_host(dresidual), on_host(of_s))
-    assert same_bits(on_host(dx), on_host(of_x))
+    expected = apart(values, weight, second_weight)
+    for name in ("x", "residual"):
+        assert same_bits(on_host(found[name]), on_host(expected[name])), f"d{name}"
 
 
 @needs_machine
@@ -207,15 +209,15 @@ def test_a_cta_takes_several_rows(monkeypatch, shape, dtype, build):
 
 def test_what_may_be_left_out(xp):
     x, residual = (xp.asarray(given((3, 4), "float64")[name]) for name in NAMES[:2])
-    y, s, rstd, second_rstd = cunorm.rms_norm_add_rms_norm_forward(x, residual)
+    (y, s), saved = cunorm.rms_norm_add_rms_norm.forward(x, residual)
     ones = xp.ones(4)
     for one, other in zip((y, s), cunorm.rms_norm_add_rms_norm(x, residual, ones, ones), strict=True):
         assert abs(on_host(one - other)).max() < 1e-12
-    of_y = cunorm.rms_norm_add_rms_norm_backward(y, None, x, s, rstd, second_rstd)
-    of_s = cunorm.rms_norm_add_rms_norm_backward(None, s, x, s, rstd, second_rstd)
-    both = cunorm.rms_norm_add_rms_norm_backward(y, s, x, s, rstd, second_rstd)
-    for one, other, together in zip(of_y, of_s, both, strict=True):
-        assert abs(on_host(one + other - together)).max() < 1e-12
+    of_y, of_s, both = (
+        cunorm.rms_norm_add_rms_norm.backward(saved, *given) for given in ((y, None), (None, s), (y, s))
+    )
+    for name in ("x", "residual"):
+        assert abs(on_host(of_y[name] + of_s[name] - both[name])).max() < 1e-12
     y, s = cunorm.rms_norm_add_rms_norm(x.astype("float16"), residual, s_dtype="float32")
     assert (y.dtype, s.dtype) == ("float16", "float32")
 
@@ -232,13 +234,15 @@ REFUSED = [
     ),
     (
         ValueError,
-        "dy or ds must be an array",
-        lambda x: cunorm.rms_norm_add_rms_norm_backward(None, None, x, x, x[:, 0], x[:, 0]),
+        "one gradient at least must be an array",
+        lambda x: cunorm.rms_norm_add_rms_norm.backward(cunorm.rms_norm_add_rms_norm.forward(x, x)[1], None, None),
     ),
     (
         ValueError,
-        "must have 4 entries",
-        lambda x: cunorm.rms_norm_add_rms_norm_backward(x, x, x, x, x[:, 0], x[:, 0], output_mask=(True,)),
+        "wanted must be names out of x, residual; got 'weight'",
+        lambda x: cunorm.rms_norm_add_rms_norm.backward(
+            cunorm.rms_norm_add_rms_norm.forward(x, x)[1], x, x, wanted=("weight",)
+        ),
     ),
 ]
 

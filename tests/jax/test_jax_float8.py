@@ -244,7 +244,7 @@ def test_of_a_sum(device, granularity):
     x, residual, weight = (random(*shape, device=device) for shape in ((6, 300), (6, 300), (300,)))
 
     def function(x, residual, weight):
-        return cunorm.jax.add_rms_norm_fp8_forward(x, residual, weight, granularity=granularity)
+        return cunorm.jax.add_rms_norm.fp8_forward(x, residual, weight, granularity=granularity)
 
     found, scale, y, s = function(x, residual, weight)
     assert same([s, y], cunorm.jax.add_rms_norm(x, residual, weight)[::-1])

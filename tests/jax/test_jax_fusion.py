@@ -4,6 +4,8 @@ pass on CUDA.
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import Any
 
 import numpy
@@ -266,37 +268,62 @@ def test_named_functions_forward_and_backward(device):
     arrays = make(CASES["add_layer_norm"], (6, COLS), "float32")
     x, residual, weight, bias = arrays.x, *(arrays.operands[name] for name in ("residual", "weight", "bias"))
     for options in ({}, {"zero_centered_gamma": True}):
-        expected = cunorm.add_layer_norm_forward(x, residual, weight, bias, **options)
-        mine = cunorm.add_layer_norm_forward(*(put(one, device) for one in (x, residual, weight, bias)), **options)
+        expected, saved = cunorm.add_layer_norm.forward(x, residual, weight, bias, **options)
+        given = [put(one, device) for one in (x, residual, weight, bias)]
+        mine, of_mine = cunorm.jax.add_layer_norm.forward(*given, **options)
         close([*mine], [*map(jnp.asarray, expected)], 1e-5, 1e-5)
-        gradients = cunorm.add_layer_norm_backward(*arrays.gradients, *expected[1:], weight, **options)
-        of_mine = cunorm.add_layer_norm_backward(
-            *put(arrays.gradients, device), *mine[1:], put(weight, device), **options
-        )
-        close([*of_mine], [*map(jnp.asarray, gradients)], 1e-4, 1e-4)
-    _, s, rstd = cunorm.add_rms_norm_forward(put(x, device), put(residual, device))
-    dx, _, dweight = cunorm.add_rms_norm_backward(None, s, s, rstd, output_mask=(True, False, False))
-    assert dweight is None
-    numpy.testing.assert_array_equal(dx, s)
+        close([*of_mine.statistics.values()], [*map(jnp.asarray, saved.statistics.values())], 1e-5, 1e-5)
+        gradients = cunorm.add_layer_norm.backward(saved, *arrays.gradients)
+        found = cunorm.jax.add_layer_norm.backward(of_mine, *put(arrays.gradients, device))
+        assert list(found) == list(gradients)
+        close([*found.values()], [*map(jnp.asarray, gradients.values())], 1e-4, 1e-4)
+    (_, s), saved = cunorm.jax.add_rms_norm.forward(put(x, device), put(residual, device))
+    found = cunorm.jax.add_rms_norm.backward(saved, None, s, wanted=["x"])
+    assert list(found) == ["x"]
+    numpy.testing.assert_array_equal(found["x"], s)
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["modulated", "gated", "gate added"])
+def test_named_functions_of_vectors_and_gates(device, name):
+    """What shapes them happens before a trace, and derivatives go back through it."""
+    x, other, dy = (random(2, 3, COLS, device=device, seed=i) for i in range(3))
+    vectors, weight = [random(2, COLS, device=device, seed=i) for i in range(3)], random(COLS, device=device)
+    groups = {"group_size": COLS // 3} if COLS % 3 == 0 else {}
+    call, given = {
+        "modulated": (cunorm.jax.layer_norm_modulate, (x, *vectors[:2], weight, weight)),
+        "gated": (partial(cunorm.jax.rms_norm_gated, **groups), (x, other, weight)),
+        "gate added": (cunorm.jax.gate_add_rms_norm_modulate, (x, other, *vectors, weight)),
+    }[name]
+    of_core = getattr(cunorm, getattr(call, "func", call).__name__)
+    arrays = [*map(numpy.asarray, given)]
+    results, saved = of_core.forward(*arrays, **(groups if name == "gated" else {}))
+    results = results if isinstance(results, tuple) else (results,)
+    expected = of_core.backward(saved, *[numpy.asarray(dy) for _ in results])
+    mine, pull = jax.vjp(jax.jit(call), *given)
+    close([*(mine if isinstance(mine, tuple) else (mine,))], [*map(jnp.asarray, results)], 1e-4, 1e-4)
+    gradients = pull((dy,) * len(results) if isinstance(mine, tuple) else dy)
+    names = [*inspect.signature(of_core).parameters][: len(given)]
+    for one, gradient in zip(names, gradients, strict=True):
+        close([gradient], [jnp.asarray(expected[one])], 1e-3, 1e-3)
 
 
 @on_devices
 def test_a_norm_before_and_after_a_sum(device):
-    """The functions of JAX, and those with `_forward` and `_backward`, have what NumPy's family has."""
+    """The function of JAX, and its `forward` and `backward`, have what NumPy's family has."""
     x, residual, dy, ds = (random(5, COLS, device=device, seed=i) for i in range(4))
     weight, second = (random(COLS, device=device, seed=i) for i in range(2))
     given = x, residual, weight, second
-    kept = cunorm.rms_norm_add_rms_norm_forward(*map(numpy.asarray, given))
-    expected = cunorm.rms_norm_add_rms_norm_backward(
-        *map(numpy.asarray, (dy, ds, x)), *kept[1:], *map(numpy.asarray, given[2:])
-    )
+    kept, saved = cunorm.rms_norm_add_rms_norm.forward(*map(numpy.asarray, given))
+    of_saved = cunorm.rms_norm_add_rms_norm.backward(saved, *map(numpy.asarray, (dy, ds)))
+    expected = [of_saved[name] for name in ("x", "residual", "weight", "second_weight")]
     results, pull = jax.vjp(jax.jit(cunorm.jax.rms_norm_add_rms_norm), *given)
-    close([*results], [*map(jnp.asarray, kept[:2])])
+    close([*results], [*map(jnp.asarray, kept)])
     close([*pull((dy, ds))], [*map(jnp.asarray, expected)], 1e-3, 1e-4)
-    mine = cunorm.rms_norm_add_rms_norm_forward(*given)
+    mine, saved = cunorm.jax.rms_norm_add_rms_norm.forward(*given)
     close([*mine], [*map(jnp.asarray, kept)])
-    found = cunorm.rms_norm_add_rms_norm_backward(dy, ds, x, *mine[1:], *given[2:])
-    close([*found], [*map(jnp.asarray, expected)], 1e-3, 1e-4)
+    found = cunorm.jax.rms_norm_add_rms_norm.backward(saved, dy, ds)
+    close([*found.values()], [*map(jnp.asarray, of_saved.values())], 1e-3, 1e-4)
 
 
 @on_devices

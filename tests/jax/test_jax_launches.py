@@ -122,7 +122,12 @@ def test_a_fused_operation(rows, residual, weight, factor):
     """A number stands in the text; s is written beside y and read again, with its own gradient, where x is not."""
     cols, names = 1000, (residual, weight, factor)
     before = parse(f"x + {factor} * {residual}", ("x", residual, factor))
-    op = Fused(composed("rms_norm", before, parse(f"xhat * {weight}", ("xhat", weight)), ("y", "s")))
+    op = Fused(
+        composed("rms_norm", before, parse(f"xhat * {weight}", ("xhat", weight)), ("y", "s")),
+        None,
+        None,
+        "fused rms_norm",
+    )
     x, *others, _ = inputs(numpy, rows, cols, "float32")
     operands = dict(zip((residual, weight), others, strict=True))
     dy, ds = others[0][::-1].copy(), x[::-1].copy()

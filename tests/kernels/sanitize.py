@@ -225,9 +225,9 @@ def launches(dtype: str, part: int, target: Device, asarray: Callable[..., Any])
 
     def fused(cols: int, start: int) -> int:
         x, dy, weight = arrays(cols, start)
-        _, s, mean, rstd = cunorm.add_layer_norm_forward(x, dy, weight, weight)
+        _, saved = cunorm.add_layer_norm.forward(x, dy, weight, weight)
         for margin in MARGINS:
-            cunorm.add_layer_norm_backward(dy, x, s, mean, rstd, weight, sm_margin=margin)
+            cunorm.add_layer_norm.backward(saved, dy, x, sm_margin=margin)
         _, saved = gated.forward(x, shift=weight, residual=dy, factor=0.5, z=x, weight=weight, sharp=2.0)
         try:
             gated.backward(saved, dy)

@@ -44,8 +44,8 @@ def of_norm(name: str, *leading: int) -> list[Any]:
 
 def of_fused(*leading: int) -> list[Any]:
     x, residual, dy, ds = (array(*leading, COLS) for _ in range(4))
-    y, s, mean, rstd = cunorm.add_layer_norm_forward(x, residual, array(COLS), array(COLS))
-    return [y, s, mean, rstd, *cunorm.add_layer_norm_backward(dy, ds, s, mean, rstd, array(COLS))]
+    (y, s), saved = cunorm.add_layer_norm.forward(x, residual, array(COLS), array(COLS))
+    return [y, s, *saved.statistics.values(), *cunorm.add_layer_norm.backward(saved, dy, ds).values()]
 
 
 def of_groups(*leading: int) -> list[Any]:
@@ -63,7 +63,7 @@ CALLS = {
     "add_layer_norm of three axes": lambda rows: of_fused(rows, 3),
     "layer_norm_modulate": lambda rows: of_groups(rows),
     "layer_norm_modulate of a token": lambda rows: [cunorm.layer_norm_modulate(*[array(rows, 1, COLS)] * 3)],
-    "add_rms_norm_fp8": lambda rows: [*cunorm.add_rms_norm_fp8(array(rows, COLS), array(rows, COLS), array(COLS))],
+    "add_rms_norm.fp8": lambda rows: [*cunorm.add_rms_norm.fp8(array(rows, COLS), array(rows, COLS), array(COLS))],
 }
 
 

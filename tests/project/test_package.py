@@ -229,9 +229,9 @@ LAYERS = (
     },
     {"linear.float8_numpy", "linear.float8_cupy"},
     {"families"},
-    {"api", "float8", "fusion", "named_fusions", "linear.api"},
-    {"adding", "adding_float8", "norm_add", "modulating", "gating", "sandwich"},
-    {"gate_modulating"},
+    {"api", "norm_add_norm", "linear.api"},
+    {"fusion"},
+    {"named"},
 )
 PURE = set().union(*LAYERS[:19]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
@@ -246,9 +246,7 @@ AT_ONCE = {
 }
 FOR_ADAPTERS = {
     "",  # what users call
-    "adding_float8",
     "logs",
-    "modulating",
     "kernel.device",
     "kernel.launch",
     "operation",
@@ -261,7 +259,7 @@ FOR_ADAPTERS = {
     "expression.value",
     "families",
     "fusion",
-    "named_fusions",
+    "named",
     "private",
     "norm.fused",
     "norm.fused_recipe",
@@ -396,7 +394,7 @@ import cunorm.torch
 taken = time.process_time() - start
 x, weight = torch.ones(3, 8, requires_grad=True), torch.ones(8)
 cunorm.torch.layer_norm(x, (8,), weight).sum().backward()
-cunorm.torch.add_rms_norm(x, x, (8,), weight)[0].sum().backward()
+cunorm.torch.add_rms_norm(x, x, weight)[0].sum().backward()
 cunorm.torch.LayerNormLinear(8, 8, device="cpu")(x).sum().backward()
 print(taken, *set(sys.modules) - before)
 """

@@ -292,8 +292,8 @@ SYMBOLIC = {
     "gate_add_layer_norm_modulate": Calls(
         lambda x, y: cunorm.torch.gate_add_layer_norm_modulate(x, y, y[:, 0], y[:, 1], y[:, 2])
     ),
-    "layer_norm_add": Calls(lambda x, y: cunorm.torch.layer_norm_add(x, y, COLS)),
-    "rms_norm_add_rms_norm": Calls(lambda x, y: cunorm.torch.rms_norm_add_rms_norm(x, y, COLS)),
+    "layer_norm_add": Calls(lambda x, y: cunorm.torch.layer_norm_add(x, y)),
+    "rms_norm_add_rms_norm": Calls(lambda x, y: cunorm.torch.rms_norm_add_rms_norm(x, y)),
 }
 
 

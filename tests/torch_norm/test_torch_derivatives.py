@@ -39,8 +39,8 @@ def linear(op, x, weight, bias, product):
 
 def added(op, x, weight, bias, _):
     if op == "rms_norm":
-        return cunorm.torch.add_rms_norm(x, x.sin(), (COLS,), weight, EPS)[0]
-    return cunorm.torch.add_layer_norm(x, x.sin(), (COLS,), weight, bias, EPS)[0]
+        return cunorm.torch.add_rms_norm(x, x.sin(), weight, EPS)[0]
+    return cunorm.torch.add_layer_norm(x, x.sin(), weight, bias, EPS)[0]
 
 
 FUNCTIONS = {

@@ -212,7 +212,7 @@ def test_errors():
         (RuntimeError, r"got int64 of shape \(2,\)", {"dropout_p": 0.1, "seed": torch.arange(2)}),
     ):
         with pytest.raises(error, match=message):
-            add_rms_norm(x, x, 4, **options)
+            add_rms_norm(x, x, **options)
     with pytest.raises(ValueError, match="dropout_p must be at least 0"):
         AddRMSNorm(4, dropout_p=1.5)
     with pytest.raises(TypeError, match="AddRMSNorm: dropout_p must be a real number; got str"):

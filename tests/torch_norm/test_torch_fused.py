@@ -19,7 +19,7 @@ from torch_fused import example, leaves  # noqa: E402
 from torch_tensors import array, on_devices, random, same  # noqa: E402
 
 import cunorm  # noqa: E402
-from cunorm.torch import add_layer_norm, add_rms_norm, rms_norm_add  # noqa: E402
+from cunorm.torch import AddLayerNorm, add_layer_norm, add_rms_norm, rms_norm_add  # noqa: E402
 from cunorm.torch.norm import functional  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
@@ -97,7 +97,7 @@ def test_what_is_kept_and_allocated(stand_in):
     """Of add_rms_norm: s, rstd and weight are kept, and one gradient serves x and residual."""
     x, residual = (random(5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
     weight = torch.ones(64, requires_grad=True)
-    y, s = add_rms_norm(x, residual, 64, weight)
+    y, s = add_rms_norm(x, residual, weight)
     rows, of_rows = (5, 64), (1, 5)
     assert stand_in.allocated == [rows, rows, of_rows]
     kept = [one.data_ptr() for one in y.grad_fn.saved_tensors]
@@ -108,7 +108,7 @@ def test_what_is_kept_and_allocated(stand_in):
     dx, dresidual, _ = torch.autograd.grad((y, s), (x, residual, weight), ones)
     assert dx.data_ptr() == dresidual.data_ptr()
     assert [one for one in stand_in.allocated if len(one) == 2] == [rows]
-    y, s = add_rms_norm(x, residual, 64, weight)
+    y, s = add_rms_norm(x, residual, weight)
     (y.sum() + s.sum()).backward()
     assert x.grad.data_ptr() != residual.grad.data_ptr(), "leaves never share memory"
     assert torch.equal(x.grad, residual.grad)
@@ -118,18 +118,18 @@ def test_what_is_kept_and_allocated(stand_in):
 def test_the_gradient_of_what_is_added_to_a_norm_is_that_of_y(stand_in):
     """Nothing is written for it, and for it alone nothing is launched."""
     x, residual = (random(5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
-    y, dy = rms_norm_add(x, residual, 64), random(5, 64, dtype=torch.float32, seed=2)
+    y, dy = rms_norm_add(x, residual), random(5, 64, dtype=torch.float32, seed=2)
     stand_in.allocated.clear()
     _, dresidual = torch.autograd.grad(y, (x, residual), dy, retain_graph=True)
     assert dresidual.data_ptr() == dy.data_ptr()
     assert [one for one in stand_in.allocated if len(one) == 2] == [(5, 64)]
     launches = len(stand_in.plans)
-    y = rms_norm_add(x.detach(), residual, 64)
+    y = rms_norm_add(x.detach(), residual)
     (dresidual,) = torch.autograd.grad(y, residual, dy)
     assert torch.equal(dresidual, dy)
     assert len(stand_in.plans) == launches + 1, "forward"
     wide = residual.detach().double().requires_grad_()
-    (dwide,) = torch.autograd.grad(rms_norm_add(x, wide, 64), wide, dy)
+    (dwide,) = torch.autograd.grad(rms_norm_add(x, wide), wide, dy)
     assert dwide.dtype == torch.float64
 
 
@@ -160,7 +160,7 @@ def test_a_backward_pass_that_somebody_listens_to(stand_in, monkeypatch, name):
 def test_a_result_on_which_nothing_depends(stand_in, given):
     x, residual = (random(5, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(2))
     weight = random(64, dtype=torch.float32).requires_grad_()
-    results = dict(zip("ys", add_rms_norm(x, residual, 64, weight, 1e-5), strict=True))
+    results = dict(zip("ys", add_rms_norm(x, residual, weight, 1e-5), strict=True))
     total = (x + residual).double()
     y = torch.nn.functional.rms_norm(total, (64,), weight.double(), 1e-5)
     expected_of = {"y": y, "s": total}[given].pow(3).sum()
@@ -187,7 +187,7 @@ def test_what_a_call_returns_is_contiguous_however_the_operands_lie(device, name
     returned, saved = op.forward(moved(x), **given)
     results = [*(found if isinstance(found, tuple) else (found,))]
     results += returned if isinstance(returned, tuple) else (returned,)
-    results += [one for one in (saved.mean, saved.rstd) if one is not None]
+    results += [one for one in saved.statistics.values() if one is not None]
     results += op.backward(saved, *map(moved, gradients)).values()
     assert all(one.is_contiguous() for one in results)
 
@@ -263,15 +263,15 @@ def test_errors_of_objects():
 def test_errors_of_functions_are_those_of_torch():
     x, weight = random(3, 8), random(8)
     for error, message, call in (
-        (TypeError, "residual must be a torch.Tensor; got NoneType", lambda: add_rms_norm(x, None, 8)),
-        (TypeError, "input must be a torch.Tensor", lambda: add_rms_norm([1.0], x, 8)),
-        (RuntimeError, "residual must have the shape of x", lambda: add_rms_norm(x, x[0], 8)),
-        (RuntimeError, "normalized_shape must be the last axes", lambda: add_layer_norm(x, x, 7)),
-        (RuntimeError, "weight must have the shape of the last axis", lambda: add_layer_norm(x, x, 8, weight[1:])),
-        (NotImplementedError, "residual must have dtype", lambda: add_layer_norm(x, x.int(), 8)),
-        (TypeError, "dtype must be one of", lambda: add_layer_norm(x, x, 8, s_dtype=torch.int32)),
-        (ValueError, "needs a weight", lambda: add_rms_norm(x, x, 8, zero_centered_gamma=True)),
-        (TypeError, "eps must be a real number", lambda: add_rms_norm(x, x, 8, eps="1")),
+        (TypeError, "residual must be a torch.Tensor; got NoneType", lambda: add_rms_norm(x, None)),
+        (TypeError, "x must be a torch.Tensor", lambda: add_rms_norm([1.0], x)),
+        (RuntimeError, "residual must have the shape of x", lambda: add_rms_norm(x, x[0])),
+        (RuntimeError, "normalized_shape must be the last axes", lambda: AddLayerNorm(7)(x, x)),
+        (RuntimeError, "weight must have the shape of the last axis", lambda: add_layer_norm(x, x, weight[1:])),
+        (NotImplementedError, "residual must have dtype", lambda: add_layer_norm(x, x.int())),
+        (TypeError, "dtype must be one of", lambda: add_layer_norm(x, x, s_dtype=torch.int32)),
+        (ValueError, "needs a weight", lambda: add_rms_norm(x, x, zero_centered_gamma=True)),
+        (TypeError, "eps must be a real number", lambda: add_rms_norm(x, x, eps="1")),
     ):
         with pytest.raises(error, match=re.escape(message)):
             call()
@@ -291,7 +291,7 @@ def on_gpu(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> list[An
 @pytest.mark.parametrize("shape", [(64, 1024), (3, 16384), (5, 65536), (300, 1001)], ids=str)
 def test_results_have_the_bits_of_the_two_calls_and_gradients_agree(shape):
     x, residual, weight, dy, ds = on_gpu(*shape)
-    y, s = add_rms_norm(x, residual, shape[1], weight, 1e-5)
+    y, s = add_rms_norm(x, residual, weight, 1e-5)
     dx, dresidual, dweight = torch.autograd.grad((y, s), (x, residual, weight), (dy, ds))
     total = (x + residual).detach().requires_grad_()
     apart = cunorm.torch.rms_norm(total, shape[1], weight, 1e-5)
@@ -308,7 +308,7 @@ def test_a_captured_training_step_replays():
     x, residual, weight, dy, ds = on_gpu(64, 1024)
 
     def step():
-        return torch.autograd.grad(add_rms_norm(x, residual, 1024, weight), (x, residual, weight), (dy, ds))
+        return torch.autograd.grad(add_rms_norm(x, residual, weight), (x, residual, weight), (dy, ds))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -331,7 +331,7 @@ def test_the_current_stream_of_torch():
     from busy import spin
 
     x, residual, weight, *_ = on_gpu(64, 1000)
-    expected_y, _ = add_rms_norm(x, residual, 1000, weight)
+    expected_y, _ = add_rms_norm(x, residual, weight)
     late = torch.zeros_like(x)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -339,7 +339,7 @@ def test_the_current_stream_of_torch():
         with cupy.cuda.ExternalStream(stream.cuda_stream):
             spin(50)
         late.copy_(x.detach())
-        y, _ = add_rms_norm(late, residual, 1000, weight)
+        y, _ = add_rms_norm(late, residual, weight)
     stream.synchronize()
     assert same(y.detach(), expected_y.detach())
 
@@ -347,11 +347,11 @@ def test_the_current_stream_of_torch():
 @pytest.mark.gpu
 def test_peak_memory_is_that_of_the_results():
     x, residual, weight, dy, ds = on_gpu(4096, 4096)
-    add_rms_norm(x, residual, 4096, weight)  # what is allocated once
+    add_rms_norm(x, residual, weight)  # what is allocated once
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    y, s = add_rms_norm(x, residual, 4096, weight)
+    y, s = add_rms_norm(x, residual, weight)
     assert torch.cuda.max_memory_allocated() - before < 2.1 * x.nbytes
     middle = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

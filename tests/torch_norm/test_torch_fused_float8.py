@@ -22,13 +22,13 @@ wide = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 +
 
 
 def check_adding(x, residual, weight, granularity, **options) -> None:
-    found, scale, y, s = cunorm.add_rms_norm_fp8_forward(x, residual, weight, granularity=granularity, **options)
+    found, scale, y, s = cunorm.add_rms_norm.fp8_forward(x, residual, weight, granularity=granularity, **options)
     exact, s_alone = cunorm.add_rms_norm(x, residual, weight, dtype="float32")
     check(*(array(one.cpu()) for one in (exact, found.view(torch.uint8), scale)), granularity, "e4m3")
     assert found.dtype is torch.float8_e4m3fn
     assert same(s, s_alone)
     assert same(y, cunorm.add_rms_norm(x, residual, weight)[0])
-    fewer = cunorm.add_rms_norm_fp8(x, residual, weight, granularity=granularity, **options)
+    fewer = cunorm.add_rms_norm.fp8(x, residual, weight, granularity=granularity, **options)
     assert all(same(a.reshape(-1), b.reshape(-1)) for a, b in zip(fewer, (found, scale, s), strict=True))
 
 
@@ -61,15 +61,15 @@ def test_a_launch(monkeypatch, granularity):
     monkeypatch.setattr(fused_launching, "_calls", {})
     x, residual = (random(7, 264, device="cpu", dtype=torch.float16) for _ in range(2))
     weight = random(264, device="cpu", dtype=torch.float32)
-    found, scale, s = cunorm.add_rms_norm_fp8(x, residual, weight, granularity=granularity)
+    found, scale, s = cunorm.add_rms_norm.fp8(x, residual, weight, granularity=granularity)
     assert len(launches.plans) == 1
     assert launches.plans[0].device == FEW_SMS
     check_adding(x, residual, weight, granularity)
     odd = residual.T.contiguous().T
-    again = cunorm.add_rms_norm_fp8(x, odd, weight, granularity=granularity)
+    again = cunorm.add_rms_norm.fp8(x, odd, weight, granularity=granularity)
     expected = (found, scale, s)
     assert all(same(a.reshape(-1), b.reshape(-1)) for a, b in zip(again, expected, strict=True))
-    empty = cunorm.add_rms_norm_fp8(x[:0], odd[:0], weight, granularity=granularity)
+    empty = cunorm.add_rms_norm.fp8(x[:0], odd[:0], weight, granularity=granularity)
     assert [tuple(one.shape) for one in empty] == [(0, 264), scale[:0].shape if scale.dim() else (), (0, 264)]
 
 
@@ -81,7 +81,7 @@ def test_under_compile(device, granularity):
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def both(x, residual, weight):
-        added = cunorm.add_rms_norm_fp8_forward(x, residual, weight, granularity=granularity)
+        added = cunorm.add_rms_norm.fp8_forward(x, residual, weight, granularity=granularity)
         return *added, *modulated.fp8_forward(x, scale=weight, shift=0.5, granularity=granularity, y_scale=y_scale)
 
     y_scale = 0.01 if granularity == "tensor" else None
@@ -97,18 +97,18 @@ def test_a_gradient_is_refused(device):
     x = random(3, 32, device=device, dtype=torch.float32)
     weight = random(32, device=device, dtype=torch.float32).requires_grad_()
     with pytest.raises(ValueError, match="must want no gradient"):
-        cunorm.add_rms_norm_fp8(x, x, weight)
+        cunorm.add_rms_norm.fp8(x, x, weight)
     with torch.no_grad():
-        cunorm.add_rms_norm_fp8(x, x, weight)
+        cunorm.add_rms_norm.fp8(x, x, weight)
 
 
 def test_what_is_wrong_is_said():
     x = torch.ones(2, 32)
     with pytest.raises(TypeError, match="got float64"):
-        cunorm.add_rms_norm_fp8(x.double(), x)
+        cunorm.add_rms_norm.fp8(x.double(), x)
     with pytest.raises(TypeError, match="dtype must be 'e4m3' or 'e5m2'"):
-        cunorm.add_rms_norm_fp8(x, x, dtype=torch.float16)
-    found, *_ = cunorm.add_rms_norm_fp8(x, x, dtype=torch.float8_e5m2)
+        cunorm.add_rms_norm.fp8(x, x, dtype=torch.float16)
+    found, *_ = cunorm.add_rms_norm.fp8(x, x, dtype=torch.float8_e5m2)
     assert found.dtype is torch.float8_e5m2
     with pytest.raises(TypeError, match="one float32"):
         modulated.fp8(x, scale=0.0, shift=0.0, granularity="tensor", y_scale=numpy.ones(2, "float32"))

@@ -151,7 +151,7 @@ class Block(torch.nn.Module):
         self.gated = cunorm.fuse("layer_norm", epilogue=lambda xhat, z, weight: xhat * weight * silu(z))
 
     def forward(self, x, residual):
-        y, s = add_rms_norm(x, residual, x.shape[-1], self.weight, 1e-5)
+        y, s = add_rms_norm(x, residual, self.weight, 1e-5)
         return self.gated(torch.tanh(y), z=s, weight=self.weight) + s
 
 
@@ -221,11 +221,11 @@ def test_fake_tensors_need_no_gpu(arguments, dtype):
         x, residual = (torch.empty(4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         weight = torch.empty(arguments[1], device="cuda")
         if arguments[1] == 64:
-            y, s = add_rms_norm(x, residual, 64, weight, dtype=dtype, s_dtype=torch.float32)
+            y, s = add_rms_norm(x, residual, weight, dtype=dtype, s_dtype=torch.float32)
             assert (y.dtype, s.dtype, s.shape, s.device.type) == (dtype or x.dtype, torch.float32, (4, 64), "cuda")
         else:
             with pytest.raises(RuntimeError, match="weight must have the shape of the last axis of x"):
-                add_rms_norm(x, residual, 64, weight, dtype=dtype)
+                add_rms_norm(x, residual, weight, dtype=dtype)
 
 
 @on_devices

@@ -50,7 +50,7 @@ CALLS = {
     "layer_norm of two axes": lambda rows: layer_norm(tensor(rows, 4, COLS), (4, COLS), tensor(4, COLS)),
     "rms_norm of three axes": lambda rows: rms_norm(tensor(rows, 3, COLS), (COLS,)),
     "rms_norm of views": lambda rows: rms_norm(tensor(rows, 2 * COLS)[:, :COLS], (COLS,)),
-    "add_rms_norm": lambda rows: add_rms_norm(tensor(rows, COLS), tensor(rows, COLS), (COLS,), tensor(COLS))[0],
+    "add_rms_norm": lambda rows: add_rms_norm(tensor(rows, COLS), tensor(rows, COLS), tensor(COLS))[0],
     "layer_norm_modulate": lambda rows: layer_norm_modulate(
         tensor(2, rows, COLS), tensor(2, 1, COLS), tensor(2, 1, COLS)
     ),
@@ -97,6 +97,6 @@ def test_what_was_refused_is_refused_still(runs):
         both_passes(runs, "add_rms_norm", rows)
         both_passes(runs, "rms_norm", rows)
         x, short = tensor(rows, COLS), tensor(5)
-        for call in (lambda: add_rms_norm(x, x, (COLS,), short), lambda: rms_norm(x, (COLS,), short)):  # noqa: B023
+        for call in (lambda: add_rms_norm(x, x, short), lambda: rms_norm(x, (COLS,), short)):  # noqa: B023
             with pytest.raises(RuntimeError, match="weight"):
                 call()

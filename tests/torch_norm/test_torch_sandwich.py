@@ -22,12 +22,12 @@ def given(device, *shape, dtype=torch.float32):
 
 
 def two_calls(x, residual, weight, second_weight, *, eps=1e-3, **options):
-    s = rms_norm_add(x, residual, x.shape[-1], weight, eps, **options)
+    s = rms_norm_add(x, residual, weight, eps, **options)
     return rms_norm(s, x.shape[-1], second_weight, eps, **options), s
 
 
 def mine(x, residual, weight, second_weight, *, eps=1e-3, **options):
-    return rms_norm_add_rms_norm(x, residual, x.shape[-1], weight, second_weight, eps, **options)
+    return rms_norm_add_rms_norm(x, residual, weight, second_weight, eps, **options)
 
 
 def gradients(function, tensors, results=slice(None), **options):
@@ -139,10 +139,10 @@ def test_dtypes_axes_and_what_may_be_left_out():
 def test_errors_are_those_of_torch():
     x = torch.ones(3, 4)
     for error, message, call in (
-        (TypeError, "residual must be a torch.Tensor", lambda: rms_norm_add_rms_norm(x, None, 4)),
-        (RuntimeError, "residual must have the shape of x", lambda: rms_norm_add_rms_norm(x, x[0], 4)),
-        (RuntimeError, "second_weight must have the shape", lambda: rms_norm_add_rms_norm(x, x, 4, x[0], x)),
-        (ValueError, "weight", lambda: rms_norm_add_rms_norm(x, x, 4, x[0], zero_centered_gamma=True)),
+        (TypeError, "residual must be a torch.Tensor", lambda: rms_norm_add_rms_norm(x, None)),
+        (RuntimeError, "residual must have the shape of x", lambda: rms_norm_add_rms_norm(x, x[0])),
+        (RuntimeError, "second_weight must have the shape", lambda: rms_norm_add_rms_norm(x, x, x[0], x)),
+        (ValueError, "weight", lambda: rms_norm_add_rms_norm(x, x, x[0], zero_centered_gamma=True)),
     ):
         with pytest.raises(error, match=message):
             call()

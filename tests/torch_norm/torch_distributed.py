@@ -93,7 +93,7 @@ def fused_rows(mesh, device):
     modulate = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, bias: xhat * (1 + scale) + bias)
 
     def function(x, residual, weight, bias, scale):
-        y, s = add_layer_norm(x, residual, COLS, weight, bias)
+        y, s = add_layer_norm(x, residual, weight, bias)
         return modulate(y, scale=scale, bias=bias), s
 
     leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias, scale)]
