@@ -68,8 +68,9 @@ def errors() -> str:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                     message = " ".join(shown(node.exc.args[0]).split())
-                    if sum(letter.isalpha() for letter in message) >= LEAST_LETTERS:
-                        found.add((message.strip("… "), ast.unparse(node.exc.func)))
+                    kind = ast.unparse(node.exc.func)
+                    if sum(letter.isalpha() for letter in message) >= LEAST_LETTERS and not kind.startswith("_"):
+                        found.add((message.strip("… ").removeprefix(": "), kind))
         rows = [f"| {text.replace('|', chr(92) + '|').replace('<', '&lt;')} | {kind} |" for text, kind in sorted(found)]
         sections.append("\n".join([f"## {package}", "", "| message | kind |", "|---|---|", *rows]))
     return "\n\n".join(sections)
