@@ -1,4 +1,4 @@
-"""`python -m bench run` measures, `python -m bench report` makes README's tables and pictures of committed results."""
+"""`python -m bench run` measures, `python -m bench report` makes the tables of docs/speed.md and its pictures of committed results."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser(
         "report",
-        help="rebuild README's tables and pictures",
-        description="Rebuild the Speed section of README.md and bench/plots from bench/results, and print the bars.",
+        help="rebuild the tables of docs/speed.md and the pictures",
+        description="Rebuild the tables of docs/speed.md and docs/plots from bench/results, and print the bars.",
     )
     report.add_argument("files", nargs="*", type=Path, help="print bars and losses of these files, and change nothing")
     report.add_argument("--commit", help="of whose results; needed where bench/results has several commits'")

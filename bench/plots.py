@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from bench.results import OURS, ROOF, Measured, Results, distinct
+from bench.results import CLASSES, OURS, ROOF, Measured, Results, class_of, distinct
 from bench.suites import DIRECTIONS, DTYPES, LARGE, MEGA, OPS
 
 NAMES = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -38,6 +38,14 @@ COLOURS = {
     "Flax": "#c7c7c7",
 }
 SIZED = ("widths", "long", "odd", "roof")  # suites whose rows follow from the columns
+DARK = "#0d1117"  # behind a page in dark mode
+THEMES = {
+    "light": {},
+    "dark": {
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"), DARK),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9"),
+    },
+}
 SETTINGS = {"svg.hashsalt": "cunorm", "svg.fonttype": "none", "font.size": 9, "path.simplify": False}
 
 
@@ -55,6 +63,11 @@ def draw(results: Results) -> dict[str, Figure]:
             for name, figure in (("map.svg", _map(results)), ("error.svg", _error(results)))
             if figure is not None
         }
+    for theme, settings in THEMES.items():
+        with plt.rc_context(SETTINGS | settings):
+            figure = _peers(results)
+            if figure is not None:
+                figures[f"peers-{theme}.svg"] = figure
     return figures
 
 
@@ -63,7 +76,7 @@ def write(figures: dict[str, Figure], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(SETTINGS):
         for name, figure in figures.items():
-            figure.savefig(folder / name, format="svg", metadata={"Date": None})
+            figure.savefig(folder / name, format="svg", metadata={"Date": None}, facecolor=figure.get_facecolor())
             plt.close(figure)
 
 
@@ -115,6 +128,51 @@ def of_roof(entries: Iterable[Measured]) -> dict[str, list[tuple[int, float]]]:
             if roof and seconds:
                 found.setdefault(name, {}).setdefault(entry.case.cols, []).append(roof / seconds)
     return {name: [(cols, median(points[cols])) for cols in sorted(points)] for name, points in found.items()}
+
+
+def _peers(results: Results) -> Figure | None:
+    """The time of every peer over ours, a dot for each case: the losses are left of 1."""
+    rows = [(name, direction) for name in reversed(CLASSES) for direction in reversed(DIRECTIONS)]
+    by_row = {
+        (name, direction): [
+            entry
+            for entry in distinct(results.measured)
+            if class_of(entry.case) == name and entry.case.direction == direction
+        ]
+        for name, direction in rows
+    }
+    rows = [row for row in rows if by_row[row]]
+    if not rows:
+        return None
+    figure, axis = plt.subplots(figsize=(8, 0.42 * len(rows) + 1.3), layout="constrained")
+    dots = [
+        (entry, place + 0.1 * (2 * i / max(1, len(by_row[row]) - 1) - 1))
+        for place, row in enumerate(rows)
+        for i, entry in enumerate(by_row[row])
+    ]
+
+    def ratio(entry: Measured, name: str) -> float:
+        return (entry.seconds(name) or 0.0) / (entry.seconds(OURS) or 1.0)
+
+    for name in COLOURS:
+        points = [(ratio(entry, name), height) for entry, height in dots if name in entry.peers]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o", color=COLOURS[name], markersize=4, alpha=0.8, label=name)
+    losses = [(ratio(entry, entry.peers[0]), height) for entry, height in dots if entry.behind]
+    if losses:
+        axis.plot(*zip(*losses, strict=True), "o", color=COLOURS[OURS], markersize=9, fillstyle="none", label="a loss")
+    axis.axvline(1, color=COLOURS[OURS], linewidth=1)
+    axis.set_xscale("log")
+    low, high = axis.get_xlim()
+    axis.set_xlim(min(low, 0.8), high)
+    axis.set_xticks([tick for tick in (0.5, 1, 2, 3, 5, 8) if low <= tick <= high])
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
+    axis.set_yticks(range(len(rows)), [f"{name}, {direction}" for name, direction in rows])
+    axis.set(xlabel="time of the other library / time of cunorm; left of 1 cunorm is slower")
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend(fontsize=8)
+    return figure
 
 
 def whole_grid(cells: Collection[tuple[int, int]]) -> tuple[list[int], list[int]]:

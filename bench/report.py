@@ -1,4 +1,4 @@
-"""README's Speed section and the pictures in bench/plots, made of bench/results."""
+"""The tables of docs/speed.md and the pictures in docs/plots, made of bench/results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bench.results import CLASSES, OURS, ROOF, UNKNOWN, Measured, Results, class
 from bench.suites import DIRECTIONS, DTYPES, OPS, parse_sizes
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
-PLOTS = ROOT / "bench" / "plots"
+PAGE = ROOT / "docs" / "speed.md"
+PLOTS = ROOT / "docs" / "plots"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-PICTURES = {"error.svg": ""}  # which README shows elsewhere
+ELSEWHERE = {"error.svg", "peers-dark.svg", "peers-light.svg"}  # pictures that other pages, or other lines, show
 
 
 def show(paths: Sequence[Path]) -> int:
@@ -32,10 +32,10 @@ def report(
     check: bool,
     commit: str | None = None,
     results: Results | None = None,
-    readme: Path = README,
+    page: Path = PAGE,
     plots: Path = PLOTS,
 ) -> int:
-    """Print the bars; write README and pictures, or with `check` say what differs and return 1. 2 is a refusal."""
+    """Print the bars; write the page and pictures, or with `check` say what differs and return 1. 2 is a refusal."""
     from bench import plots as drawing
 
     results = load(commit=commit) if results is None else results
@@ -45,16 +45,16 @@ def report(
     with tempfile.TemporaryDirectory() as folder:
         drawing.write(drawing.draw(results), Path(folder))
         pictures = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-    old = readme.read_text()
+    old = page.read_text()
     new = spliced(old, section(results, list(pictures)))
     present = {path.name: path.read_bytes() for path in plots.glob("*.svg")}
-    changed = [readme.name] if new != old else []
+    changed = [page.name] if new != old else []
     changed += [name for name in sorted(pictures | present) if pictures.get(name) != present.get(name)]
     if check:
         for name in changed:
             print(f"bench: {name} is not what bench/results gives. Run `python -m bench report`.")
         return 1 if changed else 0
-    readme.write_text(new)
+    page.write_text(new)
     plots.mkdir(parents=True, exist_ok=True)
     for name in present.keys() - pictures.keys():
         (plots / name).unlink()
@@ -83,17 +83,17 @@ def _one_commit(results: Results) -> int:
 def spliced(text: str, section: str) -> str:
     """`text` with what lies between the markers replaced."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"bench: README.md must have one line {BEGIN} and after it one line {END}. Put them back.")
+        raise ValueError(f"bench: docs/speed.md must have one line {BEGIN} and after it one line {END}. Put them back.")
     head, _, rest = text.partition(BEGIN)
     return f"{head}{BEGIN}\n\n{section}\n\n{END}{rest.partition(END)[2]}"
 
 
 def section(results: Results, pictures: Sequence[str] = ()) -> str:
-    """The generated part of README, without the markers."""
+    """The generated part of docs/speed.md, without the markers."""
     shown = "\n".join(
-        f"![{name.removesuffix('.svg').replace('-', ' ').capitalize()}](bench/plots/{name})"
+        f"![{name.removesuffix('.svg').replace('-', ' ').capitalize()}](plots/{name})"
         for name in pictures
-        if name not in PICTURES
+        if name not in ELSEWHERE
     )
     parts = [about(results), _verdicts(bars(results)), losses(results), _speeds(results), shown]
     return "\n\n".join(part for part in parts if part)

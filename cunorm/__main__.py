@@ -37,15 +37,21 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def _run(arguments: list[str] | None) -> int:
-    parser = Parser(prog="python -m cunorm", description="LayerNorm and RMSNorm on NVIDIA GPUs.")
-    parser.add_argument("--version", action="version", version=f"cunorm {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command")
+def parser() -> Parser:
+    """What the command line may be."""
+    whole = Parser(prog="python -m cunorm", description="LayerNorm and RMSNorm on NVIDIA GPUs.")
+    whole.add_argument("--version", action="version", version=f"cunorm {__version__}")
+    commands = whole.add_subparsers(dest="command", metavar="command")
     for module in (info, demo, compile, tune, cache):
         module.add_parser(commands)
-    parsed = parser.parse_args(arguments)
+    return whole
+
+
+def _run(arguments: list[str] | None) -> int:
+    known = parser()
+    parsed = known.parse_args(arguments)
     if parsed.command is None:
-        parser.print_help()
+        known.print_help()
         return 0
     try:
         return parsed.run(parsed)

@@ -1,4 +1,4 @@
-"""What README and its pictures are made of."""
+"""What docs/speed.md and the pictures are made of."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_results_of_different_commits_are_refused(tmp_path, capsys, commits, ref
     paths = sorted(tmp_path.iterdir())
     assert report.show(paths) == (2 if refused else 0)
     assert ("REFUSED" in capsys.readouterr().err) is refused
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{report.BEGIN}\nold\n{report.END}\n")
+    page = tmp_path / "speed.md"
+    page.write_text(f"{report.BEGIN}\nold\n{report.END}\n")
     if refused:
-        assert report.report(check=False, results=load(paths), readme=readme, plots=tmp_path) == 2
-        assert "old" in readme.read_text()
+        assert report.report(check=False, results=load(paths), page=page, plots=tmp_path) == 2
+        assert "old" in page.read_text()
     assert list(load(paths, commit="a").by_commit()) == ["a"]
 
 
@@ -51,43 +51,44 @@ def test_the_map_has_no_holes(cells, rows, cols):
 
 
 @pytest.mark.slow
-def test_readme_and_pictures_are_what_results_give(tmp_path, capsys):
+def test_the_page_and_pictures_are_what_results_give(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the pictures need matplotlib: pip install -e '.[test]'")
-    readme, plots = tmp_path / "README.md", tmp_path / "plots"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    page, plots = tmp_path / "speed.md", tmp_path / "plots"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     forward = Case("rms_norm", "forward", LARGE // 4096, 4096, "bfloat16")
     times = {ROOF: 100.0, OURS: 120.0, "torch": 110.0, "XLA": None}
     results = results_of(lines_of(BACKWARD, **times) + lines_of(forward, **times), "widths")
 
     def run(results: Results, check: bool) -> int:
-        return report.report(check=check, results=results, readme=readme, plots=plots)
+        return report.report(check=check, results=results, page=page, plots=plots)
 
     assert run(results, check=True) == 1
-    assert "old" in readme.read_text()
+    assert "old" in page.read_text()
     assert run(results, check=False) == 0
     assert run(results, check=True) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "torch | 0.92 |" in text  # a loss, in sight
     assert "**no**" in text
     assert "0 hold and 3 fail" in text
-    pictures = ["speed-backward-bf16.svg", "speed-forward-bf16.svg"]
+    shown = ["speed-backward-bf16.svg", "speed-forward-bf16.svg"]
+    pictures = ["peers-dark.svg", "peers-light.svg", *shown]  # of which others are shown by README
     assert sorted(path.name for path in plots.iterdir()) == pictures
-    assert all(f"(bench/plots/{name})" in text for name in pictures)
+    assert all(f"(plots/{name})" in text for name in shown)
     slower = results_of(lines_of(BACKWARD, **times | {OURS: 130.0}) + lines_of(forward, **times), "widths")
     assert run(slower, check=True) == 1
     assert "speed-backward-bf16.svg" in capsys.readouterr().out
 
 
-def test_a_refused_result_of_ours_stands_in_readme():
+def test_a_refused_result_of_ours_stands_on_the_page():
     lines = lines_of(BACKWARD, **{ROOF: 100.0, OURS: None, "torch": 110.0})
     text = report.section(results_of(lines))
     assert "| 4096 |  | wrong |  |  |" in text
     assert f"| {BACKWARD} | widths | wrong | 110.00 torch | 0.00 |" in text
 
 
-def test_readme_without_markers_is_left_alone():
+def test_a_page_without_markers_is_left_alone():
     with pytest.raises(ValueError, match="bench:begin"):
         report.spliced("no markers", "section")
 

@@ -1,4 +1,4 @@
-"""What README.md and the docstrings show runs as it stands there."""
+"""What README.md, the pages of docs/, examples/ and the docstrings show runs as it stands there."""
 
 from __future__ import annotations
 
@@ -6,56 +6,149 @@ import doctest
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from cunorm.__main__ import parser
+
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ON_A_GPU = "import cupy"
 BY_TORCHRUN = re.compile(r"# torchrun --nproc-per-node (\d) ")
-HERE = [block for block in BLOCKS if ON_A_GPU not in block and not BY_TORCHRUN.match(block)]
 PACKAGES = {"": "numpy", "torch": "torch", "jax": "jax", "flax": "flax"}  # and what their docstrings need
-EXAMPLES = re.compile(r"^ *>>> ", re.MULTILINE)
+IN_DOCSTRINGS = re.compile(r"^ *>>> ", re.MULTILINE)
+LIBRARIES = ("torch", "jax", "flax", "ml_dtypes", "transformers", "peft")
 
 
-def heading(block: str) -> str:
-    text = (ROOT / "README.md").read_text()
-    return re.findall(r"^#+ (.*)$", text[: text.index(block)], re.MULTILINE)[-1]
+class Block(NamedTuple):
+    page: str
+    heading: str
+    text: str
 
 
-def run(block: str) -> None:
-    for library in ("torch", "jax", "flax", "ml_dtypes"):
-        if re.search(rf"^(from|import) {library}", block, re.MULTILINE):
+def blocks_of(page: Path) -> list[Block]:
+    text, found = page.read_text(), []
+    for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
+        headings = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)
+        found.append(Block(page.relative_to(ROOT).as_posix(), headings[-1], match[1]))
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def name(block: Block) -> str:
+    return f"{block.page}: {block.heading}"
+
+
+def run(block: Block) -> None:
+    for library in LIBRARIES:
+        if re.search(rf"^(from|import) {library}", block.text, re.MULTILINE):
             pytest.importorskip(library)
-    exec(compile(block, "README.md", "exec"), {"__name__": "README"})
+    exec(compile(block.text, block.page, "exec"), {"__name__": "page"})
 
 
-@pytest.mark.parametrize("block", HERE, ids=heading)
-def test_readme(block):
+def here(block: Block) -> bool:
+    return ON_A_GPU not in block.text and not BY_TORCHRUN.match(block.text)
+
+
+def run_alone(command: list[str], folder: Path) -> str:
+    """The output of a process on the CPU, which must succeed; an example that lacks a package skips the test."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *command]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if " is not installed" in done.stdout:
+        pytest.skip(done.stdout.strip())
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if here(block)], ids=name)
+def test_a_page_runs_as_printed(block):
     run(block)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block", [block for block in BLOCKS if ON_A_GPU in block], ids=heading)
-def test_readme_on_a_gpu(block):
+@pytest.mark.parametrize("block", [block for block in BLOCKS if ON_A_GPU in block.text], ids=name)
+def test_a_page_runs_on_a_gpu_as_printed(block):
     run(block)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in BLOCKS if BY_TORCHRUN.match(block)], ids=heading)
-def test_readme_over_ranks(block, tmp_path):
+@pytest.mark.parametrize("block", [block for block in BLOCKS if BY_TORCHRUN.match(block.text)], ids=name)
+def test_a_page_runs_over_ranks(block, tmp_path):
     """By its own command line, on the CPU."""
     pytest.importorskip("torch")
-    path = tmp_path / "train.py"
-    path.write_text(block)
-    ranks = BY_TORCHRUN.match(block)[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, str(path)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "train.py").write_text(block.text)
+    ranks = BY_TORCHRUN.match(block.text)[1]
+    run_alone(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "train.py"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_on_the_cpu(path, tmp_path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 120
+    for library in LIBRARIES:
+        if library != "peft" and re.search(rf"^(from|import) {library}", text, re.MULTILINE):
+            pytest.importorskip(library)
+    ranks = BY_TORCHRUN.search(text)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks[1]] if ranks else []
+    assert run_alone([*launcher, str(path)], tmp_path)
+
+
+COMMANDS = [
+    pytest.param(line, id=f"{page.relative_to(ROOT).as_posix()}: {line}")
+    for page in PAGES
+    for block in re.findall(r"```(?:sh|console)?\n(.*?)```", page.read_text(), re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith(("python -m cunorm", "cunorm "))
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_is_one_that_the_parser_knows(line):
+    words = shlex.split(line, comments=True)
+    parser().parse_args(words[1:] if words[0] == "cunorm" else words[3:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_of_a_page_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in path or path.startswith("mailto:"):
+            continue
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}, target
+
+
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1000
+
+
+def test_every_page_is_in_the_site_and_in_llms_txt():
+    site, index = (ROOT / "mkdocs.yml").read_text(), (ROOT / "llms.txt").read_text()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        relative = page.relative_to(ROOT / "docs").as_posix()
+        assert relative in site, relative
+        assert f"docs/{relative}" in index, relative
+
+
+def test_generated_parts_of_the_pages_are_current():
+    """Of the command line, the errors and the versions."""
+    done = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -64,7 +157,7 @@ def test_docstrings(package):
     folder = ROOT / "adapters" / package if package else ROOT / "cunorm"
     attempted = 0
     for path in sorted(folder.rglob("*.py")):
-        if not EXAMPLES.search(path.read_text()):
+        if not IN_DOCSTRINGS.search(path.read_text()):
             continue
         within = path.relative_to(folder).with_suffix("").parts
         if not package and within[0] in PACKAGES:  # a link to an adapter
