@@ -17,8 +17,15 @@ from .adding_float8 import (
     add_rms_norm_fp8,
     add_rms_norm_fp8_forward,
 )
-from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
 from .float8 import layer_norm_fp8, layer_norm_fp8_forward, rms_norm_fp8, rms_norm_fp8_forward
+from .functions import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from .fusion import fuse
 from .gate_modulating import (
     gate_add_layer_norm_modulate,

@@ -12,6 +12,7 @@ from typing import Any
 
 import cupy
 
+from .call import checks
 from .cupy_recipes import (
     BACKWARD_ARRAYS,
     FORWARD_ARRAYS,
@@ -22,7 +23,6 @@ from .cupy_recipes import (
     kind_of,
 )
 from .kernel import launch
-from .norm import checks
 from .recipes import LIMIT, Recipes
 
 _recipes: Recipes[Recipe] = Recipes()

@@ -13,9 +13,9 @@ import cupy
 import numpy
 
 from . import logs
+from .call import checks
+from .call.checks import Layout
 from .kernel import device
-from .norm import checks
-from .norm.checks import Layout
 from .numpy_arrays import numpy_dtype
 from .plan.plain_problems import BACKWARD, FORWARD, plain
 from .plan.plan import plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .families import float8_of
+from .call.backend import float8_of
 
 
 def layer_norm_fp8(

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from .call import checks
+from .call.backend import fused_of
+from .call.store import Float8Store, store_of
 from .expression import substitute, trace
 from .expression.grammar import parse
 from .expression.value import Expression
-from .families import fused_of
-from .norm import checks
-from .norm.float8 import Float8Store, store_of
 from .operation import NORMS, SEED, Operation
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}

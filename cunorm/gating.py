@@ -5,8 +5,8 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+from .call import checks
 from .named_fusions import backward, forward
-from .norm import checks
 
 # The weight's shape is checked here: with groups of columns it is one for each.
 KINDS = (("z", "full"),)

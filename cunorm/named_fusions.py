@@ -8,10 +8,10 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .families import fused_of
-from .norm import checks
-from .norm.float8 import store_of
-from .norm.fused import Kinds
+from .call import checks
+from .call.backend import fused_of
+from .call.broadcasting import Kinds
+from .call.store import store_of
 from .operation import FUSIONS, NORMS, SEED, Operation
 
 # What these operands must be, whatever the shape of x.

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy
 
-from .norm import checks
-from .norm.checks import Layout
+from .call import checks
+from .call.checks import Layout
 from .plan.problem import FLOAT8
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .families import FusedTwice, fused_of
+from .call import checks
+from .call.backend import FusedTwice, fused_of
 from .named_fusions import KINDS
-from .norm import checks
 from .operation import sandwiched, sandwiched_at_once
 
 

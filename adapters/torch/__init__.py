@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..adding_float8 import prepare
-from ..families import at_hand
+from ..call.backend import at_hand
 from .decomposition import decompositions
 from .linear.float8_context import autocast, fp8_autocast, is_fp8_available, set_recipe
 from .linear.functional import layer_norm_linear

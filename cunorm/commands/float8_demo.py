@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 
 from .. import layer_norm_forward, layer_norm_fp8
+from ..call.store import NAMES
 from ..kernel import device
-from ..norm.float8 import NAMES
 from ..plan.plain_problems import float8_problem
 from ..plan.plan import plan
 

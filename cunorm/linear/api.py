@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..families import linear_float8_of, linear_of
-from ..norm import checks
+from ..call import checks
+from ..call.backend import linear_float8_of, linear_of
 from . import problem as linear_problem
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import cupy
 
 from .. import cupy_arrays as gpu
+from ..call import checks
 from ..cupy_recipes import layout
 from ..kernel import device, launch
-from ..norm import checks
 from ..plan.plain_problems import plain
 from ..plan.plan import plan
 from . import gemm

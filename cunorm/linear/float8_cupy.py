@@ -5,9 +5,10 @@ from __future__ import annotations
 import cupy
 import numpy
 
+from ..call import checks
 from ..cupy_recipes import layout
 from ..kernel import device, launch
-from ..norm import checks, float8_cupy
+from ..norm import float8_cupy
 from ..plan.problem import E4M3, RowStrides
 from . import gemm, problem
 from .float8_plan import RowsProblem, plan_rows

@@ -11,6 +11,8 @@ import cupy
 import numpy
 
 from .. import logs
+from ..call import checks
+from ..call import store as float8
 from ..cupy_arrays import copied
 from ..cupy_recipes import aligned, check_addresses, contiguous, kind_of, layout
 from ..kernel import device, launch
@@ -20,7 +22,6 @@ from ..plan.plan import plan
 from ..plan.problem import FLOAT8, RowStrides, argument_order
 from ..plan.steps import Plan
 from ..recipes import Recipes
-from . import checks, float8
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 
 from .. import numpy_arrays
+from ..call import store as float8
 from ..plan.problem import BLOCK, FLOAT8
-from . import float8
 
 
 def forward(

@@ -12,9 +12,12 @@ import numpy
 from cpu_device import Machine, divided
 from cpu_functions import SMALL, plan_of_many, unwritten
 
-from cunorm import cupy_arrays, cupy_recipes, families
+from cunorm import cupy_arrays, cupy_recipes
+from cunorm.call import backend as families
+from cunorm.call import cupy as fused_cupy
+from cunorm.call import recipe as fused_recipe
 from cunorm.kernel.device import Device
-from cunorm.norm import float8_cupy, fused_cupy, fused_recipe
+from cunorm.norm import float8_cupy
 from cunorm.numpy_arrays import numpy_dtype
 from cunorm.plan.problem import Operand
 from cunorm.plan.steps import Plan

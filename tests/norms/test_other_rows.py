@@ -13,9 +13,10 @@ from problems import problem
 
 import cunorm
 from cunorm import cupy_arrays, cupy_recipes
+from cunorm.call import cupy as fused_cupy
+from cunorm.call import recipe as fused_recipe
 from cunorm.kernel import compile, driver, launch, source
 from cunorm.kernel.device import H100
-from cunorm.norm import fused_cupy, fused_recipe
 from cunorm.plan.plan import plan
 from cunorm.recipes import Recipes
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ...norm import float8 as scales
+from ...call import store as scales
 from ...plan.problem import E4M3, FLOAT8
 from ..norm import float8
 from ..norm.formulas import Arrays, Task

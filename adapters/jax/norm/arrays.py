@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from ...norm import checks
-from ...norm.checks import Layout
+from ...call import checks
+from ...call.checks import Layout
 from ...operation import affine
 from . import functional, primitives, sharding
 from .formulas import Task

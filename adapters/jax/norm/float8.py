@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...norm import float8
-from ...norm.checks import Layout
+from ...call import store
+from ...call.checks import Layout
 from ...operation import SEED
 from ...plan.problem import BLOCK, FLOAT8, SCALES
 from ..private import ad, batching
@@ -46,7 +46,7 @@ class Float8Task(Task):
         leading = y.shape[: y.ndim - self.ndim]
         _, cols = self.rows_and_cols(y.shape)
         y8, scales = quantise(y.reshape(-1, cols), self.granularity, self.y8, arrays.get("y8_scale"))
-        scales = scales.reshape(float8.scales_shape(self.granularity, leading, cols))
+        scales = scales.reshape(store.scales_shape(self.granularity, leading, cols))
         return {**found, "y8": y8.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
 
 
@@ -73,9 +73,9 @@ def forward(
     output: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Return (y in jnp.float8_e4m3fn or float8_e5m2, scale, y), the last None unless asked for."""
-    float8.check_granularity(function, granularity, scale)
-    float8.check_x(function, Layout(x.shape, (), x.dtype.name, ""))
-    name = float8.check_format(function, dtype)
+    store.check_granularity(function, granularity, scale)
+    store.check_x(function, Layout(x.shape, (), x.dtype.name, ""))
+    name = store.check_format(function, dtype)
     arrays, task = functional.checked(
         function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, None, sm_margin
     )
@@ -101,7 +101,7 @@ def unexceeded(task: Task, arrays: Arrays, y8: str) -> jax.Array:
     # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
     largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[y8]))
     parameters = (arrays.get("weight"), arrays.get("bias"), zero_centered)
-    return float8.static_scale(jnp, task.norm.subtracts_mean, cols, *parameters, largest)
+    return store.static_scale(jnp, task.norm.subtracts_mean, cols, *parameters, largest)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -150,7 +150,7 @@ def quantise(y: jax.Array, granularity: str | int, name: str, scale: jax.Array |
     cols = y.shape[1]
     if scale is not None:
         return _rounded(y * (1 / scale), name), scale
-    most = jnp.float32(float8.MOST_MULTIPLIER)
+    most = jnp.float32(store.MOST_MULTIPLIER)
     width = BLOCK if granularity == BLOCK else cols
     blocks = -(-cols // width)
     bits = bits_of_magnitudes(y)

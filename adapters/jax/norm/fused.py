@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...norm import checks, fused
-from ...norm.checks import Layout
-from ...norm.float8 import Float8Store, check_rows
+from ...call import broadcasting, checks
+from ...call.checks import Layout
+from ...call.store import Float8Store, check_rows
 from ...operation import NORMS, SEED, Operation
 from . import formulas, functional, sharding
 from .arrays import cunorm_backward
@@ -32,7 +32,7 @@ def forward(
     operands: Mapping[str, Any],
     eps: float,
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
@@ -58,7 +58,7 @@ def backward(
     arrays: Mapping[str, Any],
     wanted: Sequence[str],
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     s_dtype: str | None,
     sm_margin: int,
 ) -> dict[str, jax.Array]:
@@ -69,9 +69,9 @@ def backward(
     x = array(function, "x", arrays["x"])
     operands = {name: arrays[name] for name in operation.operands if arrays.get(name) is not None}
     # A number of which the gradient is wanted is an array after all.
-    kind = fused.compute_dtype(s_dtype or x.dtype.name)
+    kind = broadcasting.compute_dtype(s_dtype or x.dtype.name)
     operands |= {
-        name: jnp.full((), fused.number(function, name, one), kind)
+        name: jnp.full((), broadcasting.number(function, name, one), kind)
         for name, one in operands.items()
         if isinstance(one, numbers.Real) and name in wanted
     }
@@ -82,7 +82,7 @@ def backward(
         if arrays.get(name) is not None or name in needed
     }
     layouts = {name: _layout(one) for name, one in (given | others).items()}
-    fused.check_backward(function, operation, layouts, task.row_dtype)
+    broadcasting.check_backward(function, operation, layouts, task.row_dtype)
     others.setdefault("dy", jnp.zeros_like(x))
     read = formulas.kept(task, given | others) | {name: others[name] for name in ("dy", "ds") if name in others}
     names = tuple(f"d{name}" for name in wanted)
@@ -103,7 +103,7 @@ def _checked(
     operation: Operation,
     x: Any,
     operands: Mapping[str, Any],
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     eps: float,
     dtype: str | None,
     s_dtype: str | None,
@@ -113,11 +113,13 @@ def _checked(
     x = array(function, "x", x)
     of_x = _layout(x)
     literals = {
-        name: fused.number(function, name, one) for name, one in operands.items() if isinstance(one, numbers.Real)
+        name: broadcasting.number(function, name, one)
+        for name, one in operands.items()
+        if isinstance(one, numbers.Real)
     }
     given = {name: array(function, name, one) for name, one in operands.items() if name not in literals}
     layouts = {name: _layout(one, None if name == SEED else of_x) for name, one in given.items()}
-    kinds = fused.check_operands(function, of_x, layouts | literals, demanded=demanded)
+    kinds = broadcasting.check_operands(function, of_x, layouts | literals, demanded=demanded)
     for argument, name in (("dtype", dtype), ("s_dtype", s_dtype)):
         functional.check_x64(function, argument, name)
     arrays = {name: _placed(one, kinds[name], x.shape) for name, one in given.items()}

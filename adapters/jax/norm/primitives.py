@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ...norm import fused
+from ...call import broadcasting
 from ...operation import SEED
 from ...plan.problem import MOST_GROUPS
 from ..private import Primitive, ad, batching, has_primitives, jaxpr_as_fun, mlir
@@ -43,7 +43,7 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
     """The gradients that are wanted, of dy, ds if there is one, and what `formulas.kept` names."""
     present = {*arrays, *dict(task.numbers)}
     names = [name.removeprefix("d") for name in wanted]
-    same = fused.same_gradients(task.operation, names, present, dict(task.kinds), dict(task.dtypes))
+    same = broadcasting.same_gradients(task.operation, names, present, dict(task.kinds), dict(task.dtypes))
     computed = tuple(f"d{name}" for name in dict.fromkeys(same.values()))
     results = bind(backward_p, sharding.call, task, arrays, computed)
     return {f"d{name}": results[f"d{of}"] for name, of in same.items()}

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ...norm import checks as core
-from ...norm.checks import Layout
+from ...call import checks as core
+from ...call.checks import Layout
 from ...operation import name_of
 from ..private import under_functorch
 from . import checks, formulas, functional, gpu, launching, operators

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...norm import checks as core
-from ...norm import fused
-from ...norm.float8 import Float8Store
+from ...call import broadcasting
+from ...call import checks as core
+from ...call.store import Float8Store
 from ...operation import NORMS, SEED, Operation
 from . import fused_dispatch, fused_float8, fused_formulas, fused_launching
 from .arrays import layouts_of, mean_and_rstd
@@ -29,7 +29,7 @@ def forward(
     operands: Mapping[str, Any],
     eps: float,
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
@@ -58,7 +58,7 @@ def forward(
 
 
 def _told_apart(
-    function: str, x: Tensor, operands: Mapping[str, Any], demanded: fused.Kinds
+    function: str, x: Tensor, operands: Mapping[str, Any], demanded: broadcasting.Kinds
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """(x and the operands that are tensors, those that are numbers, which none of a demanded kind is)"""
     tensors, given = {"x": x}, {}
@@ -67,7 +67,7 @@ def _told_apart(
         if isinstance(one, Tensor):
             tensors[name] = one.expand(x.shape[-1:]) if one.dim() == 0 and x.dim() and name != SEED else one
         elif name not in no_numbers and (isinstance(one, numbers.Real) or type(one) is torch.SymFloat):
-            given[name] = fused.number(function, name, one)
+            given[name] = broadcasting.number(function, name, one)
         else:
             or_number = "" if name in no_numbers else ", or a number"
             raise TypeError(
@@ -83,7 +83,7 @@ def backward(
     arrays: Mapping[str, Any],
     wanted: Sequence[str],
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     s_dtype: str | None,
     sm_margin: int,
 ) -> dict[str, Tensor]:
@@ -100,9 +100,9 @@ def backward(
     layouts = layouts_of(function, {**tensors, **others}, required=tuple(others))
     x = layouts["x"]
     known = {name: layouts[name] for name in tensors if name != "x"} | given
-    fused.check_operands(function, x, known, demanded=demanded)
+    broadcasting.check_operands(function, x, known, demanded=demanded)
     row_dtype = s_dtype or layouts.get("s", x).dtype
-    fused.check_backward(function, operation, layouts, row_dtype)
+    broadcasting.check_backward(function, operation, layouts, row_dtype)
     statistics = torch.stack([others[name] for name in of_rows])
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
     if fused_dispatch.at_once([*tensors.values(), *others.values()]):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.broadcasting import Kinds
 from ...named_fusions import KINDS, dropout
-from ...norm.fused import Kinds
 from ...operation import FUSIONS, SEED
 from .. import private
 from . import checks, functional

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...norm import fused
-from ...norm.checks import Layout
-from ...norm.fused_recipe import Recipe
+from ...call import broadcasting
+from ...call.checks import Layout
+from ...call.recipe import Recipe
 from . import checks, gpu
 from .gpu import Memory
 
@@ -56,6 +56,6 @@ def aligned(
     if not together & 15:
         return True
     return not any(
-        pointer & 15 and one is not None and fused.read_by_packs(name, tuple(one.shape), tuple(of_x))
+        pointer & 15 and one is not None and broadcasting.read_by_packs(name, tuple(one.shape), tuple(of_x))
         for name, pointer, one in zip(names, pointers, tensors, strict=True)
     )

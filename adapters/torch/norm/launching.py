@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ... import logs
+from ...call.checks import check_sm_margin
 from ...kernel import launch
-from ...norm.checks import check_sm_margin
 from ...plan.plain_problems import BACKWARD, FORWARD, plain
 from ...plan.plan import plan
 from ...plan.problem import RowStrides, argument_order

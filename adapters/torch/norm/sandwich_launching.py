@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.checks import Layout
+from ...call.recipe import backward_twice_recipe, forward_recipe, one_kernel_norms_twice
 from ...kernel import launch
-from ...norm.checks import Layout
-from ...norm.fused_recipe import backward_twice_recipe, forward_recipe, one_kernel_norms_twice
 from ...plan.problem import argument_order
 from ...plan.steps import Plan
 from . import checks, fused_launching, fused_memory, gpu, launching

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .families import norm_of
+from .call.backend import norm_of
 
 
 def layer_norm(

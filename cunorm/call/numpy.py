@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy
 
+from ..expression.philox import uniform
 from ..expression.texts import evaluate
 from ..expression.value import Expression
+from ..norm.float8_numpy import quantise
 from ..numpy_arrays import layout, numpy_dtype, rounded, sum_of_rows
 from ..operation import NORMS, SEED, Operation, derivative
 from ..plan.problem import compute_dtype
-from . import checks, fused
-from .float8 import Float8Store, check_rows, scale_of, scales_shape
-from .float8_numpy import quantise
-from .philox import uniform
+from . import broadcasting, checks
+from .store import Float8Store, check_rows, scale_of, scales_shape
 
 
 def forward(
@@ -26,7 +26,7 @@ def forward(
     operands: Mapping[str, Any],
     eps: float,
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
@@ -39,7 +39,7 @@ def forward(
     """
     of_x = layout(function, "x", x)
     given = {name: _given(function, name, array) for name, array in {"x": x, **operands}.items()}
-    fused.check_operands(function, of_x, {name: given[name] for name in operands}, demanded=demanded)
+    broadcasting.check_operands(function, of_x, {name: given[name] for name in operands}, demanded=demanded)
     eps = checks.check_eps(function, eps)
     checks.check_sm_margin(function, sm_margin, None)
     if float8:
@@ -89,7 +89,7 @@ def backward(
     arrays: Mapping[str, Any],
     wanted: Sequence[str],
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     s_dtype: str | None,
     sm_margin: int,
 ) -> dict[str, numpy.ndarray]:
@@ -102,13 +102,13 @@ def backward(
     given = {name: _given(function, name, array) for name, array in arrays.items()}
     of_x = layout(function, "x", arrays["x"])
     operands = {name: given[name] for name in operation.operands if name in given}
-    kinds = fused.check_operands(function, of_x, operands, demanded=demanded)
+    kinds = broadcasting.check_operands(function, of_x, operands, demanded=demanded)
     s = given.get("s")
     row_dtype = s_dtype or (s.dtype if isinstance(s, checks.Layout) else of_x.dtype)
-    fused.check_backward(function, operation, given, row_dtype)
+    broadcasting.check_backward(function, operation, given, row_dtype)
     compute = compute_dtype(row_dtype)
     dtypes = {name: of.dtype for name, of in given.items() if isinstance(of, checks.Layout)}
-    same = fused.same_gradients(operation, wanted, operands, kinds, dtypes)
+    same = broadcasting.same_gradients(operation, wanted, operands, kinds, dtypes)
     found = derivative(operation, dict.fromkeys(same.values()), operands)
     shape = of_x.shape
     values = {name: _wide(name, array, shape) for name, array in arrays.items()}
@@ -144,15 +144,15 @@ def _reduced(
     if kind == "full":
         return rounded(gradient, of.dtype)
     if kind != "column":
-        return rounded(gradient.sum(fused.broadcast_axes(of.shape, gradient.shape)).reshape(of.shape), of.dtype)
+        return rounded(gradient.sum(broadcasting.broadcast_axes(of.shape, gradient.shape)).reshape(of.shape), of.dtype)
     total = rounded(sum_of_rows(gradient, gradient.ndim - 1), of.dtype)
     return total.reshape(of.shape) if name in arrays else total
 
 
-def _given(function: str, name: str, array: Any) -> fused.Given:
+def _given(function: str, name: str, array: Any) -> broadcasting.Given:
     """What the checks know of an array or a number. An array without axes is a number."""
     if isinstance(array, numbers.Real):
-        return fused.number(function, name, array)
+        return broadcasting.number(function, name, array)
     found = layout(function, name, array)
     if found.shape or name in ("x", SEED):
         return found

@@ -27,9 +27,9 @@ from ..plan.problem import (
     forward_problem,
 )
 from ..plan.steps import Plan
-from . import checks, fused
+from . import broadcasting, checks
 from .checks import Layout
-from .float8 import Float8Store, check_rows, scales_shape
+from .store import Float8Store, check_rows, scales_shape
 
 # Of an array that is allocated: its name, its shape and the name of its dtype, or a framework's dtype of that name.
 Memory = tuple[str, tuple[int, ...], Any]
@@ -85,7 +85,7 @@ class Recipe:
         )
 
 
-def form_of(x_shape: tuple[int, ...], given: Iterable[fused.Given | None]) -> Hashable:
+def form_of(x_shape: tuple[int, ...], given: Iterable[broadcasting.Given | None]) -> Hashable:
     """What arrays have in common with those of another number of rows: matrices of the shape of x and numbers for its
     rows, which lie close, and vectors. None of others, of a single row, of which a matrix is a vector too, and of as
     many rows as columns, where a vector may be either.
@@ -113,10 +113,10 @@ def of_any_rows(solution: Plan) -> bool:
 def forward_recipe(
     function: str,
     operation: Operation,
-    given: Mapping[str, fused.Given],
+    given: Mapping[str, broadcasting.Given],
     device: Device,
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     dtype: str | None,
     s_dtype: str | None,
     sm_margin: int,
@@ -174,11 +174,11 @@ def one_kernel_norms_twice(x: Layout, s_dtype: str | None) -> bool:
 def backward_recipe(
     function: str,
     operation: Operation,
-    given: Mapping[str, fused.Given],
+    given: Mapping[str, broadcasting.Given],
     wanted: Collection[str],
     device: Device,
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     s_dtype: str | None,
     sm_margin: int,
     aligned: bool,
@@ -194,7 +194,7 @@ def backward_recipe(
     kinds, groups, broadcast = _kinds(function, x, given, operands, demanded)
     s = given.get("s")
     row_dtype = s_dtype or (s.dtype if isinstance(s, Layout) else x.dtype)
-    fused.check_backward(function, operation, given, row_dtype)
+    broadcasting.check_backward(function, operation, given, row_dtype)
     compute = compute_dtype(row_dtype)
     zeros = None
     if "dy" not in given:
@@ -205,7 +205,7 @@ def backward_recipe(
         dtypes["s"] = row_dtype
     # A gradient that is added up afterwards is not rounded before.
     of = {name: compute if name in broadcast else dtypes.get(name, x.dtype) for name in wanted}
-    same = fused.same_gradients(operation, wanted, operands, kinds, of)
+    same = broadcasting.same_gradients(operation, wanted, operands, kinds, of)
     computed = tuple(dict.fromkeys(same.values()))
     task = backward_problem(
         operation,
@@ -234,7 +234,7 @@ def backward_recipe(
         dy=zeros,
         gradients=tuple((name, f"d{same[name]}") for name in wanted),
         reduced=tuple(
-            (fused.broadcast_axes(shapes[name][0], x.shape), (name, *shapes[name]))
+            (broadcasting.broadcast_axes(shapes[name][0], x.shape), (name, *shapes[name]))
             for name in wanted
             if name in broadcast
         ),
@@ -244,7 +244,7 @@ def backward_recipe(
 
 def backward_twice_recipe(
     operation: Operation,
-    given: Mapping[str, fused.Given],
+    given: Mapping[str, broadcasting.Given],
     wanted: Collection[str],
     device: Device,
     *,
@@ -310,26 +310,26 @@ def scalars_of(solution: Plan, numbers: Mapping[str, Any]) -> list[float]:
         raise ValueError("cunorm: an operand must be finite; got a number beyond 1.8e308.") from None
 
 
-def _dtypes(given: Mapping[str, fused.Given], compute: str) -> dict[str, str]:
+def _dtypes(given: Mapping[str, broadcasting.Given], compute: str) -> dict[str, str]:
     """By name. A number is passed in the dtype of the arithmetic."""
     return {name: one.dtype if isinstance(one, Layout) else compute for name, one in given.items()}
 
 
-def _full(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[str, Layout]:
+def _full(given: Mapping[str, broadcasting.Given], kinds: Mapping[str, str]) -> dict[str, Layout]:
     """The arrays that are read by rows."""
     of_rows = ("full", "expanded", "per_row")
     by_rows = {"x", "s", "dy", "ds"} | {name for name, kind in kinds.items() if kind in of_rows}
     return {name: one for name, one in given.items() if name in by_rows and isinstance(one, Layout)}
 
 
-def _strides(given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> dict[str, RowStrides]:
+def _strides(given: Mapping[str, broadcasting.Given], kinds: Mapping[str, str]) -> dict[str, RowStrides]:
     """From row to row, or vector to vector, of the arrays that are read so and not copied."""
     found = {name: _row_strides(one) for name, one in _full(given, kinds).items()}
     found |= {name: _vector_strides(given[name]) for name, kind in kinds.items() if kind == "group"}
     return {name: strides for name, strides in found.items() if strides is not None}
 
 
-def _copies(function: str, given: Mapping[str, fused.Given], kinds: Mapping[str, str]) -> tuple[str, ...]:
+def _copies(function: str, given: Mapping[str, broadcasting.Given], kinds: Mapping[str, str]) -> tuple[str, ...]:
     """The arrays whose rows, or that as vectors, do not lie as kernels read them."""
     full = _full(given, kinds)
 
@@ -344,21 +344,25 @@ def _copies(function: str, given: Mapping[str, fused.Given], kinds: Mapping[str,
 
 
 def _kinds(
-    function: str, x: Layout, given: dict[str, fused.Given], operands: dict[str, fused.Given], demanded: fused.Kinds
+    function: str,
+    x: Layout,
+    given: dict[str, broadcasting.Given],
+    operands: dict[str, broadcasting.Given],
+    demanded: broadcasting.Kinds,
 ) -> tuple[dict[str, str], Groups | None, dict[str, tuple[int, ...]]]:
     """The kinds of operands, the groups of rows of some, and to which shapes some are broadcast.
 
     `given` gets the layouts of these.
     """
-    kinds = fused.check_operands(function, x, operands, demanded=demanded)
-    groups = fused.groups_of(x, operands, kinds)
+    kinds = broadcasting.check_operands(function, x, operands, demanded=demanded)
+    groups = broadcasting.groups_of(x, operands, kinds)
     broadcast = {}
     for name, kind in kinds.items():
         one = given[name]
         if kind not in ("expanded", "per_row"):
             continue
         assert isinstance(one, Layout)
-        repeated = fused.broadcast_axes(one.shape, x.shape)
+        repeated = broadcasting.broadcast_axes(one.shape, x.shape)
         shape = x.shape if kind == "expanded" else (*x.shape[:-1], 1)
         if kind == "expanded":
             logs.expanded(function, name, one.shape, x.shape)
@@ -375,7 +379,7 @@ def _of_kernels(kinds: Mapping[str, str]) -> dict[str, str]:
     return {name: "full" if kind == "expanded" else kind for name, kind in kinds.items()}
 
 
-def _vector_strides(given: fused.Given) -> RowStrides | None:
+def _vector_strides(given: broadcasting.Given) -> RowStrides | None:
     """From vector to vector, where one stride leads there."""
     found = checks.row_strides(given, 1) if isinstance(given, Layout) else None
     return None if found is None or found.inner else found

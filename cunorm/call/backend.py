@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
-from .norm.float8 import Float8Store
-from .operation import Operation
+from ..operation import Operation
+from .store import Float8Store
 
 
 class Norm(Protocol):
@@ -228,14 +228,14 @@ FAMILIES = {
     "numpy": Modules(
         "cunorm.numpy_arrays",
         "cunorm.linear.numpy_arrays",
-        "cunorm.norm.fused_numpy",
+        "cunorm.call.numpy",
         "cunorm.norm.float8_numpy",
         "cunorm.linear.float8_numpy",
     ),
     "cupy": Modules(
         "cunorm.cupy_arrays",
         "cunorm.linear.cupy_arrays",
-        "cunorm.norm.fused_cupy",
+        "cunorm.call.cupy",
         "cunorm.norm.float8_cupy",
         "cunorm.linear.float8_cupy",
     ),
@@ -248,7 +248,7 @@ FAMILIES = {
     "jax": _JAX,
     "jaxlib": _JAX,
 }
-ANY_PRODUCER = Modules("cunorm.dlpack", "cunorm.linear.dlpack")
+ANY_PRODUCER = Modules("cunorm.call.dlpack", "cunorm.linear.dlpack")
 
 _norms: dict[type, Norm] = {}  # type of x -> the module that handles it
 _linears: dict[type, Linear] = {}

@@ -17,10 +17,9 @@ from ..operation import NORMS, Operation
 from ..plan.problem import FLOAT8
 from ..plan.steps import Plan
 from ..recipes import Recipes
-from . import checks, fused
+from . import broadcasting, checks
 from .checks import Layout
-from .float8 import Float8Store, scale_of
-from .fused_recipe import (
+from .recipe import (
     Recipe,
     backward_recipe,
     backward_twice_recipe,
@@ -29,6 +28,7 @@ from .fused_recipe import (
     one_kernel_norms_twice,
     scalars_of,
 )
+from .store import Float8Store, scale_of
 
 _recipes: Recipes[Recipe] = Recipes()
 
@@ -40,7 +40,7 @@ def forward(
     operands: Mapping[str, Any],
     eps: float,
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
@@ -64,7 +64,7 @@ def forward_twice(
     operands: Mapping[str, Any],
     eps: float,
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     dtype: str | None,
     s_dtype: str | None,
     statistics: bool,
@@ -146,7 +146,7 @@ def backward(
     arrays: Mapping[str, Any],
     wanted: Sequence[str],
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     s_dtype: str | None,
     sm_margin: int,
 ) -> dict[str, cupy.ndarray]:
@@ -242,10 +242,10 @@ def _key(function: str, arrays: Mapping[str, Any]) -> Hashable:
     return pointers % 16 == 0 or _aligned(arrays), tuple(layouts)
 
 
-def _given(function: str, name: str, array: Any) -> fused.Given:
+def _given(function: str, name: str, array: Any) -> broadcasting.Given:
     """What the checks know of an array or a number."""
     if isinstance(array, numbers.Real) and name != "x":
-        return fused.number(function, name, array)
+        return broadcasting.number(function, name, array)
     return layout(function, name, array)
 
 
@@ -254,5 +254,5 @@ def _aligned(arrays: Mapping[str, Any]) -> bool:
     return all(
         one.data.ptr % 16 == 0
         for name, one in arrays.items()
-        if isinstance(one, cupy.ndarray) and fused.read_by_packs(name, one.shape, arrays["x"].shape)
+        if isinstance(one, cupy.ndarray) and broadcasting.read_by_packs(name, one.shape, arrays["x"].shape)
     )
