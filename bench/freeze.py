@@ -307,7 +307,7 @@ def results() -> Iterator[Fact]:
     from arrays import bits
 
     import cunorm
-    from cunorm.numpy_arrays import numpy_dtype
+    from cunorm.call.numpy import numpy_dtype
 
     def hashed(array: Any) -> str:
         return hashlib.sha256(numpy.ascontiguousarray(bits(array.get())).tobytes()).hexdigest()[:16]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .call.backend import float8_of
+from .call.backend import backend_of
+from .call.store import store_of
 
 
 def layer_norm_fp8(
@@ -68,7 +69,7 @@ def layer_norm_fp8(
     """
     options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
     name = "layer_norm_fp8"
-    return _forward(name, x, normalized_shape, weight, bias, eps, zero_centered_gamma, output=False, **options)[:2]
+    return _forward(name, x, normalized_shape, weight, bias, eps, zero_centered_gamma, output=False, **options)
 
 
 def rms_norm_fp8(
@@ -96,7 +97,7 @@ def rms_norm_fp8(
     """
     options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
     name = "rms_norm_fp8"
-    return _forward(name, x, normalized_shape, weight, None, eps, zero_centered_gamma, output=False, **options)[:2]
+    return _forward(name, x, normalized_shape, weight, None, eps, zero_centered_gamma, output=False, **options)
 
 
 def layer_norm_fp8_forward(
@@ -157,8 +158,20 @@ def rms_norm_fp8_forward(
 
 
 def _forward(
-    name: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, zero_centered_gamma: bool, **options
-) -> tuple[Any, Any, Any]:
-    return float8_of(name, x).forward(
-        name, x, normalized_shape, weight, bias, eps, zero_centered_gamma=zero_centered_gamma, **options
-    )
+    name: str,
+    x: Any,
+    normalized_shape: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    zero_centered_gamma: bool,
+    *,
+    granularity: str | int,
+    scale: Any,
+    dtype: Any,
+    sm_margin: int,
+    output: bool,
+) -> tuple[Any, ...]:
+    store = store_of(name, dtype, granularity, scale, wide=output)
+    asked = (name, normalized_shape, zero_centered_gamma, None, sm_margin)
+    return backend_of(name, x).norm_float8(asked, x, weight, bias, eps, store, scale)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .call import checks
-from .call.backend import fused_of
+from .call.backend import backend_of
 from .call.store import Float8Store, store_of
 from .expression import substitute, trace
 from .expression.grammar import parse
@@ -182,7 +182,7 @@ class Fused:
             raise TypeError(f"{self.function}: wanted must be a tuple of names; got {wanted!r}.")
         _check_names(self.function, "wanted", wanted, known)
         arrays = {"x": saved.x, **saved.operands, **given, "s": saved.s, "mean": saved.mean, "rstd": saved.rstd}
-        return fused_of(self.function, saved.x).backward(
+        return backend_of(self.function, saved.x).backward(
             self.function,
             operation,
             arrays,
@@ -204,17 +204,22 @@ class Fused:
         scale: Any = None,
     ) -> tuple[dict, Any, Any]:
         operation = self.operation
-        if operands.keys() != set(operation.operands):
+        names = operation.operands
+        if tuple(operands) == names:
+            pass
+        elif operands.keys() == set(names):
+            operands = {name: operands[name] for name in names}
+        else:
             unknown = [name for name in operands if name not in operation.operands]
             missing = [name for name in operation.operands if name not in operands]
             got = f"got {unknown[0]!r} too" if unknown else f"{missing[0]!r} is missing"
-            names = ", ".join(operation.operands) or "none"
-            raise TypeError(f"{self.function}: the operands must be {names}, each by its name; {got}.")
-        return fused_of(self.function, x).forward(
+            by_name = ", ".join(names) or "none"
+            raise TypeError(f"{self.function}: the operands must be {by_name}, each by its name; {got}.")
+        return backend_of(self.function, x).forward(
             self.function,
             operation,
             x,
-            {name: operands[name] for name in operation.operands},
+            operands,
             EPS[operation.norm] if eps is None else eps,
             demanded=(),
             dtype=self.dtype,
@@ -233,8 +238,8 @@ class Fused:
         )
 
     def _in_order(self, results: dict[str, Any]) -> Any:
-        found = tuple(results[name] for name in self.operation.returns)
-        return found if len(found) > 1 else results["y"]
+        found = tuple(map(results.__getitem__, self.operation.returns))
+        return found if len(found) > 1 else found[0]
 
 
 def fuse(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .call import checks
-from .call.backend import fused_of
+from .call.backend import backend_of
 from .call.broadcasting import Kinds
 from .call.store import store_of
 from .operation import FUSIONS, NORMS, SEED, Operation
@@ -69,7 +69,7 @@ def forward(
     operation = _operation(function, operands.get("weight"), flags)
     optional = dict(operation.defaults)
     statistics = function.endswith("_forward")
-    results, mean, rstd = fused_of(function, x).forward(
+    results, mean, rstd = backend_of(function, x).forward(
         function,
         operation,
         x,
@@ -103,7 +103,7 @@ def forward8(
     wide = function.endswith("_forward")
     store = store_of(function, dtype, granularity, scale, wide=wide)
     s_dtype = None if s_dtype is None else checks.dtype_name(function, s_dtype)
-    results, _, _ = fused_of(function, x).forward(
+    results, _, _ = backend_of(function, x).forward(
         function,
         operation,
         x,
@@ -138,7 +138,7 @@ def backward(
         must_be = "dy must be an array; got None" if len(given) == 1 else "dy or ds must be an array; got None for both"
         raise ValueError(f"{function}: {must_be}.")
     mask = checks.check_flags(function, output_mask, len(names))
-    gradients = fused_of(function, arrays["x"], x_is).backward(
+    gradients = backend_of(function, arrays["x"], x_is).backward(
         function,
         operation,
         arrays,

@@ -1,8 +1,7 @@
 """A norm after a sublayer and one before the next: what stands between the sublayers of Gemma.
 
 One launch where a CTA holds a row, else two, `rms_norm_add` and `rms_norm`: the second reads s, which the first wrote,
-from memory again. The backward pass is one kernel of rows of 16 bits on sm_90, unless they are few; else two, one after
-the other.
+from memory again. The backward pass is that of either, one after the other.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .call import checks
-from .call.backend import FusedTwice, fused_of
+from .call.backend import Twice, backend_of
 from .named_fusions import KINDS
 from .operation import sandwiched, sandwiched_at_once
 
@@ -188,30 +187,17 @@ def rms_norm_add_rms_norm_backward(
     wants_x, wants_residual, wants_weight, wants_second = checks.check_flags(function, output_mask, 4)
     if dy is None and ds is None:
         raise ValueError(f"{function}: dy or ds must be an array; got None for both.")
-    family = fused_of(function, s, "s")
-    if wants_x and dy is not None and isinstance(family, FusedTwice):
-        arrays = {"x": x, "s": s, "dy": dy, "ds": ds, "rstd": rstd, "second_rstd": second_rstd}
-        arrays |= {"weight": weight, "second_weight": second_weight}
-        found = family.backward_twice(
-            function,
-            sandwiched_at_once(bool(zero_centered_gamma)),
-            {name: one for name, one in arrays.items() if one is not None},
-            _names(weight=wants_weight, second_weight=wants_second),
-            sm_margin=sm_margin,
-        )
-        if found is not None:
-            dresidual = found["residual"] if wants_residual else None
-            return found["x"], dresidual, found.get("weight"), found.get("second_weight")
+    backend = backend_of(function, s, "s")
     first, _, then = sandwiched(bool(zero_centered_gamma))
     options: dict[str, Any] = {"demanded": KINDS, "s_dtype": None, "sm_margin": sm_margin}
     arrays = {"x": s, "s": s, "dy": dy, "ds": ds, "rstd": second_rstd, "second_weight": second_weight}
     wanted = _names(x=wants_x or wants_residual or wants_weight, second_weight=wants_second)
-    of_s = family.backward(function, then, arrays, wanted, **options)
+    of_s = backend.backward(function, then, arrays, wanted, **options)
     of_x: dict[str, Any] = {}
     wanted = _names(x=wants_x, weight=wants_weight)
     if wanted:
         arrays = {"x": x, "dy": of_s["x"], "rstd": rstd, "weight": weight}
-        of_x = fused_of(function, x).backward(function, first, arrays, wanted, **options)
+        of_x = backend_of(function, x).backward(function, first, arrays, wanted, **options)
     dresidual = of_s["x"] if wants_residual else None
     return of_x.get("x"), dresidual, of_x.get("weight"), of_s.get("second_weight")
 
@@ -237,10 +223,10 @@ def _forward(
     _check_weights(function, weight, second_weight, zero_centered_gamma)
     first, then, _ = sandwiched(bool(zero_centered_gamma))
     dtype, s_dtype = (None if one is None else checks.dtype_name(function, one) for one in (dtype, s_dtype))
-    family = fused_of(function, x)
-    if isinstance(family, FusedTwice):
+    backend = backend_of(function, x)
+    if isinstance(backend, Twice):
         given = {"residual": residual, "weight": weight, "second_weight": second_weight}
-        found = family.forward_twice(
+        found = backend.forward_twice(
             function,
             sandwiched_at_once(bool(zero_centered_gamma)),
             x,
@@ -256,11 +242,11 @@ def _forward(
             return found["y"], found["s"], found.get("rstd"), found.get("second_rstd")
     options: dict[str, Any] = {"demanded": KINDS, "s_dtype": None, "statistics": statistics, "sm_margin": sm_margin}
     operands = {"residual": residual} | ({} if weight is None else {"weight": weight})
-    results, _, rstd = family.forward(function, first, x, operands, eps, dtype=s_dtype, **options)
+    results, _, rstd = backend.forward(function, first, x, operands, eps, dtype=s_dtype, **options)
     s = results["y"]
     operands = {} if second_weight is None else {"second_weight": second_weight}
     dtype = dtype or checks.dtype_name(function, x.dtype)
-    results, _, second_rstd = family.forward(function, then, s, operands, eps, dtype=dtype, **options)
+    results, _, second_rstd = backend.forward(function, then, s, operands, eps, dtype=dtype, **options)
     return results["y"], s, rstd, second_rstd
 
 

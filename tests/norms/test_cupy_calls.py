@@ -13,7 +13,7 @@ import pytest
 from arrays import inputs, same_bits
 
 import cunorm
-from cunorm import cupy_arrays
+from cunorm.call import cupy as backend
 
 pytestmark = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing() or "-")
 
@@ -48,7 +48,7 @@ def all_same(found, expected) -> bool:
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
 def test_the_device_of_x_is_current_for_the_launch_alone(monkeypatch, arrays, given):
     """With every option of the call. `given`: memory for y and dx."""
-    outs = [{name: cupy_arrays.cupy.ndarray((5, 40), "float16") for name in ("out", "dx_out")} for _ in range(2)]
+    outs = [{name: backend.cupy.ndarray((5, 40), "float16") for name in ("out", "dx_out")} for _ in range(2)]
     expected = both(*arrays, **(outs[0] if given else {}))
     current, launched = [7], []
 
@@ -58,15 +58,15 @@ def test_the_device_of_x_is_current_for_the_launch_alone(monkeypatch, arrays, gi
         yield
         current.pop()
 
-    launch = cupy_arrays.launch.run
+    launch = backend.launch.run
 
     def run(*arguments):
         launched.append(current[-1])
         launch(*arguments)
 
-    monkeypatch.setattr(cupy_arrays, "_current_device", lambda: current[-1])
-    monkeypatch.setattr(cupy_arrays.cupy.cuda, "Device", device)
-    monkeypatch.setattr(cupy_arrays, "launch", SimpleNamespace(run=run))
+    monkeypatch.setattr(backend, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(backend.cupy.cuda, "Device", device)
+    monkeypatch.setattr(backend, "launch", SimpleNamespace(run=run))
     found = both(*arrays, **(outs[1] if given else {}))
     assert all_same(found, expected)
     assert not given or (found[0] is outs[1]["out"] and found[3] is outs[1]["dx_out"])
@@ -80,8 +80,8 @@ def test_a_shape_without_a_hash_is_as_good_as_one_with(arrays):
 
 def test_a_call_like_an_earlier_one_makes_no_recipe(monkeypatch, arrays):
     expected = both(*arrays)
-    for name in ("forward_recipe", "backward_recipe"):
-        monkeypatch.setattr(cupy_arrays, name, None)
+    for name in ("forward_recipe", "backward_recipe", "run"):
+        monkeypatch.setattr(backend, name, None)
     assert all_same(both(*arrays), expected)
 
 

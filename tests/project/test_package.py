@@ -178,7 +178,7 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 LAYERS = (
     {"logs", "kernel.driver", "expression.philox"},
     {"private", "kernel.cache"},
-    {"kernel.device", "expression.value", "linear.gemm", "recipes"},
+    {"kernel.device", "expression.value", "linear.gemm", "call.site"},
     {"expression.grammar"},
     {"expression.tracing"},
     {"expression.functions"},
@@ -197,7 +197,7 @@ LAYERS = (
         "call.store",
         "linear.problem",
     },
-    {"plan.legal", "plan.tables"},
+    {"plan.legal", "plan.tables", "call.backend"},
     {"plan.table_files"},
     {"plan.measured"},
     {"plan.candidates"},
@@ -214,36 +214,15 @@ LAYERS = (
     {"kernel.source", "linear.float8_plan"},
     {"kernel.compile"},
     {"kernel.launch"},
-    {"numpy_arrays"},
-    {"cupy_recipes"},
-    {"cupy_arrays"},
-    {"norm.float8_numpy"},
-    {
-        "call.dlpack",
-        "call.numpy",
-        "call.cupy",
-        "norm.float8_cupy",
-        "linear.numpy_arrays",
-        "linear.cupy_arrays",
-        "linear.dlpack",
-    },
-    {"linear.float8_numpy", "linear.float8_cupy"},
-    {"call.backend"},
+    {"call.numpy", "call.cupy", "call.dlpack"},
+    {"linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack", "linear.float8_numpy", "linear.float8_cupy"},
     {"functions", "float8", "fusion", "named_fusions", "linear.api"},
     {"adding", "adding_float8", "norm_add", "modulating", "gating", "sandwich"},
     {"gate_modulating"},
 )
 PURE = set().union(*LAYERS[:19]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
-AT_ONCE = {
-    "cupy_recipes",
-    "cupy_arrays",
-    "call.cupy",
-    "norm.float8_cupy",
-    "linear.cupy_arrays",
-    "linear.float8_cupy",
-    "linear.gemm",
-}
+AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.float8_cupy", "linear.gemm"}
 FOR_ADAPTERS = {
     "",  # what users call
     "adding_float8",
@@ -342,7 +321,7 @@ def test_every_layer_imports_those_before_it_alone():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_file_imports_a_framework_and_those_of_cupy_arrays_alone_import_cupy_at_once(path):
+def test_no_file_imports_a_framework_and_those_of_cupy_alone_import_it_at_once(path):
     assert not top(imports(path)) & FRAMEWORKS
     at_once = top(imports(path, module_level=True)) & GPU_LIBRARIES
     assert at_once == ({"cupy"} if module_name(path) in AT_ONCE else set())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call import broadcasting
 from ...call.checks import Layout
-from ...call.recipe import Recipe
+from ...call.recipe import LaunchRecipe
 from . import checks, gpu
 from .gpu import Memory
 
@@ -31,7 +31,7 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def copies(
-    recipe: Recipe, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
+    recipe: LaunchRecipe, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     shapes = shapes | dict(recipe.expanded)
     return tuple((names.index(name), shapes[name]) for name in recipe.copies)
