@@ -165,7 +165,6 @@ def solutions() -> Iterator[tuple[str, str, Any]]:
                 *matrix.named_fusions(),
                 *matrix.numbers_of_rows(),
                 *matrix.fused_float8(),
-                *matrix.backward_twice(device),
             ],
             "drawn": drawn,
         }

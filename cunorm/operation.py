@@ -93,15 +93,6 @@ class Operation:
         of_norm = NORMS[self.norm].statistics
         return (*of_norm, *(f"second_{name}" for name in of_norm)) if self.second else of_norm
 
-    @property
-    def halves(self) -> tuple[Operation, Operation]:
-        """Of an operation with a second norm: what makes s of x, and what makes y of s, which returns s too, so that
-        the gradient of s itself is added to what comes through its norm.
-        """
-        assert self.second is not None
-        second = Operation(self.norm, self.second, X, ("y", "s"), self.defaults)
-        return replace(self, returns=("y",), second=None), second
-
     def renamed(self, names: Mapping[str, str]) -> Operation:
         """The same operation of operands that have other names."""
         prologue, second = (None if one is None else one.renamed(names) for one in (self.prologue, self.second))

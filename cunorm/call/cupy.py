@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -30,7 +30,6 @@ from .recipe import (
     LaunchRecipe,
     Recipes,
     backward_recipe,
-    form_of,
     forward_recipe,
     one_kernel_norms_twice,
     rounded,
@@ -314,9 +313,13 @@ def _backward_call(function, operation, names, wanted, demanded, s_dtype, sm_mar
 # What call sites leave to functions.
 
 
-def run(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any]) -> tuple[cupy.ndarray, ...]:
-    """What a site does, for any recipe."""
-    recipe = _recipe_of(call, eps, out, arrays)
+def run(
+    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: Hashable
+) -> tuple[cupy.ndarray, ...]:
+    """What a site does, for any recipe. `key` is that of the recipe, None where the site could not make it."""
+    recipe = _recipe_of(call, eps, out, arrays, key)
+    if key is not None and recipe.everyday_on == _current_device():
+        return call.site(call, eps, out, *arrays)  # which finds the recipe now
     given = {name: one for name, one in zip(call.names, arrays, strict=True) if one is not None}
     if out is not None:
         pointers = [0 if one is None else one.data.ptr for one in (*arrays, out)]
@@ -357,17 +360,19 @@ def _launch(recipe: LaunchRecipe, solution: Plan, given: dict[str, Any], results
     launch.run(solution, recipe.device_id, stream, arguments, workspace.ptr)
 
 
-def _recipe_of(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any]) -> LaunchRecipe:
+def _recipe_of(
+    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: Hashable = None
+) -> LaunchRecipe:
     """The recipe that is kept for such arrays, or a new one; TypeError or ValueError for what no kernel takes."""
-    given = {
-        name: one for name, one in zip(call.names, arrays, strict=True) if one is not None or name in call.required
-    }
-    described = [*arrays, *((out,) if call.out else ())]
-    memory = [one.data for one in described if isinstance(one, cupy.ndarray)]
-    is_aligned = not any(one.ptr % 16 for one in memory) or aligned(call, arrays, out)
-    key = (call, eps, type(eps), is_aligned, *map(_described, described))
-    recipe = _recipes.of(key, _made, call, eps, out, given, is_aligned)
-    if any(one.ptr % recipe.widest for one in memory):
+    described = (*arrays, out) if call.out else arrays
+    if key is None:
+        memory = [one.data.ptr for one in described if isinstance(one, cupy.ndarray)]
+        is_aligned = not any(pointer % 16 for pointer in memory) or aligned(call, arrays, out)
+        key = (call, eps, type(eps), is_aligned, *map(_described, described))
+    else:
+        is_aligned = key[3]
+    recipe = _recipes.of(key, _made, call, eps, out, arrays, is_aligned)
+    if any(one.data.ptr % recipe.widest for one in described if isinstance(one, cupy.ndarray)):
         check_addresses(call, arrays, out)
     return recipe
 
@@ -379,23 +384,41 @@ def _described(array: Any) -> Any:
     return None if array is None else type(array)
 
 
-def _made(call: Call, eps: float, out: cupy.ndarray | None, given: Mapping[str, Any], aligned: bool) -> LaunchRecipe:
+def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], aligned: bool) -> LaunchRecipe:
     """The recipe of what is new: by that of another number of rows, if there is one."""
+    form = _form(call, eps, arrays, aligned) if out is None else None
+    like = None if form is None else _recipes.kept(form)
+    if like is not None:
+        return like.of_rows(arrays[call.names.index("x")].shape)
+    named = zip(call.names, arrays, strict=True)
+    given = {name: one for name, one in named if one is not None or name in call.required}
     layouts = {name: _given(call, name, one) for name, one in given.items() if name != "y8_scale"}
     of_out = None if out is None else layout(call.function, call.out, out)
-    x = layouts["x"]
-    assert isinstance(x, Layout)
-    of_form = None if out is not None else form_of(x.shape, layouts.values())
-    form = (call, aligned, tuple(given), of_form)
-    recipe = None if of_form is None else _recipes.kept(form)
-    if recipe is not None:
-        recipe = recipe.of_rows(x.shape)
-    else:
-        gpu = partial(device.current, given["x"].data.device_id)
-        recipe = call.recipe(layouts, gpu, out=of_out, aligned=aligned).with_dtypes(partial(_dtype, call.function))
-        if of_form is not None and recipe.has_others:
-            _recipes.of(form, lambda: recipe)
-    return _ready(call, recipe, checks.check_eps(call.function, eps), layouts, of_out)
+    gpu = partial(device.current, given["x"].data.device_id)
+    recipe = call.recipe(layouts, gpu, out=of_out, aligned=aligned).with_dtypes(partial(_dtype, call.function))
+    recipe = _ready(call, recipe, checks.check_eps(call.function, eps), layouts, of_out)
+    if form is not None and recipe.has_others:
+        _recipes.of(form, lambda: recipe)
+    return recipe
+
+
+def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hashable:
+    """As recipe.form_of, of arrays: nothing of them is described or checked for a known form."""
+    x = arrays[call.names.index("x")]
+    shape = getattr(x, "shape", ())
+    if not isinstance(eps, float) or math.prod(shape[:-1]) < 2 or shape[:-1] == shape[-1:]:
+        return None
+    found: list[Hashable] = [call, eps, aligned, shape[-1]]
+    for one in arrays:
+        if not isinstance(one, cupy.ndarray):
+            found.append(type(one))
+        elif one.shape in (shape, shape[:-1]) and one.flags.c_contiguous:
+            found += (x.ndim - one.ndim, one.dtype, one.data.device_id)
+        elif one.ndim == 1:
+            found.append(_described(one))
+        else:
+            return None
+    return tuple(found)
 
 
 def _ready(
@@ -416,8 +439,8 @@ def _ready(
     layouts = [(name, one) for name, one in given.items() if isinstance(one, Layout)]
     return replace(
         recipe,
-        everyday=everyday,
         device_id=int(given["x"].device),
+        everyday_on=int(given["x"].device) if everyday else -1,
         widest=max(ITEMSIZE.get(one.dtype, 8) for _, one in layouts),  # a seed is 8 bytes
         allocated=tuple((shape, kind) for _, shape, kind in written),
         order=order,

@@ -13,7 +13,6 @@ from typing import Any
 from .. import logs
 from ..kernel.device import Device
 from ..operation import Operation
-from ..plan.choose import one_kernel_differentiates_twice
 from ..plan.forward_twice import holds_twice
 from ..plan.plan import plan
 from ..plan.problem import (
@@ -22,7 +21,6 @@ from ..plan.problem import (
     Groups,
     RowStrides,
     backward_problem,
-    backward_twice_problem,
     compute_dtype,
     forward_problem,
 )
@@ -38,7 +36,7 @@ Memory = tuple[str, tuple[int, ...], Any]
 LIMIT = 4096  # recipes that are kept at most
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LaunchRecipe:
     """How calls with the same layouts and options run. `plan` is None where there is nothing to compute."""
 
@@ -58,8 +56,8 @@ class LaunchRecipe:
     temporary: bool = False  # no kernel can write there
     ndim: int = 1  # normalised axes, the last ones
     # What a call site (site.py) needs besides, once it is known which arrays in which order it is given.
-    everyday: bool = False  # there is nothing to do but to allocate and to launch
     device_id: int = 0
+    everyday_on: int = -1  # the same where there is nothing to do but to allocate and to launch, else no device
     widest: int = 1  # bytes of an element of any array
     allocated: tuple[tuple[tuple[int, ...], Any], ...] = ()  # shape and dtype of each result
     order: Callable[[Sequence[float]], tuple[float, ...]] | None = None  # picks what the plan takes
@@ -71,12 +69,13 @@ class LaunchRecipe:
         """That of a call which differs from this one's in its number of rows alone: of the same `form_of`."""
         assert self.plan is not None
         rows = x_shape[:-1]
-        return replace(
-            self,
-            plan=plan(self.plan.problem.of_rows(math.prod(rows)), self.plan.device),
-            written=tuple((name, x_shape if len(shape) > 1 else shape, dtype) for name, shape, dtype in self.written),
-            statistics=tuple((name, rows, dtype) for name, _, dtype in self.statistics),
-        )
+        written = tuple([(name, x_shape if len(shape) > 1 else shape, dtype) for name, shape, dtype in self.written])
+        statistics = tuple([(name, rows, dtype) for name, _, dtype in self.statistics])
+        allocated = tuple([(shape, dtype) for _, shape, dtype in (*written, *statistics)])[: len(self.allocated)]
+        found = object.__new__(LaunchRecipe)  # by replace() it takes 5 us more
+        solution = plan(self.plan.problem.of_rows(math.prod(rows)), self.plan.device)
+        vars(found).update(vars(self), plan=solution, written=written, statistics=statistics, allocated=allocated)
+        return found
 
     @property
     def has_others(self) -> bool:
@@ -297,64 +296,6 @@ def backward_recipe(
         totals=frozenset(f"d{name}" for name in computed if kinds.get(name) == "scalar"),
         temporary=temporary,
         ndim=ndim,
-    )
-
-
-def backward_twice_recipe(
-    operation: Operation,
-    given: Mapping[str, broadcasting.Given],
-    wanted: Collection[str],
-    device: Device,
-    *,
-    sm_margin: int,
-    aligned: bool,
-) -> LaunchRecipe:
-    """Of the backward pass of an operation with a second norm by one kernel; without a plan where none does it.
-
-    `given`: x, s, dy, ds if there is one, rstd, second_rstd and the weights, of which the gradients `wanted` are; those
-    of x and of the residual come with them. Nothing is refused here: what does not fit the halves of the operation
-    refuse.
-    """
-    nothing = LaunchRecipe(None, (), (), ())
-    arrays = {name: one for name, one in given.items() if isinstance(one, Layout)}
-    x, s = arrays.get("x"), arrays.get("s")
-    weights = [name for name in operation.operands if name in given]
-    if x is None or s is None or len(arrays) < len(given) or not set(wanted) <= set(weights) or 0 in x.shape:
-        return nothing
-    shapes = dict.fromkeys(arrays, x.shape) | dict.fromkeys(weights, x.shape[-1:])
-    shapes |= dict.fromkeys(operation.statistics, x.shape[:-1])
-    dtypes = {name: one.dtype for name, one in arrays.items()}
-    strides = {name: _row_strides(arrays[name]) for name in ("x", "s", "dy", "ds") if name in arrays}
-    if (
-        any(one.shape != shapes[name] or one.device != x.device for name, one in arrays.items())
-        or not x.shape
-        or not set(dtypes.values()) <= set(ITEMSIZE)
-        or any(dtypes[name] != compute_dtype(s.dtype) for name in operation.statistics)
-        or s.dtype != x.dtype
-        or None in strides.values()
-        or not all(arrays[name].strides == (1,) or x.shape[-1] == 1 for name in weights)
-    ):
-        return nothing
-    task = backward_twice_problem(
-        operation,
-        math.prod(x.shape[:-1]),
-        x.shape[-1],
-        dtypes,
-        wanted,
-        strides={name: one for name, one in strides.items() if one is not None},
-        sm_margin=sm_margin,
-        aligned=aligned,
-    )
-    if not one_kernel_differentiates_twice(task, device):
-        return nothing
-    written = {"residual": (x.shape, s.dtype), "x": (x.shape, x.dtype)}
-    written |= {name: (x.shape[-1:], dtypes[name]) for name in weights if name in wanted}
-    return LaunchRecipe(
-        plan(task, device),
-        (),
-        (),
-        tuple((f"d{name}", *one) for name, one in written.items()),
-        gradients=tuple((name, f"d{name}") for name in written),
     )
 
 

@@ -19,9 +19,9 @@ def site(call, eps, out, {arrays}):
         )
         recipe = _recipes.kept(key)
     except (AttributeError, TypeError, ValueError):  # no array, or no hash
-        recipe = None
-    if recipe is None or not recipe.everyday or recipe.device_id != _current_device():
-        return run(call, eps, out, ({arrays},))
+        recipe = key = None
+    if recipe is None or recipe.everyday_on != _current_device():
+        return run(call, eps, out, ({arrays},), key)
     if low % recipe.widest:
         check_addresses(call, ({arrays},), out)
 {allocated}

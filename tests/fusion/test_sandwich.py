@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from arrays import on_host, same_bits
-from cpu_functions import FEW_SMS, MANY_SMS, SMALL, WITHOUT_CLUSTERS
+from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
 from fusion_cases import EPS, close, tensor
 from reference import FORMATS, narrow, widen
 from test_named_fusions import rms_norm
@@ -121,51 +121,6 @@ def test_one_launch_has_the_bits_of_two_on_the_stand_in(monkeypatch, shape, dtyp
     runs = cpu_cupy.play(monkeypatch, device)
     check(shape, dtype, cpu_cupy.asarray)
     assert [plan.steps[0].spec.kernel for plan in runs.plans[:2]] == ["forward_twice", "forward_twice"]
-
-
-def check_backward(monkeypatch, machine):
-    """A CTA that takes several rows, one after the other: the bits of the two calls."""
-    runs = cpu_cupy.play(monkeypatch, SMALL, machine)
-    values = {name: cpu_cupy.asarray(one) for name, one in given((30, 1024), "bfloat16").items()}
-    x, residual, weight, second_weight, dy, ds = (values[name] for name in (*NAMES, "dy", "ds"))
-    _, s, *statistics = cunorm.rms_norm_add_rms_norm_forward(x, residual, weight, second_weight)
-    dx, dresidual, *_ = cunorm.rms_norm_add_rms_norm_backward(dy, ds, x, s, *statistics, weight, second_weight)
-    assert runs.plans[-1].steps[0].spec.kernel == "backward_twice"
-    of_s, *_ = cunorm.add_rms_norm_backward(dy, ds, s, statistics[1], second_weight)
-    of_x, _ = cunorm.rms_norm_add_backward(of_s, x, statistics[0], weight)
-    assert same_bits(on_host(dresidual), on_host(of_s)), "dresidual"
-    assert same_bits(on_host(dx), on_host(of_x)), "dx"
-
-
-@needs_machine
-@pytest.mark.parametrize("build", ["results", "memory", "races"])
-@pytest.mark.parametrize(
-    ("shape", "device", "zero_centered_gamma"),
-    [((30, 1024), SMALL, False), ((70, 1528), FEW_SMS, True), ((2, 120, 504), FEW_SMS, False)],
-    ids=["one group of rows", "three packs, not full", "a warp, not full"],
-)
-def test_one_backward_pass_has_the_bits_of_two(monkeypatch, shape, device, zero_centered_gamma, build):
-    runs = cpu_cupy.play(monkeypatch, device, cpu_device.Machine(build))
-    check(shape, "bfloat16", cpu_cupy.asarray, zero_centered_gamma, few=False)
-    assert "backward_twice" in [plan.steps[0].spec.kernel for plan in runs.plans]
-
-
-@needs_machine
-@pytest.mark.parametrize("missing", ["dy", "ds", "weight", "second_weight", "nothing, few rows"])
-def test_when_a_backward_pass_is_one_kernel(monkeypatch, missing):
-    runs = cpu_cupy.play(monkeypatch, SMALL)
-    values = given((3 if "few" in missing else 30, 1024), "bfloat16")
-    values = {name: None if name == missing else cpu_cupy.asarray(one) for name, one in values.items()}
-    x, weight, second_weight = (values[name] for name in ("x", "weight", "second_weight"))
-    _, s, *statistics = cunorm.rms_norm_add_rms_norm_forward(x, values["residual"], weight, second_weight, EPS)
-    takes = (values["dy"], values["ds"], x, s, *statistics, weight, second_weight)
-    mask = (True, True, weight is not None, second_weight is not None)
-    dx, dresidual, *_ = cunorm.rms_norm_add_rms_norm_backward(*takes, output_mask=mask)
-    assert (runs.plans[-1].steps[0].spec.kernel == "backward_twice") == (missing in ("weight", "second_weight"))
-    of_s, *_ = cunorm.add_rms_norm_backward(*takes[:2], s, statistics[1], second_weight)
-    of_x, _ = cunorm.rms_norm_add_backward(of_s, x, statistics[0], weight)
-    assert same_bits(on_host(dresidual), on_host(of_s))
-    assert same_bits(on_host(dx), on_host(of_x))
 
 
 @needs_machine
