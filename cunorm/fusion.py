@@ -239,7 +239,7 @@ class Fused:
 
     def _in_order(self, results: dict[str, Any]) -> Any:
         found = tuple(map(results.__getitem__, self.operation.returns))
-        return found if len(found) > 1 else found[0]
+        return found if len(found) > 1 else results["y"]
 
 
 def fuse(

@@ -108,6 +108,8 @@ def norm_backward(
         call = None
     if call is None:
         call = _kept(_norm_backward_call, asked, output_mask)
+    if dx_out is not None and "x" not in call.results:
+        checks.check_output_mask(asked[0], output_mask, len(output_mask), dx_out)  # says what is wrong
     found = call.site(call, 0.0, dx_out, dy, x, mean, rstd, weight)
     if len(found) == 3:
         return found
@@ -148,18 +150,11 @@ def _norm_recipe(
     asked: Norm, dtype: str | None, store: Float8Store | None, given, gpu: Callable[[], Device], **options
 ):
     function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
-    arrays = [given.get(name) for name in ("x", "weight", "bias")]
+    x, weight, bias = (given.get(name) for name in ("x", "weight", "bias"))
     if store:
-        check_x(function, arrays[0])
-    shape, y_dtype = checks.check_forward(
-        function,
-        arrays[0],
-        normalized_shape,
-        *arrays[1:],
-        options["out"],
-        dtype,
-        zero_centered_gamma=zero_centered_gamma,
-    )
+        check_x(function, x)
+    parameters = (normalized_shape, weight, bias, options["out"], dtype)
+    shape, y_dtype = checks.check_forward(function, x, *parameters, zero_centered_gamma=zero_centered_gamma)
     operation = affine(_norm_of(function), bool(zero_centered_gamma))
     options |= {"demanded": AFFINE, "dtype": y_dtype, "s_dtype": None, "sm_margin": sm_margin, "float8": store}
     return forward_recipe(function, operation, given, gpu(), ndim=len(shape), **options)
@@ -183,8 +178,6 @@ def _norm_backward_recipe(asked: Norm, wanted: tuple[str, ...], given, gpu, **op
     shape = checks.check_backward(
         function, given["dy"], x, given.get("mean"), given["rstd"], weight, out, zero_centered_gamma=zero_centered_gamma
     )
-    if out is not None and "x" not in wanted:
-        raise ValueError(f"{function}: dx_out must be None where output_mask leaves dx out; got an array.")
     parameter = (weight or x).dtype
     operation = affine(_norm_of(function), bool(zero_centered_gamma))
     options |= {"demanded": AFFINE, "s_dtype": None, "sm_margin": sm_margin}
@@ -314,7 +307,7 @@ def _backward_call(function, operation, names, wanted, demanded, s_dtype, sm_mar
 
 
 def run(
-    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: Hashable
+    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None
 ) -> tuple[cupy.ndarray, ...]:
     """What a site does, for any recipe. `key` is that of the recipe, None where the site could not make it."""
     recipe = _recipe_of(call, eps, out, arrays, key)
@@ -361,18 +354,19 @@ def _launch(recipe: LaunchRecipe, solution: Plan, given: dict[str, Any], results
 
 
 def _recipe_of(
-    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: Hashable = None
+    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None = None
 ) -> LaunchRecipe:
     """The recipe that is kept for such arrays, or a new one; TypeError or ValueError for what no kernel takes."""
-    described = (*arrays, out) if call.out else arrays
+    described: Sequence[Any] = (*arrays, out) if call.out else arrays
+    present: list[Any] = [one for one in described if isinstance(one, cupy.ndarray)]
     if key is None:
-        memory = [one.data.ptr for one in described if isinstance(one, cupy.ndarray)]
+        memory = [one.data.ptr for one in present]
         is_aligned = not any(pointer % 16 for pointer in memory) or aligned(call, arrays, out)
         key = (call, eps, type(eps), is_aligned, *map(_described, described))
     else:
         is_aligned = key[3]
     recipe = _recipes.of(key, _made, call, eps, out, arrays, is_aligned)
-    if any(one.data.ptr % recipe.widest for one in described if isinstance(one, cupy.ndarray)):
+    if any(one.data.ptr % recipe.widest for one in present):
         check_addresses(call, arrays, out)
     return recipe
 
@@ -394,7 +388,9 @@ def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any
     given = {name: one for name, one in named if one is not None or name in call.required}
     layouts = {name: _given(call, name, one) for name, one in given.items() if name != "y8_scale"}
     of_out = None if out is None else layout(call.function, call.out, out)
-    gpu = partial(device.current, given["x"].data.device_id)
+    x = given["x"]
+    assert x is not None  # that it is an array was checked
+    gpu = partial(device.current, x.data.device_id)
     recipe = call.recipe(layouts, gpu, out=of_out, aligned=aligned).with_dtypes(partial(_dtype, call.function))
     recipe = _ready(call, recipe, checks.check_eps(call.function, eps), layouts, of_out)
     if form is not None and recipe.has_others:
@@ -405,10 +401,10 @@ def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any
 def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hashable:
     """As recipe.form_of, of arrays: nothing of them is described or checked for a known form."""
     x = arrays[call.names.index("x")]
-    shape = getattr(x, "shape", ())
+    shape: tuple[int, ...] = getattr(x, "shape", ())
     if not isinstance(eps, float) or math.prod(shape[:-1]) < 2 or shape[:-1] == shape[-1:]:
         return None
-    found: list[Hashable] = [call, eps, aligned, shape[-1]]
+    found: list[Hashable] = [call, eps, aligned, shape[-1:]]
     for one in arrays:
         if not isinstance(one, cupy.ndarray):
             found.append(type(one))
@@ -437,10 +433,11 @@ def _ready(
         unasked = [name for name in solution.problem.pointers if name not in given_names]
         order = argument_order(solution.problem, (*given_names, *unasked)) if everyday else None
     layouts = [(name, one) for name, one in given.items() if isinstance(one, Layout)]
+    index = int(dict(layouts)["x"].device)
     return replace(
         recipe,
-        device_id=int(given["x"].device),
-        everyday_on=int(given["x"].device) if everyday else -1,
+        device_id=index,
+        everyday_on=index if everyday else -1,
         widest=max(ITEMSIZE.get(one.dtype, 8) for _, one in layouts),  # a seed is 8 bytes
         allocated=tuple((shape, kind) for _, shape, kind in written),
         order=order,

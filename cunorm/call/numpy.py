@@ -50,13 +50,10 @@ def _norm(
     function, normalized_shape, zero_centered_gamma, dtype, sm_margin = asked
     named = {"x": x, "weight": weight, "bias": bias, "out": out}
     layouts = {name: layout(function, name, array) for name, array in named.items() if array is not None or name == "x"}
+    parameters = (normalized_shape, layouts.get("weight"), layouts.get("bias"), layouts.get("out"))
+    dtype = None if dtype is None else checks.dtype_name(function, dtype)
     shape, y_dtype = checks.check_forward(
-        function,
-        *map(layouts.get, ("x",)),
-        normalized_shape,
-        *map(layouts.get, ("weight", "bias", "out")),
-        None if dtype is None else checks.dtype_name(function, dtype),
-        zero_centered_gamma=zero_centered_gamma,
+        function, layouts["x"], *parameters, dtype, zero_centered_gamma=zero_centered_gamma
     )
     eps = checks.check_eps(function, eps)
     checks.check_sm_margin(function, sm_margin, None)
@@ -87,7 +84,9 @@ def norm_backward(
         for name, array in named.items()
         if array is not None or name not in optional
     }
-    shape = checks.check_backward(function, *map(layouts.get, named), zero_centered_gamma=zero_centered_gamma)
+    required = (layouts["dy"], layouts["x"], layouts.get("mean"), layouts["rstd"])
+    optional = (layouts.get("weight"), layouts.get("dx_out"))
+    shape = checks.check_backward(function, *required, *optional, zero_centered_gamma=zero_centered_gamma)
     checks.check_sm_margin(function, sm_margin, None)
     mask = checks.check_output_mask(function, output_mask, 3 if subtracts_mean else 2, dx_out)
     if dx_out is not None:
