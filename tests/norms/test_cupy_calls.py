@@ -14,6 +14,7 @@ from arrays import inputs, same_bits
 
 import cunorm
 from cunorm.call import cupy as backend
+from cunorm.call import site
 
 pytestmark = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing() or "-")
 
@@ -91,3 +92,19 @@ def test_an_option_that_is_equal_to_an_allowed_one_is_still_refused(arrays):
     cunorm.layer_norm(x, None, weight, bias, 1)
     with pytest.raises(TypeError, match="eps"):
         cunorm.layer_norm(x, None, weight, bias, True)
+
+
+def test_dx_out_is_refused_where_dx_is_left_out_by_a_kept_call_too(arrays):
+    x, dy, weight, _ = arrays
+    _, rstd = cunorm.rms_norm_forward(x, None, weight)
+    cunorm.rms_norm_backward(dy, x, rstd, weight, output_mask=(False, True))
+    with pytest.raises(ValueError, match="dx_out must be None where output_mask leaves dx out"):
+        cunorm.rms_norm_backward(dy, x, rstd, weight, output_mask=(False, True), dx_out=x)
+
+
+def test_the_text_of_a_call_site_has_a_line_for_each_array():
+    """Of two arrays and one result that may be given memory; and of as many results as a recipe says."""
+    of_two = site.text(2, 1, out=True, workspace=False)
+    assert [of_two.count(f"{name}.strides") for name in ("array0", "array1", "array2", "out")] == [1, 1, 0, 1]
+    assert "alloc" not in of_two
+    assert "recipe.places" in site.text(1, None, out=False, workspace=True)
