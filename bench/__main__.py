@@ -1,4 +1,4 @@
-"""`python -m bench run` measures, `python -m bench report` makes the tables of docs/speed.md and its pictures of committed results."""
+"""`python -m bench run` measures; `python -m bench report` makes tables and pictures of docs/speed.md from results."""
 
 from __future__ import annotations
 

@@ -165,7 +165,6 @@ def solutions() -> Iterator[tuple[str, str, Any]]:
                 *matrix.named_fusions(),
                 *matrix.numbers_of_rows(),
                 *matrix.fused_float8(),
-                *matrix.backward_twice(device),
             ],
             "drawn": drawn,
         }
@@ -307,7 +306,7 @@ def results() -> Iterator[Fact]:
     from arrays import bits
 
     import cunorm
-    from cunorm.numpy_arrays import numpy_dtype
+    from cunorm.call.numpy import numpy_dtype
 
     def hashed(array: Any) -> str:
         return hashlib.sha256(numpy.ascontiguousarray(bits(array.get())).tobytes()).hexdigest()[:16]

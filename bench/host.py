@@ -17,7 +17,7 @@ import numpy
 import cunorm
 from bench.suites import Case
 from bench.workload import Workload
-from cunorm import cupy_arrays as gpu
+from cunorm.call import cupy as gpu
 from cunorm.kernel import device, launch
 from cunorm.plan.plain_problems import whole
 from cunorm.plan.plan import plan
@@ -56,7 +56,7 @@ def calls() -> dict[str, Callable[[], object]]:
     pointers = tuple(arrays[name].data.ptr for name in problem.pointers)
     write, start = launch.prepared(solution, 0).alone
     write(*pointers, 1e-5)  # before the first launch by itself
-    options = {"zero_centered_gamma": False, "out": None, "dtype": None, "sm_margin": 0, "statistics": False}
+    asked = ("layer_norm", None, False, None, 0)
     bare = cupy.RawModule(code=BARE)
     three, ten = bare.get_function("three"), bare.get_function("ten")
     n, eps = numpy.int64(COLS), numpy.float32(1e-5)
@@ -69,7 +69,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "arguments written": lambda: write(*pointers, 1e-5),
         "launch.run": lambda: launch.run(solution, 0, 0, (*pointers, 1e-5)),
         "cupy.ndarray": lambda: cupy.ndarray(x.shape, x.dtype),
-        "gpu.forward": lambda: gpu.forward("layer_norm", x, None, weight, bias, 1e-5, **options),
+        "gpu.norm": lambda: gpu.norm(asked, x, weight, bias, 1e-5, None, False),
         "layer_norm": lambda: cunorm.layer_norm(x, None, weight, bias),
         "layer_norm, out given": lambda: cunorm.layer_norm(x, None, weight, bias, out=y),
         "rms_norm": lambda: cunorm.rms_norm(x, None, weight),
@@ -82,7 +82,7 @@ def calls() -> dict[str, Callable[[], object]]:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     times = host_microseconds(calls())
-    call, forward, run = times["layer_norm"], times["gpu.forward"], times["launch.run"]
+    call, forward, run = times["layer_norm"], times["gpu.norm"], times["launch.run"]
     raw, written, allocated = times["cuLaunchKernel, prepared"], times["arguments written"], times["cupy.ndarray"]
     steps = {
         "kind of x": call - forward,

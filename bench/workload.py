@@ -11,7 +11,7 @@ import numpy
 from bench import check
 from bench.suites import Case
 from bench.timing import buffers_needed
-from cunorm.numpy_arrays import numpy_dtype
+from cunorm.call.numpy import numpy_dtype
 
 USUAL_MEAN = 0.25
 

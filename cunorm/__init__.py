@@ -3,7 +3,14 @@
 from pathlib import Path
 from typing import NoReturn
 
-from .api import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
+from .functions import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from .fusion import fuse
 from .kernel.compile import CompileError
 from .linear.api import layer_norm_linear, layer_norm_linear_backward, layer_norm_linear_forward

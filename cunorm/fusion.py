@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import norm_add_norm
+from .call import checks
+from .call.backend import backend_of
+from .call.broadcasting import Kinds
+from .call.store import Float8Store, store_of
 from .expression import substitute, trace
 from .expression.grammar import parse
 from .expression.value import Expression
-from .families import fused_of
-from .norm import checks
-from .norm.float8 import Float8Store, store_of
-from .norm.fused import Kinds
 from .operation import NORMS, SEED, Operation, added_after
 
 EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
@@ -169,7 +169,7 @@ class Fused:
             copies = [name for name in asked if name in added and _alike(arrays[name], given["dy"])]
             computed = tuple(name for name in asked if name not in copies) or asked
             options["s_dtype"] = self.s_dtype
-            found = fused_of(self.function, saved.x).backward(self.function, operation, arrays, computed, **options)
+            found = backend_of(self.function, saved.x).backward(self.function, operation, arrays, computed, **options)
             found = {name: given["dy"] if name in copies else found[name] for name in asked}
         return {name: one.reshape(saved.shapes[name]) if name in saved.shapes else one for name, one in found.items()}
 
@@ -228,7 +228,7 @@ class Fused:
             options |= {"float8": float8, "scale": scale}
         if operation.second:
             return norm_add_norm.forward(self.function, operation, x, operands, eps, **options)
-        run = fused_of(self.function, x).forward
+        run = backend_of(self.function, x).forward
         results, mean, rstd = run(self.function, operation, x, operands, eps, **options)
         return results, {"mean": mean, "rstd": rstd}
 

@@ -13,9 +13,10 @@ from functools import wraps
 from itertools import combinations, product
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
-from .families import float8_of
+from .call import checks
+from .call.backend import backend_of
+from .call.store import store_of
 from .fusion import Fused, Saved
-from .norm import checks
 from .operation import FUSIONS, SEED, Operation, sandwiched_at_once
 
 P = ParamSpec("P")
@@ -797,7 +798,7 @@ def layer_norm_fp8(
     """
     options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
     name = "layer_norm_fp8"
-    return _forward(name, x, normalized_shape, weight, bias, eps, zero_centered_gamma, output=False, **options)[:2]
+    return _forward(name, x, normalized_shape, weight, bias, eps, zero_centered_gamma, output=False, **options)
 
 
 def rms_norm_fp8(
@@ -825,7 +826,7 @@ def rms_norm_fp8(
     """
     options = {"granularity": granularity, "scale": scale, "dtype": dtype, "sm_margin": sm_margin}
     name = "rms_norm_fp8"
-    return _forward(name, x, normalized_shape, weight, None, eps, zero_centered_gamma, output=False, **options)[:2]
+    return _forward(name, x, normalized_shape, weight, None, eps, zero_centered_gamma, output=False, **options)
 
 
 def layer_norm_fp8_forward(
@@ -886,8 +887,20 @@ def rms_norm_fp8_forward(
 
 
 def _forward(
-    name: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, zero_centered_gamma: bool, **options
-) -> tuple[Any, Any, Any]:
-    return float8_of(name, x).forward(
-        name, x, normalized_shape, weight, bias, eps, zero_centered_gamma=zero_centered_gamma, **options
-    )
+    name: str,
+    x: Any,
+    normalized_shape: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    zero_centered_gamma: bool,
+    *,
+    granularity: str | int,
+    scale: Any,
+    dtype: Any,
+    sm_margin: int,
+    output: bool,
+) -> tuple[Any, ...]:
+    store = store_of(name, dtype, granularity, scale, wide=output)
+    asked = (name, normalized_shape, zero_centered_gamma, None, sm_margin)
+    return backend_of(name, x).norm_float8(asked, x, weight, bias, eps, store, scale)

@@ -1,7 +1,7 @@
 """rms_norm_add_rms_norm: two norms, of which the second is of the sum that the first makes.
 
 One launch runs both where a CTA holds a row. Else the second norm reads s, which the first wrote, from memory again.
-The backward pass is one kernel for many rows of 16 bits on sm_90, else two kernels, one after the other.
+The backward pass is that of either norm, one after the other.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .families import FusedTwice, fused_of
-from .norm import checks
-from .norm.float8 import Float8Store
-from .norm.fused import Kinds
+from .call import checks
+from .call.backend import Twice, backend_of
+from .call.broadcasting import Kinds
+from .call.store import Float8Store
 from .operation import Operation, sandwiched
 
 
@@ -31,19 +31,19 @@ def forward(
     float8: Float8Store | None = None,
     scale: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (results by name, statistics by name if they are asked for); arguments as `families.Fused` has them."""
-    family = fused_of(function, x)
+    """Return (results by name, statistics by name if they are asked for); arguments as `Backend.forward` has them."""
+    backend = backend_of(function, x)
     options: dict[str, Any] = {"demanded": demanded, "statistics": statistics, "sm_margin": sm_margin}
-    if float8 is None and isinstance(family, FusedTwice):
-        found = family.forward_twice(function, operation, x, operands, eps, dtype=dtype, s_dtype=s_dtype, **options)
+    if float8 is None and isinstance(backend, Twice):
+        found = backend.forward_twice(function, operation, x, operands, eps, dtype=dtype, s_dtype=s_dtype, **options)
         if found is not None:
             return found, {name: found[name] for name in operation.statistics if name in found}
     first, second, _ = _parts(operation)
     before, after = _told_apart(operands)
-    results, _, rstd = family.forward(function, first, x, before, eps, dtype=s_dtype, s_dtype=None, **options)
+    results, _, rstd = backend.forward(function, first, x, before, eps, dtype=s_dtype, s_dtype=None, **options)
     s = results["y"]
     options |= {"dtype": dtype or checks.dtype_name(function, x.dtype), "s_dtype": None}
-    results, _, second_rstd = family.forward(function, second, s, after, eps, **options, float8=float8, scale=scale)
+    results, _, second_rstd = backend.forward(function, second, s, after, eps, **options, float8=float8, scale=scale)
     return results | {"s": s}, {"rstd": rstd, "second_rstd": second_rstd} if statistics else {}
 
 
@@ -61,25 +61,19 @@ def backward(
     The whole gradient of s is rounded to the dtype of s before those of x and weight are computed from it.
     """
     of_x, of_sum = [name for name in ("x", "weight") if name in wanted], "residual" in wanted
-    family = fused_of(function, arrays["s"], "s")
-    if "x" in wanted and arrays.get("dy") is not None and isinstance(family, FusedTwice):
-        read = {name: one for name, one in arrays.items() if one is not None and name != "residual"}
-        weights = tuple(name for name in ("weight", "second_weight") if name in wanted)
-        found = family.backward_twice(function, operation, read, weights, sm_margin=sm_margin)
-        if found is not None:
-            return {name: found[name] for name in wanted}
+    backend = backend_of(function, arrays["s"], "s")
     first, _, second = _parts(operation)
     options: dict[str, Any] = {"demanded": demanded, "s_dtype": None, "sm_margin": sm_margin}
     given = {"x": arrays["s"], "rstd": arrays["second_rstd"]}
     given |= {name: arrays.get(name) for name in ("s", "dy", "ds", "second_weight")}
     of_s = ("x",) if of_x or of_sum else ()
-    found = family.backward(
+    found = backend.backward(
         function, second, given, (*of_s, *(name for name in ("second_weight",) if name in wanted)), **options
     )
     gradients = {"residual": found.pop("x", None), **found}
     if of_x:
         given = {"x": arrays["x"], "dy": gradients["residual"], "rstd": arrays["rstd"], "weight": arrays.get("weight")}
-        gradients |= fused_of(function, arrays["x"]).backward(function, first, given, of_x, **options)
+        gradients |= backend_of(function, arrays["x"]).backward(function, first, given, of_x, **options)
     return {name: gradients[name] for name in wanted}
 
 

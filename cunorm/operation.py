@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from .expression import gradients, silu, substitute, trace, where
@@ -46,9 +46,11 @@ X = parse("x", ("x",))
 SEED = "seed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Operation:
     """`defaults` are the numbers that stand for operands which a call leaves out.
+
+    What follows from the fields is worked out once: every call of an operation asks for its hash and its operands.
 
     With `second` the epilogue makes s, which is rounded, and y = second(normalise(s), ...): a forward pass alone.
     """
@@ -60,6 +62,16 @@ class Operation:
     defaults: tuple[tuple[str, float], ...] = ()
     second: Expression | None = None
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.norm, self.epilogue, self.prologue, self.returns, self.defaults, self.second))
+
+    def __reduce__(self) -> tuple:  # another process has another hash
+        return Operation, (self.norm, self.epilogue, self.prologue, self.returns, self.defaults, self.second)
+
     @property
     def before(self) -> tuple[str, ...]:
         """The operands of the prologue."""
@@ -70,7 +82,7 @@ class Operation:
         """The operands of the epilogue."""
         return self.epilogue.names[1:]
 
-    @property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         """All of them, each once."""
         return tuple(dict.fromkeys((*self.before, *self.after, *(self.second.names[1:] if self.second else ()))))
@@ -80,15 +92,6 @@ class Operation:
         """What the forward pass keeps of a row."""
         of_norm = NORMS[self.norm].statistics
         return (*of_norm, *(f"second_{name}" for name in of_norm)) if self.second else of_norm
-
-    @property
-    def halves(self) -> tuple[Operation, Operation]:
-        """Of an operation with a second norm: what makes s of x, and what makes y of s, which returns s too, so that
-        the gradient of s itself is added to what comes through its norm.
-        """
-        assert self.second is not None
-        second = Operation(self.norm, self.second, X, ("y", "s"), self.defaults)
-        return replace(self, returns=("y",), second=None), second
 
     def renamed(self, names: Mapping[str, str]) -> Operation:
         """The same operation of operands that have other names."""

@@ -1,13 +1,14 @@
 """The norm of a DiT block by an expression of one's own: gate, residual, norm and modulation are one kernel.
 
-    python examples/dit_block.py
+python examples/dit_block.py
 """
 
-import cunorm
-import cunorm.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import cunorm
+import cunorm.torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,12 +1,13 @@
 """A Flax nnx model with cunorm's norms is trained under jit; its losses are those of Flax's own norms.
 
-    python examples/flax_nnx.py
+python examples/flax_nnx.py
 """
 
 import jax
 import jax.numpy as jnp
-from cunorm.flax import nnx as cunorm_nnx
 from flax import nnx
+
+from cunorm.flax import nnx as cunorm_nnx
 
 
 class Model(nnx.Module):

@@ -8,8 +8,9 @@ Without a GPU of compute capability 8.9 the products are emulated with the same 
 import copy
 
 import torch
-from cunorm.torch import LayerNormLinear, RowwiseScaling, autocast, is_fp8_available
 from torch import nn
+
+from cunorm.torch import LayerNormLinear, RowwiseScaling, autocast, is_fp8_available
 
 DEVICE = "cuda" if is_fp8_available() else "cpu"
 STEPS, WIDTH, ROWS = 40, 64, 128

@@ -6,8 +6,9 @@ The model has random weights, so that nothing is downloaded.
 """
 
 import torch
-from cunorm.torch import accelerate
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from cunorm.torch import accelerate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,13 +1,14 @@
 """LoRA by PEFT on an accelerated model: train, merge, and compare with the model that was not accelerated.
 
-    pip install peft && python examples/lora.py
+pip install peft && python examples/lora.py
 """
 
 import copy
 
 import torch
-from cunorm.torch import accelerate
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from cunorm.torch import accelerate
 
 try:
     from peft import LoraConfig, get_peft_model

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from cunorm.torch import AddLayerNorm, LayerNorm
 from torch import nn
+
+from cunorm.torch import AddLayerNorm, LayerNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS, WIDTH, LAYERS, CONTEXT, BATCH = (2000, 384, 6, 256, 64) if DEVICE == "cuda" else (60, 64, 2, 32, 16)

@@ -10,6 +10,7 @@ import os
 
 import torch
 import torch.distributed as dist
+
 from cunorm.torch import LayerNormLinear
 
 ROWS, WIDTH, FEATURES = 8, 32, 48

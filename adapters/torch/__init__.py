@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..families import at_hand
+from ..call.backend import at_hand
 from ..named import prepare
 from .decomposition import decompositions
 from .linear.float8_context import autocast, fp8_autocast, is_fp8_available, set_recipe

@@ -10,9 +10,9 @@ from itertools import product
 from time import perf_counter
 from typing import Any
 
+from ..call.checks import must_be_a_dtype
 from ..kernel import compile, device, source
 from ..linear import float8_plan
-from ..norm.checks import must_be_a_dtype
 from ..plan.plain_problems import whole
 from ..plan.plan import plan
 from ..plan.problem import ITEMSIZE, Problem

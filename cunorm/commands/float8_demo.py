@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 
 from .. import layer_norm_forward, layer_norm_fp8
+from ..call.store import NAMES
 from ..kernel import device
-from ..norm.float8 import NAMES
 from ..plan.plain_problems import float8_problem
 from ..plan.plan import plan
 
@@ -23,7 +23,7 @@ def show(
     seconds_of: Callable[[Callable[[Any], Any], Any], float],
 ) -> None:
     """`inputs` has x, weight and bias. The product is computed in float32, of the numbers that the bytes stand for."""
-    from ..norm.float8_numpy import quantise
+    from ..call.numpy import quantise
 
     x, dtype = inputs.x, inputs.x.dtype.name
     cols = x.shape[-1]

@@ -18,7 +18,7 @@ from ..kernel.device import Device
 from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
 from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once
-from ..plan.choose import TABLES, Tier, one_kernel_differentiates_twice, tier_of
+from ..plan.choose import TABLES, Tier, tier_of
 from ..plan.forward_twice import holds_twice
 from ..plan.plain_problems import float8_problem, plain, whole
 from ..plan.plan import plan
@@ -30,7 +30,6 @@ from ..plan.problem import (
     Problem,
     RowStrides,
     backward_problem,
-    backward_twice_problem,
     forward_problem,
 )
 from ..plan.registers import RESIDENT
@@ -222,24 +221,6 @@ def named_fusions() -> list[Problem]:
                 problems.append(forward_problem(operation, rows, cols, dtypes, **shared))
             if not operation.second:
                 problems.append(backward_problem(operation, rows, cols, dtypes, wanted, **shared))
-    return problems
-
-
-def backward_twice(device: Device) -> list[Problem]:
-    """The backward passes of norm, add, norm by one kernel: rows of every number of packs to a thread, with and without
-    weights.
-    """
-    problems = []
-    for cols, zero_centered, absent in product(
-        (504, 1024, 1152, 1528, 3072, 4096, 5120, 6144, 10240),
-        (False, True),
-        ((), ("weight",), ("weight", "second_weight")),
-    ):
-        names = [name for name in ("x", "s", "dy", "ds", "weight", "second_weight") if name not in absent]
-        dtypes = dict.fromkeys(names, "float16" if zero_centered else "bfloat16")
-        problem = backward_twice_problem(sandwiched_at_once(zero_centered), 2**14, cols, dtypes, names)
-        if one_kernel_differentiates_twice(problem, device):
-            problems.append(problem)
     return problems
 
 

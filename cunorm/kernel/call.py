@@ -177,43 +177,6 @@ def _backward(
     return before, _call(scalars, call, name)
 
 
-def _backward_twice(spec: NormSpec) -> tuple[str, str]:
-    by_name = {one.name: one for one in spec.operands}
-    of_x, of_s = spec.operation.halves
-    # What the gradient of s, which is the residual's, is to the one, the gradient of y is to the other; its statistics
-    # are called rstd in both.
-    t, rstd = next(one for one in spec.results if one.name != "dx"), by_name["rstd"]
-    second_weight, weight = ({name for name in half.operands if name in by_name} for half in (of_s, of_x))
-    halves = {
-        "OfS": (
-            of_s,
-            [*(by_name[name] for name in ("dy", "ds", "s") if name in by_name), rstd, replace(t, name="dx")],
-            second_weight,
-        ),
-        "OfX": (of_x, [replace(t, name="dy", written=False), by_name["x"], rstd, by_name["dx"]], weight),
-    }
-    before, matrices, columns, sums = "", [], [], []
-    for name, (operation, operands, of_columns) in halves.items():
-        gradients = [by_name[f"d{one}"] for one in sorted(of_columns) if f"d{one}" in by_name]
-        operands = (*operands, *(by_name[one] for one in sorted(of_columns)), *gradients)
-        half = replace(spec, kernel="backward", operation=operation, operands=Operands(operands))
-        own = [one.name for one in half.matrices]
-        text, of_half = backward_struct(half, own, [one.name for one in half.columns], [], name)
-        before += text
-        names = [one for one in own if name == "OfS" or one == "x"]  # t waits in registers
-        matrices.append(f"{_matrices_type(spec, names, KEPT)}{_matrices(spec, names)}")
-        names = [one.name for one in half.columns]
-        columns.append(f"{_matrices_type(spec, names, KEPT)}{_matrices(spec, names)}")
-        sums.append(_list("Sums", (_store_sum(spec, one, by_name[one].dtype) for one in of_half)))
-    results = [_store(spec, one, KEPT) for one in (t, by_name["dx"])]
-    call = ",\n      ".join(("OfS{}, OfX{}", *matrices, *columns, *results, *sums, "second_rstd, rstd, rows"))
-    template = (
-        f"norm_backward_twice<{NORMS[spec.operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, "
-        f"{CPP_TYPE[t.dtype]}, {CPP_TYPE[spec.compute]}>"
-    )
-    return before + _rows(spec), f"  {template}({call});\n"
-
-
 def _call(scalars: Iterable[str], call: str, name: str = "Operation") -> str:
     return f"  const {name} operation{{{', '.join(scalars)}}};\n  {call};\n"
 
@@ -382,7 +345,6 @@ _FAMILIES: dict[str, Callable[[Any], tuple[str, str]]] = {
     "forward_twice": _forward_twice,
     "backward": _backward,
     "backward_few": _few_rows,
-    "backward_twice": _backward_twice,
     "backward_streamed": _backward,
     "column_gradients": _backward,
 }

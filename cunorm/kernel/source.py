@@ -44,7 +44,6 @@ FILES = {
     "forward_twice": "norms/norm_forward_twice.cu",
     "backward": "norms/norm_backward.cu",
     "backward_few": "norms/norm_backward_few.cu",
-    "backward_twice": "norms/norm_backward_twice.cu",
     "backward_streamed": "norms/norm_backward_streamed.cu",
     "column_gradients": "norms/weight_gradient.cu",
     "sum_partials": "norms/sum_partials.cu",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..families import linear_float8_of, linear_of
-from ..norm import checks
+from ..call import checks
+from ..call.backend import PRODUCTS_8, products_of
 from . import problem as linear_problem
 
 
@@ -82,7 +82,7 @@ def layer_norm_linear(
             raise ValueError(f"{name}: fp8 must be None or 'row'; got {fp8!r}.")
         op = linear_problem.op(name, normalization, ln_bias)
         eps = checks.check_eps(name, eps)
-        module = linear_float8_of(name, x)
+        module = products_of(name, x, PRODUCTS_8)
         return module.forward(name, op, x, *parameters, eps, zero_centered_gamma=zero_centered_gamma)
     y, _, _ = _forward(name, x, parameters, eps, normalization, zero_centered_gamma, False)
     return y
@@ -175,7 +175,7 @@ def layer_norm_linear_backward(
     name = "layer_norm_linear_backward"
     op = linear_problem.op(name, normalization, ln_bias)
     eps = checks.check_eps(name, eps)
-    return linear_of(name, x).backward(
+    return products_of(name, x).backward(
         name,
         op,
         dy,
@@ -203,4 +203,4 @@ def _forward(
     op = linear_problem.op(function, normalization, parameters[-1])
     eps = checks.check_eps(function, eps)
     options = {"zero_centered_gamma": zero_centered_gamma, "statistics": statistics}
-    return linear_of(function, x).forward(function, op, x, *parameters, eps, **options)
+    return products_of(function, x).forward(function, op, x, *parameters, eps, **options)

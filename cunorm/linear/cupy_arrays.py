@@ -6,10 +6,10 @@ from typing import Any
 
 import cupy
 
-from .. import cupy_arrays as gpu
-from ..cupy_recipes import layout
+from ..call import checks
+from ..call import cupy as norms
+from ..call.cupy import layout
 from ..kernel import device, launch
-from ..norm import checks
 from ..plan.plain_problems import plain
 from ..plan.plan import plan
 from . import gemm
@@ -73,18 +73,9 @@ def backward(
         mask = (wants_dx, *wants_ln)[: 3 if op == "layer_norm" else 2]
         if any(mask):
             dz = gemm.multiply(rows, weight).reshape(x.shape)
-            dx, dln_weight, dln_bias = gpu.backward(
-                f"{op}_backward",
-                dz,
-                x,
-                mean if op == "layer_norm" else None,
-                rstd,
-                ln_weight,
-                zero_centered_gamma=zero_centered_gamma,
-                output_mask=mask,
-                dx_out=None,
-                sm_margin=0,
-            )
+            asked = (f"{op}_backward", None, zero_centered_gamma, None, 0)
+            of_mean = mean if op == "layer_norm" else None
+            dx, dln_weight, dln_bias = norms.norm_backward(asked, dz, x, of_mean, rstd, ln_weight, None, mask)
     return dx, dweight, dbias, dln_weight, dln_bias
 
 
@@ -95,19 +86,10 @@ def _layouts(function: str, *, required: tuple[str, ...] = ("x", "weight"), **ar
 
 
 def _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics):
-    return gpu.forward(
-        f"{op}_forward",
-        x,
-        x.shape[-1],
-        ln_weight,
-        ln_bias,
-        eps,
-        zero_centered_gamma=zero_centered_gamma,
-        out=None,
-        dtype=None,
-        sm_margin=0,
-        statistics=statistics,
-    )
+    asked = (f"{op}_forward", x.shape[-1], zero_centered_gamma, None, 0)
+    z, *kept = norms.norm(asked, x, ln_weight, ln_bias, eps, None, statistics)
+    mean, rstd = (None, *kept)[-2:] if statistics else (None, None)
+    return z, mean, rstd
 
 
 def _column_sums(dy: cupy.ndarray) -> cupy.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dlpack import on_gpu, views
+from ..call.dlpack import on_gpu, views
 
 MODULE = "cunorm.linear.cupy_arrays"
 

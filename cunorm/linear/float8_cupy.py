@@ -5,9 +5,11 @@ from __future__ import annotations
 import cupy
 import numpy
 
-from ..cupy_recipes import layout
+from ..call import checks
+from ..call import cupy as norms
+from ..call.cupy import layout
+from ..call.store import Float8Store
 from ..kernel import device, launch
-from ..norm import checks, float8_cupy
 from ..plan.problem import E4M3, RowStrides
 from . import gemm, problem
 from .float8_plan import RowsProblem, plan_rows
@@ -41,20 +43,8 @@ def forward(
             "Leave fp8=None."
         )
     with cupy.cuda.Device(x.data.device_id):
-        z, z_scale, _ = float8_cupy.forward(
-            f"{op}_fp8",
-            x,
-            x.shape[-1],
-            ln_weight,
-            ln_bias,
-            eps,
-            zero_centered_gamma=zero_centered_gamma,
-            granularity="row",
-            scale=None,
-            dtype=E4M3,
-            sm_margin=0,
-            output=False,
-        )
+        asked = (f"{op}_fp8", x.shape[-1], zero_centered_gamma, None, 0)
+        z, z_scale = norms.norm_float8(asked, x, ln_weight, ln_bias, eps, Float8Store(E4M3, "row", wide=False), None)
         rows, row_scale = cast_rows(weight)
         scales = (z_scale.reshape(-1), row_scale)
         y = gemm.multiply_rows(z.reshape(-1, x.shape[-1]), rows, scales, bias, x.dtype)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy
 
-from ..norm import float8_numpy
-from ..numpy_arrays import layout, numpy_dtype, rounded
+from ..call import numpy as norms
+from ..call.numpy import layout, numpy_dtype, rounded
+from ..call.store import Float8Store
 from ..plan.problem import E4M3
 from . import problem
 
@@ -31,21 +32,9 @@ def forward(
     )
     problem.check_forward(function, layouts, zero_centered_gamma)
     problem.check_float8(function, layouts)
-    z, z_scale, _ = float8_numpy.forward(
-        f"{op}_fp8",
-        x,
-        x.shape[-1],
-        ln_weight,
-        ln_bias,
-        eps,
-        zero_centered_gamma=zero_centered_gamma,
-        granularity="row",
-        scale=None,
-        dtype=E4M3,
-        sm_margin=0,
-        output=False,
-    )
-    rows, row_scale = float8_numpy.quantise(weight.astype(numpy.float32), "row", E4M3)
+    asked = (f"{op}_fp8", x.shape[-1], zero_centered_gamma, None, 0)
+    z, z_scale = norms.norm_float8(asked, x, ln_weight, ln_bias, eps, Float8Store(E4M3, "row", wide=False), None)
+    rows, row_scale = norms.quantise(weight.astype(numpy.float32), "row", E4M3)
     with numpy.errstate(all="ignore"):
         y = (_numbers(z) @ _numbers(rows).T) * z_scale[..., None].astype(numpy.float64) * row_scale[:, 0]
         if bias is not None:

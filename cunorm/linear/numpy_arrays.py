@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy
 
-from .. import numpy_arrays
-from ..numpy_arrays import layout, rounded, sum_of_rows
+from ..call import numpy as norms
+from ..call.numpy import layout, rounded, sum_of_rows
 from . import problem
 
 
@@ -72,33 +72,16 @@ def backward(
         if wants_dbias:
             dbias = rounded(sum_of_rows(rows, 1), x.dtype)
         dz = grad @ weight.astype(numpy.float64)
-    dx, dln_weight, dln_bias = numpy_arrays.backward(
-        f"{op}_backward",
-        dz,
-        x,
-        mean if layer_norm else None,
-        rstd,
-        ln_weight,
-        zero_centered_gamma=zero_centered_gamma,
-        output_mask=(wants_dx, *wants_ln)[: 3 if layer_norm else 2],
-        dx_out=None,
-        sm_margin=0,
-    )
+    asked = (f"{op}_backward", None, zero_centered_gamma, None, 0)
+    mask = (wants_dx, *wants_ln)[: 3 if layer_norm else 2]
+    of_mean = mean if layer_norm else None
+    dx, dln_weight, dln_bias = norms.norm_backward(asked, dz, x, of_mean, rstd, ln_weight, None, mask)
     return dx, dweight, dbias, dln_weight, dln_bias
 
 
 def _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics):
     """(z, mean, rstd), z in float64."""
-    return numpy_arrays.forward(
-        f"{op}_forward",
-        x,
-        x.shape[-1],
-        ln_weight,
-        ln_bias,
-        eps,
-        zero_centered_gamma=zero_centered_gamma,
-        out=None,
-        dtype="float64",
-        sm_margin=0,
-        statistics=statistics,
-    )
+    asked = (f"{op}_forward", x.shape[-1], zero_centered_gamma, "float64", 0)
+    z, *kept = norms.norm(asked, x, ln_weight, ln_bias, eps, None, statistics)
+    mean, rstd = (None, *kept)[-2:] if statistics else (None, None)
+    return z, mean, rstd

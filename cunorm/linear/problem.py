@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ..norm.checks import Layout
+from ..call.checks import Layout
 from ..plan.problem import ITEMSIZE
 
 OPS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}

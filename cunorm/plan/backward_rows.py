@@ -52,13 +52,12 @@ def shape_of_rows(problem: Problem, held: Held, device: Device) -> NormSpec | No
     shape = _shape(problem, held, device) if device.runs_clusters(held.cluster) else None
     if shape is None:
         return None
-    kernel = "backward_twice" if problem.operation.second else "backward"
     # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
     least = kernel_spec(
-        problem, kernel, shape, rows_per_cta=_whole_warps(shape), stages=2, aligned=False, columns_aligned=False
+        problem, "backward", shape, rows_per_cta=_whole_warps(shape), stages=2, aligned=False, columns_aligned=False
     )
     fits = shared_memory(least) + dynamic_shared(least) <= device.shared
-    return kernel_spec(problem, kernel, shape) if fits else None
+    return kernel_spec(problem, "backward", shape) if fits else None
 
 
 def backward_rows(problem: Problem, held: Held, spec: NormSpec, device: Device) -> NormSpec:

@@ -18,15 +18,14 @@ from .backward_parts import part
 from .backward_rows import Held, backward_rows, shape_of_rows
 from .cluster_backward import MOST_CLUSTER_PACKS, cluster_backward
 from .cluster_forward import cluster_forward
-from .few_rows import adds_columns_beside_rows, few_rows_backward, rows_are_few
+from .few_rows import adds_columns_beside_rows, few_rows_backward
 from .forward_rows import forward_rows
 from .forward_twice import forward_twice
 from .measured import measured
 from .odd_backward import MOST_ODD_PACKS, odd_backward
 from .problem import ITEMSIZE, Problem
-from .registers import sixteen_bits
 from .shapes import ceil_div, kernel_spec
-from .spec import WARP, FewRowsSpec, NormSpec, RowShape
+from .spec import FewRowsSpec, NormSpec, RowShape
 from .steps import STREAMED_THREADS
 
 
@@ -145,17 +144,3 @@ def _forward_streamed(problem: Problem, device: Device) -> NormSpec:
     arrays = {operand.dtype for operand in problem.operands if operand.kind in ("full", "column", "group")}
     two = arrays == {problem.row_dtype} != {"float64"} and len(spec.matrices) == 1 and spec.aligned
     return replace(spec, ctas_per_sm=2 if two else 1)
-
-
-def one_kernel_differentiates_twice(problem: Problem, device: Device) -> bool:
-    """Whether the backward pass of an operation with a second norm is one kernel: of rows of 16 bits that are not few.
-
-    A CTA holds such rows in the shape that either norm's own backward pass gives them, so they have its bits. By more
-    than twelve warps, and on sm_100, it spills.
-    """
-    spec = held_by(problem, device) if device.arch == 90 and "ds" in problem.by_name else None
-    if spec is None or rows_are_few(problem, device):
-        return False
-    shape = spec.shape
-    held = shape.cluster == 1 and shape.threads >= WARP and shape.threads * shape.packs <= 768
-    return held and sixteen_bits(spec)

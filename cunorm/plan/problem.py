@@ -374,37 +374,6 @@ def _backward_operands(
     return Operands((*read, *statistics, *gradients))
 
 
-def backward_twice_problem(
-    operation: Operation,
-    rows: int,
-    cols: int,
-    dtypes: Mapping[str, str],
-    wanted: Collection[str],
-    *,
-    strides: Mapping[str, int | RowStrides] | None = None,
-    sm_margin: int = 0,
-    aligned: bool = True,
-) -> Problem:
-    """The backward pass of an operation with a second norm, for the gradients of x, of the residual, which is that of
-    s, and of the weights that are `wanted`.
-
-    `dtypes` has x, s, dy, ds if there is a gradient of s, and the weights that are given.
-    """
-    operation = operation.given(dtypes)
-    columns = tuple(name for name in operation.operands if name in dtypes)
-    uses = (*(name for name in ("dy", "ds", "s", "x") if name in dtypes), *columns)
-    read = _operands(uses, dtypes, dict.fromkeys(("dy", "ds", "s"), "full"), cols, strides or {})
-    compute = compute_dtype(dtypes["s"])
-    statistics = (Operand(name, "statistic", compute) for name in operation.statistics)
-    gradients = [
-        Operand(f"d{name}", "full", dtypes[of], True, *_row_strides(f"d{name}", cols, {}))
-        for name, of in (("residual", "s"), ("x", "x"))
-    ]
-    gradients += [Operand(f"d{name}", "column", dtypes[name], True) for name in columns if name in wanted]
-    operands = Operands((*read, *statistics, *gradients))
-    return Problem(operation, "backward", rows, cols, dtypes["s"], operands, sm_margin, aligned)
-
-
 def backward_reads(operation: Operation, wanted: Iterable[str], present: Collection[str]) -> tuple[str, ...]:
     """What a backward pass for the gradients `wanted` reads, of what is `present`; dy always, and mean and rstd."""
     found = derivative(operation, wanted, present)

@@ -89,7 +89,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
         return spec.dynamic_shared
     if isinstance(spec, FewRowsSpec):
         return dynamic_shared(spec.rows)
-    if spec.kernel not in ("forward", "backward", "backward_twice") or isinstance(spec, SumSpec):
+    if spec.kernel not in ("forward", "backward") or isinstance(spec, SumSpec):
         return 0
     shape, rows = spec.shape, spec.rows_per_cta
     threads = rows * shape.threads

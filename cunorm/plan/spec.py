@@ -49,7 +49,7 @@ class RowShape:
 class NormSpec:
     """A kernel that reads rows. `operands` are in the order of its parameters, without their strides."""
 
-    # "forward", "forward_pairs", "forward_spread", "forward_streamed", "forward_twice", "backward", "backward_twice",
+    # "forward", "forward_pairs", "forward_spread", "forward_streamed", "forward_twice", "backward",
     # "backward_streamed" or "column_gradients"
     kernel: str
     operation: Operation
@@ -213,7 +213,7 @@ class NormSpec:
         return tuple(one for one in self.results if one not in self.early_results)
 
 
-BACKWARD = ("backward", "backward_twice", "column_gradients")
+BACKWARD = ("backward", "column_gradients")
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Plan:
 
 def tier_name(spec: NormSpec) -> str:
     """Who holds a row, in a word."""
-    if spec.kernel not in ("forward", "forward_spread", "forward_twice", "backward", "backward_twice"):
+    if spec.kernel not in ("forward", "forward_spread", "forward_twice", "backward"):
         return "streamed"
     if spec.shape.cluster > 1:
         return "cluster"

@@ -427,11 +427,11 @@ def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeyp
     from arrays import inputs, same_bits
     from functions import backward, forward
 
-    from cunorm import cupy_arrays
-    from cunorm.recipes import Recipes
+    from cunorm.call import cupy as backend
+    from cunorm.call.recipe import Recipes
 
     def results() -> list[Any]:
-        monkeypatch.setattr(cupy_arrays, "_recipes", Recipes())
+        monkeypatch.setattr(backend, "_recipes", Recipes())
         found: list[Any] = []
         for rows in (64, 4096):
             x, dy, weight, bias = inputs(cupy, rows, 4096, "bfloat16")

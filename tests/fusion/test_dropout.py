@@ -19,9 +19,9 @@ import cunorm
 import cunorm.expression
 from cunorm.commands import matrix
 from cunorm.commands.compilation import fault
+from cunorm.expression.philox import COLUMNS, draw, uniform
 from cunorm.kernel.compile import compile_for
 from cunorm.kernel.device import KNOWN
-from cunorm.norm.philox import COLUMNS, draw, uniform
 from cunorm.operation import added
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import backward_problem, compute_dtype, forward_problem

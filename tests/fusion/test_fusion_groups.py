@@ -9,9 +9,9 @@ import pytest
 from cpu_functions import SMALL
 from fusion_cases import CASES, EPS, close, expected, make
 
+from cunorm.call import broadcasting
+from cunorm.call.checks import Layout
 from cunorm.kernel.device import KNOWN
-from cunorm.norm import fused
-from cunorm.norm.checks import Layout
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import MOST_GROUPS, Groups, backward_problem
 
@@ -46,9 +46,9 @@ def test_shapes_have_their_kinds(x, shape, kind, groups):
         return Layout(shape, (), "float32", "0")
 
     operands = {"w": layout(shape)}
-    kinds = fused.check_operands("test", layout(x), operands, demanded=())
+    kinds = broadcasting.check_operands("test", layout(x), operands, demanded=())
     assert kinds == {"w": kind}
-    assert fused.groups_of(layout(x), operands, kinds) == groups
+    assert broadcasting.groups_of(layout(x), operands, kinds) == groups
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from arrays import on_host, same_bits
-from cpu_functions import FEW_SMS, MANY_SMS, SMALL, WITHOUT_CLUSTERS
+from cpu_functions import MANY_SMS, SMALL, WITHOUT_CLUSTERS
 from fusion_cases import EPS, close, tensor
 from reference import FORMATS, narrow, widen
 from test_named_fusions import rms_norm
@@ -129,47 +129,6 @@ def test_one_launch_has_the_bits_of_two_on_the_stand_in(monkeypatch, shape, dtyp
     runs = cpu_cupy.play(monkeypatch, device)
     check(shape, dtype, cpu_cupy.asarray)
     assert [plan.steps[0].spec.kernel for plan in runs.plans[:2]] == ["forward_twice", "forward_twice"]
-
-
-def check_backward(monkeypatch, machine):
-    """A CTA that takes several rows, one after the other: the bits of the two calls."""
-    runs = cpu_cupy.play(monkeypatch, SMALL, machine)
-    values = {name: cpu_cupy.asarray(one) for name, one in given((30, 1024), "bfloat16").items()}
-    x, residual, weight, second_weight, dy, ds = (values[name] for name in (*NAMES, "dy", "ds"))
-    _, saved = cunorm.rms_norm_add_rms_norm.forward(x, residual, weight, second_weight)
-    found = cunorm.rms_norm_add_rms_norm.backward(saved, dy, ds)
-    assert runs.plans[-1].steps[0].spec.kernel == "backward_twice"
-    expected = apart(saved, values, weight, second_weight, 1e-6)
-    for name in ("x", "residual"):
-        assert same_bits(on_host(found[name]), on_host(expected[name])), f"d{name}"
-
-
-@needs_machine
-@pytest.mark.parametrize("build", ["results", "memory", "races"])
-@pytest.mark.parametrize(
-    ("shape", "device", "zero_centered_gamma"),
-    [((30, 1024), SMALL, False), ((70, 1528), FEW_SMS, True), ((2, 120, 504), FEW_SMS, False)],
-    ids=["one group of rows", "three packs, not full", "a warp, not full"],
-)
-def test_one_backward_pass_has_the_bits_of_two(monkeypatch, shape, device, zero_centered_gamma, build):
-    runs = cpu_cupy.play(monkeypatch, device, cpu_device.Machine(build))
-    check(shape, "bfloat16", cpu_cupy.asarray, zero_centered_gamma, few=False)
-    assert "backward_twice" in [plan.steps[0].spec.kernel for plan in runs.plans]
-
-
-@needs_machine
-@pytest.mark.parametrize("missing", ["dy", "ds", "weight", "second_weight", "nothing, few rows"])
-def test_when_a_backward_pass_is_one_kernel(monkeypatch, missing):
-    runs = cpu_cupy.play(monkeypatch, SMALL)
-    values = given((3 if "few" in missing else 30, 1024), "bfloat16")
-    values = {name: None if name == missing else cpu_cupy.asarray(one) for name, one in values.items()}
-    x, weight, second_weight = (values[name] for name in ("x", "weight", "second_weight"))
-    _, saved = cunorm.rms_norm_add_rms_norm.forward(x, values["residual"], weight, second_weight, EPS)
-    found = cunorm.rms_norm_add_rms_norm.backward(saved, values["dy"], values["ds"])
-    assert (runs.plans[-1].steps[0].spec.kernel == "backward_twice") == (missing in ("weight", "second_weight"))
-    expected = apart(saved, values, weight, second_weight)
-    for name in ("x", "residual"):
-        assert same_bits(on_host(found[name]), on_host(expected[name])), f"d{name}"
 
 
 @needs_machine

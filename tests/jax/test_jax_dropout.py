@@ -12,7 +12,7 @@ from jax_arrays import calls, close, lowered, on_devices, random  # noqa: E402
 
 import cunorm  # noqa: E402
 import cunorm.jax  # noqa: E402
-from cunorm.norm.philox import uniform  # noqa: E402
+from cunorm.expression.philox import uniform  # noqa: E402
 
 P, COLS = 0.25, 48
 SEED = numpy.array([7, 2**31 + 5], "uint32")

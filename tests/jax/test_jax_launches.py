@@ -17,10 +17,10 @@ from reference import EPS, check_backward, check_forward
 pytest.importorskip("jax")
 
 import cunorm
+from cunorm.call.numpy import numpy_dtype
 from cunorm.expression import parse
 from cunorm.fusion import Fused, composed
 from cunorm.jax.xla import call as xla_call
-from cunorm.numpy_arrays import numpy_dtype
 from cunorm.operation import affine
 from cunorm.plan.plain_problems import float8_problem
 from cunorm.plan.plan import plan

@@ -12,13 +12,13 @@ import numpy
 from cpu_device import Machine, divided
 from cpu_functions import SMALL, plan_of_many, unwritten
 
-from cunorm import cupy_arrays, cupy_recipes, families
+from cunorm.call import backend, recipe
+from cunorm.call import cupy as cupy_backend
+from cunorm.call.numpy import numpy_dtype
+from cunorm.call.recipe import Recipes
 from cunorm.kernel.device import Device
-from cunorm.norm import float8_cupy, fused_cupy, fused_recipe
-from cunorm.numpy_arrays import numpy_dtype
 from cunorm.plan.problem import Operand
 from cunorm.plan.steps import Plan
-from cunorm.recipes import Recipes
 
 
 class Array(numpy.ndarray):
@@ -101,18 +101,16 @@ def play(monkeypatch: Any, device: Device = SMALL, machine: Machine | None = Non
             get_current_stream=lambda _: SimpleNamespace(ptr=0),
         ),
     )
-    for family in (fused_cupy, float8_cupy, cupy_arrays):
-        monkeypatch.setattr(family, "cupy", cupy)
-        monkeypatch.setattr(family, "launch", runs)
-        monkeypatch.setattr(family, "_recipes", Recipes())
-    for planning in (fused_cupy, float8_cupy, cupy_recipes):
-        monkeypatch.setattr(planning, "device", SimpleNamespace(current=lambda _: device))
-    monkeypatch.setattr(cupy_recipes, "cupy", cupy)
-    for planning in (cupy_recipes, fused_recipe) if as_many else ():
-        monkeypatch.setattr(planning, "plan", plan_of_many)
-    monkeypatch.setattr(cupy_arrays, "_current_device", lambda: 0)
-    monkeypatch.setattr(cupy_arrays, "_current_stream", cupy.cuda.get_current_stream)
-    monkeypatch.setitem(families._fused, Array, fused_cupy)
-    monkeypatch.setitem(families._norms, Array, cupy_arrays)
-    monkeypatch.setitem(families._float8, Array, float8_cupy)
+    for name, part in {
+        "cupy": cupy,
+        "launch": runs,
+        "device": SimpleNamespace(current=lambda _: device),
+        "_recipes": Recipes(),
+        "_current_device": lambda: 0,
+        "_current_stream": cupy.cuda.get_current_stream,
+    }.items():
+        monkeypatch.setattr(cupy_backend, name, part)
+    if as_many:
+        monkeypatch.setattr(recipe, "plan", plan_of_many)
+    monkeypatch.setitem(backend.known, Array, cupy_backend)
     return runs

@@ -1,4 +1,4 @@
-"""Both norms on a Machine of cpu_device.py: NumPy arrays in, NumPy arrays out, as cupy_arrays.py does with CuPy's."""
+"""Both norms on a Machine of cpu_device.py: NumPy arrays in, NumPy arrays out, as call/cupy.py does with CuPy's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cpu_device import Machine, poisoned
 from functions import bias_of
 from reference import EPS, check_backward, check_forward
 
+from cunorm.call.numpy import numpy_dtype
 from cunorm.kernel.device import Device
-from cunorm.numpy_arrays import numpy_dtype
 from cunorm.plan import few_rows
 from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan

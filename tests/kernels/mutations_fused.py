@@ -338,25 +338,4 @@ MUTATIONS = (
         "norms one after the other",
         (("results", "y"),),
     ),
-    Mutation(
-        "the sums of both norms of a row in one set of slots",
-        "exchanged(turn + 1,",
-        "exchanged(turn,",
-        "norms one after the other, backward",
-        (("races", "race:"),),
-    ),
-    Mutation(
-        "the gradient of x by the sums of s",
-        "differentiate(of_x, saved_of_x, projection_of_x,",
-        "differentiate(of_x, saved_of_x, projection_of_s,",
-        "norms one after the other, backward",
-        (("results", "dx"),),
-    ),
-    Mutation(
-        "the gradient of x by that of another pack of s",
-        "unpack(t[p], matrices[0]);",
-        "unpack(t[0], matrices[0]);",
-        "norms one after the other, backward",
-        (("results", "dx"),),
-    ),
 )

@@ -198,9 +198,9 @@ def launches(dtype: str, part: int, target: Device, asarray: Callable[..., Any])
     import numpy
 
     import cunorm
+    from cunorm.call.numpy import numpy_dtype
     from cunorm.commands.matrix import TABLES, lengths_of_tiers
     from cunorm.expression import silu
-    from cunorm.numpy_arrays import numpy_dtype
 
     gated = cunorm.fuse(
         "rms_norm",

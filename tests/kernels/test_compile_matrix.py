@@ -66,7 +66,6 @@ def test_no_cast_spills(arch):
 @pytest.mark.parametrize("arch", [80, 90])
 def test_no_kernel_of_a_named_fusion_spills(arch, part):
     problems = [problem for problem in matrix.named_fusions() if not refused(problem, KNOWN[arch])]
-    problems += matrix.backward_twice(KNOWN[arch])
     assert not faults_of(matrix.kernels_of(problems, KNOWN[arch])[part::8], arch)
 
 

@@ -29,7 +29,7 @@ def library() -> Path | None:
 
 def kinds() -> list:
     """One kernel for all whose texts differ in numbers, types and expressions alone."""
-    problems = [*matrix.covering(DEVICE), *matrix.named_fusions(), *matrix.backward_twice(DEVICE)]
+    problems = [*matrix.covering(DEVICE), *matrix.named_fusions()]
     problems += [*matrix.numbers_of_rows(), *matrix.fused_float8()]
     problems = [problem for problem in problems if not refused(problem, DEVICE)]
     found = {}

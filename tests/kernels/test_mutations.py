@@ -167,9 +167,6 @@ FLOAT8 = {
         monkeypatch, test_fused_float8.Run("add_rms_norm", (3, 4096), "bfloat16", "row", SMALL, ""), machine
     ),
     "norms one after the other": lambda monkeypatch, machine: test_sandwich.check_turns(monkeypatch, machine),
-    "norms one after the other, backward": lambda monkeypatch, machine: test_sandwich.check_backward(
-        monkeypatch, machine
-    ),
     "float8, edges": float8_edges,
     "float8, rounding": float8_rounding,
     "casts, rows": lambda _, machine: test_float8_casts.rows_and_columns(machine, 37, 1000, "float16"),

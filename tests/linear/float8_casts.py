@@ -9,6 +9,7 @@ import numpy
 from cpu_device import Machine
 from cpu_functions import SMALL, aligned, row_stride, unwritten
 
+from cunorm.call.store import NAMES
 from cunorm.kernel.device import Device
 from cunorm.linear.float8_plan import (
     ColumnsProblem,
@@ -19,7 +20,6 @@ from cunorm.linear.float8_plan import (
     plan_rows,
 )
 from cunorm.linear.float8_spec import padded
-from cunorm.norm.float8 import NAMES
 from cunorm.operation import NAMED, NORMS
 
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}

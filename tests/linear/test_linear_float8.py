@@ -144,6 +144,6 @@ def test_cupy_casts_weights(monkeypatch):
 
 
 def layout(function: str, name: str, array: Any) -> Any:
-    from cunorm.norm.checks import Layout
+    from cunorm.call.checks import Layout
 
     return Layout(array.shape, tuple(stride // array.itemsize for stride in array.strides), array.dtype.name, "0")

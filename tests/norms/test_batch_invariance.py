@@ -19,9 +19,9 @@ from functions import OPS, backward, forward
 from problems import DEVICES, problem
 
 from cunorm import fuse
+from cunorm.call.numpy import numpy_dtype
 from cunorm.commands import matrix
 from cunorm.kernel.device import KNOWN, Device
-from cunorm.numpy_arrays import numpy_dtype
 from cunorm.plan.choose import TABLES, tier_of
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import ITEMSIZE, Problem, backward_problem

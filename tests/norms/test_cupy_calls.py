@@ -13,7 +13,8 @@ import pytest
 from arrays import inputs, same_bits
 
 import cunorm
-from cunorm import cupy_arrays
+from cunorm.call import cupy as backend
+from cunorm.call import site
 
 pytestmark = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing() or "-")
 
@@ -48,7 +49,7 @@ def all_same(found, expected) -> bool:
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
 def test_the_device_of_x_is_current_for_the_launch_alone(monkeypatch, arrays, given):
     """With every option of the call. `given`: memory for y and dx."""
-    outs = [{name: cupy_arrays.cupy.ndarray((5, 40), "float16") for name in ("out", "dx_out")} for _ in range(2)]
+    outs = [{name: backend.cupy.ndarray((5, 40), "float16") for name in ("out", "dx_out")} for _ in range(2)]
     expected = both(*arrays, **(outs[0] if given else {}))
     current, launched = [7], []
 
@@ -58,15 +59,15 @@ def test_the_device_of_x_is_current_for_the_launch_alone(monkeypatch, arrays, gi
         yield
         current.pop()
 
-    launch = cupy_arrays.launch.run
+    launch = backend.launch.run
 
     def run(*arguments):
         launched.append(current[-1])
         launch(*arguments)
 
-    monkeypatch.setattr(cupy_arrays, "_current_device", lambda: current[-1])
-    monkeypatch.setattr(cupy_arrays.cupy.cuda, "Device", device)
-    monkeypatch.setattr(cupy_arrays, "launch", SimpleNamespace(run=run))
+    monkeypatch.setattr(backend, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(backend.cupy.cuda, "Device", device)
+    monkeypatch.setattr(backend, "launch", SimpleNamespace(run=run))
     found = both(*arrays, **(outs[1] if given else {}))
     assert all_same(found, expected)
     assert not given or (found[0] is outs[1]["out"] and found[3] is outs[1]["dx_out"])
@@ -80,8 +81,8 @@ def test_a_shape_without_a_hash_is_as_good_as_one_with(arrays):
 
 def test_a_call_like_an_earlier_one_makes_no_recipe(monkeypatch, arrays):
     expected = both(*arrays)
-    for name in ("forward_recipe", "backward_recipe"):
-        monkeypatch.setattr(cupy_arrays, name, None)
+    for name in ("forward_recipe", "backward_recipe", "run"):
+        monkeypatch.setattr(backend, name, None)
     assert all_same(both(*arrays), expected)
 
 
@@ -91,3 +92,19 @@ def test_an_option_that_is_equal_to_an_allowed_one_is_still_refused(arrays):
     cunorm.layer_norm(x, None, weight, bias, 1)
     with pytest.raises(TypeError, match="eps"):
         cunorm.layer_norm(x, None, weight, bias, True)
+
+
+def test_dx_out_is_refused_where_dx_is_left_out_by_a_kept_call_too(arrays):
+    x, dy, weight, _ = arrays
+    _, rstd = cunorm.rms_norm_forward(x, None, weight)
+    cunorm.rms_norm_backward(dy, x, rstd, weight, output_mask=(False, True))
+    with pytest.raises(ValueError, match="dx_out must be None where output_mask leaves dx out"):
+        cunorm.rms_norm_backward(dy, x, rstd, weight, output_mask=(False, True), dx_out=x)
+
+
+def test_the_text_of_a_call_site_has_a_line_for_each_array():
+    """Of two arrays and one result that may be given memory; and of as many results as a recipe says."""
+    of_two = site.text(2, 1, out=True, workspace=False)
+    assert [of_two.count(f"{name}.strides") for name in ("array0", "array1", "array2", "out")] == [1, 1, 0, 1]
+    assert "alloc" not in of_two
+    assert "recipe.places" in site.text(1, None, out=False, workspace=True)

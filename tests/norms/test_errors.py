@@ -414,7 +414,7 @@ def test_host_arrays_of_other_libraries(x):
 
 def test_a_cuda_array_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "cunorm.cupy_arrays", raising=False)
+    monkeypatch.delitem(sys.modules, "cunorm.call.cupy", raising=False)
     monkeypatch.delattr(cunorm, "gpu", raising=False)
     with pytest.raises(ImportError, match=f"^layer_norm: arrays on a GPU need CuPy.*{re.escape(INSTALL)}"):
         cunorm.layer_norm(Exporter(2))

@@ -10,9 +10,9 @@ from nvrtc import needs_nvrtc
 from problems import problem
 
 from cunorm import logs
+from cunorm.call.checks import Layout
 from cunorm.kernel import compile
 from cunorm.kernel.device import KNOWN
-from cunorm.norm.checks import Layout
 from cunorm.plan.plan import plan
 
 

@@ -12,12 +12,12 @@ import pytest
 from problems import problem
 
 import cunorm
-from cunorm import cupy_arrays, cupy_recipes
+from cunorm.call import cupy as backend
+from cunorm.call import recipe
+from cunorm.call.recipe import Recipes
 from cunorm.kernel import compile, driver, launch, source
 from cunorm.kernel.device import H100
-from cunorm.norm import fused_cupy, fused_recipe
 from cunorm.plan.plan import plan
-from cunorm.recipes import Recipes
 
 COLS = 64
 ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)  # in this order; some with kernels of their own
@@ -68,8 +68,7 @@ CALLS = {
 
 
 def forget(monkeypatch) -> None:
-    for family in (cupy_arrays, fused_cupy):
-        monkeypatch.setattr(family, "_recipes", Recipes())
+    monkeypatch.setattr(backend, "_recipes", Recipes())
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -92,12 +91,8 @@ CLOSE = [name for name in CALLS if not re.search("views|modulate|fp8", name)]
 @pytest.mark.parametrize("name", CLOSE)
 def test_nothing_is_checked_and_declared_again(monkeypatch, runs, name):
     CALLS[name](5)
-    for module, names in {
-        cupy_recipes: ("plain", "layout"),
-        fused_recipe: ("forward_problem", "backward_problem", "_kinds"),
-    }.items():
-        for one in names:
-            monkeypatch.setattr(module, one, lambda *_, **__: pytest.fail("made again"))
+    for one in ("forward_problem", "backward_problem", "_kinds"):
+        monkeypatch.setattr(recipe, one, lambda *_, **__: pytest.fail("made again"))
     for rows in (3000, 2, 40_000):
         CALLS[name](rows)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 import pytest
 
+from cunorm.call.checks import Layout, check_out_memory, row_strides
 from cunorm.kernel.device import KNOWN
-from cunorm.norm.checks import Layout, check_out_memory, row_strides
 from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Operand, RowStrides

@@ -16,6 +16,7 @@ from cpu_device import Machine, missing, poisoned
 from cpu_functions import SMALL
 from functions import OPS, backward, forward
 
+from cunorm.call.recipe import Recipes
 from cunorm.commands.matrix import KINDS_OF_FUSIONS
 from cunorm.commands.search import bytes_of
 from cunorm.kernel.device import Device
@@ -28,7 +29,6 @@ from cunorm.plan.plain_problems import float8_problem, whole
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Groups, Problem, forward_problem
 from cunorm.plan.steps import Plan
-from cunorm.recipes import Recipes
 
 ROWS = 5
 DRAWS = 4  # of the launches that a row could have
@@ -132,7 +132,8 @@ def test_other_operations_on_the_stand_in(problem):
 def test_on_a_gpu(op, cols, dtype):
     import cupy
 
-    from cunorm import cupy_arrays, cupy_recipes
+    from cunorm.call import cupy as backend
+    from cunorm.call import recipe
 
     x, dy, weight, bias = inputs(cupy, 700, cols, dtype)
 
@@ -141,8 +142,8 @@ def test_on_a_gpu(op, cols, dtype):
         yield y, mean, rstd, backward(op, dy, x, mean, rstd, weight)[0]
         for number in range(DRAWS):
             with (
-                mock.patch.object(cupy_recipes, "plan", drawn(number)),
-                mock.patch.object(cupy_arrays, "_recipes", Recipes()),
+                mock.patch.object(recipe, "plan", drawn(number)),
+                mock.patch.object(backend, "_recipes", Recipes()),
             ):
                 dx, *_ = backward(op, dy, x, mean, rstd, weight)
                 yield *forward(op, x, weight, bias), dx

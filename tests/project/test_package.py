@@ -176,9 +176,9 @@ def test_importing_takes_less_than_150_ms(tmp_path):
 # core.
 
 LAYERS = (
-    {"logs", "kernel.driver", "norm.philox"},
+    {"logs", "kernel.driver", "expression.philox"},
     {"private", "kernel.cache"},
-    {"kernel.device", "expression.value", "linear.gemm", "recipes"},
+    {"kernel.device", "expression.value", "linear.gemm", "call.site"},
     {"expression.grammar"},
     {"expression.tracing"},
     {"expression.functions"},
@@ -187,17 +187,17 @@ LAYERS = (
     {"operation"},
     {"plan.problem"},
     {"plan.plain_problems"},
-    {"norm.checks", "plan.spec"},
+    {"call.checks", "plan.spec"},
     {
         "plan.registers",
         "plan.shapes",
         "plan.shared_memory",
         "plan.backward_parts",
-        "norm.fused",
-        "norm.float8",
+        "call.broadcasting",
+        "call.store",
         "linear.problem",
     },
-    {"plan.legal", "plan.tables"},
+    {"plan.legal", "plan.tables", "call.backend"},
     {"plan.table_files"},
     {"plan.measured"},
     {"plan.candidates"},
@@ -208,42 +208,21 @@ LAYERS = (
     {"plan.few_rows"},
     {"plan.choose", "plan.launches"},
     {"plan.plan"},
-    {"norm.fused_recipe"},
+    {"call.recipe"},
     {"kernel.text"},
     {"linear.float8_spec", "kernel.call"},
     {"kernel.source", "linear.float8_plan"},
     {"kernel.compile"},
     {"kernel.launch"},
-    {"numpy_arrays"},
-    {"cupy_recipes"},
-    {"cupy_arrays"},
-    {"norm.float8_numpy"},
-    {
-        "dlpack",
-        "norm.fused_numpy",
-        "norm.fused_cupy",
-        "norm.float8_cupy",
-        "linear.numpy_arrays",
-        "linear.cupy_arrays",
-        "linear.dlpack",
-    },
-    {"linear.float8_numpy", "linear.float8_cupy"},
-    {"families"},
-    {"api", "norm_add_norm", "linear.api"},
+    {"call.numpy", "call.cupy", "call.dlpack"},
+    {"linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack", "linear.float8_numpy", "linear.float8_cupy"},
+    {"functions", "norm_add_norm", "linear.api"},
     {"fusion"},
     {"named"},
 )
 PURE = set().union(*LAYERS[:19]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
-AT_ONCE = {
-    "cupy_recipes",
-    "cupy_arrays",
-    "norm.fused_cupy",
-    "norm.float8_cupy",
-    "linear.cupy_arrays",
-    "linear.float8_cupy",
-    "linear.gemm",
-}
+AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.float8_cupy", "linear.gemm"}
 FOR_ADAPTERS = {
     "",  # what users call
     "logs",
@@ -257,17 +236,17 @@ FOR_ADAPTERS = {
     "expression.texts",
     "expression.tracing",
     "expression.value",
-    "families",
+    "call.backend",
     "fusion",
     "named",
     "private",
-    "norm.fused",
-    "norm.fused_recipe",
+    "call.broadcasting",
+    "call.recipe",
     "plan.plain_problems",
     "plan.problem",
-    "norm.checks",
-    "norm.float8",
-    "norm.philox",
+    "call.checks",
+    "call.store",
+    "expression.philox",
     "plan.plan",
     "plan.steps",
     "linear.problem",
@@ -340,7 +319,7 @@ def test_every_layer_imports_those_before_it_alone():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_file_imports_a_framework_and_those_of_cupy_arrays_alone_import_cupy_at_once(path):
+def test_no_file_imports_a_framework_and_those_of_cupy_alone_import_it_at_once(path):
     assert not top(imports(path)) & FRAMEWORKS
     at_once = top(imports(path, module_level=True)) & GPU_LIBRARIES
     assert at_once == ({"cupy"} if module_name(path) in AT_ONCE else set())

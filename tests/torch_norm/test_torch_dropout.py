@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
 import cunorm  # noqa: E402
-from cunorm.norm.philox import uniform  # noqa: E402
+from cunorm.expression.philox import uniform  # noqa: E402
 from cunorm.torch import AddLayerNorm, AddRMSNorm, add_layer_norm, add_rms_norm  # noqa: E402
 from cunorm.torch.norm import functional  # noqa: E402
 

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 import torch_stand_in  # noqa: E402
 
+from cunorm.call import recipe as fused_recipe  # noqa: E402
 from cunorm.kernel.device import H100  # noqa: E402
-from cunorm.norm import fused_recipe  # noqa: E402
 from cunorm.torch import (  # noqa: E402
     add_rms_norm,
     layer_norm,

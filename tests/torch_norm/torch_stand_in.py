@@ -32,8 +32,7 @@ def play(monkeypatch: Any) -> cpu_cupy.Runs:
         monkeypatch.setattr(gpu, name, part)
     for module in (fused_launching, sandwich_launching):
         monkeypatch.setattr(module, "launch", runs)
-    for recipes in ("_recipes", "_backward_recipes"):
-        monkeypatch.setattr(sandwich_launching, recipes, {})
+    monkeypatch.setattr(sandwich_launching, "_recipes", {})
     monkeypatch.setattr(fused_launching, "_calls", {})
     monkeypatch.setattr(fused_dispatch, "at_once", lambda _: True)
     monkeypatch.setattr(functional, "launchable", lambda _: True)

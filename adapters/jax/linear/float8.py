@@ -10,9 +10,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ...norm import float8 as scales
+from ...call.store import MOST_MULTIPLIER, Float8Store
 from ...plan.problem import E4M3, FLOAT8
-from ..norm import float8
+from ..norm import arrays, float8
 from ..norm.formulas import Arrays, Task
 
 
@@ -24,8 +24,9 @@ def product(
     Scales are powers of two, so that bytes times a scale are exact in 16 bits, as they are where XLA gives the scales
     to its product.
     """
-    z_scale = _power_of_two(float8.unexceeded(task, inputs, E4M3))
-    z = float8.results8(float8.task8(task, E4M3, "tensor"), dict(inputs), z_scale, wide=False)["y8"]
+    store = Float8Store(E4M3, "tensor", wide=False)
+    z_scale = _power_of_two(arrays.unexceeded(task, inputs, store))
+    z = arrays.stored(task.stored(store), dict(inputs), z_scale)["y8"]
     wide = matrix.astype(jnp.float32)
     largest = jax.lax.bitcast_convert_type(float8.bits_of_magnitudes(wide).max(), jnp.float32)
     scale = _power_of_two(largest / FLOAT8[E4M3])
@@ -41,4 +42,4 @@ def _power_of_two(scale: jax.Array) -> jax.Array:
     """The next one that is not smaller. NaN stays NaN."""
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & jnp.uint32(0xFF800000), jnp.float32)
-    return jnp.where(scale < jnp.inf, jnp.maximum(rounded, 1 / scales.MOST_MULTIPLIER), scale + (scale - scale))
+    return jnp.where(scale < jnp.inf, jnp.maximum(rounded, 1 / MOST_MULTIPLIER), scale + (scale - scale))

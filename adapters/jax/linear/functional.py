@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ...call import checks
+from ...call.checks import Layout
 from ...linear import problem as linear_problem
-from ...norm import checks
-from ...norm.checks import Layout
 from ...operation import affine
 from ..norm import formulas, primitives, sharding
 from ..norm.formulas import Task

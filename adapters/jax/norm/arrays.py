@@ -1,57 +1,79 @@
-"""What cunorm's own functions do with JAX arrays: as cupy_arrays.py and numpy_arrays.py with theirs."""
+"""The backend of JAX arrays: what cunorm's own functions, and what `cunorm.fuse` makes, do with them.
+
+A number stands in the program, as eps does. An array without axes becomes a vector for all rows, and an operand that
+kernels know no kind for one of the shape of x; their gradients are added up again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ...norm import checks
-from ...norm.checks import Layout
-from ...operation import affine
-from . import functional, primitives, sharding
-from .formulas import Task
+from ...call import broadcasting, checks
+from ...call.backend import Norm
+from ...call.checks import Layout
+from ...call.store import Float8Store, affine_scale, check_rows, check_x
+from ...operation import NORMS, SEED, Operation, affine
+from ...plan.problem import FLOAT8, compute_dtype
+from . import formulas, functional, primitives, sharding
+from .formulas import Arrays, Task
+from .functional import array
 
 
-def forward(
-    function: str,
-    x: jax.Array,
-    normalized_shape: int | Sequence[int] | None,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    eps: float,
-    *,
-    zero_centered_gamma: bool,
-    out: None,
-    dtype: Any,
-    sm_margin: int,
-    statistics: bool,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (y, mean, rstd), statistics None unless asked for. All are differentiable."""
+def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: None, statistics: bool) -> tuple[jax.Array, ...]:
+    """As `Backend.norm`. All results are differentiable."""
+    function, normalized_shape, zero_centered_gamma, dtype, sm_margin = asked
     _refuse(function, "out", out)
     arrays, task = functional.checked(
         function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, dtype, sm_margin
     )
     results = functional.FORWARD[task.operation.norm](task, statistics, arrays)
-    return results["y"], results.get("mean"), results.get("rstd")
+    return (results["y"], *(results[name] for name in (task.norm.statistics if statistics else ())))
 
 
-def backward(
-    function: str,
-    dy: jax.Array,
-    x: jax.Array,
-    mean: jax.Array | None,
-    rstd: jax.Array,
-    weight: jax.Array | None,
-    *,
-    zero_centered_gamma: bool,
-    output_mask: tuple[bool, ...],
-    dx_out: None,
-    sm_margin: int,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Return (dx, dweight, dbias), None where output_mask says so."""
+def norm_float8(
+    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
+) -> tuple[jax.Array, ...]:
+    """As `Backend.norm_float8`."""
+    function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
+    check_x(function, Layout(x.shape, (), x.dtype.name, ""))
+    arrays, task = functional.checked(
+        function, x, normalized_shape, weight, bias, eps, zero_centered_gamma, None, sm_margin
+    )
+    results = stored(task.stored(store), arrays, scale)
+    return tuple(results[name] for name in store.results(("y",)))
+
+
+def stored(task: Task, arrays: dict[str, jax.Array], scale: Any) -> dict[str, jax.Array]:
+    """What a task with a store returns, by name. `scale` is one for all, None for the one that no value of an affine
+    operation exceeds.
+    """
+    assert task.store is not None
+    if task.store.granularity == "tensor":
+        if scale is None:
+            scale = unexceeded(task, arrays, task.store)
+        arrays = sharding.prepared(task, arrays | {"y8_scale": jnp.asarray(scale, jnp.float32).reshape(())})
+    return arrays | functional.FORWARD[task.operation.norm](task, False, arrays)
+
+
+def unexceeded(task: Task, arrays: Arrays, store: Float8Store) -> jax.Array:
+    """A scale for all of y that no value of an affine operation exceeds."""
+    _, cols = task.rows_and_cols(arrays["x"].shape)
+    # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
+    largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[store.format]))
+    return affine_scale(jnp, task.operation, largest, cols, arrays.get("weight"), arrays.get("bias"))
+
+
+def norm_backward(
+    asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: None, output_mask: Any
+) -> tuple[jax.Array | None, ...]:
+    """As `Backend.norm_backward`."""
+    function, _, zero_centered_gamma, _, sm_margin = asked
     _refuse(function, "dx_out", dx_out)
     layer_norm = function.startswith("layer_norm")
     optional = ("weight",) if layer_norm else ("weight", "mean")
@@ -85,6 +107,166 @@ def _refuse(function: str, name: str, out: Any) -> None:
     if out is not None:
         got = type(out).__name__
         raise TypeError(f"{function}: {name} must be None, as JAX's arrays are not written to; got {got}.")
+
+
+def forward(
+    function: str,
+    operation: Operation,
+    x: jax.Array,
+    operands: Mapping[str, Any],
+    eps: float,
+    *,
+    demanded: broadcasting.Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+    statistics: bool,
+    sm_margin: int,
+    float8: Float8Store | None = None,
+    scale: Any = None,
+) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
+    """As `Backend.forward`. All results are differentiable, but for those with y in 8 bits."""
+    arrays, task = _checked(function, operation, x, operands, demanded, eps, dtype, s_dtype, sm_margin)
+    if float8:
+        check_rows(function, Layout((), (), x.dtype.name, ""), s_dtype)
+        found = stored(task.stored(float8), arrays, scale)
+        return {name: found[name] for name in float8.results(operation.returns)}, None, None
+    results = functional.FORWARD[operation.norm](task, bool(statistics), arrays)
+    return {name: results[name] for name in operation.returns}, results.get("mean"), results.get("rstd")
+
+
+def backward(
+    function: str,
+    operation: Operation,
+    arrays: Mapping[str, Any],
+    wanted: Sequence[str],
+    *,
+    demanded: broadcasting.Kinds,
+    s_dtype: str | None,
+    sm_margin: int,
+) -> dict[str, jax.Array]:
+    """As `Backend.backward`."""
+    needed = ("x", *NORMS[operation.norm].statistics)
+    x = array(function, "x", arrays["x"])
+    operands = {name: arrays[name] for name in operation.operands if arrays.get(name) is not None}
+    # A number of which the gradient is wanted is an array after all.
+    kind = compute_dtype(s_dtype or x.dtype.name)
+    operands |= {
+        name: jnp.full((), broadcasting.number(function, name, one), kind)
+        for name, one in operands.items()
+        if isinstance(one, numbers.Real) and name in wanted
+    }
+    given, task = _checked(function, operation, x, operands, demanded, 0.0, None, s_dtype, sm_margin)
+    others = {
+        name: array(function, name, arrays.get(name))
+        for name in ("dy", "ds", "s", "mean", "rstd")
+        if arrays.get(name) is not None or name in needed
+    }
+    layouts = {name: _layout(one) for name, one in (given | others).items()}
+    broadcasting.check_backward(function, operation, layouts, task.row_dtype)
+    others.setdefault("dy", jnp.zeros_like(x))
+    read = formulas.kept(task, given | others) | {name: others[name] for name in ("dy", "ds") if name in others}
+    names = tuple(f"d{name}" for name in wanted)
+    results = cunorm_backward(task, names, sharding.prepared(task, {"x": x} | read)) if names else {}
+    kinds = dict.fromkeys(given, "column") | dict(task.kinds)
+    gradients = {}
+    for name in wanted:
+        gradients[name] = results[f"d{name}"]
+        if name in operands:
+            of = array(function, name, operands[name])
+            _, pull = jax.vjp(partial(_placed, kind=kinds[name], shape=x.shape), of)
+            (gradients[name],) = pull(gradients[name])
+    return gradients
+
+
+def _checked(
+    function: str,
+    operation: Operation,
+    x: Any,
+    operands: Mapping[str, Any],
+    demanded: broadcasting.Kinds,
+    eps: float,
+    dtype: str | None,
+    s_dtype: str | None,
+    sm_margin: int,
+) -> tuple[dict[str, jax.Array], Task]:
+    """The arrays of a call, as the primitives take them, and the rest of it."""
+    x = array(function, "x", x)
+    of_x = _layout(x)
+    literals = {
+        name: broadcasting.number(function, name, one)
+        for name, one in operands.items()
+        if isinstance(one, numbers.Real)
+    }
+    given = {name: array(function, name, one) for name, one in operands.items() if name not in literals}
+    layouts = {name: _layout(one, None if name == SEED else of_x) for name, one in given.items()}
+    kinds = broadcasting.check_operands(function, of_x, layouts | literals, demanded=demanded)
+    for argument, name in (("dtype", dtype), ("s_dtype", s_dtype)):
+        functional.check_x64(function, argument, name)
+    arrays = {name: _placed(one, kinds[name], x.shape) for name, one in given.items()}
+    of_operands = {name: one.dtype.name for name, one in arrays.items()}
+    task = Task(
+        operation,
+        ndim=1,
+        eps=checks.check_eps(function, eps),
+        dtype=dtype or of_x.dtype,
+        sm_margin=checks.check_sm_margin(function, sm_margin, None),
+        # Of an operand that was left out the gradient has the dtype of x.
+        dtypes=tuple((dict.fromkeys(("x", *operation.operands), of_x.dtype) | of_operands).items()),
+        s_dtype=None if operation.prologue is None else s_dtype or of_x.dtype,
+        kinds=tuple(
+            (name, kinds[name] if kinds[name] in ("group", "per_row") else "full")
+            for name in arrays
+            if kinds[name] not in ("column", "seed")
+        ),
+        numbers=tuple(literals.items()),
+        group_axes=_group_axes(arrays, kinds, x.shape),
+    )
+    return sharding.prepared(task, {"x": x} | arrays), task
+
+
+def _group_axes(arrays: Mapping[str, jax.Array], kinds: Mapping[str, str], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The leading axes of x that operands for groups of rows have, all of them the same."""
+    for name, kind in kinds.items():
+        if kind == "group":
+            own = arrays[name].shape
+            return tuple(axis for axis, size in enumerate(shape[:-1]) if own[axis] == size != 1)
+    return ()
+
+
+def _placed(operand: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
+    """In the shape of its kind: a column's one axis, the axes of x, for numbers of rows all but the last, or for groups
+    ones where they have no axis of x.
+    """
+    if kind == "seed":
+        return operand.reshape(-1)
+    if kind == "group":
+        return operand.reshape((1,) * (len(shape) - operand.ndim) + operand.shape)
+    to = shape[-1:] if kind == "column" else shape
+    if kind == "per_row":
+        to, operand = shape[:-1], operand.reshape(operand.shape[:-1])
+    if operand.shape == to:
+        return operand
+    if kind != "column":  # its gradient is a sum of what is not rounded before
+        operand = operand.astype(jnp.promote_types(operand.dtype, jnp.float32))
+    return _expanded(to, operand.reshape(operand.shape[max(0, operand.ndim - len(to)) :]))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _expanded(shape: tuple[int, ...], operand: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(operand, shape)
+
+
+@_expanded.defjvp
+def _jvp_of_expanded(shape, primals, tangents):
+    """By JAX's own rule the gradient would be a sum in 16 bits."""
+    (dot,) = tangents
+    wide = dot.astype(jnp.promote_types(dot.dtype, jnp.float32))
+    return _expanded(shape, *primals), jnp.broadcast_to(wide, shape).astype(dot.dtype)
+
+
+def _layout(of: jax.Array, x: Layout | None = None) -> Layout:
+    """An operand without axes is one number for all columns."""
+    return Layout(of.shape or (x.shape[-1:] if x else ()), (), of.dtype.name, "")
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ...call.store import Float8Store, scales_shape
 from ...expression.texts import evaluate
 from ...expression.value import Expression
 from ...operation import NORMS, SEED, Derivative, Norm, Operation, derivative
-from ...plan.problem import Groups, Problem, backward_problem, compute_dtype, forward_problem
+from ...plan.problem import SCALES, Groups, Problem, backward_problem, compute_dtype, forward_problem
+from .float8 import quantise
 from .philox import uniform
 
 Arrays = Mapping[str, jax.Array]
@@ -45,6 +47,7 @@ class Task:
     kinds: tuple[tuple[str, str], ...] = ()  # of operands that are not columns
     numbers: tuple[tuple[str, float], ...] = ()  # operands that stand in the program
     group_axes: tuple[int, ...] = ()  # the leading axes of x that operands of the kind "group" have, ones in the others
+    store: Float8Store | None = None  # how a forward pass writes y, where not as it is
 
     @property
     def norm(self) -> Norm:
@@ -73,9 +76,36 @@ class Task:
         of = name if name in self.operation.operands else name.removeprefix("d")
         return dict(self.kinds).get(of, "column")
 
+    def stored(self, store: Float8Store) -> Task:
+        """The same with y in 8 bits: y8, y8_scale (an argument where one is for all), and y if it is wide."""
+        kinds = (*self.kinds, ("y8", "full"), ("y8_scale", SCALES[store.granularity]))
+        return replace(self, store=store, kinds=kinds)
+
+    @property
+    def wide(self) -> Task:
+        """Of which y is what is rounded to 8 bits."""
+        return replace(self, store=None, dtype="float32")
+
+    @property
+    def returns(self) -> Names:
+        """What a forward pass writes, but for statistics."""
+        returns = self.operation.returns
+        return self.store.written(returns) if self.store else returns
+
     def results(self, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
         """At least the arrays `wanted`: y, s and statistics of x and operands, or gradients."""
+        if self.store:
+            return self.rounded(forward(self.wide, arrays), arrays)
         return forward(self, arrays) if "y" in wanted else backward(self, arrays, wanted)
+
+    def rounded(self, found: Arrays, arrays: Arrays) -> dict[str, jax.Array]:
+        """All results of a store, of those with y in float32."""
+        assert self.store is not None
+        y, granularity = found["y"], self.store.granularity
+        _, cols = self.rows_and_cols(y.shape)
+        y8, scales = quantise(y.reshape(-1, cols), granularity, self.store.format, arrays.get("y8_scale"))
+        scales = scales.reshape(scales_shape(granularity, y.shape[: y.ndim - self.ndim], cols))
+        return {**found, "y8": y8.reshape(y.shape), "y8_scale": scales, "y": y.astype(self.dtype)}
 
     def derivative(self, wanted: Names, arrays: Arrays | Mapping[str, str]) -> Derivative:
         """The gradients, by the names of what they are of, in a call with these arrays."""
@@ -94,7 +124,7 @@ class Task:
             dtypes["s"] = self.s_dtype
         kinds = dict(self.kinds) | dict.fromkeys(numbers, "scalar")
         options = {"kinds": kinds, "groups": self.groups(shape), "sm_margin": self.sm_margin}
-        if "y" in wanted or "y8" in wanted:
+        if self.store or "y" in wanted:
             return forward_problem(self.operation, rows, cols, dtypes, **options)
         sources = [name.removeprefix("d") for name in wanted]
         return backward_problem(self.operation, rows, cols, dtypes, sources, **options)

@@ -10,8 +10,8 @@ import numpy
 import jax
 import jax.numpy as jnp
 
-from ...norm import checks
-from ...norm.checks import Layout
+from ...call import checks
+from ...call.checks import Layout
 from ...operation import NORMS, affine
 from . import primitives, sharding
 from .formulas import Task

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from ...norm.philox import COLUMNS, STEP, draw
+from ...expression.philox import COLUMNS, STEP, draw
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ...norm import fused
+from ...call import broadcasting
 from ...operation import SEED
 from ...plan.problem import MOST_GROUPS
 from ..private import Primitive, ad, batching, has_primitives, jaxpr_as_fun, mlir
@@ -35,7 +35,7 @@ def forward(task: Task, arrays: Arrays, *, statistics: bool) -> dict[str, jax.Ar
     """What the operation returns, of x and the operands that are given; with `statistics` also rstd and layer_norm's
     mean.
     """
-    wanted = (*task.operation.returns, *(task.norm.statistics if statistics else ()))
+    wanted = (*task.returns, *(task.norm.statistics if statistics else ()))
     return bind(forward_p, sharding.call, task, arrays, wanted)
 
 
@@ -43,7 +43,7 @@ def backward(task: Task, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
     """The gradients that are wanted, of dy, ds if there is one, and what `formulas.kept` names."""
     present = {*arrays, *dict(task.numbers)}
     names = [name.removeprefix("d") for name in wanted]
-    same = fused.same_gradients(task.operation, names, present, dict(task.kinds), dict(task.dtypes))
+    same = broadcasting.same_gradients(task.operation, names, present, dict(task.kinds), dict(task.dtypes))
     computed = tuple(f"d{name}" for name in dict.fromkeys(same.values()))
     results = bind(backward_p, sharding.call, task, arrays, computed)
     return {f"d{name}": results[f"d{of}"] for name, of in same.items()}
@@ -106,6 +106,11 @@ def _tangent_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array
 
 
 def _jvp_of_forward(primals, tangents, *, call, task, names, wanted):
+    if task.store:
+        raise ValueError(
+            f"{task.operation.norm}_fp8: x and operands must not be differentiated, as y in 8 bits has no gradient; "
+            "got one that is. Pass jax.lax.stop_gradient of it."
+        )
     arrays = dict(zip(names, primals, strict=True))
     moved = {f"{name}{DOT}": dot for name, dot in zip(names, tangents, strict=True) if type(dot) is not ad.Zero}
     results = forward(task, arrays, statistics=True)
@@ -171,7 +176,27 @@ def _batch_by_formula(arrays, dims, *, call, task, names, wanted):
     return jax.vmap(function, dims)(*arrays), [0] * len(wanted)
 
 
+def _batch_stored(arrays, dims, *, call, task, names, wanted):
+    by_rows = {name for name in names if task.kind(name) in ("full", "per_row")}
+    mapped = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
+    if mapped == by_rows and not task.group_axes and SEED not in names:
+        results = bind(forward_p, sharding.call, task, batch_in_front(arrays, dims, names)[0], wanted)
+        return [results[name] for name in wanted], [0] * len(wanted)
+    # The kernel takes one operand, and one scale, for all rows.
+    return jax.vmap(partial(_in_two, task, names, wanted), dims)(*arrays), [0] * len(wanted)
+
+
+def _in_two(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> list[jax.Array]:
+    """The results of the norm in float32, and what its store makes of them."""
+    given = dict(zip(names, arrays, strict=True))
+    of_norm = {name: array for name, array in given.items() if name != "y8_scale"}
+    results = task.rounded(forward(task.wide, of_norm, statistics=False), given)
+    return [results[name] for name in wanted]
+
+
 def _batch_forward(arrays, dims, *, call, task, names, wanted):
+    if task.store:
+        return _batch_stored(arrays, dims, call=call, task=task, names=names, wanted=wanted)
     if SEED in task.operation.operands:
         return _batch_by_formula(arrays, dims, call=call, task=task, names=names, wanted=wanted)
     task, arrays = _in_rows(task, *batch_in_front(arrays, dims, names))

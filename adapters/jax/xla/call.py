@@ -16,9 +16,9 @@ import numpy
 
 import jax
 
+from ...call.checks import check_sm_margin
 from ...kernel import compile, launch, source
 from ...kernel.device import of_memory
-from ...norm.checks import check_sm_margin
 from ...plan.plan import plan
 from ...plan.steps import WORKSPACE, Plan, Step
 from ..norm.formulas import Names, Task

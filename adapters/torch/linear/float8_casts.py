@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ...norm.float8 import NAMES
+from ...call.store import NAMES
 from ...plan.problem import FLOAT8
 from ..norm import formulas
 from ..norm.float8 import bound, power_of_2, rounded, scaling

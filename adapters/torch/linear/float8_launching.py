@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.store import NAMES
 from ...kernel import launch
 from ...linear.float8_plan import (
     CastPlan,
@@ -25,7 +26,6 @@ from ...linear.float8_plan import (
     plan_rows,
 )
 from ...linear.float8_spec import padded
-from ...norm.float8 import NAMES
 from ...operation import NAMED
 from ...plan.problem import ITEMSIZE
 from ..norm import checks, gpu, launching

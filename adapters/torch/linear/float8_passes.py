@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...norm.float8 import NAMES
+from ...call.store import NAMES
 from ..norm import float8, functional, launching
 from . import side_by_side
 from .float8_casts import as_right, cast_columns, cast_rows, normalised_columns, scale_of_tensor

@@ -12,8 +12,8 @@ import torch.fx
 import torch.overrides
 from torch import Tensor, nn
 
+from ...call import checks as core
 from ...linear import problem as linear_problem
-from ...norm import checks as core
 from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
 from ..norm.modules import parameter_of

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...norm import checks
+from ...call import checks
 from ..norm.functional import applied, autocast_dtype
 from . import parallel_operators
 from .functional import NO_MARGINS, _check_dtypes, check, in_one_step, known, margins_of_pass, remember_known

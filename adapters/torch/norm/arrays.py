@@ -1,39 +1,45 @@
-"""What cunorm's own functions do with torch tensors: as cupy_arrays.py and numpy_arrays.py with theirs.
+"""The backend of torch tensors: what cunorm's own functions, and what `cunorm.fuse` makes, do with them.
 
-Arguments are held to the rules of cunorm/norm/checks.py, with its types of error. Then the call goes the way of
+Arguments are held to the rules of cunorm/call/checks.py, with its types of error. Then the call goes the way of
 cunorm.torch's own functions.
 """
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ...norm import checks as core
-from ...norm.checks import Layout
-from ...operation import name_of
+from ...call import broadcasting
+from ...call import checks as core
+from ...call.backend import Norm
+from ...call.checks import Layout
+from ...call.store import Float8Store, check_x, scales_shape
+from ...operation import NORMS, SEED, Operation, name_of
 from ..private import under_functorch
-from . import checks, formulas, functional, gpu, launching, operators
+from . import (
+    checks,
+    float8,
+    formulas,
+    functional,
+    fused_dispatch,
+    fused_float8,
+    fused_formulas,
+    fused_launching,
+    gpu,
+    launching,
+    operators,
+)
+from .fused_launching import call_of
 
 
-def forward(
-    function: str,
-    x: Tensor,
-    normalized_shape: int | Sequence[int] | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    zero_centered_gamma: bool,
-    out: Tensor | None,
-    dtype: Any,
-    sm_margin: int,
-    statistics: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (y, mean, rstd), statistics None unless asked for. y is differentiable unless it is written to `out`."""
+def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool) -> tuple[Tensor, ...]:
+    """As `Backend.norm`. y is differentiable unless it is written to `out`."""
+    function, normalized_shape, zero_centered_gamma, dtype, sm_margin = asked
     tensors = (x, weight, bias, out)
     options = (normalized_shape, eps, zero_centered_gamma, dtype, sm_margin)
     shape, y_dtype, eps, layouts = checked_once(_check_forward, function, tensors, options)
@@ -41,36 +47,23 @@ def forward(
         _check_out(function, "out", tensors, layouts, len(shape))
     operation = name_of(function.removesuffix("_forward"), zero_centered_gamma)
     arguments = (weight, bias, eps, y_dtype, sm_margin)
-    mean = rstd = None
     if _launchable(out) and functional._at_once(x, weight, bias):
-        y, both, _ = launching.forward(operation, x, shape, *arguments, statistics, out)
+        y, kept, _ = launching.forward(operation, x, shape, *arguments, statistics, out)
         _written(out)
-        if both is not None:
-            mean, rstd = mean_and_rstd(both)
-        return y, mean, rstd
-    if statistics:
-        y, both = functional.norm_with_statistics(operation, x, shape, *arguments)
-        mean, rstd = mean_and_rstd(both)
-    else:
+        return (y,) if kept is None else (y, *kept)
+    if not statistics:
         y = functional.norm(operation, x, shape, *arguments)
-    return (y if out is None else out.copy_(y)), mean, rstd
+        return (y if out is None else out.copy_(y),)
+    y, kept = functional.norm_with_statistics(operation, x, shape, *arguments)
+    return (y if out is None else out.copy_(y), *kept)
 
 
 @torch.no_grad()
-def backward(
-    function: str,
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    *,
-    zero_centered_gamma: bool,
-    output_mask: tuple[bool, ...],
-    dx_out: Tensor | None,
-    sm_margin: int,
+def norm_backward(
+    asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return (dx, dweight, dbias), None where output_mask says so."""
+    """As `Backend.norm_backward`."""
+    function, _, zero_centered_gamma, _, sm_margin = asked
     operation = name_of(function.removesuffix("_backward"), zero_centered_gamma)
     options = (zero_centered_gamma, output_mask, sm_margin)
     tensors = (dy, x, mean, rstd, weight, dx_out)
@@ -195,3 +188,160 @@ def _check_out(
         return  # there is no memory to compare
     *inputs, (_, out, out_pointer) = [(name, layouts[name], tensor.data_ptr()) for name, tensor in there.items()]
     core.check_out_memory(function, name, out, out_pointer, inputs, ndim)
+
+
+def norm_float8(
+    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
+) -> tuple[Tensor, ...]:
+    """As `Backend.norm_float8`. Nothing is differentiable."""
+    function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
+    granularity, name = store.granularity, store.format
+    tensors = (x, weight, bias)
+    options = (normalized_shape, eps, zero_centered_gamma, sm_margin)
+    shape, eps = checked_once(_check_float8, function, tensors, options)
+    _refuse_gradients(function, *tensors)
+    operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
+    cols = math.prod(shape)
+    scales = None
+    if granularity == "tensor":
+        if scale is None:
+            scales = float8._static_scale(operation, x, len(shape), weight, bias, name)
+        else:
+            scales = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
+    if not torch.compiler.is_compiling() and functional._at_once(x, weight, bias):
+        of_y = x.dtype if store.wide else None
+        options = (granularity, name, scales, sm_margin, of_y)
+        y8, y8_scale, y, _ = float8.launched(operation, x, shape, weight, bias, eps, *options)
+        return (y8, y8_scale) if y is None else (y8, y8_scale, y)
+    arguments = (operation, x, torch.Size(shape), weight, bias, eps)
+    y = functional.norm(*arguments, torch.float32, sm_margin)
+    y8, scales = float8.quantise(y.reshape(-1, cols), granularity, name, scales)
+    leading = tuple(x.shape[: x.dim() - len(shape)])
+    scales = scales.reshape(scales_shape(granularity, leading, cols))
+    found = (y8.reshape(x.shape), scales)
+    return (*found, functional.norm(*arguments, x.dtype, sm_margin)) if store.wide else found
+
+
+def _check_float8(function, tensors, normalized_shape, eps, zero_centered_gamma, sm_margin):
+    """(normalized_shape, eps)"""
+    named = dict(zip(("x", "weight", "bias"), tensors, strict=True))
+    layouts = layouts_of(function, named, required=("x",))
+    check_x(function, layouts["x"])
+    shape, _ = core.check_forward(
+        function,
+        layouts["x"],
+        normalized_shape,
+        layouts.get("weight"),
+        layouts.get("bias"),
+        None,
+        None,
+        zero_centered_gamma=zero_centered_gamma,
+    )
+    _check_sm_margin(function, sm_margin, tensors[0])
+    return shape, core.check_eps(function, eps)
+
+
+def _refuse_gradients(function: str, *tensors: Tensor | None) -> None:
+    """There is none of numbers of 8 bits."""
+    if operators.wants_gradient(*tensors):
+        raise ValueError(
+            f"{function}: x, weight and bias must want no gradient, as y in 8 bits has none; got one that does. Use "
+            "torch.no_grad() or detach()."
+        )
+
+
+# What `cunorm.fuse` makes.
+
+
+def forward(
+    function: str,
+    operation: Operation,
+    x: Tensor,
+    operands: Mapping[str, Any],
+    eps: float,
+    *,
+    demanded: broadcasting.Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+    statistics: bool,
+    sm_margin: int,
+    float8: Float8Store | None = None,
+    scale: Any = None,
+) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
+    """As `Backend.forward`. y and s are differentiable, but for y in 8 bits."""
+    if not torch.compiler.is_compiling() and not (type(eps) is float and 0 <= eps < math.inf):
+        eps = core.check_eps(function, eps)
+    tensors, given = _told_apart(function, x, operands, demanded)
+    names = tuple(tensors)
+    margins = (core.check_sm_margin(function, sm_margin, None),) * 3
+    if float8:
+        options: dict[str, Any] = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": margins[0]}
+        found = fused_float8.forward(function, operation, tensors, given, eps, **options, store=float8, scale=scale)
+        return found, None, None
+    call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype, margins)
+    results, found = fused_dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
+    mean = rstd = None
+    if found is not None:
+        mean, rstd = mean_and_rstd(found)
+    return dict(zip(operation.returns, results, strict=True)), mean, rstd
+
+
+def _told_apart(
+    function: str, x: Tensor, operands: Mapping[str, Any], demanded: broadcasting.Kinds
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(x and the operands that are tensors, those that are numbers, which none of a demanded kind is)"""
+    tensors, given = {"x": x}, {}
+    no_numbers = (SEED, *dict(demanded))
+    for name, one in operands.items():
+        if isinstance(one, Tensor):
+            tensors[name] = one.expand(x.shape[-1:]) if one.dim() == 0 and x.dim() and name != SEED else one
+        elif name not in no_numbers and (isinstance(one, numbers.Real) or type(one) is torch.SymFloat):
+            given[name] = broadcasting.number(function, name, one)
+        else:
+            or_number = "" if name in no_numbers else ", or a number"
+            raise TypeError(
+                f"{function}: {name} must be a torch.Tensor, as x is{or_number}; got {type(one).__name__}. Convert it."
+            )
+    return tensors, given
+
+
+@torch.no_grad()
+def backward(
+    function: str,
+    operation: Operation,
+    arrays: Mapping[str, Any],
+    wanted: Sequence[str],
+    *,
+    demanded: broadcasting.Kinds,
+    s_dtype: str | None,
+    sm_margin: int,
+) -> dict[str, Tensor]:
+    """As `Backend.backward`. A tensor without axes is a column of that number."""
+    margins = (core.check_sm_margin(function, sm_margin, None),) * 3
+    of_rows = NORMS[operation.norm].statistics
+    needed = ("x", *of_rows)
+    arrays = {name: one for name, one in arrays.items() if one is not None or name in needed}
+    operands = {name: arrays[name] for name in operation.operands if name in arrays}
+    tensors, given = _told_apart(function, arrays["x"], operands, demanded)
+    others = {name: arrays[name] for name in ("dy", "ds", "s", *of_rows) if name in arrays}
+    layouts = layouts_of(function, {**tensors, **others}, required=tuple(others))
+    x = layouts["x"]
+    known = {name: layouts[name] for name in tensors if name != "x"} | given
+    broadcasting.check_operands(function, x, known, demanded=demanded)
+    row_dtype = s_dtype or layouts.get("s", x).dtype
+    broadcasting.check_backward(function, operation, layouts, row_dtype)
+    statistics = torch.stack([others[name] for name in of_rows])
+    dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
+    if fused_dispatch.at_once([*tensors.values(), *others.values()]):
+        call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, row_dtype, margins)
+        family = fused_launching.family(call, {name: layouts[name] for name in tensors})
+        names = (*tensors, *(() if s is None else ("s",)))
+        saved = (*tensors.values(), *(() if s is None else (s,)))
+        numbers = tuple(given.values())
+        found = fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, tuple(wanted))
+        return dict(zip(wanted, found, strict=True))
+    rows = getattr(torch, row_dtype)
+    values = {**tensors, **given}
+    found = fused_formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
+    dtypes = {name: one.dtype for name, one in tensors.items()} | dict.fromkeys(given, statistics.dtype)
+    return {name: one.to(dtypes.get(name, tensors["x"].dtype)) for name, one in zip(wanted, found, strict=True)}

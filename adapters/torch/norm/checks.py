@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...norm import checks as core
-from ...norm.checks import Layout
+from ...call import checks as core
+from ...call.checks import Layout
 from ...operation import NAMED, name_of
 from ...plan.problem import ITEMSIZE
 

@@ -7,7 +7,7 @@ where their float32 y is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ... import logs
+from ...call import store
 from ...kernel import launch
-from ...norm import checks as core
-from ...norm import float8
-from ...operation import name_of
 from ...plan.plain_problems import FORWARD8, float8_problem
 from ...plan.plan import plan
 from ...plan.problem import BLOCK, FLOAT8, argument_order
 from ...plan.steps import Plan
-from . import arrays, checks, formulas, functional, gpu, launching, operators
+from . import checks, formulas, gpu, launching
 
 
 class Recipe(NamedTuple):
@@ -43,75 +41,6 @@ class Recipe(NamedTuple):
 
 
 _recipes: dict[Hashable, Recipe] = {}
-
-
-def forward(
-    function: str,
-    x: Tensor,
-    normalized_shape: int | Sequence[int] | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    zero_centered_gamma: bool,
-    granularity: str | int,
-    scale: Any,
-    dtype: Any,
-    sm_margin: int,
-    output: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (y in torch.float8_e4m3fn or float8_e5m2, scale, y), the last None unless asked for."""
-    tensors = (x, weight, bias)
-    options = (normalized_shape, eps, zero_centered_gamma, granularity, dtype, sm_margin)
-    float8.check_granularity(function, granularity, scale)
-    shape, name, eps = arrays.checked_once(_check, function, tensors, options)
-    _refuse_gradients(function, *tensors)
-    operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
-    cols = math.prod(shape)
-    scales = None
-    if granularity == "tensor":
-        if scale is None:
-            scales = _static_scale(operation, x, len(shape), weight, bias, name)
-        else:
-            scales = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
-    if not torch.compiler.is_compiling() and functional._at_once(x, weight, bias):
-        of_y = x.dtype if output else None
-        return launched(operation, x, shape, weight, bias, eps, granularity, name, scales, sm_margin, of_y)[:3]
-    arguments = (operation, x, torch.Size(shape), weight, bias, eps)
-    y = functional.norm(*arguments, torch.float32, sm_margin)
-    found, scales = quantise(y.reshape(-1, cols), granularity, name, scales)
-    leading = tuple(x.shape[: x.dim() - len(shape)])
-    scales = scales.reshape(float8.scales_shape(granularity, leading, cols))
-    return found.reshape(x.shape), scales, functional.norm(*arguments, x.dtype, sm_margin) if output else None
-
-
-def _check(function, tensors, normalized_shape, eps, zero_centered_gamma, granularity, dtype, sm_margin):
-    """(normalized_shape, name of the format, eps)"""
-    named = dict(zip(("x", "weight", "bias"), tensors, strict=True))
-    layouts = arrays.layouts_of(function, named, required=("x",))
-    float8.check_x(function, layouts["x"])
-    name = float8.check_format(function, checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype)
-    shape, _ = core.check_forward(
-        function,
-        layouts["x"],
-        normalized_shape,
-        layouts.get("weight"),
-        layouts.get("bias"),
-        None,
-        None,
-        zero_centered_gamma=zero_centered_gamma,
-    )
-    arrays._check_sm_margin(function, sm_margin, tensors[0])
-    return shape, name, core.check_eps(function, eps)
-
-
-def _refuse_gradients(function: str, *tensors: Tensor | None) -> None:
-    """There is none of numbers of 8 bits."""
-    if operators.wants_gradient(*tensors):
-        raise ValueError(
-            f"{function}: x, weight and bias must want no gradient, as y in 8 bits has none; got one that does. Use "
-            "torch.no_grad() or detach()."
-        )
 
 
 def launched(
@@ -229,7 +158,7 @@ def _recipe(options, x, weight, bias, aligned) -> Recipe:
         copies=copies,
         copied=any(copies),
         found=contiguously(x.shape, getattr(torch, name)),
-        scales=contiguously(float8.scales_shape(granularity, leading, cols), torch.float32),
+        scales=contiguously(store.scales_shape(granularity, leading, cols), torch.float32),
         y=None if of_y is None else contiguously(x.shape, of_y),
         statistics=contiguously((1 + has_mean, *leading), torch.float32),
         rstd_offset=4 * rows * has_mean,
@@ -255,13 +184,13 @@ def scaling(amax: Tensor, name: str, power_2: bool = False) -> tuple[Tensor, Ten
     """(q, 1 / q) for numbers of which max|v| is `amax`, as kernels_cu/rows/float8.cuh has them."""
     largest = FLOAT8[name]
     quotient = largest / amax
-    tiny = quotient > float8.MOST_MULTIPLIER
-    multiplier = torch.where(tiny, float8.MOST_MULTIPLIER, quotient)
+    tiny = quotient > store.MOST_MULTIPLIER
+    multiplier = torch.where(tiny, store.MOST_MULTIPLIER, quotient)
     if power_2:
         multiplier = power_of_2(multiplier)
         scale = multiplier.reciprocal()
     else:
-        scale = torch.where(tiny, 1 / float8.MOST_MULTIPLIER, amax / largest)
+        scale = torch.where(tiny, 1 / store.MOST_MULTIPLIER, amax / largest)
     scale = torch.where(amax == 0, 1.0, scale)
     return multiplier, scale + (amax - amax)  # NaN where amax is not finite
 
@@ -280,7 +209,7 @@ def bound(operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Ten
     """What no |y_j| exceeds, whatever x is, in float32: of the shape of the normalised axes, the last `ndim` of x."""
     shape = x.shape[-ndim:]
     gamma = x.new_ones(shape, dtype=torch.float32) if weight is None else formulas.gamma(operation, weight, x)
-    found = gamma.abs() * float8.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
+    found = gamma.abs() * store.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
     return found if bias is None else found + bias.float().abs()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...norm import fused
+from ...call import broadcasting
 from ..private import in_forward_mode, nothing_else_listens, nothing_listens, under_functorch
 from . import (
     checks,
@@ -68,7 +68,9 @@ def run(
     x, *operands = [
         fused_memory.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
     ]
-    fused.check_operands(call.function, x, dict(zip(call.names[1:], operands, strict=True)), demanded=call.demanded)
+    broadcasting.check_operands(
+        call.function, x, dict(zip(call.names[1:], operands, strict=True)), demanded=call.demanded
+    )
     elsewhere = not tensors[0].is_cuda or torch.onnx.is_in_onnx_export()
     if elsewhere or in_forward_mode() or under_functorch():
         return _own(call, tensors, numbers, eps, wants_statistics)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call import broadcasting
+from ...call import store as core
+from ...call.checks import Layout
+from ...call.recipe import forward_recipe, scalars_of
+from ...call.store import Float8Store
 from ...kernel import launch
-from ...norm import float8 as core
-from ...norm import fused
-from ...norm.checks import Layout
-from ...norm.float8 import Float8Store
-from ...norm.fused_recipe import forward_recipe, scalars_of
 from ...operation import Operation, name_of
 from ...plan.problem import argument_order
 from ...plan.steps import Plan
@@ -30,7 +30,7 @@ def forward(
     numbers: Mapping[str, float],
     eps: float,
     *,
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     dtype: str | None,
     s_dtype: str | None,
     sm_margin: int,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...expression.philox import uniform
 from ...expression.texts import evaluate
 from ...expression.value import Expression
-from ...norm.philox import uniform
 from ...operation import NORMS, SEED, Operation, derivative
 from ...plan.problem import compute_dtype
 

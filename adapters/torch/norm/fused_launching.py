@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call import broadcasting
+from ...call.checks import Layout
+from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...kernel import launch
-from ...norm import fused
-from ...norm.checks import Layout
-from ...norm.fused_recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...operation import NORMS, Operation, derivative
 from ...plan.problem import argument_order, backward_reads
 from ...plan.steps import Plan
@@ -33,7 +33,7 @@ class Call:
     whole: Operation  # with numbers for the operands that are left out
     names: tuple[str, ...]  # of the tensors: x, and operands
     numbers: tuple[str, ...]  # of the operands that are numbers
-    demanded: fused.Kinds
+    demanded: broadcasting.Kinds
     dtype: str | None
     s_dtype: str | None
     sm_margins: tuple[int, int, int] = (0, 0, 0)  # forward, backward, forward where nobody will go back
@@ -69,7 +69,7 @@ def call_of(
     operation: Operation,
     names: tuple[str, ...],
     numbers: tuple[str, ...],
-    demanded: fused.Kinds,
+    demanded: broadcasting.Kinds,
     dtype: str | None,
     s_dtype: str | None,
     sm_margins: tuple[int, int, int] = (0, 0, 0),
@@ -223,9 +223,9 @@ def _forward_recipe(
     )
 
 
-def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, fused.Given]:
+def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcasting.Given]:
     """x and the operands in the core's order; of a number only that it is one counts."""
-    given: dict[str, fused.Given] = {**layouts, **dict.fromkeys(call.numbers, 0.0)}
+    given: dict[str, broadcasting.Given] = {**layouts, **dict.fromkeys(call.numbers, 0.0)}
     return {name: given[name] for name in ("x", *call.operation.operands) if name in given}
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...norm import fused
-from ...norm.checks import Layout
-from ...norm.fused_recipe import Recipe
+from ...call import broadcasting
+from ...call.checks import Layout
+from ...call.recipe import LaunchRecipe
 from . import checks, gpu
 from .gpu import Memory
 
@@ -31,7 +31,7 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def copies(
-    recipe: Recipe, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
+    recipe: LaunchRecipe, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     shapes = shapes | dict(recipe.expanded)
     return tuple((names.index(name), shapes[name]) for name in recipe.copies)
@@ -56,6 +56,6 @@ def aligned(
     if not together & 15:
         return True
     return not any(
-        pointer & 15 and one is not None and fused.read_by_packs(name, tuple(one.shape), tuple(of_x))
+        pointer & 15 and one is not None and broadcasting.read_by_packs(name, tuple(one.shape), tuple(of_x))
         for name, pointer, one in zip(names, pointers, tensors, strict=True)
     )

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call import broadcasting
 from ...expression.grammar import parse
 from ...expression.value import Expression
 from ...fusion import composed
-from ...norm import fused
 from ...operation import NORMS, Operation
 from ...plan.problem import compute_dtype
 from ..private import is_batched, under_functorch
@@ -138,7 +138,7 @@ def values_of(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float]) -
 def _check(call: Call, tensors: Sequence[Tensor]) -> None:
     layouts = {name: checks.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
     x = layouts.pop("x")
-    checks.raising_as_torch(fused.check_operands, call.function, x, layouts, demanded=call.demanded)
+    checks.raising_as_torch(broadcasting.check_operands, call.function, x, layouts, demanded=call.demanded)
 
 
 def _backward_cuda(
@@ -341,7 +341,7 @@ def gradients(
         return [by_name.get(name) for name in call.names]
     # Equal gradients are computed once.
     kinds = {name: "full" for name, one in zip(call.names, tensors, strict=True) if alike(one, tensors[0])}
-    same = fused.same_gradients(call.operation, names, values, kinds, of)
+    same = broadcasting.same_gradients(call.operation, names, values, kinds, of)
     first = dict.fromkeys(same.values())
     wanted = [name in first for name in call.names]
     found = fused_norm_backward(

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...named import KINDS
 from ...operation import sandwiched, sandwiched_at_once
 from .. import private
-from . import checks, functional, fused_dispatch, fused_launching, sandwich_launching
+from . import checks, fused_dispatch, fused_launching, sandwich_launching
 from .fused_launching import Call, call_of
 
 
@@ -113,17 +113,6 @@ class _NormAddNorm(torch.autograd.Function):
         calls, eps, masks, first, then, names = ctx.call
         of_x, of_s, s, *others = ctx.saved_tensors
         after, saved = others[: len(masks[1]) - 1], others[len(masks[1]) - 1 :]
-        wants_x, launchable = masks[0][0], all(one is None or functional.launchable(one) for one in (dy, ds))
-        if wants_x and dy is not None and launchable:
-            tensors = {"s": s, "dy": dy, **dict(zip(names, saved, strict=True))}
-            tensors |= ({} if ds is None else {"ds": ds}) | dict(zip(calls.then.names[1:], after, strict=True))
-            wanted = (*calls.first.wanted(masks[0]), *calls.then.wanted(masks[1]))
-            weights = tuple(name for name in wanted if name not in ("x", "residual"))
-            by_name = sandwich_launching.backward(calls.at_once, tensors, of_x, of_s, weights)
-            if by_name is not None:
-                by_name["residual"] = by_name["residual"].to(getattr(torch, first.layouts["residual"].dtype))
-                every = (*calls.first.names, *calls.then.names[1:])
-                return None, None, *(by_name[name] if name in wanted else None for name in every)
         own = (*calls.then.names[1:], "s")
         dresidual, *found = fused_dispatch.gradients_of(then, own, (*after, s), (), eps, dy, ds, of_s, masks[1])
         dx = [None] * len(masks[0])

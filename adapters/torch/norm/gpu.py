@@ -9,8 +9,8 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from ...call.checks import Layout, row_strides
 from ...kernel import device
-from ...norm.checks import Layout, row_strides
 from ...plan.problem import RowStrides
 from .. import private
 

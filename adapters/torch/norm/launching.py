@@ -1,6 +1,6 @@
 """The norms on plain CUDA tensors: check, plan, launch on torch's current stream, in memory of torch's allocator.
 
-What follows from layouts and options alone is worked out once and kept as a recipe, as in cunorm/cupy_recipes.py.
+What follows from layouts and options alone is worked out once and kept as a recipe, as in cunorm/call/recipe.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ... import logs
+from ...call.checks import check_sm_margin
 from ...kernel import launch
-from ...norm.checks import check_sm_margin
 from ...plan.plain_problems import BACKWARD, FORWARD, plain
 from ...plan.plan import plan
 from ...plan.problem import RowStrides, argument_order

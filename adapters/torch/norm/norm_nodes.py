@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...norm.fused_recipe import scalars_of
+from ...call.recipe import scalars_of
 from . import fused_launching, launching, nodes
 
 Gradients = Callable[..., Sequence[Tensor | None]]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...call.recipe import forward_recipe, one_kernel_norms_twice
 from ...kernel import launch
-from ...norm.checks import Layout
-from ...norm.fused_recipe import backward_twice_recipe, forward_recipe, one_kernel_norms_twice
 from ...plan.problem import argument_order
 from ...plan.steps import Plan
-from . import checks, fused_launching, fused_memory, gpu, launching
+from . import fused_launching, fused_memory, gpu, launching
 from .fused_launching import Call, Memory
 
 
@@ -93,76 +92,4 @@ def _recipe(call: Call, s_dtype: str | None, tensors: Sequence[Tensor], sm_margi
         s=fused_memory.memory(*s[1:]),
         statistics=fused_memory.memory((1, *of_rows), compute),
         order=None if found.plan is None else argument_order(found.plan.problem, names),
-    )
-
-
-class Backward(NamedTuple):
-    """`gradients` by name, in the order of the plan."""
-
-    plan: Plan
-    gradients: tuple[tuple[str, Memory], ...]
-    order: Callable[[Sequence[float]], tuple[float, ...]]
-
-
-_backward_recipes: dict[Hashable, Backward | None] = {}  # None where one kernel does not do it
-
-
-def backward(
-    call: Call, tensors: Mapping[str, Tensor], of_x: Tensor, of_s: Tensor, wanted: tuple[str, ...]
-) -> dict[str, Tensor] | None:
-    """The gradients of x and of the residual, and of the weights that are `wanted`, by name; None where two launches
-    are needed. `tensors`: x, s, dy, ds if there is one, and the weights.
-    """
-    index = of_s.get_device()
-    if index != gpu.current_device():
-        with torch.cuda.device(index):
-            return backward(call, tensors, of_x, of_s, wanted)
-    given = tuple(tensors.values())
-    pointers = [tensor.data_ptr() for tensor in given]
-    aligned = fused_memory.aligned(tuple(tensors), pointers, given, tensors["x"].shape)
-    key = (
-        call,
-        tuple(tensors),
-        wanted,
-        aligned,
-        *[(one.shape, one.stride(), one.dtype, one.get_device()) for one in given],
-    )
-    if key not in _backward_recipes:
-        launching.keep(_backward_recipes, key, _backward_recipe(call, tensors, of_s, wanted, aligned))
-    recipe = _backward_recipes[key]
-    if recipe is None:
-        return None
-    plan, memory, order = recipe
-    gradients = {name: gpu.empty(*one) for name, one in memory}
-    workspace = gpu.empty((plan.workspace,), (1,), torch.uint8) if plan.workspace else None
-    of_x, of_s = of_x.contiguous(), of_s.contiguous()  # vmap may have moved their axes
-    pointers += (of_x.data_ptr(), of_s.data_ptr())
-    pointers += (gradient.data_ptr() for gradient in gradients.values())
-    workspace_pointer = 0 if workspace is None else workspace.data_ptr()
-    launch.run(plan, index, gpu.stream(index), order(pointers), workspace_pointer)
-    return gradients
-
-
-def _backward_recipe(
-    call: Call, tensors: Mapping[str, Tensor], of_s: Tensor, wanted: tuple[str, ...], aligned: bool
-) -> Backward | None:
-    layouts = {name: fused_memory.layout(call.function, name, one) for name, one in tensors.items()}
-    x = layouts["x"]
-    of_rows = Layout(x.shape[:-1], fused_memory.strides(x.shape[:-1]), checks.dtype_name(of_s.dtype), x.device)
-    found = backward_twice_recipe(
-        call.operation,
-        layouts | {"rstd": of_rows, "second_rstd": of_rows},
-        wanted,
-        gpu.properties_of(call.function, of_s),
-        sm_margin=call.sm_margins[1],
-        aligned=aligned,
-    )
-    if found.plan is None:
-        return None
-    names = (*tensors, "rstd", "second_rstd", *(name for name, _, _ in found.written))
-    gradients = zip(found.gradients, found.written, strict=True)
-    return Backward(
-        plan=found.plan,
-        gradients=tuple((name, fused_memory.memory(*one[1:])) for (name, _), one in gradients),
-        order=argument_order(found.plan.problem, names),
     )

@@ -49,10 +49,7 @@ def check_forward(
 ) -> tuple[tuple[int, ...], str]:
     """Check the arguments of a forward function; return (normalized_shape, dtype of y)."""
     check_dtype(function, "x", x)
-    if normalized_shape is None:
-        shape = weight.shape if weight is not None else x.shape[-1:]
-    else:
-        shape = _as_shape(function, normalized_shape)
+    shape = shape_of(function, normalized_shape, x.shape, None if weight is None else weight.shape)
     if not shape:
         raise ValueError(f"{function}: x must have at least one axis to normalise; got shape {x.shape}.")
     if x.shape[-len(shape) :] != shape:
@@ -77,6 +74,18 @@ def check_forward(
         if out.dtype != y_dtype:
             raise TypeError(f"{function}: out must have dtype {y_dtype}; got {out.dtype}. Pass dtype={out.dtype!r}.")
     return shape, y_dtype
+
+
+def shape_of(
+    function: str,
+    normalized_shape: int | Sequence[int] | None,
+    x: tuple[int, ...],
+    weight: tuple[int, ...] | None,
+) -> tuple[int, ...]:
+    """That of the normalised axes, by the shapes of x and weight where none is given."""
+    if normalized_shape is not None:
+        return _as_shape(function, normalized_shape)
+    return x[-1:] if weight is None else weight
 
 
 def check_backward(

@@ -1,5 +1,4 @@
-"""What the families of arrays share in a call of a fused operation: which kind each operand is, what must hold of every
-array, and which gradients are one.
+"""How operands lie beside x: which kind each is, what must hold of every array, and which gradients are one.
 
 An operand is a `Layout`, or a float where a number was passed. `demanded` has the kinds of operands that a named
 function knows beforehand; any other operand's follows from its shape, by NumPy's rules of broadcasting. Kinds are those
@@ -19,6 +18,7 @@ from .checks import Layout, as_float, check_dtype, check_same_device
 
 Given = Layout | float
 Kinds = tuple[tuple[str, str], ...]
+AFFINE: Kinds = (("weight", "column"), ("bias", "column"))  # of the plain norms
 
 
 def number(function: str, name: str, value: numbers.Real) -> float:
@@ -33,13 +33,17 @@ def number(function: str, name: str, value: numbers.Real) -> float:
     return as_float(function, name, value)
 
 
-def check_operands(function: str, x: Layout, operands: Mapping[str, Given], *, demanded: Kinds) -> dict[str, str]:
-    """Check x and the operands of a forward pass; return the operands' kinds."""
+def check_operands(
+    function: str, x: Layout, operands: Mapping[str, Given], *, demanded: Kinds, ndim: int = 1
+) -> dict[str, str]:
+    """Check x and the operands of a forward pass; return the operands' kinds. With more than one normalised axis, the
+    last `ndim` of x, all kinds are demanded.
+    """
     check_dtype(function, "x", x)
     if not x.shape or x.shape[-1] == 0:
         raise ValueError(f"{function}: x must have a last axis to normalise, and not an empty one; got {x.shape}.")
     expected = dict(demanded)
-    kinds = {name: _kind(function, name, one, x, expected.get(name)) for name, one in operands.items()}
+    kinds = {name: _kind(function, name, one, x, expected.get(name), ndim) for name, one in operands.items()}
     first = groups_of(x, operands, kinds)
     for name, kind in kinds.items():
         if kind == "group" and groups_of(x, {name: operands[name]}, kinds) != first:
@@ -98,7 +102,7 @@ def _check_seed(function: str, seed: Given, x: Layout) -> None:
     check_same_device(function, SEED, seed, x)
 
 
-def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | None) -> str:
+def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | None, ndim: int) -> str:
     if name == SEED:
         _check_seed(function, operand, x)
         return "seed"
@@ -108,7 +112,7 @@ def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | N
         return "scalar"
     check_dtype(function, name, operand)
     check_same_device(function, name, operand, x)
-    shape, columns = operand.shape, x.shape[-1:]
+    shape, columns = operand.shape, x.shape[len(x.shape) - ndim :]
     if expected:
         shapes = {"full": x.shape, "column": columns}
         if shape != shapes[expected]:
@@ -130,7 +134,9 @@ def _kind(function: str, name: str, operand: Given, x: Layout, expected: str | N
     )
 
 
-def check_backward(function: str, operation: Operation, arrays: Mapping[str, Given], row_dtype: str) -> None:
+def check_backward(
+    function: str, operation: Operation, arrays: Mapping[str, Given], row_dtype: str, ndim: int = 1
+) -> None:
     """Check what a backward pass takes besides x and the operands: gradients, s, mean and rstd, those that are given.
 
     `row_dtype` is that of the rows that were normalised.
@@ -141,7 +147,7 @@ def check_backward(function: str, operation: Operation, arrays: Mapping[str, Giv
     expected: dict[str, tuple[tuple[int, ...], str | None]] = {
         **dict.fromkeys(("dy", "ds"), (x.shape, None)),
         "s": (x.shape, row_dtype),
-        **dict.fromkeys(NORMS[operation.norm].statistics, (x.shape[:-1], compute)),
+        **dict.fromkeys(NORMS[operation.norm].statistics, (x.shape[: len(x.shape) - ndim], compute)),
     }
     for name, (shape, dtype) in expected.items():
         array = arrays.get(name)

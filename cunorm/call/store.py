@@ -28,6 +28,11 @@ class Float8Store(NamedTuple):
         of_y = ("y8", "y8_scale", *(("y",) if self.wide else ()))
         return tuple(one for name in returns for one in (of_y if name == "y" else (name,)))
 
+    def written(self, returns: tuple[str, ...]) -> tuple[str, ...]:
+        """The same without a scale for all of y, which is read."""
+        found = self.results(returns)
+        return tuple(name for name in found if name != "y8_scale" or self.granularity != "tensor")
+
 
 def check_x(function: str, x: Layout) -> None:
     checks.check_dtype(function, "x", x)
@@ -99,14 +104,19 @@ def scale_of(
 ) -> Any:
     """The scale of all of y, where it has one: an array without axes.
 
-    That which is given, or of an affine operation (operation.py) the one that no value exceeds.
+    That which is given, or of an affine operation (operation.py) the one that no value exceeds. `xp` is numpy, cupy or
+    jax.numpy.
     """
-    if scale is None:
-        weight = operands.get("weight")
-        zero_centered = weight is not None and dict(operation.defaults)["weight"] == 0
-        norm, largest = NORMS[operation.norm], FLOAT8[float8.format]
-        return static_scale(xp, norm.subtracts_mean, cols, weight, operands.get("bias"), zero_centered, largest)
-    return xp.asarray(scale, "float32").reshape(())
+    if scale is not None:
+        return xp.asarray(scale, "float32").reshape(())
+    return affine_scale(xp, operation, FLOAT8[float8.format], cols, operands.get("weight"), operands.get("bias"))
+
+
+def affine_scale(xp: Any, operation: Operation, largest: float, cols: int, weight: Any, bias: Any) -> Any:
+    """A scale for all of y that no value exceeds, whatever x is; `largest` is the largest number of the format."""
+    zero_centered = weight is not None and dict(operation.defaults)["weight"] == 0
+    subtracts_mean = NORMS[operation.norm].subtracts_mean
+    return static_scale(xp, subtracts_mean, cols, weight, bias, zero_centered, largest)
 
 
 def static_scale(

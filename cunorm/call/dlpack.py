@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from .kernel.device import INSTALL
+from ..kernel.device import INSTALL
+from ..operation import Operation
+from .backend import Norm
+from .store import Float8Store
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_MANAGED = 1, 2, 13  # device types of the DLPack specification
 
-MODULE = "cunorm.cupy_arrays"
+MODULE = "cunorm.call.cupy"
 
 
-def forward(
-    function: str, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, *, out: Any, **options: Any
-):
-    """As cupy_arrays.forward."""
-    module = on_gpu(MODULE, function, x)
-    x, weight, bias, out = views(function, ("x", "weight", "bias", "out"), (x, weight, bias, out))
-    return module.forward(function, x, normalized_shape, weight, bias, eps, out=out, **options)
+def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool):
+    """As `Backend.norm`."""
+    module = on_gpu(MODULE, asked[0], x)
+    x, weight, bias, out = views(asked[0], ("x", "weight", "bias", "out"), (x, weight, bias, out))
+    return module.norm(asked, x, weight, bias, eps, out, statistics)
 
 
-def backward(function: str, *arrays: Any, dx_out: Any, **options: Any):
-    """As cupy_arrays.backward."""
-    module = on_gpu(MODULE, function, arrays[1])
+def norm_float8(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any):
+    """As `Backend.norm_float8`."""
+    module = on_gpu(MODULE, asked[0], x)
+    return module.norm_float8(asked, *views(asked[0], ("x", "weight", "bias"), (x, weight, bias)), eps, store, scale)
+
+
+def norm_backward(asked: Norm, *arrays_and_mask: Any):
+    """As `Backend.norm_backward`."""
+    *arrays, output_mask = arrays_and_mask
+    module = on_gpu(MODULE, asked[0], arrays[1])
     names = ("dy", "x", "mean", "rstd", "weight", "dx_out")
-    *inputs, dx_out = views(function, names, (*arrays, dx_out))
-    return module.backward(function, *inputs, dx_out=dx_out, **options)
+    return module.norm_backward(asked, *views(asked[0], names, arrays), output_mask)
+
+
+def forward(function: str, operation: Operation, x: Any, operands: Mapping[str, Any], eps: float, **options: Any):
+    """As `Backend.forward`."""
+    module = on_gpu(MODULE, function, x)
+    given = _viewed(function, {"x": x, **operands})
+    return module.forward(function, operation, given.pop("x"), given, eps, **options)
+
+
+def backward(function: str, operation: Operation, arrays: Mapping[str, Any], wanted: Sequence[str], **options: Any):
+    """As `Backend.backward`."""
+    module = on_gpu(MODULE, function, arrays["x"])
+    return module.backward(function, operation, _viewed(function, arrays), wanted, **options)
+
+
+def _viewed(function: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """CuPy's views of the arrays; numbers as they are."""
+    names = [name for name, one in arrays.items() if not isinstance(one, numbers.Real)]
+    return {**arrays, **dict(zip(names, views(function, names, [arrays[name] for name in names]), strict=True))}
 
 
 def views(function: str, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:

@@ -1,11 +1,11 @@
-"""The public functions. Each picks the implementation by the kind of x: NumPy on the host, CuPy on the GPU."""
+"""The plain norms. Each hands its arrays to the backend of the kind of x."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from .families import norm_of
+from .call.backend import backend_of, known
 
 
 def layer_norm(
@@ -68,21 +68,9 @@ def layer_norm(
     >>> cunorm.layer_norm(numpy.array([[1.0, 2.0, 3.0]])).round(3)
     array([[-1.225,  0.   ,  1.225]])
     """
-    name = "layer_norm"
-    y, _, _ = norm_of(name, x).forward(
-        name,
-        x,
-        normalized_shape,
-        weight,
-        bias,
-        eps,
-        zero_centered_gamma=zero_centered_gamma,
-        out=out,
-        dtype=dtype,
-        sm_margin=sm_margin,
-        statistics=False,
-    )
-    return y
+    asked = ("layer_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin)
+    backend = known.get(type(x)) or backend_of("layer_norm", x)
+    return backend.norm(asked, x, weight, bias, eps, out, False)[0]
 
 
 def rms_norm(
@@ -107,21 +95,9 @@ def rms_norm(
     >>> cunorm.rms_norm(numpy.array([[3.0, 4.0]]), eps=0.0).round(3)
     array([[0.849, 1.131]])
     """
-    name = "rms_norm"
-    y, _, _ = norm_of(name, x).forward(
-        name,
-        x,
-        normalized_shape,
-        weight,
-        None,
-        eps,
-        zero_centered_gamma=zero_centered_gamma,
-        out=out,
-        dtype=dtype,
-        sm_margin=sm_margin,
-        statistics=False,
-    )
-    return y
+    asked = ("rms_norm", normalized_shape, zero_centered_gamma, dtype, sm_margin)
+    backend = known.get(type(x)) or backend_of("rms_norm", x)
+    return backend.norm(asked, x, weight, None, eps, out, False)[0]
 
 
 def layer_norm_forward(
@@ -153,20 +129,9 @@ def layer_norm_forward(
     >>> mean, rstd.round(3)
     (array([2.]), array([1.225]))
     """
-    name = "layer_norm_forward"
-    return norm_of(name, x).forward(
-        name,
-        x,
-        normalized_shape,
-        weight,
-        bias,
-        eps,
-        zero_centered_gamma=zero_centered_gamma,
-        out=out,
-        dtype=dtype,
-        sm_margin=sm_margin,
-        statistics=True,
-    )
+    asked = ("layer_norm_forward", normalized_shape, zero_centered_gamma, dtype, sm_margin)
+    backend = known.get(type(x)) or backend_of("layer_norm_forward", x)
+    return backend.norm(asked, x, weight, bias, eps, out, True)
 
 
 def rms_norm_forward(
@@ -191,21 +156,9 @@ def rms_norm_forward(
     >>> rstd.round(3)
     array([0.283])
     """
-    name = "rms_norm_forward"
-    y, _, rstd = norm_of(name, x).forward(
-        name,
-        x,
-        normalized_shape,
-        weight,
-        None,
-        eps,
-        zero_centered_gamma=zero_centered_gamma,
-        out=out,
-        dtype=dtype,
-        sm_margin=sm_margin,
-        statistics=True,
-    )
-    return y, rstd
+    asked = ("rms_norm_forward", normalized_shape, zero_centered_gamma, dtype, sm_margin)
+    backend = known.get(type(x)) or backend_of("rms_norm_forward", x)
+    return backend.norm(asked, x, weight, None, eps, out, True)
 
 
 def layer_norm_backward(
@@ -268,19 +221,9 @@ def layer_norm_backward(
     >>> dx.round(3), dbias
     (array([[ 0.229, -0.344,  0.115]]), array([1., 0., 0.]))
     """
-    name = "layer_norm_backward"
-    return norm_of(name, x).backward(
-        name,
-        dy,
-        x,
-        mean,
-        rstd,
-        weight,
-        zero_centered_gamma=zero_centered_gamma,
-        output_mask=output_mask,
-        dx_out=dx_out,
-        sm_margin=sm_margin,
-    )
+    asked = ("layer_norm_backward", None, zero_centered_gamma, None, sm_margin)
+    backend = known.get(type(x)) or backend_of("layer_norm_backward", x)
+    return backend.norm_backward(asked, dy, x, mean, rstd, weight, dx_out, output_mask)
 
 
 def rms_norm_backward(
@@ -307,17 +250,7 @@ def rms_norm_backward(
     >>> dx.round(3), dweight.round(3)
     (array([[ 0.181, -0.136]]), array([0.849, 0.   ]))
     """
-    name = "rms_norm_backward"
-    dx, dweight, _ = norm_of(name, x).backward(
-        name,
-        dy,
-        x,
-        None,
-        rstd,
-        weight,
-        zero_centered_gamma=zero_centered_gamma,
-        output_mask=output_mask,
-        dx_out=dx_out,
-        sm_margin=sm_margin,
-    )
+    asked = ("rms_norm_backward", None, zero_centered_gamma, None, sm_margin)
+    backend = known.get(type(x)) or backend_of("rms_norm_backward", x)
+    dx, dweight, _ = backend.norm_backward(asked, dy, x, None, rstd, weight, dx_out, output_mask)
     return dx, dweight

@@ -1,0 +1,507 @@
+"""CuPy arrays: what a call works out once for its options, runs by a generated call site (site.py), or in general here.
+
+Where the microseconds of a call go: `python -m bench.host`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import cupy
+import numpy
+
+from ..kernel import device, launch
+from ..kernel.device import Device
+from ..operation import NORMS, Operation, affine
+from ..plan.problem import FLOAT8, ITEMSIZE, argument_order
+from ..plan.steps import Plan
+from . import broadcasting, checks, site
+from .backend import Norm, kind_of
+from .broadcasting import AFFINE, Given, Kinds
+from .checks import Layout
+from .numpy import numpy_dtype
+from .recipe import (
+    LIMIT,
+    LaunchRecipe,
+    Recipes,
+    backward_recipe,
+    forward_recipe,
+    one_kernel_norms_twice,
+    rounded,
+    scalars_of,
+)
+from .store import Float8Store, affine_scale, check_x, scale_of
+
+_recipes = Recipes()
+_calls = Recipes()
+_current_device = cupy.cuda.runtime.getDevice
+_current_stream = cupy.cuda.get_current_stream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What calls have in common that differ in their arrays, numbers and eps alone. Told apart by identity."""
+
+    function: str
+    names: tuple[str, ...]  # of the arrays, in the order in which they are given; any may be absent
+    required: tuple[str, ...]  # those that may not
+    results: tuple[str, ...]  # in order
+    recipe: Callable[..., LaunchRecipe]  # (given, device, out=, aligned=) -> recipe
+    site: Callable[..., tuple[cupy.ndarray, ...]]  # (call, eps, out, *arrays) -> results in order
+    out: str = ""  # what the caller calls the memory that it gives for the first result
+    takes_numbers: bool = False  # for operands
+    backward: bool = False
+
+
+@cache
+def _site(arrays: int, results: int | None, *, out: bool = False, workspace: bool = False) -> Callable[..., Any]:
+    return site.made(globals(), arrays, results, out=out, workspace=workspace)
+
+
+# The plain norms.
+
+
+def norm(
+    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool
+) -> tuple[cupy.ndarray, ...]:
+    """As `Backend.norm`. What `_kept` does is written out: a Python call is 0.1 us of 1.7."""
+    shape = asked[1]
+    try:
+        call = _calls.kept((asked, statistics, None if shape is None else kind_of(shape), type(asked[4])))
+    except (TypeError, ValueError):
+        call = None
+    if call is None:
+        call = _kept(_norm_call, asked, statistics)
+    return call.site(call, eps, out, x, weight, bias)
+
+
+def norm_float8(
+    asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
+) -> tuple[cupy.ndarray, ...]:
+    """As `Backend.norm_float8`."""
+    call = _kept(_norm_call, asked, store)
+    if store.granularity != "tensor":
+        return call.site(call, eps, None, x, weight, bias)
+    if scale is None:
+        _recipe_of(call, eps, None, (x, weight, bias, None))  # says what is wrong
+        shape = checks.shape_of(asked[0], asked[1], x.shape, None if weight is None else weight.shape)
+        with cupy.cuda.Device(x.data.device_id):
+            operation = affine(_norm_of(asked[0]), bool(asked[2]))
+            scale = affine_scale(cupy, operation, FLOAT8[store.format], math.prod(shape), weight, bias)
+    scale = cupy.asarray(scale, numpy.float32).reshape(())
+    y8, *y = call.site(call, eps, None, x, weight, bias, scale)
+    return y8, scale, *y
+
+
+def norm_backward(
+    asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
+) -> tuple[cupy.ndarray | None, ...]:
+    """As `Backend.norm_backward`."""
+    try:
+        call = _calls.kept((asked, output_mask, None, type(asked[4])))
+    except (TypeError, ValueError):
+        call = None
+    if call is None:
+        call = _kept(_norm_backward_call, asked, output_mask)
+    if dx_out is not None and "x" not in call.results:
+        checks.check_output_mask(asked[0], output_mask, len(output_mask), dx_out)  # says what is wrong
+    found = call.site(call, 0.0, dx_out, dy, x, mean, rstd, weight)
+    if len(found) == 3:
+        return found
+    if call.results == ("x", "weight"):
+        return *found, None
+    named = dict(zip(call.results, found, strict=True))
+    return named.get("x"), named.get("weight"), named.get("bias")
+
+
+def _kept(make: Callable[..., Call], asked: Norm, option: Any) -> Call:
+    """The call of such options; without a hash, as a list among them has none, it is made each time."""
+    shape = asked[1]
+    key = (asked, option, None if shape is None else kind_of(shape), type(asked[4]))
+    return _calls.of(key, make, asked, option)
+
+
+def _norm_of(function: str) -> str:
+    return "layer_norm" if function.startswith("layer_norm") else "rms_norm"
+
+
+def _norm_call(asked: Norm, kept: bool | Float8Store) -> Call:
+    """`kept`: whether statistics are results, or how y is written."""
+    function, _, _, dtype, _ = asked
+    store = kept if isinstance(kept, Float8Store) else None
+    names, results = ("x", "weight", "bias"), ("y",)
+    if store:
+        names, results = _with_scale(names, store), store.written(results)
+    elif kept:
+        results += NORMS[_norm_of(function)].statistics
+    if dtype is not None and not store:
+        dtype = checks.dtype_name(function, dtype)
+    recipe = partial(_norm_recipe, asked, None if store else dtype, store)
+    made = _site(len(names), len(results), out=not store)
+    return Call(function, names, ("x",), results, recipe, made, out="" if store else "out")
+
+
+def _norm_recipe(
+    asked: Norm, dtype: str | None, store: Float8Store | None, given, gpu: Callable[[], Device], **options
+):
+    function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
+    x, weight, bias = (given.get(name) for name in ("x", "weight", "bias"))
+    if store:
+        check_x(function, x)
+    parameters = (normalized_shape, weight, bias, options["out"], dtype)
+    shape, y_dtype = checks.check_forward(function, x, *parameters, zero_centered_gamma=zero_centered_gamma)
+    operation = affine(_norm_of(function), bool(zero_centered_gamma))
+    options |= {"demanded": AFFINE, "dtype": y_dtype, "s_dtype": None, "sm_margin": sm_margin, "float8": store}
+    return forward_recipe(function, operation, given, gpu(), ndim=len(shape), **options)
+
+
+def _norm_backward_call(asked: Norm, output_mask: Any) -> Call:
+    function = asked[0]
+    subtracts_mean = _norm_of(function) == "layer_norm"
+    mask = checks.check_output_mask(function, output_mask, 3 if subtracts_mean else 2)
+    wanted = tuple(name for name, one in zip(("x", "weight", "bias"), mask, strict=True) if one)
+    required = ("dy", "x", *(("mean",) if subtracts_mean else ()), "rstd")
+    names = ("dy", "x", "mean", "rstd", "weight")
+    recipe = partial(_norm_backward_recipe, asked, wanted)
+    made = _site(len(names), len(wanted), out="x" in wanted, workspace=True)
+    return Call(function, names, required, wanted, recipe, made, out="dx_out", backward=True)
+
+
+def _norm_backward_recipe(asked: Norm, wanted: tuple[str, ...], given, gpu, **options) -> LaunchRecipe:
+    function, _, zero_centered_gamma, _, sm_margin = asked
+    x, weight, out = given["x"], given.get("weight"), options["out"]
+    shape = checks.check_backward(
+        function, given["dy"], x, given.get("mean"), given["rstd"], weight, out, zero_centered_gamma=zero_centered_gamma
+    )
+    parameter = (weight or x).dtype
+    operation = affine(_norm_of(function), bool(zero_centered_gamma))
+    options |= {"demanded": AFFINE, "s_dtype": None, "sm_margin": sm_margin}
+    options["dtypes_of_gradients"] = {"weight": parameter, "bias": parameter}
+    return backward_recipe(function, operation, given, wanted, gpu(), ndim=len(shape), **options)
+
+
+# Any operation over the last axis.
+
+
+def forward(
+    function: str,
+    operation: Operation,
+    x: cupy.ndarray,
+    operands: Mapping[str, Any],
+    eps: float,
+    *,
+    demanded: Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+    statistics: bool,
+    sm_margin: int,
+    float8: Float8Store | None = None,
+    scale: Any = None,
+) -> tuple[dict[str, cupy.ndarray], cupy.ndarray | None, cupy.ndarray | None]:
+    """As `Backend.forward`."""
+    key = (
+        function,
+        operation,
+        tuple(operands),
+        demanded,
+        dtype,
+        s_dtype,
+        statistics,
+        sm_margin,
+        type(sm_margin),
+        float8,
+    )
+    call = _calls.kept(key)
+    if call is None:
+        call = _calls.of(key, _call, *key)
+    if float8 and float8.granularity == "tensor":
+        with cupy.cuda.Device(layout(function, "x", x).device):
+            scale = scale_of(cupy, operation, float8, x.shape[-1], operands, scale)
+        found = dict(zip(call.results, call.site(call, eps, None, x, *operands.values(), scale), strict=True))
+        return found | {"y8_scale": scale}, None, None
+    found = dict(zip(call.results, call.site(call, eps, None, x, *operands.values())))  # noqa: B905
+    if statistics:
+        return found, found.pop("mean", None), found.pop("rstd")
+    return found, None, None
+
+
+def forward_twice(
+    function: str,
+    operation: Operation,
+    x: cupy.ndarray,
+    operands: Mapping[str, Any],
+    eps: float,
+    *,
+    demanded: Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+    statistics: bool,
+    sm_margin: int,
+) -> dict[str, cupy.ndarray] | None:
+    """As `Twice.forward_twice`."""
+    if not one_kernel_norms_twice(layout(function, "x", x), s_dtype):
+        return None
+    key = (function, operation, tuple(operands), demanded, dtype, None, statistics, sm_margin, type(sm_margin), None)
+    call = _calls.of(key, _call, *key)
+    return dict(zip(call.results, call.site(call, eps, None, x, *operands.values()), strict=True))
+
+
+def _call(function, operation, operands, demanded, dtype, s_dtype, statistics, sm_margin, _, float8) -> Call:
+    names, results = ("x", *operands), operation.returns
+    if float8:
+        names, results = _with_scale(names, float8), float8.written(results)
+    if statistics:
+        results += operation.given(operands).statistics
+    options = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": sm_margin, "float8": float8}
+
+    def recipe(given, gpu, **more):
+        return forward_recipe(function, operation, given, gpu(), **options, **more)
+
+    made = _site(len(names), len(results))
+    return Call(function, names, names, results, recipe, made, takes_numbers=True)
+
+
+def _with_scale(names: tuple[str, ...], store: Float8Store) -> tuple[str, ...]:
+    """One scale for all of y is read."""
+    return (*names, "y8_scale") if store.granularity == "tensor" else names
+
+
+def backward(
+    function: str,
+    operation: Operation,
+    arrays: Mapping[str, Any],
+    wanted: Sequence[str],
+    *,
+    demanded: Kinds,
+    s_dtype: str | None,
+    sm_margin: int,
+) -> dict[str, cupy.ndarray]:
+    """As `Backend.backward`."""
+    wanted = tuple(wanted)
+    needed = ("x", *NORMS[operation.norm].statistics)
+    names = tuple([name for name, array in arrays.items() if array is not None or name in needed])
+    key = (function, operation, names, wanted, demanded, s_dtype, sm_margin, type(sm_margin))
+    call = _calls.kept(key)
+    if call is None:
+        call = _calls.of(key, _backward_call, *key)
+    found = call.site(call, 0.0, None, *[arrays[name] for name in names])
+    return dict(zip(wanted, found))  # noqa: B905
+
+
+def _backward_call(function, operation, names, wanted, demanded, s_dtype, sm_margin, _) -> Call:
+    options = {"demanded": demanded, "s_dtype": s_dtype, "sm_margin": sm_margin}
+
+    def recipe(given, gpu, *, out, **more):
+        return backward_recipe(function, operation, given, wanted, gpu(), **options, **more)
+
+    made = _site(len(names), None, workspace=True)
+    return Call(function, names, names, wanted, recipe, made, takes_numbers=True, backward=True)
+
+
+# What call sites leave to functions.
+
+
+def run(
+    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None
+) -> tuple[cupy.ndarray, ...]:
+    """What a site does, for any recipe. `key` is that of the recipe, None where the site could not make it."""
+    recipe = _recipe_of(call, eps, out, arrays, key)
+    if key is not None and recipe.everyday_on == _current_device():
+        return call.site(call, eps, out, *arrays)  # which finds the recipe now
+    given = {name: one for name, one in zip(call.names, arrays, strict=True) if one is not None}
+    if out is not None:
+        pointers = [0 if one is None else one.data.ptr for one in (*arrays, out)]
+        check_out(call, recipe, tuple(pointers))
+    with cupy.cuda.Device(recipe.device_id):
+        # Sums over no rows are zero.
+        empty = cupy.zeros if call.backward and recipe.plan is None else cupy.ndarray
+        results = [empty(*one) for one in recipe.allocated[1 if out is not None and not recipe.temporary else 0 :]]
+        if out is not None and not recipe.temporary:
+            results.insert(0, out)
+        if recipe.plan is not None:
+            _launch(recipe, recipe.plan, given | {"eps": recipe.eps}, results)
+        if out is not None and recipe.temporary:
+            out[...] = results[0]
+            results[0] = out
+        if not call.backward:
+            return tuple(results)
+        for place, (name, *_) in enumerate(recipe.written):
+            if name in recipe.totals:
+                results[place] = results[place].sum()
+        gradients = [results[place] for place in recipe.places]
+        for axes, (name, shape, kind) in recipe.reduced:
+            place = call.results.index(name)
+            gradients[place] = gradients[place].sum(axes).reshape(shape).astype(kind)
+    return tuple(gradients)
+
+
+def _launch(recipe: LaunchRecipe, solution: Plan, given: dict[str, Any], results: list[cupy.ndarray]) -> None:
+    given |= {name: cupy.broadcast_to(given[name], shape) for name, shape in recipe.expanded}
+    given |= {name: cupy.ascontiguousarray(given[name]) for name in recipe.copies}
+    if recipe.dy is not None:
+        given["dy"] = cupy.zeros(*recipe.dy[1:])
+    given |= zip((name for name, *_ in (*recipe.written, *recipe.statistics)), results, strict=False)
+    arguments = [given[name].data.ptr if name in given else 0 for name in solution.problem.pointers]
+    arguments += scalars_of(solution, given)
+    workspace = cupy.cuda.alloc(solution.workspace)
+    stream = cupy.cuda.get_current_stream(recipe.device_id).ptr
+    launch.run(solution, recipe.device_id, stream, arguments, workspace.ptr)
+
+
+def _recipe_of(
+    call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None = None
+) -> LaunchRecipe:
+    """The recipe that is kept for such arrays, or a new one; TypeError or ValueError for what no kernel takes."""
+    described: Sequence[Any] = (*arrays, out) if call.out else arrays
+    present: list[Any] = [one for one in described if isinstance(one, cupy.ndarray)]
+    if key is None:
+        memory = [one.data.ptr for one in present]
+        is_aligned = not any(pointer % 16 for pointer in memory) or aligned(call, arrays, out)
+        key = (call, eps, type(eps), is_aligned, *map(_described, described))
+    else:
+        is_aligned = key[3]
+    recipe = _recipes.of(key, _made, call, eps, out, arrays, is_aligned)
+    if any(one.data.ptr % recipe.widest for one in present):
+        check_addresses(call, arrays, out)
+    return recipe
+
+
+def _described(array: Any) -> Any:
+    """What a key has of an array; of a number that it is one: its value may change with every call."""
+    if isinstance(array, cupy.ndarray):
+        return array.shape, array.strides, array.dtype, array.data.device_id
+    return None if array is None else type(array)
+
+
+def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], aligned: bool) -> LaunchRecipe:
+    """The recipe of what is new: by that of another number of rows, if there is one."""
+    form = _form(call, eps, arrays, aligned) if out is None else None
+    like = None if form is None else _recipes.kept(form)
+    if like is not None:
+        return like.of_rows(arrays[call.names.index("x")].shape)
+    named = zip(call.names, arrays, strict=True)
+    given = {name: one for name, one in named if one is not None or name in call.required}
+    layouts = {name: _given(call, name, one) for name, one in given.items() if name != "y8_scale"}
+    of_out = None if out is None else layout(call.function, call.out, out)
+    x = given["x"]
+    assert x is not None  # that it is an array was checked
+    gpu = partial(device.current, x.data.device_id)
+    recipe = call.recipe(layouts, gpu, out=of_out, aligned=aligned).with_dtypes(partial(_dtype, call.function))
+    recipe = _ready(call, recipe, checks.check_eps(call.function, eps), layouts, of_out)
+    if form is not None and recipe.has_others:
+        _recipes.of(form, lambda: recipe)
+    return recipe
+
+
+def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hashable:
+    """As recipe.form_of, of arrays: nothing of them is described or checked for a known form."""
+    x = arrays[call.names.index("x")]
+    shape: tuple[int, ...] = getattr(x, "shape", ())
+    if not isinstance(eps, float) or math.prod(shape[:-1]) < 2 or shape[:-1] == shape[-1:]:
+        return None
+    found: list[Hashable] = [call, eps, aligned, shape[-1:]]
+    for one in arrays:
+        if not isinstance(one, cupy.ndarray):
+            found.append(type(one))
+        elif one.shape in (shape, shape[:-1]) and one.flags.c_contiguous:
+            found += (x.ndim - one.ndim, one.dtype, one.data.device_id)
+        elif one.ndim == 1:
+            found.append(_described(one))
+        else:
+            return None
+    return tuple(found)
+
+
+def _ready(
+    call: Call, recipe: LaunchRecipe, eps: float, given: Mapping[str, Given], out: Layout | None
+) -> LaunchRecipe:
+    """With what a site needs of it."""
+    written = (*recipe.written, *recipe.statistics)[: None if call.backward else len(call.results)]
+    names = [name for name, *_ in written]
+    solution, order = recipe.plan, None
+    other = recipe.copies or recipe.expanded or recipe.reduced or recipe.totals or recipe.dy or recipe.temporary
+    everyday = solution is not None and not other
+    if solution is not None:
+        (eps,) = rounded(solution, eps)
+        everyday &= set(solution.problem.scalars) <= {"eps"} and (call.backward or not solution.workspace)
+        given_names = (*call.names, *names, "eps")
+        unasked = [name for name in solution.problem.pointers if name not in given_names]
+        order = argument_order(solution.problem, (*given_names, *unasked)) if everyday else None
+    layouts = [(name, one) for name, one in given.items() if isinstance(one, Layout)]
+    index = int(dict(layouts)["x"].device)
+    return replace(
+        recipe,
+        device_id=index,
+        everyday_on=index if everyday else -1,
+        widest=max(ITEMSIZE.get(one.dtype, 8) for _, one in layouts),  # a seed is 8 bytes
+        allocated=tuple((shape, kind) for _, shape, kind in written),
+        order=order,
+        eps=eps,
+        places=tuple(names.index(of) for _, of in recipe.gradients),
+        layouts=(*layouts, *([] if out is None else [(call.out, out)])),
+    )
+
+
+def _dtype(function: str, name: str) -> numpy.dtype:
+    """CuPy has no formats of 8 bits: their numbers are bytes."""
+    return numpy.dtype(numpy.uint8) if name in FLOAT8 else numpy_dtype(function, name)
+
+
+def _given(call: Call, name: str, array: Any) -> Given:
+    """What the checks know of an array or a number."""
+    if call.takes_numbers and isinstance(array, numbers.Real) and name != "x":
+        return broadcasting.number(call.function, name, array)
+    return layout(call.function, name, array)
+
+
+def aligned(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> bool:
+    """All arrays that are read by packs begin at multiples of 16 bytes; memory that CuPy allocates does."""
+    given = dict(zip(call.names, arrays, strict=True))
+    of_x = getattr(given["x"], "shape", ())
+    return (out is None or out.data.ptr % 16 == 0) and all(
+        one.data.ptr % 16 == 0
+        for name, one in given.items()
+        if isinstance(one, cupy.ndarray) and name != "y8_scale" and broadcasting.read_by_packs(name, one.shape, of_x)
+    )
+
+
+def check_addresses(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> None:
+    """That each array begins where a GPU can read an element: a recipe knows but the layouts."""
+    for name, array in zip((*call.names, call.out), (*arrays, out), strict=True):
+        if isinstance(array, cupy.ndarray):
+            layout(call.function, name, array)
+
+
+@lru_cache(maxsize=LIMIT)
+def check_out(call: Call, recipe: LaunchRecipe, pointers: tuple[int, ...]) -> None:
+    """Of the memory for the first result. Kept, as the same memory comes again and again: else 9 us of a call."""
+    at = dict(zip((*call.names, call.out), pointers, strict=True))
+    *inputs, out = [(name, layout, at[name]) for name, layout in recipe.layouts]
+    checks.check_out_memory(call.function, *out, inputs, recipe.ndim)
+
+
+def layout(function: str, name: str, array: Any) -> Layout:
+    """The layout of a CuPy array; TypeError for anything else, ValueError for one that no kernel can read."""
+    if not isinstance(array, cupy.ndarray):
+        raise TypeError(
+            f"{function}: {name} must be a CuPy array, as x is; got {type(array).__name__}. Convert one of them."
+        )
+    itemsize = array.dtype.itemsize
+    if array.data.ptr % itemsize and array.size:
+        raise ValueError(
+            f"{function}: {name} must begin at a multiple of its {itemsize} bytes an element, as a GPU reads it; got "
+            f"the address {array.data.ptr:#x}. Copy the array that it is a view of, from there on."
+        )
+    strides = checks.strides_in_elements(function, name, array.shape, array.strides, itemsize)
+    return Layout(array.shape, strides, _name(array.dtype), array.data.device_id)
+
+
+@cache
+def _name(dtype: numpy.dtype) -> str:
+    """NumPy makes it anew each time it is asked for it, which takes 5 us."""
+    return dtype.name

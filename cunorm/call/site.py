@@ -1,0 +1,97 @@
+"""The call site: a function whose text is made from the number of arrays that a call takes and returns.
+
+A loop over operands costs a call of 2 us as much again, so the loop is run here, once, over lines of text. A site looks
+for the recipe of what it is given, allocates and launches. Whatever is not of everyday (a recipe that is not kept yet,
+a number for an operand, an array that must be copied, another device) it leaves to `run` of the module that it is made
+for, which does the same for any call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SITE = """
+def site(call, eps, out, {arrays}):
+    try:
+        low = 0{described}
+        key = (
+            call, eps, type(eps), low % 16 == 0 or aligned(call, ({arrays},), out), {layouts}
+        )
+        recipe = _recipes.kept(key)
+    except (AttributeError, TypeError, ValueError):  # no array, or no hash
+        recipe = key = None
+    if recipe is None or recipe.everyday_on != _current_device():
+        return run(call, eps, out, ({arrays},), key)
+    if low % recipe.widest:
+        check_addresses(call, ({arrays},), out)
+{allocated}
+    device_id = recipe.device_id
+{workspace}
+    launch.run(
+        recipe.plan,
+        device_id,
+        _current_stream(device_id).ptr,
+        recipe.order(({pointers}, recipe.eps, 0, 0)),  # null for either statistic that nobody asked for
+        {workspace_pointer}
+    )
+    return {results}
+"""
+
+
+def text(arrays: int, results: int | None, *, out: bool, workspace: bool) -> str:
+    """Of a call that takes and returns so many arrays; None for as many as its recipe says. `out`: the first result may
+    be given memory.
+    """
+    names = [f"array{i}" for i in range(arrays)]
+    described = [*names, "out"] if out else names
+    pointers = [f"{name}_pointer" for name in names]
+    if results is None:
+        allocated = "    found = [cupy.ndarray(shape, dtype) for shape, dtype in recipe.allocated]\n"
+        pointers.append("*[result.data.ptr for result in found]")
+        returned = "[found[place] for place in recipe.places]"
+    else:
+        found = [f"result{i}" for i in range(results)]
+        lines = [f"    {''.join(f'({name}_shape, {name}_dtype), ' for name in found)}= recipe.allocated"]
+        lines += [f"    {name} = cupy.ndarray({name}_shape, {name}_dtype)" for name in found]
+        if out:
+            given = ", ".join(f"{name}_pointer" for name in described)
+            lines[1] = (
+                "    if out is None:\n"
+                "        result0 = cupy.ndarray(result0_shape, result0_dtype)\n"
+                "    else:\n"
+                f"        check_out(call, recipe, ({given}))\n"
+                "        result0 = out"
+            )
+        allocated = "\n".join(lines) if found else ""
+        pointers += [f"{name}.data.ptr" for name in found]
+        returned = f"({', '.join(found)},)" if found else "()"
+    return SITE.format(
+        arrays=", ".join(names),
+        described="".join(map(_described, described)),
+        layouts=", ".join(f"{name}_layout" for name in described),
+        allocated=allocated,
+        pointers=", ".join(pointers),
+        workspace="    workspace = cupy.cuda.alloc(recipe.plan.workspace)" if workspace else "",
+        workspace_pointer="workspace.ptr," if workspace else "",
+        results=returned,
+    )
+
+
+def _described(name: str) -> str:
+    """The lines that describe an array, which may be absent."""
+    return f"""
+        if {name} is None:
+            {name}_pointer, {name}_layout = 0, None
+        else:
+            memory = {name}.data
+            {name}_pointer = memory.ptr
+            low |= {name}_pointer
+            {name}_layout = ({name}.shape, {name}.strides, {name}.dtype, memory.device_id)"""
+
+
+def made(module: dict[str, Any], arrays: int, results: int | None, *, out: bool, workspace: bool) -> Any:
+    """The function, whose names are those of a module: as if its text stood there."""
+    code = compile(text(arrays, results, out=out, workspace=workspace), f"<site of {arrays} arrays>", "exec")
+    found: dict[str, Any] = {}
+    exec(code, module, found)
+    return found["site"]
