@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from ..kernel.cache import write as write_file
 from ..kernel.device import CLUSTER_SIZES
 from .legal import KERNELS
-from .tables import Launch, Table
+from .tables import TO, Launch, Table
 
 VERSION = 1  # of the fields of a Launch: a table of another version is not read
 
@@ -40,6 +41,8 @@ def read(path: Path) -> Table | None:
             }
             for layout, by_shape in content["layouts"].items()
         }
+        for shape in chain.from_iterable(layouts.values()):
+            _check_shape(shape)
         points = {
             layout: {shape: tuple(map(float, numbers)) for shape, numbers in by_shape.items()}
             for layout, by_shape in content.get("measured", {}).items()
@@ -52,6 +55,13 @@ def read(path: Path) -> Table | None:
         reason = f"{type(error).__name__}: {error}"
         log.warning("cunorm: %s is no table of launches (%s); it is not used", path, reason)
         return None
+
+
+def _check_shape(shape: str) -> None:
+    """ValueError where "to" is not followed by a number of vectors."""
+    _, to, vectors = shape.partition(TO)
+    if to:
+        int(vectors)
 
 
 def _launch(fields: dict[str, Any]) -> Launch:

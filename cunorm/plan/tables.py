@@ -16,12 +16,13 @@ from ..kernel.device import Device
 from ..operation import NORMS, is_named, name_of_operation
 from .problem import ITEMSIZE, Problem
 from .registers import widest_column
-from .shapes import in_clusters
+from .shapes import ceil_div, in_clusters
 from .spec import NormSpec
 
 BANDWIDTH_TOLERANCE = 0.1  # of the bandwidth of an SM, within a class
 REACH = 1.25  # a launch that was measured serves so many times more rows, and so many times fewer
 ZERO_CENTRED = "zero_centered_"
+TO = " to "  # in the name of an entry: "256x2 to 408" serves rows of up to 408 vectors, "256x2" those of any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +73,33 @@ class Table:
         return self._entry(layout, spec, is_full(spec))
 
     def _entry(self, layout: str, spec: NormSpec, full: bool) -> Choices:
-        shapes = (shape_key(spec, full=True), shape_key(spec)) if full else (shape_key(spec),)
-        layouts = dict.fromkeys((layout, layout.removeprefix(ZERO_CENTRED)))
-        of_layouts = [self.layouts[name] for name in layouts if name in self.layouts]
-        return next((found[shape] for found in of_layouts for shape in shapes if shape in found), ())
+        for name in dict.fromkeys((layout, layout.removeprefix(ZERO_CENTRED))):
+            of_layout = self.layouts.get(name, {})
+            for shape in ((shape_key(spec, full=True),) if full else ()) + (self._shape(name, spec), shape_key(spec)):
+                if shape in of_layout:
+                    return of_layout[shape]
+        return ()
+
+    def _shape(self, layout: str, spec: NormSpec) -> str:
+        """The shape of an entry for rows that are not full: that of the shortest that serve it, else of all."""
+        shape = shape_key(spec)
+        most = (int(one.removeprefix(shape + TO)) for one in self.layouts.get(layout, {}) if one.startswith(shape + TO))
+        shortest = min((vectors for vectors in most if vectors_of(spec) <= vectors), default=None)
+        return shape if shortest is None else f"{shape}{TO}{shortest}"
+
+    def _own_shape(self, layout: str, spec: NormSpec) -> str:
+        return shape_key(spec, full=True) if is_full(spec) else self._shape(layout, spec)
 
     def has_point(self, layout: str, spec: NormSpec, rows_of_sm: float) -> bool:
         """Whether that number of rows for each SM was measured."""
-        return rows_of_sm in self.points.get(layout, {}).get(shape_key(spec, is_full(spec)), ())
+        return rows_of_sm in self.points.get(layout, {}).get(self._own_shape(layout, spec), ())
 
     def with_point(self, layout: str, spec: NormSpec, rows_of_sm: float, launch: Launch | None) -> Table:
         """The same with one more number of rows measured; `launch`: what won, None where nothing beat today's.
 
         It serves up to REACH times more rows, and fewer, but no further than half way to the next number measured.
         """
-        shape = shape_key(spec, is_full(spec))
+        shape = self._own_shape(layout, spec)
         points = sorted({*self.points.get(layout, {}).get(shape, ()), rows_of_sm})
         layouts = dict(self.layouts)
         if launch is not None:
@@ -96,7 +109,8 @@ class Table:
             # Rows that have had this entry for want of their own keep what it was.
             keys = product((layout, *_zero_centred(layout)), {is_full(spec), True})
             for (name, full), choices in {key: self._entry(key[0], spec, key[1]) for key in keys}.items():
-                layouts[name] = {**layouts.get(name, {}), shape_key(spec, full): choices or ((inf, None),)}
+                of_name = shape_key(spec, full=True) if full else self._shape(name, spec)
+                layouts[name] = {**layouts.get(name, {}), of_name: choices or ((inf, None),)}
             of_shape = _with_run(layouts[layout][shape], low, high, launch)
             layouts[layout] = {**layouts[layout], shape: of_shape}
         of_layout = {**self.points.get(layout, {}), shape: tuple(points)}
@@ -151,6 +165,11 @@ def shape_key(spec: NormSpec, full: bool = False) -> str:
     """The shape of a row, whatever the number of CTAs that share it; `full` where no place for a vector is empty."""
     _, threads, vectors = spec.shape.order
     return f"{threads}x{vectors}" + (" full" if full else "")
+
+
+def vectors_of(spec: NormSpec) -> int:
+    """Vectors of a row."""
+    return ceil_div(spec.cols, spec.shape.pack)
 
 
 def is_full(spec: NormSpec) -> bool:

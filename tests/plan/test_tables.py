@@ -91,6 +91,28 @@ def test_the_users_table_is_asked_before_the_shipped_one(folder, found):
     assert rows_of(found).shape.order == other.shape.order
 
 
+def test_an_entry_may_serve_rows_up_to_a_length_alone():
+    launches_by_length = {n: Launch("backward", ctas_per_sm=n, stages=2) for n in (1, 2, 3)}
+    entries = {"256x2 to 400": 1, "256x2 to 450": 2, "256x2": 3}
+    choices = {shape: ((inf, launches_by_length[n]),) for shape, n in entries.items()}
+    specs = {
+        cols: rows_of(problem("backward", 8192, cols, "bfloat16", "rms_norm")) for cols in (3192, 3200, 3208, 3608)
+    }
+    name = layout(problem("backward", 8192, 3200, "bfloat16", "rms_norm"))
+    table = Table(90, 25.0, {name: choices})
+    served = {cols: table.choices(name, spec)[0][1].ctas_per_sm for cols, spec in specs.items()}
+    assert served == {3192: 1, 3200: 1, 3208: 2, 3608: 3}
+    measured_here = table.with_point(name, specs[3192], 60.0, Launch("backward", stages=4))
+    assert table_choices(measured_here, name) == ["256x2 to 400"]
+    assert measured_here.has_point(name, specs[3200], 60.0)
+    assert not measured_here.has_point(name, specs[3208], 60.0)
+
+
+def table_choices(table: Table, name: str) -> list[str]:
+    """The entries in which a launch was measured."""
+    return [shape for shape, choices in table.layouts[name].items() if len(choices) > 1]
+
+
 @pytest.mark.parametrize("found", PROBLEMS)
 def test_the_users_table_answers_near_what_was_measured_and_nowhere_else(folder, found):
     def rows_times(factor: float) -> Problem:
@@ -207,6 +229,7 @@ BAD_FILES = [
     pytest.param(content(layouts=[]), id="layouts in a list"),
     pytest.param(content(layouts={"a": {"b": [[1]]}}), id="a choice of one number"),
     pytest.param(content(layouts={"a": {"b": [[None, 7]]}}), id="a launch that is not there"),
+    pytest.param(content(layouts={"a": {"256x2 to many": [[None, 0]]}}), id="an entry to no number of vectors"),
     pytest.param(content(measured=[1]), id="points in a list"),
     *(
         pytest.param(content(launches=[LAUNCH | wrong]), id=str(wrong))
