@@ -14,7 +14,7 @@ from .. import logs
 from ..kernel.device import Device
 from ..operation import Operation
 from ..plan.choose import one_kernel_differentiates_twice
-from ..plan.forward_twice import holds_twice
+from ..plan.forward import holds_twice
 from ..plan.plan import plan
 from ..plan.problem import (
     ITEMSIZE,

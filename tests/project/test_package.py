@@ -188,24 +188,10 @@ LAYERS = (
     {"plan.problem"},
     {"plan.plain_problems"},
     {"norm.checks", "plan.spec"},
-    {
-        "plan.registers",
-        "plan.shapes",
-        "plan.shared_memory",
-        "plan.backward_parts",
-        "norm.fused",
-        "norm.float8",
-        "linear.problem",
-    },
-    {"plan.legal", "plan.tables"},
-    {"plan.table_files"},
-    {"plan.measured"},
-    {"plan.candidates"},
-    {"plan.forward_rows", "plan.cluster_forward", "plan.forward_twice"},
-    {"plan.cluster_backward", "plan.odd_backward"},
-    {"plan.backward_rows"},
-    {"plan.steps"},
-    {"plan.few_rows"},
+    {"plan.resources", "norm.fused", "norm.float8", "linear.problem"},
+    {"plan.shapes", "plan.tables", "plan.steps"},
+    {"plan.candidates", "plan.forward"},
+    {"plan.backward"},
     {"plan.choose", "plan.launches"},
     {"plan.plan"},
     {"norm.fused_recipe"},
@@ -233,7 +219,7 @@ LAYERS = (
     {"adding", "adding_float8", "norm_add", "modulating", "gating", "sandwich"},
     {"gate_modulating"},
 )
-PURE = set().union(*LAYERS[:19]) - {"linear.gemm"}
+PURE = set().union(*LAYERS[:18]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {
     "cupy_recipes",
