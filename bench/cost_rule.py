@@ -22,7 +22,7 @@ from cunorm.commands.compilation import compile_all, compiler
 from cunorm.commands.search import Buffers
 from cunorm.kernel import device
 from cunorm.kernel.device import Device
-from cunorm.plan import measured
+from cunorm.plan import tables
 from cunorm.plan.plain_problems import whole
 from cunorm.plan.plan import plan
 from cunorm.plan.steps import Plan
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     gpu = device.current(0)
-    if not measured.tables_of(gpu):
+    if not tables.tables_of(gpu):
         parser.error(f"no table serves {gpu.name}: the rule plans it")
     found = [case for name in arguments.suite for case in drawn(suite(name), arguments.sample, arguments.seed)]
     cases = [case for case in dict.fromkeys(found) if not case.heads and case.offset is None]

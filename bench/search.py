@@ -24,7 +24,7 @@ from cunorm.commands.search import search
 from cunorm.commands.tune import Task, keep, task_of
 from cunorm.kernel import device
 from cunorm.kernel.device import Device
-from cunorm.plan import measured, table_files
+from cunorm.plan import tables
 from cunorm.plan.candidates import candidates
 from cunorm.plan.plain_problems import whole
 from cunorm.plan.plan import plan
@@ -67,7 +67,7 @@ def search_case(case: Case, most: int, write: Path | None = None) -> dict[str, A
 
 def is_measured(case: Case, path: Path) -> bool:
     """Say whether a table has the case."""
-    found_task, table = task(case, device.current(0)), table_files.read(path) if path.exists() else None
+    found_task, table = task(case, device.current(0)), tables.read(path) if path.exists() else None
     return bool(found_task and table) and table.has_point(found_task.layout, found_task.spec, found_task.rows_of_sm)
 
 
@@ -87,9 +87,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="TABLE", help="a table of launches of this GPU, there or new")
     parser.add_argument("--again", action="store_true", help="measure cases that the table has, too")
     arguments = parser.parse_args()
-    os.environ[measured.TUNE_VARIABLE] = "0"  # what the bench measures is what cunorm ships
+    os.environ[tables.TUNE_VARIABLE] = "0"  # what the bench measures is what cunorm ships
     if arguments.write and arguments.write.exists():
-        table = table_files.read(arguments.write)
+        table = tables.read(arguments.write)
         if table is None or not table.serves(device.current(0)):
             parser.error(f"{arguments.write} is no table of launches of this GPU: name another, which may be new")
     begun = time.perf_counter()

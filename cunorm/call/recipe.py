@@ -13,7 +13,7 @@ from typing import Any
 from .. import logs
 from ..kernel.device import Device
 from ..operation import Operation
-from ..plan.forward_twice import holds_twice
+from ..plan.forward import holds_twice
 from ..plan.plan import plan
 from ..plan.problem import (
     ITEMSIZE,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..kernel import compile, source
 from ..kernel.cache import cache_directory, keep_file
 from ..kernel.compile import Resources
-from ..plan.shared_memory import SHARED_LIMIT, shared_memory
+from ..plan.resources import SHARED_LIMIT, shared_memory
 from ..plan.spec import KernelSpec
 from .cache import RESULTS_FILE
 
@@ -54,7 +54,7 @@ def fault(spec: KernelSpec, used: Resources) -> str:
     if used.shared > SHARED_LIMIT:
         faults.append(f"uses {used.shared} bytes of shared memory of {SHARED_LIMIT}")
     elif used.shared != shared_memory(spec):
-        faults.append(f"uses {used.shared} bytes of shared memory; shared_memory.py says {shared_memory(spec)}")
+        faults.append(f"uses {used.shared} bytes of shared memory; resources.py says {shared_memory(spec)}")
     return ", ".join(faults)
 
 

@@ -14,7 +14,7 @@ from .. import __version__, private
 from ..kernel import device
 from ..kernel.cache import cache_directory
 from ..kernel.device import INSTALL
-from ..plan import measured
+from ..plan import tables
 from .cache import kernel_files
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -191,8 +191,8 @@ def _tables() -> list[str]:
     gpus = dict.fromkeys(device.current(number) for number in range(len(_gpus())))
     lines = []
     for gpu in gpus:
-        paths = [str(path) for path, _ in measured.tables_of(gpu)]
-        unread = "" if measured.reads_the_users() else f" ({measured.TUNE_VARIABLE}=0: those of `tune` are not read)"
+        paths = [str(path) for path, _ in tables.tables_of(gpu)]
+        unread = "" if tables.reads_the_users() else f" ({tables.TUNE_VARIABLE}=0: those of `tune` are not read)"
         lines.append(f"{gpu.name}: {', '.join([*paths, 'the cost rule'])}{unread}")
     return lines
 

@@ -1,6 +1,6 @@
 """The problems that together make the plan choose every kind of kernel that it has: what `compile --all` compiles.
 
-They are made from the tables of choose.py, so a new tier is covered without a change here. All combinations would be
+They are made from the tables of shapes.py, so a new tier is covered without a change here. All combinations would be
 millions; for each tier an orthogonal array holds every pair of values of any two factors in 49 problems. Two neighbours
 among the forward tiers, which follow from a rule, share one.
 """
@@ -18,8 +18,8 @@ from ..kernel.device import Device
 from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
 from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once
-from ..plan.choose import TABLES, Tier, tier_of
-from ..plan.forward_twice import holds_twice
+from ..plan.choose import tier_of
+from ..plan.forward import holds_twice
 from ..plan.plain_problems import float8_problem, plain, whole
 from ..plan.plan import plan
 from ..plan.problem import (
@@ -32,7 +32,8 @@ from ..plan.problem import (
     backward_problem,
     forward_problem,
 )
-from ..plan.registers import RESIDENT
+from ..plan.resources import RESIDENT
+from ..plan.shapes import TABLES, Tier
 from ..plan.spec import KernelSpec
 
 OPS = ("layer_norm", "rms_norm")
@@ -41,7 +42,7 @@ KINDS_OF_FUSIONS |= {SEED: "seed", "dropped": "scalar", "factor": "scalar"}
 GROUPED_ROWS = ((2**16, Groups(2**12, 2**4)), (64, Groups(16, 4)))
 ROWS = 2**24  # of more rows kernels do not depend on how many
 FEW_ROWS = (16384, 2000, 60, 30, 2, 1)  # may have kernels of their own; a row alone is aligned whatever its length
-MIDDLING_ROWS = 300  # backward by CTAs of 256 threads (plan/few_rows.py)
+MIDDLING_ROWS = 300  # backward by CTAs of 256 threads (plan/backward.py)
 # Every number up to a few for each SM, then by steps: who meets a call of any size has all its kernels.
 NUMBERS_OF_ROWS = sorted({*range(1, 600), *(int(2 ** (eighths / 8)) for eighths in range(72, 200))})
 LEVELS = 7  # a prime, and no factor has more values

@@ -17,11 +17,10 @@ from ..kernel import launch
 from ..kernel.device import Device
 from ..plan.choose import choose
 from ..plan.launches import launches
-from ..plan.measured import run_by
 from ..plan.problem import Operand, Problem
 from ..plan.spec import NormSpec
 from ..plan.steps import Plan
-from ..plan.tables import Launch
+from ..plan.tables import Launch, run_by
 from . import timing
 from .compilation import compile_all, compiler
 

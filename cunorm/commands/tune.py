@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ..kernel import device
 from ..kernel.cache import cache_directory
-from ..plan import measured, table_files, tables
+from ..plan import tables
 from ..plan.candidates import candidates
 from ..plan.choose import choose
 from ..plan.plain_problems import whole
@@ -109,11 +109,11 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     if not arguments.seconds > 0:
         parser.error(f"--seconds must be more than 0; got {arguments.seconds}")
     try:
-        read = measured.reads_the_users()
+        read = tables.reads_the_users()
     except ValueError as error:
         parser.error(str(error))
     if not read:
-        parser.error(f"{measured.TUNE_VARIABLE}=0 leaves the tables that it makes unread: unset it")
+        parser.error(f"{tables.TUNE_VARIABLE}=0 leaves the tables that it makes unread: unset it")
 
 
 def _gpu() -> device.Device:
@@ -134,7 +134,7 @@ def _why_not_written() -> str:
     except FileNotFoundError as error:
         return str(error)
     try:
-        table_files.write_file(folder / "probe", b"")
+        tables.write_file(folder / "probe", b"")
         (folder / "probe").unlink()
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror}); CUNORM_CACHE_DIR may name another folder"
@@ -244,19 +244,19 @@ def _tune(tasks: list[Task], gpu: device.Device, end: float) -> int:
 
 def keep(path: Path, gpu: device.Device, task: Task, found: Found) -> None:
     """Write what a search found into a table, and let the next plans of this process see it."""
-    table = table_files.read(path) if path.exists() else None
+    table = tables.read(path) if path.exists() else None
     if table is None or not table.serves(gpu):
         table = tables.Table(gpu.arch, gpu.bandwidth / gpu.sms, {})
     better = None if found.better is None else tables.Launch.of(found.better)
-    table_files.write(path, table.with_point(task.layout, task.spec, task.rows_of_sm, better))
-    measured.forget()
+    tables.write(path, table.with_point(task.layout, task.spec, task.rows_of_sm, better))
+    tables.forget()
     plan.cache_clear()
 
 
 def _path(gpu: device.Device) -> Path:
     """The user's table of such GPUs, there or to be made."""
     folder = cache_directory() / "tables"
-    existing = (path for path, _ in measured.tables_of(gpu) if path.parent == folder)
+    existing = (path for path, _ in tables.tables_of(gpu) if path.parent == folder)
     return next(existing, folder / f"sm_{gpu.arch}_{gpu.bandwidth / gpu.sms:.1f}_gbs.json")
 
 

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from .. import logs, private
-from ..plan.shared_memory import RESERVED, launch_shared
+from ..plan.resources import RESERVED, launch_shared
 from ..plan.spec import KernelSpec, NormSpec, SumSpec
 from . import device
 from .cache import cache_directory, keep_file

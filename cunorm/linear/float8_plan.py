@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from ..kernel.device import Device
 from ..operation import Operation
-from ..plan.problem import ITEMSIZE
-from ..plan.shapes import ceil_div
-from ..plan.shared_memory import ctas_that_fit
+from ..plan.problem import ITEMSIZE, ceil_div
+from ..plan.resources import ctas_that_fit
 from ..plan.spec import WARP, OtherSpec, RowShape
 from ..plan.steps import GRID_LIMIT, WORKSPACE, Pointer, Step
 from .float8_spec import (

@@ -13,12 +13,9 @@ from itertools import product
 from typing import Any
 
 from ..kernel.device import CLUSTER_SIZES, Device
-from .legal import KERNELS, is_legal
-from .measured import at_odd_addresses
-from .problem import ITEMSIZE, Problem
-from .registers import registers_of
-from .shapes import MOST_SHORT, ceil_div
-from .spec import WARP, FewRowsSpec, NormSpec, RowShape
+from .problem import ITEMSIZE, Problem, ceil_div
+from .resources import KERNELS, at_odd_addresses, is_legal, registers_of
+from .spec import MOST_SHORT, WARP, FewRowsSpec, NormSpec, RowShape
 from .tables import Launch
 
 MOST_CTAS = 10  # of an SM

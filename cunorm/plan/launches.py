@@ -11,23 +11,21 @@ from math import prod
 
 from ..kernel.device import Device
 from ..operation import derivative
-from .backward_parts import part, sources
-from .problem import ITEMSIZE, Problem
-from .shapes import MOST_SHORT, ceil_div, kernel_spec
-from .shared_memory import dynamic_shared, launch_shared
-from .spec import SUM_COLUMNS, FewRowsSpec, NormSpec, RowShape, SumSpec
-from .steps import (
-    GRID_LIMIT,
+from .problem import ITEMSIZE, Problem, ceil_div, part, sources
+from .resources import dynamic_shared, launch_shared
+from .spec import (
+    LINE_COLUMNS,
+    MOST_SHORT,
     STREAMED_THREADS,
-    WORKSPACE,
-    Plan,
-    Pointer,
-    Step,
-    partial_row,
-    resident_groups,
-    step_of,
-    tier_name,
+    SUM_COLUMNS,
+    WARP,
+    FewRowsSpec,
+    NormSpec,
+    RowShape,
+    SumSpec,
+    kernel_spec,
 )
+from .steps import GRID_LIMIT, WORKSPACE, Plan, Pointer, Step
 
 SUM_THREADS = 256
 SUM_LANES = {8: 512, 16: 4096, 32: 8192, 64: 16384, 128: 32768}  # up to how many threads of partial sums
@@ -226,3 +224,51 @@ def _sum_partials(
         # Only the first has the kernel that wrote the partial rows in front of it.
         steps.append(Step(spec, grid, 0, pointers, (), integers, begins_early and not steps))
     return tuple(steps)
+
+
+def tier_name(spec: NormSpec) -> str:
+    """Who holds a row, in a word."""
+    if spec.kernel not in ("forward", "forward_spread", "forward_twice", "backward"):
+        return "streamed"
+    if spec.shape.cluster > 1:
+        return "cluster"
+    return "cta" if spec.shape.threads > WARP else "warp"
+
+
+def resident_groups(problem: Problem, spec: NormSpec, device: Device) -> int:
+    """As many CTAs (or clusters) as run at once, no more than the rows need."""
+    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin)
+    return min(ceil_div(problem.rows, spec.rows_per_cta), resident)
+
+
+def step_of(problem: Problem, spec: NormSpec, grid: tuple[int, int, int], groups: int) -> Step:
+    """The launch of a kernel that reads rows; its sums go to `groups` partial rows each, one after the other."""
+    row = partial_row(problem) * ITEMSIZE[problem.compute]
+    pointers = _pointers(problem.pointers)
+    if spec.leaves_partial_rows:
+        sums = [one.name for one in spec.sums]
+        places = {name: Pointer(WORKSPACE, i * groups * row) for i, name in enumerate(sums)}
+        pointers = tuple(places.get(pointer.name, pointer) for pointer in pointers)
+    return Step(
+        spec,
+        grid,
+        dynamic_shared(spec),
+        pointers,
+        problem.scalars,
+        (
+            problem.rows,
+            *problem.operands.row_numbers,
+            *(problem.groups.numbers(problem.rows) if problem.groups else ()),
+        ),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _pointers(names: tuple[str, ...]) -> tuple[Pointer, ...]:
+    return tuple(map(Pointer, names))
+
+
+def partial_row(problem: Problem) -> int:
+    """Elements of a partial row: whole packs, whole lines."""
+    pack = 16 // ITEMSIZE[problem.row_dtype]
+    return ceil_div(ceil_div(problem.cols, pack) * pack, LINE_COLUMNS) * LINE_COLUMNS

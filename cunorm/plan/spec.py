@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..operation import Operation
-from .problem import Operand, Operands, compute_dtype
+from .problem import Operand, Operands, Problem, compute_dtype
 
 WARP = 32
 # The backward pass keeps its column operands in registers where a thread has so many bytes and packs of them at most,
@@ -15,6 +16,8 @@ COLUMN_BYTES = 64
 COLUMN_PACKS = 2
 SUM_COLUMNS = 4  # of a thread that adds partial rows up, and of a piece of a partial row
 LINE_COLUMNS = 32  # a partial row is a multiple of them: lines of L2, of 128 bytes or two of these
+MOST_SHORT = 4096  # vectors of a row that one CTA holds forward
+STREAMED_THREADS = 512  # of a CTA of a row that no other kernel takes
 BLOCK_VALUES = 32  # of y that a thread holds while it looks for the largest of blocks, where one block has no more
 MAILBOX = 8  # bytes
 SHARED_ALIGNMENT = 128  # of dynamic shared memory
@@ -216,6 +219,39 @@ class NormSpec:
 BACKWARD = ("backward", "column_gradients")
 
 
+def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> NormSpec:
+    of_problem = kernel, problem.operation, problem.cols, problem.row_dtype, problem.operands.of_text
+    fits = {
+        "aligned": _vectors_fit(problem, shape.pack, ("full", "group")),
+        "columns_aligned": _vectors_fit(problem, shape.pack, ("group",)),
+    }
+    return _spec(*of_problem, shape=shape, **fits | changes)
+
+
+# Calls that differ in their number of rows share it: made anew it takes 9 us.
+_spec = lru_cache(maxsize=4096)(NormSpec)
+
+
+def _vectors_fit(problem: Problem, pack: int, kinds: tuple[str, ...]) -> bool:
+    """Every pack of every row, or vector, of such operands starts at a multiple of its size (or of 16 bytes)."""
+    return problem.aligned and (problem.rows == 1 or _strides_fit(problem.operands, pack, kinds))
+
+
+@lru_cache(maxsize=4096)
+def _strides_fit(operands: Operands, pack: int, kinds: tuple[str, ...]) -> bool:
+    return all(
+        stride * one.itemsize % min(16, pack * one.itemsize) == 0
+        for one in operands
+        if one.kind in kinds
+        for stride in (one.row_stride, one.outer_stride)
+    )
+
+
+def in_clusters(shape: RowShape, size: int) -> RowShape:
+    """The same threads of a row, in as many CTAs."""
+    return replace(shape, threads=shape.threads * shape.cluster // size, cluster=size)
+
+
 @dataclass(frozen=True, slots=True)
 class SumSpec:
     """The kernel that adds partial rows up, for `count` gradients of one dtype."""
@@ -302,12 +338,12 @@ class OtherSpec(ABC):
 
     @property
     def shared_memory(self) -> int:
-        """As plan/shared_memory.py says."""
+        """As plan/resources.py says."""
         return 0
 
     @property
     def dynamic_shared(self) -> int:
-        """As plan/shared_memory.py says."""
+        """As plan/resources.py says."""
         return 0
 
     @abstractmethod

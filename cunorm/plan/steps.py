@@ -1,21 +1,16 @@
-"""What a plan is made of: launches, and what every pass counts with. Pure functions; no GPU library is imported."""
+"""What a plan is made of: its launches. Pure values; no GPU library is imported."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from ..kernel.device import Device
-from .problem import ITEMSIZE, Problem
-from .shapes import ceil_div
-from .shared_memory import dynamic_shared, shared_memory
-from .spec import LINE_COLUMNS, WARP, FewRowsSpec, KernelSpec, NormSpec, SumSpec
+from .problem import Problem
+from .resources import shared_memory
+from .spec import FewRowsSpec, KernelSpec, NormSpec, SumSpec
 
 GRID_LIMIT = 2**31 - 1
-STREAMED_THREADS = 512  # of a CTA of a row that no other kernel takes
-
-
 WORKSPACE = "the workspace"  # among the names of a call's arrays: with a space, so that no operand has this name
 
 
@@ -76,51 +71,3 @@ class Plan:
                 f"{shared_memory(spec) + step.dynamic_shared} bytes of shared memory"
             )
         return "\n".join(lines)
-
-
-def tier_name(spec: NormSpec) -> str:
-    """Who holds a row, in a word."""
-    if spec.kernel not in ("forward", "forward_spread", "forward_twice", "backward"):
-        return "streamed"
-    if spec.shape.cluster > 1:
-        return "cluster"
-    return "cta" if spec.shape.threads > WARP else "warp"
-
-
-def resident_groups(problem: Problem, spec: NormSpec, device: Device) -> int:
-    """As many CTAs (or clusters) as run at once, no more than the rows need."""
-    resident = device.resident_clusters(spec.shape.cluster, spec.ctas_per_sm, problem.sm_margin)
-    return min(ceil_div(problem.rows, spec.rows_per_cta), resident)
-
-
-def step_of(problem: Problem, spec: NormSpec, grid: tuple[int, int, int], groups: int) -> Step:
-    """The launch of a kernel that reads rows; its sums go to `groups` partial rows each, one after the other."""
-    row = partial_row(problem) * ITEMSIZE[problem.compute]
-    pointers = _pointers(problem.pointers)
-    if spec.leaves_partial_rows:
-        sums = [one.name for one in spec.sums]
-        places = {name: Pointer(WORKSPACE, i * groups * row) for i, name in enumerate(sums)}
-        pointers = tuple(places.get(pointer.name, pointer) for pointer in pointers)
-    return Step(
-        spec,
-        grid,
-        dynamic_shared(spec),
-        pointers,
-        problem.scalars,
-        (
-            problem.rows,
-            *problem.operands.row_numbers,
-            *(problem.groups.numbers(problem.rows) if problem.groups else ()),
-        ),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _pointers(names: tuple[str, ...]) -> tuple[Pointer, ...]:
-    return tuple(map(Pointer, names))
-
-
-def partial_row(problem: Problem) -> int:
-    """Elements of a partial row: whole packs, whole lines."""
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    return ceil_div(ceil_div(problem.cols, pack) * pack, LINE_COLUMNS) * LINE_COLUMNS

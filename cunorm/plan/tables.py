@@ -2,26 +2,37 @@
 
 A table decides no bit of y, mean, rstd or dx: the shape of a row, by which it is added up, is part of the question. Of
 a backward pass that leaves partial sums it may decide how many, and so the last bit of dweight and dbias.
+
+Tables are JSON files, with a line for each launch and for each shape of each layout: those of `python -m cunorm tune`,
+in the user's cache, are asked before those that ship with cunorm. A file that cannot be used is left out with a line in
+the log: it is never an error, and never another bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import pairwise, product
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, lru_cache
+from itertools import chain, pairwise, product
 from math import inf, sqrt
+from pathlib import Path
+from typing import Any
 
-from ..kernel.device import Device
+from ..kernel.cache import cache_directory
+from ..kernel.cache import write as write_file
+from ..kernel.device import CLUSTER_SIZES, Device, is_on
 from ..operation import NORMS, is_named, name_of_operation
-from .problem import ITEMSIZE, Problem
-from .registers import widest_column
-from .shapes import in_clusters
-from .spec import NormSpec
+from .problem import ITEMSIZE, Problem, ceil_div
+from .resources import KERNELS, at_odd_addresses, is_legal, widest_column
+from .spec import NormSpec, in_clusters
 
+VERSION = 1  # of the fields of a Launch: a table of another version is not read
 BANDWIDTH_TOLERANCE = 0.1  # of the bandwidth of an SM, within a class
 REACH = 1.25  # a launch that was measured serves so many times more rows, and so many times fewer
 ZERO_CENTRED = "zero_centered_"
+TO = " to "  # in the name of an entry: "256x2 to 408" serves rows of up to 408 vectors, "256x2" those of any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +83,33 @@ class Table:
         return self._entry(layout, spec, is_full(spec))
 
     def _entry(self, layout: str, spec: NormSpec, full: bool) -> Choices:
-        shapes = (shape_key(spec, full=True), shape_key(spec)) if full else (shape_key(spec),)
-        layouts = dict.fromkeys((layout, layout.removeprefix(ZERO_CENTRED)))
-        of_layouts = [self.layouts[name] for name in layouts if name in self.layouts]
-        return next((found[shape] for found in of_layouts for shape in shapes if shape in found), ())
+        for name in dict.fromkeys((layout, layout.removeprefix(ZERO_CENTRED))):
+            of_layout = self.layouts.get(name, {})
+            for shape in ((shape_key(spec, full=True),) if full else ()) + (self._shape(name, spec), shape_key(spec)):
+                if shape in of_layout:
+                    return of_layout[shape]
+        return ()
+
+    def _shape(self, layout: str, spec: NormSpec) -> str:
+        """The shape of an entry for rows that are not full: that of the shortest that serve it, else of all."""
+        shape = shape_key(spec)
+        most = (int(one.removeprefix(shape + TO)) for one in self.layouts.get(layout, {}) if one.startswith(shape + TO))
+        shortest = min((vectors for vectors in most if vectors_of(spec) <= vectors), default=None)
+        return shape if shortest is None else f"{shape}{TO}{shortest}"
+
+    def _own_shape(self, layout: str, spec: NormSpec) -> str:
+        return shape_key(spec, full=True) if is_full(spec) else self._shape(layout, spec)
 
     def has_point(self, layout: str, spec: NormSpec, rows_of_sm: float) -> bool:
         """Whether that number of rows for each SM was measured."""
-        return rows_of_sm in self.points.get(layout, {}).get(shape_key(spec, is_full(spec)), ())
+        return rows_of_sm in self.points.get(layout, {}).get(self._own_shape(layout, spec), ())
 
     def with_point(self, layout: str, spec: NormSpec, rows_of_sm: float, launch: Launch | None) -> Table:
         """The same with one more number of rows measured; `launch`: what won, None where nothing beat today's.
 
         It serves up to REACH times more rows, and fewer, but no further than half way to the next number measured.
         """
-        shape = shape_key(spec, is_full(spec))
+        shape = self._own_shape(layout, spec)
         points = sorted({*self.points.get(layout, {}).get(shape, ()), rows_of_sm})
         layouts = dict(self.layouts)
         if launch is not None:
@@ -96,7 +119,8 @@ class Table:
             # Rows that have had this entry for want of their own keep what it was.
             keys = product((layout, *_zero_centred(layout)), {is_full(spec), True})
             for (name, full), choices in {key: self._entry(key[0], spec, key[1]) for key in keys}.items():
-                layouts[name] = {**layouts.get(name, {}), shape_key(spec, full): choices or ((inf, None),)}
+                of_name = shape_key(spec, full=True) if full else self._shape(name, spec)
+                layouts[name] = {**layouts.get(name, {}), of_name: choices or ((inf, None),)}
             of_shape = _with_run(layouts[layout][shape], low, high, launch)
             layouts[layout] = {**layouts[layout], shape: of_shape}
         of_layout = {**self.points.get(layout, {}), shape: tuple(points)}
@@ -153,6 +177,177 @@ def shape_key(spec: NormSpec, full: bool = False) -> str:
     return f"{threads}x{vectors}" + (" full" if full else "")
 
 
+def vectors_of(spec: NormSpec) -> int:
+    """Vectors of a row."""
+    return ceil_div(spec.cols, spec.shape.pack)
+
+
 def is_full(spec: NormSpec) -> bool:
     """Whether no place for a vector is empty."""
     return spec.cols == spec.shape.capacity
+
+
+SHIPPED = Path(__file__).parent / "tables"
+TUNE_VARIABLE = "CUNORM_TUNE"
+
+
+def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
+    """The kernel of the rows of `spec` that was measured to be the fastest; None if the cost rule is to say."""
+    rows = rows_of_sm(problem, device)
+    for choices in _choices(spec, device):
+        launch = next((launch for most, launch in choices if rows <= most), None)
+        # Rows by two and two have a CTA for each pair, which would take every SM.
+        if launch is None or (launch.kernel == "forward_pairs" and problem.sm_margin):
+            continue
+        if (kernel := run_by(launch, spec, device)) is not None:
+            return kernel
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _choices(spec: NormSpec, device: Device) -> tuple[Choices, ...]:
+    """For each table that serves a device and knows the layout, what it says by the number of rows."""
+    layout = layout_of(spec)
+    if layout is None:
+        return ()
+    return tuple(choices for _, table in tables_of(device) if (choices := table.choices(layout, spec)))
+
+
+@lru_cache(maxsize=4096)
+def run_by(launch: Launch, spec: NormSpec, device: Device) -> NormSpec | None:
+    """The kernel of the rows of `spec`, run by that launch; None where it cannot be."""
+    if launch.kernel not in KERNELS[spec.kernel]:
+        return None
+    kernel = launch.applied(spec)
+    if spec.kernel == "backward" and not spec.aligned:
+        kernel = at_odd_addresses(kernel, device)
+    return kernel if is_legal(kernel, device) else None
+
+
+@cache
+def tables_of(device: Device) -> tuple[tuple[Path, Table], ...]:
+    """Those that serve a device, in the order in which they are asked, and their files."""
+    users = user_folder() if reads_the_users() else None
+    found = (*(_in_folder(users) if users else ()), *_in_folder(SHIPPED))
+    return tuple((path, table) for path, table in found if table.serves(device))
+
+
+@cache
+def _in_folder(folder: Path) -> tuple[tuple[Path, Table], ...]:
+    try:
+        paths = sorted(folder.glob("*.json"))
+    except OSError as error:
+        log.warning("cunorm: the tables of launches in %s are not read: %s", folder, error)
+        return ()
+    return tuple((path, table) for path in paths if (table := read(path)) is not None)
+
+
+def forget() -> None:
+    """The next plans read the files again."""
+    for kept in (_in_folder, tables_of, _choices):
+        kept.cache_clear()
+
+
+@cache
+def reads_the_users() -> bool:
+    """False where the environment has CUNORM_TUNE=0; read once."""
+    return is_on(TUNE_VARIABLE, "tables of your own")
+
+
+def user_folder() -> Path | None:
+    """Where `python -m cunorm tune` keeps its tables; None for a user without a home directory."""
+    try:
+        return cache_directory() / "tables"
+    except FileNotFoundError:
+        return None
+
+
+log = logging.getLogger("cunorm")
+
+
+def read(path: Path) -> Table | None:
+    """The table of a file; None, with a line in the log, if it cannot be used."""
+    try:
+        content = json.loads(path.read_text())
+        if content["version"] != VERSION:
+            raise ValueError(f"it has version {content['version']}, not {VERSION}")
+        launches = [_launch_of(fields) for fields in content["launches"]]
+        layouts = {
+            layout: {
+                shape: tuple(
+                    (inf if most is None else float(most), None if index is None else launches[index])
+                    for most, index in choices
+                )
+                for shape, choices in by_shape.items()
+            }
+            for layout, by_shape in content["layouts"].items()
+        }
+        for shape in chain.from_iterable(layouts.values()):
+            _check_shape(shape)
+        points = {
+            layout: {shape: tuple(map(float, numbers)) for shape, numbers in by_shape.items()}
+            for layout, by_shape in content.get("measured", {}).items()
+        }
+        arch, bandwidth = content["arch"], content["bandwidth"]
+        if type(arch) is not int or type(bandwidth) not in (int, float) or bandwidth <= 0:
+            raise ValueError(f"no GPU has architecture {arch!r}, bandwidth of an SM {bandwidth!r}")
+        return Table(arch, bandwidth, layouts, points)
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        log.warning("cunorm: %s is no table of launches (%s); it is not used", path, reason)
+        return None
+
+
+def _check_shape(shape: str) -> None:
+    """ValueError where "to" is not followed by a number of vectors."""
+    _, to, vectors = shape.partition(TO)
+    if to:
+        int(vectors)
+
+
+def _launch_of(fields: dict[str, Any]) -> Launch:
+    """A Launch of a file; ValueError where it has what no launch has."""
+    launch, usual = Launch(**fields), Launch("")
+    wrong = [name for name, value in fields.items() if type(value) is not type(getattr(usual, name))]
+    wrong = wrong or [name for name in ("rows_per_cta", "ctas_per_sm", "held") if getattr(launch, name) < 1]
+    wrong += ["stages"] if not wrong and launch.stages < 0 else []
+    wrong += ["cluster"] if launch.cluster not in (1, *CLUSTER_SIZES) else []
+    wrong += ["kernel"] if launch.kernel not in (*KERNELS["forward"], *KERNELS["backward"]) else []
+    if wrong:
+        raise ValueError(f"no launch has {', '.join(f'{name}={fields[name]!r}' for name in wrong)}")
+    return launch
+
+
+def write(path: Path, table: Table) -> None:
+    """One line for each launch, and one for each shape of each layout. OSError where it cannot be written."""
+    launches: dict[Launch, int] = {}
+
+    def line(choices: Iterable[tuple[float, Launch | None]]) -> str:
+        return json.dumps(
+            [
+                [None if most == inf else most, None if launch is None else launches.setdefault(launch, len(launches))]
+                for most, launch in choices
+            ]
+        )
+
+    layouts = [
+        f"  {json.dumps(layout)}: {{\n"
+        + ",\n".join(f"   {json.dumps(shape)}: {line(choices)}" for shape, choices in by_shape.items())
+        + "\n  }"
+        for layout, by_shape in table.layouts.items()
+    ]
+    defaults = asdict(Launch(""))
+
+    def fields(launch: Launch) -> dict[str, Any]:
+        return {name: value for name, value in asdict(launch).items() if value != defaults[name]}
+
+    head = {"version": VERSION, "arch": table.arch, "bandwidth": table.bandwidth}
+    text = json.dumps(head)[:-1] + ',\n "launches": [\n'
+    text += ",\n".join(f"  {json.dumps(fields(launch))}" for launch in launches)
+    text += '\n ],\n "layouts": {\n' + ",\n".join(layouts) + "\n }"
+    measured_lines = [
+        f"  {json.dumps(layout)}: {json.dumps({shape: list(numbers) for shape, numbers in by_shape.items()})}"
+        for layout, by_shape in table.points.items()
+    ]
+    text += ',\n "measured": {\n' + ",\n".join(measured_lines) + "\n }" if measured_lines else ""
+    write_file(path, (text + "}\n").encode())

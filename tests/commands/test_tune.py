@@ -27,7 +27,8 @@ from cunorm.commands import search as searching
 from cunorm.commands.compilation import Compiled
 from cunorm.commands.timing import Times
 from cunorm.kernel.device import H100
-from cunorm.plan import few_rows, measured, table_files, tables
+from cunorm.plan import backward as backward_rule
+from cunorm.plan import tables
 from cunorm.plan.candidates import candidates
 from cunorm.plan.choose import choose
 from cunorm.plan.launches import launches
@@ -75,8 +76,8 @@ def cache(monkeypatch, tmp_path) -> Iterator[Path]:
     """An empty cache, of which tables are read."""
 
     def forget() -> None:
-        measured.reads_the_users.cache_clear()
-        measured.forget()
+        tables.reads_the_users.cache_clear()
+        tables.forget()
         plan.cache_clear()
 
     monkeypatch.setenv("CUNORM_CACHE_DIR", str(tmp_path / "cache"))
@@ -187,7 +188,7 @@ def test_a_damaged_table_is_replaced(folder, monkeypatch, capsys):
     path = tune._path(H100)
     path.write_text("{")
     assert main(["tune", *SHAPE]) == 0
-    assert table_files.read(path) is not None
+    assert tables.read(path) is not None
 
 
 def test_a_cache_that_cannot_be_written_is_said_before_anything_is_measured(folder, monkeypatch, capsys):
@@ -207,13 +208,13 @@ def test_info_says_which_tables_serve_the_gpu(folder, monkeypatch):
     monkeypatch.setattr(info, "why_no_gpu", lambda: None)
     monkeypatch.setattr(info, "_gpus", lambda: [{}, {}])
     monkeypatch.setattr(info, "device", SimpleNamespace(current=lambda _: H100))
-    shipped = str(measured.SHIPPED / "h100.json")
+    shipped = str(tables.SHIPPED / "h100.json")
     assert info.report()["tables"] == [f"H100: {shipped}, the cost rule"]
     assert main(["tune", *SHAPE]) == 0
     assert info.report()["tables"] == [f"H100: {tune._path(H100)}, {shipped}, the cost rule"]
     monkeypatch.setenv("CUNORM_TUNE", "0")
-    measured.reads_the_users.cache_clear()
-    measured.forget()
+    tables.reads_the_users.cache_clear()
+    tables.forget()
     assert info.report()["tables"] == [f"H100: {shipped}, the cost rule (CUNORM_TUNE=0: those of `tune` are not read)"]
 
 
@@ -392,7 +393,7 @@ def test_a_search_on_the_stand_in(monkeypatch, found, broken):
     monkeypatch.setattr(searching, "launch", runs)
     monkeypatch.setattr(searching, "_without_spills", lambda plans, *_: list(plans))
     monkeypatch.setattr(searching.timing, "buffers_needed", lambda _: 2)
-    with mock.patch.object(few_rows, "MOST_ROWS", 0):
+    with mock.patch.object(backward_rule, "MOST_ROWS", 0):
         today = choose(found, SMALL)
         others = candidates(found, today, SMALL, 10**9)[::40][:3]
     solution = launches(found, today, SMALL)
@@ -450,10 +451,10 @@ def test_on_a_gpu_results_keep_their_bits_and_no_launch_is_slower(cache, monkeyp
         found = problem(direction, rows, 4096, "bfloat16", "rms_norm")
         best = choose(found, gpu)
         with monkeypatch.context() as patch:
-            patch.setattr(measured, "reads_the_users", lambda: False)
-            measured.forget()
+            patch.setattr(tables, "reads_the_users", lambda: False)
+            tables.forget()
             shipped = choose(found, gpu)
-        measured.forget()
+        tables.forget()
         if best != shipped:
             again = searching.search(found, searching.launches(found, shipped, gpu), [best], gpu)
             assert again.faults == ()

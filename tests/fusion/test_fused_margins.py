@@ -23,7 +23,7 @@ from cunorm.kernel.device import KNOWN
 from cunorm.named import OPERATIONS
 from cunorm.plan import launches
 from cunorm.plan.plan import plan
-from cunorm.plan.shapes import ceil_div
+from cunorm.plan.problem import ceil_div
 from cunorm.plan.spec import NormSpec
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())

@@ -18,7 +18,7 @@ from cunorm.kernel.device import KNOWN
 from cunorm.operation import Operation
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Groups, backward_problem, forward_problem
-from cunorm.plan.shared_memory import shared_memory
+from cunorm.plan.resources import shared_memory
 
 
 @needs_nvrtc

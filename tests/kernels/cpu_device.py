@@ -28,7 +28,7 @@ import numpy
 from cunorm.kernel import launch, source
 from cunorm.kernel.launch import NUMBERS
 from cunorm.kernel.source import Baked
-from cunorm.plan.shared_memory import dynamic_shared
+from cunorm.plan.resources import dynamic_shared
 from cunorm.plan.spec import KernelSpec
 from cunorm.plan.steps import WORKSPACE, Plan, Step
 

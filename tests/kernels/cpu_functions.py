@@ -13,7 +13,7 @@ from reference import EPS, check_backward, check_forward
 
 from cunorm.call.numpy import numpy_dtype
 from cunorm.kernel.device import Device
-from cunorm.plan import few_rows
+from cunorm.plan import backward as backward_rule
 from cunorm.plan.plain_problems import plain
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Problem
@@ -132,7 +132,7 @@ def plan_of_many(problem: Problem, device: Device) -> Plan:
     """The plan, of a backward pass as if its rows were not few."""
     if problem.direction == "forward":
         return plan(problem, device)
-    with mock.patch.object(few_rows, "MOST_ROWS", 0):
+    with mock.patch.object(backward_rule, "MOST_ROWS", 0):
         return plan.__wrapped__(problem, device)
 
 

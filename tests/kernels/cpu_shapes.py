@@ -10,7 +10,7 @@ from problems import problem
 
 from cunorm.kernel.device import Device
 from cunorm.plan.problem import Operands, Problem
-from cunorm.plan.shared_memory import dynamic_shared
+from cunorm.plan.resources import dynamic_shared
 from cunorm.plan.spec import KernelSpec, SumSpec
 from cunorm.plan.steps import Step
 

@@ -14,12 +14,12 @@ from cunorm.commands.compilation import compile_all, compiler, fault
 from cunorm.kernel.compile import Resources
 from cunorm.kernel.device import KNOWN, Device, known
 from cunorm.linear import float8_plan
-from cunorm.plan.choose import Tier, tier_of
-from cunorm.plan.cluster_backward import cluster_backward
+from cunorm.plan.choose import tier_of
 from cunorm.plan.plain_problems import whole
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import ITEMSIZE
-from cunorm.plan.shared_memory import launch_shared, shared_memory
+from cunorm.plan.resources import launch_shared, shared_memory
+from cunorm.plan.shapes import Tier, cluster_backward
 
 WHOLE = 90  # the architecture of which every kind of kernel is compiled
 SLICES = 24  # of them, for pytest-xdist
@@ -174,7 +174,7 @@ FAULTS = [
     ({"spill_loads": 8, "stack": 8}, "spills 0 bytes of stores, 8 of loads"),
     ({"stack": 16}, "uses 16 bytes of local memory"),
     ({"shared": 49153}, "uses 49153 bytes of shared memory of 49152"),
-    ({"shared": 4}, "uses 4 bytes of shared memory; shared_memory.py says 0"),
+    ({"shared": 4}, "uses 4 bytes of shared memory; resources.py says 0"),
 ]
 
 

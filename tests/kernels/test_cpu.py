@@ -25,9 +25,9 @@ from cpu_shapes import turns, weight_waits
 from problems import problem
 from reference import check_backward, check_forward
 
-from cunorm.plan.backward_rows import Held
 from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan
+from cunorm.plan.shapes import Held
 from cunorm.plan.spec import NormSpec
 from cunorm.plan.steps import Step
 

@@ -14,9 +14,9 @@ from cpu_shapes import SHAPES_BY_NAME, holder, problems, turns, weight_waits
 from functions import OPS
 
 from cunorm.kernel.source import FILES
-from cunorm.plan.backward_rows import Held
-from cunorm.plan.choose import TABLES, tier_of
+from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan
+from cunorm.plan.shapes import TABLES, Held
 from cunorm.plan.spec import FewRowsSpec, NormSpec
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")

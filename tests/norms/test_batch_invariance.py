@@ -22,9 +22,10 @@ from cunorm import fuse
 from cunorm.call.numpy import numpy_dtype
 from cunorm.commands import matrix
 from cunorm.kernel.device import KNOWN, Device
-from cunorm.plan.choose import TABLES, tier_of
+from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import ITEMSIZE, Problem, backward_problem
+from cunorm.plan.shapes import TABLES
 
 ROWS = 3
 BATCHES = (

@@ -21,7 +21,7 @@ from cunorm.commands.matrix import KINDS_OF_FUSIONS
 from cunorm.commands.search import bytes_of
 from cunorm.kernel.device import Device
 from cunorm.operation import FUSIONS
-from cunorm.plan import few_rows
+from cunorm.plan import backward as backward_rule
 from cunorm.plan.candidates import candidates
 from cunorm.plan.choose import choose
 from cunorm.plan.launches import launches
@@ -39,7 +39,7 @@ def drawn(number: int) -> Callable[[Problem, Device], Plan]:
     """A plan by another launch of the problem's rows; few rows of a backward pass have others as if they were many."""
 
     def other(problem: Problem, device: Device) -> Plan:
-        with mock.patch.object(few_rows, "MOST_ROWS", 0):
+        with mock.patch.object(backward_rule, "MOST_ROWS", 0):
             others = candidates(problem, choose(problem, device), device, 10**9)
         return launches(problem, others[number * STEP % len(others)], device) if others else plan(problem, device)
 

@@ -17,7 +17,7 @@ from cunorm.kernel.device import CLUSTER_SIZES, H100, KNOWN, early_launches, kno
 from cunorm.operation import Operation
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import backward_problem
-from cunorm.plan.shared_memory import ctas_that_fit, dynamic_shared, launch_shared, shared_memory
+from cunorm.plan.resources import ctas_that_fit, dynamic_shared, launch_shared, shared_memory
 from cunorm.plan.spec import FewRowsSpec, NormSpec, SumSpec
 from cunorm.plan.steps import Step
 

@@ -8,10 +8,10 @@ import pytest
 from problems import problem
 
 from cunorm.kernel.device import H100, KNOWN
-from cunorm.plan import measured
-from cunorm.plan.legal import is_legal
+from cunorm.plan import tables
 from cunorm.plan.plain_problems import float8_problem, whole
 from cunorm.plan.plan import plan
+from cunorm.plan.resources import is_legal
 from cunorm.plan.spec import FewRowsSpec
 
 H200 = KNOWN[90]
@@ -75,7 +75,7 @@ def test_a_margin_takes_no_launch_with_a_cta_for_each_pair_of_rows(granularity):
 )
 def test_a_table_serves_the_gpus_of_its_class(bandwidth, sms, served):
     """A class: one architecture and, within 10%, the bandwidth of an SM; so a slice of a GPU is of its class."""
-    assert (measured.tables_of(replace(H200, bandwidth=bandwidth, sms=sms)) != ()) == served
+    assert (tables.tables_of(replace(H200, bandwidth=bandwidth, sms=sms)) != ()) == served
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ import pytest
 from problems import problem
 
 from cunorm.kernel.device import H100, KNOWN, Device
-from cunorm.plan import measured, table_files, tables
+from cunorm.plan import tables
 from cunorm.plan.candidates import candidates
 from cunorm.plan.choose import choose
 from cunorm.plan.launches import launches
-from cunorm.plan.legal import is_legal
 from cunorm.plan.plain_problems import float8_problem
 from cunorm.plan.plan import plan
 from cunorm.plan.problem import Problem
+from cunorm.plan.resources import is_legal
 from cunorm.plan.spec import NormSpec
 from cunorm.plan.tables import REACH, Launch, Table
 
@@ -28,8 +28,8 @@ Tuned = Callable[..., Path]
 
 
 def forget() -> None:
-    measured.reads_the_users.cache_clear()
-    measured.forget()
+    tables.reads_the_users.cache_clear()
+    tables.forget()
     plan.cache_clear()
 
 
@@ -57,10 +57,10 @@ def layout(found: Problem) -> str:
 def tuned(folder: Path, found: Problem, other: NormSpec, device: Device = H100) -> Path:
     """The user's table with `other` for a problem."""
     path = folder / "h100.json"
-    table = table_files.read(path) if path.exists() else Table(device.arch, device.bandwidth / device.sms, {})
+    table = tables.read(path) if path.exists() else Table(device.arch, device.bandwidth / device.sms, {})
     assert table is not None
     spec = rows_of(found)
-    table_files.write(path, table.with_point(layout(found), spec, tables.rows_of_sm(found, device), Launch.of(other)))
+    tables.write(path, table.with_point(layout(found), spec, tables.rows_of_sm(found, device), Launch.of(other)))
     forget()
     return path
 
@@ -91,6 +91,28 @@ def test_the_users_table_is_asked_before_the_shipped_one(folder, found):
     assert rows_of(found).shape.order == other.shape.order
 
 
+def test_an_entry_may_serve_rows_up_to_a_length_alone():
+    launches_by_length = {n: Launch("backward", ctas_per_sm=n, stages=2) for n in (1, 2, 3)}
+    entries = {"256x2 to 400": 1, "256x2 to 450": 2, "256x2": 3}
+    choices = {shape: ((inf, launches_by_length[n]),) for shape, n in entries.items()}
+    specs = {
+        cols: rows_of(problem("backward", 8192, cols, "bfloat16", "rms_norm")) for cols in (3192, 3200, 3208, 3608)
+    }
+    name = layout(problem("backward", 8192, 3200, "bfloat16", "rms_norm"))
+    table = Table(90, 25.0, {name: choices})
+    served = {cols: table.choices(name, spec)[0][1].ctas_per_sm for cols, spec in specs.items()}
+    assert served == {3192: 1, 3200: 1, 3208: 2, 3608: 3}
+    measured_here = table.with_point(name, specs[3192], 60.0, Launch("backward", stages=4))
+    assert table_choices(measured_here, name) == ["256x2 to 400"]
+    assert measured_here.has_point(name, specs[3200], 60.0)
+    assert not measured_here.has_point(name, specs[3208], 60.0)
+
+
+def table_choices(table: Table, name: str) -> list[str]:
+    """The entries in which a launch was measured."""
+    return [shape for shape, choices in table.layouts[name].items() if len(choices) > 1]
+
+
 @pytest.mark.parametrize("found", PROBLEMS)
 def test_the_users_table_answers_near_what_was_measured_and_nowhere_else(folder, found):
     def rows_times(factor: float) -> Problem:
@@ -104,7 +126,7 @@ def test_the_users_table_answers_near_what_was_measured_and_nowhere_else(folder,
     tuned(folder, found, candidates(found, rows_of(found), H100, 1)[0])
     assert [plan(each, H100).steps for each in others] == before
     near = {tables.rows_of_sm(rows_times(factor), H100) for factor in (0.81, 1.24)}
-    table = measured.tables_of(H100)[0][1]
+    table = tables.tables_of(H100)[0][1]
     assert all(launch_of(table, found, rows) is not None for rows in near)
 
 
@@ -124,7 +146,7 @@ def test_rows_that_follow_an_entry_for_want_of_their_own_keep_what_it_was(folder
     for rows in (16384, 17000):
         tuned(folder, replace(found, rows=rows), candidates(found, rows_of(found), H100, 1)[0])
     assert plan(other, H100).steps == before
-    shipped = measured.tables_of(H100)[-1][1]
+    shipped = tables.tables_of(H100)[-1][1]
     merged = shipped.with_point(layout(found), rows_of(found), 50.0, Launch("forward", stages=7))
     assert merged.choices(layout(other), rows_of(other)) == (
         shipped.choices(layout(other), rows_of(other)) or ((inf, None),)
@@ -172,7 +194,7 @@ def test_a_candidate_leaves_as_many_partial_sums_wherever_the_arrays_lie(monkeyp
     found = problem("backward", 1000, cols, "float32", "rms_norm")
     for other in candidates(found, rows_of(found), H100, 10**9):
         choices = (((inf, Launch.of(other)),),)
-        monkeypatch.setattr(measured, "_choices", lambda *_, choices=choices: choices)
+        monkeypatch.setattr(tables, "_choices", lambda *_, choices=choices: choices)
         at_odd_addresses = replace(found, aligned=False)
         groups = [launches(each, choose(each, H100), H100).groups for each in (found, at_odd_addresses)]
         assert groups[0] == groups[1], other
@@ -185,7 +207,7 @@ def test_there_are_candidates_where_rows_are_held():
         assert len({other.shape.threads for other in others}) > 1
 
 
-HEAD = {"version": table_files.VERSION, "arch": H100.arch, "bandwidth": H100.bandwidth / H100.sms}
+HEAD = {"version": tables.VERSION, "arch": H100.arch, "bandwidth": H100.bandwidth / H100.sms}
 LAUNCH = {"kernel": "forward", "ctas_per_sm": 2}
 KEYS = {"layer_norm, forward, x16 2w16": {"128x4 full": [[None, 0]], "128x4": [[None, 0]]}}
 
@@ -200,13 +222,14 @@ BAD_FILES = [
     pytest.param("[]", id="a list"),
     pytest.param("[" * 100_000, id="deep"),
     pytest.param(b"\xff\xfe\x00", id="no text"),
-    pytest.param(content(version=table_files.VERSION + 1), id="another version"),
+    pytest.param(content(version=tables.VERSION + 1), id="another version"),
     pytest.param(json.dumps({"arch": 90}), id="without a version"),
     pytest.param(content(bandwidth=0), id="no bandwidth"),
     pytest.param(content(bandwidth="much"), id="bandwidth in words"),
     pytest.param(content(layouts=[]), id="layouts in a list"),
     pytest.param(content(layouts={"a": {"b": [[1]]}}), id="a choice of one number"),
     pytest.param(content(layouts={"a": {"b": [[None, 7]]}}), id="a launch that is not there"),
+    pytest.param(content(layouts={"a": {"256x2 to many": [[None, 0]]}}), id="an entry to no number of vectors"),
     pytest.param(content(measured=[1]), id="points in a list"),
     *(
         pytest.param(content(launches=[LAUNCH | wrong]), id=str(wrong))
@@ -245,7 +268,7 @@ def test_a_bad_file_is_ignored_with_a_line_in_the_log(folder, caplog, text):
 def test_the_files_of_that_test_are_bad_for_what_is_wrong_with_them(folder):
     folder.mkdir()
     (folder / "good.json").write_text(content())
-    assert table_files.read(folder / "good.json") is not None
+    assert tables.read(folder / "good.json") is not None
 
 
 @pytest.mark.parametrize("place", ["a file", "unreadable", "absent", "no home"])
@@ -257,7 +280,7 @@ def test_a_folder_that_cannot_be_read_is_as_an_empty_one(folder, monkeypatch, pl
     elif place == "unreadable":
         folder.mkdir(0)
     elif place == "no home":
-        monkeypatch.setattr(measured, "cache_directory", lambda: (_ for _ in ()).throw(FileNotFoundError("no home")))
+        monkeypatch.setattr(tables, "cache_directory", lambda: (_ for _ in ()).throw(FileNotFoundError("no home")))
     forget()
     assert plan(found, H100).steps == before
 
@@ -285,7 +308,7 @@ def test_a_launch_that_is_not_legal_for_a_row_is_ignored(folder, launch):
     folder.mkdir()
     (folder / "h100.json").write_text(content(launches=[launch]))
     forget()
-    assert len(measured.tables_of(H100)) == 2
+    assert len(tables.tables_of(H100)) == 2
     assert plan(found, H100).steps == before
 
 
@@ -312,12 +335,12 @@ def test_a_table_serves_its_class_alone(folder):
     assert plan(found, replace(H100, bandwidth=3352)).steps == plan(found, H100).steps
 
 
-@pytest.mark.parametrize("path", sorted(measured.SHIPPED.glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(tables.SHIPPED.glob("*.json")), ids=lambda path: path.name)
 def test_a_table_that_was_written_is_read_as_it_was(path, tmp_path):
-    table = table_files.read(path) or pytest.fail("cannot be read")
+    table = tables.read(path) or pytest.fail("cannot be read")
     spec = rows_of(problem("forward", 16384, 4096, "bfloat16"))
     for one in (table, table.with_point("a layout", spec, 12.5, Launch("forward", stages=2))):
-        table_files.write(tmp_path / "again.json", one)
-        assert table_files.read(tmp_path / "again.json") == one
-    table_files.write(tmp_path / "again.json", table)
+        tables.write(tmp_path / "again.json", one)
+        assert tables.read(tmp_path / "again.json") == one
+    tables.write(tmp_path / "again.json", table)
     assert (tmp_path / "again.json").read_text() == path.read_text()

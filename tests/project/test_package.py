@@ -188,24 +188,10 @@ LAYERS = (
     {"plan.problem"},
     {"plan.plain_problems"},
     {"call.checks", "plan.spec"},
-    {
-        "plan.registers",
-        "plan.shapes",
-        "plan.shared_memory",
-        "plan.backward_parts",
-        "call.broadcasting",
-        "call.store",
-        "linear.problem",
-    },
-    {"plan.legal", "plan.tables", "call.backend"},
-    {"plan.table_files"},
-    {"plan.measured"},
-    {"plan.candidates"},
-    {"plan.forward_rows", "plan.cluster_forward", "plan.forward_twice"},
-    {"plan.cluster_backward", "plan.odd_backward"},
-    {"plan.backward_rows"},
-    {"plan.steps"},
-    {"plan.few_rows"},
+    {"plan.resources", "call.broadcasting", "call.store", "linear.problem"},
+    {"plan.shapes", "plan.tables", "plan.steps", "call.backend"},
+    {"plan.candidates", "plan.forward"},
+    {"plan.backward"},
     {"plan.choose", "plan.launches"},
     {"plan.plan"},
     {"call.recipe"},
@@ -220,7 +206,7 @@ LAYERS = (
     {"fusion"},
     {"named"},
 )
-PURE = set().union(*LAYERS[:19]) - {"linear.gemm"}
+PURE = set().union(*LAYERS[:18]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
 AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.float8_cupy", "linear.gemm"}
 FOR_ADAPTERS = {

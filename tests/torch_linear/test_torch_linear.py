@@ -18,7 +18,7 @@ from torch_tensors import array, on_devices, random, same, tensor  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm.kernel import device  # noqa: E402
-from cunorm.plan import few_rows  # noqa: E402
+from cunorm.plan import backward as backward_rule  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear import passes  # noqa: E402
 from cunorm.torch.linear.functional import norm_linear  # noqa: E402
@@ -218,7 +218,7 @@ def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
     expected = launching.backward(family, dz, x, statistics, weight, mask, 0)
     copy = dz.clone()
     gradients = launching.backward(family, copy, x, statistics, weight, mask, 0, in_place=True)
-    many = rows > few_rows.MOST_ROWS or rows * cols * 2 > few_rows.MOST_BYTES * device.current(0).sms
+    many = rows > backward_rule.MOST_ROWS or rows * cols * 2 > backward_rule.MOST_BYTES * device.current(0).sms
     assert (gradients[0].data_ptr() == copy.data_ptr()) == many
     assert all(same(a, b) for a, b in zip(gradients, expected, strict=True) if a is not None)
 

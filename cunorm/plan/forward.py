@@ -1,8 +1,7 @@
-"""The forward kernel of rows that one CTA may hold: who holds what of a row, and the cost rule for how it is run.
+"""The forward kernel of rows by the cost rule, where no table knows them: how rows of a shape are run.
 
-The shape follows from the length of a row alone, and so do its bits. How it is run follows from how many rows there
-are: few rows get more threads each, rows that run at once ask for weight and bias with x, others wait in a ring in
-shared memory or in registers, to which weight and bias come late.
+How it is run follows from how many rows there are: few rows get more threads each, rows that run at once ask for weight
+and bias with x, others wait in a ring in shared memory or in registers, to which weight and bias come late.
 """
 
 from __future__ import annotations
@@ -11,24 +10,41 @@ from dataclasses import replace
 
 from ..kernel.device import Device
 from ..operation import SEED
-from .measured import measured
-from .problem import ITEMSIZE, Problem
-from .registers import RESIDENT, Needs, ctas_of, needs_of, sixteen_bits, widest_column, with_rows_kept
-from .shapes import ceil_div, in_clusters, short_forward_spec
-from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
-from .spec import WARP, NormSpec
+from .problem import ITEMSIZE, Problem, ceil_div
+from .resources import (
+    RESIDENT,
+    Needs,
+    bytes_of_part,
+    column_bytes,
+    ctas_of,
+    ctas_that_fit,
+    dynamic_shared,
+    needs_of,
+    shared_memory,
+    sixteen_bits,
+    stages_for,
+    widest_column,
+    with_rows_kept,
+    words_to_shift,
+)
+from .shapes import CLUSTER_ROWS, SHIFTED_VECTORS, short_forward_spec
+from .spec import MOST_SHORT, STREAMED_THREADS, WARP, NormSpec, RowShape, in_clusters, kernel_spec
 
 # Bytes of rows to each SM: of more, rows wait in registers, of fewer in a ring. measured: docs/tuning.md
 RING_BYTES = 512 << 10
 # Bytes of x that an SM has under way in a ring, of rows that are not many and of many.
 UNDER_WAY, UNDER_WAY_OF_MANY = 48 << 10, 42 << 10
+EARLY_WARPS = 12  # of an SM, at most, whose registers are enough to ask early
 
 
-def forward_rows(problem: Problem, device: Device) -> NormSpec:
-    """The kernel of rows of up to 4096 vectors: what a table says, else what the cost rule says."""
-    spec = short_forward_spec(problem, "forward")
-    if (found := measured(problem, spec, device)) is not None:
-        return found
+def forward(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
+    """The kernel of rows of that shape."""
+    short = ceil_div(problem.cols, spec.shape.pack) <= MOST_SHORT
+    return (_of_a_cta if short else _of_a_cluster)(problem, spec, device)
+
+
+def _of_a_cta(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
+    """The kernel of rows that one CTA may hold."""
     needs = needs_of(problem, spec, device)
     if (found := _few_rows(problem, spec, needs, device)) is not None:
         return found
@@ -148,3 +164,74 @@ def _ctas_beside_late_columns(problem: Problem, spec: NormSpec, needs: Needs, de
     if shape.threads == 1 and shape.packs > 2 and problem.norm.subtracts_mean:
         words += 8
     return ctas_of(spec, words + max(needs.row, needs.y), most)
+
+
+def _of_a_cluster(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
+    """The kernel of rows that the CTAs of a cluster hold together; `spec` has the most CTAs of an SM."""
+    shape, most = spec.shape, spec.ctas_per_sm
+    spec = replace(spec, ctas_per_sm=1, columns_stay=_columns_stay(problem, spec, device))
+    for ctas in range(most, 0, -1):
+        most_stages = stages_for(ctas * bytes_of_part(shape) * len(spec.matrices))
+        if problem.cols % shape.pack and shape.packs > 4 and ctas > 1:
+            most_stages = 2
+        for stages in range(most_stages, 1, -1):
+            # Parts of two and three rows of clusters of 16 are loaded early.
+            few = ctas < CLUSTER_ROWS and ctas * shape.threads <= EARLY_WARPS * WARP
+            early = stages == 2 and shape.cluster == 16 and few and spec.columns_stay
+            fitting = replace(spec, ctas_per_sm=ctas, stages=stages, ask_early=early)
+            if ctas <= ctas_that_fit(shared_memory(fitting) + dynamic_shared(fitting), device):
+                return with_rows_kept(fitting, device)
+    # Several matrices keep the shape of the plain norm's rows, and so its bits: where shared memory is too small they
+    # wait in registers.
+    several = len(spec.matrices) > 1
+    if spec.scales == "per_row" and several and shape.threads == 512 and device.runs_clusters(2 * shape.cluster):
+        # y is held as float32 beside the sum or the gate, for which half the threads have twice the registers.
+        shape = in_clusters(shape, 2 * shape.cluster)
+    return replace(spec, shape=shape)
+
+
+def _columns_stay(problem: Problem, spec: NormSpec, device: Device) -> bool:
+    """Whether a thread keeps weight and bias in registers. Where it does not, ptxas would spill, or two matrices need
+    the registers.
+    """
+    if len(spec.matrices) > 1 or spec.finds_scales or spec.grouped:
+        return False
+    if not spec.aligned and spec.shape.packs > SHIFTED_VECTORS:
+        return False
+    rows = {problem.row_dtype} | {one.dtype for one in problem.operands if one.kind == "full"}
+    full = spec.shape.capacity == problem.cols
+    return rows == {problem.row_dtype} != {"float64"} and (
+        device.arch < 100 or (full and not problem.norm.subtracts_mean)
+    )
+
+
+def forward_streamed(problem: Problem, device: Device) -> NormSpec:
+    """The kernel of rows that nothing holds, which reads them twice."""
+    shape = RowShape(16 // ITEMSIZE[problem.row_dtype], STREAMED_THREADS, 1)
+    spec = kernel_spec(problem, "forward_streamed", shape)
+    # Two CTAs an SM: left to itself ptxas takes 71 registers for bfloat16 and has room for one.
+    arrays = {operand.dtype for operand in problem.operands if operand.kind in ("full", "column", "group")}
+    two = arrays == {problem.row_dtype} != {"float64"} and len(spec.matrices) == 1 and spec.aligned
+    return replace(spec, ctas_per_sm=2 if two else 1)
+
+
+def holds_twice(row_dtype: str, cols: int) -> bool:
+    """Whether one kernel does two norms of such rows, one after the other: a CTA holds them in six packs a thread.
+
+    With eight, at odd addresses, it spills on sm_100.
+    """
+    return ceil_div(cols, 16 // ITEMSIZE[row_dtype]) <= 3072
+
+
+def forward_twice(problem: Problem, device: Device) -> NormSpec:
+    """That kernel. A row has the shape of either norm's own, and so its bits."""
+    spec = short_forward_spec(problem, "forward_twice")
+    shape = spec.shape
+    # x and residual wait at once; of either norm's vectors a pack comes late, from L1.
+    working = (52 if problem.row_dtype != "float64" else 88) + words_to_shift(spec) * (1 if spec.aligned else 4)
+    waiting = shape.packs * sum(shape.pack * one.itemsize // 4 for one in spec.matrices) * (1 if spec.aligned else 2)
+    ctas = ctas_of(spec, working + waiting + column_bytes(problem, shape) // 4, RESIDENT)
+    if spec.aligned and problem.rows <= (device.sms - problem.sm_margin) * ctas * spec.rows_per_cta:
+        # All rows at once, as where there is one norm: else they wait for either weight after the sums.
+        return replace(spec, ctas_per_sm=ctas, columns_stay=True)
+    return replace(spec, ctas_per_sm=max(1, ctas_of(spec, working + waiting, RESIDENT)))

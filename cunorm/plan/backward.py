@@ -1,5 +1,5 @@
-"""The backward kernel of rows by a tier: who holds what of a row, and the cost rule for how many rows a CTA and an SM
-have at once and how they wait.
+"""The backward kernel of rows by the cost rule, where no table knows them: how many rows a CTA and an SM have at once,
+and how they wait. Of few rows whole columns are added up beside the rows, so that nothing waits for partial sums.
 
 Where a comment names a class of rows and no reason, its number was measured, or found by compiling: with less, ptxas
 spills (docs/tuning.md).
@@ -7,36 +7,28 @@ spills (docs/tuning.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil, floor
 from typing import NamedTuple
 
 from ..kernel.device import Device
-from ..operation import SEED
-from .backward_parts import is_dear, is_plain, matrices_read
-from .cluster_forward import stages_for
-from .forward_rows import RING_BYTES
-from .problem import ITEMSIZE, Problem
-from .registers import column_dtypes, with_rows_kept
-from .shapes import ceil_div, is_power_of_two, kernel_spec, shape_of, short_backward_shape
-from .shared_memory import ctas_that_fit, dynamic_shared, shared_memory
-from .spec import WARP, NormSpec, RowShape
-
-
-class Held(NamedTuple):
-    """How a tier holds its rows."""
-
-    packs: tuple[int, ...] = ()  # vectors that a thread may hold; (): by the rule of powers of two
-    cluster: int = 1
-    cta: int = 512  # threads of a CTA; where a row needs fewer, several rows share it
-    resident: int = 512  # threads that an SM holds at once, which bounds the registers of a thread
-    stages: int = 0  # in shared memory, for each row of a CTA; 0: by the bytes of a row
-    # Norms that load the next row before they sum up the present one, where x and weight have 16 bits and cols is a
-    # power of two.
-    ask_early: tuple[str, ...] = ()
-    always_early: bool = False  # whatever cols is
-    fused_packs: int = 0  # vectors of a thread where there is more to do than in a plain norm
+from ..operation import derivative
+from .forward import RING_BYTES
+from .problem import ITEMSIZE, Problem, ceil_div, is_dear, matrices_read, part, row_bytes, sources
+from .resources import (
+    SHARED_LIMIT,
+    column_dtypes,
+    ctas_of,
+    ctas_that_fit,
+    dynamic_shared,
+    registers_of_one_turn,
+    shared_memory,
+    stages_for,
+    with_rows_kept,
+)
+from .shapes import Held, is_power_of_two, whole_warps
+from .spec import WARP, FewRowsSpec, NormSpec, RowShape, kernel_spec
 
 
 class RowsAtOnce(NamedTuple):
@@ -47,19 +39,6 @@ class RowsAtOnce(NamedTuple):
     stages: int  # 0: by the bytes of a row
 
 
-def shape_of_rows(problem: Problem, held: Held, device: Device) -> NormSpec | None:
-    """The kernel of rows so held, before it is known how it is run; None if they do not fit."""
-    shape = _shape(problem, held, device) if device.runs_clusters(held.cluster) else None
-    if shape is None:
-        return None
-    # Rows at odd addresses take a little more; whether a tier takes rows of a length must not depend on it.
-    least = kernel_spec(
-        problem, "backward", shape, rows_per_cta=_whole_warps(shape), stages=2, aligned=False, columns_aligned=False
-    )
-    fits = shared_memory(least) + dynamic_shared(least) <= device.shared
-    return kernel_spec(problem, "backward", shape) if fits else None
-
-
 def backward_rows(problem: Problem, held: Held, spec: NormSpec, device: Device) -> NormSpec:
     """The kernel of rows of that shape by the cost rule."""
     shape = spec.shape
@@ -68,8 +47,8 @@ def backward_rows(problem: Problem, held: Held, spec: NormSpec, device: Device) 
     few_registers = spec.aligned and device.arch < 100 and not dear
     at_once = _rows_asked_for_late(problem, held, shape) if late else _rows(problem, held, shape, early, few_registers)
     if problem.groups:  # a CTA has rows of one group alone
-        whole_warps = _whole_warps(shape)
-        of_group = ceil_div(problem.rows // problem.groups.count, whole_warps) * whole_warps
+        least = whole_warps(shape)
+        of_group = ceil_div(problem.rows // problem.groups.count, least) * least
         at_once = at_once._replace(rows_per_cta=min(at_once.rows_per_cta, of_group))
     spec = replace(
         spec,
@@ -82,28 +61,6 @@ def backward_rows(problem: Problem, held: Held, spec: NormSpec, device: Device) 
         keeps_g=dear and (spec.aligned or shape.packs <= 2),
     )
     return _in_shared_memory(spec, at_once.stages, problem.rows, device)
-
-
-def _shape(problem: Problem, held: Held, device: Device) -> RowShape | None:
-    """Who holds what of a row; None where a thread has no registers for it."""
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    packs = ceil_div(ceil_div(problem.cols, pack), held.cluster)
-
-    def by(choices: Iterable[int]) -> list[RowShape]:
-        shapes = [shape_of(pack, packs, choice, held.cluster) for choice in choices]
-        shapes = shapes if held.packs else [short_backward_shape(pack, packs, whole=problem.cols % pack == 0)]
-        return [one for one in shapes if _registers_suffice(problem, one, device)]
-
-    shapes = by([held.fused_packs]) if held.fused_packs and not is_plain(problem) else []
-    shapes = shapes or by(held.packs)
-    return _least_work(shapes) if shapes else None
-
-
-def _least_work(shapes: list[RowShape]) -> RowShape:
-    """The shape by which a row is the least work for an SM's schedulers, of one for each number of vectors."""
-    # Five vectors by 256 threads are slower than they count.
-    shapes = [one for one in shapes if one.packs < 5 or one.threads > 256] or shapes
-    return min(shapes, key=lambda shape: (ceil_div(shape.threads // WARP, 4) * shape.packs, shape.packs))
 
 
 def _asks_early(problem: Problem, held: Held) -> bool:
@@ -136,7 +93,7 @@ def _rows_under_way(problem: Problem, held: Held, shape: RowShape, early: bool) 
     # Rows that end within a vector are kept by fewer threads.
     odd = problem.cols % shape.pack != 0 and shape.pack == 8
     under_way = 64 if early else 60 if problem.norm.subtracts_mean and not odd else 54
-    rows = (under_way << 10) / ((held.stages - 1) * _row_bytes(problem))
+    rows = (under_way << 10) / ((held.stages - 1) * row_bytes(problem))
     if shape.threads > 2 * WARP:
         count = max(2, round(rows))
         count = min(count, held.cta // shape.threads) if odd else count
@@ -170,7 +127,7 @@ def _asks_late(problem: Problem, held: Held, shape: RowShape, device: Device) ->
 
 def _rows_asked_for_late(problem: Problem, held: Held, shape: RowShape) -> RowsAtOnce:
     """The rows of one CTA on an SM, so that about 48 KB are under way."""
-    rows, stages = (48 << 10) / _row_bytes(problem), 2
+    rows, stages = (48 << 10) / row_bytes(problem), 2
     if held.cluster > 1:
         rows = 1
     elif problem.operation.second:
@@ -184,24 +141,14 @@ def _rows_asked_for_late(problem: Problem, held: Held, shape: RowShape) -> RowsA
     return RowsAtOnce(rows, rows * shape.threads, stages)
 
 
-def _row_bytes(problem: Problem) -> int:
-    """Bytes that a backward pass reads of a row."""
-    return problem.cols * sum(one.itemsize for one in matrices_read(problem))
-
-
-def _whole_warps(shape: RowShape) -> int:
-    """The fewest rows of a CTA."""
-    return max(1, WARP // shape.threads)
-
-
 def _in_shared_memory(spec: NormSpec, most_stages: int, rows: int, device: Device) -> NormSpec:
     """As many stages as fit, at least two: beside a wide dy or weight fewer than wanted, then fewer rows of a CTA."""
-    whole_warps = _whole_warps(spec.shape)
+    least = whole_warps(spec.shape)
     threads, resident = _small_ctas(spec, rows, device)
     # A single row has no row group beside it that has none.
-    most = whole_warps if rows == 1 else min(spec.rows_per_cta, max(whole_warps, threads // spec.shape.threads))
+    most = least if rows == 1 else min(spec.rows_per_cta, max(least, threads // spec.shape.threads))
     of_row = spec.shape.threads * spec.shape.packs * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
-    for rows_per_cta in range(most, 0, -whole_warps):
+    for rows_per_cta in range(most, 0, -least):
         for stages in range(most_stages or stages_for(of_row), 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
             needed = shared_memory(fitting) + dynamic_shared(fitting)
@@ -232,16 +179,91 @@ def _small_ctas(spec: NormSpec, rows: int, device: Device) -> tuple[int, int]:
     return threads, resident
 
 
-def _registers_suffice(problem: Problem, shape: RowShape, device: Device) -> bool:
-    """Whether a thread has registers for the sums of its columns."""
-    # Beside the accumulators of four and five vectors they are too few for a weight more than twice as wide as x, on
-    # sm_100 for any weight.
-    if shape.threads > 512 or (shape.packs == 5 and shape.threads > 384):
+# At most so many rows, and bytes of a matrix to each SM: of more, partial sums are as fast (docs/tuning.md).
+MOST_ROWS = 2048
+MOST_BYTES = 48 << 10
+# Up to so many rows a thread adds up all of them, so that nobody waits for another.
+ALONE = 2
+# Threads of a CTA, up to so many rows.
+THREADS = {ALONE: 64, 128: 128, 1023: 256, MOST_ROWS: 512}
+# Rows that a thread adds up at most, where the CTAs of all columns and rows then run at once.
+ROWS_OF_THREAD = 6
+MOST_THREADS = 1024  # of an SM
+
+
+def adds_columns_beside_rows(problem: Problem, device: Device) -> bool:
+    """Whether x and dy are read twice, the second time from L2, by CTAs that add up columns and CTAs that have rows."""
+    sums = problem.sums
+    if not sums or all(one.name in sums for one in problem.operands if one.written):
         return False
-    # What draws again which elements were dropped takes more.
-    if shape.cluster > 1 and shape.threads > 384 and SEED in problem.by_name:
+    if problem.sm_margin:
+        return False  # its CTAs are as many as columns and rows need, on all SMs
+    if problem.operation.second or derivative(problem.operation, sources(sums), problem.by_name).late:
         return False
-    if shape.threads <= 256 or shape.packs < 4:
-        return True
-    width = max((ITEMSIZE[dtype] for dtype in column_dtypes(problem)), default=0) // ITEMSIZE[problem.row_dtype]
-    return device.arch < 100 and width <= 2
+    return rows_are_few(problem, device)
+
+
+def rows_are_few(problem: Problem, device: Device) -> bool:
+    return problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
+
+
+def few_rows_backward(problem: Problem, of_rows: NormSpec, shape: RowShape, device: Device) -> FewRowsSpec:
+    """The kernel of few rows, of the kernel `of_rows` of what is written by rows.
+
+    A row has the `shape` that it has among many rows, though less is read of it where its columns are added up apart.
+    """
+    threads = next(threads for most, threads in THREADS.items() if problem.rows <= most)
+    kernels = _kernels(problem.layout, of_rows, shape, threads)
+    row_ctas = ceil_div(problem.rows, kernels.rows.rows_per_cta) * shape.cluster
+    of_columns = _of_columns(problem, kernels, kernels.ctas_per_sm * device.sms - row_ctas, device.sms)
+    return FewRowsSpec(kernels.whole, of_columns, kernels.rows)
+
+
+class _Kernels(NamedTuple):
+    """The kernels of few rows, as far as they do not depend on how many there are."""
+
+    whole: NormSpec
+    rows: NormSpec
+    columns: dict[int, NormSpec]  # by how many threads of a CTA are beside each other
+    alone: NormSpec  # of columns too: all threads are
+    ctas_per_sm: int  # wherever the arrays lie, so that dweight has the same bits
+
+
+@lru_cache(maxsize=1024)
+def _kernels(problem: Problem, of_rows: NormSpec, shape: RowShape, threads: int) -> _Kernels:
+    """Both parts for every number of rows whose CTAs have so many threads."""
+    rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
+    threads = rows_per_cta * shape.threads
+    of_rows = replace(of_rows, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
+    of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
+    of_columns = part(problem, problem.sums)
+
+    def by(lanes: int) -> NormSpec:
+        of_lanes = RowShape(shape.pack, lanes, 1)
+        return kernel_spec(of_columns, "column_gradients", of_lanes, rows_per_cta=threads // lanes, final=True)
+
+    room = SHARED_LIMIT - shared_memory(of_rows)
+    powers = [2**n for n in range(1, 10) if threads % 2**n == 0]
+    columns = {lanes: by(lanes) for lanes in powers if shared_memory(by(lanes)) <= room}
+    whole = kernel_spec(problem, "backward", shape, final=True)
+    ctas_per_sm = _ctas_per_sm(replace(of_rows, aligned=True, columns_aligned=True))
+    return _Kernels(whole, of_rows, columns, by(threads), ctas_per_sm)
+
+
+def _ctas_per_sm(spec: NormSpec) -> int:
+    return max(1, ctas_of(spec, registers_of_one_turn(spec), MOST_THREADS))
+
+
+def _of_columns(problem: Problem, kernels: _Kernels, slots: int, sms: int) -> NormSpec:
+    """The kernel of the columns, by as few threads of a CTA beside each other as leave each two rows, or as make so few
+    CTAs that they run at once, in so many slots, or else no more than there are SMs. By all of them where a thread adds
+    up all rows.
+    """
+    if problem.rows <= ALONE:
+        return kernels.alone
+    columns, threads, pack = kernels.columns, kernels.alone.shape.threads, kernels.alone.shape.pack
+    least = max((lanes for lanes in columns if threads // lanes >= max(8, ceil_div(problem.rows, 2))), default=2)
+    ctas = {lanes: ceil_div(problem.cols, pack * lanes) for lanes in columns if lanes >= least}
+    at_once = (lanes for lanes in ctas if ctas[lanes] <= slots and problem.rows * lanes <= ROWS_OF_THREAD * threads)
+    no_more = (lanes for lanes in ctas if ctas[lanes] <= sms)
+    return columns[next(at_once, next(no_more, max(columns)))]
