@@ -290,7 +290,7 @@ def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
 
 
 def _partial_stride(pack: int, cols: str) -> str:
-    return f"PartialRow<{pack}>{{{cols}}}.stride()"
+    return f"PartialSums<{pack}>{{{cols}}}.stride()"
 
 
 def _row_shape(spec: NormSpec) -> str:

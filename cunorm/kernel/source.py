@@ -55,7 +55,7 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
         f"[[maybe_unused]] constexpr int {name} = {value};\n"
         for name, value in {
             "kColumnBytes": COLUMN_BYTES,
-            "kColumnPacks": COLUMN_PACKS,
+            "kColumnVectors": COLUMN_PACKS,
             "kSumColumns": SUM_COLUMNS,
             "kLineColumns": LINE_COLUMNS,
             "kBlockValues": BLOCK_VALUES,

@@ -1,6 +1,6 @@
 """The elementwise part of a kernel as CUDA text: a struct `Operation` with a function for each of its expressions.
 
-Each reads the values of a pack from lists of arrays, [array][column], as kernels_cu/rows/load.cuh has them.
+Each reads the values of a vector from lists of arrays, [array][column], as kernels_cu/rows/load.cuh has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def cpp(flag: bool) -> str:
 
 
 def access(aligned: bool, whole: bool = False) -> str:
-    """How packs of rows are read and written (rows/pack_access.cuh). Only aligned ones are told to be whole."""
+    """How the vectors of a row are read and written (rows/vector_access.cuh). Only aligned ones are told to be whole."""
     return "Access::kAnywhere" if not aligned else "Access::kWhole" if whole else "Access::kAligned"
 
 
@@ -189,7 +189,7 @@ def _definitions(expressions: Iterable[Expression], places: Mapping[str, str]) -
 
 
 def _places(**lists: Iterable[str]) -> dict[str, str]:
-    """Where the value of each name is: in a list of arrays, at column i of the pack."""
+    """Where the value of each name is: in a list of arrays, at column i of the vector."""
     return {name: f"{of}[{k}][i]" for of, names in lists.items() for k, name in enumerate(names)}
 
 

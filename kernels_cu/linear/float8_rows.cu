@@ -11,10 +11,10 @@
 
 namespace cunorm {
 
-// |value| of a pack in its storage format, compared as integers: NaN is the largest, and no decoding is needed.
-template <class T, int kPack>
+// |value| of a vector in its storage format, compared as integers: NaN is the largest, and no decoding is needed.
+template <class T, int kVectorSize>
 struct Magnitudes {
-  static constexpr int kWords = Pack<T, kPack>::kWords;
+  static constexpr int kWords = Vector<T, kVectorSize>::kWords;
   static constexpr uint32 kSigns = sizeof(T) == 2 ? 0x80008000 : 0x80000000;
   uint32 words[kWords] = {};
 
@@ -22,11 +22,11 @@ struct Magnitudes {
     if constexpr (sizeof(T) == 2) return larger_halves(a, b);
     return a > b ? a : b;
   }
-  DEVICE void add(const Pack<T, kPack>& pack) {
+  DEVICE void add(const Vector<T, kVectorSize>& vector) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = larger(words[i], pack.words[i] & ~kSigns);
+    for (int i = 0; i < kWords; ++i) words[i] = larger(words[i], vector.words[i] & ~kSigns);
   }
-  // The largest of the pack.
+  // The largest of the vector.
   DEVICE float largest() const {
     uint32 found = words[0];
 #pragma unroll
@@ -39,8 +39,8 @@ struct Magnitudes {
   }
 };
 
-// Where the partial rows of sums (float) and of maxima (as a has them) lie, whole packs each; and who has any.
-template <class T, int kPack, bool kSums_, bool kMaxima_>
+// Where the partial rows of sums (float) and of maxima (as a has them) lie, whole vectors each; and who has any.
+template <class T, int kVectorSize, bool kSums_, bool kMaxima_>
 struct Partials {
   static constexpr bool kSums = kSums_;
   static constexpr bool kMaxima = kMaxima_;
@@ -48,27 +48,29 @@ struct Partials {
   T* maxima;
   int64 width;
 
-  DEVICE void store(int64 group, int64 column, const float (&of_pack)[kPack], const Magnitudes<T, kPack>& most) const {
+  DEVICE void store(int64 group, int64 column, const float (&of_vector)[kVectorSize],
+                    const Magnitudes<T, kVectorSize>& most) const {
     if constexpr (kSums)
-      store_pack<Access::kWhole, Cache::kKept>(sums + group * width + column, pack_values<float>(of_pack), kPack);
+      store_vector<Access::kWhole, Cache::kKept>(sums + group * width + column, pack_values<float>(of_vector),
+                                                 kVectorSize);
     if constexpr (kMaxima) store_words<Cache::kKept>(maxima + group * width + column, most.words);
   }
 };
 
-// The sums and maxima of a thread's columns, packs of a row of Shape or one pack of any.
-template <class T, int kPack, int kPacks, class To>
+// The sums and maxima of a thread's columns, vectors of a row of Shape or one vector of any.
+template <class T, int kVectorSize, int kVectors, class To>
 struct ColumnTotals {
-  float sums[kPacks][kPack] = {};
-  Magnitudes<T, kPack> maxima[kPacks];
+  float sums[kVectors][kVectorSize] = {};
+  Magnitudes<T, kVectorSize> maxima[kVectors];
 
-  DEVICE void add(int p, const Pack<T, kPack>& pack) {
+  DEVICE void add(int p, const Vector<T, kVectorSize>& vector) {
     if constexpr (To::kSums) {
-      float values[kPack];
-      unpack(pack, values);
+      float values[kVectorSize];
+      unpack(vector, values);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) sums[p][i] += values[i];
+      for (int i = 0; i < kVectorSize; ++i) sums[p][i] += values[i];
     }
-    if constexpr (To::kMaxima) maxima[p].add(pack);
+    if constexpr (To::kMaxima) maxima[p].add(vector);
   }
 };
 
@@ -76,31 +78,31 @@ struct ColumnTotals {
 // and stores it as the partial row of this CTA.
 template <class Shape, int kRows, class Totals, class To>
 DEVICE void store_totals(Totals& totals, int rank, int group, const To& to) {
-  constexpr int kPack = Shape::kPack;
-  constexpr int kPacks = Shape::kPacks;
+  constexpr int kVectorSize = Shape::kVectorSize;
+  constexpr int kVectors = Shape::kVectors;
   using Words = decltype(totals.maxima[0].words);
   constexpr int kWords = sizeof(Words) / sizeof(uint32);
   if constexpr (kRows > 1) {
     const int row_group = static_cast<int>(threadIdx.x) / Shape::kThreads;
     char* const mine = dynamic_shared() + row_group * Shape::kCapacity * sizeof(float);
-    // Sums first, then maxima, in the same places.
+    // Sums first, then maxima, in the same memory.
     if constexpr (To::kSums) {
       __syncthreads();
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p)
-        store_shared_words(mine + Shape::place_column(p) * sizeof(float), pack_values<float>(totals.sums[p]).words);
+      for (int p = 0; p < kVectors; ++p)
+        store_shared_words(mine + Shape::local_column(p) * sizeof(float), pack_values<float>(totals.sums[p]).words);
       __syncthreads();
       if (row_group == 0) {
 #pragma unroll
-        for (int p = 0; p < kPacks; ++p) {
+        for (int p = 0; p < kVectors; ++p) {
           for (int other = 1; other < kRows; ++other) {
-            Pack<float, kPack> pack;
-            float values[kPack];
-            load_shared_words(dynamic_shared() + (other * Shape::kCapacity + Shape::place_column(p)) * sizeof(float),
-                              pack.words);
-            unpack(pack, values);
+            Vector<float, kVectorSize> vector;
+            float values[kVectorSize];
+            load_shared_words(dynamic_shared() + (other * Shape::kCapacity + Shape::local_column(p)) * sizeof(float),
+                              vector.words);
+            unpack(vector, values);
 #pragma unroll
-            for (int i = 0; i < kPack; ++i) totals.sums[p][i] += values[i];
+            for (int i = 0; i < kVectorSize; ++i) totals.sums[p][i] += values[i];
           }
         }
       }
@@ -108,16 +110,16 @@ DEVICE void store_totals(Totals& totals, int rank, int group, const To& to) {
     if constexpr (To::kMaxima) {
       __syncthreads();
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p)
-        store_shared_words(mine + Shape::place_column(p) / kPack * sizeof(Words), totals.maxima[p].words);
+      for (int p = 0; p < kVectors; ++p)
+        store_shared_words(mine + Shape::local_column(p) / kVectorSize * sizeof(Words), totals.maxima[p].words);
       __syncthreads();
       if (row_group == 0) {
 #pragma unroll
-        for (int p = 0; p < kPacks; ++p) {
+        for (int p = 0; p < kVectors; ++p) {
           for (int other = 1; other < kRows; ++other) {
             uint32 words[kWords];
             load_shared_words(dynamic_shared() + other * Shape::kCapacity * sizeof(float) +
-                                  Shape::place_column(p) / kPack * sizeof(Words),
+                                  Shape::local_column(p) / kVectorSize * sizeof(Words),
                               words);
 #pragma unroll
             for (int i = 0; i < kWords; ++i)
@@ -129,7 +131,7 @@ DEVICE void store_totals(Totals& totals, int rank, int group, const To& to) {
     if (row_group > 0) return;
   }
 #pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
+  for (int p = 0; p < kVectors; ++p) {
     if (Shape::valid(rank, p) > 0) to.store(group, Shape::column(rank, p), totals.sums[p], totals.maxima[p]);
   }
 }
@@ -155,8 +157,8 @@ struct RowScales {
 
 template <class T, class Shape, int kRows, template <class> class Rows, class Scales, class Load, class Bytes, class To>
 DEVICE void cast_rows(Load load, Bytes bytes, Scales scales, To to, int64 rows) {
-  constexpr int kPack = Shape::kPack;
-  constexpr int kPacks = Shape::kPacks;
+  constexpr int kVectorSize = Shape::kVectorSize;
+  constexpr int kVectors = Shape::kVectors;
   static_assert(Shape::kThreads >= 32);
   using RowsIn = Rows<Matrices<Load>>;
   using Exchange = RowExchange<Shape, kRows, 1, float>;
@@ -173,41 +175,41 @@ DEVICE void cast_rows(Load load, Bytes bytes, Scales scales, To to, int64 rows) 
   RowsIn rows_in({load, {}}, rank, rows, 0);
 #pragma unroll
   for (int ahead = 0; ahead < RowsIn::kAhead; ++ahead) {
-    rows_in.ask(row + ahead * row_step, ahead);
+    rows_in.prefetch(row + ahead * row_step, ahead);
     RowsIn::sent();
   }
   if constexpr (kExchanges) exchange.start();
 
-  ColumnTotals<T, kPack, kPacks, To> totals;
-  for (int turn = 0; row < rows; row += row_step, ++turn) {
+  ColumnTotals<T, kVectorSize, kVectors, To> totals;
+  for (int iteration = 0; row < rows; row += row_step, ++iteration) {
     RowsIn::arrived();
     rows_in.take(row);
-    rows_in.ask(row + RowsIn::kAhead * row_step, RowsIn::kAhead - 1);
+    rows_in.prefetch(row + RowsIn::kAhead * row_step, RowsIn::kAhead - 1);
     RowsIn::sent();
 
-    typename Matrices<Load>::Packed packs[kPacks];
-    Magnitudes<T, kPack> of_row;
+    typename Matrices<Load>::Packed vectors[kVectors];
+    Magnitudes<T, kVectorSize> of_row;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      rows_in.read(packs[p], p);
-      if constexpr (Scales::kFinds) of_row.add(packs[p].first);
+    for (int p = 0; p < kVectors; ++p) {
+      rows_in.read(vectors[p], p);
+      if constexpr (Scales::kFinds) of_row.add(vectors[p].first);
     }
     float largest[1] = {0};
     if constexpr (Scales::kFinds) largest[0] = group_largest<32>(of_row.largest());
-    if constexpr (kExchanges) exchange.publish(turn, rank, largest);
+    if constexpr (kExchanges) exchange.publish(iteration, rank, largest);
     // While other warps find theirs.
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) totals.add(p, packs[p].first);
+    for (int p = 0; p < kVectors; ++p) totals.add(p, vectors[p].first);
     if constexpr (kExchanges) {
-      largest[0] = largest_of_slots<Exchange>(exchange.collect(turn));
+      largest[0] = largest_of_slots<Exchange>(exchange.collect(iteration));
     }
     const float multiplier = scales.multiplier(row, largest[0], first);
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      float values[kPack];
-      unpack(packs[p].first, values);
+    for (int p = 0; p < kVectors; ++p) {
+      float values[kVectorSize];
+      unpack(vectors[p].first, values);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) values[i] *= multiplier;
+      for (int i = 0; i < kVectorSize; ++i) values[i] *= multiplier;
       bytes.store(row, Shape::column(rank, p), Shape::valid(rank, p), values);
     }
   }
@@ -216,22 +218,22 @@ DEVICE void cast_rows(Load load, Bytes bytes, Scales scales, To to, int64 rows) 
 }
 
 // Rows too long to hold are read twice: a CTA has one at a time.
-template <class T, int kPack, int kThreads, class Scales, class Load, class Bytes>
+template <class T, int kVectorSize, int kThreads, class Scales, class Load, class Bytes>
 DEVICE void cast_rows_streamed(Load load, Bytes bytes, Scales scales, int64 rows, int64 cols) {
   __shared__ float of_warps[kThreads / 32];
   const auto valid = [&](int64 column) {
     const int64 left = cols - column;
-    return left < kPack ? static_cast<int>(left) : kPack;
+    return left < kVectorSize ? static_cast<int>(left) : kVectorSize;
   };
   for (int64 row = blockIdx.x; row < rows; row += gridDim.x) {
-    Magnitudes<T, kPack> of_row;
+    Magnitudes<T, kVectorSize> of_row;
     float largest = 0;
     if constexpr (Scales::kFinds) {
 #pragma unroll 4
-      for (int64 column = threadIdx.x * kPack; column < cols; column += kThreads * kPack) {
-        Pack<T, kPack> pack;
-        load.fetch(pack, row, column, valid(column));
-        of_row.add(pack);
+      for (int64 column = threadIdx.x * kVectorSize; column < cols; column += kThreads * kVectorSize) {
+        Vector<T, kVectorSize> vector;
+        load.fetch(vector, row, column, valid(column));
+        of_row.add(vector);
       }
       largest = group_largest<32>(of_row.largest());
       __syncthreads();  // the row before has been read
@@ -241,37 +243,37 @@ DEVICE void cast_rows_streamed(Load load, Bytes bytes, Scales scales, int64 rows
     }
     const float multiplier = scales.multiplier(row, largest, threadIdx.x == 0);
 #pragma unroll 4
-    for (int64 column = threadIdx.x * kPack; column < cols; column += kThreads * kPack) {
-      Pack<T, kPack> pack;
-      float values[kPack];
-      load.fetch(pack, row, column, valid(column));
-      unpack(pack, values);
+    for (int64 column = threadIdx.x * kVectorSize; column < cols; column += kThreads * kVectorSize) {
+      Vector<T, kVectorSize> vector;
+      float values[kVectorSize];
+      load.fetch(vector, row, column, valid(column));
+      unpack(vector, values);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) values[i] *= multiplier;
+      for (int i = 0; i < kVectorSize; ++i) values[i] *= multiplier;
       bytes.store(row, column, valid(column), values);
     }
   }
 }
 
-// Sums and maxima alone, for such rows: a thread owns a pack of columns; blockIdx.y is the group, of gridDim.y.
-template <class T, int kPack, int kThreads, class Load, class To>
+// Sums and maxima alone, for such rows: a thread owns a vector of columns; blockIdx.y is the group, of gridDim.y.
+template <class T, int kVectorSize, int kThreads, class Load, class To>
 DEVICE void column_totals(Load load, To to, int64 rows, int64 cols) {
   constexpr int kBatch = 8;
-  const int64 column = (static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x) * kPack;
+  const int64 column = (static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x) * kVectorSize;
   if (column >= cols) return;
-  const int valid = cols - column < kPack ? static_cast<int>(cols - column) : kPack;
-  ColumnTotals<T, kPack, 1, To> totals;
+  const int valid = cols - column < kVectorSize ? static_cast<int>(cols - column) : kVectorSize;
+  ColumnTotals<T, kVectorSize, 1, To> totals;
   for (int64 first = blockIdx.y; first < rows; first += kBatch * static_cast<int64>(gridDim.y)) {
-    Pack<T, kPack> packs[kBatch];
+    Vector<T, kVectorSize> vectors[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int64 row = first + b * static_cast<int64>(gridDim.y);
-      load.fetch(packs[b], row < rows ? row : first, column, row < rows ? valid : 0);
+      load.fetch(vectors[b], row < rows ? row : first, column, row < rows ? valid : 0);
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       // A row past the end counts as zeros.
-      if (first + b * static_cast<int64>(gridDim.y) < rows) totals.add(0, packs[b]);
+      if (first + b * static_cast<int64>(gridDim.y) < rows) totals.add(0, vectors[b]);
     }
   }
   to.store(blockIdx.y, column, totals.sums[0], totals.maxima[0]);
@@ -293,20 +295,20 @@ DEVICE void reduce_columns(const float* sum_partials, const T* maximum_partials,
     if (adds) {
 #pragma unroll 8
       for (int64 group = set; group < groups; group += kSets) {
-        Pack<float, kOwn> pack;
+        Vector<float, kOwn> vector;
         float values[kOwn];
-        load_pack<Access::kWhole, Cache::kStreamed>(pack, sum_partials + group * width, column, kOwn);
-        unpack(pack, values);
+        load_vector<Access::kWhole, Cache::kStreamed>(vector, sum_partials + group * width, column, kOwn);
+        unpack(vector, values);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) own[i] += values[i];
       }
     } else {
 #pragma unroll 8
       for (int64 group = set; group < groups; group += kSets) {
-        Pack<T, kOwn> pack;
+        Vector<T, kOwn> vector;
         float values[kOwn];
-        load_pack<Access::kWhole, Cache::kStreamed>(pack, maximum_partials + group * width, column, kOwn);
-        unpack(pack, values);
+        load_vector<Access::kWhole, Cache::kStreamed>(vector, maximum_partials + group * width, column, kOwn);
+        unpack(vector, values);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) own[i] = larger(own[i], values[i]);
       }

@@ -1,7 +1,7 @@
 // dweight and dbias on their way out of a kernel that adds them up.
 #pragma once
-#include "rows/pack_access.cuh"
-#include "rows/partial_row.cuh"
+#include "rows/vector_access.cuh"
+#include "rows/partial_sums.cuh"
 #include "norms/statistics.cuh"
 
 namespace cunorm {
@@ -19,43 +19,43 @@ DEVICE Compute gradient_of_s(const Operation& operation, const SavedRow& saved, 
 }
 
 // Where the sums of a group (a CTA or a cluster) go: to a partial row,
-template <class Compute, int kPack, int64 kCols_>
+template <class Compute, int kVectorSize, int64 kCols_>
 struct StorePartial {
-  using Row = PartialRow<kPack>;
+  using Row = PartialSums<kVectorSize>;
   static constexpr int64 kCols = kCols_;
   Compute* data;
 
   DEVICE StorePartial of_group(int64 group) const { return {data + group * Row{kCols}.stride()}; }
-  DEVICE void pack(int64 column, const Compute (&sums)[kPack], int valid) const {
+  DEVICE void vector(int64 column, const Compute (&sums)[kVectorSize], int valid) const {
     if (valid == 0) return;
 #pragma unroll
-    for (int piece = 0; piece < kPack / Row::kPiece; ++piece) {
+    for (int piece = 0; piece < kVectorSize / Row::kPiece; ++piece) {
       Compute values[Row::kPiece];
 #pragma unroll
       for (int i = 0; i < Row::kPiece; ++i) values[i] = sums[piece * Row::kPiece + i];
-      store_pack<Access::kWhole, Cache::kKept>(data + Row{kCols}.position(column + piece * Row::kPiece),
-                                               pack_values<Compute>(values), Row::kPiece);
+      store_vector<Access::kWhole, Cache::kKept>(data + Row{kCols}.position(column + piece * Row::kPiece),
+                                                 pack_values<Compute>(values), Row::kPiece);
     }
   }
-  DEVICE static int64 place(int64 column) { return Row{kCols}.position(column); }
-  DEVICE void value(int64 place, Compute sum) const { data[place] = sum; }
+  DEVICE static int64 position(int64 column) { return Row{kCols}.position(column); }
+  DEVICE void value(int64 position, Compute sum) const { data[position] = sum; }
 };
 
 // or to dweight or dbias itself, where there is one group.
-template <class T, int kPack, int64 kCols_, Access kAccess>
+template <class T, int kVectorSize, int64 kCols_, Access kAccess>
 struct StoreGradient {
   static constexpr int64 kCols = kCols_;
   T* data;
 
   DEVICE StoreGradient of_group(int64) const { return *this; }
   template <class Compute>
-  DEVICE void pack(int64 column, const Compute (&sums)[kPack], int valid) const {
-    store_pack<kAccess, Cache::kKept>(data + column, pack_values<T>(sums), valid);
+  DEVICE void vector(int64 column, const Compute (&sums)[kVectorSize], int valid) const {
+    store_vector<kAccess, Cache::kKept>(data + column, pack_values<T>(sums), valid);
   }
-  DEVICE static int64 place(int64 column) { return column; }
+  DEVICE static int64 position(int64 column) { return column; }
   template <class Compute>
-  DEVICE void value(int64 place, Compute sum) const {
-    store_value(data + place, sum);
+  DEVICE void value(int64 position, Compute sum) const {
+    store_value(data + position, sum);
   }
 };
 

@@ -15,8 +15,8 @@ template <class Norm, class Shape, class Compute, class Operation, class Load, c
           class StoreS, class StoreY>
 DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns columns, StoreS, StoreY store_y,
                                Compute* mean, Compute* rstd, int64 rows, Compute eps) {
-  constexpr int kPack = Shape::kPack;
-  constexpr int kPacks = Shape::kPacks;
+  constexpr int kVectorSize = Shape::kVectorSize;
+  constexpr int kVectors = Shape::kVectors;
   constexpr int kSlots = Shape::kSlots;
   using Exchange = RowExchange<Shape, 1, Norm::kValues, Compute>;
   static_assert(Norm::kHasMean, "RMSNorm gained nothing by it");
@@ -28,25 +28,25 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
   const int64 first = static_cast<int64>(blockIdx.x) * 2;
   const int64 pair[2] = {first, first + 1 < rows ? first + 1 : first};
 
-  typename Load::template Asked<Shape> asked[2];
-  typename Load::Packed packs[2][kPacks];
+  typename Load::template Loading<Shape> loading[2];
+  typename Load::Packed vectors[2][kVectors];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) load.template ask<Shape>(asked[r], pair[r], 0, true);
+  for (int r = 0; r < 2; ++r) load.template start<Shape>(loading[r], pair[r], 0, true);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) load.template receive<Shape>(packs[r], asked[r], pair[r], 0, true);
-  const auto read = [&](int r, int p, Compute(&values)[kPack]) {
-    load.unpack(packs[r][p], values);
-    load.stay_packed(packs[r][p]);
+  for (int r = 0; r < 2; ++r) load.template receive<Shape>(vectors[r], loading[r], pair[r], 0, true);
+  const auto read = [&](int r, int p, Compute(&values)[kVectorSize]) {
+    load.unpack(vectors[r][p], values);
+    load.keep_packed(vectors[r][p]);
   };
 
   Compute sums[2 * Norm::kLaneSums] = {}, pivots[2] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    Compute values[kPack], of_row[Norm::kLaneSums] = {};
+    Compute values[kVectorSize], of_row[Norm::kLaneSums] = {};
     read(r, 0, values);
     pivots[r] = Norm::template pivot<Shape>(warp, values);
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    for (int p = 0; p < kVectors; ++p) {
       read(r, p, values);
       Norm::add(of_row, values, Shape::valid(0, p), pivots[r]);
     }
@@ -70,40 +70,41 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
   }
   const typename Norm::template Row<Compute> statistics[2] = {of_half.of_lane(0), of_half.of_lane(16)};
 
-  const auto for_each_pack = [&](auto use) {
+  const auto for_each_vector = [&](auto use) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      typename Columns::Packed column_pack;
-      Compute beside_values[1][kPack], column_values[kArrays<Columns>][kPack];
-      columns.fetch(column_pack, first, Shape::column(0, p), Shape::valid(0, p));
-      columns.unpack(column_pack, column_values);
+    for (int p = 0; p < kVectors; ++p) {
+      typename Columns::Packed column_vector;
+      Compute beside_values[1][kVectorSize], column_values[kArrays<Columns>][kVectorSize];
+      columns.fetch(column_vector, first, Shape::column(0, p), Shape::valid(0, p));
+      columns.unpack(column_vector, column_values);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        Compute values[kPack];
+        Compute values[kVectorSize];
         read(r, p, values);
         statistics[r].normalise(values);
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) values[i] = operation.epilogue(values[i], beside_values, column_values, i);
+        for (int i = 0; i < kVectorSize; ++i)
+          values[i] = operation.epilogue(values[i], beside_values, column_values, i);
         use(r, p, values);
       }
     }
   };
   if constexpr (!StoreY::kScaled) {
-    for_each_pack([&](int r, int p, const Compute(&values)[kPack]) {
+    for_each_vector([&](int r, int p, const Compute(&values)[kVectorSize]) {
       store_y.store(pair[r], Shape::column(0, p), Shape::valid(0, p), values);
     });
   } else {
     constexpr bool kRow = StoreY::kBlock == 0;
     // Each number of `largest` is found by its own part of the lanes that share it.
-    constexpr int kLanes = kRow ? 32 : StoreY::kBlock / kPack;
-    constexpr int kOfRow = kRow ? 1 : kPacks;
+    constexpr int kLanes = kRow ? 32 : StoreY::kBlock / kVectorSize;
+    constexpr int kOfRow = kRow ? 1 : kVectors;
     constexpr int kParts = power_of_two_from(2 * kOfRow);
     constexpr int kOwnLanes = kLanes / kParts;
     static_assert(kRow || Shape::kStep % StoreY::kBlock == 0);
-    Compute y[2][kPacks][kPack], largest[kParts] = {};
-    for_each_pack([&](int r, int p, const Compute(&values)[kPack]) {
+    Compute y[2][kVectors][kVectorSize], largest[kParts] = {};
+    for_each_vector([&](int r, int p, const Compute(&values)[kVectorSize]) {
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) y[r][p][i] = values[i];
+      for (int i = 0; i < kVectorSize; ++i) y[r][p][i] = values[i];
       float& found = largest[r * kOfRow + (kRow ? 0 : p)];
       found = larger(found, largest_of(values, Shape::valid(0, p)));
     });
@@ -127,7 +128,7 @@ DEVICE void norm_forward_pairs(Operation operation, Load load, Beside, Columns c
     }
     const float multiplier = store_y.multiplier(r_own ? pair[1] : pair[0], block, of_own, writes);
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    for (int p = 0; p < kVectors; ++p) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int holder = lane / kLanes * kLanes + (r * kOfRow + (kRow ? 0 : p)) * kOwnLanes;

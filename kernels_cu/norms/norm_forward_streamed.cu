@@ -8,43 +8,43 @@
 
 namespace cunorm {
 
-// Shape describes one step along the row: kThreads threads, one pack each.
+// Shape describes one step along the row: kThreads threads, one vector each.
 template <class Norm, int64 kCols, class Shape, class Compute, class Operation, class Load, class Beside, class Columns,
           class StoreS, class StoreY>
 DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside, Columns columns, StoreS store_s,
                                   StoreY store_y, Compute* mean, Compute* rstd, int64 rows, Compute eps) {
-  constexpr int kPack = Shape::kPack;
-  constexpr int64 kStep = static_cast<int64>(Shape::kThreads) * kPack;
+  constexpr int kVectorSize = Shape::kVectorSize;
+  constexpr int64 kStep = static_cast<int64>(Shape::kThreads) * kVectorSize;
   constexpr bool kRowScale = kRowScaled<StoreY>;
   using Exchange = RowExchange<Shape, 1, Norm::kRunningValues, Compute>;
   using LargestExchange = RowExchange<Shape, 1, 1, Compute>;
   __shared__ Exchange exchange;
   __shared__ LargestExchange largest_exchange;
 
-  const int64 first_column = static_cast<int64>(threadIdx.x) * kPack;
+  const int64 first_column = static_cast<int64>(threadIdx.x) * kVectorSize;
   // A warp that stores together goes on until its first lane is beyond the row.
-  const int64 first_stored = StoreY::kTogether ? first_column / (32 * kPack) * (32 * kPack) : first_column;
+  const int64 first_stored = StoreY::kTogether ? first_column / (32 * kVectorSize) * (32 * kVectorSize) : first_column;
   const auto valid_at = [](int64 column) {
     const int64 left = kCols - column;
-    if (!StoreY::kTogether && kCols % kPack == 0) return kPack;
-    return left >= kPack ? kPack : left > 0 ? static_cast<int>(left) : 0;
+    if (!StoreY::kTogether && kCols % kVectorSize == 0) return kVectorSize;
+    return left >= kVectorSize ? kVectorSize : left > 0 ? static_cast<int>(left) : 0;
   };
-  int turn = 0;
-  for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
+  int iteration = 0;
+  for (int64 row = blockIdx.x; row < rows; row += gridDim.x, ++iteration) {
     typename Norm::template Running<Compute> running;
 #pragma unroll 4
     for (int64 column = first_column; column < kCols; column += kStep) {
       const int valid = valid_at(column);
       typename Load::Raw raw;
-      Compute values[kPack];
+      Compute values[kVectorSize];
       load.fetch(raw, row, column, valid);
       load.unpack(load.keep(raw, valid), values);
       running.add(values, valid);
     }
     Compute published[Norm::kRunningValues], part[Norm::kValues];
     running.publish(published);
-    exchange.publish(turn, 0, published);
-    running.template merge<Exchange, kCols>(part, exchange.collect(turn));
+    exchange.publish(iteration, 0, published);
+    running.template merge<Exchange, kCols>(part, exchange.collect(iteration));
     const auto statistics = Norm::template finish<kCols>(part, eps);
 
     if (threadIdx.x == 0) {
@@ -53,22 +53,22 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
       }
       if (rstd != nullptr) rstd[row] = statistics.rstd;
     }
-    const auto y_of = [&](int64 column, int valid, Compute(&values)[kPack], bool stores_s) {
+    const auto y_of = [&](int64 column, int valid, Compute(&values)[kVectorSize], bool stores_s) {
       typename Load::Raw raw;
-      typename Beside::Packed beside_pack;
-      typename Columns::Packed column_pack;
-      Compute beside_values[kArrays<Beside>][kPack], column_values[kArrays<Columns>][kPack];
+      typename Beside::Packed beside_vector;
+      typename Columns::Packed column_vector;
+      Compute beside_values[kArrays<Beside>][kVectorSize], column_values[kArrays<Columns>][kVectorSize];
       load.fetch(raw, row, column, valid);
-      beside.fetch(beside_pack, row, column, valid);
-      columns.fetch(column_pack, row, column, valid);
+      beside.fetch(beside_vector, row, column, valid);
+      columns.fetch(column_vector, row, column, valid);
       const auto s = load.keep(raw, valid);
       if (stores_s) store_s.store_packed(row, column, valid, s);
       load.unpack(s, values);
-      beside.unpack(beside_pack, beside_values);
-      columns.unpack(column_pack, column_values);
+      beside.unpack(beside_vector, beside_values);
+      columns.unpack(column_vector, column_values);
       statistics.normalise(values);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) values[i] = operation.epilogue(values[i], beside_values, column_values, i);
+      for (int i = 0; i < kVectorSize; ++i) values[i] = operation.epilogue(values[i], beside_values, column_values, i);
     };
     Compute multiplier = 1;
     if constexpr (kRowScale) {
@@ -76,24 +76,24 @@ DEVICE void norm_forward_streamed(Operation operation, Load load, Beside beside,
 #pragma unroll 4
       for (int64 column = first_column; column < kCols; column += kStep) {
         const int valid = valid_at(column);
-        Compute values[kPack];
+        Compute values[kVectorSize];
         y_of(column, valid, values, false);
         largest = larger(largest, largest_of(values, valid));
       }
       const Compute published[1] = {group_largest<32>(largest)};
-      largest_exchange.publish(turn, 0, published);
-      largest = largest_of_slots<LargestExchange>(largest_exchange.collect(turn));
+      largest_exchange.publish(iteration, 0, published);
+      largest = largest_of_slots<LargestExchange>(largest_exchange.collect(iteration));
       multiplier = store_y.multiplier(row, 0, largest, threadIdx.x == 0);
     }
 #pragma unroll 4
     for (int64 start = first_stored; start < kCols; start += kStep) {
       const int64 column = start + (first_column - first_stored);
       const int valid = valid_at(column);
-      Compute values[kPack];
+      Compute values[kVectorSize];
       y_of(column, valid, values, true);
       if constexpr (StoreY::kScaled) {
         if constexpr (!kRowScale) {
-          constexpr int kLanes = StoreY::kBlock / kPack;
+          constexpr int kLanes = StoreY::kBlock / kVectorSize;
           const Compute largest = group_largest<kLanes>(largest_of(values, valid));
           const int64 block = column / StoreY::kBlock;
           multiplier = store_y.multiplier(row, block, largest, threadIdx.x % kLanes == 0 && valid > 0);

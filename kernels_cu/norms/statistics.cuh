@@ -1,9 +1,9 @@
 // The statistics of a row. One struct for each norm holds everything that kernels do not know of the norm they compute:
 //
 //   kHasMean           rows have a mean, which the forward pass stores and the backward pass reads
-//   kLaneSums          sums that a thread adds its packs to, one after the other:
-//   pivot<Shape>(slot, first)                 of the first pack of every lane of a warp, what deviations are from
-//   add(sums, values, valid, pivot)           a pack
+//   kLaneSums          sums that a thread adds its vectors to, one after the other:
+//   pivot<Shape>(slot, first)                 of the first vector of every lane of a warp, what deviations are from
+//   add(sums, values, valid, pivot)           a vector
 //   kValues            numbers that say what a warp gathered of a row
 //   gathered<kLanes>(part, sums, pivot)                    those of the columns that this warp holds, in every lane
 //   merge<Exchange, kCols>(part, slots, columns)           those of the row, of what its warps published
@@ -12,9 +12,9 @@
 //   Running            for rows too long to hold: add(values, valid), publish(part) of kRunningValues numbers, merge
 //   SavedRow           of(mean, rstd, row) in the backward pass: xhat(value), and projection(means)
 //   kGradientSums      sums over a row that dx needs; add_gradient(sums, g, xhat) adds a column to them,
-//                      gradient_of_pack(sums, g, xhat) makes them of a pack: as a tree, or streamed rows spill
+//                      gradient_of_vector(sums, g, xhat) makes them of a vector: as a tree, or streamed rows spill
 #pragma once
-#include "rows/pack.cuh"
+#include "rows/vector.cuh"
 #include "rows/row.cuh"
 
 namespace cunorm {
@@ -103,11 +103,11 @@ struct LayerNorm {
 
     DEVICE Compute mean() const { return pivot + residual; }
     DEVICE Row of_lane(int lane) const { return {shuffle(pivot, lane), shuffle(residual, lane), shuffle(rstd, lane)}; }
-    template <int kPack>
-    DEVICE void normalise(Compute (&values)[kPack]) const {
+    template <int kVectorSize>
+    DEVICE void normalise(Compute (&values)[kVectorSize]) const {
       const Compute shift = -residual * rstd;
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) values[i] = multiply_add(values[i] - pivot, rstd, shift);
+      for (int i = 0; i < kVectorSize; ++i) values[i] = multiply_add(values[i] - pivot, rstd, shift);
     }
   };
 
@@ -125,22 +125,22 @@ struct LayerNorm {
   };
 
   // The pivot is the mean of the first columns of the warp. It need not be nearer: being a mean over at least one part
-  // in 2 * kPacks of the warp's values, it costs the variance at most such a factor in rounding.
-  template <class Shape, class Compute, int kPack>
-  DEVICE static Compute pivot(int slot, const Compute (&first)[kPack]) {
-    Compute weights[kPack];
+  // in 2 * kVectors of the warp's values, it costs the variance at most such a factor in rounding.
+  template <class Shape, class Compute, int kVectorSize>
+  DEVICE static Compute pivot(int slot, const Compute (&first)[kVectorSize]) {
+    Compute weights[kVectorSize];
     const int columns = Shape::pivot_columns(slot);
     const Compute weight = static_cast<Compute>(1) / static_cast<Compute>(columns > 0 ? columns : 1);
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) weights[i] = Shape::has_pivot(columns, i) ? weight : 0;
+    for (int i = 0; i < kVectorSize; ++i) weights[i] = Shape::has_pivot(columns, i) ? weight : 0;
     return group_sum<Shape::kLanes>(dot(first, weights));
   }
   // Σ(x - pivot), Σ(x - pivot)²; values past `valid` do not count.
-  template <class Compute, int kPack>
-  DEVICE static void add(Compute (&sums)[kLaneSums], const Compute (&values)[kPack], int valid, Compute pivot) {
-    Compute deviation[kPack];
+  template <class Compute, int kVectorSize>
+  DEVICE static void add(Compute (&sums)[kLaneSums], const Compute (&values)[kVectorSize], int valid, Compute pivot) {
+    Compute deviation[kVectorSize];
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) deviation[i] = i < valid ? values[i] - pivot : 0;
+    for (int i = 0; i < kVectorSize; ++i) deviation[i] = i < valid ? values[i] - pivot : 0;
     sums[0] += sum(deviation);
     sums[1] += dot(deviation, deviation);
   }
@@ -176,19 +176,19 @@ struct LayerNorm {
     return {part[0], residual, reciprocal_sqrt((variance < 0 ? 0 : variance) + eps)};
   }
 
-  // Welford's update, a pack at a time.
+  // Welford's update, a vector at a time.
   template <class Compute>
   struct Running {
     Compute count = 0;
     CompensatedSum<Compute> mean;
     CompensatedSum<Compute> squares;
 
-    template <int kPack>
-    DEVICE void add(const Compute (&values)[kPack], int valid) {
+    template <int kVectorSize>
+    DEVICE void add(const Compute (&values)[kVectorSize], int valid) {
       const auto columns = static_cast<Compute>(valid);
       Compute beyond = 0;
 #pragma unroll
-      for (int i = 1; i < kPack; ++i) beyond += i < valid ? values[i] - values[0] : 0;
+      for (int i = 1; i < kVectorSize; ++i) beyond += i < valid ? values[i] - values[0] : 0;
       const Compute pivot = values[0] + beyond / columns;
       Compute sums[kLaneSums] = {};
       LayerNorm::add(sums, values, valid, pivot);
@@ -233,13 +233,13 @@ struct LayerNorm {
     sums[0] = multiply_add(g, xhat, sums[0]);
     sums[1] += g;
   }
-  template <class Compute, int kPack>
-  DEVICE static void gradient_of_pack(Compute (&sums)[kGradientSums], const Compute (&g)[kPack],
-                                      const Compute (&xhat)[kPack]) {
+  template <class Compute, int kVectorSize>
+  DEVICE static void gradient_of_vector(Compute (&sums)[kGradientSums], const Compute (&g)[kVectorSize],
+                                        const Compute (&xhat)[kVectorSize]) {
     sums[0] = dot(g, xhat);
     sums[1] = g[0];
 #pragma unroll
-    for (int i = 1; i < kPack; ++i) sums[1] += g[i];
+    for (int i = 1; i < kVectorSize; ++i) sums[1] += g[i];
   }
 };
 
@@ -255,10 +255,10 @@ struct RmsNorm {
   struct Row {
     Compute rstd;
 
-    template <int kPack>
-    DEVICE void normalise(Compute (&values)[kPack]) const {
+    template <int kVectorSize>
+    DEVICE void normalise(Compute (&values)[kVectorSize]) const {
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) values[i] *= rstd;
+      for (int i = 0; i < kVectorSize; ++i) values[i] *= rstd;
     }
   };
 
@@ -271,8 +271,8 @@ struct RmsNorm {
     DEVICE Projection<Compute> projection(const Compute (&means)[kGradientSums]) const { return {means[0] * rstd, 0}; }
   };
 
-  template <class Compute, int kPack>
-  DEVICE static void add(Compute (&sums)[kLaneSums], const Compute (&values)[kPack], int, Compute) {
+  template <class Compute, int kVectorSize>
+  DEVICE static void add(Compute (&sums)[kLaneSums], const Compute (&values)[kVectorSize], int, Compute) {
     sums[0] += dot(values, values);
   }
   template <int kLanes, class Compute>
@@ -294,8 +294,8 @@ struct RmsNorm {
   struct Running {
     CompensatedSum<Compute> squares;
 
-    template <int kPack>
-    DEVICE void add(const Compute (&values)[kPack], int) {
+    template <int kVectorSize>
+    DEVICE void add(const Compute (&values)[kVectorSize], int) {
       squares.add(dot(values, values));
     }
     DEVICE void publish(Compute (&part)[kRunningValues]) const { part[0] = group_sum<32>(squares.total_or_infinite()); }
@@ -309,9 +309,9 @@ struct RmsNorm {
   DEVICE static void add_gradient(Compute (&sums)[kGradientSums], Compute g, Compute xhat) {
     sums[0] = multiply_add(g, xhat, sums[0]);
   }
-  template <class Compute, int kPack>
-  DEVICE static void gradient_of_pack(Compute (&sums)[kGradientSums], const Compute (&g)[kPack],
-                                      const Compute (&xhat)[kPack]) {
+  template <class Compute, int kVectorSize>
+  DEVICE static void gradient_of_vector(Compute (&sums)[kGradientSums], const Compute (&g)[kVectorSize],
+                                        const Compute (&xhat)[kVectorSize]) {
     sums[0] = dot(g, xhat);
   }
 };

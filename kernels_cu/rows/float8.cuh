@@ -4,7 +4,7 @@
 // Where q is to be a power of two it is the one below.
 // Of a zero row the scale is 1; where a number is infinite or NaN it is NaN, so that whoever multiplies by it sees it.
 #pragma once
-#include "rows/pack_access.cuh"
+#include "rows/vector_access.cuh"
 #include "rows/row.cuh"
 
 namespace cunorm {
@@ -51,12 +51,12 @@ DEVICE float larger(float a, float b) {
   return word_to_float(bits > other ? bits : other);
 }
 
-// max|value| of a pack; values past `valid` do not count.
-template <int kPack>
-DEVICE float largest_of(const float (&values)[kPack], int valid) {
+// max|value| of a vector; values past `valid` do not count.
+template <int kVectorSize>
+DEVICE float largest_of(const float (&values)[kVectorSize], int valid) {
   float largest = 0;
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) largest = larger_magnitude(largest, i < valid ? values[i] : 0);
+  for (int i = 0; i < kVectorSize; ++i) largest = larger_magnitude(largest, i < valid ? values[i] : 0);
   return largest;
 }
 
@@ -140,7 +140,7 @@ struct Scale {
 // beside it y as it is, unless Wide stores nothing.
 template <class Format, class Bytes, class Wide, int kBlock_, int64 kBlocks>
 struct StoreScaled {
-  static constexpr int kPack = Bytes::kPack;
+  static constexpr int kVectorSize = Bytes::kVectorSize;
   static constexpr bool kScaled = true;
   static constexpr bool kTogether = true;  // all lanes of a warp look for the largest
   static constexpr int kBlock = kBlock_;
@@ -154,10 +154,10 @@ struct StoreScaled {
     if (first) scales[row * kBlocks + block] = scale.scale;
     return scale.multiplier;
   }
-  DEVICE void store(int64 row, int64 column, int valid, const float (&values)[kPack], float multiplier) const {
-    float scaled[kPack];
+  DEVICE void store(int64 row, int64 column, int valid, const float (&values)[kVectorSize], float multiplier) const {
+    float scaled[kVectorSize];
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) scaled[i] = values[i] * multiplier;
+    for (int i = 0; i < kVectorSize; ++i) scaled[i] = values[i] * multiplier;
     wide.store(row, column, valid, values);
     bytes.store(row, column, valid, scaled);
   }
@@ -172,58 +172,59 @@ constexpr bool kRowScaled<StoreScaled<Format, Bytes, Wide, 0, kBlocks>> = true;
 // y with a scale that is known: one for all.
 template <class Bytes, class Wide>
 struct StoreByTensor {
-  static constexpr int kPack = Bytes::kPack;
+  static constexpr int kVectorSize = Bytes::kVectorSize;
   static constexpr bool kScaled = false;
   static constexpr bool kTogether = Bytes::kTogether || Wide::kTogether;
   Bytes bytes;
   Wide wide;
   float multiplier;
 
-  DEVICE void store(int64 row, int64 column, int valid, const float (&values)[kPack]) const {
-    float scaled[kPack];
+  DEVICE void store(int64 row, int64 column, int valid, const float (&values)[kVectorSize]) const {
+    float scaled[kVectorSize];
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) scaled[i] = values[i] * multiplier;
+    for (int i = 0; i < kVectorSize; ++i) scaled[i] = values[i] * multiplier;
     wide.store(row, column, valid, values);
     bytes.store(row, column, valid, scaled);
   }
 };
 
-// Stores a row of which a thread holds kPacks packs: y_of(p, valid, values) makes the values of one. `largest_of_row`
-// makes of the largest of a warp that of the row, and is called by all threads of the row or by none.
+// Stores a row of which a thread holds kVectors vectors: y_of(p, valid, values) makes the values of one.
+// `largest_of_row` makes of the largest of a warp that of the row, and is called by all threads of the row or by none.
 template <class Shape, class Store, class YOf, class LargestOfRow>
 DEVICE void store_scaled(const Store& store, int64 row, int rank, bool active, YOf y_of, LargestOfRow largest_of_row) {
-  // Neighbouring lanes hold neighbouring packs: a block is of kLanes lanes and, of a short row, kGroup packs of each.
-  constexpr int kPack = Shape::kPack;
-  constexpr int kPacks = Shape::kPacks;
+  // Neighbouring lanes hold neighbouring vectors: a block is of kLanes lanes and, of a short row, kGroup vectors of
+  // each.
+  constexpr int kVectorSize = Shape::kVectorSize;
+  constexpr int kVectors = Shape::kVectors;
   constexpr bool kRow = Store::kBlock == 0;
-  constexpr int kBlockLanes = kRow ? Shape::kLanes : Store::kBlock / kPack;
+  constexpr int kBlockLanes = kRow ? Shape::kLanes : Store::kBlock / kVectorSize;
   constexpr int kLanes = kBlockLanes < Shape::kLanes ? kBlockLanes : Shape::kLanes;
-  constexpr int kGroup = kRow ? kPacks : kBlockLanes / kLanes;
+  constexpr int kGroup = kRow ? kVectors : kBlockLanes / kLanes;
   static_assert(kRow || Shape::kStep % Store::kBlock == 0 || Store::kBlock % Shape::kStep == 0);
   // All of a block is in registers: made twice, once for the largest, it would be too much arithmetic. The scales of as
   // many blocks as are kBlockValues are found at once, each by lanes of its own: one after the other they took a
   // division each, and LayerNorm of 1024 columns 63.5 us instead of 58.3.
-  constexpr int kOwn = (kPacks + kGroup - 1) / kGroup;
-  constexpr int kMost = kGroup * kPack < kBlockValues ? kBlockValues / (kGroup * kPack) : 1;
-  constexpr int kTurns = (kOwn + kMost - 1) / kMost;
-  constexpr int kBlocks = (kOwn + kTurns - 1) / kTurns;
+  constexpr int kOwn = (kVectors + kGroup - 1) / kGroup;
+  constexpr int kMost = kGroup * kVectorSize < kBlockValues ? kBlockValues / (kGroup * kVectorSize) : 1;
+  constexpr int kIterations = (kOwn + kMost - 1) / kMost;
+  constexpr int kBlocks = (kOwn + kIterations - 1) / kIterations;
   constexpr int kParts = power_of_two_from(kBlocks);
   constexpr int kPartLanes = kLanes / kParts;
   const int lane = static_cast<int>(threadIdx.x) % kLanes, part = lane / kPartLanes;
 #pragma unroll
   for (int start = 0; start < kOwn; start += kBlocks) {
-    float y[kBlocks * kGroup][kPack], largest[kParts] = {};
-    const auto for_each_pack = [&](auto use) {
+    float y[kBlocks * kGroup][kVectorSize], largest[kParts] = {};
+    const auto for_each_vector = [&](auto use) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
           const int p = (start + b) * kGroup + i;
-          if (p < kPacks) use(b, p, active ? Shape::valid(rank, p) : 0, y[b * kGroup + i]);
+          if (p < kVectors) use(b, p, active ? Shape::valid(rank, p) : 0, y[b * kGroup + i]);
         }
       }
     };
-    for_each_pack([&](int b, int p, int valid, float (&values)[kPack]) {
+    for_each_vector([&](int b, int p, int valid, float (&values)[kVectorSize]) {
       y_of(p, valid, values);
       largest[b] = larger(largest[b], largest_of(values, valid));
     });
@@ -238,7 +239,7 @@ DEVICE void store_scaled(const Store& store, int64 row, int rank, bool active, Y
       first = first && part < kBlocks && block * Store::kBlock < Shape::kCols;
     }
     const float multiplier = store.multiplier(row, block, of_part, first);
-    for_each_pack([&](int b, int p, int valid, float (&values)[kPack]) {
+    for_each_vector([&](int b, int p, int valid, float (&values)[kVectorSize]) {
       const int holder = static_cast<int>(threadIdx.x) % 32 - lane + b * kPartLanes;
       store.store(row, Shape::column(rank, p), valid, values, kParts == 1 ? multiplier : shuffle(multiplier, holder));
     });

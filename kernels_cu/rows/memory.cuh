@@ -1,4 +1,4 @@
-// Global and shared memory: loads and stores of vectors, asynchronous copies.
+// Global and shared memory: loads and stores of 4 to 16 bytes, asynchronous copies.
 #pragma once
 #include "rows/numbers.cuh"
 
@@ -10,7 +10,7 @@ DEVICE uint32 past_multiple_of(const void* address) {
   return static_cast<uint32>(reinterpret_cast<unsigned long long>(address)) % kBytes;
 }
 
-// The same address. Without it the compiler multiplies a row by its stride again for every pack that is read or
+// The same address. Without it the compiler multiplies a row by its stride again for every vector that is read or
 // written. (On sm_80 two streamed kernels spilled 4 bytes with it.)
 template <class T>
 DEVICE T* begin_of_row(T* row) {
@@ -24,7 +24,7 @@ DEVICE T* begin_of_row(T* row) {
 #endif
 }
 
-// An index in 64 bits that stays so: sums of 32 bits are made wide for every pack, those of 64 are part of an access.
+// An index in 64 bits that stays so: sums of 32 bits are made wide for every vector, those of 64 are part of an access.
 DEVICE int64 wide_index(int index) {
 #if __CUDA_ARCH__ >= 900
   int64 wide;
@@ -108,7 +108,7 @@ DEVICE void load_covering_words(const void* start, int64 position, int bytes, ui
   const uint32 offset = kAligned ? 0 : past_multiple_of<kUnit>(start);
   const char* const first = begin_of_row(static_cast<const char*>(start) - offset);
   uint32 last = (offset + bytes - 1) / kUnit * kUnit;
-  // Or what depends on it alone is kept from row to row: with eight packs of float64 8 bytes were spilled.
+  // Or what depends on it alone is kept from row to row: with eight vectors of float64 8 bytes were spilled.
   if constexpr (!kAligned && kUnit > 4) forget(last);
 #pragma unroll
   for (uint32 i = 0; i < 4 * kWords; i += kUnit) {
@@ -169,11 +169,11 @@ DEVICE void store_shared_words(void* address, const uint32 (&words)[kWords]) {
 }
 
 // Asynchronous copies of kBytes (4, 8 or a multiple of 16) from global to shared memory, which pass no register. A
-// group is what was asked for between two commits; copies_wait returns when all but the last kPending groups of this
+// group is what was started between two commits; copies_wait returns when all but the last kPending groups of this
 // thread have come. Before sm_80 they are not asynchronous. kNeighbours: L2 fetches the 256 bytes around too (backward
 // of 128 columns 0.89 -> 0.94 of the roof on an H200, of 4096 columns no gain). kCached: by way of L1, for what all
-// CTAs read: past it all SMs ask L2 for the same few lines, and backward of 26215 x 320 with a float32 weight took 40
-// us more.
+// CTAs read: past it all SMs ask L2 for the same few lines, and backward of 26215 x 320 with a float32 weight took
+// 40 us more.
 enum class Fetch { kAlone, kNeighbours, kCached };
 template <int kBytes, Fetch kFetch>
 DEVICE void copy_async(void* to, const void* from) {

@@ -26,13 +26,13 @@ struct Philox {
 };
 
 // A matrix of such numbers, multiples of 2^-16 from 0 up to 1, as lists of matrices have it (load.cuh). A thread
-// keeps where its pack is, and makes the numbers where they are used: they take no memory and no copy.
-template <int kPack_>
+// keeps where its vector is, and makes the numbers where they are used: they take no memory and no copy.
+template <int kVectorSize_>
 struct RandomRows {
-  static constexpr int kPack = kPack_;
-  static_assert(8 % kPack == 0, "a pack is of one draw");
+  static constexpr int kVectorSize = kVectorSize_;
+  static_assert(8 % kVectorSize == 0, "a vector is of one draw");
   static constexpr int kColumnBytes = 0;
-  static constexpr bool kVectors = true;
+  static constexpr bool kVectorized = true;
   struct Packed {
     int64 row;
     uint32 column;
@@ -40,50 +40,50 @@ struct RandomRows {
   uint32 low_seed;
   uint32 high_seed;
 
-  DEVICE void fetch(Packed& pack, int64 row, int64 column, int) const { stands_at(pack, row, column); }
+  DEVICE void fetch(Packed& vector, int64 row, int64 column, int) const { stands_at(vector, row, column); }
   template <class Compute>
-  DEVICE void unpack(const Packed& pack, Compute (&values)[kPack]) const {
-    const Philox drawn(low_seed, high_seed, pack.row, pack.column / 8);
+  DEVICE void unpack(const Packed& vector, Compute (&values)[kVectorSize]) const {
+    const Philox drawn(low_seed, high_seed, vector.row, vector.column / 8);
     // An index that only a launch knows would put the words into memory.
     uint32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = drawn.words[i];
-    if constexpr (kPack < 8) {
-      const bool second_half = pack.column & 4;
+    if constexpr (kVectorSize < 8) {
+      const bool second_half = vector.column & 4;
       words[0] = second_half ? words[2] : words[0];
       words[1] = second_half ? words[3] : words[1];
     }
-    if constexpr (kPack < 4) words[0] = pack.column & 2 ? words[1] : words[0];
+    if constexpr (kVectorSize < 4) words[0] = vector.column & 2 ? words[1] : words[0];
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      const bool upper = kPack == 1 ? pack.column & 1 : i % 2 == 1;
+    for (int i = 0; i < kVectorSize; ++i) {
+      const bool upper = kVectorSize == 1 ? vector.column & 1 : i % 2 == 1;
       const uint32 of_two = words[i / 2];
       values[i] = static_cast<Compute>(static_cast<int>(upper ? of_two >> 16 : of_two & 0xffff)) * Compute(0x1p-16);
     }
   }
-  DEVICE void stay_packed(Packed&) const {}
+  DEVICE void keep_packed(Packed&) const {}
 
   template <class Shape>
-  struct Asked {};
+  struct Loading {};
   template <class Shape>
-  DEVICE void ask(Asked<Shape>&, int64, int, bool) const {}
+  DEVICE void start(Loading<Shape>&, int64, int, bool) const {}
   template <class Shape>
-  DEVICE void receive(Packed (&packs)[Shape::kPacks], const Asked<Shape>&, int64 row, int rank, bool) const {
-    read_covering<Shape>(packs, nullptr, row, rank);
+  DEVICE void receive(Packed (&vectors)[Shape::kVectors], const Loading<Shape>&, int64 row, int rank, bool) const {
+    read_covering<Shape>(vectors, nullptr, row, rank);
   }
-  static constexpr int place_bytes(int) { return 0; }
+  static constexpr int buffer_bytes(int) { return 0; }
   template <Fetch kFetch>
-  DEVICE void copy(char*, PackSlot, int64, int64, int) const {}
-  DEVICE void read_covering(Packed&, const char*, PackSlot, int64, int) const {}
+  DEVICE void copy(char*, VectorSlot, int64, int64, int) const {}
+  DEVICE void read_covering(Packed&, const char*, VectorSlot, int64, int) const {}
   template <class Shape>
-  DEVICE void read_covering(Packed (&packs)[Shape::kPacks], const char*, int64 row, int rank) const {
+  DEVICE void read_covering(Packed (&vectors)[Shape::kVectors], const char*, int64 row, int rank) const {
 #pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) stands_at(packs[p], row, Shape::column(rank, p));
+    for (int p = 0; p < Shape::kVectors; ++p) stands_at(vectors[p], row, Shape::column(rank, p));
   }
-  DEVICE void clear(char*, PackSlot) const {}
-  DEVICE void put(char*, PackSlot, const Packed&) const {}
-  DEVICE void read(Packed&, const char*, PackSlot) const {}
-  DEVICE void stands_at(Packed& pack, int64 row, int64 column) const { pack = {row, static_cast<uint32>(column)}; }
+  DEVICE void clear(char*, VectorSlot) const {}
+  DEVICE void put(char*, VectorSlot, const Packed&) const {}
+  DEVICE void read(Packed&, const char*, VectorSlot) const {}
+  DEVICE void stands_at(Packed& vector, int64 row, int64 column) const { vector = {row, static_cast<uint32>(column)}; }
 };
 
 }  // namespace cunorm

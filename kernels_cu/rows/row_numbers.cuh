@@ -1,19 +1,19 @@
 // A number for each row: of an operand such as a factor for each token, and the gradient of one.
 #pragma once
-#include "rows/pack_access.cuh"
+#include "rows/vector_access.cuh"
 #include "rows/row.cuh"
 #include "rows/row_starts.cuh"
 
 namespace cunorm {
 
 // A matrix whose rows are such numbers, as lists of matrices have it (load.cuh). A number takes no shared memory:
-// when its row is asked for it is on its way to L1, where it is read with the row.
-template <class T, int kPack_, bool kTwoStrides>
+// when its row is prefetched it is on its way to L1, where it is read with the row.
+template <class T, int kVectorSize_, bool kTwoStrides>
 struct RowNumbers {
-  static constexpr int kPack = kPack_;
+  static constexpr int kVectorSize = kVectorSize_;
   static constexpr int kColumnBytes = 0;
-  static constexpr bool kVectors = true;
-  using Packed = Pack<T, 1>;
+  static constexpr bool kVectorized = true;
+  using Packed = Vector<T, 1>;
   const T* data;
   RowStarts<kTwoStrides> starts;
   int64 rows;
@@ -25,41 +25,41 @@ struct RowNumbers {
   }
   DEVICE void fetch(Packed& number, int64 row, int64, int) const { load(number, row); }
   template <class Compute>
-  DEVICE void unpack(const Packed& number, Compute (&values)[kPack]) const {
+  DEVICE void unpack(const Packed& number, Compute (&values)[kVectorSize]) const {
     Compute value[1];
     cunorm::unpack(number, value);
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) values[i] = value[0];
+    for (int i = 0; i < kVectorSize; ++i) values[i] = value[0];
   }
-  DEVICE void stay_packed(Packed&) const {}
+  DEVICE void keep_packed(Packed&) const {}
 
   template <class Shape>
-  using Asked = Packed;
+  using Loading = Packed;
   template <class Shape>
-  DEVICE void ask(Asked<Shape>& asked, int64 row, int, bool) const {
-    load(asked, row);
+  DEVICE void start(Loading<Shape>& loading, int64 row, int, bool) const {
+    load(loading, row);
   }
   template <class Shape>
-  DEVICE void receive(Packed (&packs)[Shape::kPacks], const Asked<Shape>& asked, int64, int, bool) const {
+  DEVICE void receive(Packed (&vectors)[Shape::kVectors], const Loading<Shape>& loading, int64, int, bool) const {
 #pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) packs[p] = asked;
+    for (int p = 0; p < Shape::kVectors; ++p) vectors[p] = loading;
   }
-  static constexpr int place_bytes(int) { return 0; }
+  static constexpr int buffer_bytes(int) { return 0; }
   template <Fetch kFetch>
-  DEVICE void copy(char*, PackSlot slot, int64 row, int64, int) const {
+  DEVICE void copy(char*, VectorSlot slot, int64 row, int64, int) const {
     if (slot.thread % 32 == 0 && slot.run == 0) prefetch(data + starts.of(row));
   }
-  DEVICE void read_covering(Packed&, const char*, PackSlot, int64, int) const {}
+  DEVICE void read_covering(Packed&, const char*, VectorSlot, int64, int) const {}
   template <class Shape>
-  DEVICE void read_covering(Packed (&packs)[Shape::kPacks], const char*, int64 row, int) const {
+  DEVICE void read_covering(Packed (&vectors)[Shape::kVectors], const char*, int64 row, int) const {
     Packed number;
     load(number, row);
 #pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) packs[p] = number;
+    for (int p = 0; p < Shape::kVectors; ++p) vectors[p] = number;
   }
-  DEVICE void clear(char*, PackSlot) const {}
-  DEVICE void put(char*, PackSlot, const Packed&) const {}
-  DEVICE void read(Packed&, const char*, PackSlot) const {}
+  DEVICE void clear(char*, VectorSlot) const {}
+  DEVICE void put(char*, VectorSlot, const Packed&) const {}
+  DEVICE void read(Packed&, const char*, VectorSlot) const {}
   DEVICE void stands_at(Packed& number, int64 row, int64) const { load(number, row); }
 };
 
@@ -97,36 +97,36 @@ struct TotalsOfRow {
   using Exchange = RowExchange<Shape, kRows, kCount, Compute>;
   Compute totals[kCount] = {};
 
-  DEVICE void add(const Compute (&values)[kArrays][Shape::kPack], int valid) {
+  DEVICE void add(const Compute (&values)[kArrays][Shape::kVectorSize], int valid) {
     if constexpr (RowSums::kCount > 0) {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        Compute terms[Shape::kPack];
+        Compute terms[Shape::kVectorSize];
 #pragma unroll
-        for (int i = 0; i < Shape::kPack; ++i) terms[i] = i < valid ? values[kFirst + k][i] : 0;
+        for (int i = 0; i < Shape::kVectorSize; ++i) terms[i] = i < valid ? values[kFirst + k][i] : 0;
         totals[k] += sum(terms);
       }
     }
   }
   // All threads of the row bring what they have, to be stored where a warp holds the row (`there`: it is one), else to
   // be collected.
-  DEVICE void bring(RowSums to, Exchange& exchange, int turn, int rank, int64 row, bool there) {
+  DEVICE void bring(RowSums to, Exchange& exchange, int iteration, int rank, int64 row, bool there) {
     if constexpr (RowSums::kCount > 0) {
 #pragma unroll
       for (Compute& total : totals) total = group_sum<Shape::kLanes>(total);
       if constexpr (kExchanges) {
-        exchange.publish(turn, rank, totals);
+        exchange.publish(iteration, rank, totals);
       } else if (there && threadIdx.x % Shape::kThreads == 0) {
         to.store(row, totals);
       }
     }
   }
-  // Stores what was brought for the row of that turn: kMet, at a barrier since. All threads of a row call this before
-  // they bring the next.
+  // Stores what was brought for the row of that iteration: kMet, at a barrier since. All threads of a row call this
+  // before they bring the next.
   template <bool kMet>
-  DEVICE static void collect(RowSums to, Exchange& exchange, int turn, int rank, int64 row) {
+  DEVICE static void collect(RowSums to, Exchange& exchange, int iteration, int rank, int64 row) {
     if constexpr (kExchanges) {
-      const auto& slots = kMet ? exchange.collected(turn) : exchange.collect(turn);
+      const auto& slots = kMet ? exchange.collected(iteration) : exchange.collect(iteration);
       Compute found[kCount];
 #pragma unroll
       for (int k = 0; k < kCount; ++k) found[k] = Exchange::sum([&](int slot) { return slots(k, slot); });

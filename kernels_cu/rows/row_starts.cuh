@@ -30,7 +30,8 @@ struct RowStarts<true> {
   DEVICE int64 gaps_before(int64 row) const { return quotient(row, reciprocal); }
 };
 
-// Where the vector of a row's group begins. `inner` rows share it, and after `groups` such runs the first comes again.
+// Where the values begin that a row's group shares. `inner` rows share it, and after `groups` such runs the first comes
+// again.
 struct GroupStarts {
   int64 stride;
   int64 groups;

@@ -1,17 +1,17 @@
 // What a kernel writes: lists of matrices. A Store has store(row, column, valid, values), and store_packed of values
 // that are packed already.
 #pragma once
-#include "rows/pack_access.cuh"
+#include "rows/vector_access.cuh"
 #include "rows/row_starts.cuh"
 
 namespace cunorm {
 
-// Where packs begin anywhere all lanes of a warp store together, or each its elements one by one. So go numbers of 8
+// Where vectors begin anywhere all lanes of a warp store together, or each its elements one by one. So go numbers of 8
 // bits, as products take no rows whose number of columns is odd.
-template <class T, int kPack_, int kLanes, Access kAccess, Cache kCache, bool kTwoStrides = false,
+template <class T, int kVectorSize_, int kLanes, Access kAccess, Cache kCache, bool kTwoStrides = false,
           bool kByElements = sizeof(T) == 1>
 struct StoreRows {
-  static constexpr int kPack = kPack_;
+  static constexpr int kVectorSize = kVectorSize_;
   static constexpr bool kScaled = false;
   static constexpr bool kRuns = kAccess == Access::kAnywhere && !kByElements;
   static constexpr bool kTogether = kRuns;
@@ -19,16 +19,16 @@ struct StoreRows {
   RowStarts<kTwoStrides> starts;
 
   template <class Compute>
-  DEVICE void store(int64 row, int64 column, int valid, const Compute (&values)[kPack]) const {
+  DEVICE void store(int64 row, int64 column, int valid, const Compute (&values)[kVectorSize]) const {
     store_packed(row, column, valid, pack_values<T>(values));
   }
-  DEVICE void store_packed(int64 row, int64 column, int valid, const Pack<T, kPack>& pack) const {
+  DEVICE void store_packed(int64 row, int64 column, int valid, const Vector<T, kVectorSize>& vector) const {
     T* const to = begin_of_row(data + starts.of(row));
     // float64 beside 16 bits goes by elements: shifted on its way out it spilled 4 bytes.
-    if constexpr (!kRuns || kPack * sizeof(T) > 32) {
-      store_pack<kAccess, kCache>(to + column, pack, valid);
+    if constexpr (!kRuns || kVectorSize * sizeof(T) > 32) {
+      store_vector<kAccess, kCache>(to + column, vector, valid);
     } else {
-      store_run<kLanes, kCache>(to, column, pack, valid);
+      store_run<kLanes, kCache>(to, column, vector, valid);
     }
   }
 };
@@ -68,7 +68,7 @@ struct Results<First, Others...> {
 
   // values: [matrix][column]
   template <class Compute>
-  DEVICE void store(int64 row, int64 column, int valid, const Compute (*values)[First::kPack]) const {
+  DEVICE void store(int64 row, int64 column, int valid, const Compute (*values)[First::kVectorSize]) const {
     first.store(row, column, valid, values[0]);
     others.store(row, column, valid, values + 1);
   }

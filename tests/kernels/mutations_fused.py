@@ -49,7 +49,7 @@ MUTATIONS = (
     Mutation(
         "s written beyond the row, streamed",
         "store_s.store_packed(row, column, valid, s);",
-        "store_s.store_packed(row, column + kPack, valid, s);",
+        "store_s.store_packed(row, column + kVectorSize, valid, s);",
         "fused, streamed",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -77,15 +77,15 @@ MUTATIONS = (
     ),
     Mutation(
         "in the backward pass what the next row drops",
-        "read_covering<Shape, kPlaces>(raws, places(), place(taken), row, rank);",
-        "read_covering<Shape, kPlaces>(raws, places(), place(taken), row + 1, rank);",
+        "read_covering<Shape, kBuffers>(raws, buffers(), buffer(taken), row, rank);",
+        "read_covering<Shape, kBuffers>(raws, buffers(), buffer(taken), row + 1, rank);",
         "dropout, a warp",
         (("results", "dx: .* elements are dropped that are not"),),
     ),
     Mutation(
         "each CTA of a cluster drops what the first does",
         "load.stands_at(raw, row_taken, Shape::column(rank, p));",
-        "load.stands_at(raw, row_taken, Shape::place_column(p));",
+        "load.stands_at(raw, row_taken, Shape::local_column(p));",
         "dropout, a cluster",
         (("results", "(s|dx): .* elements are dropped that are not"),),
     ),
@@ -120,8 +120,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the rows of a head after its first are those of others",
-        "return place + (quotient(place, reciprocal) * (groups - 1) + blockIdx.z) * inner;",
-        "return place + blockIdx.z * group_rows;",
+        "return index + (quotient(index, reciprocal) * (groups - 1) + blockIdx.z) * inner;",
+        "return index + blockIdx.z * group_rows;",
         "heads",
         (("results", "d(x|weight): .* of what is allowed"),),
     ),
@@ -326,8 +326,8 @@ MUTATIONS = (
     # Two norms, one after the other
     Mutation(
         "both norms of a row in one set of slots",
-        "statistics_of(turn + 1,",
-        "statistics_of(turn,",
+        "statistics_of(iteration + 1,",
+        "statistics_of(iteration,",
         "norms one after the other",
         (("races", "race:"),),
     ),

@@ -28,7 +28,7 @@ MUTATIONS = (
         "nobody waits for copies",
         "DEVICE static void arrived() { copies_wait<kAhead - 1>(); }",
         "DEVICE static void arrived() {}",
-        "places",
+        "buffers",
         (
             ("results", "elements are wrong"),
             ("races", "race: .* while a copy to it is under way"),
@@ -47,7 +47,7 @@ MUTATIONS = (
     Mutation(
         "no commit in turns with nothing to ask for",
         "RowsIn::kAhead - 1);\n      RowsIn::sent();",
-        "RowsIn::kAhead - 1);\n      if (place + RowsIn::kAhead * row_step < count) RowsIn::sent();",
+        "RowsIn::kAhead - 1);\n      if (index + RowsIn::kAhead * row_step < count) RowsIn::sent();",
         "CTA",
         (
             ("results", "elements are wrong"),
@@ -56,8 +56,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks into the place of the present row",
-        "rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);",
-        "rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead);",
+        "rows_in.prefetch(which_rows.of(index + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);",
+        "rows_in.prefetch(which_rows.of(index + RowsIn::kAhead * row_step), RowsIn::kAhead);",
         "CTA, read for each use",
         (
             ("results", "elements are wrong"),
@@ -66,8 +66,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks into the place of the present row, forward",
-        "rows_s.ask(row + RowsS::kAhead * row_step, RowsS::kAhead - 1);",
-        "rows_s.ask(row + RowsS::kAhead * row_step, RowsS::kAhead);",
+        "rows_s.prefetch(row + RowsS::kAhead * row_step, RowsS::kAhead - 1);",
+        "rows_s.prefetch(row + RowsS::kAhead * row_step, RowsS::kAhead);",
         "cluster",
         (
             ("results", "y: .* elements are wrong"),
@@ -76,16 +76,16 @@ MUTATIONS = (
     ),
     Mutation(
         "asks for the same row again",
-        "rows_in.ask(which_rows.of(place + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);",
-        "rows_in.ask(which_rows.of(place + (RowsIn::kAhead - 1) * row_step), RowsIn::kAhead - 1);",
-        "places",
+        "rows_in.prefetch(which_rows.of(index + RowsIn::kAhead * row_step), RowsIn::kAhead - 1);",
+        "rows_in.prefetch(which_rows.of(index + (RowsIn::kAhead - 1) * row_step), RowsIn::kAhead - 1);",
+        "buffers",
         (("results", "elements are wrong"),),
     ),
     Mutation(
         "the ring has no way back but to its first place",
-        "place(turn < kStages ? turn : turn - kStages)",
-        "place(turn < kStages ? turn : 0)",
-        "places",
+        "buffer(iteration < kStages ? iteration : iteration - kStages)",
+        "buffer(iteration < kStages ? iteration : 0)",
+        "buffers",
         (
             ("results", "elements are wrong"),
             ("races", "race: .* while a copy to it is under way"),
@@ -100,8 +100,8 @@ MUTATIONS = (
     ),
     Mutation(
         "asks for a row more ahead than there are places",
-        "kInPlace ? 1 : kStages - 1 + (kRowsStay && Load::kVectors);",
-        "kInPlace ? 1 : kStages + (kRowsStay && Load::kVectors);",
+        "kInPlace ? 1 : kStages - 1 + (kRowsInRegisters && Load::kVectorized);",
+        "kInPlace ? 1 : kStages + (kRowsInRegisters && Load::kVectorized);",
         "CTA",
         (
             ("results", "elements are wrong"),
@@ -117,8 +117,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a place too few",
-        "static constexpr int kPlaces = kStages * kRows;",
-        "static constexpr int kPlaces = (kStages - 1) * kRows;",
+        "static constexpr int kBuffers = kStages * kRows;",
+        "static constexpr int kBuffers = (kStages - 1) * kRows;",
         "CTA, read for each use",
         (
             ("results", "elements are wrong"),
@@ -134,7 +134,7 @@ MUTATIONS = (
     ),
     Mutation(
         "packs beyond the row are not cleared",
-        "load.template clear<Shape::kCapacity, kPlaces>(places(), place(stage), Shape::pack_slot(p));",
+        "load.template clear<Shape::kCapacity, kBuffers>(buffers(), buffer(stage), Shape::vector_slot(p));",
         ";",
         "idle threads",
         (("results", "dx: .* elements are wrong"),),
@@ -143,13 +143,13 @@ MUTATIONS = (
         "packs beyond the row are cleared in the first place alone",
         "for (int stage = 0; stage < kStages; ++stage)",
         "for (int stage = 0; stage < 1; ++stage)",
-        "places",
+        "buffers",
         (("results", "dx: .* elements are wrong"),),
     ),
     Mutation(
         "places as long as the whole row",
-        "kFetch>(places(), to, Shape::pack_slot(p), row,",
-        "kFetch>(places(), to, PackSlot{Shape::pack_slot(p).thread, Shape::kCluster * Shape::pack_slot(p).run}, row,",
+        "kFetch>(buffers(), to, Shape::vector_slot(p), row,",
+        "kFetch>(buffers(), to, VectorSlot{Shape::vector_slot(p).thread, Shape::kCluster * Shape::vector_slot(p).run}, row,",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -165,28 +165,28 @@ MUTATIONS = (
     ),
     Mutation(
         "the weight beyond the row is not cleared",
-        "columns.template clear<Shape::kCapacity, kRows>(column_places, row_group, Shape::pack_slot(p));",
+        "columns.template clear<Shape::kCapacity, kRows>(column_buffers, row_group, Shape::vector_slot(p));",
         ";",
         "cluster",
         (("results", "dx: .* elements are wrong"),),
     ),
     Mutation(
         "rows of a CTA share the place of the weight",
-        "(column_places, row_group,",
-        "(column_places, 0,",
+        "(column_buffers, row_group,",
+        "(column_buffers, 0,",
         "wide weight",
         (("races", "race:"),),
     ),
     Mutation(
         "the weight lies beyond its place",
-        "Fetch::kCached>(column_places, row_group, Shape::pack_slot(p),",
-        "Fetch::kCached>(column_places, row_group, PackSlot{threadIdx.x, Shape::kCluster * Shape::pack_slot(p).run},",
+        "Fetch::kCached>(column_buffers, row_group, Shape::vector_slot(p),",
+        "Fetch::kCached>(column_buffers, row_group, VectorSlot{threadIdx.x, Shape::kCluster * Shape::vector_slot(p).run},",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
         "a row that is not there is read",
-        "if (Shape::kThreads < 32 && !active) pack = {};",
+        "if (Shape::kThreads < 32 && !active) vector = {};",
         "",
         "lanes",
         (("results", "dweight: .* elements are wrong"),),
@@ -201,8 +201,8 @@ MUTATIONS = (
     # Bounds
     Mutation(
         "whole packs beyond the row",
-        "return left > 0 ? kPack : 0;",
-        "return kPack;",
+        "return left > 0 ? kVectorSize : 0;",
+        "return kVectorSize;",
         "idle threads",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -216,7 +216,7 @@ MUTATIONS = (
     Mutation(
         "a pack is loaded that is not there, or a part of it",
         "row, column * kSize, valid * kSize,",
-        "row, column * kSize, kPack * kSize,",
+        "row, column * kSize, kVectorSize * kSize,",
         "one odd row",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -229,8 +229,8 @@ MUTATIONS = (
     ),
     Mutation(
         "what lies behind the part of a pack that is there",
-        "keep_valid<kAccess>(pack, covering.words, valid > 0 ? valid : kPack);",
-        "keep_valid<kAccess>(pack, covering.words, kPack);",
+        "keep_valid<kAccess>(vector, covering.words, valid > 0 ? valid : kVectorSize);",
+        "keep_valid<kAccess>(vector, covering.words, kVectorSize);",
         "one odd row",
         (("results", "nan"),),
     ),

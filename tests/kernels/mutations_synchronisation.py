@@ -34,15 +34,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a row takes the place of one that neighbours have not read",
-        "// Its neighbours have read what this thread copied.\n    if constexpr (!Load::kVectors) warp_barrier();",
+        "// Its neighbours have read what this thread copied.\n    if constexpr (!Load::kVectorized) warp_barrier();",
         "",
         "in place, misplaced",
         (("races", "race:"),),
     ),
     Mutation(
         "a row takes the place of one that will be read again",
-        "if constexpr (!Operation::kLate) ask_in_place(p);",
-        "ask_in_place(p);",
+        "if constexpr (!Operation::kLate) prefetch_in_place(p);",
+        "prefetch_in_place(p);",
         "in place",
         (("results", "dx: .* elements are wrong"),),
     ),
@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "more threads for a row: the second pack of a thread counted for its first",
-        "lane_sums[k][pack_of(i)][thread] = sums[k]",
+        "lane_sums[k][vector_of(i)][thread] = sums[k]",
         "lane_sums[k][part_of_row][thread] = sums[k]",
         "spread, two packs a thread",
         (("results", "y: .* elements are wrong"),),
@@ -125,14 +125,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a thread with one turn has the weight of its first pack for all",
-        "columns.unpack(column_packs[kColumnsStay ? p : 0], values);",
-        "columns.unpack(column_packs[0], values);",
+        "columns.unpack(column_vectors[kColumnsInRegisters ? p : 0], values);",
+        "columns.unpack(column_vectors[0], values);",
         "whole columns",
         (("results", "dx: .* elements are wrong"),),
     ),
     Mutation(
         "a weight that nobody waits for",
-        "if constexpr (!kColumnsStay) copies_wait<0>();",
+        "if constexpr (!kColumnsInRegisters) copies_wait<0>();",
         "",
         "wide weight, row groups without rows",
         (("races", "a thread ends while a copy of its own is under way"),),
@@ -146,7 +146,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one set of slots",
-        "const int set = turn % 2;",
+        "const int set = iteration % 2;",
         "const int set = 0;",
         "CTA",
         (("results", "elements are wrong"), ("races", "race:")),
@@ -161,7 +161,7 @@ MUTATIONS = (
     # Clusters
     Mutation(
         "one set of mailboxes and slots",
-        "const int set = turn % 2;",
+        "const int set = iteration % 2;",
         "const int set = 0;",
         "cluster",
         (("races", "race:|told twice"),),
@@ -196,14 +196,14 @@ MUTATIONS = (
     ),
     Mutation(
         "waits for the other phase",
-        "wait(turn / 2 % 2);",
-        "wait(1 - turn / 2 % 2);",
+        "wait(iteration / 2 % 2);",
+        "wait(1 - iteration / 2 % 2);",
         "cluster",
         (("results", "elements are wrong|deadlock:|told twice|does not run"), ("races", "race:")),
     ),
     Mutation(
         "the phase does not change",
-        "wait(turn / 2 % 2);",
+        "wait(iteration / 2 % 2);",
         "wait(0);",
         "cluster",
         (("races", "race:"),),

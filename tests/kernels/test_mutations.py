@@ -47,7 +47,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "cluster": (5, 16400, "float32", {}),
     "cluster, odd": (3, 12001, "float64", {}),
     "cluster, the last CTA nearly full": (3, 12285, "float64", {}),
-    "places": (300, 36, "float32", {}),  # three for a row; five turns
+    "buffers": (300, 36, "float32", {}),  # three for a row; five iterations
     "in place": (3, 200000, "float32", {}),
     "in place, misplaced": (3, 200000, "float32", {"misplaced": True, "output_mask": (False, True, True)}),
     "wide weight": (40, 129, "bfloat16", {"weight": "float64"}),

@@ -1,6 +1,6 @@
-// Packs in global memory: read and written wherever their rows begin.
+// Vectors in global memory: read and written wherever their rows begin.
 #pragma once
-#include "rows/pack.cuh"
+#include "rows/vector.cuh"
 
 namespace cunorm {
 
@@ -13,9 +13,9 @@ DEVICE void store_value(T* address, Compute value) {
   }
 }
 
-// A vector access of an array of packs moves so many bytes.
-template <class T, int kPack>
-constexpr int kUnit = kPack * sizeof(T) < 16 ? kPack * sizeof(T) : 16;
+// A vector access of an array of vectors moves so many bytes.
+template <class T, int kVectorSize>
+constexpr int kUnit = kVectorSize * sizeof(T) < 16 ? kVectorSize * sizeof(T) : 16;
 
 // Calls use(offset) where the compiler knows which multiple of kStep the offset is, from kFrom on and below kEnd: what
 // depends on it are then constants.
@@ -50,100 +50,102 @@ DEVICE void shift_down(uint32 (&words)[kWords], uint32 offset) {
   }
 }
 
-// How the packs of a row are read and written. Columns are owned by the same thread wherever the row lies, so that its
-// result does not depend on it. kAnywhere: packs begin at any address, and neighbouring lanes read the aligned words
-// that their packs share, and shift them alike. kAligned: at multiples of their size. kWhole: besides, all columns of a
-// pack are valid or none. A compiler that need not find that out for every access is done in 0.85 of the time.
+// How the vectors of a row are read and written. Columns are owned by the same thread wherever the row lies, so that
+// its result does not depend on it. kAnywhere: vectors begin at any address, and neighbouring lanes read the aligned
+// words that their vectors share, and shift them alike. kAligned: at multiples of their size. kWhole: besides, all
+// columns of a vector are valid or none. A compiler that need not find that out for every access is done in 0.85 of the
+// time.
 enum class Access { kAnywhere, kAligned, kWhole };
 
-// The words that hold a pack: where it begins anywhere, one access more.
-template <class T, int kPack, Access kAccess>
+// The words that hold a vector: where it begins anywhere, one access more.
+template <class T, int kVectorSize, Access kAccess>
 struct Covering {
-  uint32 words[Pack<T, kPack>::kWords + (kAccess == Access::kAnywhere ? kUnit<T, kPack> / 4 : 0)];
+  uint32 words[Vector<T, kVectorSize>::kWords + (kAccess == Access::kAnywhere ? kUnit<T, kVectorSize> / 4 : 0)];
 };
 
-template <Cache kCache, class T, int kPack, Access kAccess>
-DEVICE void load_covering(Covering<T, kPack, kAccess>& covering, const T* row, int64 column, int valid) {
+template <Cache kCache, class T, int kVectorSize, Access kAccess>
+DEVICE void load_covering(Covering<T, kVectorSize, kAccess>& covering, const T* row, int64 column, int valid) {
   constexpr int kSize = sizeof(T);
   constexpr bool kAligned = kAccess != Access::kAnywhere;
   if constexpr (kAccess == Access::kWhole) {
     load_words<kCache>(begin_of_row(row) + column, covering.words, valid > 0);
   } else {
     // Shared words through L1, which has them when the second lane asks.
-    load_covering_words<kAligned ? kCache : Cache::kKept, kUnit<T, kPack>, kAligned>(row, column * kSize, valid * kSize,
-                                                                                     covering.words);
+    load_covering_words<kAligned ? kCache : Cache::kKept, kUnit<T, kVectorSize>, kAligned>(
+        row, column * kSize, valid * kSize, covering.words);
   }
 }
 
-// The first of the words as a pack of which the first `valid` columns count; the others become zero.
-template <Access kAccess, class T, int kPack, int kWords>
-DEVICE void keep_valid(Pack<T, kPack>& pack, const uint32 (&words)[kWords], int valid) {
+// The first of the words as a vector of which the first `valid` columns count; the others become zero.
+template <Access kAccess, class T, int kVectorSize, int kWords>
+DEVICE void keep_valid(Vector<T, kVectorSize>& vector, const uint32 (&words)[kWords], int valid) {
   constexpr bool kWhole = kAccess == Access::kWhole;
 #pragma unroll
-  for (int i = 0; i < Pack<T, kPack>::kWords; ++i) {
+  for (int i = 0; i < Vector<T, kVectorSize>::kWords; ++i) {
     constexpr int kSize = sizeof(T);
-    pack.words[i] = kWhole || 4 * i < valid * kSize ? words[i] : 0;
-    if (!kWhole && kSize == 2 && 2 * i + 1 == valid) pack.words[i] &= 0xffff;
+    vector.words[i] = kWhole || 4 * i < valid * kSize ? words[i] : 0;
+    if (!kWhole && kSize == 2 && 2 * i + 1 == valid) vector.words[i] &= 0xffff;
   }
 }
 
-// Reads the pack at `column` of a row, its first `valid` columns, one by one; the others become zero.
-template <class T, int kPack>
-DEVICE void load_elements(Pack<T, kPack>& pack, const T* row, int64 column, int valid) {
+// Reads the vector at `column` of a row, its first `valid` columns, one by one; the others become zero.
+template <class T, int kVectorSize>
+DEVICE void load_elements(Vector<T, kVectorSize>& vector, const T* row, int64 column, int valid) {
   constexpr int kHalves = sizeof(T) == 2 ? 2 : 1, kWords = sizeof(T) == 8 ? 2 : 1;  // elements of a word, words of one
 #pragma unroll
-  for (int i = 0; i < kPack; i += kHalves) {
+  for (int i = 0; i < kVectorSize; i += kHalves) {
     if constexpr (sizeof(T) == 2) {
       const auto* const bits = reinterpret_cast<const unsigned short*>(row + column) + i;
       const uint32 low = i < valid ? bits[0] : 0, high = i + 1 < valid ? bits[1] : 0;
-      pack.words[i / 2] = low | high << 16;
+      vector.words[i / 2] = low | high << 16;
     } else {
       uint32 element[kWords];
       load_words<Cache::kKept>(row + column + i, element, i < valid);
 #pragma unroll
-      for (int word = 0; word < kWords; ++word) pack.words[kWords * i + word] = element[word];
+      for (int word = 0; word < kWords; ++word) vector.words[kWords * i + word] = element[word];
     }
   }
 }
 
-// Reads the pack at `column` of a row, its first `valid` columns; the others become zero.
-template <Access kAccess, Cache kCache, class T, int kPack>
-DEVICE void load_pack(Pack<T, kPack>& pack, const T* row, int64 column, int valid) {
-  constexpr int kBytes = kUnit<T, kPack>, kSize = sizeof(T);
+// Reads the vector at `column` of a row, its first `valid` columns; the others become zero.
+template <Access kAccess, Cache kCache, class T, int kVectorSize>
+DEVICE void load_vector(Vector<T, kVectorSize>& vector, const T* row, int64 column, int valid) {
+  constexpr int kBytes = kUnit<T, kVectorSize>, kSize = sizeof(T);
   if constexpr (kAccess == Access::kAnywhere && kSize == 8) {
-    // They are vectors of two words. Shifted, a weight of float64 spilled 8 to 36 bytes.
-    load_elements(pack, row, column, valid);
+    // They are read two words at a time. Shifted, a weight of float64 spilled 8 to 36 bytes.
+    load_elements(vector, row, column, valid);
   } else {
-    Covering<T, kPack, kAccess> covering;
+    Covering<T, kVectorSize, kAccess> covering;
     load_covering<kCache>(covering, row, column, valid);
     if constexpr (kAccess == Access::kAnywhere) {
       shift_down<T, kBytes / 8>(covering.words, past_multiple_of<kBytes>(row));
     }
-    keep_valid<kAccess>(pack, covering.words, valid > 0 ? valid : kPack);
+    keep_valid<kAccess>(vector, covering.words, valid > 0 ? valid : kVectorSize);
   }
 }
 
-// All packs that a thread has of a row: first those of all matrices are asked for, then those of each are shifted, by
-// an offset that the compiler knows.
-template <class Shape, Cache kCache, class T, int kPack, Access kAccess>
-DEVICE void ask_for_packs(Covering<T, kPack, kAccess> (&packs)[Shape::kPacks], const T* row, int rank, bool active) {
+// All vectors that a thread has of a row: first the loads of all matrices are started, then the words of each are
+// shifted, by an offset that the compiler knows.
+template <class Shape, Cache kCache, class T, int kVectorSize, Access kAccess>
+DEVICE void start_loads(Covering<T, kVectorSize, kAccess> (&vectors)[Shape::kVectors], const T* row, int rank,
+                        bool active) {
 #pragma unroll
-  for (int p = 0; p < Shape::kPacks; ++p) {
-    load_covering<kCache>(packs[p], row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0);
+  for (int p = 0; p < Shape::kVectors; ++p) {
+    load_covering<kCache>(vectors[p], row, Shape::column(rank, p), active ? Shape::valid(rank, p) : 0);
   }
 }
-template <class Shape, class T, int kPack, Access kAccess>
-DEVICE void receive_packs(Pack<T, kPack> (&packs)[Shape::kPacks],
-                          const Covering<T, kPack, kAccess> (&asked)[Shape::kPacks], const T* row, int rank,
-                          bool active) {
-  constexpr int kBytes = kUnit<T, kPack>;
+template <class Shape, class T, int kVectorSize, Access kAccess>
+DEVICE void receive_vectors(Vector<T, kVectorSize> (&vectors)[Shape::kVectors],
+                            const Covering<T, kVectorSize, kAccess> (&loading)[Shape::kVectors], const T* row, int rank,
+                            bool active) {
+  constexpr int kBytes = kUnit<T, kVectorSize>;
   const auto receive = [&](uint32 offset) {
 #pragma unroll
-    for (int p = 0; p < Shape::kPacks; ++p) {
-      Covering<T, kPack, kAccess> covering = asked[p];
+    for (int p = 0; p < Shape::kVectors; ++p) {
+      Covering<T, kVectorSize, kAccess> covering = loading[p];
       const int valid = active ? Shape::valid(rank, p) : 0;
       if constexpr (kAccess == Access::kAnywhere) shift_down<T, kBytes / 8>(covering.words, offset);
-      keep_valid<kAccess>(packs[p], covering.words, valid > 0 ? valid : kPack);
+      keep_valid<kAccess>(vectors[p], covering.words, valid > 0 ? valid : kVectorSize);
     }
   };
   if constexpr (kAccess == Access::kAnywhere) {
@@ -153,29 +155,29 @@ DEVICE void receive_packs(Pack<T, kPack> (&packs)[Shape::kPacks],
   }
 }
 
-template <class T, int kPack>
-DEVICE void store_element(T* address, const Pack<T, kPack>& pack, int i) {
+template <class T, int kVectorSize>
+DEVICE void store_element(T* address, const Vector<T, kVectorSize>& vector, int i) {
   if constexpr (sizeof(T) == 8) {
-    address[i] = words_to_double(pack.words[2 * i], pack.words[2 * i + 1]);
+    address[i] = words_to_double(vector.words[2 * i], vector.words[2 * i + 1]);
   } else if constexpr (sizeof(T) == 4) {
-    address[i] = word_to_float(pack.words[i]);
+    address[i] = word_to_float(vector.words[i]);
   } else if constexpr (sizeof(T) == 1) {
-    address[i] = T{static_cast<uint8>(pack.words[i / 4] >> (i % 4 * 8))};
+    address[i] = T{static_cast<uint8>(vector.words[i / 4] >> (i % 4 * 8))};
   } else {
-    address[i] = T{static_cast<uint16>(pack.words[i / 2] >> (i % 2 * 16))};
+    address[i] = T{static_cast<uint16>(vector.words[i / 2] >> (i % 2 * 16))};
   }
 }
 
-template <Access kAccess, Cache kCache, class T, int kPack>
-DEVICE void store_pack(T* address, const Pack<T, kPack>& pack, int valid) {
-  if (kAccess != Access::kAnywhere && valid >= kPack) {
-    store_words<kCache>(address, pack.words);
+template <Access kAccess, Cache kCache, class T, int kVectorSize>
+DEVICE void store_vector(T* address, const Vector<T, kVectorSize>& vector, int valid) {
+  if (kAccess != Access::kAnywhere && valid >= kVectorSize) {
+    store_words<kCache>(address, vector.words);
     return;
   }
   if constexpr (kAccess != Access::kWhole) {
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      if (i < valid) store_element(address, pack, i);
+    for (int i = 0; i < kVectorSize; ++i) {
+      if (i < valid) store_element(address, vector, i);
     }
   }
 }
@@ -209,23 +211,23 @@ DEVICE void store_parts(char* from, const uint32 (&words)[kWords], uint32 begin,
   }
 }
 
-// The same where packs do not begin at a multiple of their size; those of kLanes neighbouring threads follow each other
-// in memory. A lane writes the aligned words that begin in its pack, of which the last ends in the next lane's, and at
-// the ends of the lanes' run smaller parts. All lanes of the warp come here together.
-template <int kLanes, Cache kCache, class T, int kPack>
-DEVICE void store_run(T* row, int64 column, const Pack<T, kPack>& pack, int valid) {
-  constexpr int kBytes = kUnit<T, kPack>, kWords = Pack<T, kPack>::kWords;
+// The same where vectors do not begin at a multiple of their size; those of kLanes neighbouring threads follow each
+// other in memory. A lane writes the aligned words that begin in its vector, of which the last ends in the next lane's,
+// and at the ends of the lanes' run smaller parts. All lanes of the warp come here together.
+template <int kLanes, Cache kCache, class T, int kVectorSize>
+DEVICE void store_run(T* row, int64 column, const Vector<T, kVectorSize>& vector, int valid) {
+  constexpr int kBytes = kUnit<T, kVectorSize>, kWords = Vector<T, kVectorSize>::kWords;
   uint32 words[kWords + kBytes / 4];
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) words[i] = pack.words[i];
+  for (int i = 0; i < kWords; ++i) words[i] = vector.words[i];
 #pragma unroll
-  for (int i = 0; i < kBytes / 4; ++i) words[kWords + i] = shuffle_down(pack.words[i]);
+  for (int i = 0; i < kBytes / 4; ++i) words[kWords + i] = shuffle_down(vector.words[i]);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const bool ends = shuffle_down(valid) < kPack || lane == kLanes - 1;
-  if (valid < kPack) {
+  const bool ends = shuffle_down(valid) < kVectorSize || lane == kLanes - 1;
+  if (valid < kVectorSize) {
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      if (i < valid) store_element(row + column, pack, i);
+    for (int i = 0; i < kVectorSize; ++i) {
+      if (i < valid) store_element(row + column, vector, i);
     }
     return;
   }
@@ -242,7 +244,7 @@ DEVICE void store_run(T* row, int64 column, const Pack<T, kPack>& pack, int vali
       for (int i = 0; i < kWords; ++i) whole[i] = shifted[i];
       store_words<kCache>(from + head, whole);
     } else {
-      store_parts<T, false, kCache, kPack* static_cast<int>(sizeof(T)) / 2>(from, words, head, 4 * kWords);
+      store_parts<T, false, kCache, kVectorSize* static_cast<int>(sizeof(T)) / 2>(from, words, head, 4 * kWords);
     }
     if (lane == 0) store_parts<T, true, kCache, static_cast<int>(sizeof(T))>(from, words, 0, head);
   });
