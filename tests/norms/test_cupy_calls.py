@@ -106,5 +106,5 @@ def test_the_text_of_a_call_site_has_a_line_for_each_array():
     """Of two arrays and one result that may be given memory; and of as many results as a recipe says."""
     of_two = site.text(2, 1, out=True, workspace=False)
     assert [of_two.count(f"{name}.strides") for name in ("array0", "array1", "array2", "out")] == [1, 1, 0, 1]
-    assert "alloc" not in of_two
+    assert "cuda.alloc" not in of_two
     assert "recipe.places" in site.text(1, None, out=False, workspace=True)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F  # noqa: N812
 
+from ...call.store import Float8Store
+from ...plan.problem import E4M3
 from ..private import parameter_of
-from . import checks, compiled, float8
+from . import arrays, checks, compiled
 from .functional import autocast_dtype, norm, symbolic
 
 
@@ -51,20 +53,9 @@ class _Options:
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
         _, _, sm_margin = checks.sm_margins(name, self.sm_margin)
-        y, scale, _ = float8.forward(
-            f"{op}_fp8",
-            x,
-            self.normalized_shape,
-            self.weight,
-            bias,
-            checks.eps(op, self.eps, x),
-            zero_centered_gamma=self.zero_centered_gamma,
-            granularity="row",
-            scale=None,
-            dtype="e4m3",
-            sm_margin=sm_margin,
-            output=False,
-        )
+        asked = (f"{op}_fp8", self.normalized_shape, self.zero_centered_gamma, None, sm_margin)
+        store = Float8Store(E4M3, "row", wide=False)
+        y, scale = arrays.norm_float8(asked, x, self.weight, bias, checks.eps(op, self.eps, x), store, None)
         return y, scale
 
     def reset_parameters(self) -> None:
