@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from torch_linear_float8 import ERROR, by_recipe, inputs, make, relative  # noqa: E402
 from torch_tensors import on_devices, random, same  # noqa: E402
 
-from cunorm.torch.linear import float8_passes, float8_products  # noqa: E402
+from cunorm.torch.linear import float8, float8_products  # noqa: E402
 from cunorm.torch.linear.float8_casts import (  # noqa: E402
     LARGEST,
     as_right,
@@ -28,6 +28,8 @@ from cunorm.torch.linear.float8_casts import (  # noqa: E402
 )
 from cunorm.torch.linear.float8_products import product  # noqa: E402
 from cunorm.torch.linear.float8_weights import quantised  # noqa: E402
+from cunorm.torch.linear.ranks import ALONE  # noqa: E402
+from cunorm.torch.linear.step import Inputs, Saved, Step, forward  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ELEMENT = 2.0**-3  # of Σ |a||b|: 2^-4 of each operand
@@ -218,19 +220,12 @@ def check_products(device: str, recipe: Any) -> None:
     module = make(device, bias=False)
     x, dy = inputs(device)
     weights = quantised(module.weight.detach(), scheme, True)
-    options = float8_passes.Float8Options("layer_norm", 1e-5, torch.float32, scheme)
+    numbers = float8.Float8(scheme)
+    step = Step("layer_norm", 1e-5, torch.float32, weight_dtype=torch.float32, numbers=numbers)
     ln = (module.layer_norm_weight.detach(), module.layer_norm_bias.detach())
-    found = float8_passes.forward(x.detach(), weights, None, *ln, options, True, True)
-    saved = float8_passes.Saved(x.detach(), *weights[2:], *ln, found.statistics, found.z_scale)
-    rounded = float8_passes._Rounded(
-        dy,
-        saved,
-        options,
-        float8_passes.Dtypes(torch.float32, None),
-        wants_dweight=True,
-        sums=True,
-        high_precision=scheme.high_precision_wgrad,
-    )
+    found = forward(Inputs(x.detach(), module.weight, None, *ln), weights, step, ALONE)
+    saved = Saved(found.statistics, x.detach(), weights.columns, *ln, found.kept, weights.column_scale)
+    rounded = numbers.products(dy, saved, step, ALONE, (True, True))
     dz = product(rounded.rows, rounded.scale, weights.columns, weights.column_scale, torch.float32)
     z, w, g = (t.detach().cpu().double() for t in (found.z, module.weight, dy))
     rounded.turn()
