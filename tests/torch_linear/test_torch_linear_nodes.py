@@ -18,7 +18,7 @@ from torch_nodes import Driver, by_python, gradients, playing_a_gpu, same_bits  
 from torch_tensors import random  # noqa: E402
 
 from cunorm.torch import LayerNormLinear, layer_norm_linear  # noqa: E402
-from cunorm.torch.linear import call as calls
+from cunorm.torch.linear import call as calls  # noqa: E402
 from cunorm.torch.linear import step as steps  # noqa: E402
 from cunorm.torch.norm import nodes  # noqa: E402
 

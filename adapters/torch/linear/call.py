@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ...norm import checks
 from ...operation import NAMED
-from ..norm import launching, nodes
+from ..norm import checks, launching, nodes
 from ..norm.functional import (
     FLOATING,
     PLAIN,

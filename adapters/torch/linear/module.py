@@ -28,7 +28,7 @@ from .parallel import TensorParallel, size_of_given
 from .parameters import joined, lay_side_by_side, parts_of
 from .ranks import ALONE
 from .recipes import Recipe
-from .step import GATHERED, LOCAL, NOTHING, Inputs, Sink
+from .step import GATHERED, LOCAL, NOTHING, Inputs
 from .weight_gradients import WeightGradients
 from .wide import WIDE
 

@@ -22,7 +22,7 @@ from .float8_context import check_available
 from .float8_weights import quantised
 from .ranks import ALONE, Group, Ranks
 from .recipes import E4M3, Scheme
-from .step import GATHERED, NOTHING, Inputs, Saved, Step, forward, gradients
+from .step import GATHERED, LOCAL, NOTHING, Inputs, Saved, Step, forward, gradients
 from .wide import WIDE
 
 _OPTIONS = (
@@ -47,6 +47,8 @@ norm_linear = torch.ops.cunorm.norm_linear.default
 norm_linear_forward = torch.ops.cunorm.norm_linear_forward.default
 norm_linear_backward = torch.ops.cunorm.norm_linear_backward.default
 
+# torch leaves out what ends a call and is its default.
+_DEFAULTS = (False, 0, 0, LOCAL, None, None, False, "", [], [], [], False, "", 1, *[False] * 6, 0)
 _OF_STEP = len(Step._fields) - 1  # arguments, those of `numbers` behind them
 _OF_NUMBERS = len(Scheme._fields)
 _compared: dict[tuple, bool] = {}  # whether with gradients enabled
@@ -64,17 +66,16 @@ def flat(step: Step, ranks: Ranks, wanted: int) -> tuple:
 
 
 def _read(options: tuple) -> tuple[Step, Ranks, int]:
-    """What `flat` was given; less than all of it stands for wide numbers on one rank."""
+    """What `flat` was given."""
+    options = (*options, *_DEFAULTS[len(options) - 3 :])
     step, numbers, group = options[:_OF_STEP], options[_OF_STEP:][:_OF_NUMBERS], options[_OF_STEP + _OF_NUMBERS :]
-    of_numbers = WIDE
-    if numbers and numbers[1]:
-        by_row, gradient, *triples, high_precision = numbers
-        of_numbers = Float8(Scheme(by_row, gradient, *map(tuple, triples), high_precision))
-    ranks = Group(*group) if group and group[0] else ALONE
-    return Step(*step)._replace(numbers=of_numbers), ranks, group[-1] if len(group) == len(Group._fields) else 0
+    by_row, gradient, *triples, high_precision = numbers
+    scheme = Scheme(by_row, gradient, *map(tuple, triples), high_precision) if gradient else None
+    ranks = Group(*group) if group[0] else ALONE
+    return Step(*step, WIDE if scheme is None else Float8(scheme)), ranks, group[-1]
 
 
-def _forward(x, weight, bias, ln_weight, ln_bias, *options):
+def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
     step, ranks, wanted = _read(options)
     if step.numbers is not WIDE:
         check_available("LayerNormLinear", x)
@@ -107,17 +108,13 @@ def _compare_once(x: Tensor, weight: Tensor, step: Step, ranks: Group) -> None:
     compare(group_of(ranks.group), rows, x.shape[-1], step.dtype, x.device, ranks.wanted, exact=True)
 
 
-def _backward(dy, dz, statistics, x, weight, ln_weight, ln_bias, kept, scale, mask, *options):
+def backward_in_steps(dy, dz, statistics, x, weight, ln_weight, ln_bias, kept, scale, mask, *options):
     step, ranks, _ = _read(options)
     if dy is None and not ranks.alone:  # the other ranks wait for its products
         dy = x.new_zeros((*ranks.shape_of_all(x)[:-1], len(weight)), dtype=step.dtype)
     saved = Saved(statistics, x, weight, ln_weight, ln_bias, kept, scale)
     results = gradients(dy, dz, saved, step, ranks, tuple(mask))
     return tuple(_absent(x) if result is None else result for result in results)
-
-
-# What each is in torch's own operators: for wide numbers on one rank.
-forward_in_steps, backward_in_steps = _forward, _backward
 
 
 @torch.library.register_fake("cunorm::norm_linear_forward", lib=_library)
@@ -129,7 +126,7 @@ def _forward_fake(x, weight, bias, ln_weight, ln_bias, *options):
     def scale(*shape: int) -> Tensor:
         return x.new_empty(shape if scheme.by_row else (), dtype=torch.float32)
 
-    z = kept = columns = column_scale = _absent(x)
+    z = kept = columns = column_scale = None
     if step.returned != NOTHING or (ranks.alone and step.keep_normalized and scheme is None):
         z = x.new_empty(of_all if step.returned == GATHERED else shape, dtype=step.dtype)
     if scheme is None and step.keep_normalized and not ranks.alone:
@@ -140,14 +137,10 @@ def _forward_fake(x, weight, bias, ln_weight, ln_bias, *options):
     if scheme is not None and wanted & SUM:
         columns, column_scale = x.new_empty((cols, outs), dtype=DTYPES[E4M3]).t(), scale(1, cols)
     statistics = (1 + formulas.subtracts_mean(step.operation), *shape[:-1])
-    return (
-        x.new_empty((*of_all[:-1], outs), dtype=step.dtype),
-        z,
-        x.new_empty(statistics, dtype=formulas.compute_dtype(x)),
-        kept,
-        columns,
-        column_scale,
-    )
+    y = x.new_empty((*of_all[:-1], outs), dtype=step.dtype)
+    statistics = x.new_empty(statistics, dtype=formulas.compute_dtype(x))
+    results = (y, z, statistics, kept, columns, column_scale)
+    return tuple(_absent(x) if result is None else result for result in results)
 
 
 @torch.library.register_fake("cunorm::norm_linear_backward", lib=_library)
@@ -205,6 +198,6 @@ class NormLinear(torch.autograd.Function):
 
 
 _library.impl("norm_linear", NormLinear.apply, "CompositeImplicitAutograd")
-register_kernels(norm_linear_forward, NormLinear, CPU=_forward, CUDA=_forward)
+register_kernels(norm_linear_forward, NormLinear, CPU=forward_in_steps, CUDA=forward_in_steps)
 for _device in ("CPU", "CUDA"):
-    _library.impl("norm_linear_backward", _backward, _device)  # of wide numbers made of differentiable steps
+    _library.impl("norm_linear_backward", backward_in_steps, _device)  # wide numbers: made of differentiable steps

@@ -90,7 +90,7 @@ ALONE = Alone()
 
 
 def wanted(inputs: tuple[Any, ...], sequence: bool) -> int:
-    """What a rank wants of the backward pass of a call of (x, weight, bias, ln_weight, ln_bias): bits of exchange.py."""
+    """What a rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias): bits of exchange.py."""
     if not torch.is_grad_enabled():
         return 0
     x, weight, _, ln_weight, ln_bias = inputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,7 +115,7 @@ class _Products:
             self._gathering = self._again()
 
     def _again(self) -> Rows:
-        statistics, x, _, ln_weight, ln_bias, kept, _ = self._saved
+        _, x, _, ln_weight, ln_bias, kept, _ = self._saved
         step, ranks = self._step, self._ranks
         if kept is not None:
             gathering = Here()
