@@ -22,7 +22,6 @@ from cunorm.plan import few_rows  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear import wide  # noqa: E402
 from cunorm.torch.linear.call import Layer, norm_linear  # noqa: E402
-from cunorm.torch.linear.step import Inputs  # noqa: E402
 from cunorm.torch.norm import operators  # noqa: E402
 
 SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
@@ -92,7 +91,7 @@ def test_the_gradient_of_z_joins_before_the_norm(device, keep, op):
     inputs, dy, dz = tensors(call, device), tensor(call.dy).to(device), tensor(call.dz).to(device)
 
     def both():
-        return norm_linear(Layer("test", op, call.eps, keep), Inputs(*inputs))[:2]
+        return norm_linear(Layer("test", op, call.eps, keep), inputs)[:2]
 
     there = [t for t in inputs if t is not None]
     gradients = iter(torch.autograd.grad(both(), there, (dy, dz)))

@@ -29,7 +29,7 @@ from cunorm.torch.linear.float8_casts import (  # noqa: E402
 from cunorm.torch.linear.float8_products import product  # noqa: E402
 from cunorm.torch.linear.float8_weights import quantised  # noqa: E402
 from cunorm.torch.linear.ranks import ALONE  # noqa: E402
-from cunorm.torch.linear.step import Inputs, Saved, Step, forward  # noqa: E402
+from cunorm.torch.linear.step import Saved, Step, forward  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ELEMENT = 2.0**-3  # of Σ |a||b|: 2^-4 of each operand
@@ -223,14 +223,14 @@ def check_products(device: str, recipe: Any) -> None:
     numbers = float8.Float8(scheme)
     step = Step("layer_norm", 1e-5, torch.float32, weight_dtype=torch.float32, numbers=numbers)
     ln = (module.layer_norm_weight.detach(), module.layer_norm_bias.detach())
-    found = forward(Inputs(x.detach(), module.weight, None, *ln), weights, step, ALONE)
-    saved = Saved(found.statistics, x.detach(), weights.columns, *ln, found.kept, weights.column_scale)
+    y, z, statistics, kept = forward((x.detach(), module.weight, None, *ln), weights, step, ALONE)
+    saved = Saved(statistics, x.detach(), weights.columns, *ln, kept, weights.column_scale)
     rounded = numbers.products(dy, saved, step, ALONE, (True, True))
     dz = product(rounded.rows, rounded.scale, weights.columns, weights.column_scale, torch.float32)
-    z, w, g = (t.detach().cpu().double() for t in (found.z, module.weight, dy))
+    z, w, g = (t.detach().cpu().double() for t in (z, module.weight, dy))
     rounded.turn()
     # What is near zero beside the largest of its tensor, or row, may be lost.
-    near(found.y, z, w.t(), "e4m3")
+    near(y, z, w.t(), "e4m3")
     near(dz, g, w, scheme.gradient)
     if scheme.high_precision_wgrad:
         torch.testing.assert_close(rounded.weight().cpu().double(), g.t() @ z, rtol=1e-4, atol=1e-3)

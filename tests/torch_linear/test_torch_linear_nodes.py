@@ -180,7 +180,7 @@ def test_the_gradient_of_z(driver, by_python_alone):
     wanting = [one.requires_grad_() for one in (*tensors[:2], norm[0])]
 
     def call() -> Any:
-        return calls.norm_linear(calls.Layer("layer_norm_linear", "rms_norm", 1e-5), steps.Inputs(*tensors, *norm))[:2]
+        return calls.norm_linear(calls.Layer("layer_norm_linear", "rms_norm", 1e-5), (*tensors, *norm))[:2]
 
     given = [random(6, 24, dtype=torch.float32, seed=3), random(6, 64, dtype=torch.float32, seed=4)]
     expected = by_python(call, wanting, given)

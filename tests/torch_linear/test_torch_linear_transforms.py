@@ -19,7 +19,6 @@ import cunorm  # noqa: E402
 from cunorm.operation import name_of  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear.call import Layer, norm_linear  # noqa: E402
-from cunorm.torch.linear.step import Inputs  # noqa: E402
 from cunorm.torch.norm import operators  # noqa: E402
 
 
@@ -33,7 +32,7 @@ def test_first_and_second_derivatives(device, keep, op):
 
     def function(*inputs):
         inputs = (*inputs, None)[:5]
-        return norm_linear(Layer("test", name_of(op, True), 0.3, keep), Inputs(*inputs))[:2]
+        return norm_linear(Layer("test", name_of(op, True), 0.3, keep), inputs)[:2]
 
     assert torch.autograd.gradcheck(function, inputs, nondet_tol=1e-12)
     assert torch.autograd.gradgradcheck(function, inputs, nondet_tol=1e-12, fast_mode=True)

@@ -11,7 +11,7 @@ from ..norm.arrays import checked_once, layouts_of, mean_and_rstd
 from ..norm.functional import autocast_dtype
 from .call import Given, Layer, norm_linear
 from .ranks import ALONE
-from .step import Inputs, Saved, Step, gradients, without_autocast
+from .step import Saved, Step, gradients, without_autocast
 from .wide import WIDE
 
 
@@ -33,7 +33,7 @@ def forward(
     cast = autocast_dtype(x)
     checked_once(_check_forward, function, tensors, (zero_centered_gamma, cast is not None))
     layer = Layer(function, name_of(op, zero_centered_gamma), eps)
-    y, _, both = norm_linear(layer, Inputs(*tensors), Given(wants_statistics=statistics))
+    y, _, both = norm_linear(layer, tensors, Given(wants_statistics=statistics))
     return (y, *mean_and_rstd(both)) if statistics else (y, None, None)
 
 

@@ -127,14 +127,17 @@ def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor
         return run(call, inputs, given)
 
 
-def _key(layer: Layer, inputs: Inputs) -> tuple:
+def _key(layer: tuple, inputs: Inputs) -> tuple:
     x, _, bias, ln_weight, ln_bias = inputs
     return layer, torch.is_grad_enabled(), x.shape, bias is None, ln_weight is None, ln_bias is None
 
 
-def known(layer: Layer, inputs: Inputs) -> Call | None:
-    """What was remembered of an earlier call with tensors like these, as norm/repeats.py has it; None for nothing."""
-    if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer.eps) not in (float, int):
+def known(layer: tuple, inputs: Inputs) -> Call | None:
+    """What was remembered of an earlier call with tensors like these, as norm/repeats.py has it; None for nothing.
+
+    `layer` has the fields of a Layer: as a plain tuple it takes the host less.
+    """
+    if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer[2]) not in (float, int):
         return None
     key = _key(layer, inputs)
     kept = launching.earlier_calls(key)
@@ -251,10 +254,11 @@ class _NormLinear(torch.autograd.Function):
         step, sink = call.step, given.sink
         wants_columns = bool((call.wanted | ranks.wanted) & SUM)
         weights = step.numbers.weights(weight, wants_columns, ctx.needs_input_grad[1], given.weights)
-        inputs = Inputs(x, weight, bias, ln_weight, ln_bias)
+        inputs = x, weight, bias, ln_weight, ln_bias
         y, z, statistics, kept = forward(inputs, weights, step, ranks, call.recipe)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(statistics, x, weights.columns, ln_weight, ln_bias, kept, weights.column_scale)
+        _, _, columns, column_scale = weights
+        ctx.save_for_backward(statistics, x, columns, ln_weight, ln_bias, kept, column_scale)
         ctx.call = step, ranks, sink, None if ranks.alone else y.shape
         if not given.wants_statistics:
             return y, z, None

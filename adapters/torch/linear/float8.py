@@ -112,7 +112,7 @@ class Float8(NamedTuple):
                 return None, kept
             return z_of_all.view(ranks.shape_of_all(x)) if step.returned == GATHERED else z, kept
 
-        return Normalised((z8, scale), statistics, end)
+        return (z8, scale), statistics, end
 
     def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: float8.Recipe | None, wants_statistics: bool):
         """(z8, scale, z, statistics) from z in float32: in one kernel by its recipe."""

@@ -15,7 +15,6 @@ from ...operation import name_of
 from ..norm import checks
 from ..norm.functional import symbolic
 from .call import Layer, norm_linear
-from .step import Inputs
 
 
 def layer_norm_linear(
@@ -95,7 +94,7 @@ def layer_norm_linear(
             return node
     operation = name_of(linear_problem.op(name, normalization, ln_bias), zero_centered_gamma)
     layer = Layer(name, operation, eps, bool(keep_normalized), margins_of(name, sm_margin))
-    return norm_linear(layer, Inputs(input, weight, bias, ln_weight, ln_bias))[0]
+    return norm_linear(layer, (input, weight, bias, ln_weight, ln_bias))[0]
 
 
 NO_MARGINS = (0, 0, 0)  # forward, backward, inference

@@ -18,7 +18,7 @@ from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
 from ..norm.modules import parameter_of
 from ..private import default_device, in_backward_pass, parameters_of, uncompiled
-from .call import Given, Layer, known, run, run_checked
+from .call import NOTHING_GIVEN, Given, Layer, known, run, run_checked
 from .checks import check_mode, check_overlaps, check_sizes, local_features
 from .float8 import Float8
 from .float8_context import recipe_of
@@ -28,7 +28,7 @@ from .parallel import TensorParallel, size_of_given
 from .parameters import joined, lay_side_by_side, parts_of
 from .ranks import ALONE
 from .recipes import Recipe
-from .step import GATHERED, LOCAL, NOTHING, Inputs
+from .step import GATHERED, LOCAL, NOTHING
 from .weight_gradients import WeightGradients
 from .wide import WIDE
 
@@ -343,7 +343,7 @@ class LayerNormLinear(WeightGradients):
         parallel = self._parallel if self._over_ranks else ALONE
         weights = parallel.local(self._weights)
         bias = joined(parallel.local(self._biases)) if self.use_bias else None
-        inputs = Inputs(
+        inputs = (
             inp,
             joined(weights),
             None if self.return_bias else bias,
@@ -354,7 +354,7 @@ class LayerNormLinear(WeightGradients):
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered and self._over_ranks and self.sequence_parallel
             returned = GATHERED if gathered else LOCAL
-        layer = Layer(
+        layer = (  # of call.py
             type(self).__name__,
             name_of(self.op, self.zero_centered_gamma),
             self.eps,
@@ -364,12 +364,14 @@ class LayerNormLinear(WeightGradients):
             WIDE if recipe is None else Float8(recipe.scheme),
             parallel.ranks(),
         )
-        kept = None if recipe is None else partial(self._fp8_weights.of, weights, is_first_microbatch)
-        given = Given(parallel, kept, fp8_output, self._sink(is_first_microbatch))
+        sink, given = self._sink(is_first_microbatch), NOTHING_GIVEN
+        if recipe is not None or sink is not None or self._over_ranks:
+            kept = None if recipe is None else partial(self._fp8_weights.of, weights, is_first_microbatch)
+            given = Given(parallel, kept, fp8_output, sink)
         call = known(layer, inputs)
         if call is None:
             self._check_dtypes(inp)
-            y, z, _ = run_checked(layer, inputs, given)
+            y, z, _ = run_checked(Layer(*layer), inputs, given)
         else:
             y, z, _ = run(call, inputs, given)
         if not self.return_bias:

@@ -22,7 +22,7 @@ from .float8_context import check_available
 from .float8_weights import quantised
 from .ranks import ALONE, Group, Ranks
 from .recipes import E4M3, Scheme
-from .step import GATHERED, LOCAL, NOTHING, Inputs, Saved, Step, forward, gradients
+from .step import GATHERED, LOCAL, NOTHING, Saved, Step, forward, gradients
 from .wide import WIDE
 
 _OPTIONS = (
@@ -81,7 +81,7 @@ def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
         check_available("LayerNormLinear", x)
     if not ranks.alone:
         _compare_once(x, weight, step, ranks)
-    inputs = Inputs(x, weight, bias, ln_weight, ln_bias)
+    inputs = x, weight, bias, ln_weight, ln_bias
     weights = step.numbers.weights(
         weight,
         bool(wanted & SUM),
@@ -91,7 +91,9 @@ def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
     y, z, statistics, kept = forward(inputs, weights, step, ranks)
     if kept is z:
         kept = None
-    columns, scale = (None, None) if weights.columns is weight else (weights.columns, weights.column_scale)
+    _, _, columns, scale = weights
+    if columns is weight:
+        columns = None
     return tuple(_absent(x) if one is None else one for one in (y, z, statistics, kept, columns, scale))
 
 

@@ -12,7 +12,7 @@ from ..norm import launching
 from ..norm.functional import HALF, launchable
 from .exchange import in_turn
 from .ranks import Here, Ranks, Rows
-from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, Weights, matrix, normalise, recipe_at_once
+from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, matrix, normalise, recipe_at_once
 
 
 class Wide:
@@ -35,14 +35,15 @@ class Wide:
         if cast is None:
             return inputs
         x, weight, bias, *of_norm = inputs
-        return Inputs(x, weight.to(cast), None if bias is None else bias.to(cast), *of_norm)
+        return x, weight.to(cast), None if bias is None else bias.to(cast), *of_norm
 
     def recipe(self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step) -> Any:
         """That of the norm's launch; None where the tensors cannot go straight to it."""
         return recipe_at_once(x, ln_weight, ln_bias, step.operation, step.dtype, step.sm_margin)
 
-    def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> Weights:
-        return Weights(weight, None, weight, None)
+    def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> tuple:
+        """As step.Weights."""
+        return weight, None, weight, None
 
     def normalised(self, inputs: Inputs, step: Step, ranks: Ranks, recipe: Any, wants_statistics: bool) -> Normalised:
         x, _, _, ln_weight, ln_bias = inputs
@@ -68,12 +69,12 @@ class Wide:
                 return (whole if kept is None else whole.clone()).view(ranks.shape_of_all(x)), kept
             return (z if place is None and kept is None else gathering.own.clone()).view(x.shape), kept
 
-        return Normalised(gathering, statistics, end)
+        return gathering, statistics, end
 
-    def product(self, z: Rows, weights: Weights, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def product(self, z: Rows, weights: tuple, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if not z.in_parts:
-            return F.linear(z.come(), weights.rows, bias)
-        return _product_in_parts(z, weights.rows, bias)
+            return F.linear(z.come(), weights[0], bias)
+        return _product_in_parts(z, weights[0], bias)
 
     def products(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks, wants: tuple[bool, bool]) -> _Products:
         return _Products(dy, saved, step, ranks)
