@@ -323,21 +323,19 @@ class LayerNormLinear(WeightGradients):
                 "LayerNormLinear: fp8_output=True needs FP8; got a call without a recipe. Call it in "
                 "cunorm.torch.autocast(), or after set_recipe()."
             )
-        results = self._run_anywhere(inp, is_first_microbatch, recipe, fp8_output)
-        if recipe is not self._fp8_outside and not torch.compiler.is_compiling() and not in_backward_pass():
-            self._fp8_outside = recipe
-        return results
-
-    def _run_anywhere(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool):
         if torch.compiler.is_compiling():
             broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
-            if broken or (recipe and (self._over_ranks or is_first_microbatch is not None)):
-                return self._run_uncompiled(inp, is_first_microbatch, recipe, fp8_output)
-        elif isinstance(inp, torch.fx.Proxy) and (path := inp.tracer.path_of_module(self)):
+            broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
+            run_it = self._run_uncompiled if broken else self._run
+            return run_it(inp, is_first_microbatch, recipe, fp8_output)
+        if isinstance(inp, torch.fx.Proxy) and (path := inp.tracer.path_of_module(self)):
             # A leaf of torch.fx.symbolic_trace, as torch.nn's modules: what a call follows is known when it runs.
             options = {"is_first_microbatch": is_first_microbatch, "fp8_output": fp8_output}
             return inp.tracer.create_proxy("call_module", path, (inp,), options)
-        return self._run(inp, is_first_microbatch, recipe, fp8_output)
+        results = self._run(inp, is_first_microbatch, recipe, fp8_output)
+        if recipe is not self._fp8_outside and not in_backward_pass():
+            self._fp8_outside = recipe
+        return results
 
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
         parallel = self._parallel if self._over_ranks else ALONE

@@ -194,7 +194,9 @@ def gradients(
     if ranks.alone:
         size = 0 if products is None else products.beside
         # Side by side what one half has read may not be written by the other.
-        held = products.read if products is not None and side_by_side.applies(x, size) else None
+        reads = None if products is None else products.read
+        held = reads if reads is not None and side_by_side.applies(x, size) else None
+        del reads
         if step.numbers.product_first:
             of_weight, of_inputs = side_by_side.run(x, size, of_product, lambda: of_norm(begin()))
         else:
