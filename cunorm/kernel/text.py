@@ -24,7 +24,7 @@ def cpp(flag: bool) -> str:
 
 
 def access(aligned: bool, whole: bool = False) -> str:
-    """How the vectors of a row are read and written (rows/vector_access.cuh). Only aligned ones are told to be whole."""
+    """How vectors of a row are read and written (rows/vector_access.cuh). Only aligned ones are told to be whole."""
     return "Access::kAnywhere" if not aligned else "Access::kWhole" if whole else "Access::kAligned"
 
 

@@ -223,7 +223,8 @@ MUTATIONS = (
     ),
     Mutation(
         "pieces of a pack side by side in a partial row",
-        "return column % kVectorSize / kPiece * (vectors() * kPiece) + column / kVectorSize * kPiece + column % kPiece;",
+        "return column % kVectorSize / kPiece * (vectors() * kPiece) + column / kVectorSize * kPiece + "
+        "column % kPiece;",
         "return column;",
         "partial rows in pieces",
         (("results", "dweight: .* elements are wrong"),),

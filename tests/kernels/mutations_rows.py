@@ -149,7 +149,8 @@ MUTATIONS = (
     Mutation(
         "places as long as the whole row",
         "kFetch>(buffers(), to, Shape::vector_slot(p), row,",
-        "kFetch>(buffers(), to, VectorSlot{Shape::vector_slot(p).thread, Shape::kCluster * Shape::vector_slot(p).run}, row,",
+        "kFetch>(buffers(), to, VectorSlot{Shape::vector_slot(p).thread, "
+        "Shape::kCluster * Shape::vector_slot(p).run}, row,",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
@@ -180,7 +181,8 @@ MUTATIONS = (
     Mutation(
         "the weight lies beyond its place",
         "Fetch::kCached>(column_buffers, row_group, Shape::vector_slot(p),",
-        "Fetch::kCached>(column_buffers, row_group, VectorSlot{threadIdx.x, Shape::kCluster * Shape::vector_slot(p).run},",
+        "Fetch::kCached>(column_buffers, row_group, "
+        "VectorSlot{threadIdx.x, Shape::kCluster * Shape::vector_slot(p).run},",
         "cluster",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),

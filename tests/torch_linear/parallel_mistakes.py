@@ -7,18 +7,17 @@ import torch.distributed as dist
 from parallel_cases import COLS, GROUPS
 
 from cunorm.torch import LayerNormLinear
-from cunorm.torch.linear import exchange, parallel_functional, parallel_passes, symmetric
+from cunorm.torch.linear import call, exchange, symmetric, wide
+from cunorm.torch.linear import step as steps
 
 
-def gathered_gradient_dropped(dy, dreturned, *others, **more):
-    return parallel_passes.gradients(dy, None, *others, **more)
+def gathered_gradient_dropped(dy, dz, *others):
+    return steps.gradients(dy, None, *others)
 
 
-def gathered_gradient_after_the_sum(dy, dreturned, x, *others, **more):
-    ranks: parallel_passes.Ranks = others[6]
-    own = dreturned.chunk(ranks.size)[dist.get_rank(exchange.group_of(ranks.group))]
-    others = (*others[:6], ranks._replace(returned="local"), *others[7:])
-    return parallel_passes.gradients(dy, own, x, *others, **more)
+def gathered_gradient_after_the_sum(dy, dz, saved, step, ranks, *others):
+    own = dz.chunk(ranks.size)[dist.get_rank(exchange.group_of(ranks.group))]
+    return steps.gradients(dy, own, saved, step._replace(returned=steps.LOCAL), ranks, *others)
 
 
 def norm_gradients_summed(*arguments):
@@ -28,19 +27,19 @@ def norm_gradients_summed(*arguments):
     return dx, *sums
 
 
-RIGHT_NORM_GRADIENTS = parallel_passes.norm_gradients
+RIGHT_NORM_GRADIENTS = steps.norm_gradients
 
 
 class OtherOrder(exchange._Gathering):
     def whole(self, keep=False):
-        return super().whole(keep).view(self._exchange.ranks, -1, COLS).flip(0).reshape(-1, COLS)
+        return super().whole(keep).view(self.exchange.ranks, -1, COLS).flip(0).reshape(-1, COLS)
 
 
 class OwnAlone(exchange._Gathering):
     def whole(self, keep=False):
         super().whole()
         rows = torch.zeros_like(self._rows)
-        count, rank = len(self.own), self._exchange.rank
+        count, rank = len(self.own), self.exchange.rank
         rows[rank * count : (rank + 1) * count] = self.own
         return rows
 
@@ -48,23 +47,23 @@ class OwnAlone(exchange._Gathering):
 class OtherRows(exchange._Summing):
     def result(self):
         exchange._wait(self._work)
-        other = (self._exchange.rank + 1) % self._exchange.ranks
-        dist.all_reduce(self.terms, group=self._exchange.group)
-        return self.terms.chunk(self._exchange.ranks)[other].clone()
+        other = (self.exchange.rank + 1) % self.exchange.ranks
+        dist.all_reduce(self.place, group=self.exchange.group)
+        return self.place.chunk(self.exchange.ranks)[other].clone()
 
 
 class TooEarly(symmetric._Gathering):
     """Rows are pulled before their rank has written them."""
 
     def _greet(self):
-        other = self._exchange.others[0]
+        other = self.exchange.others[0]
         self._part(self._whole, other).copy_(self._part(self._of_ranks[other], other))
         super()._greet()
 
-    def start(self, wanted_next=False):
-        with self._exchange.side.after_present() as mark:
+    def start(self, rows, wanted_next=False):
+        with self.exchange.side.after_present() as mark:
             self._greet()
-            self._come[self._exchange.others[0]] = mark()
+            self._come[self.exchange.others[0]] = mark()
             self._take_leave(mark)
 
 
@@ -86,23 +85,23 @@ RIGHT_SETTLING = LayerNormLinear._settle_parameters
 
 MISTAKES = {
     "gradient of gathered z dropped": (
-        parallel_functional,
+        call,
         "gradients",
         gathered_gradient_dropped,
         "z of all rows returned",
     ),
     "gradient of gathered z added after the sum": (
-        parallel_functional,
+        call,
         "gradients",
         gathered_gradient_after_the_sum,
         "z of all rows returned",
     ),
-    "dgamma summed over the ranks": (parallel_passes, "norm_gradients", norm_gradients_summed, "as it is"),
+    "dgamma summed over the ranks": (steps, "norm_gradients", norm_gradients_summed, "as it is"),
     "rows in another order": (exchange, "_Gathering", OtherOrder, "as it is"),
     "rows of another rank": (exchange, "_Summing", OtherRows, "as it is"),
     "local z alone in the gradient of weight": (exchange, "_Gathering", OwnAlone, "as it is"),
     "parts in another order": (
-        parallel_passes,
+        wide,
         "in_turn",
         lambda rank, ranks: [rank] * ranks,
         "overlaps_change_nothing",

@@ -38,7 +38,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 
 from cunorm.torch import Float8CurrentScaling, LayerNormColwiseParallel, LayerNormLinear, RowwiseScaling, autocast
-from cunorm.torch.linear import parallel_functional, parallel_operators, parallel_passes, passes
+from cunorm.torch.linear import call as calls
+from cunorm.torch.linear import operators as linear_operators
+from cunorm.torch.linear.ranks import Group
+from cunorm.torch.linear.step import Step
+from cunorm.torch.linear.wide import WIDE
 from cunorm.torch.norm import launching
 
 
@@ -192,7 +196,7 @@ def gradients_that_differ(group: Any, device: str) -> None:
         with torch.set_grad_enabled(rank == 1), mock.patch.dict(os.environ, TORCH_DISTRIBUTED_DEBUG="DETAIL"):
             raises(ValueError, f"{phrase} for that of the others; got none on rank 0.", lambda: module(x))  # noqa: B023
     torch._dynamo.reset()
-    parallel_operators._compared.clear()
+    linear_operators._compared.clear()
     alike = "must require gradients on every rank of the group alike; got others on rank 1 than on rank 0"
     module = make(Case(), group, device).requires_grad_(rank == 0)
     raises(ValueError, alike, lambda: torch.compile(module, backend="aot_eager", fullgraph=True)(x))
@@ -352,7 +356,7 @@ def calls_like_an_earlier_one(group: Any, device: str) -> None:
     expected = steps()
     unlike = [(3, torch.float64, True), (6, torch.float64, False), (6, torch.float32, True)]
     refusal = ValueError("LayerNormLinear: checked")
-    with mock.patch.object(parallel_functional, "check", side_effect=refusal):
+    with mock.patch.object(calls, "check", side_effect=refusal):
         assert_close(steps(), expected, rtol=0, atol=0)
         for rows, dtype, differentiated in unlike:
             module = copy.deepcopy(modules[0]).to(dtype).requires_grad_(differentiated)
@@ -377,18 +381,20 @@ def operators(group: Any, device: str) -> None:
         torch.randn(*shape, device=device) for shape in ((2, 3, 8), (4, 8), (4,), (8,), (8,))
     )
     for returned, keep, sequence in itertools.product(("nothing", "local", "gathered"), (False, True), (True, False)):
-        options = passes.Options("layer_norm", 1e-5, torch.float32, keep)
-        ranks = parallel_passes.Ranks(group.group_name, 2, sequence, returned, False, *[False] * 4)
-        forward = parallel_operators.norm_linear_forward
-        arguments = (x, weight, bias, gamma, beta, *options, *ranks)
+        if returned == "gathered" and not sequence:  # the same z
+            continue
+        step = Step("layer_norm", 1e-5, torch.float32, keep, returned=returned, numbers=WIDE)
+        ranks = Group(group.group_name, 2, sequence, False, *[False] * 4)
+        options = linear_operators.flat(step, ranks, 0)
+        forward = linear_operators.norm_linear_forward
         checked = ("test_schema", "test_faketensor")
-        torch.library.opcheck(forward, arguments, test_utils=checked)
-        y, z, statistics, kept = forward(*arguments)
+        torch.library.opcheck(forward, (x, weight, bias, gamma, beta, *options), test_utils=checked)
+        y, z, statistics, kept, _, _ = forward(x, weight, bias, gamma, beta, *options)
         dz = None if returned == "nothing" else torch.ones_like(z)
         for mask in ([True] * 5, [False, True, True, False, False], [True, False, False, True, False]):
-            saved = (x, weight, gamma, beta, statistics, kept if keep else None)
-            given = (torch.ones_like(y), dz, *saved, *options, *ranks, mask)
-            torch.library.opcheck(parallel_operators.norm_linear_backward, given, test_utils=checked)
+            saved = (statistics, x, weight, gamma, beta, kept if keep else None, None)
+            given = (torch.ones_like(y), dz, *saved, mask, *options)
+            torch.library.opcheck(linear_operators.norm_linear_backward, given, test_utils=checked)
 
 
 def rows_that_differ(group: Any, device: str) -> None:
@@ -407,7 +413,7 @@ def rows_that_differ(group: Any, device: str) -> None:
     raises(ValueError, "rank 1: 2 x 8, torch.float32", lambda: module(x[:2].to(dtype)))
     torch._dynamo.reset()
     compiled = torch.compile(make(Case(), group, device), backend="aot_eager", fullgraph=True)
-    parallel_operators._compared.clear()
+    linear_operators._compared.clear()
     raises(ValueError, "rank 0: 2 x 8, torch.float64, rank 1: 3 x 8", lambda: compiled(x))
 
 

@@ -20,8 +20,8 @@ import cunorm  # noqa: E402
 from cunorm.kernel import device  # noqa: E402
 from cunorm.plan import backward as backward_rule  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
-from cunorm.torch.linear import passes  # noqa: E402
-from cunorm.torch.linear.functional import norm_linear  # noqa: E402
+from cunorm.torch.linear import wide  # noqa: E402
+from cunorm.torch.linear.call import Layer, norm_linear  # noqa: E402
 from cunorm.torch.norm import operators  # noqa: E402
 
 SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
@@ -91,7 +91,7 @@ def test_the_gradient_of_z_joins_before_the_norm(device, keep, op):
     inputs, dy, dz = tensors(call, device), tensor(call.dy).to(device), tensor(call.dz).to(device)
 
     def both():
-        return norm_linear("test", *inputs, call.eps, op, keep)
+        return norm_linear(Layer("test", op, call.eps, keep), inputs)[:2]
 
     there = [t for t in inputs if t is not None]
     gradients = iter(torch.autograd.grad(both(), there, (dy, dz)))
@@ -264,7 +264,7 @@ def test_accumulate(device, overwrite, dtypes):
     expected = dy.double().t() @ z.double() + (0 if overwrite else total.double())
     if overwrite:
         total.fill_(float("nan"))
-    passes.accumulate(total, dy, z, overwrite)
+    wide.accumulate(total, dy, z, overwrite)
     eps = torch.finfo(total_dtype if total_dtype is torch.bfloat16 else torch.float32).eps
     torch.testing.assert_close(total.double(), expected, rtol=4 * eps, atol=64 * eps)
 

@@ -17,8 +17,9 @@ from torch_linear_float8 import COLS, ERROR, OUTS, RECIPES, ROWS, by_recipe, inp
 from torch_tensors import on_devices, random, same  # noqa: E402
 
 from bench.fp8_training import Size, last, train  # noqa: E402
-from cunorm.torch import autocast  # noqa: E402
-from cunorm.torch.linear import float8_context, float8_functional  # noqa: E402
+from cunorm.torch import RowwiseScaling, autocast  # noqa: E402
+from cunorm.torch.linear import float8_context  # noqa: E402
+from cunorm.torch.linear.float8 import Float8  # noqa: E402
 from cunorm.torch.linear.float8_casts import cast_rows  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -227,9 +228,8 @@ def test_a_gpu_without_it_is_never_served_in_silence(monkeypatch):
         def get_device(self):
             return 0
 
-    monkeypatch.setattr(float8_functional, "in_one_step", lambda *tensors: True)
     with pytest.raises(RuntimeError, match=r"FP8 must be available; this GPU has 8\.0"):
-        float8_functional._check_float8("LayerNormLinear", OnGpu(), OnGpu())
+        Float8(RowwiseScaling().scheme).check("LayerNormLinear", (OnGpu(), OnGpu()), False)
 
 
 def test_functorch_and_subclasses_are_refused():
@@ -350,5 +350,5 @@ def test_a_dispatch_mode_for_the_backward_pass_sees_it(recipe):
         y = module(x)
     with Mode():
         found = torch.autograd.grad(y, wanted, dy)
-    assert seen.count("cunorm.fp8_norm_linear_backward.default") == 1
+    assert seen.count("cunorm.norm_linear_backward.default") == 1
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -11,7 +11,11 @@ from torch_linear_float8 import RECIPES, inputs, make  # noqa: E402
 from torch_tensors import compiled_on_devices, on_devices, same  # noqa: E402
 
 from cunorm.torch import RowwiseScaling, autocast, set_recipe  # noqa: E402
-from cunorm.torch.linear import float8_operators, float8_passes  # noqa: E402
+from cunorm.torch.linear import operators  # noqa: E402
+from cunorm.torch.linear.exchange import SUM  # noqa: E402
+from cunorm.torch.linear.float8 import Float8  # noqa: E402
+from cunorm.torch.linear.ranks import ALONE  # noqa: E402
+from cunorm.torch.linear.step import LOCAL, NOTHING, Step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,15 +59,22 @@ def test_compiled_whole(device, recipe, options, backend):
 @pytest.mark.parametrize("wants", [False, True])
 def test_opcheck(device, wants, recipe):
     module, (x, dy) = make(device), inputs(device, rows=32)
-    options = float8_operators.flat(float8_passes.Float8Options("layer_norm", 1e-5, torch.float32, recipe.scheme))
+    of_wide = torch.float32, torch.float32
+
+    def options(returned, wanted):
+        step = Step("layer_norm", 1e-5, torch.float32, False, 0, 0, returned, *of_wide, Float8(recipe.scheme))
+        return operators.flat(step, ALONE, wanted)
+
     given = [t.detach() for t in (x, module.weight, module.bias, module.layer_norm_weight, module.layer_norm_bias)]
-    forward, backward = float8_operators.norm_linear_forward, float8_operators.norm_linear_backward
+    forward, backward = operators.norm_linear_forward, operators.norm_linear_backward
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(forward, (*given, *options, wants, wants), test_utils=tests)
-    _, z, statistics, z_scale, columns, column_scale = forward(*given, *options, True, True)
-    saved = (given[0], columns, column_scale, *given[3:], statistics, z_scale)
+    chosen = options(LOCAL if wants else NOTHING, SUM * wants)
+    torch.library.opcheck(forward, (*given, *chosen), test_utils=tests)
+    _, z, statistics, kept, columns, column_scale = forward(*given, *options(LOCAL, SUM))
+    kept = kept if kept.dim() == 0 else None
+    saved = (statistics, given[0], columns, *given[3:], kept, column_scale)
     for dz, mask in ((z, [True] * 5), (None, [False, True, wants, False, False])):
-        arguments = (dy, dz, *saved, *options, torch.float32, torch.float32, mask)
+        arguments = (dy, dz, *saved, mask, *options(LOCAL, SUM))
         torch.library.opcheck(backward, arguments, test_utils=tests[1:])  # torch compares no inputs of 8 bits
 
 
@@ -88,7 +99,7 @@ def test_exported(device, strict):
     x = inputs(device)[0].detach()
     rows = {"inp": {0: torch.export.Dim("rows")}}
     program = torch.export.export(module, (x,), dynamic_shapes=rows, strict=strict)
-    assert [node.target for node in program.graph.nodes if "fp8" in str(node.target)] == [float8_operators.norm_linear]
+    assert [node.target for node in program.graph.nodes if "cunorm" in str(node.target)] == [operators.norm_linear]
     for some in (x, x[:5]):
         assert same(program.module()(some), module(some))
 

@@ -15,7 +15,8 @@ from torch_linear_float8 import make, relative, step  # noqa: E402
 from torch_tensors import random, same  # noqa: E402
 
 from cunorm.torch import RowwiseScaling, autocast  # noqa: E402
-from cunorm.torch.linear import float8_context, float8_launching, float8_passes, float8_products, side_by_side  # noqa: E402
+from cunorm.torch.linear import float8 as in_float8  # noqa: E402
+from cunorm.torch.linear import float8_context, float8_launching, float8_products, side_by_side  # noqa: E402
 from cunorm.torch.norm import float8, gpu  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +32,7 @@ BACKWARD = Counter(CAST_ROWS | {"CastColumns": 2, "FewRowsSpec": 1})
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch) -> None:
-    monkeypatch.setattr(float8_passes, "FEW_ROWS", FEW)
+    monkeypatch.setattr(in_float8, "FEW_ROWS", FEW)
 
 
 @pytest.fixture
@@ -147,14 +148,14 @@ def test_the_current_stream_is_asked_for_at_every_launch(on_a_gpu, monkeypatch):
 def test_how_long_the_bytes_of_dy_are_held(monkeypatch, beside):
     """Side by side until both halves of the backward pass are done, else no longer than they are read."""
     module, (x, dy) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(40)
-    turn, there = float8_passes._Rounded.turn, []
+    turn, there = in_float8._Products.turn, []
 
     def watched(rounded: Any) -> None:
         rows = weakref.ref(rounded.rows)
         turn(rounded)
         there.append(rows() is not None)
 
-    monkeypatch.setattr(float8_passes._Rounded, "turn", watched)
+    monkeypatch.setattr(in_float8._Products, "turn", watched)
     monkeypatch.setattr(side_by_side, "applies", lambda x, size: beside and size == dy.numel())
     monkeypatch.setattr(side_by_side, "run", lambda x, size, first, second: (first(), second()))
     with autocast():

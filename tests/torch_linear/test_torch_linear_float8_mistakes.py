@@ -18,15 +18,16 @@ from torch_tensors import random  # noqa: E402
 
 from cunorm.torch import autocast  # noqa: E402
 from cunorm.torch.linear import (  # noqa: E402
+    call,
+    float8,
     float8_casts,
     float8_context,
-    float8_functional,
-    float8_passes,
     float8_products,
     float8_weights,
 )
 from cunorm.torch.linear.float8_casts import cast_columns, cast_rows  # noqa: E402
 from cunorm.torch.linear.float8_weights import quantised  # noqa: E402
+from cunorm.torch.linear.step import gradients  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,11 +50,11 @@ def wrong_columns(weight, scheme, wants_columns):
     return found._replace(column_scale=found.row_scale) if wants_columns else found
 
 
-def wrong_backward(dy, dz, saved, options, *others):
+def wrong_backward(dy, dz, saved, step, *others):
     region = float8_context._region
     if region is not None and region.enabled:
-        options = options._replace(scheme=region.recipe.scheme)
-    return float8_passes.gradients(dy, dz, saved, options, *others)
+        step = step._replace(numbers=float8.Float8(region.recipe.scheme))
+    return gradients(dy, dz, saved, step, *others)
 
 
 def bound_without_beta(operation, x, ndim, ln_weight, ln_bias):
@@ -87,13 +88,13 @@ MISTAKES = {
     "weight by columns with the scales of rows": (float8_weights, "quantised", wrong_columns, lambda: square("cpu")),
     "stale bytes": (float8_weights, "_holds", lambda stamp, parts: True, lambda: kept.check_cache("cpu")),
     "the context's recipe in a backward pass": (
-        float8_functional,
+        call,
         "gradients",
         wrong_backward,
         lambda: recipes.check_recorded("cpu"),
     ),
     "e5m2 where e4m3": (
-        float8_passes,
+        float8,
         "cast_columns",
         lambda a, amax, dtype="e4m3", **options: cast_columns(a, amax, "e5m2", **options),
         lambda: products.check_products("cpu", RECIPES["row"]),
@@ -101,7 +102,7 @@ MISTAKES = {
     "a static scale without beta": (float8_casts, "bound", bound_without_beta, static_scales),
     "rows of padding that are not zero": (float8_casts, "_padded", padded_with_ones, casts),
     "dbias of rounded dy": (
-        float8_passes,
+        float8,
         "cast_rows",
         cast_rows_of_bytes,
         lambda: products.check_products("cpu", RECIPES["row"]),

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from torch_linear_float8 import ERROR, by_recipe, inputs, make, relative  # noqa: E402
 from torch_tensors import on_devices, random, same  # noqa: E402
 
-from cunorm.torch.linear import float8_passes, float8_products  # noqa: E402
+from cunorm.torch.linear import float8, float8_products  # noqa: E402
 from cunorm.torch.linear.float8_casts import (  # noqa: E402
     LARGEST,
     as_right,
@@ -28,6 +28,8 @@ from cunorm.torch.linear.float8_casts import (  # noqa: E402
 )
 from cunorm.torch.linear.float8_products import product  # noqa: E402
 from cunorm.torch.linear.float8_weights import quantised  # noqa: E402
+from cunorm.torch.linear.ranks import ALONE  # noqa: E402
+from cunorm.torch.linear.step import Saved, Step, forward  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ELEMENT = 2.0**-3  # of Σ |a||b|: 2^-4 of each operand
@@ -218,24 +220,17 @@ def check_products(device: str, recipe: Any) -> None:
     module = make(device, bias=False)
     x, dy = inputs(device)
     weights = quantised(module.weight.detach(), scheme, True)
-    options = float8_passes.Float8Options("layer_norm", 1e-5, torch.float32, scheme)
+    numbers = float8.Float8(scheme)
+    step = Step("layer_norm", 1e-5, torch.float32, weight_dtype=torch.float32, numbers=numbers)
     ln = (module.layer_norm_weight.detach(), module.layer_norm_bias.detach())
-    found = float8_passes.forward(x.detach(), weights, None, *ln, options, True, True)
-    saved = float8_passes.Saved(x.detach(), *weights[2:], *ln, found.statistics, found.z_scale)
-    rounded = float8_passes._Rounded(
-        dy,
-        saved,
-        options,
-        float8_passes.Dtypes(torch.float32, None),
-        wants_dweight=True,
-        sums=True,
-        high_precision=scheme.high_precision_wgrad,
-    )
+    y, z, statistics, kept = forward((x.detach(), module.weight, None, *ln), weights, step, ALONE)
+    saved = Saved(statistics, x.detach(), weights.columns, *ln, kept, weights.column_scale)
+    rounded = numbers.products(dy, saved, step, ALONE, (True, True))
     dz = product(rounded.rows, rounded.scale, weights.columns, weights.column_scale, torch.float32)
-    z, w, g = (t.detach().cpu().double() for t in (found.z, module.weight, dy))
+    z, w, g = (t.detach().cpu().double() for t in (z, module.weight, dy))
     rounded.turn()
     # What is near zero beside the largest of its tensor, or row, may be lost.
-    near(found.y, z, w.t(), "e4m3")
+    near(y, z, w.t(), "e4m3")
     near(dz, g, w, scheme.gradient)
     if scheme.high_precision_wgrad:
         torch.testing.assert_close(rounded.weight().cpu().double(), g.t() @ z, rtol=1e-4, atol=1e-3)

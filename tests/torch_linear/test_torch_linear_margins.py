@@ -12,7 +12,7 @@ from torch_launches import Launches, on_the_stand_in  # noqa: E402
 from torch_tensors import random, same  # noqa: E402
 
 from cunorm.torch import LayerNormLinear, autocast, layer_norm_linear  # noqa: E402
-from cunorm.torch.linear import float8_context, float8_launching, float8_products, parallel_passes, passes  # noqa: E402
+from cunorm.torch.linear import float8_context, float8_launching, float8_products, step, wide  # noqa: E402
 from cunorm.torch.norm import float8  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,22 +91,18 @@ def test_what_is_refused(sm_margin):
 def test_operators_are_told(monkeypatch):
     """Of a trace, which makes one of each pass: each hands over its own."""
     seen: list[tuple] = []
-    normalise, norm_gradients = passes.normalise, passes.norm_gradients
+    normalise, norm_gradients = step.normalise, step.norm_gradients
 
     def told(*arguments):
         seen.append(("normalise", arguments[5]))
         return normalise(*arguments)
 
     def told_gradients(*arguments):
-        seen.append(("gradients", arguments[5].backward_sm_margin))
+        seen.append(("gradients", arguments[3].backward_sm_margin))
         return norm_gradients(*arguments)
 
-    from cunorm.torch.linear import operators
-
-    monkeypatch.setattr(operators, "normalise", told)
-    monkeypatch.setattr(passes, "normalise", told)
-    monkeypatch.setattr(passes, "norm_gradients", told_gradients)
-    monkeypatch.setattr(parallel_passes, "normalise", told)
+    monkeypatch.setattr(wide, "normalise", told)
+    monkeypatch.setattr(step, "norm_gradients", told_gradients)
     x = random(ROWS, COLS, dtype=torch.bfloat16).requires_grad_()
     torch.compile(module(sm_margin=EACH), fullgraph=True, backend="aot_eager")(x).sum().backward()
     assert seen == [("normalise", 1), ("normalise", 2), ("gradients", 2)]

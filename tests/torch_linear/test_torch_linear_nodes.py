@@ -18,7 +18,8 @@ from torch_nodes import Driver, by_python, gradients, playing_a_gpu, same_bits  
 from torch_tensors import random  # noqa: E402
 
 from cunorm.torch import LayerNormLinear, layer_norm_linear  # noqa: E402
-from cunorm.torch.linear import functional, passes  # noqa: E402
+from cunorm.torch.linear import call as calls  # noqa: E402
+from cunorm.torch.linear import step as steps  # noqa: E402
 from cunorm.torch.norm import nodes  # noqa: E402
 
 pytestmark = [
@@ -40,7 +41,7 @@ def by_python_alone(monkeypatch) -> list[str]:
 
     def counted(*given: Any) -> Any:
         found.append("a pass")
-        return passes.gradients(*given)
+        return steps.gradients(*given)
 
     monkeypatch.setattr("cunorm.torch.linear.linear_nodes.gradients", counted)
     return found
@@ -175,11 +176,11 @@ def test_what_saved_tensors_hooks_change(driver, by_python_alone):
 
 def test_the_gradient_of_z(driver, by_python_alone):
     tensors = [random(6, 64, dtype=torch.float32), random(24, 64, dtype=torch.float32), None]
-    norm = [random(64, dtype=torch.float32, seed=2), None, 1e-5, "rms_norm", False]
+    norm = [random(64, dtype=torch.float32, seed=2), None]
     wanting = [one.requires_grad_() for one in (*tensors[:2], norm[0])]
 
     def call() -> Any:
-        return functional.norm_linear("layer_norm_linear", *tensors, *norm)
+        return calls.norm_linear(calls.Layer("layer_norm_linear", "rms_norm", 1e-5), (*tensors, *norm))[:2]
 
     given = [random(6, 24, dtype=torch.float32, seed=3), random(6, 64, dtype=torch.float32, seed=4)]
     expected = by_python(call, wanting, given)
@@ -199,7 +200,7 @@ def test_second_derivatives(driver):
 
     found = second()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "known", lambda *_: None)
+        patch.setattr(calls, "known", lambda *_: None)
         same_bits(found, second())
 
 

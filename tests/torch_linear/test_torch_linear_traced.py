@@ -91,9 +91,10 @@ def test_opcheck(device):
     torch.library.opcheck(linear_operators.norm_linear_forward, (*given, *options))
     transposed = weight.detach().t().contiguous().t()
     with torch.no_grad():
-        y, z, statistics = linear_operators.norm_linear_forward(x, transposed, bias, None, ln_bias, *options)
+        y, z, statistics, *_ = linear_operators.norm_linear_forward(x, transposed, bias, None, ln_bias, *options)
         for dz, kept, mask in ((None, z, [True] * 5), (z, None, [True, False, True, False, True])):
-            arguments = (y, dz, x.detach(), transposed, None, ln_bias.detach(), statistics, kept, *options, mask)
+            saved = (statistics, x.detach(), transposed, None, ln_bias.detach(), kept, None)
+            arguments = (y, dz, *saved, mask, *options)
             torch.library.opcheck(linear_operators.norm_linear_backward, arguments)
 
 

@@ -18,7 +18,7 @@ from torch_tensors import on_devices, random, same, tensor  # noqa: E402
 import cunorm  # noqa: E402
 from cunorm.operation import name_of  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
-from cunorm.torch.linear.functional import norm_linear  # noqa: E402
+from cunorm.torch.linear.call import Layer, norm_linear  # noqa: E402
 from cunorm.torch.norm import operators  # noqa: E402
 
 
@@ -32,7 +32,7 @@ def test_first_and_second_derivatives(device, keep, op):
 
     def function(*inputs):
         inputs = (*inputs, None)[:5]
-        return norm_linear("test", *inputs, 0.3, name_of(op, True), keep)
+        return norm_linear(Layer("test", name_of(op, True), 0.3, keep), inputs)[:2]
 
     assert torch.autograd.gradcheck(function, inputs, nondet_tol=1e-12)
     assert torch.autograd.gradgradcheck(function, inputs, nondet_tol=1e-12, fast_mode=True)

@@ -15,7 +15,7 @@ from torch_repeats import COLS, ROWS, calls, first_then_repeated, linear_calls, 
 from torch_tensors import random, same  # noqa: E402
 
 from cunorm.torch import layer_norm, layer_norm_linear, rms_norm  # noqa: E402
-from cunorm.torch.linear.passes import Options, normalise  # noqa: E402
+from cunorm.torch.linear.step import Step, normalise  # noqa: E402
 from cunorm.torch.norm import launching  # noqa: E402
 from cunorm.torch.norm.repeats import LIKE, again, alike, remember  # noqa: E402
 
@@ -219,18 +219,18 @@ def test_a_dtype_is_refused_after_a_call_that_had_it_right(on_a_gpu, monkeypatch
 def test_z_is_written_to_rows_of_a_larger_matrix(on_a_gpu, shape, begins):
     """As LayerNormLinear over ranks wants it, from the first call on, in whatever shape x has."""
     x, weight, bias = random(*shape), random(COLS, seed=1), random(COLS, seed=2)
-    options, rows = Options("layer_norm", 1e-5, x.dtype, False), x.numel() // COLS
+    step, rows = Step("layer_norm", 1e-5, x.dtype), x.numel() // COLS
     whole = misaligned(2 * ROWS, COLS) if begins == "misaligned" else random(2 * ROWS, COLS)
     before, own = whole.clone(), whole[ROWS : ROWS + rows]
     with torch.no_grad():
-        expected, statistics = normalise(x, weight, bias, options, True, 0)
+        expected, statistics = normalise(x, weight, bias, step, True, 0)
         for _ in range(2):
             own.fill_(0.0)
-            z, found = normalise(x, weight, bias, options, True, 0, own)
+            z, found = normalise(x, weight, bias, step, True, 0, own)
             assert z is own
             assert same(z, expected.view(own.shape))
             assert same(found, statistics)
-        assert normalise(x, weight, bias, options, False, 0, own)[1] is None
+        assert normalise(x, weight, bias, step, False, 0, own)[1] is None
     before[ROWS : ROWS + rows] = own
     assert same(whole, before)
 

@@ -16,7 +16,7 @@ import torch
 from cunorm.kernel import launch
 from cunorm.kernel.launch import NUMBERS
 from cunorm.torch import named
-from cunorm.torch.linear import linear_nodes, passes
+from cunorm.torch.linear import linear_nodes, step, wide
 from cunorm.torch.norm import functional, fused_launching, launching, nodes
 
 CONTEXT = 77
@@ -151,9 +151,9 @@ def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Dr
         monkeypatch.setattr(launching, kept, {})
     for module in (fused_launching, named):
         monkeypatch.setattr(module, "_calls", {})
-    for module in (functional, passes):
+    for module in (functional, step):
         monkeypatch.setattr(module, "_at_once", lambda *_: True)
-    for module in (functional, passes, linear_nodes):
+    for module in (functional, wide, linear_nodes):
         monkeypatch.setattr(module, "launchable", lambda dy: not torch.is_grad_enabled())
     try:
         yield found

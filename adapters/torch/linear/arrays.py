@@ -9,8 +9,10 @@ from ...linear import problem
 from ...operation import name_of
 from ..norm.arrays import checked_once, layouts_of, mean_and_rstd
 from ..norm.functional import autocast_dtype
-from . import functional
-from .passes import Options, gradients, without_autocast
+from .call import Given, Layer, norm_linear
+from .ranks import ALONE
+from .step import Saved, Step, gradients, without_autocast
+from .wide import WIDE
 
 
 def forward(
@@ -30,8 +32,8 @@ def forward(
     tensors = (x, weight, bias, ln_weight, ln_bias)
     cast = autocast_dtype(x)
     checked_once(_check_forward, function, tensors, (zero_centered_gamma, cast is not None))
-    options = Options(name_of(op, zero_centered_gamma), eps, cast or x.dtype, False)
-    y, _, both = functional.run(*tensors, options, cast, wants_statistics=statistics)
+    layer = Layer(function, name_of(op, zero_centered_gamma), eps)
+    y, _, both = norm_linear(layer, tensors, Given(wants_statistics=statistics))
     return (y, *mean_and_rstd(both)) if statistics else (y, None, None)
 
 
@@ -55,9 +57,10 @@ def backward(
     tensors = (dy, x, mean if op == "layer_norm" else None, rstd, weight, ln_weight, ln_bias)
     mask = checked_once(_check_backward, function, tensors, (op, zero_centered_gamma, output_mask))
     statistics = torch.stack((mean, rstd) if op == "layer_norm" else (rstd,))
-    options = Options(name_of(op, zero_centered_gamma), eps, x.dtype, False)
+    step = Step(name_of(op, zero_centered_gamma), eps, x.dtype, numbers=WIDE)
+    saved = Saved(statistics, x, weight, ln_weight, ln_bias)
     with without_autocast(x.device.type):
-        return gradients(dy, None, x, weight, ln_weight, ln_bias, statistics, None, options, mask)
+        return gradients(dy, None, saved, step, ALONE, mask)
 
 
 def _check_forward(function, tensors, zero_centered_gamma, mixed) -> bool:

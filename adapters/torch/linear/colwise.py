@@ -147,15 +147,14 @@ def _check(module: LayerNormLinear, ranks: int) -> None:
 class OfDTensors(TensorParallel):
     """The ranks of a mesh; reads a module's DTensors as this rank's tensors."""
 
-    of_tensors = False
     exact = True  # DTensor's own collectives follow from what requires a gradient
 
     def __init__(self, before: TensorParallel, group: Any, sequence: bool):
         super().__init__("column", group.size(), sequence, *before.asked)
         self.set_group(group)
 
-    def wanted(self, tensors: Sequence[Tensor | None]) -> int:
-        found = super().wanted(tensors)
+    def wanted_by(self, tensors: Sequence[Tensor | None]) -> int:
+        found = super().wanted_by(tensors)
         for index, tensor in enumerate(tensors):
             if found and tensor is not None and tensor.requires_grad:
                 found |= OF_TENSORS << index

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,48 +22,44 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 
-class Gathering(Protocol):
-    """All rows, from each rank its own."""
+class Rows:
+    """Rows of a matrix on their way between ranks: gathered of each rank its own, or summed over the ranks for each.
 
-    own: Tensor  # (rows, cols), where this rank writes its rows
+    What an exchange does not need does nothing.
+    """
 
-    def start(self, wanted_next: bool = False) -> None:
-        """`own` is written. `wanted_next`: nothing is asked of the present stream before the result."""
-        ...
+    place: Tensor | None = None  # where this rank writes what it hands in; None: anywhere
+    own: Tensor  # gathered: this rank's rows, (rows, cols)
+    in_parts: bool = False  # the product reads or writes it rank by rank, in the order of `in_turn`
+    exchange: Any = None
+
+    def start(self, rows: Tensor, wanted_next: bool = False) -> None:
+        """All of what this rank hands in is there. `wanted_next`: nothing is asked of the present stream before the
+        result."""
+        raise NotImplementedError
 
     def of(self, rank: int) -> Tensor:
-        """The rows of a rank, (rows, cols), for what runs on the present stream from here on."""
-        ...
+        """Gathered: the rows of a rank, for what runs on the present stream from here on."""
+        raise NotImplementedError
 
     def come(self) -> Tensor:
-        """All rows, (ranks rows, cols), while other ranks may still read those of this one."""
-        ...
+        """Gathered: all rows, (ranks rows, cols), while other ranks may still read those of this one."""
+        raise NotImplementedError
 
     def whole(self, keep: bool = False) -> Tensor:
-        """All rows, and nothing is under way any more; asked at the end. `keep`: also after the next gathering."""
-        ...
-
-
-class Summing(Protocol):
-    """The sum over the ranks of a matrix of all rows, of which each rank wants its own rows."""
-
-    terms: Tensor  # (ranks rows, cols), where this rank writes its terms
+        """Gathered: all rows, and nothing is under way any more; asked at the end. `keep`: also after the next one."""
+        raise NotImplementedError
 
     def send(self, rank: int) -> None:
-        """The rows of `terms` that `rank` wants are written. Ranks come in the order of `in_turn`."""
-        ...
-
-    def start(self) -> None:
-        """All of `terms` is written, and nothing was sent."""
-        ...
+        """Summed: the rows that `rank` wants are written to `place`. Ranks come in the order of `in_turn`."""
+        raise NotImplementedError
 
     def result(self) -> Tensor:
-        """(rows, cols), which nobody else holds."""
-        ...
+        """Summed: the rows of this rank, which nobody else holds."""
+        raise NotImplementedError
 
     def end(self) -> None:
-        """Nothing of it is under way for what runs on the present stream from here on; asked after the result."""
-        ...
+        """Summed: nothing of it is under way for what runs on the present stream from here on; after the result."""
 
 
 # Bytes of all rows below which NCCL works on the present stream: what little it takes is not worth a stream beside. On
@@ -85,39 +80,33 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
 
-    def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> Gathering:
+    def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> Rows:
         return _Gathering(self, like.new_empty((self.ranks * rows, cols), dtype=dtype))
 
-    def summing(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> Summing:
+    def summing(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> Rows:
         return _Summing(self, like.new_empty((self.ranks * rows, cols), dtype=dtype))
 
-    def sum_for_all(self, terms: Tensor) -> Callable[[], Tensor]:
-        """Their sum over the ranks, in their place, once the result is called."""
-        work = dist.all_reduce(terms, group=self.group, async_op=_beside(terms))
-
-        def result() -> Tensor:
-            _wait(work)
-            return terms
-
-        return result
+    def summing_for_all(self) -> Rows:
+        return _SummingForAll(self)
 
 
-class _Gathering:
+class _Gathering(Rows):
     def __init__(self, exchange: Exchange, rows: Tensor):
-        self._exchange, self._rows = exchange, rows
+        self.exchange, self._rows = exchange, rows
         self._count = rows.shape[0] // exchange.ranks
-        self.own = self._part(exchange.rank)
+        self.place = self.own = self._part(exchange.rank)
         self._work: Any = None
 
     def _part(self, rank: int) -> Tensor:
         return self._rows.narrow(0, rank * self._count, self._count)
 
-    def start(self, wanted_next: bool = False) -> None:
+    def start(self, rows: Tensor, wanted_next: bool = False) -> None:
+        put(rows, self.own)
         beside = not wanted_next and _beside(self._rows)
-        self._work = _all_gather(self._rows, self.own, group=self._exchange.group, async_op=beside)
+        self._work = _all_gather(self._rows, self.own, group=self.exchange.group, async_op=beside)
 
     def of(self, rank: int) -> Tensor:
-        if rank != self._exchange.rank:
+        if rank != self.exchange.rank:
             self.come()
         return self._part(rank)
 
@@ -131,18 +120,19 @@ class _Gathering:
         return self._rows
 
 
-class _Summing:
+class _Summing(Rows):
     def __init__(self, exchange: Exchange, terms: Tensor):
-        self._exchange, self.terms = exchange, terms
+        self.exchange, self.place = exchange, terms
         self._sent = 0
 
     def send(self, rank: int) -> None:
         self._sent += 1
-        if self._sent == self._exchange.ranks:
-            self.start()
+        if self._sent == self.exchange.ranks:
+            self.start(self.place)
 
-    def start(self) -> None:
-        exchange, terms = self._exchange, self.terms
+    def start(self, rows: Tensor, wanted_next: bool = False) -> None:
+        exchange, terms = self.exchange, self.place
+        put(rows, terms)
         self._sum = terms.new_empty((len(terms) // exchange.ranks, terms.shape[1]))
         self._work = _reduce_scatter(self._sum, terms, group=exchange.group, async_op=_beside(terms))
 
@@ -150,8 +140,26 @@ class _Summing:
         _wait(self._work)
         return self._sum
 
-    def end(self) -> None:
-        pass
+
+class _SummingForAll(Rows):
+    """Every rank has all rows, and gets the sum of all of them, in their place."""
+
+    def __init__(self, exchange: Exchange):
+        self.exchange = exchange
+
+    def start(self, rows: Tensor, wanted_next: bool = False) -> None:
+        self._rows = rows
+        self._work = dist.all_reduce(rows, group=self.exchange.group, async_op=_beside(rows))
+
+    def result(self) -> Tensor:
+        _wait(self._work)
+        return self._rows
+
+
+def put(rows: Tensor, place: Tensor) -> None:
+    """Copies rows to their place, unless they were written there."""
+    if rows is not place:
+        place.copy_(rows)
 
 
 def _wait(work: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..private import scaled_mm
 from .float8_casts import scaled
-from .passes import in_dtype
+from .step import in_dtype
 
 # To so many rows the product goes with unit scales, and its result is scaled after. On an H200, torch 2.11, with scales
 # for rows and so, us: 16 rows of 4096 -> 12288 18.4 and 15.8, 32 rows 20.2 and 18.8, 64 rows 17.6 and 19.6; 16 rows of

@@ -12,16 +12,7 @@ from torch import Tensor
 from ..private import version_of
 from .float8_casts import cast_columns, cast_rows, scale_of_tensor
 from .recipes import Scheme
-
-
-class Weights(NamedTuple):
-    """Bytes of both layouts with their scales, each the right operand of a product: that of y, and that of dz, which is
-    None where no gradient is asked for."""
-
-    rows: Tensor  # (in, out)
-    row_scale: Tensor  # (1, out), or of no axes
-    columns: Tensor | None  # (out, in)
-    column_scale: Tensor | None  # (1, in), or of no axes
+from .step import Weights
 
 
 def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
@@ -59,11 +50,11 @@ class WeightCache:
     def of(
         self,
         parts: Sequence[Tensor],
+        is_first_microbatch: bool | None,
         whole: Tensor,
         scheme: Scheme,
         wants_columns: bool,
         trained: bool,
-        is_first_microbatch: bool | None,
     ) -> Weights:
         """Those of `whole`, the parameters `parts` one after the other; kept or found as `is_first_microbatch` says.
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ..norm import launching, nodes, norm_nodes
 from ..norm.functional import launchable
-from .passes import Options, gradients, norm_gradients
+from .ranks import ALONE
+from .step import Saved, Step, gradients, norm_gradients
 
 
 def of_norm_linear(
-    options: Options,
+    step: Step,
     recipe: launching.Recipe,
     x: Tensor,
     weight: Tensor,
@@ -22,13 +23,14 @@ def of_norm_linear(
     ln_bias: Tensor | None,
 ) -> nodes.Call | None:
     """What serves calls of the five tensors; None where Python alone does. `recipe` is the norm's."""
-    if options.sm_margin != options.backward_sm_margin:  # z is computed again by the same launch
+    if step.sm_margin != step.backward_sm_margin:  # z is computed again by the same launch
         return None
     bias_dtype = None if ln_bias is None else ln_bias.dtype
-    norm = launching.Call(recipe, options.eps, True, options.backward_sm_margin, bias_dtype)
+    norm = launching.Call(recipe, step.eps, True, step.backward_sm_margin, bias_dtype)
 
     def of_norm(call: launching.Call, dz: Tensor, x: Tensor, statistics: Tensor, ln_weight: Tensor | None, mask: Any):
-        dx, dweight, dbias = norm_gradients(dz, True, x, statistics, ln_weight, options, mask)
+        saved = Saved(statistics, x, None, ln_weight, None)
+        dx, dweight, dbias = norm_gradients(dz, True, saved, step, mask)
         return dx, dweight, dbias if dbias is None else dbias.to(call.bias_dtype)
 
     which = norm_nodes.of_norm(norm, x, ln_weight, ln_bias, of_norm, launchable, in_place=True)
@@ -47,11 +49,11 @@ def of_norm_linear(
         x, weight = left.pop(0), left.pop(0)
         ln_weight = left.pop(0) if there[3] else None
         ln_bias = left.pop(0) if there[4] else None
-        z = left.pop(0) if options.keep_normalized else None
+        z = left.pop(0) if step.keep_normalized else None
         mask = tuple(one and bool(bits >> next(wanted) & 1) for one in there)
-        found = gradients(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, options, mask)
+        found = gradients(dy, dz, Saved(statistics, x, weight, ln_weight, ln_bias, z), step, ALONE, mask)
         return [gradient for gradient, one in zip(found, there, strict=True) if one]
 
     others = [one for one in (ln_weight, ln_bias) if one is not None]
     of_bias = None if sums is None else (sums.plan, sums.second)
-    return nodes.linear_call(which, x, others, dy, of_bias, options.keep_normalized, backward)
+    return nodes.linear_call(which, x, others, dy, of_bias, step.keep_normalized, backward)

@@ -18,15 +18,19 @@ from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
 from ..norm.modules import parameter_of
 from ..private import default_device, in_backward_pass, parameters_of, uncompiled
-from . import float8_functional, functional, parallel_float8, parallel_functional
+from .call import NOTHING_GIVEN, Given, Layer, known, run, run_checked
 from .checks import check_mode, check_overlaps, check_sizes, local_features
+from .float8 import Float8
 from .float8_context import recipe_of
 from .float8_weights import WeightCache
+from .functional import margins_of
 from .parallel import TensorParallel, size_of_given
 from .parameters import joined, lay_side_by_side, parts_of
-from .passes import Sink
+from .ranks import ALONE
 from .recipes import Recipe
+from .step import GATHERED, LOCAL, NOTHING
 from .weight_gradients import WeightGradients
+from .wide import WIDE
 
 INIT_STD = 0.023  # of TransformerEngine's default init_method
 
@@ -221,12 +225,10 @@ class LayerNormLinear(WeightGradients):
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.parallel_mode = parallel_mode
-        returned = "gathered" if return_layernorm_output_gathered else "local"
         self._parallel = TensorParallel(
             parallel_mode,
             tp_size,
             sequence_parallel,
-            returned if return_layernorm_output else "nothing",
             delay_wgrad_compute,
             {
                 "overlap_gather": ub_overlap_ag,
@@ -245,7 +247,7 @@ class LayerNormLinear(WeightGradients):
         self.ub_name = ub_name
         self.name = name
         self.keep_normalized = keep_normalized
-        functional.margins_of("LayerNormLinear", sm_margin)
+        margins_of("LayerNormLinear", sm_margin)
         self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
 
         self._fp8_weights = WeightCache(self.training)
@@ -321,123 +323,60 @@ class LayerNormLinear(WeightGradients):
                 "LayerNormLinear: fp8_output=True needs FP8; got a call without a recipe. Call it in "
                 "cunorm.torch.autocast(), or after set_recipe()."
             )
-        results = None
-        if not self.return_bias and not torch.compiler.is_compiling():
-            results = self._run_known(inp, is_first_microbatch, recipe, fp8_output)
-        if results is None:
-            results = self._run_checked(inp, is_first_microbatch, recipe, fp8_output)
-        if recipe is not self._fp8_outside and not torch.compiler.is_compiling() and not in_backward_pass():
-            self._fp8_outside = recipe
-        return results
-
-    def _run_checked(
-        self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool
-    ) -> Any:
+        if torch.compiler.is_compiling():
+            broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
+            broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
+            run_it = self._run_uncompiled if broken else self._run
+            return run_it(inp, is_first_microbatch, recipe, fp8_output)
         if isinstance(inp, torch.fx.Proxy) and (path := inp.tracer.path_of_module(self)):
             # A leaf of torch.fx.symbolic_trace, as torch.nn's modules: what a call follows is known when it runs.
             options = {"is_first_microbatch": is_first_microbatch, "fp8_output": fp8_output}
             return inp.tracer.create_proxy("call_module", path, (inp,), options)
-        broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
-        broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
-        run = self._run_uncompiled if broken else self._run
-        return run(inp, is_first_microbatch, recipe, fp8_output)
+        results = self._run(inp, is_first_microbatch, recipe, fp8_output)
+        if recipe is not self._fp8_outside and not in_backward_pass():
+            self._fp8_outside = recipe
+        return results
 
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
-        self._check_dtypes(inp)
-        if self._over_ranks:
-            y, z, bias = self._run_over_ranks(inp, is_first_microbatch, recipe, fp8_output)
-        else:
-            bias = joined(self._biases) if self.use_bias else None
-            applied = None if self.return_bias else bias
-            norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, name_of(self.op, self.zero_centered_gamma))
-            name, sink = type(self).__name__, self._sink(is_first_microbatch)
-            if recipe is None:
-                weight, keep = joined(self._weights), self.keep_normalized
-                y, z = functional.norm_linear(name, inp, weight, applied, *norm, keep, self._sm_margins, sink)
-            else:
-                y, z = float8_functional.norm_linear(
-                    name,
-                    inp,
-                    self._weights,
-                    applied,
-                    *norm,
-                    recipe,
-                    self._fp8_weights,
-                    is_first_microbatch=is_first_microbatch,
-                    fp8_output=fp8_output,
-                    wants_z=self.return_layernorm_output,
-                    sink=sink,
-                    sm_margins=self._sm_margins,
-                )
-        results = [y]
-        if self.return_bias:
-            dtype = autocast_dtype(inp) or inp.dtype
-            results.append(inp.new_empty(0, dtype=dtype) if bias is None else bias.to(dtype))
-        if self.return_layernorm_output:
-            results.append(z)
-        return results[0] if len(results) == 1 else tuple(results)
-
-    def _run_known(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
-        """The results of a call like an earlier one, which was checked; None where there was none."""
-        if self._over_ranks and (recipe is not None or not self._parallel.of_tensors):
-            return None
-        weights = self._weights
-        weight = joined(weights)
-        bias = joined(self._biases) if self.use_bias else None
-        operation = name_of(self.op, self.zero_centered_gamma)
-        of_norm = (parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias"))
-        tensors = (inp, weight, bias, *of_norm)
-        name, margins, wants_z = type(self).__name__, self._sm_margins, self.return_layernorm_output
-        if recipe is not None:
-            call = float8_functional.known(name, *tensors, self.eps, operation, recipe, wants_z, margins)
-            if call is None:
-                return None
-            more = (self._fp8_weights, is_first_microbatch, fp8_output, wants_z, self._sink(is_first_microbatch))
-            found = float8_functional.run(name, call, weights, *tensors, *more)
-        elif self._over_ranks:
-            more = (self._parallel, self._sink_over_ranks(is_first_microbatch), margins)
-            found = parallel_functional.run_known(name, tensors, self.eps, operation, self.keep_normalized, *more)
-        else:
-            call = functional.known((name, margins), *tensors, self.eps, operation, self.keep_normalized)
-            found = None if call is None else functional.run_known(call, *tensors, self._sink(is_first_microbatch))
-        return found if wants_z or found is None else found[0]
-
-    def _run_over_ranks(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool):
-        """(y, z, bias), z None where it is not returned."""
-        name, parallel = type(self).__name__, self._parallel
+        parallel = self._parallel if self._over_ranks else ALONE
         weights = parallel.local(self._weights)
         bias = joined(parallel.local(self._biases)) if self.use_bias else None
-        applied = None if self.return_bias else bias
-        of_norm = (parallel.local_of_norm(one) for one in (self.layer_norm_weight, self.layer_norm_bias))
-        norm = (*of_norm, self.eps, name_of(self.op, self.zero_centered_gamma))
-        sink = self._sink_over_ranks(is_first_microbatch)
-        if recipe is None:
-            weight, keep = joined(weights), self.keep_normalized
-            margins = self._sm_margins
-            y, z = parallel_functional.norm_linear(name, inp, weight, applied, *norm, keep, parallel, sink, margins)
+        inputs = (
+            inp,
+            joined(weights),
+            None if self.return_bias else bias,
+            parallel.local_of_norm(parameter_of(self, "layer_norm_weight")),
+            parallel.local_of_norm(parameter_of(self, "layer_norm_bias")),
+        )
+        returned = NOTHING
+        if self.return_layernorm_output:
+            gathered = self.return_layernorm_output_gathered and self._over_ranks and self.sequence_parallel
+            returned = GATHERED if gathered else LOCAL
+        layer = (  # of call.py
+            type(self).__name__,
+            name_of(self.op, self.zero_centered_gamma),
+            self.eps,
+            self.keep_normalized,
+            margins_of(type(self).__name__, self.sm_margin),
+            returned,
+            WIDE if recipe is None else Float8(recipe.scheme),
+            parallel.ranks(),
+        )
+        sink, given = self._sink(is_first_microbatch), NOTHING_GIVEN
+        if recipe is not None or sink is not None or self._over_ranks:
+            kept = None if recipe is None else partial(self._fp8_weights.of, weights, is_first_microbatch)
+            given = Given(parallel, kept, fp8_output, sink)
+        call = known(layer, inputs)
+        if call is None:
+            self._check_dtypes(inp)
+            y, z, _ = run_checked(Layer(*layer), inputs, given)
         else:
-            y, z = parallel_float8.norm_linear(
-                name,
-                inp,
-                weights,
-                applied,
-                *norm,
-                recipe,
-                self._fp8_weights,
-                parallel,
-                is_first_microbatch=is_first_microbatch,
-                fp8_output=fp8_output,
-                sink=sink,
-                sm_margins=self._sm_margins,
-            )
-        return y, z, bias
-
-    def _sink_over_ranks(self, is_first_microbatch: bool | None) -> Sink | None:
-        return self._sink(is_first_microbatch, of_frozen=self.delay_wgrad_compute and self.sequence_parallel)
-
-    @property
-    def _sm_margins(self) -> tuple[int, int, int]:
-        return functional.margins_of(type(self).__name__, self.sm_margin)
+            y, z, _ = run(call, inputs, given)
+        if not self.return_bias:
+            return (y, z) if self.return_layernorm_output else y
+        dtype = autocast_dtype(inp) or inp.dtype
+        bias = inp.new_empty(0, dtype=dtype) if bias is None else bias.to(dtype)
+        return (y, bias, z) if self.return_layernorm_output else (y, bias)
 
     @property
     def tp_group(self) -> Any:

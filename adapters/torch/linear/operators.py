@@ -1,66 +1,164 @@
-"""The norm with its product as operators, one a pass: what torch.compile and export see of `layer_norm_linear`.
+"""The norm with its product as operators, one a pass: what torch.compile and export see of it.
 
-    torch.ops.cunorm.norm_linear -> (y, z, statistics)              differentiable, as `norm` in norm/operators.py
-    torch.ops.cunorm.norm_linear_forward -> (y, z, statistics)      what is left of it in compiled code
+    torch.ops.cunorm.norm_linear -> (y, z, statistics, kept, columns, column_scale)          differentiable
+    torch.ops.cunorm.norm_linear_forward -> the same                     what is left of it in compiled code
     torch.ops.cunorm.norm_linear_backward -> (dx, dweight, dbias, dln_weight, dln_bias)
 
-z is the normalised tensor; names and options as in passes.py. Gradients that are not wanted are empty.
+Names as in step.py. A recipe of FP8 stands in them by the fields of its Scheme, `gradient` empty for wide numbers; a
+group by its name, as in torch's own functional collectives, empty for one rank. What is not wanted is empty.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from ..norm import formulas
 from ..norm.operators import _absent, _library, register_kernels
-from .passes import Options, gradients, normalise
+from .exchange import ENABLED, SUM, compare, compares_always, group_of
+from .float8 import Float8
+from .float8_casts import DTYPES
+from .float8_context import check_available
+from .float8_weights import quantised
+from .ranks import ALONE, Group, Ranks
+from .recipes import E4M3, Scheme
+from .step import GATHERED, LOCAL, NOTHING, Saved, Step, forward, gradients
+from .wide import WIDE
 
-_OPTIONS = "str operation, float eps, ScalarType dtype, bool keep_normalized, int sm_margin, int backward_sm_margin"
+_OPTIONS = (
+    "str operation, float eps, ScalarType dtype, bool keep_normalized=False, int sm_margin=0, "
+    "int backward_sm_margin=0, str returned='local', ScalarType? weight_dtype=None, ScalarType? bias_dtype=None, "
+    "bool by_row=False, str gradient='', bool[] power_2=[], float[] least=[], bool[] fast=[], "
+    "bool high_precision_wgrad=False, str group='', int ranks=1, bool sequence=False, bool delayed=False, "
+    "bool overlap_gather=False, bool bulk_gather=False, bool bulk_sum=False, bool overlap_sum=False, int wanted=0"
+)
 _FORWARD = (
     f"(Tensor x, Tensor weight, Tensor? bias, Tensor? ln_weight, Tensor? ln_bias, {_OPTIONS}) "
-    "-> (Tensor y, Tensor z, Tensor statistics)"
+    "-> (Tensor y, Tensor z, Tensor statistics, Tensor kept, Tensor columns, Tensor column_scale)"
 )
 _library.define(f"norm_linear{_FORWARD}")
 _library.define(f"norm_linear_forward{_FORWARD}")
 _library.define(
-    "norm_linear_backward(Tensor? dy, Tensor? dz, Tensor x, Tensor weight, Tensor? ln_weight, Tensor? ln_bias, "
-    f"Tensor statistics, Tensor? z, {_OPTIONS}, bool[5] output_mask) "
+    "norm_linear_backward(Tensor? dy, Tensor? dz, Tensor statistics, Tensor x, Tensor? weight, Tensor? ln_weight, "
+    f"Tensor? ln_bias, Tensor? kept, Tensor? scale, bool[5] output_mask, {_OPTIONS}) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dln_weight, Tensor dln_bias)"
 )
 norm_linear = torch.ops.cunorm.norm_linear.default
 norm_linear_forward = torch.ops.cunorm.norm_linear_forward.default
 norm_linear_backward = torch.ops.cunorm.norm_linear_backward.default
 
+# torch leaves out what ends a call and is its default.
+_DEFAULTS = (False, 0, 0, LOCAL, None, None, False, "", [], [], [], False, "", 1, *[False] * 6, 0)
+_OF_STEP = len(Step._fields) - 1  # arguments, those of `numbers` behind them
+_OF_NUMBERS = len(Scheme._fields)
+_compared: dict[tuple, bool] = {}  # whether with gradients enabled
+
+
+def flat(step: Step, ranks: Ranks, wanted: int) -> tuple:
+    """As operators take them; `wanted` by some rank, or by this one where the operator is to ask the others."""
+    scheme = step.numbers.scheme
+    numbers = (False, "", [], [], [], False)
+    if scheme is not None:
+        by_row, gradient, *triples, high_precision = scheme
+        numbers = (by_row, gradient, *map(list, triples), high_precision)
+    group = ("", 1, *[False] * 6) if ranks.alone else ranks[:-1]
+    return *step[:-1], *numbers, *group, wanted
+
+
+def _read(options: tuple) -> tuple[Step, Ranks, int]:
+    """What `flat` was given."""
+    options = (*options, *_DEFAULTS[len(options) - 3 :])
+    step, numbers, group = options[:_OF_STEP], options[_OF_STEP:][:_OF_NUMBERS], options[_OF_STEP + _OF_NUMBERS :]
+    by_row, gradient, *triples, high_precision = numbers
+    scheme = Scheme(by_row, gradient, *map(tuple, triples), high_precision) if gradient else None
+    ranks = Group(*group) if group[0] else ALONE
+    return Step(*step, WIDE if scheme is None else Float8(scheme)), ranks, group[-1]
+
 
 def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
-    options = Options(*options)
-    z, statistics = normalise(x, ln_weight, ln_bias, options, True, options.sm_margin)
-    return F.linear(z, weight, bias), z, statistics
+    step, ranks, wanted = _read(options)
+    if step.numbers is not WIDE:
+        check_available("LayerNormLinear", x)
+    if not ranks.alone:
+        _compare_once(x, weight, step, ranks)
+    inputs = x, weight, bias, ln_weight, ln_bias
+    weights = step.numbers.weights(
+        weight,
+        bool(wanted & SUM),
+        True,
+        lambda weight, scheme, wants_columns, _: quantised(weight, scheme, wants_columns),
+    )
+    y, z, statistics, kept = forward(inputs, weights, step, ranks)
+    if kept is z:
+        kept = None
+    _, _, columns, scale = weights
+    if columns is weight:
+        columns = None
+    return tuple(_absent(x) if one is None else one for one in (y, z, statistics, kept, columns, scale))
 
 
-def backward_in_steps(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *options):
-    *options, mask = options
-    results = gradients(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, Options(*options), tuple(mask))
+def _compare_once(x: Tensor, weight: Tensor, step: Step, ranks: Group) -> None:
+    """A compiled program knows no modules: what stands for the first call of one is that of a shape of weight."""
+    key, enabled = (ranks.group, weight.shape), bool(ranks.wanted & ENABLED)
+    before = _compared.get(key)
+    if before is not None and before >= enabled and not compares_always():
+        return
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    _compared[key] = enabled or bool(before)
+    rows = x.numel() // x.shape[-1]
+    compare(group_of(ranks.group), rows, x.shape[-1], step.dtype, x.device, ranks.wanted, exact=True)
+
+
+def backward_in_steps(dy, dz, statistics, x, weight, ln_weight, ln_bias, kept, scale, mask, *options):
+    step, ranks, _ = _read(options)
+    if dy is None and not ranks.alone:  # the other ranks wait for its products
+        dy = x.new_zeros((*ranks.shape_of_all(x)[:-1], len(weight)), dtype=step.dtype)
+    saved = Saved(statistics, x, weight, ln_weight, ln_bias, kept, scale)
+    results = gradients(dy, dz, saved, step, ranks, tuple(mask))
     return tuple(_absent(x) if result is None else result for result in results)
 
 
 @torch.library.register_fake("cunorm::norm_linear_forward", lib=_library)
-def _forward_fake(x, weight, bias, ln_weight, ln_bias, operation, eps, dtype, *_):
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-    statistics = x.new_empty((1 + formulas.subtracts_mean(operation), *x.shape[:-1]), dtype=formulas.compute_dtype(x))
-    return y, x.new_empty(x.shape, dtype=dtype), statistics
+def _forward_fake(x, weight, bias, ln_weight, ln_bias, *options):
+    step, ranks, wanted = _read(options)
+    outs, cols = weight.shape
+    shape, of_all, scheme = x.shape, ranks.shape_of_all(x), step.numbers.scheme
+
+    def scale(*shape: int) -> Tensor:
+        return x.new_empty(shape if scheme.by_row else (), dtype=torch.float32)
+
+    z = kept = columns = column_scale = None
+    if step.returned != NOTHING or (ranks.alone and step.keep_normalized and scheme is None):
+        z = x.new_empty(of_all if step.returned == GATHERED else shape, dtype=step.dtype)
+    if scheme is None and step.keep_normalized and not ranks.alone:
+        rows = (ranks.size * (x.numel() // cols), cols) if ranks.sequence else shape
+        kept = x.new_empty(rows, dtype=step.dtype)
+    if scheme is not None and not scheme.by_row:
+        kept = scale()
+    if scheme is not None and wanted & SUM:
+        columns, column_scale = x.new_empty((cols, outs), dtype=DTYPES[E4M3]).t(), scale(1, cols)
+    statistics = (1 + formulas.subtracts_mean(step.operation), *shape[:-1])
+    y = x.new_empty((*of_all[:-1], outs), dtype=step.dtype)
+    statistics = x.new_empty(statistics, dtype=formulas.compute_dtype(x))
+    results = (y, z, statistics, kept, columns, column_scale)
+    return tuple(_absent(x) if result is None else result for result in results)
 
 
 @torch.library.register_fake("cunorm::norm_linear_backward", lib=_library)
-def _backward_fake(dy, dz, x, weight, ln_weight, ln_bias, statistics, z, *options):
-    mask = options[-1]
-    ln_dtype = x.dtype if ln_weight is None else ln_weight.dtype
+def _backward_fake(dy, dz, statistics, x, weight, ln_weight, ln_bias, kept, scale, mask, *options):
+    step, _, _ = _read(options)
     cols = x.shape[-1:]
-    dln_bias = x.new_empty(cols, dtype=ln_dtype if ln_bias is None else ln_bias.dtype)
-    dln_weight = x.new_empty(cols, dtype=ln_dtype)
-    dweight = torch.empty_like(weight, memory_format=torch.preserve_format)
-    results = (x.new_empty(x.shape), dweight, weight.new_empty(len(weight)), dln_weight, dln_bias)
+    outs = len(weight) if dy is None else dy.shape[-1]
+    ln_dtype = x.dtype if ln_weight is None else ln_weight.dtype
+    wide = step.numbers is WIDE
+    results = (
+        x.new_empty(x.shape),
+        torch.empty_like(weight) if wide else x.new_empty((outs, *cols), dtype=step.weight_dtype),
+        x.new_empty((outs,), dtype=step.dtype if wide else step.bias_dtype or step.dtype),
+        x.new_empty(cols, dtype=ln_dtype),
+        x.new_empty(cols, dtype=ln_dtype if ln_bias is None else ln_bias.dtype),
+    )
     return tuple(result if wanted else _absent(x) for result, wanted in zip(results, mask, strict=True))
 
 
@@ -73,23 +171,30 @@ class NormLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, _, ln_weight, ln_bias, *options = inputs
-        _, z, statistics = output
-        ctx.mark_non_differentiable(statistics)
+        x, weight, _, ln_weight, ln_bias, *ctx.options = inputs
+        _, z, statistics, kept, columns, column_scale = output
+        step, ranks, wanted = _read(tuple(ctx.options))
+        wide = step.numbers is WIDE
+        has_z = step.returned != NOTHING or (wide and ranks.alone and step.keep_normalized)
+        ctx.mark_non_differentiable(statistics, kept, columns, column_scale, *([] if has_z else [z]))
         ctx.set_materialize_grads(False)
-        ctx.options = Options(*options)
-        kept = z if ctx.options.keep_normalized else None
-        ctx.save_for_backward(statistics, x, weight, ln_weight, ln_bias, kept)
+        if wide:
+            kept = None if not step.keep_normalized else z if ranks.alone else kept
+            saved = Saved(statistics, x, weight, ln_weight, ln_bias, kept)
+        else:
+            kept = None if step.numbers.scheme.by_row else kept
+            there = (columns, column_scale) if wanted & SUM else (None, None)
+            saved = Saved(statistics, x, there[0], ln_weight, ln_bias, kept, there[1])
+        ctx.save_for_backward(*saved)
 
     @staticmethod
-    def backward(ctx, dy, dz, _):
-        mask = ctx.needs_input_grad[:5]
-        statistics, *inputs, z = ctx.saved_tensors
-        tensors = (*inputs, statistics, z)
-        if torch.is_grad_enabled():
-            results = gradients(dy, dz, *tensors, ctx.options, mask)
+    def backward(ctx, dy, dz, *_):
+        mask, saved = ctx.needs_input_grad[:5], Saved(*ctx.saved_tensors)
+        step, ranks, _ = _read(tuple(ctx.options))
+        if torch.is_grad_enabled() and ranks.alone and step.numbers is WIDE:
+            results = gradients(dy, dz, saved, step, ranks, mask)
         else:
-            results = norm_linear_backward(dy, dz, *tensors, *ctx.options, list(mask))
+            results = norm_linear_backward(dy, dz, *saved, list(mask), *ctx.options)
         wanted = [result if wants else None for result, wants in zip(results, mask, strict=True)]
         return *wanted, *[None] * len(ctx.options)
 
@@ -97,4 +202,4 @@ class NormLinear(torch.autograd.Function):
 _library.impl("norm_linear", NormLinear.apply, "CompositeImplicitAutograd")
 register_kernels(norm_linear_forward, NormLinear, CPU=forward_in_steps, CUDA=forward_in_steps)
 for _device in ("CPU", "CUDA"):
-    _library.impl("norm_linear_backward", backward_in_steps, _device)  # made of differentiable steps
+    _library.impl("norm_linear_backward", backward_in_steps, _device)  # wide numbers: made of differentiable steps

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import ENABLED, GATHER, SUM, compare, compares_always
-from .parallel_passes import Ranks
+from .exchange import compare, compares_always
+from .ranks import Group, wanted
 
 NO_GROUP = (
     "Tensor parallel group not initialized. Call set_tensor_parallel_group() before forward pass when tp_size > 1."
@@ -20,16 +20,14 @@ NO_GROUP = (
 class TensorParallel:
     """Copies share the group, pickles leave it out: a process group can be neither copied nor pickled."""
 
-    of_tensors = True  # a module's parameters are this rank's tensors
     exact = False  # ranks may want different gradients
-    _agreed: Ranks | None = None  # of calls with gradients enabled
+    _agreed: Group | None = None  # of calls with gradients enabled
 
     def __init__(
         self,
         mode: str | None,
         size: int,
         sequence_parallel: bool,
-        returned: str,
         delayed: bool,
         overlaps: dict[str, bool],
     ):
@@ -37,8 +35,8 @@ class TensorParallel:
         self.exchanges = mode == "column" and size > 1
         self.sequence = sequence_parallel and size > 1
         self.group: Any = None
-        self.asked = returned, delayed, overlaps
-        self._ranks: Ranks | None = None
+        self.asked = delayed, overlaps
+        self._ranks: Group | None = None
         self._compared = False
 
     def set_group(self, group: Any) -> None:
@@ -51,8 +49,8 @@ class TensorParallel:
         self.group = group
         self._compared = False
         self._agreed = None
-        returned, delayed, overlaps = self.asked
-        self._ranks = Ranks(group.group_name, size, self.sequence, returned, delayed, **overlaps)
+        delayed, overlaps = self.asked
+        self._ranks = Group(group.group_name, size, self.sequence, delayed, **overlaps)
 
     def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """This rank's tensors of parameters that are split."""
@@ -61,7 +59,7 @@ class TensorParallel:
     def local_of_norm(self, parameter: Tensor | None) -> Tensor | None:
         return parameter
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> Group:
         if self._ranks is None:
             raise RuntimeError(f"LayerNormLinear: {NO_GROUP}")
         return self._ranks
@@ -73,15 +71,11 @@ class TensorParallel:
                 f"{tuple(x.shape)}."
             )
 
-    def wanted(self, tensors: Sequence[Tensor | None]) -> int:
+    def wanted_by(self, inputs: Sequence[Tensor | None]) -> int:
         """What this rank wants of the backward pass of a call of (x, weight, bias, ln_weight, ln_bias), in bits."""
-        if not torch.is_grad_enabled():
-            return 0
-        x, weight, _, ln_weight, ln_bias = tensors
-        summed = any(tensor is not None and tensor.requires_grad for tensor in (x, ln_weight, ln_bias))
-        return ENABLED | SUM * summed | GATHER * (self.sequence and weight.requires_grad)
+        return wanted(inputs, self.sequence)
 
-    def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Ranks:
+    def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Group:
         """The place of a call among the ranks, its `wanted` what any rank wants: all take part in what one waits for.
 
         A module's first call tells the others, as does its first with gradients enabled, one that wants more than any

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ... import logs
 from ..private import symmetric_memory, timeout_of
-from .exchange import Exchange, in_turn, is_registered
+from .exchange import Exchange, Rows, in_turn, is_registered, put
 
 READY, TAKEN = 0, 1  # channels of signals
 # Bytes of all rows below which ub_* change nothing: there the host's time for more launches is what counts. On two
@@ -187,11 +187,11 @@ def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor |
     return rendezvous(own, group), own
 
 
-class _Exchanged:
+class _Exchanged(Rows):
     """A matrix of all rows in the buffer of each rank."""
 
     def __init__(self, exchange: SymmetricExchange, buffer: Buffer, rows: int, cols: int, dtype: torch.dtype):
-        self._exchange, self._buffer, self._rows = exchange, buffer, rows
+        self.exchange, self._buffer, self._rows = exchange, buffer, rows
         self._of_ranks = buffer.of_ranks((exchange.ranks * rows, cols), dtype)
         self._whole = self._of_ranks[exchange.rank]
         self._end: Any = None
@@ -200,44 +200,45 @@ class _Exchanged:
         return matrix[rank * self._rows : (rank + 1) * self._rows]
 
     def _greet(self) -> None:
-        for rank in self._exchange.others:
-            self._exchange.tell(self._buffer, rank, READY)
-        for rank in self._exchange.others:
-            self._exchange.hear(self._buffer, rank, READY)
+        for rank in self.exchange.others:
+            self.exchange.tell(self._buffer, rank, READY)
+        for rank in self.exchange.others:
+            self.exchange.hear(self._buffer, rank, READY)
 
     def _take_leave(self, mark: Callable[[], Any]) -> None:
-        for rank in self._exchange.others:
-            self._exchange.tell(self._buffer, rank, TAKEN)
-        for rank in self._exchange.others:
-            self._exchange.hear(self._buffer, rank, TAKEN)
+        for rank in self.exchange.others:
+            self.exchange.tell(self._buffer, rank, TAKEN)
+        for rank in self.exchange.others:
+            self.exchange.hear(self._buffer, rank, TAKEN)
         self._end = mark()
 
     def _join(self) -> None:
         if self._end is not None:
-            self._exchange.side.wait(self._end)
+            self.exchange.side.wait(self._end)
 
 
 class _Gathering(_Exchanged):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.own = self._part(self._whole, self._exchange.rank)
+        self.place = self.own = self._part(self._whole, self.exchange.rank)
         self._come: dict[int, Any] = {}
 
-    def start(self, wanted_next: bool = False) -> None:
-        with self._exchange.side.after_present() as mark:
+    def start(self, rows: Tensor, wanted_next: bool = False) -> None:
+        put(rows, self.own)
+        with self.exchange.side.after_present() as mark:
             self._greet()
-            for rank in self._exchange.others:
+            for rank in self.exchange.others:
                 self._part(self._whole, rank).copy_(self._part(self._of_ranks[rank], rank))
                 self._come[rank] = mark()
             self._take_leave(mark)
 
     def of(self, rank: int) -> Tensor:
         if rank in self._come:
-            self._exchange.side.wait(self._come[rank])
+            self.exchange.side.wait(self._come[rank])
         return self._part(self._whole, rank)
 
     def come(self) -> Tensor:
-        self._exchange.side.wait(self._come[self._exchange.others[-1]])
+        self.exchange.side.wait(self._come[self.exchange.others[-1]])
         return self._whole
 
     def whole(self, keep: bool = False) -> Tensor:
@@ -248,25 +249,26 @@ class _Gathering(_Exchanged):
 class _Summing(_Exchanged):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.terms = self._whole
-        shape = (self._rows, self.terms.shape[1])
-        ranks = self._exchange.ranks
+        self.place = self._whole
+        shape = (self._rows, self.place.shape[1])
+        ranks = self.exchange.ranks
         # Of this stream's memory, as what comes after the exchange is.
-        self._sum = self.terms.new_empty(shape)
-        self._found = self.terms.new_empty((ranks, *shape)) if ranks > 2 else None
+        self._sum = self._whole.new_empty(shape)
+        self._found = self._whole.new_empty((ranks, *shape)) if ranks > 2 else None
         self._come: Any = None
 
-    def start(self) -> None:
-        with self._exchange.side.after_present() as mark:
+    def start(self, rows: Tensor, wanted_next: bool = False) -> None:
+        put(rows, self._whole)
+        with self.exchange.side.after_present() as mark:
             self._greet()
-            for sender in self._exchange.others:
+            for sender in self.exchange.others:
                 self._pull(sender)
             self._add(mark)
             self._take_leave(mark)
 
     def send(self, rank: int) -> None:
         """While this rank sends to the n-th after it, the n-th before it sends to this one."""
-        exchange, buffer = self._exchange, self._buffer
+        exchange, buffer = self.exchange, self._buffer
         with exchange.side.after_present() as mark:
             if rank == exchange.rank:
                 self._add(mark)
@@ -279,15 +281,15 @@ class _Summing(_Exchanged):
 
     def _pull(self, sender: int) -> None:
         into = self._sum if self._found is None else self._found[sender]
-        into.copy_(self._part(self._of_ranks[sender], self._exchange.rank))
+        into.copy_(self._part(self._of_ranks[sender], self.exchange.rank))
 
     def _add(self, mark: Callable[[], Any]) -> None:
         """In float32 (float64 of float64), in rank order, rounded once; it finds room beside a product."""
-        own = self._part(self.terms, self._exchange.rank)
+        own = self._part(self._whole, self.exchange.rank)
         if self._found is None:
             torch.add(own, self._sum, out=self._sum)
         else:
-            self._found[self._exchange.rank].copy_(own)
+            self._found[self.exchange.rank].copy_(own)
             torch.sum(self._found, 0, out=self._sum)
         self._come = mark()
 
@@ -295,5 +297,5 @@ class _Summing(_Exchanged):
         self._join()
 
     def result(self) -> Tensor:
-        self._exchange.side.wait(self._come)
+        self.exchange.side.wait(self._come)
         return self._sum

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..norm.modules import parameter_of
 from .parameters import Part
-from .passes import ProductGradients, Sink, without_autocast
+from .step import ProductGradients, Sink, without_autocast
 
 
 class WeightGradients(nn.Module):
@@ -21,6 +21,8 @@ class WeightGradients(nn.Module):
     in_features: int
     return_bias: bool
     use_bias: bool
+    sequence_parallel: bool
+    _over_ranks: bool
     layer_norm_weight: nn.Parameter
     _parts: list[Part]
 
@@ -43,10 +45,11 @@ class WeightGradients(nn.Module):
     def _applied_biases(self) -> list[nn.Parameter]:
         return [] if self.return_bias else self._biases
 
-    def _sink(self, is_first_microbatch: bool | None, of_frozen: bool = False) -> Sink | None:
-        """`of_frozen`: also where weight is frozen, as other ranks may wait in `backward_dw` for this one's z."""
+    def _sink(self, is_first_microbatch: bool | None) -> Sink | None:
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
             return None
+        # Other ranks may wait in `backward_dw` for this one's z though weight is frozen.
+        of_frozen = self._over_ranks and self.delay_wgrad_compute and self.sequence_parallel
         if not of_frozen and not any(weight.requires_grad for weight in self._weights):
             return None
         if self.fuse_wgrad_accumulation:

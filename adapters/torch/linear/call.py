@@ -1,0 +1,293 @@
+"""A call of a norm with its product: checked, or known from an earlier one, and then one step of autograd.
+
+A call takes one of three ways, whatever its numbers and ranks:
+- in eager mode an autograd.Function, or without a gradient the forward pass alone; in calls like an earlier one without
+  its checks, and of wide numbers on one rank in C++, where that was compiled (linear_nodes.py);
+- under torch.compile and export one operator for each pass (operators.py): in a graph of single operators the
+  compiler would compute the normalised tensor a second time in the forward pass, and keep that;
+- under functorch, for forward-mode derivatives and subclasses of Tensor the norm and the product by themselves, each
+  with its own rules; for wide numbers on one rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from ...operation import NAMED
+from ..norm import checks, launching, nodes
+from ..norm.functional import (
+    FLOATING,
+    PLAIN,
+    applied,
+    autocast_dtype,
+    norm,
+    norm_with_statistics,
+    nothing_else_listens,
+)
+from ..norm.repeats import again, remember
+from ..private import in_forward_mode, nothing_listens, under_functorch
+from . import linear_nodes, operators
+from .exchange import SUM
+from .float8_casts import cast_rows
+from .ranks import ALONE, Ranks, takes_part
+from .step import LOCAL, Inputs, Saved, Sink, Step, forward, gradients, without_autocast
+from .wide import WIDE
+
+
+class Layer(NamedTuple):
+    """What a call follows besides its tensors."""
+
+    function: str  # in whose name errors are raised
+    operation: str  # a name of cunorm.operation.NAMED
+    eps: float
+    keep_normalized: bool = False
+    sm_margins: tuple[int, int, int] = (0, 0, 0)  # forward, backward, inference
+    returned: str = LOCAL  # as of Step
+    numbers: Any = WIDE
+    ranks: Ranks = ALONE  # before it is known what they want
+
+
+class Given(NamedTuple):
+    """What one call is given besides its tensors."""
+
+    parallel: Any = ALONE  # ranks.Alone or parallel.TensorParallel
+    weights: Callable[..., Any] | None = None  # what a module keeps of weight in 8 bits: of (weight, scheme, ...)
+    fp8_output: bool = False
+    sink: Sink | None = None
+    wants_statistics: bool = False
+
+
+class Call(NamedTuple):
+    """What follows for a call from its Layer and the layouts of its tensors, without autocast."""
+
+    step: Step
+    wanted: int  # by this rank: bits of exchange.py
+    differentiated: bool
+    recipe: Any  # of the norm, None where it is looked for again
+    compiled: nodes.Call | None = None  # what serves such a call in C++ (linear_nodes.py)
+
+
+NOTHING_GIVEN = Given()
+
+
+def norm_linear(layer: Layer, inputs: Inputs, given: Given = NOTHING_GIVEN) -> tuple[Any, Tensor | None, Tensor | None]:
+    """(y, z, statistics): y (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z as
+    `layer.returned` says, or more; statistics may be None unless wanted."""
+    call = known(layer, inputs)
+    return run_checked(layer, inputs, given) if call is None else run(call, inputs, given)
+
+
+def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
+    """`norm_linear` of tensors that are not known."""
+    function, operation, eps, keep_normalized, sm_margins, returned, numbers, ranks = layer
+    x, weight, bias, ln_weight, ln_bias = inputs
+    check(function, inputs, operation)
+    cast = autocast_dtype(x)
+    numbers.check(function, inputs, cast is not None)
+    if type(eps) is not float:
+        eps = checks.eps(function, eps, x)
+    given.parallel.check_rows(function, x)
+    weight_dtype, bias_dtype = weight.dtype, None if bias is None else bias.dtype
+    inputs = numbers.read(inputs, cast)
+    wanted = given.parallel.wanted_by(inputs)
+    differentiated = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    _check_output(function, given.fp8_output, differentiated)
+    margin, backward_margin, inference_margin = sm_margins
+    margins = (margin if differentiated else inference_margin, backward_margin)
+    dtypes = (weight_dtype, bias_dtype)
+    step = Step(operation, eps, cast or x.dtype, bool(keep_normalized), *margins, returned, *dtypes, numbers)
+    compiling, one_step = torch.compiler.is_compiling(), in_one_step(inputs)
+    if not one_step:
+        for limits in (numbers.limits, ranks.limits):
+            # torch.export traces tensors of a class of its own, which the operator takes.
+            if limits is not None and not torch.compiler.is_exporting():
+                raise RuntimeError(
+                    f"{function}: {limits.subject} is for plain tensors, and for first derivatives by backward(); got "
+                    f"a subclass of Tensor, or a call under functorch or forward-mode differentiation.{limits.remedy}"
+                )
+        if numbers.limits is None and ranks.limits is None:
+            return _in_steps(inputs, step, given.wants_statistics)
+    if compiling:
+        return operators.norm_linear(*inputs, *operators.flat(step, ranks, wanted))[:3]
+    recipe = numbers.recipe(x, ln_weight, ln_bias, step)
+    if recipe is None and not differentiated and numbers is WIDE and ranks.alone:
+        return _in_steps(inputs, step, given.wants_statistics)
+    call = Call(step, wanted, differentiated, recipe)
+    if cast is None and (recipe is not None or nothing_listens()):
+        if recipe is not None and numbers is WIDE and ranks.alone:
+            call = call._replace(compiled=linear_nodes.of_norm_linear(step, recipe, *inputs))
+        tensors = tuple(one for one in inputs if one is not None)
+        remember(launching._calls, _key(layer._replace(eps=eps), inputs), tensors, call, launching.RECIPES)
+    with without_autocast(x.device.type):
+        return run(call, inputs, given)
+
+
+def _key(layer: tuple, inputs: Inputs) -> tuple:
+    x, _, bias, ln_weight, ln_bias = inputs
+    return layer, torch.is_grad_enabled(), x.shape, bias is None, ln_weight is None, ln_bias is None
+
+
+def known(layer: tuple, inputs: Inputs) -> Call | None:
+    """What was remembered of an earlier call with tensors like these, as norm/repeats.py has it; None for nothing.
+
+    `layer` has the fields of a Layer: as a plain tuple it takes the host less.
+    """
+    if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer[2]) not in (float, int):
+        return None
+    key = _key(layer, inputs)
+    kept = launching.earlier_calls(key)
+    if not kept or not nothing_else_listens():
+        return None
+    tensors = [one for one in inputs if one is not None]
+    for alike, call in kept:
+        if alike(*tensors):
+            return call
+    return again(launching._calls, key, tuple(tensors))
+
+
+def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
+    """`norm_linear` of tensors that are checked, or known."""
+    step, wanted, differentiated, recipe, compiled = call
+    parallel, kept, fp8_output, sink, wants_statistics = given
+    if compiled is not None:
+        if sink is None and not wants_statistics:
+            found = compiled(*inputs)
+            if found is not None:
+                return *found, None
+    elif recipe is not None:
+        nodes.module()  # it may have been built since this call was described
+    ranks = parallel.agreed(wanted, inputs[0], step.dtype)
+    if fp8_output:
+        _check_output("LayerNormLinear", fp8_output, differentiated)
+    if differentiated or ranks.sums or ranks.gathers:
+        anchor = None
+        if not ranks.alone:
+            anchor, sink = takes_part(inputs, differentiated, ranks, sink)
+            given = given._replace(sink=sink)
+        return _apply(*inputs, anchor, call, ranks, given)
+    with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # 2 us where it changes nothing
+        weights = step.numbers.weights(inputs[1], False, False, kept)
+        y, z, statistics, _ = forward(inputs, weights, step, ranks, recipe, wants_statistics)
+        if fp8_output:
+            y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
+            return (y8.view(y.shape), scale.view(y.shape[:-1])), z, statistics
+    return y, z, statistics
+
+
+def _check_output(function: str, fp8_output: bool, differentiated: bool) -> None:
+    if fp8_output and differentiated:
+        raise ValueError(
+            f"{function}: fp8_output=True needs a call without gradients, as numbers of 8 bits have none; got input or "
+            "parameters that want one. Use torch.no_grad()."
+        )
+
+
+def _in_steps(inputs: Inputs, step: Step, wants_statistics: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The norm and the product, each with its own derivatives."""
+    x, weight, bias, ln_weight, ln_bias = inputs
+    operation, eps, dtype, _, margin, backward_margin, *_ = step
+    statistics = None
+    if wants_statistics:
+        z, statistics = norm_with_statistics(operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, margin)
+    else:
+        margins = {"forward": margin, "backward": backward_margin, "inference": margin}
+        sm_margin = margin if margin == backward_margin else margins
+        z = norm(operation, x, x.shape[-1:], ln_weight, ln_bias, eps, dtype, sm_margin)
+    return F.linear(z, weight, bias), z, statistics
+
+
+def in_one_step(inputs: Inputs) -> bool:
+    """Whether a call that is differentiated can be one step of autograd, or one operator of a trace."""
+    for tensor in inputs:
+        if tensor is not None and type(tensor) not in PLAIN:
+            return False
+    return not under_functorch() and not in_forward_mode()
+
+
+def check(function: str, inputs: Inputs, operation: str) -> None:
+    """Kinds, shapes and devices, which traced tensors have too."""
+    x, weight, bias, ln_weight, ln_bias = inputs
+    named = (("input", x), ("weight", weight), ("bias", bias), ("ln_weight", ln_weight), ("ln_bias", ln_bias))
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in ("input", "weight")):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise RuntimeError(
+            f"{function}: weight must have shape (out, in), neither of them 0; got {tuple(weight.shape)}."
+        )
+    outs, cols = weight.shape
+    if x.dim() == 0 or x.shape[-1] != cols:
+        raise RuntimeError(
+            f"{function}: the last axis of input must have the length {cols} of a row of weight; got input of shape "
+            f"{tuple(x.shape)}."
+        )
+    for name, tensor, size in (("bias", bias, outs), ("ln_weight", ln_weight, cols), ("ln_bias", ln_bias, cols)):
+        if tensor is not None and tensor.shape != (size,):
+            raise RuntimeError(f"{function}: {name} must have shape ({size},); got {tuple(tensor.shape)}.")
+    device = x.device
+    for name, tensor in named[1:]:
+        if tensor is not None and tensor.device != device:
+            raise RuntimeError(
+                f"{function}: {name} must be on the device of input, {device}; got {tensor.device}. Move one of them."
+            )
+    if ln_weight is None and operation != NAMED[operation].norm:
+        raise ValueError(f"{function}: zero_centered_gamma=True needs ln_weight; got ln_weight=None.")
+    if x.dtype not in FLOATING:
+        raise NotImplementedError(
+            f"{function}: input must have dtype {', '.join(map(str, FLOATING))}; got {x.dtype}. Convert it first."
+        )
+
+
+class _NormLinear(torch.autograd.Function):
+    """(y, z, statistics) in eager mode, the latter two None unless returned.
+
+    Differentiable twice in wide numbers on one rank: its backward pass is made of differentiable operators there.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, ln_weight, ln_bias, anchor, call, ranks, given):
+        step, sink = call.step, given.sink
+        wants_columns = bool((call.wanted | ranks.wanted) & SUM)
+        weights = step.numbers.weights(weight, wants_columns, ctx.needs_input_grad[1], given.weights)
+        inputs = x, weight, bias, ln_weight, ln_bias
+        y, z, statistics, kept = forward(inputs, weights, step, ranks, call.recipe)
+        ctx.set_materialize_grads(False)
+        _, _, columns, column_scale = weights
+        ctx.save_for_backward(statistics, x, columns, ln_weight, ln_bias, kept, column_scale)
+        ctx.call = step, ranks, sink, None if ranks.alone else y.shape
+        if not given.wants_statistics:
+            return y, z, None
+        ctx.mark_non_differentiable(statistics)
+        return y, z, statistics
+
+    @staticmethod
+    def backward(ctx, dy, dz, _):
+        step, ranks, sink, shape = ctx.call
+        if torch.is_grad_enabled() and (limits := step.numbers.limits or ranks.limits):
+            raise RuntimeError(
+                f"LayerNormLinear: {limits.where} there are first derivatives alone; got create_graph=True."
+                f"{limits.remedy}"
+            )
+        saved = Saved(*ctx.saved_tensors)
+        if dy is None and shape is not None:  # the other ranks wait for its products
+            dy = saved.x.new_zeros(shape, dtype=step.dtype)
+        # What listens to a pass in 8 bits, such as a dispatch mode for it alone, sees the operator.
+        by = gradients if step.numbers.scheme is None or sink is not None or nothing_listens() else _listened
+        with without_autocast("cuda" if saved.x.is_cuda else saved.x.device.type):  # a device takes 0.6 us
+            results = by(dy, dz, saved, step, ranks, ctx.needs_input_grad[:5], sink)
+        return *results, None, None, None, None
+
+
+def _listened(dy, dz, saved: Saved, step: Step, ranks: Ranks, mask, _) -> list[Tensor | None]:
+    """What `gradients` computes, by the operator, which a dispatch mode sees."""
+    results = operators.norm_linear_backward(dy, dz, *saved, list(mask), *operators.flat(step, ranks, ranks.wanted))
+    return [result if wants else None for result, wants in zip(results, mask, strict=True)]
+
+
+_NOTHING = without_autocast("meta")
+_apply = applied(_NormLinear)

@@ -1,0 +1,259 @@
+"""Numbers of 8 bits: both operands of every product are rounded to them, with a scale for each row of what is summed.
+
+    y = z8 W8ᵀ + bias            z8, W8 with a scale for each row
+    dz = dy8 (W8 by columns)     dy8 with a scale for each row, W8 for each of its columns
+    dweight = (dy8 by columns)ᵀ (z8 by columns), z computed once more from x, with its static scales
+
+or with one scale for each tensor, as the recipe has it. Of z nothing is kept.
+
+Over ranks with sequence parallelism the bytes of z and the scales of its rows are gathered, half of what 16 bits are. A
+scale is of one row, so nothing is reduced, and y is that of one rank alone. For the gradient of weight z comes by
+columns: its scales depend on the norm's parameters alone, which all ranks have. What a scheme by tensors scales is z of
+all rows, which is gathered as it is. dz is summed in the dtype of y. All else is of each rank's own weight and dy.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from ...call.store import NAMES
+from ..norm import float8, functional, launching
+from .float8_casts import STEP, as_right, cast_columns, cast_rows, normalised_columns, scale_of_tensor
+from .float8_context import check_available
+from .float8_products import product
+from .ranks import Limits, Ranks, Rows, gathered
+from .recipes import E4M3, Scheme
+from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, Weights, in_dtype, matrix, normalise
+from .wide import accumulate
+
+# Over so many rows the gradient of weight is a product in the dtype of y, if that has 16 bits, as with
+# high_precision_wgrad: it is what is written that takes the time, and there are two casts less. On an H200, forward and
+# backward of 4096 -> 12288 in a graph, us in 8 bits and so: 16 rows 111 and 88, 128 rows 107 and 96, 8192 rows 2257 and
+# 2741.
+FEW_ROWS = 128
+
+
+class Float8(NamedTuple):
+    scheme: Scheme
+
+    limits = Limits("FP8", "in FP8", " Leave the context.")
+    # In this order the bytes of dy by rows are gone before those by columns are there.
+    product_first = False
+
+    def check(self, function: str, inputs: Inputs, autocasts: bool) -> None:
+        """What FP8 asks beyond what every call does."""
+        x, weight, *_ = inputs
+        if x.dtype not in functional.FLOATING[:3] or weight.dtype not in functional.FLOATING[:3]:
+            name, tensor = ("weight", weight) if x.dtype in functional.FLOATING[:3] else ("input", x)
+            raise TypeError(
+                f"{function}: in FP8 {name} must have dtype {', '.join(map(str, functional.FLOATING[:3]))}; got "
+                f"{tensor.dtype}. Convert it, or leave the context."
+            )
+        outs, cols = weight.shape
+        if cols % STEP or outs % STEP:
+            name, size = ("in_features", cols) if cols % STEP else ("out_features", outs)
+            raise ValueError(f"{function}: in FP8 {name} must be a multiple of {STEP}; got {size}. Pad the weight.")
+        if not torch.compiler.is_compiling():  # in compiled code the operator looks
+            check_available(function, x)
+
+    def read(self, inputs: Inputs, cast: torch.dtype | None) -> Inputs:
+        """Bytes are made of each tensor as it is."""
+        return inputs
+
+    def recipe(self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step) -> float8.Recipe | None:
+        """That of the kernel which makes z8; None where there is none, or the tensors cannot go straight to it."""
+        scheme = self.scheme
+        if not scheme.by_row or scheme.power_2[0]:
+            return None
+        of_z = None if step.returned == NOTHING else step.dtype
+        key = ("in 8 bits", step.operation, of_z, step.sm_margin, x.shape, ln_weight is None, ln_bias is None)
+        recipe = launching.known_call(key, x, ln_weight, ln_bias)
+        if recipe is not None and functional.nothing_else_listens():
+            return recipe
+        if not functional._at_once(x, ln_weight, ln_bias):
+            return None
+        options = (step.operation, x.shape[-1:], "row", NAMES[E4M3], step.sm_margin, of_z)
+        recipe = float8.recipe_of(x, ln_weight, ln_bias, options)
+        launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+        return recipe
+
+    def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> Weights:
+        """`kept`: what a module keeps of them from call to call."""
+        return kept(weight, self.scheme, wants_columns, trained)
+
+    def normalised(self, inputs: Inputs, step: Step, ranks: Ranks, recipe: Any, wants_statistics: bool) -> Normalised:
+        x, _, _, ln_weight, ln_bias = inputs
+        rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+        z_of_all = kept = None
+        if self.scheme.by_row:
+            z8, scale, z, statistics = self._by_row(x, ln_weight, ln_bias, step, recipe, wants_statistics)
+            if z8.dim() != 2:
+                z8, scale = z8.reshape(rows, cols), scale.reshape(rows)
+            if ranks.sequence:
+                finish = gathered(z8.view(torch.uint8), ranks, ranks.overlap_gather)
+                scale = gathered(scale[:, None], ranks)().view(-1)
+                z8 = finish().view(z8.dtype)
+                if step.returned == GATHERED:  # not through the buffer that z8 lies in
+                    z_of_all = gathered(matrix(z, rows), ranks)()
+        else:
+            z, statistics = normalise(x, ln_weight, ln_bias, step, wants_statistics, step.sm_margin)
+            z_of_all = gathered(matrix(z, rows), ranks, ranks.overlap_gather, keep=step.returned == GATHERED)()
+            power_2, least = self.scheme.power_2[0], self.scheme.least[0]
+            scale = kept = scale_of_tensor(z_of_all, power_2_scale=power_2, least=least)
+            z8 = cast_rows(z_of_all, scale=scale)[0]
+
+        def end() -> tuple[Tensor | None, Tensor | None]:
+            if step.returned == NOTHING:
+                return None, kept
+            return z_of_all.view(ranks.shape_of_all(x)) if step.returned == GATHERED else z, kept
+
+        return (z8, scale), statistics, end
+
+    def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: float8.Recipe | None, wants_statistics: bool):
+        """(z8, scale, z, statistics) from z in float32: in one kernel by its recipe."""
+        recipe = recipe or self.recipe(x, ln_weight, ln_bias, step)
+        if recipe is not None:
+            return float8.launched_by(recipe, x, ln_weight, ln_bias, step.eps, None, wants_statistics)
+        wide = step._replace(dtype=torch.float32)
+        z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics, step.sm_margin)
+        z8, scale, _, _ = cast_rows(z.reshape(-1, x.shape[-1]), power_2_scale=self.scheme.power_2[0])
+        return z8, scale, None if step.returned == NOTHING else z.to(step.dtype), statistics
+
+    def product(self, z: tuple[Tensor, Tensor], weights: Weights, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return product(*z, weights.rows, weights.row_scale, dtype, bias, fast=self.scheme.fast[0])
+
+    def products(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks, wants: tuple[bool, bool]) -> _Products:
+        return _Products(dy, saved, step, ranks, *wants)
+
+
+class _Products:
+    """As step.Products, of dy in 8 bits; z is made once more when it is asked for, or gathered earlier by `begin`."""
+
+    rows: Tensor  # bytes of dy, (rows, out)
+    scale: Tensor  # (rows,), or of no axes
+
+    def __init__(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks, wants_weight: bool, wants_bias: bool):
+        """dy is read here for its bytes by rows, with Σ dy and the largest of each column; in `turn` once more."""
+        self.dtype, self.beside = dy.dtype, dy.numel()
+        self._saved, self._step, self._ranks, self._scheme = saved, step, ranks, step.numbers.scheme
+        by_row, gradient, (_, _, power_2), (_, _, least), _, high_precision = self._scheme
+        # Over ranks it is what is gathered that takes the time.
+        few = ranks.alone and len(dy) <= FEW_ROWS and by_row and step.dtype in functional.HALF
+        self._high_precision = high_precision or few
+        scale = None if by_row else scale_of_tensor(dy, gradient, power_2_scale=power_2, least=least)
+        columns = wants_weight and not self._high_precision
+        self.rows, self.scale, self._sums, amax = cast_rows(
+            dy,
+            gradient,
+            scale=scale,
+            power_2_scale=power_2,
+            column_sums=wants_bias,
+            column_amax=columns and by_row,
+            sum_dtype=step.bias_dtype or dy.dtype,
+        )
+        self._dy = dy if wants_weight else None
+        self._amax, self._tensor_scale = amax, scale
+        self._gathering: Rows | None = None
+
+    @property
+    def read(self) -> tuple[Tensor, Tensor]:
+        return self.rows, self.scale
+
+    def begin(self) -> None:
+        if self._ranks.sequence:
+            self._gathering = self._gathered()
+
+    def _gathered(self) -> Rows:
+        """Z of all rows as it is, or the bytes of every rank's by columns."""
+        x = self._saved.x
+        by_columns = self._scheme.by_row and not self._high_precision
+        own = self._own_columns[0].view(torch.uint8) if by_columns else self._own_rows()
+        gathering = self._ranks.gathering(*own.shape, x, own.dtype, self._ranks.bulk_gather)
+        gathering.start(own)
+        return gathering
+
+    def dz(self, total: Rows, before: Tensor | None) -> None:
+        _, _, columns, *_, column_scale = self._saved
+        fast = self._scheme.fast[1]
+        terms = product(self.rows, self.scale, columns, column_scale, self._step.dtype, fast=fast)
+        total.start(terms if before is None else terms.add_(before))
+
+    def turn(self) -> None:
+        """dy is read by columns, and they alone are kept for the gradient of weight."""
+        del self.rows, self.scale
+        if self._dy is not None and not self._high_precision:
+            power_2 = self._scheme.power_2[2]
+            self._columns, self._column_scale = cast_columns(
+                self._dy, self._amax, self._scheme.gradient, scale=self._tensor_scale, power_2_scale=power_2
+            )
+            self._dy = None
+
+    def _own_rows(self) -> Tensor:
+        """(rows, in) as the norm returns it."""
+        _, x, _, ln_weight, ln_bias, *_ = self._saved
+        z, _ = normalise(x, ln_weight, ln_bias, self._step, False, self._step.backward_sm_margin)
+        return matrix(z, x.numel() // x.shape[-1])
+
+    @cached_property
+    def _own_columns(self) -> tuple[Tensor, Tensor]:
+        """(bytes (in, rows and zeros), scale (in,)) of a scheme by rows."""
+        statistics, x, _, ln_weight, ln_bias, *_ = self._saved
+        x = matrix(x, x.numel() // x.shape[-1])
+        if statistics.dim() != 2:
+            statistics = statistics.reshape(len(statistics), len(x))
+        operation, power_2 = self._step.operation, self._scheme.power_2[0]
+        return normalised_columns(x, statistics, ln_weight, ln_bias, operation, power_2_scale=power_2)
+
+    @cached_property
+    def _z(self) -> Tensor:
+        """(all rows, in) as the norm returns it."""
+        return (self._gathering or self._gathered()).whole()
+
+    @cached_property
+    def _z_columns(self) -> tuple[Tensor, Tensor]:
+        """(bytes (in, all rows and zeros), scale (in,) or of no axes)"""
+        if not self._scheme.by_row:
+            return cast_columns(self._z, None, scale=self._saved.kept)
+        if not self._ranks.sequence:
+            return self._own_columns
+        found = (self._gathering or self._gathered()).whole()
+        # Columns of all ranks side by side, without the zeros at the end of each, with zeros at the end.
+        own, scale = self._own_columns
+        cols, rows = len(own), self._saved.x.numel() // len(own)
+        found = found.view(self._ranks.size, cols, -1)[:, :, :rows].transpose(0, 1).reshape(cols, -1)
+        return F.pad(found, (0, -found.shape[1] % STEP)).view(own.dtype), scale
+
+    def weight(self) -> Tensor:
+        dtype = self._step.weight_dtype
+        if self._dy is not None:
+            return in_dtype(torch.mm(self._dy.t(), self._z), dtype)
+        return self._product(self._columns, self._column_scale, dtype)
+
+    def bias(self) -> Tensor:
+        return self._sums
+
+    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
+        if self._dy is not None:
+            return accumulate(total, self._dy[:, rows], self._z, overwrite)
+        # A slice of the scales may lie where no product can read it.
+        scale = self._column_scale if self._column_scale.dim() == 0 else self._column_scale[rows].clone()
+        found = self._product(self._columns[rows], scale, total.dtype)
+        total.copy_(found) if overwrite else total.add_(found)
+
+    def _product(self, columns: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        if columns.shape[1] == 0:  # no rows of x: no kernel is launched for their columns
+            return columns.new_zeros((len(columns), self._saved.x.shape[-1]), dtype=dtype)
+        return product(columns, scale, *as_right(*self._z_columns), dtype, fast=self._scheme.fast[2])
+
+    def release(self) -> None:
+        for name in ("_z", "_z_columns", "_own_columns"):
+            self.__dict__.pop(name, None)
+
+    def end(self) -> None:
+        if self._gathering is not None:
+            self._gathering.whole()

@@ -1,0 +1,284 @@
+"""A norm with its product, y = norm(x) weightᵀ + bias, and its gradients: one text for all numbers and ranks.
+
+    z = norm(x)    Z = ranks.gather(z)    y = numbers.product(Z, weight) + bias
+    dZ = numbers.product(dy, weight)    dz = ranks.sum(dZ)    dweight = numbers.product(dyᵀ, Z)    dx = norm'(dz)
+
+`numbers` are those of the tensors (wide.py) or of 8 bits (float8.py); `ranks` are one, or those of a group (ranks.py).
+Nothing here is recorded by autograd, but that a backward pass of wide numbers is made of differentiable operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..norm import launching, operators
+from ..norm.functional import _at_once, autocasts, launched_gradients, nothing_else_listens
+from . import side_by_side
+from .ranks import Ranks, Rows
+
+NOTHING, LOCAL, GATHERED = "nothing", "local", "gathered"
+
+
+class Step(NamedTuple):
+    """What a call computes; over which ranks is told beside it."""
+
+    operation: str  # a name of cunorm.operation.NAMED
+    eps: float
+    dtype: torch.dtype  # of the normalised tensor and of y
+    keep_normalized: bool = False
+    sm_margin: int = 0  # of the norm's kernels in the forward pass
+    backward_sm_margin: int = 0  # in the backward one, where z may be computed once more
+    returned: str = LOCAL  # which z is returned: NOTHING, LOCAL or GATHERED
+    weight_dtype: torch.dtype | None = None  # of the gradients of weight and bias in 8 bits
+    bias_dtype: torch.dtype | None = None  # None without a bias
+    numbers: Any = None
+
+
+# Those that are made at every call are plain tuples: a NamedTuple takes 0.3 us.
+Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, ln_weight, ln_bias
+# What `product` of the same numbers reads of Z, the statistics, and what gives (what is returned of z, what is kept),
+# asked after the product.
+Normalised = tuple[Any, Tensor | None, Callable[[], tuple[Tensor | None, Tensor | None]]]
+# y, z as `returned` says (of one rank also where it is kept), the statistics, what is kept.
+Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Weights(NamedTuple):
+    """weight as the product of y reads it and as that of dz does; None where no gradient is asked for."""
+
+    rows: Tensor
+    row_scale: Tensor | None
+    columns: Tensor | None
+    column_scale: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What a backward pass reads of its forward pass, in the order of norm/nodes_autograd.h, for checkpoints."""
+
+    statistics: Tensor
+    x: Tensor
+    weight: Tensor | None  # `columns` of Weights
+    ln_weight: Tensor | None
+    ln_bias: Tensor | None
+    kept: Tensor | None = None  # Z, if it is kept; its scale, where that is one for the tensor
+    scale: Tensor | None = None  # `column_scale` of Weights
+
+
+class ProductGradients(Protocol):
+    """The gradients of weight and bias of one backward pass, computed when they are asked for."""
+
+    dtype: torch.dtype  # of y, and so of dy
+
+    def weight(self) -> Tensor:
+        """dyᵀ Z, (out, in)."""
+        ...
+
+    def bias(self) -> Tensor:
+        """Σ dy, (out,)."""
+        ...
+
+    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
+        """total += these rows of weight's, or = where `overwrite`."""
+        ...
+
+
+class Products(ProductGradients, Protocol):
+    """Both products of a backward pass, of one kind of numbers."""
+
+    beside: int  # bytes that both halves of the pass hold beyond what one after the other does
+    read: Any  # what the first half reads, and `turn` lets go
+
+    def begin(self) -> None:
+        """Z of all rows is gathered meanwhile."""
+        ...
+
+    def dz(self, total: Rows, before: Tensor | None) -> None:
+        """Begins `total`: dy weight + before, summed over the ranks."""
+        ...
+
+    def turn(self) -> None:
+        """dz is not asked for any more: what comes is the gradients of weight and bias."""
+        ...
+
+    def release(self) -> None:
+        """Neither are those; Z is let go."""
+        ...
+
+    def end(self) -> None:
+        """Nothing of Z is under way any more."""
+        ...
+
+
+# What takes the gradients of weight and bias in autograd's place; it returns what autograd is told, None for nothing.
+Sink = Callable[[ProductGradients], tuple[Tensor | None, Tensor | None]]
+
+
+def forward(
+    inputs: Inputs, weights: Any, step: Step, ranks: Ranks, recipe: Any = None, wants_statistics: bool = True
+) -> Forward:
+    """y, and what is wanted besides. `recipe`: the norm's launch, by `numbers.recipe` of these tensors."""
+    x, _, bias, _, _ = inputs
+    numbers = step.numbers
+    operand, statistics, end = numbers.normalised(inputs, step, ranks, recipe, wants_statistics)
+    y = numbers.product(operand, weights, bias, step.dtype)
+    if y.dim() != x.dim():
+        y = y.view(*ranks.shape_of_all(x)[:-1], y.shape[-1])
+    returned, kept = end()
+    return y, returned, statistics, kept
+
+
+def gradients(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    saved: Saved,
+    step: Step,
+    ranks: Ranks,
+    mask: tuple[bool, bool, bool, bool, bool],
+    sink: Sink | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Of x, weight, bias, ln_weight and ln_bias, None where not wanted; dy (..., out), over ranks never None, dz that
+    of the z which is returned.
+
+    One rank has one half of the pass after the other, in the order that `numbers` hold least in, or both side by side.
+    Over a group dz is summed while the gradient of weight is computed.
+    """
+    wants_dx, wants_dweight, wants_dbias, *wants_ln = mask
+    norm_mask = (wants_dx, *wants_ln)
+    x = saved.x
+    rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+    products: Products | None = None
+    if dy is not None:
+        dy = matrix(dy, rows * ranks.size if ranks.sequence else rows)
+        wants = (wants_dweight or sink is not None, wants_dbias or (sink is not None and step.bias_dtype is not None))
+        products = step.numbers.products(dy, saved, step, ranks, wants)
+    # What is returned of one rank, or of all rows, is summed with the rest.
+    before, after = (dz, None) if ranks.alone or step.returned == GATHERED else (None, dz)
+
+    def begin() -> Rows | None:
+        if products is None or not (any(norm_mask) or ranks.sums):
+            return None
+        total = ranks.summing(rows, cols, dy)
+        products.dz(total, None if before is None else matrix(before, len(dy)))
+        return total
+
+    def of_norm(total: Rows | None) -> tuple[Tensor | None, ...]:
+        if total is None:
+            if dz is None or not any(norm_mask):
+                return None, None, None
+            return norm_gradients(dz, False, saved, step, norm_mask)
+        whole = total.result()
+        if not any(norm_mask):
+            return None, None, None
+        if after is not None:
+            whole = whole.add_(matrix(after, rows))
+        if x.dim() != 2:
+            whole = whole.view(x.shape)
+        return norm_gradients(whole, True, saved, step, norm_mask)
+
+    def of_product() -> tuple[Tensor | None, Tensor | None]:
+        if products is None:
+            return None, None
+        products.turn()
+        if sink is not None:
+            found = sink(products)
+        else:
+            found = products.weight() if wants_dweight else None, products.bias() if wants_dbias else None
+        products.release()
+        return found
+
+    if ranks.alone:
+        size = 0 if products is None else products.beside
+        # Side by side what one half has read may not be written by the other.
+        reads = None if products is None else products.read
+        held = reads if reads is not None and side_by_side.applies(x, size) else None
+        del reads
+        if step.numbers.product_first:
+            of_weight, of_inputs = side_by_side.run(x, size, of_product, lambda: of_norm(begin()))
+        else:
+            of_inputs, of_weight = side_by_side.run(x, size, lambda: of_norm(begin()), of_product)
+        del held
+    else:
+        if (wants[0] or ranks.gathers) and not (ranks.delayed and sink is not None):
+            products.begin()
+        total = begin()
+        of_weight = of_product()
+        of_inputs = of_norm(total)
+        if total is not None:
+            total.end()
+        products.end()
+    (dweight, dbias), (dx, dln_weight, dln_bias) = of_weight, of_inputs
+    if dln_bias is not None and saved.ln_bias is not None:
+        dln_bias = in_dtype(dln_bias, saved.ln_bias.dtype)
+    return dx, dweight, dbias, dln_weight, dln_bias
+
+
+# The norm and its gradients, which are the same of all numbers.
+
+
+def normalise(
+    x, ln_weight, ln_bias, step: Step, wants_statistics: bool, sm_margin: int, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(z, statistics), None for statistics unless wanted; z has the same bits every time.
+
+    `out`: where z is written, contiguous and with as many elements, in a shape of its own.
+    """
+    operation, eps, dtype, *_ = step
+    if not torch.is_grad_enabled():
+        recipe = recipe_at_once(x, ln_weight, ln_bias, operation, dtype, sm_margin)
+        if recipe is not None:
+            return launching.forward_by(recipe, x, ln_weight, ln_bias, eps, wants_statistics, out)
+    margins = (sm_margin, step.backward_sm_margin)
+    z, statistics = operators.Norm.apply(x, ln_weight, ln_bias, operation, 1, eps, dtype, wants_statistics, *margins)
+    return z if out is None else out.copy_(z.view(out.shape)), statistics
+
+
+def recipe_at_once(
+    x, ln_weight, ln_bias, operation: str, dtype: torch.dtype, sm_margin: int
+) -> launching.Recipe | None:
+    """That of the norm's launch; None where the tensors cannot go straight to it."""
+    key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None)
+    recipe = launching.known_call(key, x, ln_weight, ln_bias)
+    if recipe is not None and nothing_else_listens():
+        return recipe
+    if not _at_once(x, ln_weight, ln_bias):
+        return None
+    recipe = launching.recipe_of(x, ln_weight, ln_bias, (operation, x.shape[-1:], dtype, sm_margin))
+    launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+    return recipe
+
+
+def norm_gradients(dz: Tensor, own: bool, saved: Saved, step: Step, mask: tuple[bool, bool, bool]):
+    """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
+    statistics, x, _, ln_weight, *_ = saved
+    operation, eps, sm_margin = step.operation, step.eps, step.backward_sm_margin
+    if own:
+        family = launching.family(operation, 1, x)
+        found = launched_gradients(family, dz, x, statistics, ln_weight, mask, sm_margin, in_place=True)
+        if found is not None:
+            return found
+    return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, sm_margin)
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`to`, which takes 2 us of the host where there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def matrix(tensor: Tensor, rows: int) -> Tensor:
+    """(rows, columns) as a product reads it: an expanded gradient would be copied by every one."""
+    if tensor.dim() != 2:
+        tensor = tensor.reshape(rows, tensor.shape[-1])
+    return tensor.contiguous()
+
+
+_UNCHANGED = nullcontext()
+
+
+def without_autocast(kind: str) -> AbstractContextManager:
+    """The products of a backward pass have the dtypes that those of the forward pass had."""
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else _UNCHANGED

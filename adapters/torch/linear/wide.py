@@ -1,0 +1,181 @@
+"""Numbers of 16, 32 or 64 bits: products are torch's own, of tensors as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from ..norm import launching
+from ..norm.functional import HALF, launchable
+from .exchange import in_turn
+from .ranks import Here, Ranks, Rows
+from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, matrix, normalise, recipe_at_once
+
+
+class Wide:
+    scheme = None
+    limits = None
+    # In this order a z that is computed once more is gone before dz is there.
+    product_first = True
+
+    def check(self, function: str, inputs: Inputs, autocasts: bool) -> None:
+        x, *others, _, _ = inputs
+        for name, tensor in zip(("weight", "bias"), others, strict=True):
+            if not autocasts and tensor is not None and tensor.dtype is not x.dtype:
+                raise TypeError(
+                    f"{function}: outside autocast input and {name} must have one dtype; got input of {x.dtype} and "
+                    f"{name} of {tensor.dtype}. Convert one of them."
+                )
+
+    def read(self, inputs: Inputs, cast: torch.dtype | None) -> Inputs:
+        """The tensors as the products read them; `cast` is what autocast converts weight and bias to."""
+        if cast is None:
+            return inputs
+        x, weight, bias, *of_norm = inputs
+        return x, weight.to(cast), None if bias is None else bias.to(cast), *of_norm
+
+    def recipe(self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step) -> Any:
+        """That of the norm's launch; None where the tensors cannot go straight to it."""
+        return recipe_at_once(x, ln_weight, ln_bias, step.operation, step.dtype, step.sm_margin)
+
+    def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> tuple:
+        """As step.Weights."""
+        return weight, None, weight, None
+
+    def normalised(self, inputs: Inputs, step: Step, ranks: Ranks, recipe: Any, wants_statistics: bool) -> Normalised:
+        x, _, _, ln_weight, ln_bias = inputs
+        rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+        gathering = ranks.gathering(rows, cols, x, step.dtype, ranks.overlap_gather)
+        place = gathering.place
+        if recipe is None:
+            z, statistics = normalise(x, ln_weight, ln_bias, step, wants_statistics, step.sm_margin, place)
+        else:
+            z, statistics = launching.forward_by(recipe, x, ln_weight, ln_bias, step.eps, wants_statistics, place)
+        gathering.start(z, not gathering.in_parts)
+
+        def end() -> tuple[Tensor | None, Tensor | None]:
+            gathered = step.returned == GATHERED
+            whole = gathering.whole(step.keep_normalized or gathered)
+            kept = whole if step.keep_normalized else None
+            if ranks.alone:  # what is kept has a derivative as a result alone
+                return (z if kept is not None or step.returned != NOTHING else None), kept
+            if step.returned == NOTHING:
+                return None, kept
+            # The user may change his: it is a second one where the first is kept, or lies in memory of an exchange.
+            if gathered:
+                return (whole if kept is None else whole.clone()).view(ranks.shape_of_all(x)), kept
+            return (z if place is None and kept is None else gathering.own.clone()).view(x.shape), kept
+
+        return gathering, statistics, end
+
+    def product(self, z: Rows, weights: tuple, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if not z.in_parts:
+            return F.linear(z.come(), weights[0], bias)
+        return _product_in_parts(z, weights[0], bias)
+
+    def products(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks, wants: tuple[bool, bool]) -> _Products:
+        return _Products(dy, saved, step, ranks)
+
+
+WIDE = Wide()
+
+
+def _product_in_parts(gathering: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y (all rows, out): own rows while the others come, then these in the order of the ranks after this one."""
+    exchange, rows = gathering.exchange, len(gathering.own)
+    y = gathering.own.new_empty((exchange.ranks * rows, len(weight)))
+    *others, own = in_turn(exchange.rank, exchange.ranks)
+    for rank in (own, *others):
+        _product(gathering.of(rank), weight.t(), bias, y[rank * rows : (rank + 1) * rows])
+    return y
+
+
+def _product(a: Tensor, b: Tensor, added: Tensor | None, out: Tensor | None) -> Tensor:
+    """a b + added, in `out` if there is one."""
+    return torch.mm(a, b, out=out) if added is None else torch.addmm(added, a, b, out=out)
+
+
+class _Products:
+    """As step.Products; z is computed once more when it is needed, unless it was kept."""
+
+    read = None
+
+    def __init__(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks):
+        self.dtype = dy.dtype
+        self._dy, self._saved, self._step, self._ranks = dy, saved, step, ranks
+        # Each half has one tensor of the size of z to itself, unless z is kept anyway.
+        self.beside = 0 if saved.kept is not None else saved.x.numel() * saved.x.element_size()
+        self._gathering: Rows | None = None
+        self._rows: Tensor | None = None
+
+    def begin(self) -> None:
+        if self._ranks.sequence and self._saved.kept is None:
+            self._gathering = self._again()
+
+    def _again(self) -> Rows:
+        _, x, _, ln_weight, ln_bias, kept, _ = self._saved
+        step, ranks = self._step, self._ranks
+        if kept is not None:
+            gathering = Here()
+            gathering.start(matrix(kept, len(self._dy)))
+            return gathering
+        rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+        gathering = ranks.gathering(rows, cols, x, step.dtype, ranks.bulk_gather)
+        z, _ = normalise(x, ln_weight, ln_bias, step, False, step.backward_sm_margin, gathering.place)
+        gathering.start(z if z is gathering.place else matrix(z, rows))
+        return gathering
+
+    @property
+    def _z(self) -> Tensor:
+        """(all rows, in)"""
+        if self._rows is None:
+            self._rows = self._again().whole() if self._gathering is None else self._gathering.come()
+        return self._rows
+
+    def dz(self, total: Rows, before: Tensor | None) -> None:
+        dy, weight, place = self._dy, self._saved.weight, total.place
+        if not total.in_parts:
+            return total.start(_product(dy, weight, before, place))
+        exchange = total.exchange
+        rows = len(dy) // exchange.ranks
+        for rank in in_turn(exchange.rank, exchange.ranks):
+            part = slice(rank * rows, (rank + 1) * rows)
+            _product(dy[part], weight, None if before is None else before[part], place[part])
+            total.send(rank)
+
+    def turn(self) -> None:
+        pass
+
+    def weight(self) -> Tensor:
+        """Laid out as weight is: autograd would copy another layout."""
+        by_rows = self._saved.weight.stride(1) == 1
+        return torch.mm(self._dy.t(), self._z) if by_rows else torch.mm(self._z.t(), self._dy).t()
+
+    def bias(self) -> Tensor:
+        return launching.column_sums(self._dy) if launchable(self._dy) else self._dy.sum(0)
+
+    def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
+        accumulate(total, self._dy[:, rows], self._z, overwrite)
+
+    def release(self) -> None:
+        self._rows = None
+
+    def end(self) -> None:
+        if self._gathering is not None:
+            self._gathering.whole()
+
+
+def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
+    """total += dyᵀ z, or = where `overwrite`: in the product itself (beta), also to float32 from 16 bits."""
+    beta = 0 if overwrite else 1
+    if total.dtype is dy.dtype:
+        torch.addmm(total, dy.t(), z, beta=beta, out=total)
+    elif total.is_cuda and total.dtype is torch.float32 and dy.dtype in HALF:
+        torch.addmm(total, dy.t(), z, torch.float32, beta=beta, out=total)
+    else:  # the CPU has no such product
+        wide = torch.promote_types(total.dtype, dy.dtype)
+        product = dy.t().to(wide) @ z.to(wide)
+        total.copy_(product if overwrite else product.add_(total))
