@@ -31,9 +31,15 @@ from torch_tensors import random  # noqa: E402
 from cunorm.kernel import launch  # noqa: E402
 from cunorm.kernel.device import KNOWN  # noqa: E402
 from cunorm.plan.plan import plan  # noqa: E402
-from cunorm.torch import add_layer_norm, add_rms_norm, layer_norm, layer_norm_linear, rms_norm  # noqa: E402
-from cunorm.torch.linear import linear_nodes, passes  # noqa: E402
-from cunorm.torch.norm import functional, fused_functional, fused_launching, launching, nodes, repeats  # noqa: E402
+from cunorm.torch import (  # noqa: E402
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_linear,
+    private,
+    rms_norm,
+)
+from cunorm.torch.norm import dispatch, fused_functional, launching, nodes, repeats  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -447,10 +453,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_dispatch_mode_for_the_backward_pass_sees_it(driver, monkeypatch, name):
-    for module in (functional, passes, linear_nodes):
-        monkeypatch.setattr(
-            module, "launchable", lambda dy: not torch.is_grad_enabled() and functional.nothing_listens()
-        )
+    monkeypatch.setattr(dispatch, "launchable", lambda dy: not torch.is_grad_enabled() and private.nothing_listens())
     x, weight = random(5, 136, dtype=torch.float32).requires_grad_(), random(136, dtype=torch.float32).requires_grad_()
     for _ in range(3):
         y = FUNCTIONS[name](x, weight)
@@ -474,7 +477,7 @@ def test_a_checkpoint_may_compute_again_the_other_way(driver, monkeypatch, name,
 
     def way(which: str) -> None:
         monkeypatch.setattr(nodes, "module", lambda: compiled if which == "in C++" else None)
-        for kept in (launching._calls, fused_functional._calls, fused_launching._calls):
+        for kept in (launching._calls, fused_functional._calls, launching._made):
             kept.clear()
         FUNCTIONS[name](x, weight)  # is described
 

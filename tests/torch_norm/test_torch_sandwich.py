@@ -11,7 +11,7 @@ from torch_tensors import on_devices, random  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm.torch import rms_norm, rms_norm_add, rms_norm_add_rms_norm  # noqa: E402
-from cunorm.torch.norm import fused_dispatch, sandwich_launching  # noqa: E402
+from cunorm.torch.norm import dispatch  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
@@ -80,26 +80,6 @@ def test_one_launch_forward_or_two_and_two_backward(stand_in, cols, launches):
 
 
 @needs_machine
-@pytest.mark.parametrize("wanted", [range(4), (0, 1), (0, 3)], ids=str)
-def test_many_rows_have_one_backward_pass(stand_in, monkeypatch, wanted):
-    """The gradients of the two launches: of rows to the bit, of the weights nearly."""
-    pair = []
-    for at_once in (True, False):
-        if not at_once:
-            monkeypatch.setattr(sandwich_launching, "backward", lambda *_: None)
-        tensors = [one.detach() for one in given("cpu", 2, 15, 1024, dtype=torch.bfloat16)]
-        for place in wanted:
-            tensors[place].requires_grad_()
-        found = mine(*tensors)
-        cotangents = [random(*one.shape, seed=7 + i).bfloat16() for i, one in enumerate(found)]
-        pair.append(torch.autograd.grad(found, [tensors[place] for place in wanted], cotangents))
-        kernels = [plan.steps[0].spec.kernel for plan in stand_in.plans if plan.problem.direction == "backward"]
-        assert kernels == (["backward_twice"] if at_once else ["backward_twice", "backward", "backward"])
-    for place, one, two in zip(wanted, *pair, strict=True):
-        torch.testing.assert_close(one, two, rtol=0 if place < 2 else 2**-7, atol=0 if place < 2 else 2**-5)
-
-
-@needs_machine
 @pytest.mark.parametrize("wanted", range(4))
 def test_one_gradient_alone(stand_in, wanted):
     tensors = [one.detach() for one in given("cpu", 4, 64)]
@@ -113,9 +93,7 @@ def test_one_gradient_alone(stand_in, wanted):
 
 @needs_machine
 def test_second_derivatives_of_launches(stand_in, monkeypatch):
-    from cunorm.torch.norm import functional
-
-    monkeypatch.setattr(functional, "launchable", lambda _: not torch.is_grad_enabled())
+    monkeypatch.setattr(dispatch, "launchable", lambda _: not torch.is_grad_enabled())
     tensors = given("cpu", 3, 33)
 
     def twice(function):
@@ -124,7 +102,7 @@ def test_second_derivatives_of_launches(stand_in, monkeypatch):
         return torch.autograd.grad(sum(one.square().sum() for one in first), tensors)
 
     found = twice(mine)
-    monkeypatch.setattr(fused_dispatch, "at_once", lambda _: False)
+    monkeypatch.setattr(dispatch, "at_once", lambda _: False)
     torch.testing.assert_close(found, twice(two_calls), rtol=1e-4, atol=1e-4)
 
 

@@ -15,8 +15,7 @@ import torch
 
 from cunorm.kernel import launch
 from cunorm.kernel.launch import NUMBERS
-from cunorm.torch.linear import linear_nodes, passes
-from cunorm.torch.norm import functional, fused_functional, fused_launching, launching, nodes
+from cunorm.torch.norm import dispatch, fused_functional, launching, nodes
 
 CONTEXT = 77
 OF_GPU = nodes.module
@@ -146,14 +145,11 @@ def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Dr
     assert nodes.build() == ""
     found = Driver(monkeypatch, nodes.load(), stand_in)
     monkeypatch.setattr(launching, "launch", stand_in)
-    for kept in ("_recipes", "_families", "_calls"):
+    for kept in ("_made", "_families", "_calls"):
         monkeypatch.setattr(launching, kept, {})
-    for module in (fused_launching, fused_functional):
-        monkeypatch.setattr(module, "_calls", {})
-    for module in (functional, passes):
-        monkeypatch.setattr(module, "_at_once", lambda *_: True)
-    for module in (functional, passes, linear_nodes):
-        monkeypatch.setattr(module, "launchable", lambda dy: not torch.is_grad_enabled())
+    monkeypatch.setattr(fused_functional, "_calls", {})
+    monkeypatch.setattr(dispatch, "at_once", lambda _: True)
+    monkeypatch.setattr(dispatch, "launchable", lambda dy: not torch.is_grad_enabled())
     try:
         yield found
     finally:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..norm.functional import _at_once, autocast_dtype
+from ..norm.dispatch import at_once
+from ..norm.functional import autocast_dtype, given
 from ..private import applied, nothing_listens
 from . import float8_operators, functional
 from .float8_casts import STEP, cast_rows
@@ -83,7 +84,7 @@ def norm_linear(
         options = (*float8_operators.flat(options), wants_z, differentiated and of_norm)
         return float8_operators.norm_linear(*tensors, *options)[:2]
     call = Call(options, None, differentiable, of_norm)
-    if cast is None and sm_margins[0] == sm_margins[2] and _at_once(x, ln_weight, ln_bias):
+    if cast is None and sm_margins[0] == sm_margins[2] and at_once(given(x, ln_weight, ln_bias)):
         call = call._replace(norm=norm_recipe(x, ln_weight, ln_bias, options, wants_z))
         functional.remember_known(call, _key(function, recipe, wants_z, sm_margins), *tensors, eps, operation)
     with _NOTHING if cast is None else torch.autocast(x.device.type, enabled=False):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...norm.float8 import NAMES
-from ..norm import float8, functional, launching
+from ..norm import dispatch, float8, functional, launching
 from . import side_by_side
 from .float8_casts import as_right, cast_columns, cast_rows, normalised_columns, scale_of_tensor
 from .float8_products import product
@@ -61,7 +61,7 @@ def forward(
     options: Float8Options,
     wants_statistics: bool,
     wants_z: bool,
-    norm: float8.Recipe | None = None,
+    norm: launching.Forward | None = None,
 ) -> Forward:
     """y, and what is wanted besides. `norm`: by `norm_recipe`, of these tensors."""
     by_row, _, _, _, (fast, _, _), _ = options.scheme
@@ -83,12 +83,15 @@ def _normalised(
     options: Float8Options,
     wants_statistics: bool,
     wants_z: bool,
-    norm: float8.Recipe | None = None,
+    norm: launching.Forward | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(z8, scale, z, statistics): of rows from z in float32, in one kernel; of the tensor from z as it is returned."""
     norm = norm or norm_recipe(x, ln_weight, ln_bias, options, wants_z)
     if norm is not None:
-        return float8.launched_by(norm, x, ln_weight, ln_bias, options.eps, None, wants_statistics)
+        tensors = functional.given(x, ln_weight, ln_bias)
+        results, statistics = launching.forward_by(norm, tensors, (), options.eps, wants_statistics)
+        found = dict(zip(norm.written, results, strict=True))
+        return found["y8"], found["y8_scale"], found.get("y"), statistics
     _, _, dtype, scheme, sm_margin, _ = options
     shape = x.shape[-1:]
     power_2, least = scheme.power_2[0], scheme.least[0]
@@ -105,20 +108,21 @@ def _normalised(
 
 def norm_recipe(
     x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, options: Float8Options, wants_z: bool
-) -> float8.Recipe | None:
+) -> launching.Forward | None:
     """That of the kernel which makes z8; None where there is none, or the tensors cannot go straight to it."""
     operation, _, dtype, scheme, sm_margin, _ = options
     if not scheme.by_row or scheme.power_2[0]:
         return None
     of_z = dtype if wants_z else None
     key = ("in 8 bits", operation, of_z, sm_margin, x.shape, ln_weight is None, ln_bias is None)
-    recipe = launching.known_call(key, x, ln_weight, ln_bias)
+    tensors = functional.given(x, ln_weight, ln_bias)
+    recipe = launching.known_call(key, tensors)
     if recipe is not None and functional.nothing_else_listens():
         return recipe
-    if not functional._at_once(x, ln_weight, ln_bias):
+    if not dispatch.at_once(tensors):
         return None
-    recipe = float8.recipe_of(x, ln_weight, ln_bias, (operation, x.shape[-1:], "row", NAMES[E4M3], sm_margin, of_z))
-    launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+    recipe = float8.row_recipe(operation, x, ln_weight, ln_bias, of_z, NAMES[E4M3], sm_margin)
+    launching.remember_call(key, tensors, recipe)
     return recipe
 
 

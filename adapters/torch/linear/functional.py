@@ -24,15 +24,15 @@ from ..norm import checks, launching, nodes
 from ..norm.functional import (
     FLOATING,
     PLAIN,
-    applied,
     autocast_dtype,
+    given,
     norm,
     norm_with_statistics,
     nothing_else_listens,
     symbolic,
 )
 from ..norm.repeats import again, remember
-from ..private import in_forward_mode, under_functorch
+from ..private import applied, in_forward_mode, under_functorch
 from . import linear_nodes
 from . import operators as linear_operators
 from .passes import Options, Sink, gradients, normalise, recipe_at_once, without_autocast
@@ -167,7 +167,7 @@ class Call(NamedTuple):
     """What follows for a call from its options and the layouts of its tensors, without autocast."""
 
     options: Options
-    recipe: launching.Recipe  # of the norm
+    recipe: launching.Forward  # of the norm
     differentiable: bool  # some tensor requires a gradient
     compiled: nodes.Call | None  # what serves such a call in C++ (linear_nodes.py)
 
@@ -186,9 +186,9 @@ def _remember(function, x, weight, bias, ln_weight, ln_bias, options: Options, d
 def remember_known(found, function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_normalized=False) -> None:
     """For `known`."""
     tensors = (x, weight, bias, ln_weight, ln_bias)
-    given = tuple(tensor for tensor in tensors if tensor is not None)
+    there = tuple(tensor for tensor in tensors if tensor is not None)
     key = _key(function, *tensors, eps, operation, keep_normalized)
-    remember(launching._calls, key, given, found, launching.RECIPES)
+    remember(launching._calls, key, there, found, launching.RECIPES)
 
 
 def _key(function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_normalized) -> tuple:
@@ -204,14 +204,14 @@ def known(function, x, weight, bias, ln_weight, ln_bias, eps, operation, keep_no
     kept = launching.earlier_calls(key)
     if not kept or not nothing_else_listens():
         return None
-    given = [x, weight]
+    tensors = [x, weight]
     for tensor in (bias, ln_weight, ln_bias):
         if tensor is not None:
-            given.append(tensor)
+            tensors.append(tensor)
     for alike, call in kept:
-        if alike(*given):
+        if alike(*tensors):
             return call
-    return again(launching._calls, key, tuple(given))
+    return again(launching._calls, key, tuple(tensors))
 
 
 def run_known(call: Call, x, weight, bias, ln_weight, ln_bias, sink: Sink | None) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ def run_known(call: Call, x, weight, bias, ln_weight, ln_bias, sink: Sink | None
             return found
     if call.differentiable and torch.is_grad_enabled():
         return _apply(x, weight, bias, ln_weight, ln_bias, call.options, call.recipe, sink)[:2]
-    z, _ = launching.forward_by(call.recipe, x, ln_weight, ln_bias, call.options.eps, False)
+    (z,), _ = launching.forward_by(call.recipe, given(x, ln_weight, ln_bias), (), call.options.eps, False)
     return F.linear(z, weight, bias), z
 
 
@@ -320,7 +320,7 @@ class _NormLinear(torch.autograd.Function):
         if recipe is None:
             z, statistics = normalise(x, ln_weight, ln_bias, options, True, options.sm_margin)
         else:
-            z, statistics = launching.forward_by(recipe, x, ln_weight, ln_bias, options.eps, True)
+            (z,), statistics = launching.forward_by(recipe, given(x, ln_weight, ln_bias), (), options.eps, True)
         y = F.linear(z, weight, bias)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...norm import checks
-from ..norm.functional import applied, autocast_dtype
+from ..norm.functional import autocast_dtype
+from ..private import applied
 from . import parallel_operators
 from .functional import NO_MARGINS, _check_dtypes, check, in_one_step, known, margins_of_pass, remember_known
 from .parallel import TensorParallel

@@ -16,7 +16,7 @@ from ...norm import checks as core
 from ...norm.checks import Layout
 from ...operation import name_of
 from ..private import under_functorch
-from . import checks, formulas, functional, gpu, launching, operators
+from . import checks, dispatch, formulas, functional, gpu, launching
 
 
 def forward(
@@ -42,8 +42,11 @@ def forward(
     operation = name_of(function.removesuffix("_forward"), zero_centered_gamma)
     arguments = (weight, bias, eps, y_dtype, sm_margin)
     mean = rstd = None
-    if _launchable(out) and functional._at_once(x, weight, bias):
-        y, both, _ = launching.forward(operation, x, shape, *arguments, statistics, out)
+    if _launchable(out) and dispatch.at_once(functional.given(x, weight, bias)):
+        call, (rows, *operands) = functional.prepared(operation, x, len(shape), weight, bias, y_dtype, (sm_margin,) * 3)
+        to = out if len(shape) == 1 else out.flatten(-len(shape))  # of what is no view a copy
+        (y,), both, _ = launching.forward(call, (rows, *operands), (), eps, statistics, sm_margin=sm_margin, out=to)
+        y = out if to.data_ptr() == out.data_ptr() else out.copy_(y.view(x.shape))
         _written(out)
         if both is not None:
             mean, rstd = mean_and_rstd(both)
@@ -78,13 +81,23 @@ def backward(
     if dx_out is not None:
         _check_out(function, "dx_out", tensors, layouts, x.dim() - rstd.dim())
     statistics = torch.stack((mean, rstd) if formulas.subtracts_mean(operation) else (rstd,))
-    if _launchable(dx_out) and functional._at_once(x, weight, None) and functional.launchable(dy):
-        family = launching.family(operation, x.dim() - rstd.dim(), x)
-        gradients = launching.backward(family, dy, x, statistics, weight, mask, sm_margin, dx_out=dx_out)
+    ndim, shape = x.dim() - rstd.dim(), x.shape[rstd.dim() :]
+    rows, of_rows, gamma = (None if one is None else functional.as_rows(one, ndim) for one in (x, dy, weight))
+    to = None if dx_out is None else functional.as_rows(dx_out, ndim)  # of what is no view a copy
+    launched = _launchable(dx_out) and dispatch.at_once(functional.given(x, weight, None)) and dispatch.launchable(dy)
+    found = dispatch.affine_gradients(
+        operation, of_rows, rows, statistics, gamma, 0.0, mask, sm_margin, dx_out=to if launched else None
+    )
+    dx, dweight, dbias = (
+        one if one is None or ndim == 1 else one.reshape(of)
+        for one, of in zip(found, (x.shape, shape, shape), strict=True)
+    )
+    if dx_out is None:
+        return dx, dweight, dbias
+    if launched and to.data_ptr() == dx_out.data_ptr():
         _written(dx_out)
-        return gradients
-    dx, dweight, dbias = operators.backward(dy, x, statistics, weight, operation, 0.0, mask, sm_margin)
-    return (dx if dx_out is None else dx_out.copy_(dx)), dweight, dbias
+        return dx_out, dweight, dbias
+    return dx_out.copy_(dx), dweight, dbias
 
 
 def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin):

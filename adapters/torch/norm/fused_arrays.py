@@ -17,9 +17,10 @@ from ...norm import checks as core
 from ...norm import fused
 from ...norm.float8 import Float8Store
 from ...operation import NORMS, SEED, Operation
-from . import fused_dispatch, fused_float8, fused_formulas, fused_launching
+from . import dispatch, formulas, launching
 from .arrays import layouts_of, mean_and_rstd
-from .fused_launching import call_of
+from .float8 import forward_of
+from .launching import Saved, call_of
 
 
 def forward(
@@ -47,10 +48,10 @@ def forward(
     margins = (core.check_sm_margin(function, sm_margin, None),) * 3
     if float8:
         options: dict[str, Any] = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": margins[0]}
-        found = fused_float8.forward(function, operation, tensors, given, eps, **options, store=float8, scale=scale)
+        found = forward_of(function, operation, tensors, given, eps, **options, store=float8, scale=scale)
         return found, None, None
     call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype, margins)
-    results, found = fused_dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
+    results, found = dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
     mean = rstd = None
     if found is not None:
         mean, rstd = mean_and_rstd(found)
@@ -105,16 +106,15 @@ def backward(
     fused.check_backward(function, operation, layouts, row_dtype)
     statistics = torch.stack([others[name] for name in of_rows])
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
-    if fused_dispatch.at_once([*tensors.values(), *others.values()]):
+    if dispatch.at_once([*tensors.values(), *others.values()]):
         call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, row_dtype, margins)
-        family = fused_launching.family(call, {name: layouts[name] for name in tensors})
-        names = (*tensors, *(() if s is None else ("s",)))
-        saved = (*tensors.values(), *(() if s is None else (s,)))
-        numbers = tuple(given.values())
-        found = fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, tuple(wanted))
+        family = launching.family(call, {name: layouts[name] for name in tensors})
+        kept = tensors if s is None else {**tensors, "s": s}
+        saved = Saved(tuple(kept), tuple(kept.values()), tuple(given.values()), statistics)
+        found = launching.backward(family, saved, dy, ds, tuple(wanted))
         return dict(zip(wanted, found, strict=True))
     rows = getattr(torch, row_dtype)
     values = {**tensors, **given}
-    found = fused_formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
+    found = formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
     dtypes = {name: one.dtype for name, one in tensors.items()} | dict.fromkeys(given, statistics.dtype)
     return {name: one.to(dtypes.get(name, tensors["x"].dtype)) for name, one in zip(wanted, found, strict=True)}

@@ -14,8 +14,8 @@ from ...norm.fused import Kinds
 from ...operation import FUSIONS, SEED
 from .. import private
 from . import checks, functional
-from .fused_dispatch import run
-from .fused_launching import Call, call_of
+from .dispatch import run
+from .launching import Call, call_of
 
 
 def add_layer_norm(
