@@ -25,7 +25,6 @@ from ...plan.problem import Operands, argument_order, backward_reads
 from ...plan.steps import Plan
 from .. import private
 from . import checks, fused_memory, gpu
-from .formulas import compute_dtype
 from .gpu import Memory
 from .repeats import Alike, again, remember
 
@@ -644,21 +643,14 @@ def _backward_recipe(
     call, layouts, *_ = family
     function = f"backward of {call.function}"
     present = {name: one for name, one in tensors.items() if one is not None}
-    read = {
-        name: fused_memory.layout(function, name, present[name])
-        for name in (
-            *present.keys() & {"dy", "ds"},
-            *backward_reads(call.operation, wanted, (*call.names, *call.numbers)),
-        )
-        if name in present
-    }
+    reads = backward_reads(call.operation, wanted, (*call.names, *call.numbers))
+    of_tensors = dict.fromkeys(("dy", "ds", *reads))
+    read = {name: fused_memory.layout(function, name, present[name]) for name in of_tensors if name in present}
     of_rows = layouts["x"].shape[:-1]
-    read |= {
-        name: Layout(
-            of_rows, fused_memory.strides(of_rows), checks.dtype_name(statistics.dtype), str(statistics.device)
-        )
-        for name in NORMS[call.operation.norm].statistics
-    }
+    of_statistics = Layout(
+        of_rows, fused_memory.strides(of_rows), checks.dtype_name(statistics.dtype), str(statistics.device)
+    )
+    read |= {name: of_statistics for name in NORMS[call.operation.norm].statistics if name in reads}
     recipe = backward_recipe(
         function,
         call.operation,
@@ -714,7 +706,6 @@ def column_sums_recipe(dy: Tensor) -> Backward:
     recipe = known_call(key, (dy,))
     if recipe is None:
         family = affine_family("layer_norm", dy, None, 0)
-        nothing = dy.new_empty(0, dtype=compute_dtype(dy))
-        recipe = backward_recipe_of(family, Saved((), (), (), nothing), dy, None, ("bias",))
+        recipe = backward_recipe_of(family, Saved((), (), (), dy), dy, None, ("bias",))
         remember_call(key, (dy,), recipe)
     return recipe
