@@ -91,7 +91,7 @@ def run(
     ]
     fused.check_operands(call.function, x, dict(zip(call.names[1:], operands, strict=True)), demanded=call.demanded)
     first, device = tensors[0], tensors[0].device.type
-    if in_forward_mode() or torch.onnx.is_in_onnx_export():
+    if in_forward_mode() or (first.is_cuda and torch.onnx.is_in_onnx_export()):
         return by_formulas(call, tensors, numbers, eps, wants_statistics)
     if call.affine and device == "cpu":
         plain = all(type(tensor) in PLAIN for tensor in tensors) and nothing_listens()
