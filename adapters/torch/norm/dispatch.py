@@ -86,10 +86,11 @@ def run(
 
         if sharding.is_sharded(tensors):
             return sharding.run(run, call, tensors, numbers, eps, wants_statistics)
-    x, *operands = [
-        fused_memory.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
-    ]
-    fused.check_operands(call.function, x, dict(zip(call.names[1:], operands, strict=True)), demanded=call.demanded)
+    if not call.affine:  # functional.py has checked those
+        layouts = {
+            name: fused_memory.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
+        }
+        fused.check_operands(call.function, layouts.pop("x"), layouts, demanded=call.demanded)
     first, device = tensors[0], tensors[0].device.type
     if in_forward_mode() or (first.is_cuda and torch.onnx.is_in_onnx_export()):
         return by_formulas(call, tensors, numbers, eps, wants_statistics)
