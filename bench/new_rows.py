@@ -21,7 +21,7 @@ import cunorm
 import cunorm.torch
 from cunorm.kernel import compile, device
 from cunorm.torch import named
-from cunorm.torch.norm import fused_launching, launching, nodes
+from cunorm.torch.norm import launching, nodes
 
 COLS = 4096
 MOST = 8192  # rows
@@ -115,7 +115,7 @@ def nodes_in_cpp(used: bool) -> Iterator[None]:
         raise RuntimeError(f"there are no nodes in C++: {why}")
     module = nodes.module
     nodes.module = module if used else lambda: None
-    for kept in (launching._calls, fused_launching._calls, named._calls):
+    for kept in (launching._calls, launching._made, named._calls):
         kept.clear()
     try:
         yield

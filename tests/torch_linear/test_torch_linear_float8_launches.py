@@ -17,7 +17,7 @@ from torch_tensors import random, same  # noqa: E402
 from cunorm.torch import RowwiseScaling, autocast  # noqa: E402
 from cunorm.torch.linear import float8 as in_float8  # noqa: E402
 from cunorm.torch.linear import float8_context, float8_launching, float8_products, side_by_side  # noqa: E402
-from cunorm.torch.norm import float8, gpu  # noqa: E402
+from cunorm.torch.norm import gpu  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,7 +38,7 @@ def few_rows(monkeypatch) -> None:
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> Launches:
     """Tensors on the CPU say that they are on a GPU."""
-    launches = on_the_stand_in(monkeypatch, float8_launching, float8)
+    launches = on_the_stand_in(monkeypatch, float8_launching)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(float8_context, "why_not", lambda index: "")

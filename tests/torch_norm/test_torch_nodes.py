@@ -37,10 +37,10 @@ from cunorm.torch import (  # noqa: E402
     layer_norm,
     layer_norm_linear,
     named,
+    private,
     rms_norm,
 )
-from cunorm.torch.linear import linear_nodes, wide  # noqa: E402
-from cunorm.torch.norm import functional, fused_launching, launching, nodes, repeats  # noqa: E402
+from cunorm.torch.norm import dispatch, launching, nodes, repeats  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -454,10 +454,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_dispatch_mode_for_the_backward_pass_sees_it(driver, monkeypatch, name):
-    for module in (functional, wide, linear_nodes):
-        monkeypatch.setattr(
-            module, "launchable", lambda dy: not torch.is_grad_enabled() and functional.nothing_listens()
-        )
+    monkeypatch.setattr(dispatch, "launchable", lambda dy: not torch.is_grad_enabled() and private.nothing_listens())
     x, weight = random(5, 136, dtype=torch.float32).requires_grad_(), random(136, dtype=torch.float32).requires_grad_()
     for _ in range(3):
         y = FUNCTIONS[name](x, weight)
@@ -481,7 +478,7 @@ def test_a_checkpoint_may_compute_again_the_other_way(driver, monkeypatch, name,
 
     def way(which: str) -> None:
         monkeypatch.setattr(nodes, "module", lambda: compiled if which == "in C++" else None)
-        for kept in (launching._calls, named._calls, fused_launching._calls):
+        for kept in (launching._calls, named._calls, launching._made):
             kept.clear()
         FUNCTIONS[name](x, weight)  # is described
 

@@ -13,14 +13,8 @@ import torch_stand_in  # noqa: E402
 
 from cunorm.call import recipe as fused_recipe  # noqa: E402
 from cunorm.kernel.device import H100  # noqa: E402
-from cunorm.torch import (  # noqa: E402
-    add_rms_norm,
-    layer_norm,
-    layer_norm_modulate,
-    named,
-    rms_norm,
-)
-from cunorm.torch.norm import functional, fused_launching, gpu, launching  # noqa: E402
+from cunorm.torch import add_rms_norm, layer_norm, layer_norm_modulate, named, rms_norm  # noqa: E402
+from cunorm.torch.norm import dispatch, gpu, launching  # noqa: E402
 
 COLS = 64
 ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)
@@ -32,16 +26,14 @@ def runs(monkeypatch) -> Any:
     found = torch_stand_in.play(monkeypatch)
     found.machine = SimpleNamespace(run=lambda *_, **__: None)
     monkeypatch.setattr(gpu, "properties_of", lambda *_: H100)
-    monkeypatch.setattr(functional, "_at_once", lambda *_: True)
-    monkeypatch.setattr(functional, "launchable", lambda _: not torch.is_grad_enabled(), raising=False)
-    monkeypatch.setattr(launching, "launch", found)
+    monkeypatch.setattr(dispatch, "launchable", lambda _: not torch.is_grad_enabled())
     forget(monkeypatch)
     return found
 
 
 def forget(monkeypatch) -> None:
-    for module in (launching, fused_launching, named):
-        for kept in ("_recipes", "_families", "_calls"):
+    for module in (launching, named):
+        for kept in ("_made", "_families", "_calls"):
             monkeypatch.setattr(module, kept, {}, raising=False)
 
 
@@ -86,8 +78,6 @@ def test_plans_and_results_are_those_of_a_first_call(monkeypatch, runs, name):
 def test_nothing_is_checked_and_declared_again(monkeypatch, runs, name):
     both_passes(runs, name, 5)
     for module, names in {
-        launching: ("plain",),
-        launching.checks: ("forward", "backward"),
         fused_recipe: ("forward_problem", "backward_problem", "_kinds"),
     }.items():
         for one in names:

@@ -74,7 +74,7 @@ def on_the_stand_in(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> La
     }
     for name, part in parts.items():
         monkeypatch.setattr(gpu, name, part)
-    for kept in ("_recipes", "_families", "_calls"):
+    for kept in ("_made", "_families", "_calls"):
         monkeypatch.setattr(launching, kept, {})
     for module in (launching, *modules):
         monkeypatch.setattr(module, "launch", launches)

@@ -16,8 +16,7 @@ import torch
 from cunorm.kernel import launch
 from cunorm.kernel.launch import NUMBERS
 from cunorm.torch import named
-from cunorm.torch.linear import linear_nodes, step, wide
-from cunorm.torch.norm import functional, fused_launching, launching, nodes
+from cunorm.torch.norm import dispatch, launching, nodes
 
 CONTEXT = 77
 OF_GPU = nodes.module
@@ -147,14 +146,11 @@ def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Dr
     assert nodes.build() == ""
     found = Driver(monkeypatch, nodes.load(), stand_in)
     monkeypatch.setattr(launching, "launch", stand_in)
-    for kept in ("_recipes", "_families", "_calls"):
+    for kept in ("_made", "_families", "_calls"):
         monkeypatch.setattr(launching, kept, {})
-    for module in (fused_launching, named):
-        monkeypatch.setattr(module, "_calls", {})
-    for module in (functional, step):
-        monkeypatch.setattr(module, "_at_once", lambda *_: True)
-    for module in (functional, wide, linear_nodes):
-        monkeypatch.setattr(module, "launchable", lambda dy: not torch.is_grad_enabled())
+    monkeypatch.setattr(named, "_calls", {})
+    monkeypatch.setattr(dispatch, "at_once", lambda _: True)
+    monkeypatch.setattr(dispatch, "launchable", lambda dy: not torch.is_grad_enabled())
     try:
         yield found
     finally:

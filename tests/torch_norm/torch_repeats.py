@@ -61,7 +61,7 @@ def first_then_repeated(cases: dict[str, Any], run: Any) -> None:
     """In turns, each with those before it still known: the bits of a call that nothing is known of."""
     first = {}
     for name, case in cases.items():
-        for kept in (launching._calls, launching._families, launching._recipes):
+        for kept in (launching._calls, launching._families, launching._made):
             kept.clear()
         first[name] = run(*case)
     for _ in range(2):

@@ -106,7 +106,7 @@ def normalised_columns(
         return float8_launching.normalised_columns(
             x, statistics, ln_weight, ln_bias, operation, dtype, power_2_scale=power_2_scale
         )
-    z = formulas.forward(operation, x, statistics, ln_weight, ln_bias)
+    z = formulas.affine(operation, x, statistics, ln_weight, ln_bias)
     multiplier, scale = scaling(bound(operation, x, 1, ln_weight, ln_bias), NAMES[dtype], power_2_scale)
     return rounded(_padded(z * multiplier), NAMES[dtype]), scale
 

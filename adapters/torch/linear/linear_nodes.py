@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..norm import launching, nodes, norm_nodes
-from ..norm.functional import launchable
+from ..norm import dispatch, launching, nodes, norm_nodes
+from ..norm.functional import given
 from .ranks import ALONE
 from .step import Saved, Step, gradients, norm_gradients
 
 
 def of_norm_linear(
     step: Step,
-    recipe: launching.Recipe,
+    recipe: launching.Forward,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -25,15 +25,22 @@ def of_norm_linear(
     """What serves calls of the five tensors; None where Python alone does. `recipe` is the norm's."""
     if step.sm_margin != step.backward_sm_margin:  # z is computed again by the same launch
         return None
-    bias_dtype = None if ln_bias is None else ln_bias.dtype
-    norm = launching.Call(recipe, step.eps, True, step.backward_sm_margin, bias_dtype)
+    of_bias = None if ln_bias is None else ln_bias.dtype
+    tensors = given(x, ln_weight, ln_bias)
 
-    def of_norm(call: launching.Call, dz: Tensor, x: Tensor, statistics: Tensor, ln_weight: Tensor | None, mask: Any):
-        saved = Saved(statistics, x, None, ln_weight, None)
-        dx, dweight, dbias = norm_gradients(dz, True, saved, step, mask)
-        return dx, dweight, dbias if dbias is None else dbias.to(call.bias_dtype)
+    def of_norm(family: Any, kept: Any, eps: float, dz: Tensor, _: None, mask: Any) -> list[Tensor | None]:
+        names, of_name = family.call.names, dict(zip(kept.names, kept.tensors, strict=True))
+        wants = dict(zip(names, mask, strict=True))
+        every = tuple(wants.get(name, False) for name in ("x", "weight", "bias"))
+        read = Saved(kept.statistics, of_name["x"], None, of_name.get("weight"), None)
+        dx, dweight, dbias = norm_gradients(dz, True, read, step, every)
+        found = {"x": dx, "weight": dweight, "bias": dbias if dbias is None else dbias.to(of_bias)}
+        return [found[name] for name in names]
 
-    which = norm_nodes.of_norm(norm, x, ln_weight, ln_bias, of_norm, launchable, in_place=True)
+    saved = ("x",) if ln_weight is None else ("x", "weight")
+    which = norm_nodes.describe(
+        recipe, tensors, (), step.eps, of_norm, dispatch.launchable, saved=saved, in_place=True
+    )
     if which is None:
         return None
     dy = x.new_empty(x.numel() // x.shape[-1], len(weight))
@@ -55,5 +62,5 @@ def of_norm_linear(
         return [gradient for gradient, one in zip(found, there, strict=True) if one]
 
     others = [one for one in (ln_weight, ln_bias) if one is not None]
-    of_bias = None if sums is None else (sums.plan, sums.second)
-    return nodes.linear_call(which, x, others, dy, of_bias, step.keep_normalized, backward)
+    of_sums = None if sums is None else (sums.plan, sums.gradients[0])
+    return nodes.linear_call(which, x, others, dy, of_sums, step.keep_normalized, backward)

@@ -21,20 +21,9 @@ from ...call.checks import Layout
 from ...call.store import Float8Store, check_x, scales_shape
 from ...operation import NORMS, SEED, Operation, name_of
 from ..private import under_functorch
-from . import (
-    checks,
-    float8,
-    formulas,
-    functional,
-    fused_dispatch,
-    fused_float8,
-    fused_formulas,
-    fused_launching,
-    gpu,
-    launching,
-    operators,
-)
-from .fused_launching import call_of
+from . import checks, dispatch, formulas, functional, gpu, launching
+from .float8 import forward_of
+from .launching import Saved, call_of
 
 
 def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool) -> tuple[Tensor, ...]:
@@ -47,8 +36,11 @@ def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, stat
         _check_out(function, "out", tensors, layouts, len(shape))
     operation = name_of(function.removesuffix("_forward"), zero_centered_gamma)
     arguments = (weight, bias, eps, y_dtype, sm_margin)
-    if _launchable(out) and functional._at_once(x, weight, bias):
-        y, kept, _ = launching.forward(operation, x, shape, *arguments, statistics, out)
+    if _launchable(out) and dispatch.at_once(functional.given(x, weight, bias)):
+        call, (rows, *operands) = functional.prepared(operation, x, len(shape), weight, bias, y_dtype, (sm_margin,) * 3)
+        to = out if len(shape) == 1 else out.flatten(-len(shape))  # of what is no view a copy
+        (y,), kept, _ = launching.forward(call, (rows, *operands), (), eps, statistics, sm_margin=sm_margin, out=to)
+        y = out if to.data_ptr() == out.data_ptr() else out.copy_(y.view(x.shape))
         _written(out)
         return (y,) if kept is None else (y, *kept)
     if not statistics:
@@ -71,13 +63,23 @@ def norm_backward(
     if dx_out is not None:
         _check_out(function, "dx_out", tensors, layouts, x.dim() - rstd.dim())
     statistics = torch.stack((mean, rstd) if formulas.subtracts_mean(operation) else (rstd,))
-    if _launchable(dx_out) and functional._at_once(x, weight, None) and functional.launchable(dy):
-        family = launching.family(operation, x.dim() - rstd.dim(), x)
-        gradients = launching.backward(family, dy, x, statistics, weight, mask, sm_margin, dx_out=dx_out)
+    ndim, shape = x.dim() - rstd.dim(), x.shape[rstd.dim() :]
+    rows, of_rows, gamma = (None if one is None else functional.as_rows(one, ndim) for one in (x, dy, weight))
+    to = None if dx_out is None else functional.as_rows(dx_out, ndim)  # of what is no view a copy
+    launched = _launchable(dx_out) and dispatch.at_once(functional.given(x, weight, None)) and dispatch.launchable(dy)
+    found = dispatch.affine_gradients(
+        operation, of_rows, rows, statistics, gamma, 0.0, mask, sm_margin, dx_out=to if launched else None
+    )
+    dx, dweight, dbias = (
+        one if one is None or ndim == 1 else one.reshape(of)
+        for one, of in zip(found, (x.shape, shape, shape), strict=True)
+    )
+    if dx_out is None:
+        return dx, dweight, dbias
+    if launched and to.data_ptr() == dx_out.data_ptr():
         _written(dx_out)
-        return gradients
-    dx, dweight, dbias = operators.backward(dy, x, statistics, weight, operation, 0.0, mask, sm_margin)
-    return (dx if dx_out is None else dx_out.copy_(dx)), dweight, dbias
+        return dx_out, dweight, dbias
+    return dx_out.copy_(dx), dweight, dbias
 
 
 def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin):
@@ -276,10 +278,10 @@ def forward(
     margins = (core.check_sm_margin(function, sm_margin, None),) * 3
     if float8:
         options: dict[str, Any] = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": margins[0]}
-        found = fused_float8.forward(function, operation, tensors, given, eps, **options, store=float8, scale=scale)
+        found = forward_of(function, operation, tensors, given, eps, **options, store=float8, scale=scale)
         return found, None, None
     call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype, margins)
-    results, found = fused_dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
+    results, found = dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
     mean = rstd = None
     if found is not None:
         mean, rstd = mean_and_rstd(found)
@@ -332,16 +334,15 @@ def backward(
     broadcasting.check_backward(function, operation, layouts, row_dtype)
     statistics = torch.stack([others[name] for name in of_rows])
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
-    if fused_dispatch.at_once([*tensors.values(), *others.values()]):
+    if dispatch.at_once([*tensors.values(), *others.values()]):
         call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, row_dtype, margins)
-        family = fused_launching.family(call, {name: layouts[name] for name in tensors})
-        names = (*tensors, *(() if s is None else ("s",)))
-        saved = (*tensors.values(), *(() if s is None else (s,)))
-        numbers = tuple(given.values())
-        found = fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, tuple(wanted))
+        family = launching.family(call, {name: layouts[name] for name in tensors})
+        kept = tensors if s is None else {**tensors, "s": s}
+        saved = Saved(tuple(kept), tuple(kept.values()), tuple(given.values()), statistics)
+        found = launching.backward(family, saved, dy, ds, tuple(wanted))
         return dict(zip(wanted, found, strict=True))
     rows = getattr(torch, row_dtype)
     values = {**tensors, **given}
-    found = fused_formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
+    found = formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
     dtypes = {name: one.dtype for name, one in tensors.items()} | dict.fromkeys(given, statistics.dtype)
     return {name: one.to(dtypes.get(name, tensors["x"].dtype)) for name, one in zip(wanted, found, strict=True)}

@@ -115,23 +115,6 @@ def function_of(operation: str) -> str:
     return NAMED[operation].norm
 
 
-def backward(operation: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None) -> None:
-    function = function_of(operation)
-    named = {"dy": dy, "x": x, "statistics": statistics, "weight": weight}
-    layouts = {name: None if tensor is None else layout(function, name, tensor) for name, tensor in named.items()}
-    rows = layouts["statistics"]._replace(shape=tuple(statistics.shape[1:]))
-    raising_as_torch(
-        core.check_backward,
-        function,
-        layouts["dy"],
-        layouts["x"],
-        None,
-        rows,
-        layouts["weight"],
-        zero_centered_gamma=False,
-    )
-
-
 def layout(function: str, name: str, tensor: Tensor) -> Layout:
     """Without strides; a tensor that is not laid out by strides is refused."""
     kind = unlike_strided(tensor)

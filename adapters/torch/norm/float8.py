@@ -1,171 +1,159 @@
-"""The norms with y in 8 bits on torch tensors: one kernel where it can be launched, else torch's own operators.
+"""Operations of tensors with y in 8 bits: one kernel where it can be launched, else y in float32 by the ways of
+dispatch.py, rounded by torch's own operators.
 
-The operators are for the CPU, for torch.compile and for whatever listens to calls; their bytes are those of the kernel
-where their float32 y is.
+These are for the CPU, for torch.compile and for whatever listens to calls; their bytes are those of the kernel where
+their float32 y is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ... import logs
-from ...call import store
-from ...kernel import launch
-from ...plan.plain_problems import FORWARD8, float8_problem
-from ...plan.plan import plan
-from ...plan.problem import BLOCK, FLOAT8, argument_order
-from ...plan.steps import Plan
-from . import checks, formulas, gpu, launching
+from ...call import checks as core
+from ...call import broadcasting, store
+from ...call.checks import Layout
+from ...call.store import Float8Store
+from ...operation import NAMED, Operation, name_of
+from ...plan.problem import BLOCK, FLOAT8
+from . import arrays, checks, dispatch, formulas, functional, launching, operators
+from .launching import COLUMNS, call_of
 
 
-class Recipe(NamedTuple):
-    """How calls with the same layouts and options run. `plan` is None where there is nothing to compute."""
-
-    plan: Plan | None
-    copies: tuple[bool, ...]  # which of x, weight and bias must be made contiguous
-    copied: bool  # any of them
-    found: tuple  # (shape, strides, dtype) of y in 8 bits
-    scales: tuple
-    y: tuple | None
-    statistics: tuple
-    rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
-    order: Callable[..., Any]
-    aligned: bool  # all pointers are multiples of 16
-    options: tuple  # as `recipe_of` takes them
-
-
-_recipes: dict[Hashable, Recipe] = {}
-
-
-def launched(
-    operation: str,
+def forward(
+    function: str,
     x: Tensor,
-    shape: tuple[int, ...],
+    normalized_shape: int | Sequence[int] | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    *,
+    zero_centered_gamma: bool,
     granularity: str | int,
-    name: str,
-    scales: Tensor | None,
+    scale: Any,
+    dtype: Any,
     sm_margin: int,
-    of_y: torch.dtype | None,
-    wants_statistics: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(y in 8 bits, scale, y in the dtype `of_y` if there is one, statistics as formulas.py has them if wanted).
-
-    By the kernel, for arguments that are checked. `scales` is one for all, of no axes, which is returned then.
-    """
-    options = (operation, shape, granularity, name, sm_margin, of_y)
-    recipe = recipe_of(x, weight, bias, options)
-    return launched_by(recipe, x, weight, bias, eps, scales, wants_statistics)
-
-
-def recipe_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple) -> Recipe:
-    """`options` are (operation, shape, granularity, name, sm_margin, of_y), as of `launched`."""
-    pointers = x.data_ptr()
-    weight_key = bias_key = None
-    if weight is not None:
-        pointers |= weight.data_ptr()
-        weight_key = (weight.dtype, weight.is_contiguous())
-    if bias is not None:
-        pointers |= bias.data_ptr()
-        bias_key = (bias.dtype, bias.is_contiguous())
-    aligned = pointers & 15 == 0
-    key = (options, x.shape, x.stride(), x.dtype, x.get_device(), weight_key, bias_key, aligned)
-    recipe = _recipes.get(key)
-    if recipe is None:
-        recipe = launching.keep(_recipes, key, _recipe(options, x, weight, bias, aligned))
-    return recipe
+    output: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of a plain norm: (y in torch.float8_e4m3fn or float8_e5m2, scale, y), the last None unless asked for."""
+    tensors = (x, weight, bias)
+    options = (normalized_shape, eps, zero_centered_gamma, granularity, dtype, sm_margin)
+    float8.check_granularity(function, granularity, scale)
+    shape, name, eps = arrays.checked_once(_check, function, tensors, options)
+    _refuse_gradients(function, "x, weight and bias", tensors)
+    operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
+    ndim, store = len(shape), Float8Store(name, granularity, output)
+    named = {"x": x, "weight": weight, "bias": bias}
+    rows = {name: functional.as_rows(one, ndim) for name, one in named.items() if one is not None}
+    # Errors are those of the norm.
+    norm, margins = NAMED[operation], (sm_margin,) * 3
+    found = _forward(norm.norm, norm, rows, {}, eps, COLUMNS, None, None, margins, store, scale)
+    y = found["y"].reshape(x.shape) if output else None
+    leading = tuple(x.shape[: x.dim() - ndim])
+    scales = found["y8_scale"].reshape(float8.scales_shape(granularity, leading, math.prod(shape)))
+    return found["y8"].reshape(x.shape), scales, y
 
 
-def launched_by(
-    recipe: Recipe,
+def forward_of(
+    function: str,
+    operation: Operation,
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, float],
+    eps: float,
+    *,
+    demanded: broadcasting.Kinds,
+    dtype: str | None,
+    s_dtype: str | None,
+    sm_margin: int,
+    store: Float8Store,
+    scale: Any,
+) -> dict[str, Tensor]:
+    """y8, y8_scale, y if it is wide and s if it is returned, of x and the operands: tensors, and numbers."""
+    float8.check_rows(function, Layout((), (), checks.dtype_name(tensors["x"].dtype), ""), s_dtype)
+    _refuse_gradients(function, "x and operands", tuple(tensors.values()))
+    margins = (sm_margin,) * 3
+    return _forward(function, operation, tensors, numbers, eps, demanded, dtype, s_dtype, margins, store, scale)
+
+
+def _forward(function, operation, tensors, numbers, eps, demanded, dtype, s_dtype, margins, store, scale):
+    x, given = tensors["x"], tuple(tensors.values())
+    scales = _scale(operation, tensors, store, scale) if store.granularity == "tensor" else None
+    form = (function, operation, tuple(tensors)[1:], tuple(numbers), demanded)
+    if not torch.compiler.is_compiling() and dispatch.at_once(given):
+        call = call_of(*form, dtype, s_dtype, margins, store)
+        read = given if scales is None else (*given, scales)
+        recipe = launching.recipe_of(call, read, margins[2])
+        results, _ = launching.forward_by(recipe, read, tuple(numbers.values()), eps, False)
+        found = dict(zip(recipe.written, results, strict=True))
+        return found if scales is None else found | {"y8_scale": scales}
+    call = call_of(*form, "float32", s_dtype, margins)
+    results, _ = dispatch.run(call, given, tuple(numbers.values()), eps, False)
+    found = dict(zip(operation.returns, results, strict=True))
+    y, cols = found["y"], x.shape[-1]
+    y8, scales = quantise(y.reshape(-1, cols), store.granularity, store.format, scales)
+    found["y8"] = y8.reshape(x.shape)
+    found["y8_scale"] = scales.reshape(float8.scales_shape(store.granularity, tuple(x.shape[:-1]), cols))
+    found["y"] = y.to(getattr(torch, dtype) if dtype else x.dtype)
+    return found
+
+
+def _check(function, tensors, normalized_shape, eps, zero_centered_gamma, granularity, dtype, sm_margin):
+    """(normalized_shape, name of the format, eps)"""
+    named = dict(zip(("x", "weight", "bias"), tensors, strict=True))
+    layouts = arrays.layouts_of(function, named, required=("x",))
+    float8.check_x(function, layouts["x"])
+    name = float8.check_format(function, checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype)
+    shape, _ = core.check_forward(
+        function,
+        layouts["x"],
+        normalized_shape,
+        layouts.get("weight"),
+        layouts.get("bias"),
+        None,
+        None,
+        zero_centered_gamma=zero_centered_gamma,
+    )
+    arrays._check_sm_margin(function, sm_margin, tensors[0])
+    return shape, name, core.check_eps(function, eps)
+
+
+def _refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]) -> None:
+    """There is none of numbers of 8 bits."""
+    if operators.wants_gradient(*tensors):
+        raise ValueError(
+            f"{function}: {names} must want no gradient, as y in 8 bits has none; got one that does. Use "
+            "torch.no_grad() or detach()."
+        )
+
+
+def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Store, scale: Any) -> Tensor:
+    """As norm/float8.py has it of arrays."""
+    x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
+    if scale is not None:
+        return torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
+    name = name_of(operation.norm, weight is not None and dict(operation.defaults)["weight"] == 0)
+    found = bound(name, x, 1, weight, bias).amax() / FLOAT8[store.format]
+    return torch.where(found > 0, found, 1.0)
+
+
+def row_recipe(
+    name: str,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    scales: Tensor | None,
-    wants_statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As `launched`, by a recipe made of such tensors, wherever they lie."""
-    index = x.get_device()
-    if index != gpu.current_device():
-        with torch.cuda.device(index):
-            return launched_by(recipe, x, weight, bias, eps, scales, wants_statistics)
-    x_pointer = x.data_ptr()
-    weight_pointer = 0 if weight is None else weight.data_ptr()
-    bias_pointer = 0 if bias is None else bias.data_ptr()
-    if ((x_pointer | weight_pointer | bias_pointer) & 15 == 0) is not recipe.aligned:
-        recipe = recipe_of(x, weight, bias, recipe.options)
-        return launched_by(recipe, x, weight, bias, eps, scales, wants_statistics)
-    y_pointer = mean_pointer = rstd_pointer = 0
-    y = statistics = None
-    found = gpu.empty(*recipe.found)
-    if scales is None:
-        scales = gpu.empty(*recipe.scales)
-    if recipe.y is not None:
-        y = gpu.empty(*recipe.y)
-        y_pointer = y.data_ptr()
-    if wants_statistics:
-        statistics = gpu.empty(*recipe.statistics)
-        mean_pointer = statistics.data_ptr()  # rms_norm's kernels write none
-        rstd_pointer = mean_pointer + recipe.rstd_offset
-    if recipe.plan is None:
-        return found, scales, y, statistics
-    if recipe.copied:
-        x, weight, bias = gpu.contiguous((x, weight, bias), recipe.copies)
-        x_pointer, weight_pointer, bias_pointer = map(gpu.pointer, (x, weight, bias))
-    given = (x_pointer, weight_pointer, bias_pointer, scales.data_ptr(), found.data_ptr(), y_pointer)
-    arguments = recipe.order((*given, mean_pointer, rstd_pointer, eps))
-    launch.run(recipe.plan, index, gpu.stream(index), arguments)
-    return found, scales, y, statistics
-
-
-def _recipe(options, x, weight, bias, aligned) -> Recipe:
-    operation, shape, granularity, name, sm_margin, of_y = options
-    norm = checks.function_of(operation)
-    cols, x_rows = math.prod(shape), gpu.row_strides_of(x, len(shape))
-    copies = (x_rows is None, *(one is not None and not one.is_contiguous() for one in (weight, bias)))
-    logs.copied(f"{norm}_fp8", ("x", "weight", "bias"), (x, weight, bias), copies)
-    rows = math.prod(x.shape) // cols
-    problem = float8_problem(
-        norm,
-        rows,
-        cols,
-        checks.dtype_name(x.dtype),
-        None if weight is None else checks.dtype_name(weight.dtype),
-        None if bias is None else checks.dtype_name(bias.dtype),
-        y8=name,
-        granularity=granularity,
-        y=None if of_y is None else checks.dtype_name(of_y),
-        zero_centered_gamma=operation != norm,
-        x_rows=x_rows,
-        sm_margin=sm_margin,
-        aligned=aligned,
-    )
-    properties = gpu.properties_of(norm, x)
-    leading = tuple(x.shape[: x.dim() - len(shape)])
-    has_mean = formulas.subtracts_mean(operation)
-    contiguously = gpu.contiguously
-    return Recipe(
-        plan=plan(problem, properties) if problem.rows else None,
-        copies=copies,
-        copied=any(copies),
-        found=contiguously(x.shape, getattr(torch, name)),
-        scales=contiguously(store.scales_shape(granularity, leading, cols), torch.float32),
-        y=None if of_y is None else contiguously(x.shape, of_y),
-        statistics=contiguously((1 + has_mean, *leading), torch.float32),
-        rstd_offset=4 * rows * has_mean,
-        order=argument_order(problem, FORWARD8),
-        aligned=aligned,
-        options=options,
-    )
+    of_y: torch.dtype | None,
+    dtype: str,
+    sm_margin: int,
+) -> launching.Forward:
+    """Of the kernel that makes a plain norm in 8 bits with a scale for each row, and y in the dtype `of_y`."""
+    store = Float8Store(dtype, "row", of_y is not None)
+    call = launching.affine_call(name, weight, bias, of_y, (sm_margin,) * 3, store)
+    return launching.recipe_of(call, functional.given(x, weight, bias), sm_margin)
 
 
 def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -211,11 +199,3 @@ def bound(operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Ten
     gamma = x.new_ones(shape, dtype=torch.float32) if weight is None else formulas.gamma(operation, weight, x)
     found = gamma.abs() * store.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
     return found if bias is None else found + bias.float().abs()
-
-
-def _static_scale(
-    operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None, name: str
-) -> Tensor:
-    """As norm/float8.py has it of arrays."""
-    found = bound(operation, x, ndim, weight, bias).amax() / FLOAT8[name]
-    return torch.where(found > 0, found, 1.0)

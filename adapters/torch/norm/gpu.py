@@ -42,11 +42,3 @@ def properties_of(function: str, x: Tensor) -> device.Device:
 
 def row_strides_of(tensor: Tensor | None, ndim: int) -> RowStrides | None:
     return None if tensor is None else row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), ndim)
-
-
-def contiguous(tensors: tuple[Tensor | None, ...], copies: tuple[bool, ...]) -> list[Tensor | None]:
-    return [tensor.contiguous() if copy else tensor for tensor, copy in zip(tensors, copies, strict=True)]
-
-
-def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
