@@ -65,7 +65,9 @@ class Float8(NamedTuple):
         """Bytes are made of each tensor as it is."""
         return inputs
 
-    def recipe(self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step) -> launching.Forward | None:
+    def recipe(
+        self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step
+    ) -> launching.Forward | None:
         """That of the kernel which makes z8; None where there is none, or the tensors cannot go straight to it."""
         scheme = self.scheme
         if not scheme.by_row or scheme.power_2[0]:

@@ -38,9 +38,7 @@ def of_norm_linear(
         return [found[name] for name in names]
 
     saved = ("x",) if ln_weight is None else ("x", "weight")
-    which = norm_nodes.describe(
-        recipe, tensors, (), step.eps, of_norm, dispatch.launchable, saved=saved, in_place=True
-    )
+    which = norm_nodes.describe(recipe, tensors, (), step.eps, of_norm, dispatch.launchable, saved=saved, in_place=True)
     if which is None:
         return None
     dy = x.new_empty(x.numel() // x.shape[-1], len(weight))

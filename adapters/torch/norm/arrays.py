@@ -19,11 +19,11 @@ from ...call import checks as core
 from ...call.backend import Norm
 from ...call.checks import Layout
 from ...call.store import Float8Store, check_x, scales_shape
-from ...operation import NORMS, SEED, Operation, name_of
+from ...operation import NAMED, NORMS, SEED, Operation, name_of
 from ..private import under_functorch
-from . import checks, dispatch, formulas, functional, gpu, launching
+from . import checks, dispatch, float8, formulas, functional, gpu, launching
 from .float8 import forward_of
-from .launching import Saved, call_of
+from .launching import COLUMNS, Saved, call_of
 
 
 def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool) -> tuple[Tensor, ...]:
@@ -197,31 +197,19 @@ def norm_float8(
 ) -> tuple[Tensor, ...]:
     """As `Backend.norm_float8`. Nothing is differentiable."""
     function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
-    granularity, name = store.granularity, store.format
     tensors = (x, weight, bias)
     options = (normalized_shape, eps, zero_centered_gamma, sm_margin)
     shape, eps = checked_once(_check_float8, function, tensors, options)
-    _refuse_gradients(function, *tensors)
+    float8.refuse_gradients(function, "x, weight and bias", tensors)
     operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
-    cols = math.prod(shape)
-    scales = None
-    if granularity == "tensor":
-        if scale is None:
-            scales = float8._static_scale(operation, x, len(shape), weight, bias, name)
-        else:
-            scales = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
-    if not torch.compiler.is_compiling() and functional._at_once(x, weight, bias):
-        of_y = x.dtype if store.wide else None
-        options = (granularity, name, scales, sm_margin, of_y)
-        y8, y8_scale, y, _ = float8.launched(operation, x, shape, weight, bias, eps, *options)
-        return (y8, y8_scale) if y is None else (y8, y8_scale, y)
-    arguments = (operation, x, torch.Size(shape), weight, bias, eps)
-    y = functional.norm(*arguments, torch.float32, sm_margin)
-    y8, scales = float8.quantise(y.reshape(-1, cols), granularity, name, scales)
+    named = {"x": x, "weight": weight, "bias": bias}
+    rows = {name: functional.as_rows(one, len(shape)) for name, one in named.items() if one is not None}
+    norm, margins = NAMED[operation], (sm_margin,) * 3  # errors are those of the norm
+    found = float8.run(norm.norm, norm, rows, {}, eps, COLUMNS, None, None, margins, store, scale)
     leading = tuple(x.shape[: x.dim() - len(shape)])
-    scales = scales.reshape(scales_shape(granularity, leading, cols))
-    found = (y8.reshape(x.shape), scales)
-    return (*found, functional.norm(*arguments, x.dtype, sm_margin)) if store.wide else found
+    scales = found["y8_scale"].reshape(scales_shape(store.granularity, leading, math.prod(shape)))
+    y8 = found["y8"].reshape(x.shape)
+    return (y8, scales, found["y"].reshape(x.shape)) if store.wide else (y8, scales)
 
 
 def _check_float8(function, tensors, normalized_shape, eps, zero_centered_gamma, sm_margin):
@@ -241,15 +229,6 @@ def _check_float8(function, tensors, normalized_shape, eps, zero_centered_gamma,
     )
     _check_sm_margin(function, sm_margin, tensors[0])
     return shape, core.check_eps(function, eps)
-
-
-def _refuse_gradients(function: str, *tensors: Tensor | None) -> None:
-    """There is none of numbers of 8 bits."""
-    if operators.wants_gradient(*tensors):
-        raise ValueError(
-            f"{function}: x, weight and bias must want no gradient, as y in 8 bits has none; got one that does. Use "
-            "torch.no_grad() or detach()."
-        )
 
 
 # What `cunorm.fuse` makes.

@@ -15,48 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ...call import checks as core
-from ...call import broadcasting, store
+from ...call import broadcasting
+from ...call import store as rules
 from ...call.checks import Layout
 from ...call.store import Float8Store
-from ...operation import NAMED, Operation, name_of
+from ...operation import Operation, name_of
 from ...plan.problem import BLOCK, FLOAT8
-from . import arrays, checks, dispatch, formulas, functional, launching, operators
-from .launching import COLUMNS, call_of
-
-
-def forward(
-    function: str,
-    x: Tensor,
-    normalized_shape: int | Sequence[int] | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    zero_centered_gamma: bool,
-    granularity: str | int,
-    scale: Any,
-    dtype: Any,
-    sm_margin: int,
-    output: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of a plain norm: (y in torch.float8_e4m3fn or float8_e5m2, scale, y), the last None unless asked for."""
-    tensors = (x, weight, bias)
-    options = (normalized_shape, eps, zero_centered_gamma, granularity, dtype, sm_margin)
-    float8.check_granularity(function, granularity, scale)
-    shape, name, eps = arrays.checked_once(_check, function, tensors, options)
-    _refuse_gradients(function, "x, weight and bias", tensors)
-    operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
-    ndim, store = len(shape), Float8Store(name, granularity, output)
-    named = {"x": x, "weight": weight, "bias": bias}
-    rows = {name: functional.as_rows(one, ndim) for name, one in named.items() if one is not None}
-    # Errors are those of the norm.
-    norm, margins = NAMED[operation], (sm_margin,) * 3
-    found = _forward(norm.norm, norm, rows, {}, eps, COLUMNS, None, None, margins, store, scale)
-    y = found["y"].reshape(x.shape) if output else None
-    leading = tuple(x.shape[: x.dim() - ndim])
-    scales = found["y8_scale"].reshape(float8.scales_shape(granularity, leading, math.prod(shape)))
-    return found["y8"].reshape(x.shape), scales, y
+from . import checks, dispatch, formulas, functional, launching, operators
+from .launching import call_of
 
 
 def forward_of(
@@ -74,13 +40,13 @@ def forward_of(
     scale: Any,
 ) -> dict[str, Tensor]:
     """y8, y8_scale, y if it is wide and s if it is returned, of x and the operands: tensors, and numbers."""
-    float8.check_rows(function, Layout((), (), checks.dtype_name(tensors["x"].dtype), ""), s_dtype)
-    _refuse_gradients(function, "x and operands", tuple(tensors.values()))
+    rules.check_rows(function, Layout((), (), checks.dtype_name(tensors["x"].dtype), ""), s_dtype)
+    refuse_gradients(function, "x and operands", tuple(tensors.values()))
     margins = (sm_margin,) * 3
-    return _forward(function, operation, tensors, numbers, eps, demanded, dtype, s_dtype, margins, store, scale)
+    return run(function, operation, tensors, numbers, eps, demanded, dtype, s_dtype, margins, store, scale)
 
 
-def _forward(function, operation, tensors, numbers, eps, demanded, dtype, s_dtype, margins, store, scale):
+def run(function, operation, tensors, numbers, eps, demanded, dtype, s_dtype, margins, store, scale):
     x, given = tensors["x"], tuple(tensors.values())
     scales = _scale(operation, tensors, store, scale) if store.granularity == "tensor" else None
     form = (function, operation, tuple(tensors)[1:], tuple(numbers), demanded)
@@ -97,32 +63,12 @@ def _forward(function, operation, tensors, numbers, eps, demanded, dtype, s_dtyp
     y, cols = found["y"], x.shape[-1]
     y8, scales = quantise(y.reshape(-1, cols), store.granularity, store.format, scales)
     found["y8"] = y8.reshape(x.shape)
-    found["y8_scale"] = scales.reshape(float8.scales_shape(store.granularity, tuple(x.shape[:-1]), cols))
+    found["y8_scale"] = scales.reshape(rules.scales_shape(store.granularity, tuple(x.shape[:-1]), cols))
     found["y"] = y.to(getattr(torch, dtype) if dtype else x.dtype)
     return found
 
 
-def _check(function, tensors, normalized_shape, eps, zero_centered_gamma, granularity, dtype, sm_margin):
-    """(normalized_shape, name of the format, eps)"""
-    named = dict(zip(("x", "weight", "bias"), tensors, strict=True))
-    layouts = arrays.layouts_of(function, named, required=("x",))
-    float8.check_x(function, layouts["x"])
-    name = float8.check_format(function, checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype)
-    shape, _ = core.check_forward(
-        function,
-        layouts["x"],
-        normalized_shape,
-        layouts.get("weight"),
-        layouts.get("bias"),
-        None,
-        None,
-        zero_centered_gamma=zero_centered_gamma,
-    )
-    arrays._check_sm_margin(function, sm_margin, tensors[0])
-    return shape, name, core.check_eps(function, eps)
-
-
-def _refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]) -> None:
+def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]) -> None:
     """There is none of numbers of 8 bits."""
     if operators.wants_gradient(*tensors):
         raise ValueError(
@@ -132,7 +78,7 @@ def _refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None
 
 
 def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Store, scale: Any) -> Tensor:
-    """As norm/float8.py has it of arrays."""
+    """As norm/rules.py has it of arrays."""
     x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
     if scale is not None:
         return torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
@@ -157,7 +103,7 @@ def row_recipe(
 
 
 def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What kernels_cu/rows/float8.cuh does, of float32 rows, y[rows, cols]; traceable."""
+    """What kernels_cu/rows/rules.cuh does, of float32 rows, y[rows, cols]; traceable."""
     if scales is not None:
         return rounded(y * scales.reciprocal(), name), scales
     rows, cols = y.shape
@@ -169,7 +115,7 @@ def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None
 
 
 def scaling(amax: Tensor, name: str, power_2: bool = False) -> tuple[Tensor, Tensor]:
-    """(q, 1 / q) for numbers of which max|v| is `amax`, as kernels_cu/rows/float8.cuh has them."""
+    """(q, 1 / q) for numbers of which max|v| is `amax`, as kernels_cu/rows/rules.cuh has them."""
     largest = FLOAT8[name]
     quotient = largest / amax
     tiny = quotient > store.MOST_MULTIPLIER

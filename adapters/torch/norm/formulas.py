@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...expression.philox import uniform
 from ...expression.texts import evaluate
 from ...expression.value import Expression
-from ...expression.philox import uniform
 from ...operation import NAMED, NORMS, SEED, Operation, derivative
 from ...plan import problem
 

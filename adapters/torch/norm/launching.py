@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from ... import logs
-from ...call.checks import check_sm_margin
-from ...kernel import launch
 from ...call import broadcasting
 from ...call.checks import Layout
-from ...call.store import Float8Store
 from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
+from ...call.store import Float8Store
+from ...kernel import launch
 from ...operation import NAMED, NORMS, Operation, derivative
 from ...plan.plan import plan as plan_of
 from ...plan.problem import Operands, argument_order, backward_reads

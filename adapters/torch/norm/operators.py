@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call import broadcasting
 from ...expression.grammar import parse
 from ...expression.value import Expression
 from ...fusion import composed
-from ...call import broadcasting
 from ...operation import NAMED, NORMS, SEED, Operation
 from ...plan.problem import compute_dtype
 from .. import private
