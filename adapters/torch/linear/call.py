@@ -23,14 +23,13 @@ from ..norm import checks, launching, nodes
 from ..norm.functional import (
     FLOATING,
     PLAIN,
-    applied,
     autocast_dtype,
     norm,
     norm_with_statistics,
     nothing_else_listens,
 )
 from ..norm.repeats import again, remember
-from ..private import in_forward_mode, nothing_listens, under_functorch
+from ..private import applied, in_forward_mode, nothing_listens, under_functorch
 from . import linear_nodes, operators
 from .exchange import SUM
 from .float8_casts import cast_rows

@@ -118,13 +118,13 @@ def scaling(amax: Tensor, name: str, power_2: bool = False) -> tuple[Tensor, Ten
     """(q, 1 / q) for numbers of which max|v| is `amax`, as kernels_cu/rows/rules.cuh has them."""
     largest = FLOAT8[name]
     quotient = largest / amax
-    tiny = quotient > store.MOST_MULTIPLIER
-    multiplier = torch.where(tiny, store.MOST_MULTIPLIER, quotient)
+    tiny = quotient > rules.MOST_MULTIPLIER
+    multiplier = torch.where(tiny, rules.MOST_MULTIPLIER, quotient)
     if power_2:
         multiplier = power_of_2(multiplier)
         scale = multiplier.reciprocal()
     else:
-        scale = torch.where(tiny, 1 / store.MOST_MULTIPLIER, amax / largest)
+        scale = torch.where(tiny, 1 / rules.MOST_MULTIPLIER, amax / largest)
     scale = torch.where(amax == 0, 1.0, scale)
     return multiplier, scale + (amax - amax)  # NaN where amax is not finite
 
@@ -143,5 +143,5 @@ def bound(operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Ten
     """What no |y_j| exceeds, whatever x is, in float32: of the shape of the normalised axes, the last `ndim` of x."""
     shape = x.shape[-ndim:]
     gamma = x.new_ones(shape, dtype=torch.float32) if weight is None else formulas.gamma(operation, weight, x)
-    found = gamma.abs() * store.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
+    found = gamma.abs() * rules.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
     return found if bias is None else found + bias.float().abs()
