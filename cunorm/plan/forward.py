@@ -72,9 +72,13 @@ def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
     if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
         return spread
     if (4 * rows <= sms if long else 8 * rows <= sms and vectors == 1024) and device.runs_clusters(8):
-        return replace(spread, shape=in_clusters(shape, 8), held=ceil_div(shape.packs, 2))
+        held = 2 if shape.packs == 7 and shape.threads == 256 else ceil_div(shape.packs, 2)
+        return replace(spread, shape=in_clusters(shape, 8), held=held)
     if not spec.aligned:
         return None
+    in_two = shape.threads == 512 and shape.packs > (4 if problem.norm.subtracts_mean else 6)
+    if in_two and 2 * rows <= sms and device.runs_clusters(2):
+        return replace(spread, shape=in_clusters(shape, 2), held=shape.packs)
     # Beside wide vectors, and with dropout, more than one row on an SM spills.
     narrow = widest_column(spec) <= ITEMSIZE[problem.row_dtype] and SEED not in (one.name for one in spec.matrices)
     most = sms * (RESIDENT // 2 // shape.threads) if narrow else sms
