@@ -120,7 +120,7 @@ def _fused(call: Call) -> Fused:
     if fused is None:
         operation = operation_of(*key[:3])
         bounded = function.startswith("add_") or (function == "rms_norm_gated" and not flags[0])
-        fused = _values[key] = Fused(operation, dtype, s_dtype, function, kinds_of(function), OF_DROPOUT, bounded)
+        fused = _values[key] = Fused(operation, dtype, s_dtype, function, kinds_of(function), OF_DROPOUT, bounded, True)
     return fused
 
 
