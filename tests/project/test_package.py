@@ -225,6 +225,7 @@ FOR_ADAPTERS = {
     "expression.value",
     "call.backend",
     "fusion",
+    "functions",
     "named",
     "private",
     "call.broadcasting",

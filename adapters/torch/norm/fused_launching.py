@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from ...call import broadcasting
 from ...call.checks import Layout
 from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...kernel import launch
-from ...operation import NORMS, Operation, derivative
+from ...operation import NORMS, Operation, added_after
 from ...plan.problem import argument_order, backward_reads
 from ...plan.steps import Plan
 from . import checks, fused_memory, gpu, launching
@@ -240,19 +239,11 @@ def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
 def given_through(family: Family, wanted: Collection[str], dy: Tensor | None) -> dict[str, Tensor]:
     """The gradients that are dy itself, as that of what is added to a norm: nobody need write them."""
     call, layouts, _ = family
-    added = _added(call.operation, call.names, call.numbers)
+    added = added_after(call.operation, (*call.names, *call.numbers))
     if dy is None or not added:
         return {}
     of_dy = dy.shape, checks.dtype_name(dy.dtype)
     return {name: dy for name in added if name in wanted and (layouts[name].shape, layouts[name].dtype) == of_dy}
-
-
-@lru_cache(maxsize=512)
-def _added(operation: Operation, names: tuple[str, ...], numbers: tuple[str, ...]) -> tuple[str, ...]:
-    """The operands whose gradients are that of y."""
-    after = [name for name in operation.after if name in names and name not in operation.before]
-    found = derivative(operation, after, (*names, *numbers)).early
-    return tuple(name for name, one in found if one.text == "dy")
 
 
 def backward(
