@@ -7,9 +7,13 @@ from .functions import (
     layer_norm,
     layer_norm_backward,
     layer_norm_forward,
+    layer_norm_fp8,
+    layer_norm_fp8_forward,
     rms_norm,
     rms_norm_backward,
     rms_norm_forward,
+    rms_norm_fp8,
+    rms_norm_fp8_forward,
 )
 from .fusion import fuse
 from .kernel.compile import CompileError
@@ -20,13 +24,9 @@ from .named import (
     gate_add_layer_norm_modulate,
     gate_add_rms_norm_modulate,
     layer_norm_add,
-    layer_norm_fp8,
-    layer_norm_fp8_forward,
     layer_norm_modulate,
     rms_norm_add,
     rms_norm_add_rms_norm,
-    rms_norm_fp8,
-    rms_norm_fp8_forward,
     rms_norm_gated,
     rms_norm_modulate,
 )

@@ -47,6 +47,7 @@ class Fused:
     demanded: Kinds = ()  # the kinds of operands that must be of one
     made: tuple[str, ...] = (SEED,)  # operands without a gradient
     bounded: bool = False  # whether y is a norm times weight plus bias, for which a scale is known beforehand
+    returns_dy: bool = False  # whether the gradient of what is added to the norm is the array dy, not another one
 
     def __repr__(self) -> str:
         operation = self.operation
@@ -133,8 +134,7 @@ class Fused:
         dict of str to array
             A gradient has the shape and dtype of the operand, that of a number shape () and the dtype of the
             arithmetic. Where two are the same by their formulas, as those of x and of residual in x + residual, it is
-            one array for both, and what is added to the norm has the gradient of y itself: copy one before you write to
-            the other.
+            one array for both: copy one before you write to the other.
         """
         operation = self.operation
         if not isinstance(saved, Saved):
@@ -164,8 +164,8 @@ class Fused:
         if operation.second:
             found = norm_add_norm.backward(self.function, operation, arrays, asked, **options)
         else:
-            # Nobody need write again what is dy itself; if it is all that is wanted the call is checked all the same.
-            added = added_after(operation, tuple(saved.operands))
+            # If dy is all that is wanted the call is checked all the same.
+            added = added_after(operation, tuple(saved.operands)) if self.returns_dy else ()
             copies = [name for name in asked if name in added and _alike(arrays[name], given["dy"])]
             computed = tuple(name for name in asked if name not in copies) or asked
             options["s_dtype"] = self.s_dtype

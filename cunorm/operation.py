@@ -10,8 +10,8 @@ Every name besides x and xhat is an operand. The plain norms are entries of a ta
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from .expression import gradients, silu, substitute, trace, where
@@ -50,7 +50,8 @@ SEED = "seed"
 class Operation:
     """`defaults` are the numbers that stand for operands which a call leaves out.
 
-    What follows from the fields is worked out once: every call of an operation asks for its hash and its operands.
+    What follows from the fields is worked out at once: every call asks for the hash and the operands, and
+    torch.compile traces neither how they are made nor that they are kept.
 
     With `second` the epilogue makes s, which is rounded, and y = second(normalise(s), ...): a forward pass alone.
     """
@@ -61,13 +62,17 @@ class Operation:
     returns: tuple[str, ...] = ("y",)
     defaults: tuple[tuple[str, float], ...] = ()
     second: Expression | None = None
+    operands: tuple[str, ...] = field(init=False, repr=False, compare=False)  # all of them, each once
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = (*self.before, *self.after, *(self.second.names[1:] if self.second else ()))
+        object.__setattr__(self, "operands", tuple(dict.fromkeys(names)))
+        fields = (self.norm, self.epilogue, self.prologue, self.returns, self.defaults, self.second)
+        object.__setattr__(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:
         return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.norm, self.epilogue, self.prologue, self.returns, self.defaults, self.second))
 
     def __reduce__(self) -> tuple:  # another process has another hash
         return Operation, (self.norm, self.epilogue, self.prologue, self.returns, self.defaults, self.second)
@@ -81,11 +86,6 @@ class Operation:
     def after(self) -> tuple[str, ...]:
         """The operands of the epilogue."""
         return self.epilogue.names[1:]
-
-    @cached_property
-    def operands(self) -> tuple[str, ...]:
-        """All of them, each once."""
-        return tuple(dict.fromkeys((*self.before, *self.after, *(self.second.names[1:] if self.second else ()))))
 
     @property
     def statistics(self) -> tuple[str, ...]:

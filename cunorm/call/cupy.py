@@ -69,7 +69,7 @@ def _site(arrays: int, results: int | None, *, out: bool = False, workspace: boo
 def norm(
     asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool
 ) -> tuple[cupy.ndarray, ...]:
-    """As `Backend.norm`. What `_kept` does is written out: a Python call is 0.1 us of 1.7."""
+    """Run `Backend.norm`. What `_kept` does is written out: a Python call is 0.1 us of 1.7."""
     shape = asked[1]
     try:
         call = _calls.kept((asked, statistics, None if shape is None else kind_of(shape), type(asked[4])))
@@ -83,7 +83,7 @@ def norm(
 def norm_float8(
     asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
 ) -> tuple[cupy.ndarray, ...]:
-    """As `Backend.norm_float8`."""
+    """Run `Backend.norm_float8`."""
     call = _kept(_norm_call, asked, store)
     if store.granularity != "tensor":
         return call.site(call, eps, None, x, weight, bias)
@@ -101,7 +101,7 @@ def norm_float8(
 def norm_backward(
     asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
 ) -> tuple[cupy.ndarray | None, ...]:
-    """As `Backend.norm_backward`."""
+    """Run `Backend.norm_backward`."""
     try:
         call = _calls.kept((asked, output_mask, None, type(asked[4])))
     except (TypeError, ValueError):
@@ -203,7 +203,7 @@ def forward(
     float8: Float8Store | None = None,
     scale: Any = None,
 ) -> tuple[dict[str, cupy.ndarray], cupy.ndarray | None, cupy.ndarray | None]:
-    """As `Backend.forward`."""
+    """Run `Backend.forward`."""
     key = (
         function,
         operation,
@@ -281,7 +281,7 @@ def backward(
     s_dtype: str | None,
     sm_margin: int,
 ) -> dict[str, cupy.ndarray]:
-    """As `Backend.backward`."""
+    """Run `Backend.backward`."""
     wanted = tuple(wanted)
     needed = ("x", *NORMS[operation.norm].statistics)
     names = tuple([name for name, array in arrays.items() if array is not None or name in needed])

@@ -19,20 +19,20 @@ MODULE = "cunorm.call.cupy"
 
 
 def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool):
-    """As `Backend.norm`."""
+    """Run `Backend.norm`."""
     module = on_gpu(MODULE, asked[0], x)
     x, weight, bias, out = views(asked[0], ("x", "weight", "bias", "out"), (x, weight, bias, out))
     return module.norm(asked, x, weight, bias, eps, out, statistics)
 
 
 def norm_float8(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any):
-    """As `Backend.norm_float8`."""
+    """Run `Backend.norm_float8`."""
     module = on_gpu(MODULE, asked[0], x)
     return module.norm_float8(asked, *views(asked[0], ("x", "weight", "bias"), (x, weight, bias)), eps, store, scale)
 
 
 def norm_backward(asked: Norm, *arrays_and_mask: Any):
-    """As `Backend.norm_backward`."""
+    """Run `Backend.norm_backward`."""
     *arrays, output_mask = arrays_and_mask
     module = on_gpu(MODULE, asked[0], arrays[1])
     names = ("dy", "x", "mean", "rstd", "weight", "dx_out")
@@ -40,14 +40,14 @@ def norm_backward(asked: Norm, *arrays_and_mask: Any):
 
 
 def forward(function: str, operation: Operation, x: Any, operands: Mapping[str, Any], eps: float, **options: Any):
-    """As `Backend.forward`."""
+    """Run `Backend.forward`."""
     module = on_gpu(MODULE, function, x)
     given = _viewed(function, {"x": x, **operands})
     return module.forward(function, operation, given.pop("x"), given, eps, **options)
 
 
 def backward(function: str, operation: Operation, arrays: Mapping[str, Any], wanted: Sequence[str], **options: Any):
-    """As `Backend.backward`."""
+    """Run `Backend.backward`."""
     module = on_gpu(MODULE, function, arrays["x"])
     return module.backward(function, operation, _viewed(function, arrays), wanted, **options)
 

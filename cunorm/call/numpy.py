@@ -24,14 +24,14 @@ from .store import MOST_MULTIPLIER, Float8Store, check_rows, check_x, scale_of, 
 def norm(
     asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool
 ) -> tuple[numpy.ndarray, ...]:
-    """As `Backend.norm`."""
+    """Run `Backend.norm`."""
     return _norm(asked, x, weight, bias, eps, out, statistics)
 
 
 def norm_float8(
     asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
 ) -> tuple[numpy.ndarray, ...]:
-    """As `Backend.norm_float8`."""
+    """Run `Backend.norm_float8`."""
     check_x(asked[0], layout(asked[0], "x", x))
     return _norm((*asked[:3], None, asked[4]), x, weight, bias, eps, None, False, store, scale)
 
@@ -74,7 +74,7 @@ def _norm(
 def norm_backward(
     asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
 ) -> tuple[numpy.ndarray | None, ...]:
-    """As `Backend.norm_backward`."""
+    """Run `Backend.norm_backward`."""
     function, _, zero_centered_gamma, _, sm_margin = asked
     subtracts_mean = function.startswith("layer_norm")
     named = {"dy": dy, "x": x, "mean": mean, "rstd": rstd, "weight": weight, "dx_out": dx_out}
@@ -119,7 +119,7 @@ def forward(
     float8: Float8Store | None = None,
     scale: Any = None,
 ) -> tuple[dict[str, numpy.ndarray], numpy.ndarray | None, numpy.ndarray | None]:
-    """As `Backend.forward`."""
+    """Run `Backend.forward`."""
     of_x = layout(function, "x", x)
     given = {name: _given(function, name, array) for name, array in {"x": x, **operands}.items()}
     broadcasting.check_operands(function, of_x, {name: given[name] for name in operands}, demanded=demanded)
@@ -191,7 +191,7 @@ def backward(
     s_dtype: str | None,
     sm_margin: int,
 ) -> dict[str, numpy.ndarray]:
-    """As `Backend.backward`."""
+    """Run `Backend.backward`."""
     checks.check_sm_margin(function, sm_margin, None)
     needed = ("x", *NORMS[operation.norm].statistics)
     arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}

@@ -1,4 +1,4 @@
-"""Checked problems, as api.py would make them, for tests of plans and kernels that need no arrays."""
+"""Checked problems, as calls would make them, for tests of plans and kernels that need no arrays."""
 
 from __future__ import annotations
 

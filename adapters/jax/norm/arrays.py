@@ -26,7 +26,7 @@ from .functional import array
 
 
 def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: None, statistics: bool) -> tuple[jax.Array, ...]:
-    """As `Backend.norm`. All results are differentiable."""
+    """Run `Backend.norm`; all results are differentiable."""
     function, normalized_shape, zero_centered_gamma, dtype, sm_margin = asked
     _refuse(function, "out", out)
     arrays, task = functional.checked(
@@ -39,7 +39,7 @@ def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: None, sta
 def norm_float8(
     asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
 ) -> tuple[jax.Array, ...]:
-    """As `Backend.norm_float8`."""
+    """Run `Backend.norm_float8`."""
     function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
     check_x(function, Layout(x.shape, (), x.dtype.name, ""))
     arrays, task = functional.checked(
@@ -72,7 +72,7 @@ def unexceeded(task: Task, arrays: Arrays, store: Float8Store) -> jax.Array:
 def norm_backward(
     asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: None, output_mask: Any
 ) -> tuple[jax.Array | None, ...]:
-    """As `Backend.norm_backward`."""
+    """Run `Backend.norm_backward`."""
     function, _, zero_centered_gamma, _, sm_margin = asked
     _refuse(function, "dx_out", dx_out)
     layer_norm = function.startswith("layer_norm")
@@ -124,7 +124,7 @@ def forward(
     float8: Float8Store | None = None,
     scale: Any = None,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
-    """As `Backend.forward`. All results are differentiable, but for those with y in 8 bits."""
+    """Run `Backend.forward`; all results are differentiable, but for those with an FP8 output."""
     arrays, task = _checked(function, operation, x, operands, demanded, eps, dtype, s_dtype, sm_margin)
     if float8:
         check_rows(function, Layout((), (), x.dtype.name, ""), s_dtype)
@@ -144,7 +144,7 @@ def backward(
     s_dtype: str | None,
     sm_margin: int,
 ) -> dict[str, jax.Array]:
-    """As `Backend.backward`."""
+    """Run `Backend.backward`."""
     needed = ("x", *NORMS[operation.norm].statistics)
     x = array(function, "x", arrays["x"])
     operands = {name: arrays[name] for name in operation.operands if arrays.get(name) is not None}

@@ -27,7 +27,7 @@ from .launching import COLUMNS, Saved, call_of
 
 
 def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool) -> tuple[Tensor, ...]:
-    """As `Backend.norm`. y is differentiable unless it is written to `out`."""
+    """Run `Backend.norm`; y is differentiable unless it is written to `out`."""
     function, normalized_shape, zero_centered_gamma, dtype, sm_margin = asked
     tensors = (x, weight, bias, out)
     options = (normalized_shape, eps, zero_centered_gamma, dtype, sm_margin)
@@ -54,7 +54,7 @@ def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, stat
 def norm_backward(
     asked: Norm, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, dx_out: Any, output_mask: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `Backend.norm_backward`."""
+    """Run `Backend.norm_backward`."""
     function, _, zero_centered_gamma, _, sm_margin = asked
     operation = name_of(function.removesuffix("_backward"), zero_centered_gamma)
     options = (zero_centered_gamma, output_mask, sm_margin)
@@ -195,7 +195,7 @@ def _check_out(
 def norm_float8(
     asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
 ) -> tuple[Tensor, ...]:
-    """As `Backend.norm_float8`. Nothing is differentiable."""
+    """Run `Backend.norm_float8`; nothing is differentiable."""
     function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
     tensors = (x, weight, bias)
     options = (normalized_shape, eps, zero_centered_gamma, sm_margin)
@@ -249,7 +249,7 @@ def forward(
     float8: Float8Store | None = None,
     scale: Any = None,
 ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
-    """As `Backend.forward`. y and s are differentiable, but for y in 8 bits."""
+    """Run `Backend.forward`; y and s are differentiable, but not an FP8 output."""
     if not torch.compiler.is_compiling() and not (type(eps) is float and 0 <= eps < math.inf):
         eps = core.check_eps(function, eps)
     tensors, given = _told_apart(function, x, operands, demanded)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...call.checks import Layout
+from ...call.recipe import one_kernel_norms_twice
 from ...named import KINDS
 from ...operation import sandwiched, sandwiched_at_once
 from .. import private

@@ -19,7 +19,7 @@ from ...call.checks import Layout
 from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...call.store import Float8Store
 from ...kernel import launch
-from ...operation import NAMED, NORMS, Operation, derivative
+from ...operation import NAMED, NORMS, Operation, added_after
 from ...plan.plan import plan as plan_of
 from ...plan.problem import Operands, argument_order, backward_reads
 from ...plan.steps import Plan
@@ -73,10 +73,7 @@ class Call:
         """The operands whose gradients are that of y."""
         found = self.reads.get(("", "through"))  # no operand has such a name
         if found is None:
-            operation = self.operation
-            after = [name for name in operation.after if name in self.names and name not in operation.before]
-            early = derivative(operation, after, (*self.names, *self.numbers)).early
-            found = tuple(name for name, expression in early if expression.text == "dy")
+            found = added_after(self.operation, (*self.names, *self.numbers))
             self.reads["", "through"] = found
         return found
 
