@@ -73,7 +73,8 @@ class Call:
         """The operands whose gradients are that of y."""
         found = self.reads.get(("", "through"))  # no operand has such a name
         if found is None:
-            found = added_after(self.operation, (*self.names, *self.numbers))
+            added = added_after(self.operation, (*self.names, *self.numbers))
+            found = tuple(name for name in added if name in self.names)
             self.reads["", "through"] = found
         return found
 
