@@ -119,6 +119,8 @@ def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor
     call = Call(step, wanted, differentiated, recipe)
     if cast is None and (recipe is not None or nothing_listens()):
         if recipe is not None and numbers is WIDE and ranks.alone:
+            if differentiated:
+                nodes.build_in_background()
             call = call._replace(compiled=linear_nodes.of_norm_linear(step, recipe, *inputs))
         tensors = tuple(one for one in inputs if one is not None)
         remember(launching._calls, _key(layer._replace(eps=eps), inputs), tensors, call, launching.RECIPES)
