@@ -211,7 +211,7 @@ def test_each_pass_of_torch_has_its_own(stand_in, monkeypatch):
 
 def arguments_of(x, margins):
     from cunorm.operation import added
-    from cunorm.torch.norm.launching import call_of
+    from cunorm.torch.norm.calls import call_of
 
     call = call_of("test", added("rms_norm"), ("residual",), (), (), None, None, tuple(margins.values()))
     return call, (x, x), (), 1e-6, False

@@ -206,12 +206,12 @@ def test_peak_memory_is_below_that_of_two_operators_by_z(keep):
 @pytest.mark.parametrize("rows", [1, 33, 700, 3000])
 def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
     """Of few rows dz is read to the end, beside what writes dx: there dx has memory of its own."""
-    from cunorm.torch.norm import dispatch, launching
+    from cunorm.torch.norm import calls, dispatch, launching
 
     x, dz, weight = (
         random(*s, device="cuda", dtype=torch.bfloat16, seed=i) for i, s in enumerate([(rows, cols)] * 2 + [(cols,)])
     )
-    call = launching.affine_call(op, weight, None, None, (0, 0, 0))
+    call = calls.affine_call(op, weight, None, None, (0, 0, 0))
     _, statistics, _ = launching.forward(call, (x, weight), (), 1e-5, True, sm_margin=0)
     mask = (True, True, op == "layer_norm")
     with torch.no_grad():
@@ -225,10 +225,10 @@ def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
 
 @pytest.mark.gpu
 def test_streamed_rows_leave_dz_alone():
-    from cunorm.torch.norm import dispatch, launching
+    from cunorm.torch.norm import calls, dispatch, launching
 
     x, dz = (random(3, 600_000, device="cuda", dtype=torch.bfloat16, seed=i) for i in (0, 1))
-    call = launching.affine_call("layer_norm", None, None, None, (0, 0, 0))
+    call = calls.affine_call("layer_norm", None, None, None, (0, 0, 0))
     _, statistics, _ = launching.forward(call, (x,), (), 1e-5, True, sm_margin=0)
     before, every = dz.clone(), (True, True, True)
     with torch.no_grad():

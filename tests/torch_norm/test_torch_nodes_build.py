@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import torch_stand_in  # noqa: E402
 
 from cunorm.torch import accelerate, layer_norm  # noqa: E402
-from cunorm.torch.norm import launching, nodes  # noqa: E402
+from cunorm.torch.norm import nodes, repeats  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
@@ -108,13 +108,13 @@ def test_whoever_asked_too_early_asks_again(compiler, monkeypatch):
     """And calls that were described without nodes are described anew."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(nodes, "_functions", lambda: (1, 2, 3, 4, 5))
-    monkeypatch.setattr(launching, "_calls", {"a call": ()})
+    monkeypatch.setattr(repeats, "_calls", {"a call": ()})
     assert nodes.module() is None
     build_elsewhere()
     monkeypatch.setattr(nodes, "_look_again_at", 0.0)  # a second later
-    assert launching._calls
+    assert repeats._calls
     assert nodes.module() is nodes.load()
-    assert launching._calls == {}
+    assert repeats._calls == {}
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import torch_stand_in  # noqa: E402
 
 from cunorm.call import recipe as fused_recipe  # noqa: E402
 from cunorm.kernel.device import H100  # noqa: E402
-from cunorm.torch import add_rms_norm, layer_norm, layer_norm_modulate, named, rms_norm  # noqa: E402
-from cunorm.torch.norm import dispatch, gpu, launching  # noqa: E402
+from cunorm.torch import add_rms_norm, layer_norm, layer_norm_modulate, rms_norm  # noqa: E402
+from cunorm.torch.norm import dispatch, gpu  # noqa: E402
 
 COLS = 64
 ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)
@@ -27,14 +27,8 @@ def runs(monkeypatch) -> Any:
     found.machine = SimpleNamespace(run=lambda *_, **__: None)
     monkeypatch.setattr(gpu, "properties_of", lambda *_: H100)
     monkeypatch.setattr(dispatch, "launchable", lambda _: not torch.is_grad_enabled())
-    forget(monkeypatch)
+    torch_stand_in.forget(monkeypatch)
     return found
-
-
-def forget(monkeypatch) -> None:
-    for module in (launching, named):
-        for kept in ("_made", "_families", "_calls"):
-            monkeypatch.setattr(module, kept, {}, raising=False)
 
 
 def tensor(*shape: int) -> Any:
@@ -70,7 +64,7 @@ def both_passes(runs: Any, name: str, rows: int) -> Any:
 def test_plans_and_results_are_those_of_a_first_call(monkeypatch, runs, name):
     found = [both_passes(runs, name, rows) for rows in ROWS]
     for rows, one in zip(ROWS, found, strict=True):
-        forget(monkeypatch)
+        torch_stand_in.forget(monkeypatch)
         assert both_passes(runs, name, rows) == one
 
 

@@ -24,6 +24,8 @@ import cunorm
 def torch_on_the_stand_in(monkeypatch):
     """What runs plans, until the end of the test."""
     torch = pytest.importorskip("torch")
+    import torch_stand_in
+
     from cunorm.torch.norm import dispatch, gpu, launching
 
     if missing():
@@ -39,8 +41,8 @@ def torch_on_the_stand_in(monkeypatch):
     parts = {"current_device": lambda: -1, "stream": lambda _: 0, "empty": empty, "properties_of": lambda *_: SMALL}
     for name, part in parts.items():
         monkeypatch.setattr(gpu, name, part)
-    for name, part in {"launch": runs, "_made": {}, "_families": {}, "_calls": {}}.items():
-        monkeypatch.setattr(launching, name, part)
+    monkeypatch.setattr(launching, "launch", runs)
+    torch_stand_in.forget(monkeypatch)
     monkeypatch.setattr(dispatch, "at_once", lambda _: True)
     monkeypatch.setattr(dispatch, "launchable", lambda _: True)
     return runs

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import cunorm
 from cunorm.torch import LayerNorm, RMSNorm, add_layer_norm
-from cunorm.torch.norm import dispatch, functional, launching
+from cunorm.torch.norm import calls, dispatch, functional
 
 OPS = ("layer_norm", "rms_norm")
 ROWS, SEQUENCE, COLS = 6, 4, 32
@@ -29,7 +29,7 @@ def tensors(device):
 
 def operator(op, x, weight, bias):
     bias = bias if op == "layer_norm" else None
-    call = launching.affine_call(op, weight, bias, x.dtype, (0, 0, 0))
+    call = calls.affine_call(op, weight, bias, x.dtype, (0, 0, 0))
     (y,), _ = dispatch.run(call, functional.given(x, weight, bias), (), 1e-5, False)
     return y
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from cunorm.operation import NAMED
-from cunorm.torch.norm import formulas, launching, operators
+from cunorm.torch.norm import calls, formulas, operators
 
 
 def call_of(op: str, weight: Any, bias: Any, dtype: Any = None, sm_margin: int = 0) -> Any:
-    return launching.affine_call(op, weight, bias, dtype, (sm_margin,) * 3)
+    return calls.affine_call(op, weight, bias, dtype, (sm_margin,) * 3)
 
 
 def arguments(

@@ -10,7 +10,14 @@ import cpu_device
 import torch
 from cpu_functions import SMALL
 
-from cunorm.torch.norm import dispatch, gpu, launching, nodes
+from cunorm.torch import named
+from cunorm.torch.norm import calls, dispatch, gpu, launching, nodes, repeats
+
+
+def forget(monkeypatch: Any) -> None:
+    """Nothing is known of earlier calls."""
+    for module, kept in ((calls, "_made"), (calls, "_families"), (repeats, "_calls"), (named, "_calls")):
+        monkeypatch.setattr(module, kept, {})
 
 
 def play(monkeypatch: Any) -> cpu_cupy.Runs:
@@ -31,8 +38,7 @@ def play(monkeypatch: Any) -> cpu_cupy.Runs:
     }.items():
         monkeypatch.setattr(gpu, name, part)
     monkeypatch.setattr(launching, "launch", runs)
-    for kept in ("_made", "_families", "_calls"):
-        monkeypatch.setattr(launching, kept, {})
+    forget(monkeypatch)
     monkeypatch.setattr(dispatch, "at_once", lambda _: True)
     monkeypatch.setattr(dispatch, "launchable", lambda _: True)
     monkeypatch.setattr(nodes, "module", functools.cache(lambda: None))  # a GPU's could not launch them

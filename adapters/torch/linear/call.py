@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ...operation import NAMED
-from ..norm import checks, launching, nodes
+from ..norm import checks, nodes, repeats
 from ..norm.functional import (
     FLOATING,
     PLAIN,
@@ -123,7 +123,7 @@ def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor
                 nodes.build_in_background()
             call = call._replace(compiled=linear_nodes.of_norm_linear(step, recipe, *inputs))
         tensors = tuple(one for one in inputs if one is not None)
-        remember(launching._calls, _key(layer._replace(eps=eps), inputs), tensors, call, launching.RECIPES)
+        remember(repeats._calls, _key(layer._replace(eps=eps), inputs), tensors, call)
     with without_autocast(x.device.type):
         return run(call, inputs, given)
 
@@ -141,14 +141,14 @@ def known(layer: tuple, inputs: Inputs) -> Call | None:
     if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer[2]) not in (float, int):
         return None
     key = _key(layer, inputs)
-    kept = launching.earlier_calls(key)
+    kept = repeats.earlier_calls(key)
     if not kept or not nothing_else_listens():
         return None
     tensors = [one for one in inputs if one is not None]
     for alike, call in kept:
         if alike(*tensors):
             return call
-    return again(launching._calls, key, tuple(tensors))
+    return again(repeats._calls, key, tuple(tensors))
 
 
 def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:

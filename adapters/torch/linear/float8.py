@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ...call.store import NAMES
-from ..norm import dispatch, float8, functional, launching
+from ..norm import dispatch, float8, functional, launching, repeats
 from .float8_casts import STEP, as_right, cast_columns, cast_rows, normalised_columns, scale_of_tensor
 from .float8_context import check_available
 from .float8_products import product
@@ -75,13 +75,13 @@ class Float8(NamedTuple):
         of_z = None if step.returned == NOTHING else step.dtype
         key = ("in 8 bits", step.operation, of_z, step.sm_margin, x.shape, ln_weight is None, ln_bias is None)
         tensors = functional.given(x, ln_weight, ln_bias)
-        recipe = launching.known_call(key, tensors)
+        recipe = repeats.known_call(key, tensors)
         if recipe is not None and functional.nothing_else_listens():
             return recipe
         if not dispatch.at_once(tensors):
             return None
         recipe = float8.row_recipe(step.operation, x, ln_weight, ln_bias, of_z, NAMES[E4M3], step.sm_margin)
-        launching.remember_call(key, tensors, recipe)
+        repeats.remember_call(key, tensors, recipe)
         return recipe
 
     def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> Weights:

@@ -28,7 +28,7 @@ from ...linear.float8_plan import (
 from ...linear.float8_spec import padded
 from ...operation import NAMED
 from ...plan.problem import ITEMSIZE
-from ..norm import checks, gpu, launching
+from ..norm import checks, gpu, repeats
 
 FORMATS = {name: getattr(torch, full) for name, full in NAMES.items()}
 _plans: dict[Hashable, CastPlan] = {}
@@ -198,7 +198,7 @@ def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tenso
 
 
 def _plan(plan_of: Callable[..., CastPlan], problem: Any, tensor: Tensor, key: Hashable) -> CastPlan:
-    return launching.keep(_plans, key, plan_of(problem, gpu.properties_of("cast to 8 bits", tensor)))
+    return repeats.keep(_plans, key, plan_of(problem, gpu.properties_of("cast to 8 bits", tensor)))
 
 
 def _name(tensor: Tensor) -> str:

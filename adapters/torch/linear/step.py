@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..norm import dispatch, launching
+from ..norm import calls, dispatch, launching, repeats
 from ..norm.functional import autocasts, given, nothing_else_listens
 from . import side_by_side
 from .ranks import Ranks, Rows
@@ -235,7 +235,7 @@ def normalise(
             (z,), statistics = launching.forward_by(recipe, tensors, (), eps, wants_statistics, out)
             return z, statistics
     margins = (sm_margin, step.backward_sm_margin, sm_margin)
-    call = launching.affine_call(operation, ln_weight, ln_bias, dtype, margins)
+    call = calls.affine_call(operation, ln_weight, ln_bias, dtype, margins)
     (z,), statistics = dispatch.by_operator(call, given(x, ln_weight, ln_bias), (), eps, wants_statistics)
     return z if out is None else out.copy_(z.view(out.shape)), statistics
 
@@ -246,14 +246,14 @@ def recipe_at_once(
     """That of the norm's launch; None where the tensors cannot go straight to it."""
     key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None)
     tensors = given(x, ln_weight, ln_bias)
-    recipe = launching.known_call(key, tensors)
+    recipe = repeats.known_call(key, tensors)
     if recipe is not None and nothing_else_listens():
         return recipe
     if not dispatch.at_once(tensors):
         return None
-    call = launching.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3)
+    call = calls.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3)
     recipe = launching.recipe_of(call, tensors, sm_margin)
-    launching.remember_call(key, tensors, recipe)
+    repeats.remember_call(key, tensors, recipe)
     return recipe
 
 

@@ -22,8 +22,11 @@ from ...call.store import Float8Store, check_x, scales_shape
 from ...operation import NAMED, NORMS, SEED, Operation, name_of
 from ..private import under_functorch
 from . import checks, dispatch, float8, formulas, functional, gpu, launching
+from .calls import COLUMNS, call_of
+from .calls import family as family_of
 from .float8 import forward_of
-from .launching import COLUMNS, Saved, call_of
+from .launching import Saved
+from .repeats import keep
 
 
 def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool) -> tuple[Tensor, ...]:
@@ -141,7 +144,7 @@ def checked_once(check: Callable[..., Any], function: str, tensors: Sequence[Any
     except (AttributeError, TypeError, RuntimeError):
         return check(function, tensors, *options)
     if result is None:
-        result = launching.keep(_checked, key, check(function, tensors, *options))
+        result = keep(_checked, key, check(function, tensors, *options))
     return result
 
 
@@ -155,11 +158,7 @@ def layouts_of(function: str, named: Mapping[str, Any], required: Sequence[str])
             raise TypeError(
                 f"{function}: {name} must be a torch.Tensor, as x is; got {type(tensor).__name__}. Convert one of them."
             )
-        kind = checks.unlike_strided(tensor)
-        if kind:
-            raise TypeError(f"{function}: {name} must be a strided tensor; got {kind}. Convert it first.")
-        strides = tuple(tensor.stride())
-        layouts[name] = Layout(tuple(tensor.shape), strides, checks.dtype_name(tensor.dtype), str(tensor.device))
+        layouts[name] = checks.layout_in_memory(function, name, tensor)
     return layouts
 
 
@@ -315,7 +314,7 @@ def backward(
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
     if dispatch.at_once([*tensors.values(), *others.values()]):
         call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, row_dtype, margins)
-        family = launching.family(call, {name: layouts[name] for name in tensors})
+        family = family_of(call, {name: layouts[name] for name in tensors})
         kept = tensors if s is None else {**tensors, "s": s}
         saved = Saved(tuple(kept), tuple(kept.values()), tuple(given.values()), statistics)
         found = launching.backward(family, saved, dy, ds, tuple(wanted))

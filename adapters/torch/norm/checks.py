@@ -125,6 +125,14 @@ def layout(function: str, name: str, tensor: Tensor) -> Layout:
     return Layout(tuple(tensor.shape), (), dtype_name(tensor.dtype), str(tensor.device))
 
 
+def layout_in_memory(function: str, name: str, tensor: Tensor) -> Layout:
+    """The same with strides and cunorm's own type of error."""
+    kind = unlike_strided(tensor)
+    if kind:
+        raise TypeError(f"{function}: {name} must be a strided tensor; got {kind}. Convert it first.")
+    return Layout(tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype), str(tensor.device))
+
+
 def unlike_strided(tensor: Tensor) -> str:
     """What a tensor is that is not laid out by strides; "" for one that is."""
     if tensor.is_quantized:

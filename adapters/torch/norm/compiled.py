@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...operation import NAMED
 from .. import private
-from . import checks, formulas, functional, launching, operators
+from . import calls, checks, formulas, functional, operators
 
 # Devices whose kernels a CUDA graph replays.
 GRAPHED = ("cuda",)
@@ -56,7 +56,7 @@ def _chosen_norm(own, x, weight, bias, operation, ndim, eps, at_least) -> Tensor
     """Decomposed from `at_least` elements on, or in a CUDA graph: `own` is then read by nobody, and not computed."""
     if x.numel() < at_least and not _is_graphed(x):
         return own
-    call = launching.affine_call(operation, weight, bias, own.dtype, (0, 0, 0))
+    call = calls.affine_call(operation, weight, bias, own.dtype, (0, 0, 0))
     rows, *operands = (functional.as_rows(one, ndim) for one in functional.given(x, weight, bias))
     asked = operators.forward_options(call, (), eps, checks.dtype_name(x.dtype), True, True)
     y, *_ = DecomposedNorm.apply(rows, asked, *operands)

@@ -28,8 +28,9 @@ from ..private import (
     nothing_listens,
     under_functorch,
 )
-from . import checks, formulas, fused_memory, launching, nodes, norm_nodes, operators
-from .launching import Call, Family, Saved
+from . import calls, checks, formulas, launching, nodes, norm_nodes, operators, repeats
+from .calls import Call, Family
+from .launching import Saved
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -65,7 +66,7 @@ def run(
             return by_formulas(call, tensors, numbers, eps, wants_statistics)
         return by_operator(call, tensors, numbers, eps, wants_statistics)
     if not wants_statistics:
-        known = launching.known_call((call, tensors[0].shape, eps, *numbers), tensors)
+        known = repeats.known_call((call, tensors[0].shape, eps, *numbers), tensors)
         if known is not None and nothing_else_listens():
             return run_known(known, tensors), None
     if at_once(tensors):
@@ -74,7 +75,7 @@ def run(
             forward, _, inference = call.sm_margins
             # Whether autograd is on is not asked, and repeats.py remembers no tensor that is there twice.
             if forward == inference and len({id(tensor) for tensor in tensors}) == len(tensors):
-                launching.remember_call((call, tensors[0].shape, eps, *numbers), tensors, known)
+                repeats.remember_call((call, tensors[0].shape, eps, *numbers), tensors, known)
             return run_known(known, tensors), None
         known = _described(call, tensors, numbers, eps)._replace(wants_statistics=True)
         if not (known.differentiable and grad_enabled()):
@@ -88,7 +89,8 @@ def run(
             return sharding.run(run, call, tensors, numbers, eps, wants_statistics)
     if not call.affine:  # functional.py has checked those
         layouts = {
-            name: fused_memory.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)
+            name: checks.layout_in_memory(call.function, name, one)
+            for name, one in zip(call.names, tensors, strict=True)
         }
         broadcasting.check_operands(call.function, layouts.pop("x"), layouts, demanded=call.demanded)
     first, device = tensors[0], tensors[0].device.type
@@ -202,7 +204,7 @@ def gradients_of(
     wanted = computed = call.masks.get(mask) or call.wanted(mask)
     given: dict[str, Tensor] = {}
     if family.has_through:
-        given = launching.given_through(family, wanted, dy)
+        given = calls.given_through(family, wanted, dy)
         computed = tuple(name for name in wanted if name not in given)
     found: Sequence[Tensor] = ()
     if computed:
@@ -254,7 +256,7 @@ def affine_gradients(
     is wanted. That of bias has the dtype of weight, else of x. `in_place`: nobody needs dy any more. `dx_out`: where dx
     is written, of what goes straight to the launch.
     """
-    family = launching.affine_family(name, x, weight, sm_margin)
+    family = calls.affine_family(name, x, weight, sm_margin)
     saved = Saved(*((("x",), (x,)) if weight is None else (("x", "weight"), (x, weight))), (), statistics)
     wanted = tuple(one for one, wants in zip(("x", "weight", "bias"), mask, strict=True) if wants)
     recipe = None if dx_out is not None else launching.known_backward(family, saved, dy, None, wanted)
@@ -266,7 +268,7 @@ def affine_gradients(
         launching.remember_backward(family, saved, dy, None, wanted)
         found = launching.backward(family, saved, dy, None, wanted, in_place=in_place)
     else:
-        call = launching.affine_call(name, x, x, x.dtype, (sm_margin,) * 3)
+        call = calls.affine_call(name, x, x, x.dtype, (sm_margin,) * 3)
         row = x.new_ones(()).expand(x.shape[-1:])  # a bias, of which the shape counts, and a weight that is left out
         x_dtype, parameter = (checks.dtype_name(one.dtype) for one in (x, x if weight is None else weight))
         asked = operators.forward_options(call, (), eps, x_dtype, True, True).backward([x_dtype, parameter, parameter])

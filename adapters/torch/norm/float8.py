@@ -21,8 +21,8 @@ from ...call.checks import Layout
 from ...call.store import Float8Store
 from ...operation import Operation, name_of
 from ...plan.problem import BLOCK, FLOAT8
-from . import checks, dispatch, formulas, functional, launching, operators
-from .launching import call_of
+from . import calls, checks, dispatch, formulas, functional, launching, operators
+from .calls import call_of
 
 
 def forward_of(
@@ -98,7 +98,7 @@ def row_recipe(
 ) -> launching.Forward:
     """Of the kernel that makes a plain norm in 8 bits with a scale for each row, and y in the dtype `of_y`."""
     store = Float8Store(dtype, "row", of_y is not None)
-    call = launching.affine_call(name, weight, bias, of_y, (sm_margin,) * 3, store)
+    call = calls.affine_call(name, weight, bias, of_y, (sm_margin,) * 3, store)
     return launching.recipe_of(call, functional.given(x, weight, bias), sm_margin)
 
 

@@ -30,7 +30,7 @@ from ..private import (
     nothing_else_listens,
     under_functorch,
 )
-from . import checks, dispatch, formulas, gpu, launching
+from . import calls, checks, dispatch, formulas, gpu, repeats
 from .dispatch import PLAIN
 
 HALF = (torch.float16, torch.bfloat16)
@@ -142,7 +142,7 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
         if type(shape) is torch.Size or (type(shape) is tuple and len(shape) == 1 and type(shape[0]) is int):
             key = (operation, shape, eps, dtype, sm_margin, x.shape, x.dtype, weight is None, bias is None)
             tensors = given(x, weight, bias) if weight is None or bias is None else (x, weight, bias)
-            known = launching.known_call(key, tensors)
+            known = repeats.known_call(key, tensors)
             if known is not None and nothing_else_listens():
                 return dispatch.run_known(known, tensors)[0]
     if not isinstance(x, Tensor):
@@ -180,13 +180,13 @@ def _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin,
     if at_once and key is not None and ndim == 1:
         known = dispatch.described(call, rows, (), eps)
         if len({id(tensor) for tensor in rows}) == len(rows):  # repeats.py does not remember others
-            launching.remember_call(key, rows, known)
+            repeats.remember_call(key, rows, known)
         return dispatch.run_known(known, rows)[0]
     (y,), _ = dispatch.run(call, rows, (), eps, False)
     return y if ndim == 1 else y.reshape(x.shape)
 
 
-def prepared(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[launching.Call, Sequence[Tensor]]:
+def prepared(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[calls.Call, Sequence[Tensor]]:
     """What calls of this form have in common, and the tensors with the normalised axes as one; they are checked."""
     if not dispatch.compiling():
         checks.forward(operation, x, ndim, weight, bias, dtype)
@@ -194,7 +194,7 @@ def prepared(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[launc
             sms = gpu.properties_of(NAMED[operation].norm, x).sms
             for margin in sm_margins:
                 check_sm_margin(NAMED[operation].norm, margin, sms)
-    call = launching.affine_call(operation, weight, bias, dtype, sm_margins)
+    call = calls.affine_call(operation, weight, bias, dtype, sm_margins)
     tensors = given(x, weight, bias)
     return call, tensors if ndim == 1 else [as_rows(tensor, ndim) for tensor in tensors]
 

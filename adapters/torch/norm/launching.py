@@ -6,9 +6,9 @@ like an earlier one is asked of torch in one question (repeats.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,140 +17,17 @@ from ... import logs
 from ...call import broadcasting
 from ...call.checks import Layout
 from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
-from ...call.store import Float8Store
 from ...kernel import launch
-from ...operation import NAMED, NORMS, Operation, added_after
+from ...operation import NORMS
 from ...plan.plan import plan as plan_of
 from ...plan.problem import Operands, argument_order, backward_reads
 from ...plan.steps import Plan
-from .. import private
-from . import checks, fused_memory, gpu
+from . import checks, gpu
+from .calls import Call, Family, affine_family, family
 from .gpu import Memory
-from .repeats import Alike, again, remember
+from .repeats import again, keep, known_call, remember, remember_call
 
-RECIPES = 4096  # kept at most
 IN_ORDER = tuple(range(64))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """What calls of one form have in common. Told apart by identity: `call_of` makes one for each form."""
-
-    function: str
-    operation: Operation
-    whole: Operation  # with numbers for the operands that are left out
-    names: tuple[str, ...]  # of the tensors: x, and operands
-    numbers: tuple[str, ...]  # of the operands that are numbers
-    demanded: broadcasting.Kinds
-    dtype: str | None
-    s_dtype: str | None
-    sm_margins: tuple[int, int, int] = (0, 0, 0)  # forward, backward, forward where nobody will go back
-    store: Float8Store | None = None  # of y in 8 bits: a forward pass alone
-    affine: str | None = None  # the name of a plain norm in NAMED
-    recipes: dict[Hashable, Forward] = field(default_factory=dict)
-    forms: dict[Hashable, Any] = field(default_factory=dict)  # a recipe of any number of rows, forward or backward
-    families: dict[Hashable, Family] = field(default_factory=dict)
-    masks: dict[tuple[bool, ...], tuple[str, ...]] = field(default_factory=dict)
-    reads: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
-
-    def wanted(self, mask: tuple[bool, ...]) -> tuple[str, ...]:
-        """The names of the tensors whose gradients are wanted."""
-        found = self.masks.get(mask)
-        if found is None:
-            named = zip(self.names, mask, strict=True)
-            found = self.masks[mask] = tuple(name for name, wants in named if wants)
-        return found
-
-    def saved(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """What the backward pass for such gradients reads of x, the operands and s."""
-        found = self.reads.get(wanted)
-        if found is None:
-            reads = backward_reads(self.operation, wanted, (*self.names, *self.numbers))
-            found = self.reads[wanted] = tuple(name for name in reads if name == "s" or name in self.names)
-        return found
-
-    def through(self) -> tuple[str, ...]:
-        """The operands whose gradients are that of y."""
-        found = self.reads.get(("", "through"))  # no operand has such a name
-        if found is None:
-            added = added_after(self.operation, (*self.names, *self.numbers))
-            found = tuple(name for name in added if name in self.names)
-            self.reads["", "through"] = found
-        return found
-
-
-_made: dict[Hashable, Call] = {}
-_AFFINE = {operation: name for name, operation in NAMED.items()}
-
-
-def call_of(
-    function: str,
-    operation: Operation,
-    names: tuple[str, ...],
-    numbers: tuple[str, ...],
-    demanded: broadcasting.Kinds,
-    dtype: str | None,
-    s_dtype: str | None,
-    sm_margins: tuple[int, int, int] = (0, 0, 0),
-    store: Float8Store | None = None,
-) -> Call:
-    """`names`: of the operands that are tensors."""
-    key = (function, operation, names, numbers, demanded, dtype, s_dtype, sm_margins, store)
-    found = None if torch.compiler.is_compiling() else _made.get(key)
-    if found is None:
-        whole, affine = operation.given((*names, *numbers)), _AFFINE.get(operation)
-        of = (function, operation, whole, ("x", *names), numbers, demanded, dtype, s_dtype, sm_margins, store, affine)
-        found = Call(*of)
-        if not torch.compiler.is_compiling():  # nothing of it is needed after the trace
-            keep(_made, key, found)
-    return found
-
-
-COLUMNS: broadcasting.Kinds = (("weight", "column"), ("bias", "column"))
-
-
-def affine_call(
-    name: str,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype | None,
-    sm_margins: tuple[int, int, int],
-    store: Float8Store | None = None,
-) -> Call:
-    """Of a plain norm, by its name in NAMED."""
-    of_y = None if dtype is None else checks.dtype_name(dtype)
-    return _affine_call(name, weight is not None, bias is not None, of_y, sm_margins, store)
-
-
-@private.constant
-def _affine_call(
-    name: str,
-    has_weight: bool,
-    has_bias: bool,
-    dtype: str | None,
-    sm_margins: tuple[int, int, int],
-    store: Float8Store | None,
-) -> Call:
-    key = (name, has_weight, has_bias, dtype, sm_margins, store)
-    found = _made.get(key)
-    if found is None:
-        names = tuple(name for name, there in (("weight", has_weight), ("bias", has_bias)) if there)
-        found = call_of(NAMED[name].norm, NAMED[name], names, (), COLUMNS, dtype, None, sm_margins, store)
-        keep(_made, key, found)
-    return found
-
-
-class Family(NamedTuple):
-    """The backward passes of calls with tensors of the same shapes and dtypes, each with its recipe.
-
-    Autograd hands from the forward pass to the backward one which family is meant: little is left to tell apart.
-    """
-
-    call: Call
-    layouts: dict[str, Layout]
-    recipes: dict[Hashable, Backward]
-    known: dict[Hashable, tuple[tuple[Alike, Backward], ...]]  # by what tensors do not tell
-    has_through: bool  # some gradient may be that of y
 
 
 class Forward(NamedTuple):
@@ -195,40 +72,6 @@ class Saved(NamedTuple):
     tensors: Sequence[Tensor]
     numbers: Sequence[float]
     statistics: Tensor  # as formulas.py has them
-
-
-# What follows for a call like an earlier one.
-
-
-_calls: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # by what tensors do not tell
-
-
-def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
-    try:
-        return _calls.get(key, ())
-    except TypeError:  # a size that a trace holds open has no hash
-        return ()
-
-
-def known_call(key: Hashable, tensors: Sequence[Tensor]) -> Any:
-    """What was remembered of a call with tensors like these, as repeats.py has it; None for nothing."""
-    earlier = earlier_calls(key)
-    for known, found in earlier:
-        if known(*tensors):
-            return found
-    return again(_calls, key, tuple(tensors)) if earlier else None
-
-
-def remember_call(key: Hashable, tensors: Sequence[Tensor], found: Any) -> None:
-    """For `known_call`."""
-    remember(_calls, key, tuple(tensors), found, RECIPES)
-
-
-def keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
-    if len(kept) >= RECIPES:
-        kept.clear()
-    kept[key] = value
-    return value
 
 
 # Forward.
@@ -292,7 +135,7 @@ def forward_by(
         rstd_pointer = mean_pointer + rstd_offset
     if plan is not None:
         if copies:
-            tensors = fused_memory.copied(tensors, copies, pointers)
+            tensors = gpu.copied(tensors, copies, pointers)
         for result in results:
             pointers.append(result.data_ptr())
         pointers.append(mean_pointer)
@@ -311,7 +154,7 @@ def forward_by(
 
 def _aligned(call: Call, tensors: Sequence[Tensor], pointers: Sequence[int], out: Tensor | None) -> bool:
     count, shape = len(call.names), tensors[0].shape
-    return (out is None or not out.data_ptr() & 15) and fused_memory.aligned(
+    return (out is None or not out.data_ptr() & 15) and gpu.aligned(
         call.names, pointers[:count], tensors[:count], shape
     )
 
@@ -379,7 +222,9 @@ def _plan_of_rows(like: Plan, shape: Sequence[int]) -> Plan:
 
 def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
     """Of x and the operands that are tensors."""
-    return {name: fused_memory.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=False)}
+    return {
+        name: checks.layout_in_memory(call.function, name, one) for name, one in zip(call.names, tensors, strict=False)
+    }
 
 
 def _forward_recipe(
@@ -405,10 +250,10 @@ def _forward_recipe(
     names = (*call.names, *of_scale, *written, *of_rows, *(() if call.numbers else ("eps",)))
     return Forward(
         plan=recipe.plan,
-        copies=fused_memory.copies(recipe, call.names, {name: one.shape for name, one in layouts.items()}),
-        results=tuple(fused_memory.memory(shape, dtype) for _, shape, dtype in recipe.written),
+        copies=gpu.copies(recipe, call.names, {name: one.shape for name, one in layouts.items()}),
+        results=tuple(gpu.memory(shape, dtype) for _, shape, dtype in recipe.written),
         written=written,
-        statistics=fused_memory.memory((len(recipe.statistics), *leading), recipe.statistics[0][2]),
+        statistics=gpu.memory((len(recipe.statistics), *leading), recipe.statistics[0][2]),
         rstd_offset=_rstd_offset(recipe.plan),
         order=None if recipe.plan is None else argument_order(recipe.plan.problem, names),
         family=family(call, layouts),
@@ -421,45 +266,6 @@ def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcastin
     """x and the operands in the core's order; of a number only that it is one counts."""
     given: dict[str, broadcasting.Given] = {**layouts, **dict.fromkeys(call.numbers, 0.0)}
     return {name: given[name] for name in ("x", *call.operation.operands) if name in given}
-
-
-def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
-    """What `backward` wants to know of tensors that it does not see."""
-    contiguous = {name: one._replace(strides=fused_memory.strides(one.shape)) for name, one in layouts.items()}
-    key = tuple(contiguous.values())
-    found = call.families.get(key)
-    if found is None:
-        of_x = contiguous["x"].shape
-        has_through = any(contiguous[name].shape == of_x for name in call.through())
-        found = keep(call.families, key, Family(call, contiguous, {}, {}, has_through))
-    return found
-
-
-def affine_family(name: str, x: Tensor, weight: Tensor | None, sm_margin: int) -> Family:
-    """Of a plain norm whose bias nobody has told of: its gradient has the dtype of weight, else of x."""
-    key = ("affine", name, sm_margin, x.shape, x.dtype, x.get_device(), None if weight is None else weight.dtype)
-    found = _families.get(key)
-    if found is None:
-        call = affine_call(name, weight, x, None, (sm_margin,) * 3)
-        given = {"x": x} if weight is None else {"x": x, "weight": weight}
-        layouts = {name: fused_memory.layout(call.function, name, one) for name, one in given.items()}
-        last = layouts["weight" if weight is not None else "x"]
-        layouts["bias"] = last._replace(shape=last.shape[-1:], strides=(1,))
-        found = keep(_families, key, family(call, layouts))
-    return found
-
-
-_families: dict[Hashable, Family] = {}
-
-
-def given_through(family: Family, wanted: Collection[str], dy: Tensor | None) -> dict[str, Tensor]:
-    """The gradients that are dy itself, as that of what is added to a norm: nobody need write them."""
-    call, layouts, *_ = family
-    through = call.through()
-    if dy is None:
-        return {}
-    of_dy = dy.shape, checks.dtype_name(dy.dtype)
-    return {name: dy for name in through if name in wanted and (layouts[name].shape, layouts[name].dtype) == of_dy}
 
 
 # Backward.
@@ -507,7 +313,7 @@ def remember_backward(
     tensors = (*(one for one in (dy, ds) if one is not None), *saved.tensors)
     if len({id(one) for one in tensors}) == len(tensors):  # repeats.py does not remember others
         recipe = backward_recipe_of(family, saved, dy, ds, wanted)
-        remember(family.known, (wanted, saved.names, dy is None, ds is None), tensors, recipe, RECIPES)
+        remember(family.known, (wanted, saved.names, dy is None, ds is None), tensors, recipe)
 
 
 def backward_by(
@@ -549,7 +355,7 @@ def backward_by(
             gradient.zero_()
     else:
         if copies:
-            tensors = fused_memory.copied(tensors, copies, pointers)
+            tensors = gpu.copied(tensors, copies, pointers)
         if zeros is not None:
             dy = gpu.empty(*zeros).zero_()
             pointers[0] = dy.data_ptr()
@@ -587,7 +393,7 @@ def takes_dx(dy: Tensor | None, recipe: Backward) -> bool:
 def _aligned_backward(family: Family, names, tensors, pointers, dx_out: Tensor | None) -> bool:
     """`tensors` are dy, ds and those of `names`."""
     shape = family.layouts["x"].shape
-    return (dx_out is None or not dx_out.data_ptr() & 15) and fused_memory.aligned(
+    return (dx_out is None or not dx_out.data_ptr() & 15) and gpu.aligned(
         ("dy", "ds", *names), pointers, tensors, shape
     )
 
@@ -610,7 +416,7 @@ def backward_recipe_of(
         named = dict(zip(names, tensors, strict=True))
         call, layouts, *_ = family
         function = f"backward of {call.function}"
-        given = [None if one is None else fused_memory.layout(function, name, one) for name, one in named.items()]
+        given = [None if one is None else checks.layout_in_memory(function, name, one) for name, one in named.items()]
         form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *given))
         like = None if form is None else call.forms.get((wanted, names, aligned, form))
         if like is None:
@@ -643,11 +449,9 @@ def _backward_recipe(
     present = {name: one for name, one in tensors.items() if one is not None}
     reads = backward_reads(call.operation, wanted, (*call.names, *call.numbers))
     of_tensors = dict.fromkeys(("dy", "ds", *reads))
-    read = {name: fused_memory.layout(function, name, present[name]) for name in of_tensors if name in present}
+    read = {name: checks.layout_in_memory(function, name, present[name]) for name in of_tensors if name in present}
     of_rows = layouts["x"].shape[:-1]
-    of_statistics = Layout(
-        of_rows, fused_memory.strides(of_rows), checks.dtype_name(statistics.dtype), str(statistics.device)
-    )
+    of_statistics = Layout(of_rows, gpu.strides(of_rows), checks.dtype_name(statistics.dtype), str(statistics.device))
     read |= {name: of_statistics for name in NORMS[call.operation.norm].statistics if name in reads}
     recipe = backward_recipe(
         function,
@@ -668,13 +472,13 @@ def _backward_recipe(
     names = (*tensors, "mean", "rstd", *written)
     return Backward(
         plan=recipe.plan,
-        copies=fused_memory.copies(recipe, tuple(tensors), {name: one.shape for name, one in read.items()}),
-        gradients=tuple(fused_memory.memory(shape, dtype) for _, shape, dtype in recipe.written),
+        copies=gpu.copies(recipe, tuple(tensors), {name: one.shape for name, one in read.items()}),
+        gradients=tuple(gpu.memory(shape, dtype) for _, shape, dtype in recipe.written),
         written=tuple(written),
         wanted=wanted,
         places=tuple(written.index(found[name]) for name in wanted),
         sums=sums,
-        zeros=None if recipe.dy is None else fused_memory.memory(*recipe.dy[1:]),
+        zeros=None if recipe.dy is None else gpu.memory(*recipe.dy[1:]),
         rstd_offset=_rstd_offset(recipe.plan),
         order=None if recipe.plan is None else argument_order(recipe.plan.problem, names),
         family=family,

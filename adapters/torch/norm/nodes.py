@@ -35,7 +35,7 @@ from ...kernel.cache import cache_directory, write
 from ...kernel.compile import DIGEST
 from ...plan.steps import WORKSPACE, Plan, Step
 from .. import private
-from . import launching
+from . import repeats
 from .gpu import Memory
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("nodes.cpp", "nodes_autograd.h", "nodes_passes.h"))
@@ -150,7 +150,7 @@ def _get_ready() -> None:
         compiled = load()
         compiled.set_driver(*_functions())
         _ready = compiled
-        launching._calls.clear()
+        repeats._calls.clear()
 
 
 def _functions() -> tuple[int | None, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...call.recipe import scalars_of
-from . import launching, nodes
+from . import calls, launching, nodes
 from .launching import Saved
 
 Gradients = Callable[..., Sequence[Tensor | None]]
@@ -50,7 +50,7 @@ def describe(
 
     def add(which: Any, dy: Any, ds: Any, kept: Saved, bits: int, mask: tuple[bool, ...]) -> bool:
         wanted = call.wanted(mask)
-        through = launching.given_through(family, wanted, dy)
+        through = calls.given_through(family, wanted, dy)
         computed = tuple(name for name in wanted if name not in through)
         if not computed:
             return False

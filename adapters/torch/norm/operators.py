@@ -34,8 +34,10 @@ from ...fusion import composed
 from ...operation import NAMED, NORMS, SEED, Operation
 from ...plan.problem import compute_dtype
 from .. import private
-from . import checks, formulas, fused_memory, launching
-from .launching import Call, Saved, call_of
+from . import checks, formulas, launching
+from .calls import Call, call_of
+from .calls import family as family_of
+from .launching import Saved
 
 _library = torch.library.Library("cunorm", "DEF")
 _OPERATION = "str norm, str prologue, str epilogue, str[] names, float[] numbers, str[] returns"
@@ -278,10 +280,10 @@ def _backward_cuda(dy, ds, x, operands, s, statistics, *options):
     asked = Backward(*options)
     call, tensors = asked.call(operands), [x, *operands]
     layouts = {
-        name: fused_memory.layout(call.function, name, tensor)._replace(dtype=dtype)
+        name: checks.layout_in_memory(call.function, name, tensor)._replace(dtype=dtype)
         for name, tensor, dtype in zip(call.names, tensors, asked.dtypes, strict=True)
     }
-    family = launching.family(call, layouts)
+    family = family_of(call, layouts)
     if s is not None:
         tensors.append(s)
     saved = Saved((*call.names, "s") if s is not None else call.names, tensors, asked.numbers, statistics)

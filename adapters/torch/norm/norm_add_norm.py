@@ -16,7 +16,8 @@ from ...named import KINDS
 from ...operation import sandwiched, sandwiched_at_once
 from .. import private
 from . import checks, dispatch, launching
-from .launching import Call, Saved, call_of
+from .calls import Call, Family, call_of, family
+from .launching import Saved
 
 
 def run(
@@ -111,7 +112,7 @@ class _NormAddNorm(torch.autograd.Function):
         saved = [given[calls.first.names.index(name)] for name in names]
         ctx.save_for_backward(of_x, of_s, s, *after, *saved)
         ctx.set_materialize_grads(False)
-        ctx.call = calls, eps, masks, first, launching.family(calls.backward, then.layouts), names
+        ctx.call = calls, eps, masks, first, family(calls.backward, then.layouts), names
         return y, s
 
     @staticmethod
@@ -133,8 +134,8 @@ class _NormAddNorm(torch.autograd.Function):
         return None, None, *dx, *found
 
 
-def _family(call: Call, tensors: Sequence[Tensor]) -> launching.Family:
-    return launching.family(call, launching.layouts_of(call, tensors))
+def _family(call: Call, tensors: Sequence[Tensor]) -> Family:
+    return family(call, launching.layouts_of(call, tensors))
 
 
 _apply = private.applied(_NormAddNorm)
