@@ -87,7 +87,8 @@ def backward(
     given = (*values.values(), s, *gradients.values())
     found = derivative(operation, wanted, values)
     values = _wide({**values, **{name: one for name, one in gradients.items() if one is not None}}, s_dtype, shape)
-    values.setdefault("dy", torch.zeros_like(statistics[0])[..., None].expand(shape))
+    if "dy" not in values:
+        values["dy"] = torch.zeros_like(statistics[0])[..., None].expand(shape)
     rows = _rounded(*_rows(operation, values, shape, s_dtype)) if s is None else s.to(statistics.dtype)
     values["xhat"], rstd = _normalised(rows, statistics)
     if found.g is not None:
@@ -97,7 +98,11 @@ def backward(
     for name, expression in (*found.early, *found.late):
         part = _full(expression, values, shape)
         totals[name] = totals[name] + part if name in totals else part
-    return [_fresh(totals[name].sum_to_size(shapes.get(name, shape[-1:])), given) for name in wanted]
+    return [_fresh(_summed(totals[name], shapes.get(name, shape[-1:])), given) for name in wanted]
+
+
+def _summed(total: Tensor, shape: Sequence[int]) -> Tensor:
+    return total if total.shape == shape else total.sum_to_size(shape)
 
 
 def second_backward(
