@@ -40,9 +40,9 @@ def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, stat
     operation = name_of(function.removesuffix("_forward"), zero_centered_gamma)
     arguments = (weight, bias, eps, y_dtype, sm_margin)
     if _launchable(out) and dispatch.at_once(functional.given(x, weight, bias)):
-        call, (rows, *operands) = functional.prepared(operation, x, len(shape), weight, bias, y_dtype, (sm_margin,) * 3)
+        call, rows = functional.in_rows(operation, x, len(shape), weight, bias, y_dtype, (sm_margin,) * 3)
         to = out if len(shape) == 1 else out.flatten(-len(shape))  # of what is no view a copy
-        (y,), kept, _ = launching.forward(call, (rows, *operands), (), eps, statistics, sm_margin=sm_margin, out=to)
+        (y,), kept, _ = launching.forward(call, rows, (), eps, statistics, sm_margin=sm_margin, out=to)
         y = out if to.data_ptr() == out.data_ptr() else out.copy_(y.view(x.shape))
         _written(out)
         return (y,) if kept is None else (y, *kept)

@@ -187,13 +187,18 @@ def _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin,
 
 
 def prepared(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[calls.Call, Sequence[Tensor]]:
-    """What calls of this form have in common, and the tensors with the normalised axes as one; they are checked."""
+    """`in_rows` of tensors that nobody has checked."""
     if not dispatch.compiling():
         checks.forward(operation, x, ndim, weight, bias, dtype)
         if type(x) in PLAIN and x.is_cuda:
             sms = gpu.properties_of(NAMED[operation].norm, x).sms
             for margin in sm_margins:
                 check_sm_margin(NAMED[operation].norm, margin, sms)
+    return in_rows(operation, x, ndim, weight, bias, dtype, sm_margins)
+
+
+def in_rows(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[calls.Call, Sequence[Tensor]]:
+    """What calls of this form have in common, and the tensors with the normalised axes as one."""
     call = calls.affine_call(operation, weight, bias, dtype, sm_margins)
     tensors = given(x, weight, bias)
     return call, tensors if ndim == 1 else [as_rows(tensor, ndim) for tensor in tensors]
@@ -244,7 +249,7 @@ def norm_with_statistics(
     sm_margin: int,
 ) -> tuple[Tensor, Tensor]:
     """(y, statistics) for arguments that are checked; y is differentiable, statistics are as formulas.py has them."""
-    call, rows = prepared(operation, x, len(shape), weight, bias, dtype, (sm_margin,) * 3)
+    call, rows = in_rows(operation, x, len(shape), weight, bias, dtype, (sm_margin,) * 3)
     (y,), statistics = dispatch.run(call, rows, (), eps, True)
     return y if len(shape) == 1 else y.reshape(x.shape), statistics
 
