@@ -1,14 +1,15 @@
 """What calls of an operation have in common, apart from the memory that their tensors lie in.
 
 A Call is what an operation and its options come to. A Family is what its backward passes come to for tensors of given
-shapes and dtypes: autograd hands it from the forward pass to the backward pass.
+shapes and dtypes: autograd hands it from the forward pass to the backward pass. Forward and Backward are recipes:
+launching.py makes and follows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +19,11 @@ from ...call.checks import Layout
 from ...call.store import Float8Store
 from ...operation import NAMED, Operation, added_after
 from ...plan.problem import backward_reads
+from ...plan.steps import Plan
 from .. import private
 from . import checks, gpu
+from .gpu import Memory
 from .repeats import Alike, keep
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from .launching import Backward, Forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +145,41 @@ class Family(NamedTuple):
     recipes: dict[Hashable, Backward]
     known: dict[Hashable, tuple[tuple[Alike, Backward], ...]]  # by what tensors do not tell
     has_through: bool  # some gradient may be that of y
+
+
+class Forward(NamedTuple):
+    """How forward passes with the same layouts run. `plan` is None where there is nothing to compute."""
+
+    plan: Plan | None
+    copies: tuple[tuple[int, tuple[int, ...]], ...]  # places of tensors that must be made contiguous, of such shapes
+    results: tuple[Memory, ...]
+    written: tuple[str, ...]  # their names
+    statistics: Memory
+    rstd_offset: int  # bytes from the first of the statistics to the second, 0 where there is one
+    order: Callable[[Sequence[float]], tuple[float, ...]] | None  # picks, of all pointers of a call, those of the plan
+    family: Family
+    sm_margin: int
+    aligned: bool  # what is read or written by vectors begins at multiples of 16
+    temporary: bool = False  # no kernel can write where y is to be written
+
+
+class Backward(NamedTuple):
+    """As Forward."""
+
+    plan: Plan | None
+    copies: tuple[tuple[int, tuple[int, ...]], ...]  # places among dy, ds and what was saved
+    gradients: tuple[Memory, ...]
+    written: tuple[str, ...]  # their names
+    wanted: tuple[str, ...]
+    places: tuple[int, ...]  # of each gradient that is wanted among those
+    # What is yet to be added up of those that are wanted, by place: along which axes, and what it comes to.
+    sums: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    zeros: Memory | None  # what stands for a dy that is not there
+    rstd_offset: int
+    order: Callable[[Sequence[float]], tuple[float, ...]] | None
+    family: Family
+    aligned: bool
+    temporary: bool = False  # no kernel can write where dx is to be written
 
 
 def family(call: Call, layouts: Mapping[str, Layout]) -> Family:

@@ -6,7 +6,7 @@ like an earlier one is asked of torch in one question (repeats.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,46 +23,10 @@ from ...plan.plan import plan as plan_of
 from ...plan.problem import Operands, argument_order, backward_reads
 from ...plan.steps import Plan
 from . import checks, gpu
-from .calls import Call, Family, affine_family, family
-from .gpu import Memory
+from .calls import Backward, Call, Family, Forward, affine_family, family
 from .repeats import again, keep, known_call, remember, remember_call
 
 IN_ORDER = tuple(range(64))
-
-
-class Forward(NamedTuple):
-    """How forward passes with the same layouts run. `plan` is None where there is nothing to compute."""
-
-    plan: Plan | None
-    copies: tuple[tuple[int, tuple[int, ...]], ...]  # places of tensors that must be made contiguous, of such shapes
-    results: tuple[Memory, ...]
-    written: tuple[str, ...]  # their names
-    statistics: Memory
-    rstd_offset: int  # bytes from the first of the statistics to the second, 0 where there is one
-    order: Callable[[Sequence[float]], tuple[float, ...]] | None  # picks, of all pointers of a call, those of the plan
-    family: Family
-    sm_margin: int
-    aligned: bool  # what is read or written by vectors begins at multiples of 16
-    temporary: bool = False  # no kernel can write where y is to be written
-
-
-class Backward(NamedTuple):
-    """As Forward."""
-
-    plan: Plan | None
-    copies: tuple[tuple[int, tuple[int, ...]], ...]  # places among dy, ds and what was saved
-    gradients: tuple[Memory, ...]
-    written: tuple[str, ...]  # their names
-    wanted: tuple[str, ...]
-    places: tuple[int, ...]  # of each gradient that is wanted among those
-    # What is yet to be added up of those that are wanted, by place: along which axes, and what it comes to.
-    sums: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-    zeros: Memory | None  # what stands for a dy that is not there
-    rstd_offset: int
-    order: Callable[[Sequence[float]], tuple[float, ...]] | None
-    family: Family
-    aligned: bool
-    temporary: bool = False  # no kernel can write where dx is to be written
 
 
 class Saved(NamedTuple):
