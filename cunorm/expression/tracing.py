@@ -58,8 +58,8 @@ class Tracer:
         if isinstance(value, Tracer):
             if value.graph is not self.graph:
                 raise TypeError(
-                    "an operand must be a parameter of the function itself; got a parameter of another traced function: "
-                    "make it one of its own"
+                    "an operand must be a parameter of the function itself; got a parameter of another traced "
+                    "function: make it one of its own"
                 )
             return value.place
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
