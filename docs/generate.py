@@ -1,6 +1,6 @@
 """The generated parts of the pages: `python docs/generate.py` writes them, `--check` says what is not current.
 
-The command line is read from the parser, the index of errors from the source.
+The command line is read from the parser, the index of errors from the source; models are tried.
 """
 
 from __future__ import annotations
@@ -182,26 +182,50 @@ def errors() -> str:
     return "\n\n".join(f"## {package}\n\n{head}" + "\n".join(sorted(lines)) for package, lines in rows.items())
 
 
-PARTS = {"command-line.md": commands, "errors.md": errors}
+def models() -> str:
+    """What `accelerate` does to models of transformers, by trying them; a minute."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise SkippedError("transformers is not installed") from error
+    page = re.search(r"transformers (\d[\d.]*),", (DOCS / "models.md").read_text())
+    if CHECKS and page and page[1] != transformers.__version__:
+        raise SkippedError(f"it is of transformers {page[1]}, and {transformers.__version__} is installed")
+    import tried_models
+
+    return tried_models.models()
+
+
+class SkippedError(Exception):
+    """A part cannot be made here."""
+
+
+PARTS = {"command-line.md": commands, "errors.md": errors, "models.md": models}
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
+CHECKS = "--check" in sys.argv
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is not current")
-    check, stale = options.parse_args().check, []
-    for name, part in PARTS.items():
+    options.add_argument("pages", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    arguments, stale = options.parse_args(), []
+    for name in arguments.pages or PARTS:
         page = DOCS / name
         old = page.read_text()
         head, _, rest = old.partition(BEGIN)
-        new = f"{head}{BEGIN}\n\n{part()}\n\n{END}{rest.partition(END)[2]}"
+        try:
+            new = f"{head}{BEGIN}\n\n{PARTS[name]()}\n\n{END}{rest.partition(END)[2]}"
+        except SkippedError as reason:
+            print(f"docs/{name} is left as it is: {reason}")
+            continue
         if new != old:
             stale.append(name)
-            if not check:
+            if not arguments.check:
                 page.write_text(new)
     for name in stale:
-        print(f"docs/{name} is not current. Run: python docs/generate.py" if check else f"docs/{name} is written")
-    return 1 if check and stale else 0
+        print(f"docs/{name} is {'not current. Run: python docs/generate.py' if arguments.check else 'written'}")
+    return 1 if arguments.check and stale else 0
 
 
 if __name__ == "__main__":

@@ -166,10 +166,13 @@ def test_every_page_is_in_the_site_and_in_llms_txt():
         assert f"docs/{relative}" in index, relative
 
 
-def test_generated_parts_of_the_pages_are_current():
-    """Of the command line, the errors and the versions."""
-    done = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("page", ["command-line.md", "errors.md", pytest.param("models.md", marks=pytest.mark.slow)])
+def test_a_generated_part_of_a_page_is_current(page):
+    command = [sys.executable, "docs/generate.py", "--check", page]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    if "is left as it is" in done.stdout:
+        pytest.skip(done.stdout.strip())
 
 
 @pytest.mark.parametrize("package", PACKAGES)
