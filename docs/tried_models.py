@@ -40,8 +40,8 @@ OWN: dict[str, dict[str, int]] = {
 }
 # By the class that makes the model: model types of transformers.
 TRIED = {
-    "AutoModelForCausalLM": "bloom cohere2 deepseek_v3 ernie4_5 exaone4 falcon falcon_mamba gemma gemma2 gemma3_text glm4 "
-    "gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite helium hunyuan_v1_dense jetmoe llama llama4_text "
+    "AutoModelForCausalLM": "bloom cohere2 deepseek_v3 ernie4_5 exaone4 falcon falcon_mamba gemma gemma2 gemma3_text "
+    "glm4 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite helium hunyuan_v1_dense jetmoe llama llama4_text "
     "mamba mamba2 minimax ministral mistral mixtral mpt nemotron olmo olmo2 olmo3 opt persimmon phi "
     "phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2 xglm",
     "AutoModelForMaskedLM": "albert bert deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta",
