@@ -137,7 +137,7 @@ _HOMES = {
 def _functions(module: str) -> dict[str, Callable[..., Any]]:
     """What computes each function and operator with arrays of a module."""
     if module not in _HOMES:
-        raise TypeError(f"cunorm: an expression is evaluated by {', '.join(_HOMES)}; got {module}.")
+        raise TypeError(f"cunorm: an expression must be evaluated by {', '.join(_HOMES)}; got {module}.")
     homes = [importlib.import_module(home) for home in _HOMES[module]]
     found = {
         name: next(getattr(home, name) for home in homes if hasattr(home, name))
@@ -174,7 +174,9 @@ def evaluate(expression: Expression, values: Mapping[str, Any], module: Any) -> 
     used = {name: values[name] for name in expression.uses}
     dtypes = [value.dtype for value in used.values() if hasattr(value, "dtype")]
     if any("float" not in str(dtype) for dtype in dtypes):
-        raise TypeError(f"cunorm: an expression is evaluated with floating arrays; got {', '.join(map(str, dtypes))}.")
+        raise TypeError(
+            f"cunorm: an expression must be evaluated with floating arrays; got {', '.join(map(str, dtypes))}."
+        )
     dtype = reduce(module.promote_types, dtypes) if dtypes else None
     computed: list[Any] = []
     for step in expression.steps:
