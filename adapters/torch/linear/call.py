@@ -75,14 +75,17 @@ class Call(NamedTuple):
 NOTHING_GIVEN = Given()
 
 
-def norm_linear(layer: Layer, inputs: Inputs, given: Given = NOTHING_GIVEN) -> tuple[Any, Tensor | None, Tensor | None]:
-    """(y, z, statistics): y (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z as
-    `layer.returned` says, or more; statistics may be None unless wanted."""
+def norm_linear(layer: tuple, inputs: Inputs, given: Given = NOTHING_GIVEN) -> tuple[Any, Tensor | None, Tensor | None]:
+    """Return (y, z, statistics) of a Layer, or of its fields as a plain tuple.
+
+    y is (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z is as `layer.returned` says,
+    or more; statistics may be None unless wanted.
+    """
     call = known(layer, inputs)
     return run_checked(layer, inputs, given) if call is None else run(call, inputs, given)
 
 
-def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
+def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
     """`norm_linear` of tensors that are not known."""
     function, operation, eps, keep_normalized, sm_margins, returned, numbers, ranks = layer
     x, weight, bias, ln_weight, ln_bias = inputs
@@ -122,7 +125,7 @@ def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor
         if recipe is not None and numbers is WIDE and ranks.alone:
             call = call._replace(compiled=linear_nodes.of_norm_linear(step, recipe, *inputs))
         tensors = tuple(one for one in inputs if one is not None)
-        remember(launching._calls, _key(layer._replace(eps=eps), inputs), tensors, call, launching.RECIPES)
+        remember(launching._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call, launching.RECIPES)
     with without_autocast(x.device.type):
         return run(call, inputs, given)
 
@@ -130,6 +133,9 @@ def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor
 def _key(layer: tuple, inputs: Inputs) -> tuple:
     x, _, bias, ln_weight, ln_bias = inputs
     return layer, torch.is_grad_enabled(), x.shape, bias is None, ln_weight is None, ln_bias is None
+
+
+_ALL_GIVEN = (False, False, False)  # the last three of a key
 
 
 def known(layer: tuple, inputs: Inputs) -> Call | None:
@@ -143,17 +149,17 @@ def known(layer: tuple, inputs: Inputs) -> Call | None:
     kept = launching.earlier_calls(key)
     if not kept or not nothing_else_listens():
         return None
-    tensors = [one for one in inputs if one is not None]
+    tensors = inputs if key[3:] == _ALL_GIVEN else tuple(one for one in inputs if one is not None)
     for alike, call in kept:
         if alike(*tensors):
             return call
-    return again(launching._calls, key, tuple(tensors))
+    return again(launching._calls, key, tensors)
 
 
 def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
     """`norm_linear` of tensors that are checked, or known."""
     step, wanted, differentiated, recipe, compiled = call
-    parallel, kept, fp8_output, sink, wants_statistics = given
+    parallel, _, fp8_output, sink, wants_statistics = given
     if compiled is not None:
         if sink is None and not wants_statistics:
             found = compiled(*inputs)
@@ -170,12 +176,21 @@ def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, T
             anchor, sink = takes_part(inputs, differentiated, ranks, sink)
             given = given._replace(sink=sink)
         return _apply(*inputs, anchor, call, ranks, given)
-    with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # 2 us where it changes nothing
-        weights = step.numbers.weights(inputs[1], False, False, kept)
-        y, z, statistics, _ = forward(inputs, weights, step, ranks, recipe, wants_statistics)
-        if fp8_output:
-            y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
-            return (y8.view(y.shape), scale.view(y.shape[:-1])), z, statistics
+    if torch.is_grad_enabled():  # no_grad takes 2 us, also where it changes nothing
+        with torch.no_grad():
+            return _run_forward(call, inputs, given, ranks)
+    return _run_forward(call, inputs, given, ranks)
+
+
+def _run_forward(call: Call, inputs: Inputs, given: Given, ranks: Ranks) -> tuple[Any, Tensor | None, Tensor | None]:
+    """`norm_linear` without gradients."""
+    step, _, _, recipe, _ = call
+    _, kept, fp8_output, _, wants_statistics = given
+    weights = step.numbers.weights(inputs[1], False, False, kept)
+    y, z, statistics, _ = forward(inputs, weights, step, ranks, recipe, wants_statistics)
+    if fp8_output:
+        y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
+        y = y8.view(y.shape), scale.view(y.shape[:-1])
     return y, z, statistics
 
 
@@ -289,5 +304,4 @@ def _listened(dy, dz, saved: Saved, step: Step, ranks: Ranks, mask, _) -> list[T
     return [result if wants else None for result, wants in zip(results, mask, strict=True)]
 
 
-_NOTHING = without_autocast("meta")
 _apply = applied(_NormLinear)

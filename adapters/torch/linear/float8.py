@@ -107,12 +107,13 @@ class Float8(NamedTuple):
             scale = kept = scale_of_tensor(z_of_all, power_2_scale=power_2, least=least)
             z8 = cast_rows(z_of_all, scale=scale)[0]
 
-        def end() -> tuple[Tensor | None, Tensor | None]:
-            if step.returned == NOTHING:
-                return None, kept
-            return z_of_all.view(ranks.shape_of_all(x)) if step.returned == GATHERED else z, kept
+        if step.returned == GATHERED:
+            z = z_of_all.view(ranks.shape_of_all(x))
+        return (z8, scale), statistics, (None if step.returned == NOTHING else z, kept)
 
-        return (z8, scale), statistics, end
+    def results(self, normalised: Normalised, x: Tensor, step: Step, ranks: Ranks) -> tuple[Tensor | None, ...]:
+        """(what is returned of z, what is kept of Z), after the product."""
+        return normalised[2]
 
     def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: float8.Recipe | None, wants_statistics: bool):
         """(z8, scale, z, statistics) from z in float32: in one kernel by its recipe."""

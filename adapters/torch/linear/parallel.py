@@ -52,12 +52,9 @@ class TensorParallel:
         delayed, overlaps = self.asked
         self._ranks = Group(group.group_name, size, self.sequence, delayed, **overlaps)
 
-    def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's tensors of parameters that are split."""
-        return list(parameters)
-
-    def local_of_norm(self, parameter: Tensor | None) -> Tensor | None:
-        return parameter
+    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Return this rank's tensors of the parameters of a module."""
+        return weights, biases, of_norm
 
     def ranks(self) -> Group:
         if self._ranks is None:

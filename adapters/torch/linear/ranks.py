@@ -14,7 +14,7 @@ wants fewer, or uses its results differently from others, still takes part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,11 +61,9 @@ class Alone:
     def ranks(self) -> Alone:
         return self
 
-    def local(self, parameters: list[Any]) -> list[Any]:
-        return parameters
-
-    def local_of_norm(self, parameter: Tensor | None) -> Tensor | None:
-        return parameter
+    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Return this rank's tensors of the parameters of a module."""
+        return weights, biases, of_norm
 
     def check_rows(self, function: str, x: Tensor) -> None:
         pass

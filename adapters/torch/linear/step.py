@@ -41,9 +41,8 @@ class Step(NamedTuple):
 
 # Those that are made at every call are plain tuples: a NamedTuple takes 0.3 us.
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, ln_weight, ln_bias
-# What `product` of the same numbers reads of Z, the statistics, and what gives (what is returned of z, what is kept),
-# asked after the product.
-Normalised = tuple[Any, Tensor | None, Callable[[], tuple[Tensor | None, Tensor | None]]]
+# What `product` of the same numbers reads of Z, the statistics, and what `results` of them reads after the product.
+Normalised = tuple[Any, Tensor | None, Any]
 # y, z as `returned` says (of one rank also where it is kept), the statistics, what is kept.
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -124,12 +123,12 @@ def forward(
     """y, and what is wanted besides. `recipe`: the norm's launch, by `numbers.recipe` of these tensors."""
     x, _, bias, _, _ = inputs
     numbers = step.numbers
-    operand, statistics, end = numbers.normalised(inputs, step, ranks, recipe, wants_statistics)
-    y = numbers.product(operand, weights, bias, step.dtype)
+    normalised = numbers.normalised(inputs, step, ranks, recipe, wants_statistics)
+    y = numbers.product(normalised[0], weights, bias, step.dtype)
     if y.dim() != x.dim():
         y = y.view(*ranks.shape_of_all(x)[:-1], y.shape[-1])
-    returned, kept = end()
-    return y, returned, statistics, kept
+    returned, kept = numbers.results(normalised, x, step, ranks)
+    return y, returned, normalised[1], kept
 
 
 def gradients(
