@@ -46,7 +46,7 @@ def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
     import cupy
     import torch
 
-    from cunorm.torch.linear import float8_launching as launching
+    from cunorm.torch.linear import float8_arithmetic as launching
 
     moved = bytes_of_cast(rows, cols)
     count = timing.buffers_needed(moved)
@@ -91,7 +91,7 @@ def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
 def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
     import torch
 
-    from cunorm.torch.linear import float8_launching as launching
+    from cunorm.torch.linear import float8_arithmetic as launching
 
     moved = bytes_of_product(rows, cols, outs)
     count = timing.buffers_needed(moved)

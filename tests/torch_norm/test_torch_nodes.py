@@ -39,7 +39,8 @@ from cunorm.torch import (  # noqa: E402
     named,
     rms_norm,
 )
-from cunorm.torch.linear import linear_nodes, wide  # noqa: E402
+from cunorm.torch.linear import call as linear_calls  # noqa: E402
+from cunorm.torch.linear import wide  # noqa: E402
 from cunorm.torch.norm import functional, fused_launching, launching, nodes, repeats  # noqa: E402
 
 pytestmark = [
@@ -454,7 +455,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_dispatch_mode_for_the_backward_pass_sees_it(driver, monkeypatch, name):
-    for module in (functional, wide, linear_nodes):
+    for module in (functional, wide, linear_calls):
         monkeypatch.setattr(
             module, "launchable", lambda dy: not torch.is_grad_enabled() and functional.nothing_listens()
         )

@@ -16,7 +16,8 @@ import torch
 from cunorm.kernel import launch
 from cunorm.kernel.launch import NUMBERS
 from cunorm.torch import named
-from cunorm.torch.linear import linear_nodes, step, wide
+from cunorm.torch.linear import call as linear_calls
+from cunorm.torch.linear import step, wide
 from cunorm.torch.norm import functional, fused_launching, launching, nodes
 
 CONTEXT = 77
@@ -153,7 +154,7 @@ def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Dr
         monkeypatch.setattr(module, "_calls", {})
     for module in (functional, step):
         monkeypatch.setattr(module, "_at_once", lambda *_: True)
-    for module in (functional, wide, linear_nodes):
+    for module in (functional, wide, linear_calls):
         monkeypatch.setattr(module, "launchable", lambda dy: not torch.is_grad_enabled())
     try:
         yield found

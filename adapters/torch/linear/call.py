@@ -2,7 +2,7 @@
 
 A call takes one of three ways, whatever its numbers and ranks:
 - in eager mode an autograd.Function, or without a gradient the forward pass alone; in calls like an earlier one without
-  its checks, and of wide numbers on one rank in C++, where that was compiled (linear_nodes.py);
+  its checks, and of wide numbers on one rank in C++, where that was compiled (_compiled_call);
 - under torch.compile and export one operator for each pass (operators.py): in a graph of single operators the
   compiler would compute the normalised tensor a second time in the forward pass, and keep that;
 - under functorch, for forward-mode derivatives and subclasses of Tensor the norm and the product by themselves, each
@@ -11,7 +11,7 @@ A call takes one of three ways, whatever its numbers and ranks:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,23 +19,24 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ...operation import NAMED
-from ..norm import checks, launching, nodes
+from ..norm import checks, launching, nodes, norm_nodes
 from ..norm.functional import (
     FLOATING,
     PLAIN,
     applied,
     autocast_dtype,
+    launchable,
     norm,
     norm_with_statistics,
     nothing_else_listens,
 )
 from ..norm.repeats import again, remember
 from ..private import in_forward_mode, nothing_listens, under_functorch
-from . import linear_nodes, operators
+from . import operators
 from .exchange import SUM
-from .float8_casts import cast_rows
-from .ranks import ALONE, Ranks, takes_part
-from .step import LOCAL, Inputs, Saved, Sink, Step, forward, gradients, without_autocast
+from .float8_arithmetic import cast_rows
+from .parallel import ALONE, Ranks, takes_part
+from .step import LOCAL, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
 from .wide import WIDE
 
 
@@ -69,7 +70,7 @@ class Call(NamedTuple):
     wanted: int  # by this rank: bits of exchange.py
     differentiated: bool
     recipe: Any  # of the norm, None where it is looked for again
-    compiled: nodes.Call | None = None  # what serves such a call in C++ (linear_nodes.py)
+    compiled: nodes.Call | None = None  # what serves such a call in C++ (_compiled_call)
 
 
 NOTHING_GIVEN = Given()
@@ -123,7 +124,7 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
     call = Call(step, wanted, differentiated, recipe)
     if cast is None and (recipe is not None or nothing_listens()):
         if recipe is not None and numbers is WIDE and ranks.alone:
-            call = call._replace(compiled=linear_nodes.of_norm_linear(step, recipe, *inputs))
+            call = call._replace(compiled=_compiled_call(step, recipe, *inputs))
         tensors = tuple(one for one in inputs if one is not None)
         remember(launching._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call, launching.RECIPES)
     with without_autocast(x.device.type):
@@ -305,3 +306,52 @@ def _listened(dy, dz, saved: Saved, step: Step, ranks: Ranks, mask, _) -> list[T
 
 
 _apply = applied(_NormLinear)
+
+
+def _compiled_call(
+    step: Step,
+    recipe: launching.Recipe,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+) -> nodes.Call | None:
+    """Describe the passes of calls of the five tensors to the C++ nodes, as norm/nodes.py has them.
+
+    None where Python alone serves them. `recipe` is the norm's.
+    """
+    if step.sm_margin != step.backward_sm_margin:  # z is computed again by the same launch
+        return None
+    bias_dtype = None if ln_bias is None else ln_bias.dtype
+    norm = launching.Call(recipe, step.eps, True, step.backward_sm_margin, bias_dtype)
+
+    def of_norm(call: launching.Call, dz: Tensor, x: Tensor, statistics: Tensor, ln_weight: Tensor | None, mask: Any):
+        saved = Saved(statistics, x, None, ln_weight, None)
+        dx, dweight, dbias = norm_gradients(dz, True, saved, step, mask)
+        return dx, dweight, dbias if dbias is None else dbias.to(call.bias_dtype)
+
+    which = norm_nodes.of_norm(norm, x, ln_weight, ln_bias, of_norm, launchable, in_place=True)
+    if which is None:
+        return None
+    dy = x.new_empty(x.numel() // x.shape[-1], len(weight))
+    sums = None if bias is None else launching.column_sums_recipe(dy)
+    if sums is not None and sums.plan is None:
+        return None
+    there = (True, True, bias is not None, ln_weight is not None, ln_bias is not None)
+
+    def backward(
+        given: Sequence[Tensor | None], statistics: Tensor, saved: Sequence[Tensor], bits: int
+    ) -> list[Tensor | None]:
+        (dy, dz), left, wanted = given, list(saved), iter(range(sum(there)))
+        x, weight = left.pop(0), left.pop(0)
+        ln_weight = left.pop(0) if there[3] else None
+        ln_bias = left.pop(0) if there[4] else None
+        z = left.pop(0) if step.keep_normalized else None
+        mask = tuple(one and bool(bits >> next(wanted) & 1) for one in there)
+        found = gradients(dy, dz, Saved(statistics, x, weight, ln_weight, ln_bias, z), step, ALONE, mask)
+        return [gradient for gradient, one in zip(found, there, strict=True) if one]
+
+    others = [one for one in (ln_weight, ln_bias) if one is not None]
+    of_bias = None if sums is None else (sums.plan, sums.second)
+    return nodes.linear_call(which, x, others, dy, of_bias, step.keep_normalized, backward)

@@ -15,7 +15,7 @@ from ...operation import name_of
 from ..norm import checks
 from ..norm.functional import symbolic
 from .call import norm_linear
-from .ranks import ALONE
+from .parallel import ALONE
 from .step import LOCAL
 from .wide import WIDE
 

@@ -19,15 +19,11 @@ from ..norm.functional import autocast_dtype, autocasts
 from ..norm.modules import parameter_of
 from ..private import default_device, in_backward_pass, parameters_of, uncompiled
 from .call import NOTHING_GIVEN, Given, known, run, run_checked
-from .checks import check_mode, check_overlaps, check_sizes, local_features
-from .float8 import Float8
-from .float8_context import recipe_of
-from .float8_weights import WeightCache
+from .float8 import Float8, WeightCache
 from .functional import margins_of
-from .parallel import TensorParallel, size_of_given
-from .parameters import joined, lay_side_by_side, parts_of
-from .ranks import ALONE
-from .recipes import Recipe
+from .parallel import ALONE, TensorParallel, size_of_given
+from .parameters import check_mode, check_overlaps, check_sizes, joined, lay_side_by_side, local_features, parts_of
+from .recipes import Recipe, recipe_of
 from .step import GATHERED, LOCAL, NOTHING
 from .weight_gradients import WeightGradients
 from .wide import WIDE

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..norm import launching
 from ..norm.functional import HALF, launchable
 from .exchange import in_turn
-from .ranks import Ranks, Rows
+from .parallel import Ranks, Rows
 from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, matrix, normalise, recipe_at_once
 
 
@@ -108,17 +108,17 @@ def _product(a: Tensor, b: Tensor, added: Tensor | None, out: Tensor | None) -> 
 class _Products:
     """As step.Products; z is computed once more when it is needed, unless it was kept."""
 
-    read = None
+    operands_of_dz = None
 
     def __init__(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks):
         self.dtype = dy.dtype
         self._dy, self._saved, self._step, self._ranks = dy, saved, step, ranks
         # Each half has one tensor of the size of z to itself, unless z is kept anyway.
-        self.beside = 0 if saved.kept is not None else saved.x.numel() * saved.x.element_size()
+        self.extra_bytes = 0 if saved.kept is not None else saved.x.numel() * saved.x.element_size()
         self._gathering: Rows | None = None
         self._rows: Tensor | None = None
 
-    def begin(self) -> None:
+    def begin_gathering(self) -> None:
         if self._ranks.sequence and self._saved.kept is None:
             self._gathering = self._gathered()
 
@@ -148,18 +148,18 @@ class _Products:
                 self._rows = self._gathered().whole() if self._gathering is None else self._gathering.come()
         return self._rows
 
-    def dz(self, total: Rows, before: Tensor | None) -> None:
+    def dz(self, total: Rows, added: Tensor | None) -> None:
         dy, weight, place = self._dy, self._saved.weight, total.place
         if not total.in_parts:
-            return total.start(_product(dy, weight, before, place))
+            return total.start(_product(dy, weight, added, place))
         exchange = total.exchange
         rows = len(dy) // exchange.ranks
         for rank in in_turn(exchange.rank, exchange.ranks):
             part = slice(rank * rows, (rank + 1) * rows)
-            _product(dy[part], weight, None if before is None else before[part], place[part])
+            _product(dy[part], weight, None if added is None else added[part], place[part])
             total.send(rank)
 
-    def turn(self) -> None:
+    def end_dz(self) -> None:
         pass
 
     def weight(self) -> Tensor:
@@ -176,7 +176,7 @@ class _Products:
     def release(self) -> None:
         self._rows = None
 
-    def end(self) -> None:
+    def end_gathering(self) -> None:
         if self._gathering is not None:
             self._gathering.whole()
 
