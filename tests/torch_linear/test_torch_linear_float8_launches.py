@@ -18,7 +18,7 @@ from cunorm.torch import RowwiseScaling, autocast  # noqa: E402
 from cunorm.torch.linear import float8 as in_float8  # noqa: E402
 from cunorm.torch.linear import float8_arithmetic, recipes  # noqa: E402
 from cunorm.torch.linear import step as steps  # noqa: E402
-from cunorm.torch.norm import float8, gpu  # noqa: E402
+from cunorm.torch.norm import gpu  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +39,7 @@ def few_rows(monkeypatch) -> None:
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> Launches:
     """Tensors on the CPU say that they are on a GPU."""
-    launches = on_the_stand_in(monkeypatch, float8_arithmetic, float8)
+    launches = on_the_stand_in(monkeypatch, float8_arithmetic)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(recipes, "why_not", lambda index: "")

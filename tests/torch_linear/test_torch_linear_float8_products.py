@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch_plain  # noqa: E402
 from torch_linear_float8 import ERROR, by_recipe, inputs, make, relative  # noqa: E402
 from torch_tensors import on_devices, random, same  # noqa: E402
 
@@ -144,8 +145,8 @@ def test_nothing_exceeds_the_static_scale(device, operation):
     x[torch.arange(rows), torch.arange(rows) % cols] += 100.0 * (1 - 2 * (torch.arange(rows, device=device) % 2))
     weight = random(cols, device=device, dtype=torch.float32) * 0.1
     bias = random(cols, device=device, dtype=torch.float32, seed=1) * 3 if "layer" in operation else None
-    statistics = formulas.statistics_of(operation, x, 1, 1e-5)
-    z = formulas.forward(operation, x, statistics, weight, bias)
+    statistics = torch_plain.statistics_of(operation, x, 1, 1e-5)
+    z = formulas.affine(operation, x, statistics, weight, bias)
     found, scale = normalised_columns(x, statistics, weight, bias, operation)
     assert found.shape == (cols, rows)
     gamma = weight.abs() if not operation.startswith("zero") else (1 + weight).abs()

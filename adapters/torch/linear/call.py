@@ -19,19 +19,20 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ...operation import NAMED
-from ..norm import checks, launching, nodes, norm_nodes
+from ..norm import checks, dispatch, launching, nodes, norm_nodes, repeats
 from ..norm.functional import (
     FLOATING,
     PLAIN,
-    applied,
     autocast_dtype,
-    launchable,
     norm,
     norm_with_statistics,
     nothing_else_listens,
 )
+from ..norm.functional import (
+    given as given_tensors,
+)
 from ..norm.repeats import again, remember
-from ..private import in_forward_mode, nothing_listens, under_functorch
+from ..private import applied, in_forward_mode, nothing_listens, under_functorch
 from . import operators
 from .exchange import SUM
 from .float8_arithmetic import cast_rows
@@ -124,9 +125,11 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
     call = Call(step, wanted, differentiated, recipe)
     if cast is None and (recipe is not None or nothing_listens()):
         if recipe is not None and numbers is WIDE and ranks.alone:
+            if differentiated:
+                nodes.build_in_background()
             call = call._replace(compiled=_compiled_call(step, recipe, *inputs))
         tensors = tuple(one for one in inputs if one is not None)
-        remember(launching._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call, launching.RECIPES)
+        remember(repeats._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
     with without_autocast(x.device.type):
         return run(call, inputs, given)
 
@@ -147,14 +150,14 @@ def known(layer: tuple, inputs: Inputs) -> Call | None:
     if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer[2]) not in (float, int):
         return None
     key = _key(layer, inputs)
-    kept = launching.earlier_calls(key)
+    kept = repeats.earlier_calls(key)
     if not kept or not nothing_else_listens():
         return None
     tensors = inputs if key[3:] == _ALL_GIVEN else tuple(one for one in inputs if one is not None)
     for alike, call in kept:
         if alike(*tensors):
             return call
-    return again(launching._calls, key, tensors)
+    return again(repeats._calls, key, tensors)
 
 
 def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
@@ -310,7 +313,7 @@ _apply = applied(_NormLinear)
 
 def _compiled_call(
     step: Step,
-    recipe: launching.Recipe,
+    recipe: launching.Forward,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -323,15 +326,20 @@ def _compiled_call(
     """
     if step.sm_margin != step.backward_sm_margin:  # z is computed again by the same launch
         return None
-    bias_dtype = None if ln_bias is None else ln_bias.dtype
-    norm = launching.Call(recipe, step.eps, True, step.backward_sm_margin, bias_dtype)
+    of_bias = None if ln_bias is None else ln_bias.dtype
+    tensors = given_tensors(x, ln_weight, ln_bias)
 
-    def of_norm(call: launching.Call, dz: Tensor, x: Tensor, statistics: Tensor, ln_weight: Tensor | None, mask: Any):
-        saved = Saved(statistics, x, None, ln_weight, None)
-        dx, dweight, dbias = norm_gradients(dz, True, saved, step, mask)
-        return dx, dweight, dbias if dbias is None else dbias.to(call.bias_dtype)
+    def of_norm(family: Any, kept: Any, eps: float, dz: Tensor, _: None, mask: Any) -> list[Tensor | None]:
+        names, of_name = family.call.names, dict(zip(kept.names, kept.tensors, strict=True))
+        wants = dict(zip(names, mask, strict=True))
+        every = tuple(wants.get(name, False) for name in ("x", "weight", "bias"))
+        read = Saved(kept.statistics, of_name["x"], None, of_name.get("weight"), None)
+        dx, dweight, dbias = norm_gradients(dz, True, read, step, every)
+        found = {"x": dx, "weight": dweight, "bias": dbias if dbias is None else dbias.to(of_bias)}
+        return [found[name] for name in names]
 
-    which = norm_nodes.of_norm(norm, x, ln_weight, ln_bias, of_norm, launchable, in_place=True)
+    saved = ("x",) if ln_weight is None else ("x", "weight")
+    which = norm_nodes.describe(recipe, tensors, (), step.eps, of_norm, dispatch.launchable, saved=saved, in_place=True)
     if which is None:
         return None
     dy = x.new_empty(x.numel() // x.shape[-1], len(weight))
@@ -353,5 +361,5 @@ def _compiled_call(
         return [gradient for gradient, one in zip(found, there, strict=True) if one]
 
     others = [one for one in (ln_weight, ln_bias) if one is not None]
-    of_bias = None if sums is None else (sums.plan, sums.second)
-    return nodes.linear_call(which, x, others, dy, of_bias, step.keep_normalized, backward)
+    of_sums = None if sums is None else (sums.plan, sums.gradients[0])
+    return nodes.linear_call(which, x, others, dy, of_sums, step.keep_normalized, backward)

@@ -136,7 +136,7 @@ def _check(module: LayerNormLinear, ranks: int) -> None:
         if getattr(module, name):
             raise ValueError(f"{NAME}: it cannot split a module with {name}=True. Leave it out.")
     if module.tp_size > 1:
-        raise ValueError(f"{NAME}: it splits a whole module; got one of tp_size={module.tp_size}.")
+        raise ValueError(f"{NAME}: it must split a whole module; got one of tp_size={module.tp_size}.")
     for part in module._parts:
         if part.rows % ranks:
             raise ValueError(

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ...call.store import NAMES
-from ..norm import float8, functional, launching
+from ..norm import dispatch, float8, functional, launching, repeats
 from ..private import version_of
 from .float8_arithmetic import STEP, as_right, cast_columns, cast_rows, normalised_columns, product, scale_of_tensor
 from .parallel import Limits, Ranks, Rows, gathered
@@ -65,21 +65,23 @@ class Float8(NamedTuple):
         """Bytes are made of each tensor as it is."""
         return inputs
 
-    def recipe(self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step) -> float8.Recipe | None:
+    def recipe(
+        self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step
+    ) -> launching.Forward | None:
         """That of the kernel which makes z8; None where there is none, or the tensors cannot go straight to it."""
         scheme = self.scheme
         if not scheme.by_row or scheme.power_2[0]:
             return None
         of_z = None if step.returned == NOTHING else step.dtype
         key = ("in 8 bits", step.operation, of_z, step.sm_margin, x.shape, ln_weight is None, ln_bias is None)
-        recipe = launching.known_call(key, x, ln_weight, ln_bias)
+        tensors = functional.given(x, ln_weight, ln_bias)
+        recipe = repeats.known_call(key, tensors)
         if recipe is not None and functional.nothing_else_listens():
             return recipe
-        if not functional._at_once(x, ln_weight, ln_bias):
+        if not dispatch.at_once(tensors):
             return None
-        options = (step.operation, x.shape[-1:], "row", NAMES[E4M3], step.sm_margin, of_z)
-        recipe = float8.recipe_of(x, ln_weight, ln_bias, options)
-        launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+        recipe = float8.row_recipe(step.operation, x, ln_weight, ln_bias, of_z, NAMES[E4M3], step.sm_margin)
+        repeats.remember_call(key, tensors, recipe)
         return recipe
 
     def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> Weights:
@@ -115,11 +117,14 @@ class Float8(NamedTuple):
         """(what is returned of z, what is kept of Z), after the product."""
         return normalised[2]
 
-    def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: float8.Recipe | None, wants_statistics: bool):
+    def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: launching.Forward | None, wants_statistics: bool):
         """(z8, scale, z, statistics) from z in float32: in one kernel by its recipe."""
         recipe = recipe or self.recipe(x, ln_weight, ln_bias, step)
         if recipe is not None:
-            return float8.launched_by(recipe, x, ln_weight, ln_bias, step.eps, None, wants_statistics)
+            tensors = functional.given(x, ln_weight, ln_bias)
+            results, statistics = launching.forward_by(recipe, tensors, (), step.eps, wants_statistics)
+            found = dict(zip(recipe.written, results, strict=True))
+            return found["y8"], found["y8_scale"], found.get("y"), statistics
         wide = step._replace(dtype=torch.float32)
         z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics, step.sm_margin)
         z8, scale, _, _ = cast_rows(z.reshape(-1, x.shape[-1]), power_2_scale=self.scheme.power_2[0])

@@ -35,7 +35,7 @@ from ...linear.float8_plan import (
 from ...linear.float8_spec import padded
 from ...operation import NAMED
 from ...plan.problem import FLOAT8, ITEMSIZE
-from ..norm import checks, formulas, gpu, launching
+from ..norm import checks, formulas, gpu, repeats
 from ..norm.float8 import bound, power_of_2, rounded, scaling
 from ..private import scaled_mm
 from .step import in_dtype
@@ -159,7 +159,7 @@ def normalised_columns(
     are what the forward pass saved, (2, rows), or (1, rows) without a mean; `operation` is one of NAMED.
     """
     if not x.is_cuda:
-        z = formulas.forward(operation, x, statistics, ln_weight, ln_bias)
+        z = formulas.affine(operation, x, statistics, ln_weight, ln_bias)
         multiplier, scale = scaling(bound(operation, x, 1, ln_weight, ln_bias), NAMES[dtype], power_2_scale)
         return rounded(_padded(z * multiplier), NAMES[dtype]), scale
     index = x.get_device()
@@ -272,7 +272,7 @@ def _largest(wide: Tensor, axis: int) -> Tensor:
 
 
 def _plan(plan_of: Callable[..., CastPlan], problem: Any, tensor: Tensor, key: Hashable) -> CastPlan:
-    return launching.keep(_plans, key, plan_of(problem, gpu.properties_of("cast to 8 bits", tensor)))
+    return repeats.keep(_plans, key, plan_of(problem, gpu.properties_of("cast to 8 bits", tensor)))
 
 
 def _name(tensor: Tensor) -> str:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..norm import launching, operators
-from ..norm.functional import _at_once, autocasts, launched_gradients, nothing_else_listens
+from ..norm import calls, dispatch, launching, repeats
+from ..norm.functional import autocasts, given, nothing_else_listens
 from .parallel import Ranks, Rows
 
 NOTHING, LOCAL, GATHERED = "nothing", "local", "gathered"
@@ -262,24 +262,29 @@ def normalise(
     if not torch.is_grad_enabled():
         recipe = recipe_at_once(x, ln_weight, ln_bias, operation, dtype, sm_margin)
         if recipe is not None:
-            return launching.forward_by(recipe, x, ln_weight, ln_bias, eps, wants_statistics, out)
-    margins = (sm_margin, step.backward_sm_margin)
-    z, statistics = operators.Norm.apply(x, ln_weight, ln_bias, operation, 1, eps, dtype, wants_statistics, *margins)
+            tensors = given(x, ln_weight, ln_bias)
+            (z,), statistics = launching.forward_by(recipe, tensors, (), eps, wants_statistics, out)
+            return z, statistics
+    margins = (sm_margin, step.backward_sm_margin, sm_margin)
+    call = calls.affine_call(operation, ln_weight, ln_bias, dtype, margins)
+    (z,), statistics = dispatch.by_operator(call, given(x, ln_weight, ln_bias), (), eps, wants_statistics)
     return z if out is None else out.copy_(z.view(out.shape)), statistics
 
 
 def recipe_at_once(
     x, ln_weight, ln_bias, operation: str, dtype: torch.dtype, sm_margin: int
-) -> launching.Recipe | None:
+) -> launching.Forward | None:
     """That of the norm's launch; None where the tensors cannot go straight to it."""
     key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None)
-    recipe = launching.known_call(key, x, ln_weight, ln_bias)
+    tensors = given(x, ln_weight, ln_bias)
+    recipe = repeats.known_call(key, tensors)
     if recipe is not None and nothing_else_listens():
         return recipe
-    if not _at_once(x, ln_weight, ln_bias):
+    if not dispatch.at_once(tensors):
         return None
-    recipe = launching.recipe_of(x, ln_weight, ln_bias, (operation, x.shape[-1:], dtype, sm_margin))
-    launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+    call = calls.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3)
+    recipe = launching.recipe_of(call, tensors, sm_margin)
+    repeats.remember_call(key, tensors, recipe)
     return recipe
 
 
@@ -287,12 +292,7 @@ def norm_gradients(dz: Tensor, own: bool, saved: Saved, step: Step, mask: tuple[
     """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
     statistics, x, _, ln_weight, *_ = saved
     operation, eps, sm_margin = step.operation, step.eps, step.backward_sm_margin
-    if own:
-        family = launching.family(operation, 1, x)
-        found = launched_gradients(family, dz, x, statistics, ln_weight, mask, sm_margin, in_place=True)
-        if found is not None:
-            return found
-    return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, sm_margin)
+    return dispatch.affine_gradients(operation, dz, x, statistics, ln_weight, eps, mask, sm_margin, in_place=own)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ..norm import launching
-from ..norm.functional import HALF, launchable
+from ..norm import dispatch, launching
+from ..norm.functional import HALF, given
 from .exchange import in_turn
 from .parallel import Ranks, Rows
 from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, matrix, normalise, recipe_at_once
@@ -55,7 +55,8 @@ class Wide:
         if recipe is None:
             z, statistics = normalise(x, ln_weight, ln_bias, step, wants_statistics, step.sm_margin, place)
         else:
-            z, statistics = launching.forward_by(recipe, x, ln_weight, ln_bias, step.eps, wants_statistics, place)
+            tensors = given(x, ln_weight, ln_bias)
+            (z,), statistics = launching.forward_by(recipe, tensors, (), step.eps, wants_statistics, place)
         if exchange is None:
             return z, statistics, z
         exchange.start(z, not exchange.in_parts)
@@ -168,7 +169,7 @@ class _Products:
         return torch.mm(self._dy.t(), self._z) if by_rows else torch.mm(self._z.t(), self._dy).t()
 
     def bias(self) -> Tensor:
-        return launching.column_sums(self._dy) if launchable(self._dy) else self._dy.sum(0)
+        return launching.column_sums(self._dy) if dispatch.launchable(self._dy) else self._dy.sum(0)
 
     def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
         accumulate(total, self._dy[:, rows], self._z, overwrite)
