@@ -50,7 +50,7 @@ class Layer:
 
     def weights(self, index: int) -> Any:
         """Both layouts of weight, as a call makes them."""
-        from cunorm.torch.linear.float8_weights import quantised
+        from cunorm.torch.linear.float8 import quantised
 
         return quantised(self.modules[index].weight.detach(), self.recipe.scheme, True)
 
@@ -62,7 +62,7 @@ def bare_products(layer: Layer) -> Callable[[int, str], Any]:
     """y, dz and dweight by torch's product alone, of bytes that are there, as RowwiseScaling accumulates each."""
     import torch
 
-    from cunorm.torch.linear.float8_casts import as_right, cast_columns, cast_rows
+    from cunorm.torch.linear.float8_arithmetic import as_right, cast_columns, cast_rows
 
     def rows(a: Any) -> Any:
         return cast_rows(a.detach())[:2]
@@ -149,7 +149,7 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
     import torch
     from torch.nn import functional as F  # noqa: N812
 
-    from cunorm.torch.linear.float8_casts import cast_rows
+    from cunorm.torch.linear.float8_arithmetic import cast_rows
     from cunorm.torch.norm import float8, functional, launching
 
     layer = Layer(rows, cols, outs, 1)

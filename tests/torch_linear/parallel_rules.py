@@ -40,7 +40,7 @@ from torch.testing import assert_close
 from cunorm.torch import Float8CurrentScaling, LayerNormColwiseParallel, LayerNormLinear, RowwiseScaling, autocast
 from cunorm.torch.linear import call as calls
 from cunorm.torch.linear import operators as linear_operators
-from cunorm.torch.linear.ranks import Group
+from cunorm.torch.linear.parallel import Group
 from cunorm.torch.linear.step import Step
 from cunorm.torch.linear.wide import WIDE
 from cunorm.torch.norm import repeats
