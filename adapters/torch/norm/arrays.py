@@ -284,7 +284,8 @@ def _told_apart(
         else:
             or_number = "" if name in no_numbers else ", or a number"
             raise TypeError(
-                f"{function}: {name} must be a torch.Tensor, as x is{or_number}; got {type(operand).__name__}. Convert it."
+                f"{function}: {name} must be a torch.Tensor, as x is{or_number}; got {type(operand).__name__}. "
+                "Convert it."
             )
     return tensors, scalars
 
