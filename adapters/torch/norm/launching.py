@@ -30,7 +30,7 @@ IN_ORDER = tuple(range(64))
 
 
 class Saved(NamedTuple):
-    """What a forward pass keeps for the backward pass: those of x, the operands and s that Call.saved names, or more."""
+    """What is kept for the backward pass: those of x, the operands and s that Call.saved names, or more of them."""
 
     names: tuple[str, ...]
     tensors: Sequence[Tensor]
