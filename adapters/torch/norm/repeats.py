@@ -30,7 +30,7 @@ def alike(*tensors: Tensor) -> Alike:
     """
     if Guards is None:
         return lambda *_: False
-    sizes, strides = [list(tensor.size()) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    sizes, strides = ([list(method(tensor)) for tensor in tensors] for method in (Tensor.size, Tensor.stride))
     return Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
