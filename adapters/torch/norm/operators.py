@@ -462,7 +462,7 @@ def gradients(
     if not names or (dy is None and ds is None):
         return [None] * len(tensors)
     values = values_of(call, tensors, options.numbers)
-    # Operators that take lists have no batching rule for the tensors of torch.autograd's own vmap.
+    # Operators that take lists cannot be batched for autograd.grad(is_grads_batched=True).
     batched = any(gradient is not None and private.is_batched(gradient) for gradient in (dy, ds))
     by_formulas = private.in_forward_mode() or batched or (torch.is_grad_enabled() and not call.affine)
     if statistics is None or by_formulas:
