@@ -36,7 +36,7 @@ OTHER = "computes something else than a LayerNorm or an RMSNorm over the last ax
 
 
 class Form(NamedTuple):
-    """The norm (x - mean(x)) / sqrt(var(x) + eps) or x / sqrt(mean(x²) + eps), times weight or 1 + weight, plus bias."""
+    """The norm (x - mean(x)) / sqrt(var(x) + eps) or x / sqrt(mean(x²) + eps), times (1 +) weight, plus bias."""
 
     operation: str  # a name of cunorm.operation.NAMED
     eps: str | float  # the name of the attribute that holds it, or its value where it stands in the method
@@ -48,7 +48,7 @@ class Form(NamedTuple):
 
 
 class GatedForm(NamedTuple):
-    """The gated norm x / sqrt(mean(x²) + eps) * weight times an activation of a gate, or the same norm of x times it."""
+    """The gated norm x / sqrt(mean(x²) + eps) * weight * activation(gate), or the same norm of x * activation(gate)."""
 
     activation: str
     gate_first: bool
