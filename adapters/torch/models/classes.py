@@ -60,7 +60,7 @@ def on_the_cpu(model: nn.Module | None) -> list[str]:
 
 
 class Swaps:
-    """Modules whose class was changed."""
+    """Change the classes of modules, and keep what is needed to change them back."""
 
     def __init__(self):
         self._made: list[tuple[nn.Module, type, type]] = []  # module, its class before, its class since

@@ -36,7 +36,9 @@ OTHER = "computes something else than a LayerNorm or an RMSNorm over the last ax
 
 
 class Form(NamedTuple):
-    """The norm (x - mean(x)) / sqrt(var(x) + eps) or x / sqrt(mean(x²) + eps), times (1 +) weight, plus bias."""
+    """The form of a norm: (x - mean(x)) / sqrt(var(x) + eps), or x / sqrt(mean(x²) + eps). It is
+    multiplied by weight or 1 + weight, and bias is added.
+    """
 
     operation: str  # a name of cunorm.operation.NAMED
     eps: str | float  # the name of the attribute that holds it, or its value where it stands in the method
@@ -48,7 +50,9 @@ class Form(NamedTuple):
 
 
 class GatedForm(NamedTuple):
-    """The gated norm x / sqrt(mean(x²) + eps) * weight * activation(gate), or the same norm of x * activation(gate)."""
+    """The form of a gated norm: x / sqrt(mean(x²) + eps) * weight * activation(gate), or with `gate_first`
+    the same norm of x * activation(gate) without the last factor.
+    """
 
     activation: str
     gate_first: bool

@@ -170,7 +170,7 @@ def launchable(gradient: Tensor) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    """An operation on plain CUDA tensors in eager mode."""
+    """The autograd.Function of operations on plain CUDA tensors in eager mode."""
 
     @staticmethod
     def forward(ctx, known, *tensors):
@@ -179,7 +179,7 @@ class _Norm(torch.autograd.Function):
         candidates, saved = (*tensors, *results), [statistics]
         for place in places:
             saved.append(candidates[place])
-        ctx.save_for_backward(*saved)  # in the order of nodes_autograd.h: a checkpoint may recompute by the other
+        ctx.save_for_backward(*saved)  # in the order of nodes_autograd.h, by which a checkpoint may recompute
         ctx.known = known
         if len(results) == 1 and not wants_statistics:
             return results[0]  # a tuple takes longer
@@ -288,7 +288,7 @@ def affine_gradients(
 
 
 class _NormOnCpu(torch.autograd.Function):
-    """A plain LayerNorm of plain tensors on the CPU in eager mode."""
+    """The autograd.Function of plain norms of plain tensors on the CPU in eager mode."""
 
     @staticmethod
     def forward(ctx, call, eps, x, *operands):

@@ -493,7 +493,7 @@ def alike(tensor: Tensor, x: Tensor) -> bool:
 
 
 class _Listed:
-    """`Norm` with the arguments of its operator; under functorch, where an operator cannot be a Function, formulas."""
+    """Apply `Norm` to the arguments of its operator, or formulas under functorch, which operators cannot serve."""
 
     @staticmethod
     def apply(x, operands, *arguments):
@@ -503,7 +503,7 @@ class _Listed:
 
 
 class _ListedBackward:
-    """`NormBackward` with the arguments of its operator; formulas under functorch and for what is no plain norm."""
+    """Apply `NormBackward` to the arguments of its operator, or formulas under functorch and beyond plain norms."""
 
     @staticmethod
     def apply(dy, ds, x, operands, s, statistics, *arguments):
