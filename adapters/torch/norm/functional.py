@@ -184,9 +184,8 @@ def _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin,
     call, rows = prepared(operation, x, ndim, weight, bias, dtype, margins)
     if at_once and key is not None and ndim == 1:
         known = dispatch.described(call, rows, (), eps)
-        if len({id(tensor) for tensor in rows}) == len(
-            rows
-        ):  # repeats.py remembers no call with one tensor given twice
+        # repeats.py does not remember a call with one tensor given twice.
+        if len({id(tensor) for tensor in rows}) == len(rows):
             repeats.remember_call(key, rows, known)
         return dispatch.run_known(known, rows)[0]
     (y,), _ = dispatch.run(call, rows, (), eps, False)
