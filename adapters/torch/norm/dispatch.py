@@ -179,7 +179,7 @@ class _Norm(torch.autograd.Function):
         candidates, saved = (*tensors, *results), [statistics]
         for place in places:
             saved.append(candidates[place])
-        ctx.save_for_backward(*saved)  # in the order of nodes_autograd.h, by which a checkpoint may recompute
+        ctx.save_for_backward(*saved)  # in the order of nodes_autograd.h, which a checkpoint may use to recompute
         ctx.known = known
         if len(results) == 1 and not wants_statistics:
             return results[0]  # a tuple takes longer
