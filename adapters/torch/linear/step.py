@@ -139,8 +139,9 @@ def gradients(
     mask: tuple[bool, bool, bool, bool, bool],
     sink: Sink | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Of x, weight, bias, ln_weight and ln_bias, None where not wanted; dy (..., out), over ranks never None, dz that
-    of the z which is returned.
+    """Return the gradients of x, weight, bias, ln_weight and ln_bias, None where not wanted.
+
+    dy is (..., out), over ranks never None; dz is that of the z which is returned.
 
     One rank has one half of the pass after the other, in the order that `numbers` hold least in, or both side by side.
     Over a group dz is summed while the gradient of weight is computed.
