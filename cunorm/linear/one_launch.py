@@ -217,7 +217,8 @@ def _divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) -
         parts = ceil_div(_whole(ceil_div(problem.cols, cluster), PAIR) * TILE_OUTS * size, STAGE_BYTES)
         stage_columns = _whole(ceil_div(problem.cols, cluster * parts), PAIR)
         last = (cluster * parts - 1) * stage_columns  # of the last stage of the last CTA the first column
-        if last >= problem.cols or rows * parts * stage_columns * size > X_BYTES:
+        columns = parts * stage_columns
+        if last >= problem.cols or rows * columns * size > X_BYTES:
             continue
         clusters = device.resident_clusters(cluster, 1)
         slots = ceil_div(ceil_div(problem.outs // TILE_OUTS, clusters), cluster)

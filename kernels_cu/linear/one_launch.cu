@@ -368,10 +368,16 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
 #pragma unroll
           for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
             const auto& a = z[2 * row_tile][p][pair][which].words;
-            constexpr uint32 kNone[4] = {};
-            const auto& below = kHalfTiles > 1 ? z[(2 * row_tile + 1) % kHalfTiles][p][pair][which].words : kNone;
-            multiply_tiles<T>(sums[row_tile][0], a[0], below[0], a[1], below[1], b[0], b[1]);
-            multiply_tiles<T>(sums[row_tile][1], a[2], below[2], a[3], below[3], b[2], b[3]);
+            if constexpr (kHalfTiles > 1) {
+              const auto& below = z[2 * row_tile + 1][p][pair][which].words;
+              multiply_tiles<T>(sums[row_tile][0], a[0], below[0], a[1], below[1], b[0], b[1]);
+              multiply_tiles<T>(sums[row_tile][1], a[2], below[2], a[3], below[3], b[2], b[3]);
+            } else {
+              // Of eight rows the other columns stand where eight more would: zeros would take as many registers. Of
+              // the first product the upper eight rows count, of the second the lower.
+              multiply_tiles<T>(sums[row_tile][0], a[0], a[2], a[1], a[3], b[0], b[1]);
+              multiply_tiles<T>(sums[row_tile][1], a[0], a[2], a[1], a[3], b[2], b[3]);
+            }
           }
         }
       }
@@ -385,7 +391,10 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
     for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
       uint32 words[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) words[k] = float_to_word(sums[row_tile][0][k] + sums[row_tile][1][k]);
+      for (int k = 0; k < 4; ++k) {
+        const float other = kHalfTiles > 1 ? sums[row_tile][1][k] : sums[row_tile][1][(k + 2) % 4];
+        words[k] = float_to_word(sums[row_tile][0][k] + other);
+      }
       store_shared_words(partial[warp][row_tile][lane], words);
     }
     consumers_meet();

@@ -1,11 +1,15 @@
-// kernels_cu/linear/hopper.cuh on a CPU: the same names. Bulk copies come when somebody waits for them, no sooner; in the
-// meantime their place holds NaN.
+// kernels_cu/linear/hopper.cuh on a CPU: the same names. Bulk copies come when somebody waits for them, no sooner; in
+// the meantime their place holds NaN.
 #pragma once
 #include <bit>
 #include <cstring>
 #include <map>
 #include <vector>
 
+// The runtime is told by an option whether it keeps a record of races.
+#ifdef __SANITIZE_THREAD__
+#define CUNORM_RACES
+#endif
 #include "machine.hpp"
 
 namespace cunorm {
@@ -122,7 +126,9 @@ inline void bulk_copy(void* to, const void* from, int bytes, Barrier& barrier, u
   cpu::note_access(*cpu::cta, to, static_cast<std::size_t>(bytes), true);
   std::memset(to, 0xff, static_cast<std::size_t>(bytes));
   cpu::note_copy(to, static_cast<std::size_t>(bytes), true);
-  Barrier::of(&barrier).copies.push_back(std::move(copy));
+  Barrier::Phase& phase = Barrier::of(&barrier);
+  phase.copies.push_back(std::move(copy));
+  cpu::races.release(cpu::this_warp(), phase.arriving);  // who waits for the bytes waits for this write
   ++cpu::progress;
 }
 
