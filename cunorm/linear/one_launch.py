@@ -1,7 +1,7 @@
-"""y = z weightᵀ + bias of few rows in one launch, z = norm(x) never a tensor: which kernel, and for which problems.
+"""y = z weightᵀ + bias of few rows in one launch, z = norm(x) never a tensor: which kernel, and when.
 
-Pure functions; no GPU library is imported. The kernel is kernels_cu/linear/one_launch.cu. Where no measurement says that
-it wins, the norm's kernel and cuBLASLt's product run one after the other (split).
+Pure functions; no GPU library is imported. The kernel is kernels_cu/linear/one_launch.cu. Where no measurement says
+that it wins, the norm's kernel and cuBLASLt's product run one after the other (split).
 """
 
 from __future__ import annotations
