@@ -97,8 +97,8 @@ class OneLaunch(OtherSpec):
         sums = one.row_tiles * WARP * 16
         arrays += [2 * CONSUMERS * sums, of_cluster * one.cluster * sums]
         total = sum(_whole(bytes_, 128) for bytes_ in arrays)
-        total += one.rows * 16 + CONSUMERS * norm.forward_values * warps * 4
-        return _whole(_whole(total, BARRIER) + BARRIER * (2 * one.stages + 3 + of_cluster), 128)
+        total += one.rows * 16 + ceil_div(one.rows, one.cluster) * norm.forward_values * warps * 4
+        return _whole(_whole(total, BARRIER) + BARRIER * (2 * one.stages + 2 + of_cluster), 128)
 
     def parameters(self) -> dict[str, str]:
         kind = CPP_TYPE[self.dtype]

@@ -33,11 +33,6 @@ struct Barrier {
     while (!has_ended(phase)) still_waiting();
   }
 
-  // The same barrier in the CTA `rank`. What this thread has seen can be seen by who waits there, in order of the
-  // cluster.
-  DEVICE void arrive_at(int rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped(&state, rank)) : "memory");
-  }
   DEVICE void wait_in_order_of_cluster(int phase) {
     while (!has_ended_in_order_of_cluster(phase)) still_waiting();
   }
@@ -49,13 +44,12 @@ struct Barrier {
                  : "memory");
   }
 
+ private:
   DEVICE static uint32 mapped(const void* place, int rank) {
     uint32 result;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(shared_address(place)), "r"(rank));
     return result;
   }
-
- private:
   DEVICE bool has_ended(int phase) {
     uint32 ended;
     asm volatile(
@@ -83,14 +77,6 @@ struct Barrier {
     return ended;
   }
 };
-
-// 16 bytes of the shared memory of the CTA `rank`.
-DEVICE void load_from_cta(const void* place, int rank, uint32 (&words)[4]) {
-  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(Barrier::mapped(place, rank))
-               : "memory");
-}
 
 // What L2 is told of lines that are read: nobody reads them again, or all SMs do.
 enum class Lifetime { kOnce, kAgain };

@@ -38,6 +38,8 @@ struct Division {
 template <class Norm, class T, class Shape, class Division, class LnWeight, class LnBias>
 struct OneLaunchMemory {
   using Exchange = RowExchange<Shape, 1, Norm::kValues, float>;
+  // Whose statistics this CTA finds.
+  static constexpr int kOwnRows = (Division::kRows + Division::kCluster - 1) / Division::kCluster;
   alignas(128) T ring[Division::kStages][kTileOuts][Division::kStageColumns];
   alignas(128) T x[Division::kRows][Division::kSlice];
   alignas(128) LnWeight ln_weight[kPresent<LnWeight> ? Division::kSlice : 1];
@@ -49,10 +51,9 @@ struct OneLaunchMemory {
   alignas(128) float of_cluster[Division::kCluster > 1 ? Division::kSlots : 1][Division::kCluster][Division::kRowTiles]
                                [32][4];
   alignas(16) float statistics[Division::kRows][4];  // a Norm::Row of each row
-  typename Exchange::Slots slots[kConsumers];
+  typename Exchange::Slots slots[kOwnRows];
   Barrier full[Division::kStages], empty[Division::kStages];
-  Barrier arrived;         // x, ln_weight, ln_bias and bias
-  Barrier arrived_at_all;  // x, in every CTA of the cluster
+  Barrier arrived;  // x, ln_weight, ln_bias and bias
   Barrier statistics_known;
   Barrier summed[Division::kCluster > 1 ? Division::kSlots : 1];
 };
@@ -152,74 +153,107 @@ DEVICE void produce(const OneLaunchArrays<T>& given, Memory& memory, int rank, i
   }
 }
 
-// The statistics of the rows whose turn it is in this CTA, to all CTAs: a warp adds up a row as the warps of
-// norm_forward.cu do, one after the other. x comes from whatever CTA has it.
+// The statistics of the rows whose turn it is in this CTA. Warps add up what warps of norm_forward.cu do, kItems of
+// them each.
 template <class Norm, class Shape, class Division, class T, class Memory>
-DEVICE void find_statistics(const OneLaunchArrays<T>& given, Memory& memory, int rank, bool stores, float eps) {
-  using Exchange = typename Memory::Exchange;
-  constexpr int kVectors = Shape::kVectors;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int first = rank + warp * Division::kCluster;
-  if (first < given.rows && Division::kCluster > 1) memory.arrived_at_all.wait_in_order_of_cluster(0);
-  for (int row = first; row < given.rows; row += kConsumers * Division::kCluster) {
-    float part[Norm::kValues];
-#pragma unroll 2
-    for (int slot = 0; slot < Shape::kSlots; ++slot) {
-      Vector<T, 8> vectors[kVectors];
-      // A lane that the row does not have does what another does.
-      const auto vector_of = [&](int p) { return p * Shape::kThreads + slot * 32 + lane % Shape::kLanes; };
+struct Statistics {
+  static constexpr int kVectors = Shape::kVectors, kSlots = Shape::kSlots, kCluster = Division::kCluster;
+  static constexpr int kItems = (Memory::kOwnRows * kSlots + kConsumers - 1) / kConsumers;
+  const OneLaunchArrays<T>& given;
+  Memory& memory;
+  int rank;
+  Vector<T, 8> vectors[kItems][kVectors];
+
+  DEVICE static int warp() { return static_cast<int>(threadIdx.x) / 32; }
+  DEVICE static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  DEVICE static int own_row_of(int item) { return (warp() + item * kConsumers) / kSlots; }
+  DEVICE static int slot_of(int item) { return (warp() + item * kConsumers) % kSlots; }
+  DEVICE int row_of(int own_row) const { return rank + own_row * kCluster; }
+  // A lane that the row does not have does what another does.
+  DEVICE static int column_of(int item, int p) {
+    return (p * Shape::kThreads + slot_of(item) * 32 + lane() % Shape::kLanes) * 8;
+  }
+
+  // From memory: in shared memory a CTA has but a slice of each row. To ask the others for theirs took 0.6 us by
+  // clusters of 2, 1.4 by 4, and to tell them in order that it has come 3.
+  DEVICE void load() {
+    if constexpr (kCluster > 1) {
 #pragma unroll
-      for (int p = 0; p < kVectors; ++p) {
-        const int column = vector_of(p) * 8;
-        vectors[p] = {};
-        if (column < Shape::kCols) {
-          const int owner = column / Division::kSlice;
-          const T* place = &memory.x[row][column - owner * Division::kSlice];
-          if constexpr (Division::kCluster > 1) {
-            load_from_cta(place, owner, vectors[p].words);
-          } else {
-            load_shared_words(place, vectors[p].words);
-          }
+      for (int item = 0; item < kItems; ++item) {
+        const int row = row_of(own_row_of(item));
+#pragma unroll
+        for (int p = 0; p < kVectors; ++p) {
+          const int column = column_of(item, p);
+          load_words<Cache::kStreamed>(given.x + row * given.x_stride + column, vectors[item][p].words,
+                                       row < given.rows && column < Shape::kCols);
         }
       }
+    }
+  }
+
+  DEVICE void find(bool stores, float eps) {
+    float part[Norm::kValues];
+#pragma unroll
+    for (int item = 0; item < kItems; ++item) {
+      const int own_row = own_row_of(item), slot = slot_of(item), row = row_of(own_row);
+      if (row >= given.rows) continue;
       float sums[Norm::kLaneSums] = {}, pivot = 0, values[8];
+      if constexpr (kCluster == 1) {
+#pragma unroll
+        for (int p = 0; p < kVectors; ++p) {
+          const int column = column_of(item, p);
+          vectors[item][p] = {};
+          if (column < Shape::kCols) load_shared_words(&memory.x[row][column], vectors[item][p].words);
+        }
+      }
       if constexpr (Norm::kHasMean) {
-        unpack(vectors[0], values);
+        unpack(vectors[item][0], values);
         pivot = Norm::template pivot<Shape>(slot, values);
       }
 #pragma unroll
       for (int p = 0; p < kVectors; ++p) {
-        unpack(vectors[p], values);
-        Norm::add(sums, values, vector_of(p) * 8 < Shape::kCols ? 8 : 0, pivot);
+        unpack(vectors[item][p], values);
+        Norm::add(sums, values, column_of(item, p) < Shape::kCols ? 8 : 0, pivot);
       }
       Norm::template gathered<Shape::kLanes>(part, sums, pivot);
-      if (Shape::kSlots > 1 && lane == 0) {
+      if (lane() == 0) {
 #pragma unroll
-        for (int k = 0; k < Norm::kValues; ++k) memory.slots[warp](k, slot) = part[k];
+        for (int k = 0; k < Norm::kValues; ++k) memory.slots[own_row](k, slot) = part[k];
       }
     }
-    if constexpr (Shape::kSlots > 1) {
-      warp_barrier();
-      Norm::template merge<Exchange, Shape::kCols>(part, memory.slots[warp],
-                                                   [](int other) { return Shape::slot_columns(other); });
-      warp_barrier();
-    }
-    const auto statistics = Norm::template finish<Shape::kCols>(part, eps);
-    if (stores && lane == 0) {
-      if constexpr (Norm::kHasMean) {
-        if (given.mean != nullptr) given.mean[row] = statistics.mean();
+    consumers_meet();
+    for (int own_row = warp(); row_of(own_row) < given.rows; own_row += kConsumers) {
+      const int row = row_of(own_row);
+      const auto& slots = memory.slots[own_row];
+      if constexpr (kSlots > 1) {
+        using Exchange = typename Memory::Exchange;
+        Norm::template merge<Exchange, Shape::kCols>(part, slots, [](int slot) { return Shape::slot_columns(slot); });
+      } else {
+#pragma unroll
+        for (int k = 0; k < Norm::kValues; ++k) part[k] = slots(k, 0);
       }
-      if (given.rstd != nullptr) given.rstd[row] = statistics.rstd;
+      const auto statistics = Norm::template finish<Shape::kCols>(part, eps);
+      if (stores && lane() == 0) {
+        if constexpr (Norm::kHasMean) {
+          if (given.mean != nullptr) given.mean[row] = statistics.mean();
+        }
+        if (given.rstd != nullptr) given.rstd[row] = statistics.rstd;
+      }
+      float numbers[4] = {};
+      copy_numbers<sizeof(statistics) / 4>(numbers, reinterpret_cast<const float*>(&statistics));
+      if constexpr (kCluster > 1) {
+        if (lane() < kCluster) memory.statistics_known.send(memory.statistics[row], lane(), numbers);
+      } else {
+        if (lane() == 0) copy_numbers<4>(memory.statistics[row], numbers);
+      }
     }
-    float numbers[4] = {};
-    copy_numbers<sizeof(statistics) / 4>(numbers, reinterpret_cast<const float*>(&statistics));
-    if constexpr (Division::kCluster > 1) {
-      if (lane < Division::kCluster) memory.statistics_known.send(memory.statistics[row], lane, numbers);
+    if constexpr (kCluster > 1) {
+      memory.statistics_known.wait_in_order_of_cluster(0);
     } else {
-      if (lane == 0) copy_numbers<4>(memory.statistics[row], numbers);
+      consumers_meet();
     }
   }
-}
+};
 
 template <class T>
 DEVICE void read_columns(const T* place, float (&values)[8]) {
@@ -266,9 +300,10 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int lane_row = lane / 4, lane_column = lane % 4 * 8;
   const int owned = (tiles - rank + kCluster - 1) / kCluster;  // tiles rank, rank + kCluster, ...
+  Statistics<Norm, Shape, Division, T, Memory> rows{given, memory, rank};
+  rows.load();
   if (warp == 0) {
     if (lane == 0) {
-      memory.arrived_at_all.init(kCluster);
       memory.statistics_known.init(1);
       memory.statistics_known.expect(given.rows * 16);
     }
@@ -282,18 +317,9 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
   }
   __syncthreads();
   if constexpr (kCluster > 1) cluster_start();
-
-  memory.arrived.wait(0);
-  if constexpr (kCluster > 1) {
-    // CTAs without a row of their own read nothing.
-    if (warp == 0 && lane < kCluster && lane < given.rows) memory.arrived_at_all.arrive_at(lane);
-  }
-  find_statistics<Norm, Shape, Division>(given, memory, rank, cluster == 0, eps);
-  if constexpr (kCluster > 1) {
-    memory.statistics_known.wait_in_order_of_cluster(0);
-  } else {
-    consumers_meet();
-  }
+  if constexpr (kCluster == 1) memory.arrived.wait(0);
+  rows.find(cluster == 0, eps);
+  if constexpr (kCluster > 1) memory.arrived.wait(0);
 
   // Of a stage a warp has kPairs times 64 columns, of these a lane two vectors: columns 8 * part of the first 32 and of
   // the others. A product takes columns in any order, if z and weight have the same.

@@ -37,7 +37,6 @@ struct Barrier {
     cpu::races.acquire(cpu::this_warp(), mine.released);
     ++cpu::fiber->step;
   }
-  void arrive_at(int rank) { count(of(there(this, rank)), 1, 0); }
   void wait_in_order_of_cluster(int phase) { wait(phase); }
   void send(float* slot, int rank, const float (&values)[4]) {
     if (!cpu::ctas[static_cast<std::size_t>(rank)].started || cpu::ctas[static_cast<std::size_t>(rank)].done)
@@ -100,15 +99,6 @@ struct Barrier {
 
 inline std::map<Barrier*, Barrier::Phase> every_barrier;
 inline std::map<Barrier*, Barrier::Phase>& Barrier::phases() { return every_barrier; }
-
-inline void load_from_cta(const void* place, int rank, uint32 (&words)[4]) {
-  cpu::Cta& owner = cpu::ctas[static_cast<std::size_t>(rank)];
-  if (!owner.started || owner.done) cpu::fail("shared memory of a CTA is read that does not run");
-  const void* from = Barrier::there(const_cast<void*>(place), rank);
-  check_alignment<4>(from);
-  cpu::note_access(owner, from, 16, false);
-  std::memcpy(words, from, 16);
-}
 
 enum class Lifetime { kOnce, kAgain };
 template <Lifetime>
