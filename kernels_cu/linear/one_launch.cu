@@ -41,7 +41,6 @@ struct OneLaunchMemory {
   // Whose statistics this CTA finds.
   static constexpr int kOwnRows = (Division::kRows + Division::kCluster - 1) / Division::kCluster;
   alignas(128) T ring[Division::kStages][kTileOuts][Division::kStageColumns];
-  alignas(128) T x[Division::kRows][Division::kSlice];
   alignas(128) LnWeight ln_weight[kPresent<LnWeight> ? Division::kSlice : 1];
   alignas(128) LnBias ln_bias[kPresent<LnBias> ? Division::kSlice : 1];
   alignas(128) T bias[Division::kSlots * Division::kCluster * kTileOuts];
@@ -118,16 +117,13 @@ DEVICE void produce(const OneLaunchArrays<T>& given, Memory& memory, int rank, i
       tile += kTileOuts * given.weight_stride;
     }
   };
-  const auto fetch_rows = [&] {
+  const auto fetch_columns = [&] {
     const int columns = columns_from(begin, Division::kSlice);
-    const int row_bytes = columns * static_cast<int>(sizeof(T));
     const int bias_bytes = given.bias ? tiles * kTileOuts * static_cast<int>(sizeof(T)) : 0;
     const int weight_bytes = kPresent<LnWeight> ? columns * static_cast<int>(sizeof(LnWeight)) : 0;
     const int ln_bias_bytes = kPresent<LnBias> ? columns * static_cast<int>(sizeof(LnBias)) : 0;
-    if (lane == 0) memory.arrived.expect(given.rows * row_bytes + bias_bytes + weight_bytes + ln_bias_bytes);
+    if (lane == 0) memory.arrived.expect(bias_bytes + weight_bytes + ln_bias_bytes);
     warp_barrier();
-    if (lane < given.rows)
-      bulk_copy(memory.x[lane], given.x + lane * given.x_stride + begin, row_bytes, memory.arrived, again);
     if (kPresent<LnWeight> && lane == 0) {
       const auto* from = static_cast<const LnWeight*>(given.ln_weight) + begin;
       bulk_copy(memory.ln_weight, from, weight_bytes, memory.arrived, again);
@@ -143,9 +139,9 @@ DEVICE void produce(const OneLaunchArrays<T>& given, Memory& memory, int rank, i
 
   const int stages = tiles * Division::kParts;
   fill_stage();
-  fetch_rows();
+  fetch_columns();
+  __syncthreads();  // x is asked for
   for (int i = 1; i < kStages && i < stages; ++i) fill_stage();
-  __syncthreads();
   if constexpr (Division::kCluster > 1) cluster_start();
   for (int i = kStages; i < stages; ++i) {
     memory.empty[stage].wait((i / kStages - 1) % 2);
@@ -174,19 +170,17 @@ struct Statistics {
     return (p * Shape::kThreads + slot_of(item) * 32 + lane() % Shape::kLanes) * 8;
   }
 
-  // From memory: in shared memory a CTA has but a slice of each row. To ask the others for theirs took 0.6 us by
+  // Once more than as rows of products: of these a CTA has but a slice. To ask the others for theirs took 0.6 us by
   // clusters of 2, 1.4 by 4, and to tell them in order that it has come 3.
   DEVICE void load() {
-    if constexpr (kCluster > 1) {
 #pragma unroll
-      for (int item = 0; item < kItems; ++item) {
-        const int row = row_of(own_row_of(item));
+    for (int item = 0; item < kItems; ++item) {
+      const int row = row_of(own_row_of(item));
 #pragma unroll
-        for (int p = 0; p < kVectors; ++p) {
-          const int column = column_of(item, p);
-          load_words<Cache::kStreamed>(given.x + row * given.x_stride + column, vectors[item][p].words,
-                                       row < given.rows && column < Shape::kCols);
-        }
+      for (int p = 0; p < kVectors; ++p) {
+        const int column = column_of(item, p);
+        load_words<Cache::kStreamed>(begin_of_row(given.x + row * given.x_stride) + column, vectors[item][p].words,
+                                     row < given.rows && column < Shape::kCols);
       }
     }
   }
@@ -198,14 +192,6 @@ struct Statistics {
       const int own_row = own_row_of(item), slot = slot_of(item), row = row_of(own_row);
       if (row >= given.rows) continue;
       float sums[Norm::kLaneSums] = {}, pivot = 0, values[8];
-      if constexpr (kCluster == 1) {
-#pragma unroll
-        for (int p = 0; p < kVectors; ++p) {
-          const int column = column_of(item, p);
-          vectors[item][p] = {};
-          if (column < Shape::kCols) load_shared_words(&memory.x[row][column], vectors[item][p].words);
-        }
-      }
       if constexpr (Norm::kHasMean) {
         unpack(vectors[item][0], values);
         pivot = Norm::template pivot<Shape>(slot, values);
@@ -300,8 +286,43 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int lane_row = lane / 4, lane_column = lane % 4 * 8;
   const int owned = (tiles - rank + kCluster - 1) / kCluster;  // tiles rank, rank + kCluster, ...
+  // Of a stage a warp has kPairs times 64 columns, of these a lane two vectors: columns 8 * part of the first 32 and of
+  // the others. A product takes columns in any order, if z and weight have the same.
+  const auto column_of = [&](int p, int pair, int which) {
+    return p * Division::kStageColumns + (warp * kPairs + pair) * kPair + which * 32 + lane_column;
+  };
+  // Whole pairs that the stage does not have are of no warp; columns that the row does not have count as zeros.
+  const auto pair_there = [&](int pair) {
+    return Division::kStageColumns % (kPair * kConsumers) == 0 ||
+           (warp * kPairs + pair) * kPair < Division::kStageColumns;
+  };
+  const auto column_there = [&](int column) {
+    return Division::kSlice * kCluster == kCols || rank * Division::kSlice + column < kCols;
+  };
   Statistics<Norm, Shape, Division, T, Memory> rows{given, memory, rank};
   rows.load();
+  Vector<T, 8> z[kHalfTiles][kParts][kPairs][2];  // first x
+  const auto for_each_vector = [&](auto use) {
+#pragma unroll
+    for (int half_tile = 0; half_tile < kHalfTiles; ++half_tile) {
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) {
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+#pragma unroll
+          for (int which = 0; which < 2; ++which) {
+            const int row = half_tile * 8 + lane_row, column = column_of(p, pair, which);
+            use(z[half_tile][p][pair][which], row, column,
+                row < given.rows && pair_there(pair) && column_there(column));
+          }
+        }
+      }
+    }
+  };
+  for_each_vector([&](Vector<T, 8>& vector, int row, int column, bool there) {
+    const T* from = begin_of_row(given.x + row * given.x_stride + rank * Division::kSlice) + column;
+    load_words<Cache::kStreamed>(from, vector.words, there);
+  });
   if (warp == 0) {
     if (lane == 0) {
       memory.statistics_known.init(1);
@@ -317,58 +338,27 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
   }
   __syncthreads();
   if constexpr (kCluster > 1) cluster_start();
-  if constexpr (kCluster == 1) memory.arrived.wait(0);
   rows.find(cluster == 0, eps);
-  if constexpr (kCluster > 1) memory.arrived.wait(0);
+  memory.arrived.wait(0);
 
-  // Of a stage a warp has kPairs times 64 columns, of these a lane two vectors: columns 8 * part of the first 32 and of
-  // the others. A product takes columns in any order, if z and weight have the same.
-  const auto column_of = [&](int p, int pair, int which) {
-    return p * Division::kStageColumns + (warp * kPairs + pair) * kPair + which * 32 + lane_column;
-  };
-  // Whole pairs that the stage does not have are of no warp; columns that the row does not have count as zeros.
-  const auto pair_there = [&](int pair) {
-    return Division::kStageColumns % (kPair * kConsumers) == 0 ||
-           (warp * kPairs + pair) * kPair < Division::kStageColumns;
-  };
-  const auto column_there = [&](int column) {
-    return Division::kSlice * kCluster == kCols || rank * Division::kSlice + column < kCols;
-  };
-  Vector<T, 8> z[kHalfTiles][kParts][kPairs][2];
-#pragma unroll
-  for (int half_tile = 0; half_tile < kHalfTiles; ++half_tile) {
-    const int row = half_tile * 8 + lane_row;
+  for_each_vector([&](Vector<T, 8>& vector, int row, int column, bool there) {
+    if (!there) return;  // it is zeros
     typename Norm::template Row<float> statistics{};
-    if (row < given.rows)
-      copy_numbers<sizeof(statistics) / 4>(reinterpret_cast<float*>(&statistics), memory.statistics[row]);
+    copy_numbers<sizeof(statistics) / 4>(reinterpret_cast<float*>(&statistics), memory.statistics[row]);
+    float values[8], beside[1][8], columns[2][8];
+    unpack(vector, values);
+    statistics.normalise(values);
+    int count = 0;
+    if constexpr (kPresent<LnWeight>) read_columns(&memory.ln_weight[column], columns[count++]);
+    if constexpr (kPresent<LnBias>) read_columns(&memory.ln_bias[column], columns[count++]);
 #pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-#pragma unroll
-        for (int which = 0; which < 2; ++which) {
-          const int column = column_of(p, pair, which);
-          auto& vector = z[half_tile][p][pair][which];
-          vector = {};
-          if (row >= given.rows || !pair_there(pair) || !column_there(column)) continue;
-          float values[8], beside[1][8], columns[2][8];
-          load_shared_words(&memory.x[row][column], vector.words);
-          unpack(vector, values);
-          statistics.normalise(values);
-          int count = 0;
-          if constexpr (kPresent<LnWeight>) read_columns(&memory.ln_weight[column], columns[count++]);
-          if constexpr (kPresent<LnBias>) read_columns(&memory.ln_bias[column], columns[count++]);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) values[i] = operation.epilogue(values[i], beside, columns, i);
-          vector = pack_values<T>(values);
-          if (given.z != nullptr && cluster == 0) {
-            T* to = given.z + static_cast<int64>(row) * kCols + rank * Division::kSlice + column;
-            store_words<Cache::kStreamed>(to, vector.words);
-          }
-        }
-      }
+    for (int i = 0; i < 8; ++i) values[i] = operation.epilogue(values[i], beside, columns, i);
+    vector = pack_values<T>(values);
+    if (given.z != nullptr && cluster == 0) {
+      T* to = given.z + static_cast<int64>(row) * kCols + rank * Division::kSlice + column;
+      store_words<Cache::kStreamed>(to, vector.words);
     }
-  }
+  });
 
   int stage = 0, phase = 0;
   for (int tile = 0; tile < tiles; ++tile) {
