@@ -27,7 +27,7 @@ PAIR = 64  # columns
 BARRIER = 8  # bytes
 
 ROWS = (8, 16, 32)  # what kernels are for: up to so many
-Z_BYTES = 64 << 10  # of z in a CTA: 64 registers of a thread, and as many of x
+X_BYTES = 64 << 10  # of x in a CTA: 64 registers of z in each thread
 STAGE_BYTES = 32 << 10
 RING_BYTES = 128 << 10
 LEAST_STAGES = 2
@@ -90,15 +90,14 @@ class OneLaunch(OtherSpec):
         one, size = self.division, ITEMSIZE[self.dtype]
         of_cluster = one.slots if one.cluster > 1 else 1
         norm, warps = NORMS[self.operation.norm], self.shape.threads // WARP or 1
-        arrays = [one.stages * TILE_OUTS * one.stage_columns * size]
+        sums = one.row_tiles * WARP * 16
+        partial = 2 * CONSUMERS * sums + of_cluster * one.cluster * sums
+        arrays = [one.stages * TILE_OUTS * one.stage_columns * size, max(one.rows * one.slice * size, partial)]
         dtypes = dict(self.affine)
         arrays += [one.slice * ITEMSIZE[dtypes[name]] if name in dtypes else 1 for name in ("weight", "bias")]
-        arrays.append(one.slots * one.cluster * TILE_OUTS * size)
-        sums = one.row_tiles * WARP * 16
-        arrays += [2 * CONSUMERS * sums, of_cluster * one.cluster * sums]
-        total = sum(_whole(bytes_, 128) for bytes_ in arrays)
+        total = sum(_whole(bytes_, 128) for bytes_ in arrays) + one.slots * one.cluster * TILE_OUTS * size
         total += one.rows * 16 + ceil_div(one.rows, one.cluster) * norm.forward_values * warps * 4
-        return _whole(_whole(total, BARRIER) + BARRIER * (2 * one.stages + 2 + of_cluster), 128)
+        return _whole(_whole(total, BARRIER) + BARRIER * (2 * one.stages + 3 + of_cluster), 128)
 
     def parameters(self) -> dict[str, str]:
         kind = CPP_TYPE[self.dtype]
@@ -218,7 +217,7 @@ def _divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) -
         stage_columns = _whole(ceil_div(problem.cols, cluster * parts), PAIR)
         last = (cluster * parts - 1) * stage_columns  # of the last stage of the last CTA the first column
         columns = parts * stage_columns
-        if last >= problem.cols or rows * columns * size > Z_BYTES:
+        if last >= problem.cols or rows * columns * size > X_BYTES:
             continue
         clusters = device.resident_clusters(cluster, 1)
         slots = ceil_div(ceil_div(problem.outs // TILE_OUTS, clusters), cluster)

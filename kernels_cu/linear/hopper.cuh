@@ -33,6 +33,10 @@ struct Barrier {
     while (!has_ended(phase)) still_waiting();
   }
 
+  // The same barrier in the CTA `rank`. This thread has read what it read; what it wrote may come later.
+  DEVICE void arrive_at(int rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped(&state, rank)) : "memory");
+  }
   DEVICE void wait_in_order_of_cluster(int phase) {
     while (!has_ended_in_order_of_cluster(phase)) still_waiting();
   }

@@ -35,25 +35,34 @@ struct Division {
   static_assert(kStageColumns % kPair == 0);
 };
 
+// Partial sums of tiles, by lane.
+template <class Division>
+struct PartialSums {
+  alignas(128) float by_warp[2][kConsumers][Division::kRowTiles][32][4];  // those of two tiles in turn
+  // Of the tiles that this CTA owns.
+  alignas(
+      128) float by_cta[Division::kCluster > 1 ? Division::kSlots : 1][Division::kCluster][Division::kRowTiles][32][4];
+};
+
 template <class Norm, class T, class Shape, class Division, class LnWeight, class LnBias>
 struct OneLaunchMemory {
   using Exchange = RowExchange<Shape, 1, Norm::kValues, float>;
   // Whose statistics this CTA finds.
   static constexpr int kOwnRows = (Division::kRows + Division::kCluster - 1) / Division::kCluster;
   alignas(128) T ring[Division::kStages][kTileOuts][Division::kStageColumns];
+  union {
+    alignas(128) T x[Division::kRows][Division::kSlice];  // until z is known
+    PartialSums<Division> partial;                        // from then on, in all CTAs of the cluster
+  };
   alignas(128) LnWeight ln_weight[kPresent<LnWeight> ? Division::kSlice : 1];
   alignas(128) LnBias ln_bias[kPresent<LnBias> ? Division::kSlice : 1];
   alignas(128) T bias[Division::kSlots * Division::kCluster * kTileOuts];
-  // Of a tile, by warp; those of two tiles in turn.
-  alignas(128) float partial[2][kConsumers][Division::kRowTiles][32][4];
-  // Of the tiles that this CTA owns, by CTA.
-  alignas(128) float of_cluster[Division::kCluster > 1 ? Division::kSlots : 1][Division::kCluster][Division::kRowTiles]
-                               [32][4];
   alignas(16) float statistics[Division::kRows][4];  // a Norm::Row of each row
   typename Exchange::Slots slots[kOwnRows];
   Barrier full[Division::kStages], empty[Division::kStages];
   Barrier arrived;  // x, ln_weight, ln_bias and bias
   Barrier statistics_known;
+  Barrier x_is_read;  // in all CTAs
   Barrier summed[Division::kCluster > 1 ? Division::kSlots : 1];
 };
 
@@ -117,13 +126,16 @@ DEVICE void produce(const OneLaunchArrays<T>& given, Memory& memory, int rank, i
       tile += kTileOuts * given.weight_stride;
     }
   };
-  const auto fetch_columns = [&] {
+  const auto fetch_rows = [&] {
     const int columns = columns_from(begin, Division::kSlice);
+    const int row_bytes = columns * static_cast<int>(sizeof(T));
     const int bias_bytes = given.bias ? tiles * kTileOuts * static_cast<int>(sizeof(T)) : 0;
     const int weight_bytes = kPresent<LnWeight> ? columns * static_cast<int>(sizeof(LnWeight)) : 0;
     const int ln_bias_bytes = kPresent<LnBias> ? columns * static_cast<int>(sizeof(LnBias)) : 0;
-    if (lane == 0) memory.arrived.expect(bias_bytes + weight_bytes + ln_bias_bytes);
+    if (lane == 0) memory.arrived.expect(given.rows * row_bytes + bias_bytes + weight_bytes + ln_bias_bytes);
     warp_barrier();
+    if (lane < given.rows)
+      bulk_copy(memory.x[lane], given.x + lane * given.x_stride + begin, row_bytes, memory.arrived, again);
     if (kPresent<LnWeight> && lane == 0) {
       const auto* from = static_cast<const LnWeight*>(given.ln_weight) + begin;
       bulk_copy(memory.ln_weight, from, weight_bytes, memory.arrived, again);
@@ -139,9 +151,9 @@ DEVICE void produce(const OneLaunchArrays<T>& given, Memory& memory, int rank, i
 
   const int stages = tiles * Division::kParts;
   fill_stage();
-  fetch_columns();
-  __syncthreads();  // x is asked for
+  fetch_rows();
   for (int i = 1; i < kStages && i < stages; ++i) fill_stage();
+  __syncthreads();
   if constexpr (Division::kCluster > 1) cluster_start();
   for (int i = kStages; i < stages; ++i) {
     memory.empty[stage].wait((i / kStages - 1) % 2);
@@ -170,17 +182,19 @@ struct Statistics {
     return (p * Shape::kThreads + slot_of(item) * 32 + lane() % Shape::kLanes) * 8;
   }
 
-  // Once more than as rows of products: of these a CTA has but a slice. To ask the others for theirs took 0.6 us by
+  // From memory: in shared memory a CTA has but a slice of each row. To ask the others for theirs took 0.6 us by
   // clusters of 2, 1.4 by 4, and to tell them in order that it has come 3.
   DEVICE void load() {
+    if constexpr (kCluster > 1) {
 #pragma unroll
-    for (int item = 0; item < kItems; ++item) {
-      const int row = row_of(own_row_of(item));
+      for (int item = 0; item < kItems; ++item) {
+        const int row = row_of(own_row_of(item));
 #pragma unroll
-      for (int p = 0; p < kVectors; ++p) {
-        const int column = column_of(item, p);
-        load_words<Cache::kStreamed>(begin_of_row(given.x + row * given.x_stride) + column, vectors[item][p].words,
-                                     row < given.rows && column < Shape::kCols);
+        for (int p = 0; p < kVectors; ++p) {
+          const int column = column_of(item, p);
+          load_words<Cache::kStreamed>(given.x + row * given.x_stride + column, vectors[item][p].words,
+                                       row < given.rows && column < Shape::kCols);
+        }
       }
     }
   }
@@ -192,6 +206,14 @@ struct Statistics {
       const int own_row = own_row_of(item), slot = slot_of(item), row = row_of(own_row);
       if (row >= given.rows) continue;
       float sums[Norm::kLaneSums] = {}, pivot = 0, values[8];
+      if constexpr (kCluster == 1) {
+#pragma unroll
+        for (int p = 0; p < kVectors; ++p) {
+          const int column = column_of(item, p);
+          vectors[item][p] = {};
+          if (column < Shape::kCols) load_shared_words(&memory.x[row][column], vectors[item][p].words);
+        }
+      }
       if constexpr (Norm::kHasMean) {
         unpack(vectors[item][0], values);
         pivot = Norm::template pivot<Shape>(slot, values);
@@ -286,6 +308,28 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int lane_row = lane / 4, lane_column = lane % 4 * 8;
   const int owned = (tiles - rank + kCluster - 1) / kCluster;  // tiles rank, rank + kCluster, ...
+  Statistics<Norm, Shape, Division, T, Memory> rows{given, memory, rank};
+  rows.load();
+  if (warp == 0) {
+    if (lane == 0) {
+      memory.statistics_known.init(1);
+      memory.statistics_known.expect(given.rows * 16);
+      memory.x_is_read.init(kCluster);
+    }
+    if constexpr (kCluster > 1) {
+      for (int slot = lane; slot < owned; slot += 32) {
+        memory.summed[slot].init(1);
+        memory.summed[slot].expect(kCluster * kRowTiles * 32 * 16);
+      }
+    }
+    Barrier::publish();
+  }
+  __syncthreads();
+  if constexpr (kCluster > 1) cluster_start();
+  if constexpr (kCluster == 1) memory.arrived.wait(0);
+  rows.find(cluster == 0, eps);
+  if constexpr (kCluster > 1) memory.arrived.wait(0);
+
   // Of a stage a warp has kPairs times 64 columns, of these a lane two vectors: columns 8 * part of the first 32 and of
   // the others. A product takes columns in any order, if z and weight have the same.
   const auto column_of = [&](int p, int pair, int which) {
@@ -299,66 +343,44 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
   const auto column_there = [&](int column) {
     return Division::kSlice * kCluster == kCols || rank * Division::kSlice + column < kCols;
   };
-  Statistics<Norm, Shape, Division, T, Memory> rows{given, memory, rank};
-  rows.load();
-  Vector<T, 8> z[kHalfTiles][kParts][kPairs][2];  // first x
-  const auto for_each_vector = [&](auto use) {
+  Vector<T, 8> z[kHalfTiles][kParts][kPairs][2];
 #pragma unroll
-    for (int half_tile = 0; half_tile < kHalfTiles; ++half_tile) {
+  for (int half_tile = 0; half_tile < kHalfTiles; ++half_tile) {
+    const int row = half_tile * 8 + lane_row;
+    typename Norm::template Row<float> statistics{};
+    if (row < given.rows)
+      copy_numbers<sizeof(statistics) / 4>(reinterpret_cast<float*>(&statistics), memory.statistics[row]);
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) {
+    for (int p = 0; p < kParts; ++p) {
 #pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
+      for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
-          for (int which = 0; which < 2; ++which) {
-            const int row = half_tile * 8 + lane_row, column = column_of(p, pair, which);
-            use(z[half_tile][p][pair][which], row, column,
-                row < given.rows && pair_there(pair) && column_there(column));
+        for (int which = 0; which < 2; ++which) {
+          const int column = column_of(p, pair, which);
+          auto& vector = z[half_tile][p][pair][which];
+          vector = {};
+          if (row >= given.rows || !pair_there(pair) || !column_there(column)) continue;
+          float values[8], beside[1][8], columns[2][8];
+          load_shared_words(&memory.x[row][column], vector.words);
+          unpack(vector, values);
+          statistics.normalise(values);
+          int count = 0;
+          if constexpr (kPresent<LnWeight>) read_columns(&memory.ln_weight[column], columns[count++]);
+          if constexpr (kPresent<LnBias>) read_columns(&memory.ln_bias[column], columns[count++]);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) values[i] = operation.epilogue(values[i], beside, columns, i);
+          vector = pack_values<T>(values);
+          if (given.z != nullptr && cluster == 0) {
+            T* to = given.z + static_cast<int64>(row) * kCols + rank * Division::kSlice + column;
+            store_words<Cache::kStreamed>(to, vector.words);
           }
         }
       }
     }
-  };
-  for_each_vector([&](Vector<T, 8>& vector, int row, int column, bool there) {
-    const T* from = begin_of_row(given.x + row * given.x_stride + rank * Division::kSlice) + column;
-    load_words<Cache::kStreamed>(from, vector.words, there);
-  });
-  if (warp == 0) {
-    if (lane == 0) {
-      memory.statistics_known.init(1);
-      memory.statistics_known.expect(given.rows * 16);
-    }
-    if constexpr (kCluster > 1) {
-      for (int slot = lane; slot < owned; slot += 32) {
-        memory.summed[slot].init(1);
-        memory.summed[slot].expect(kCluster * kRowTiles * 32 * 16);
-      }
-    }
-    Barrier::publish();
   }
-  __syncthreads();
-  if constexpr (kCluster > 1) cluster_start();
-  rows.find(cluster == 0, eps);
-  memory.arrived.wait(0);
 
-  for_each_vector([&](Vector<T, 8>& vector, int row, int column, bool there) {
-    if (!there) return;  // it is zeros
-    typename Norm::template Row<float> statistics{};
-    copy_numbers<sizeof(statistics) / 4>(reinterpret_cast<float*>(&statistics), memory.statistics[row]);
-    float values[8], beside[1][8], columns[2][8];
-    unpack(vector, values);
-    statistics.normalise(values);
-    int count = 0;
-    if constexpr (kPresent<LnWeight>) read_columns(&memory.ln_weight[column], columns[count++]);
-    if constexpr (kPresent<LnBias>) read_columns(&memory.ln_bias[column], columns[count++]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = operation.epilogue(values[i], beside, columns, i);
-    vector = pack_values<T>(values);
-    if (given.z != nullptr && cluster == 0) {
-      T* to = given.z + static_cast<int64>(row) * kCols + rank * Division::kSlice + column;
-      store_words<Cache::kStreamed>(to, vector.words);
-    }
-  });
+  consumers_meet();  // x makes room for partial sums
+  if (kCluster > 1 && warp == 0 && lane < kCluster) memory.x_is_read.arrive_at(lane);
 
   int stage = 0, phase = 0;
   for (int tile = 0; tile < tiles; ++tile) {
@@ -402,7 +424,7 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
       stage = stage == Division::kStages - 1 ? 0 : stage + 1;
       phase ^= stage == 0;
     }
-    auto& partial = memory.partial[tile % 2];
+    auto& partial = memory.partial.by_warp[tile % 2];
 #pragma unroll
     for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
       uint32 words[4];
@@ -424,7 +446,8 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
                    given.bias ? memory.bias + tile * kTileOuts : nullptr);
       } else {
         const int slot = tile / kCluster;
-        memory.summed[slot].send(memory.of_cluster[slot][rank][row_tile][lane], tile % kCluster, total);
+        memory.x_is_read.wait(0);
+        memory.summed[slot].send(memory.partial.by_cta[slot][rank][row_tile][lane], tile % kCluster, total);
       }
     }
   }
@@ -433,7 +456,7 @@ DEVICE void consume(const OneLaunchArrays<T>& given, Memory& memory, Operation o
       const int slot = i / kRowTiles, row_tile = i % kRowTiles, tile = slot * kCluster + rank;
       memory.summed[slot].wait_in_order_of_cluster(0);
       float total[4];
-      add_partial(total, memory.of_cluster[slot], row_tile);
+      add_partial(total, memory.partial.by_cta[slot], row_tile);
       store_sums(given, total, row_tile, (first + tile) * kTileOuts,
                  given.bias ? memory.bias + tile * kTileOuts : nullptr);
     }

@@ -37,6 +37,7 @@ struct Barrier {
     cpu::races.acquire(cpu::this_warp(), mine.released);
     ++cpu::fiber->step;
   }
+  void arrive_at(int rank) { count(of(there(this, rank)), 1, 0); }
   void wait_in_order_of_cluster(int phase) { wait(phase); }
   void send(float* slot, int rank, const float (&values)[4]) {
     if (!cpu::ctas[static_cast<std::size_t>(rank)].started || cpu::ctas[static_cast<std::size_t>(rank)].done)
