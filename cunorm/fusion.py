@@ -345,7 +345,7 @@ def fuse(
     after = parse("xhat", ("xhat",)) if epilogue is None else _traced("epilogue", epilogue, "xhat")
     operation = composed(norm, before, after, returns)
     if before is None and s_dtype is not None:
-        raise ValueError("fuse: s_dtype needs a prologue: without one s is x.")
+        raise ValueError("fuse: s_dtype needs a prologue; got none, so that s is x. Leave s_dtype out.")
     y_dtype, s_dtype = (None if one is None else checks.dtype_name("fuse", one) for one in (dtype, s_dtype))
     return Fused(operation, y_dtype, s_dtype, f"fused {norm}")
 
@@ -362,14 +362,16 @@ def composed(norm: str, before: Expression | None, after: Expression, returns: S
                 f"{name!r}: rename it."
             )
         if f"d{name}" in names:
-            raise ValueError(f"fuse: 'd{name}' is the gradient of {name!r}: rename one of these operands.")
+            raise ValueError(
+                f"fuse: 'd{name}' is the gradient of {name!r} and cannot be an operand too: rename one of them."
+            )
     if isinstance(returns, str) or not isinstance(returns, Sequence):
         raise TypeError(f"fuse: returns must be a tuple of names, such as ('y',); got {returns!r}.")
     _check_names("fuse", "returns", returns, ("y", "s"))
     if "y" not in returns:
         raise ValueError(f"fuse: returns must have 'y'; got {tuple(returns)}.")
     if before is None and "s" in returns:
-        raise ValueError("fuse: 's' among returns needs a prologue: without one s is x.")
+        raise ValueError("fuse: 's' among returns needs a prologue; got none, so that s is x. Leave 's' out.")
     return Operation(norm, after, before, tuple(returns))
 
 
@@ -384,7 +386,7 @@ def _traced(role: str, function: Callable[..., Any], first: str) -> Expression:
     """The expression of a prologue or epilogue, whose first parameter is called `first` from here on."""
     expression = trace(function, role=role)
     if not expression.names:
-        raise ValueError(f"fuse: the {role}'s first parameter is {first}; got a function without parameters.")
+        raise ValueError(f"fuse: the {role} needs parameters, and its first parameter is {first}; got none.")
     if first in expression.names[1:]:
         raise ValueError(f"fuse: {first} must be the {role}'s first parameter; got {', '.join(expression.names)}.")
     return substitute(expression, {expression.names[0]: parse(first, (first,))})

@@ -150,8 +150,9 @@ def named(arguments: Callable[P, R]) -> NamedOperation[P, R]:
     def backward(saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0) -> dict[str, Any]:
         if not isinstance(saved, Saved) or saved.fused.function != name:
             got = f"that of {saved.fused.function}" if isinstance(saved, Saved) else type(saved).__name__
-            kind = ValueError if isinstance(saved, Saved) else TypeError
-            raise kind(f"{name}: saved must be what {name}.forward returned; got {got}.")
+            raise (ValueError if isinstance(saved, Saved) else TypeError)(
+                f"{name}: saved must be what {name}.forward returned; got {got}."
+            )
         return saved.fused.backward(saved, *gradients, wanted=wanted, sm_margin=sm_margin)
 
     def in_8_bits(given, granularity, y_scale, dtype, options, *, wide):

@@ -1,11 +1,13 @@
 """FP8 training beside bfloat16: the same small network twice, the same data, both losses.
 
-    python examples/fp8_training.py
+    python examples/fp8_training.py [FILE.svg]
 
-Without a GPU of compute capability 8.9 the products are emulated with the same bytes.
+The file gets a plot of both losses; it needs matplotlib. Without a GPU of compute capability 8.9 the products are
+emulated with the same bytes.
 """
 
 import copy
+import sys
 
 import torch
 from torch import nn
@@ -47,6 +49,21 @@ def losses(network, fp8):
     return values
 
 
+def plot(curves, file):
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print(f"{file} is not written: pip install matplotlib")
+        return
+    figure, axes = pyplot.subplots(layout="constrained")
+    for name, values in curves.items():
+        axes.plot(values, label=name)
+    axes.set(xlabel="step", ylabel="loss", yscale="log")
+    axes.legend()
+    figure.savefig(file)
+    print(f"{file} is written")
+
+
 def main():
     torch.manual_seed(0)
     network = Network()
@@ -54,6 +71,8 @@ def main():
     for step in range(0, STEPS, 5):
         print(f"step {step:3}: FP8 {in_fp8[step]:.4f}, bfloat16 {in_bf16[step]:.4f}")
     print(f"on {DEVICE}; the last losses differ by {abs(in_fp8[-1] / in_bf16[-1] - 1):.1%}")
+    if len(sys.argv) > 1:
+        plot({"FP8": in_fp8, "bfloat16": in_bf16}, sys.argv[1])
     assert in_fp8[-1] < 0.5 * in_fp8[0]
     assert in_fp8[-1] < 1.2 * in_bf16[-1]
 

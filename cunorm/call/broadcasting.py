@@ -158,8 +158,8 @@ def check_backward(
         check_dtype(function, name, array)
         check_same_device(function, name, array, x)
         if array.shape != shape:
-            of_x = "the shape of x" if shape == x.shape else "the shape of x without its last axis"
-            raise ValueError(f"{function}: {name} must have {of_x}, {shape}; got {array.shape}.")
+            axes_of_x = "the shape of x" if shape == x.shape else "the shape of x without its last axis"
+            raise ValueError(f"{function}: {name} must have {axes_of_x}, {shape}; got {array.shape}.")
         if dtype and array.dtype != dtype:
             raise TypeError(
                 f"{function}: {name} must have dtype {dtype}; got {array.dtype}. Pass what forward returned."

@@ -98,4 +98,4 @@ def _view(function: str, name: str, array: Any) -> Any:
             "what `python -m cunorm info` says."
         ) from error
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"{function}: {name} cannot be read through DLPack: {error}") from error
+        raise TypeError(f"{function}: {name} cannot be read through DLPack: {error}. Pass a CuPy array.") from error

@@ -326,7 +326,9 @@ def numpy_dtype(function: str, name: str) -> numpy.dtype:
         try:
             import ml_dtypes
         except ImportError as error:
-            raise ImportError(f"{function}: {name} in NumPy needs ml_dtypes: pip install ml_dtypes.") from error
+            raise ImportError(
+                f"{function}: {name} in NumPy needs ml_dtypes; it could not be imported. pip install ml_dtypes."
+            ) from error
         return numpy.dtype(getattr(ml_dtypes, name))
     return numpy.dtype(name)
 

@@ -120,12 +120,15 @@ def _compile_all(arguments: argparse.Namespace) -> int:
         import cupy
 
         targets = [device.current(cupy.cuda.Device().id)]
-    work = [
-        (spec, target.arch) for target in targets for spec in matrix.kernels_of(_problems(arguments, target), target)
-    ]
-    if not arguments.cols:
-        work += [(spec, target.arch) for target in targets for spec in float8_plan.kernels_of(matrix.casts(target))]
-    work = list(dict.fromkeys(work))  # GPUs of an architecture share most of them
+    planned = []
+    with progress(len(targets), " GPUs planned") as bar:
+        for target in targets:
+            specs = list(matrix.kernels_of(_problems(arguments, target), target))
+            if not arguments.cols:
+                specs += float8_plan.kernels_of(matrix.casts(target))
+            planned += [(spec, target.arch) for spec in specs]
+            bar.update()
+    work = list(dict.fromkeys(planned))  # GPUs of an architecture share most of them
     with compiler(keep=bool(arguments.cols)) as compile_one, progress(len(work)) as bar:
         found = []
         for compiled in compile_all(work, compile_one):
@@ -168,14 +171,14 @@ class _NoBar:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Any]:
+def progress(total: int, unit: str = " kernels") -> Iterator[Any]:
     """A progress bar on a terminal, where tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield _NoBar()
         return
-    with tqdm(total=total, unit=" kernels", leave=False, disable=None) as bar:
+    with tqdm(total=total, unit=unit, leave=False, disable=None) as bar:
         yield bar
 
 

@@ -19,7 +19,7 @@ from ..kernel import device
 from ..plan.plain_problems import whole
 from ..plan.plan import plan
 from ..plan.problem import Problem
-from . import float8_demo, ranks_demo
+from . import float8_demo, plot_demo, ranks_demo
 from .info import why_no_gpu
 
 DTYPES = ("float16", "float32", "float64")  # of those that cunorm knows, what a .npy file can hold
@@ -46,6 +46,9 @@ def add_parser(commands) -> None:
         "plan, its time and its largest error against float64.",
     )
     parser.add_argument("--input", metavar="FILE.npy", help=f"an array of {KINDS}; default: 1797 digits of 64 pixels")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="a picture of the first row: x, mean, rstd and y (.pdf, .png, .svg)"
+    )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--fp8", action="store_true", help="the norm that writes 8 bits, and a product that reads them")
     kinds.add_argument("--ranks", type=int, metavar="N", help="PyTorch's LayerNormLinear over N processes, a GPU each")
@@ -69,10 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
         if reason:
             print(f"demo: --ranks {reason}.", file=sys.stderr)
             return 2
+    if arguments.plot is not None:
+        reason = plot_demo.why_not(arguments.plot)
+        if reason:
+            print(f"demo: --plot {reason}.", file=sys.stderr)
+            return 2
     show = float8_demo.show if arguments.fp8 else _show
     inputs = _with_parameters(x)
-    of_input = f"input: {arguments.input or 'handwritten digits (cunorm/data)'}, {x.dtype.name} of shape {x.shape}"
-    print(of_input, flush=True)
+    name = arguments.input or "handwritten digits (cunorm/data)"
+    print(f"input: {name}, {x.dtype.name} of shape {x.shape}", flush=True)
+    if arguments.plot is not None:
+        plot_demo.draw(x, name, arguments.plot)
+        print(f"plot:  {arguments.plot}")
     if arguments.ranks is not None:
         return ranks_demo.run(x, arguments.ranks)
     no_gpu = why_no_gpu()

@@ -104,4 +104,4 @@ def gelu(x: Any, *, approximate: str = "none") -> Any:
     if approximate == "tanh":
         # 1 + tanh(z) is 2 * sigmoid(2 * z), which does not cancel where x is far below 0.
         return x * sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * (x * x * x)))
-    raise ValueError(f"approximate must be 'none' or 'tanh'; got {approximate!r}")
+    raise ValueError(f"gelu: approximate must be 'none' or 'tanh'; got {approximate!r}.")

@@ -126,7 +126,7 @@ def gradients(expression: Expression, wrt: Iterable[str], *, seed: str | None = 
     wrt = tuple(wrt)
     unknown = [name for name in wrt if name not in expression.names]
     if unknown:
-        raise ValueError(f"cunorm: gradients are by the names {expression.names}; got {unknown[0]!r}.")
+        raise ValueError(f"cunorm: gradients must be by the names {expression.names}; got {unknown[0]!r}.")
     names = expression.names if seed is None else check_names((*expression.names, seed))
     graph = Graph(expression.steps)
     varying = [False] * len(expression.steps)  # with one of the names

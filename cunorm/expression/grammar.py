@@ -50,7 +50,8 @@ class _Parser:
 
     def fail(self, what: str) -> NoReturn:
         raise ValueError(
-            f"cunorm: the text of an expression is wrong at position {self.start}: {what}; {self.text!r:.200}."
+            f"cunorm: the text of an expression is wrong at position {self.start}: {what}; {self.text!r:.200}. "
+            "help(cunorm.expression) has the grammar."
         )
 
     def advance(self) -> str:

@@ -6,7 +6,7 @@ import importlib
 import operator
 import re
 from collections.abc import Callable, Mapping
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 from .grammar import check_names
@@ -137,7 +137,7 @@ _HOMES = {
 def _functions(module: str) -> dict[str, Callable[..., Any]]:
     """What computes each function and operator with arrays of a module."""
     if module not in _HOMES:
-        raise TypeError(f"cunorm: an expression is evaluated by {', '.join(_HOMES)}; got {module}.")
+        raise TypeError(f"cunorm: an expression must be evaluated by {', '.join(_HOMES)}; got {module}.")
     homes = [importlib.import_module(home) for home in _HOMES[module]]
     found = {
         name: next(getattr(home, name) for home in homes if hasattr(home, name))
@@ -174,7 +174,9 @@ def evaluate(expression: Expression, values: Mapping[str, Any], module: Any) -> 
     used = {name: values[name] for name in expression.uses}
     dtypes = [value.dtype for value in used.values() if hasattr(value, "dtype")]
     if any("float" not in str(dtype) for dtype in dtypes):
-        raise TypeError(f"cunorm: an expression is evaluated with floating arrays; got {', '.join(map(str, dtypes))}.")
+        raise TypeError(
+            f"cunorm: an expression must be evaluated with floating arrays; got {', '.join(map(str, dtypes))}."
+        )
     dtype = reduce(module.promote_types, dtypes) if dtypes else None
     computed: list[Any] = []
     for step in expression.steps:
@@ -183,6 +185,7 @@ def evaluate(expression: Expression, values: Mapping[str, Any], module: Any) -> 
         else:
             value = used[step.text] if step.function == "name" else float(step.text)
             if not hasattr(value, "dtype"):
-                value = module.asarray(value, dtype=dtype)
+                # torch would lift an array out of a traced program, and leave it there without its value.
+                value = (partial(module.full, ()) if module.__name__ == "torch" else module.asarray)(value, dtype=dtype)
         computed.append(value)
     return computed[-1]

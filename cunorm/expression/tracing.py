@@ -57,7 +57,10 @@ class Tracer:
         """The place of a tracer or of a constant."""
         if isinstance(value, Tracer):
             if value.graph is not self.graph:
-                raise TypeError("a parameter of another traced function was captured")
+                raise TypeError(
+                    "an operand must be a parameter of the function itself; got a parameter of another traced "
+                    "function: make it one of its own"
+                )
             return value.place
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
             value = value[()]  # NumPy makes an array of its number on the left of a comparison
@@ -116,7 +119,7 @@ class Tracer:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Tracer:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         if name not in _UFUNCS or keywords:
-            raise _untraceable(name, keywords)
+            raise TypeError(_untraceable(name, keywords))
         if name == "square":
             return self * self
         if name == "power":
@@ -131,7 +134,7 @@ class Tracer:
             value, low, high = arguments
             value = value if low is None else self.apply("maximum", value, low)
             return value if high is None else self.apply("minimum", value, high)
-        raise _untraceable(function.__name__, keywords)
+        raise TypeError(_untraceable(function.__name__, keywords))
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a traced value has no truth (if, and, or, not, min, max): use where, minimum or maximum")
@@ -156,10 +159,10 @@ class Tracer:
 Tracer.__name__ = "traced value"  # so that Python's errors, and other libraries', call it by what it is
 
 
-def _untraceable(function: str, keywords: Mapping[str, Any]) -> TypeError:
+def _untraceable(function: str, keywords: Mapping[str, Any]) -> str:
     with_keywords = f" with {', '.join(keywords)}" if keywords else ""
     instead = f": {INSTEAD[function]}" if function in INSTEAD else ""
-    return TypeError(f"numpy.{function}{with_keywords} cannot be traced{instead}")
+    return f"numpy.{function}{with_keywords} cannot be traced{instead}"
 
 
 _UFUNCS = {
@@ -213,14 +216,13 @@ def trace(function: Callable[..., Any], *, role: str = "epilogue") -> Expression
         if not isinstance(result, Tracer | numbers.Real):
             raise TypeError(f"it must return one value made of its parameters; got {type(result).__name__}")
         return graph.expression(Tracer(graph, -1).place_of(result), names)
-    except ValueError as error:
-        raise ValueError(f"{_complaint(role, function, error)}.") from error
-    except TypeError as error:
-        raise TypeError(f"{_complaint(role, function, error)}. {POINTER}.") from error
+    except (TypeError, ValueError) as error:
+        raise _complaint(role, function, error) from error
 
 
-def _complaint(role: str, function: Any, error: Exception) -> str:
+def _complaint(role: str, function: Any, error: TypeError | ValueError) -> TypeError | ValueError:
     code = getattr(function, "__code__", None)
     where_written = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     first_line = str(error).partition("\n")[0].rstrip(".")
-    return f"cunorm: the {role} {getattr(function, '__name__', function)!r}{where_written}: {first_line}"
+    message = f"cunorm: the {role} {getattr(function, '__name__', function)!r}{where_written}: {first_line}."
+    return TypeError(f"{message} {POINTER}.") if isinstance(error, TypeError) else ValueError(message)

@@ -124,7 +124,7 @@ def _scaled_rows(a, b, out, scales, bias) -> None:
     if lt is None or not hasattr(lt, "MatmulMatrixScale"):
         raise RuntimeError(
             "layer_norm_linear: fp8='row' needs cuBLASLt of CUDA 12.9 or later through nvmath-python, which "
-            f"{'is not installed' if lt is None else 'is too old'}; {INSTALL_LINEAR}; or leave fp8=None."
+            f"{'is not installed' if lt is None else 'is too old'}. {INSTALL_LINEAR}; or leave fp8=None."
         )
     pointers = [one.data.ptr for one in (a, b, out, *scales)] + [0 if bias is None else bias.data.ptr]
     together = functools.reduce(operator.or_, (pointers[0], pointers[1], pointers[2], pointers[-1]))

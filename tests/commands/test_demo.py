@@ -9,6 +9,8 @@ import numpy
 import pytest
 from command_line import assert_fails_in_one_line, command, output_of
 
+from cunorm.__main__ import main
+
 
 def errors(output: str) -> dict[str, float]:
     rows = re.findall(r"^(y|dx|dweight|dbias) +(\S+) +\S+$", output, re.MULTILINE)
@@ -45,6 +47,35 @@ def test_demo_of_8_bits(tmp_path):
     assert "layer_norm forward: 1797 rows x 64 cols" in output
     found = dict(re.findall(r"^(norm to 8 bits|product after it) +([\d.]+)$", output, re.MULTILINE))
     assert 0.02 < float(found["norm to 8 bits"]) < 0.03 < float(found["product after it"]) < 0.045
+
+
+def test_demo_draws_a_row(tmp_path):
+    pytest.importorskip("matplotlib")
+    numpy.save(tmp_path / "x.npy", ARRAYS["float32"])
+    output = output_of(
+        command(tmp_path, "demo", "--input", str(tmp_path / "x.npy"), "--plot", str(tmp_path / "row.svg"))
+    )
+    assert f"plot:  {tmp_path / 'row.svg'}" in output
+    row = ARRAYS["float32"][0]
+    picture = (tmp_path / "row.svg").read_text()
+    assert f"mean {row.mean():.4g}" in picture
+    assert f"rstd {1 / numpy.sqrt(row.var() + 1e-5):.4g}" in picture
+
+
+@pytest.mark.parametrize(
+    ("file", "without", "message"),
+    [
+        ("row.svg", True, "demo: --plot needs matplotlib: pip install matplotlib."),
+        ("row.txt", False, ".pdf, .png, .svg"),
+    ],
+)
+def test_demo_says_why_it_cannot_draw(tmp_path, capsys, monkeypatch, file, without, message):
+    if without:
+        monkeypatch.setattr("cunorm.commands.plot_demo.find_spec", lambda _: None)
+    else:
+        pytest.importorskip("matplotlib")
+    assert main(["demo", "--plot", file]) == 2
+    assert message in capsys.readouterr().err
 
 
 ARRAYS = {
