@@ -17,8 +17,9 @@ from ..operation import NORMS, Operation, affine
 from ..plan.plain_problems import plain
 from ..plan.problem import ITEMSIZE, ceil_div
 from ..plan.shapes import shaped
-from ..plan.spec import WARP, OtherSpec, RowShape
+from ..plan.spec import MOST_SHORT, WARP, OtherSpec, RowShape
 from ..plan.steps import Pointer, Step
+from ..plan.tables import BANDWIDTH_TOLERANCE, REACH
 
 # As in kernels_cu/linear/one_launch.cu.
 CONSUMERS = 8  # warps
@@ -33,6 +34,31 @@ RING_BYTES = 128 << 10
 LEAST_STAGES = 2
 CLUSTERS = (1, 2, 4, 8)
 PACK = 8  # columns of a vector: of 16 bits
+
+
+class Measured(NamedTuple):
+    """A product for which one launch was measured to be faster than the split: by how many CTAs of a cluster."""
+
+    cols: int
+    outs: int
+    clusters: tuple[tuple[int, int], ...]  # (one of ROWS, CTAs)
+
+
+class Table(NamedTuple):
+    """Of a class of GPUs."""
+
+    arch: int
+    bandwidth: float  # of memory, GB/s for each SM
+    products: tuple[Measured, ...]
+
+    def serves(self, device: Device) -> bool:
+        alike = abs(device.bandwidth / device.sms - self.bandwidth) <= BANDWIDTH_TOLERANCE * self.bandwidth
+        return self.arch == device.arch and alike
+
+
+# What is not here is split. `serves` is that of plan.tables; a product serves those of up to REACH times more outs, and
+# of so many times fewer.
+TABLES: tuple[Table, ...] = ()
 
 
 class Division(NamedTuple):
@@ -186,9 +212,47 @@ def why_not(problem: LinearProblem, device: Device) -> str:
         return "every row of x and weight must begin at a multiple of 16 bytes"
     if "float64" in (problem.ln_weight, problem.ln_bias):
         return "ln_weight and ln_bias must not be float64"
+    if problem.cols > PACK * MOST_SHORT or row_shape(problem, device).threads == 1:
+        return (
+            f"it is for rows that more than one thread and no more than one CTA adds up, not of {problem.cols} columns"
+        )
     if next(_divisions(problem, device), None) is None:
         return f"no division of {problem.cols} columns fits"
     return ""
+
+
+@lru_cache(maxsize=4096)
+def chosen(problem: LinearProblem, device: Device) -> OneLaunchPlan | None:
+    """The launch, where it was measured to win; None: split."""
+    cluster = _measured(problem, device)
+    if cluster is None or why_not(problem, device):
+        return None
+    return next((plan(problem, device, one) for one in _divisions(problem, device) if one.cluster == cluster), None)
+
+
+def _measured(problem: LinearProblem, device: Device) -> int | None:
+    for table in TABLES:
+        if not table.serves(device):
+            continue
+        for product in table.products:
+            near = product.outs / REACH <= problem.outs <= product.outs * REACH
+            if product.cols == problem.cols and near:
+                return next((cluster for most, cluster in product.clusters if most == rows_of(problem)), None)
+    return None
+
+
+def describe(problem: LinearProblem, device: Device) -> str:
+    """What runs, in a sentence."""
+    found = chosen(problem, device)
+    if found is not None:
+        return found.describe()
+    reason = why_not(problem, device) or f"one launch was not measured to win for it on {device.name}"
+    return f"split, the norm's kernel and then the product: {reason}"
+
+
+def rows_of(problem: LinearProblem) -> int:
+    """For how many rows its kernel is."""
+    return next((most for most in ROWS if problem.rows <= most), 0)
 
 
 def plan(problem: LinearProblem, device: Device, division: Division | None = None) -> OneLaunchPlan:
@@ -197,7 +261,6 @@ def plan(problem: LinearProblem, device: Device, division: Division | None = Non
     spec = _spec(problem, division, device)
     tiles = problem.outs // TILE_OUTS
     clusters = min(tiles, device.resident_clusters(division.cluster, 1))
-    # As many tiles to each, as near as can be.
     pointers = tuple(Pointer(name) for name, kind in spec.parameters().items() if kind.endswith("*"))
     integers = (problem.rows, problem.outs, problem.x_stride, problem.weight_stride)
     step = Step(spec, (clusters * division.cluster, 1, 1), spec.dynamic_shared, pointers, ("eps",), integers)
@@ -211,7 +274,7 @@ def divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) ->
 
 def _divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) -> Iterator[Division]:
     size = ITEMSIZE[problem.dtype]
-    rows = next(most for most in ROWS if problem.rows <= most)
+    rows = rows_of(problem)
     for cluster in filter(device.runs_clusters, CLUSTERS):
         parts = ceil_div(_whole(ceil_div(problem.cols, cluster), PAIR) * TILE_OUTS * size, STAGE_BYTES)
         stage_columns = _whole(ceil_div(problem.cols, cluster * parts), PAIR)
