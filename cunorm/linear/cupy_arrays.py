@@ -36,10 +36,10 @@ def forward(
     layouts = _layouts(function, x=x, weight=weight, bias=bias, ln_weight=ln_weight, ln_bias=ln_bias)
     linear_problem.check_forward(function, layouts, zero_centered_gamma)
     with cupy.cuda.Device(x.data.device_id):
-        if one_launch.TABLES:
-            arrays = {"x": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
+        if x.size <= one_launch.ROWS[-1] * x.shape[-1]:
+            arrays = (x, weight, bias, ln_weight, ln_bias)
             options = {"zero_centered_gamma": zero_centered_gamma, "statistics": statistics}
-            found = one_launch_cupy.forward(op, arrays, dict(layouts), eps, **options)
+            found = one_launch_cupy.forward(op, arrays, layouts, eps, **options)
             if found is not None:
                 return found
         z, mean, rstd = _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import cpu_cupy
+import numpy
 import pytest
-from cpu_device import ORDERS, SanitizerError, missing
+from cpu_device import ORDERS, SanitizerError, divided, missing
 from nvrtc import needs_nvrtc
-from one_launch_cpu import HopperMachine, arrays, case, check, run
+from one_launch_cpu import EPS, HopperMachine, arrays, case, check, gpu, run
 
+from cunorm.call.checks import Layout
 from cunorm.kernel.compile import compile_for
 from cunorm.kernel.device import H100, KNOWN
 from cunorm.linear import one_launch
@@ -45,7 +50,7 @@ SYNCHRONISED = ("one CTA", "clusters of 2, the last columns of a stage are no ro
 
 
 @needs_machine
-@pytest.mark.parametrize(("name", "build", "order"), product(SYNCHRONISED, ("races", "memory"), ORDERS))
+@pytest.mark.parametrize(("name", "build", "order"), list(product(SYNCHRONISED, ("races", "memory"), ORDERS)))
 def test_order_of_threads_changes_nothing(name, build, order):
     """In any order of warps and CTAs, with copies that come as late as they may: the same bits and no race."""
     of = CASES[name]
@@ -144,7 +149,7 @@ OPTIONS = (
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize(("rows", "options"), product(one_launch.ROWS, OPTIONS))
+@pytest.mark.parametrize(("rows", "options"), list(product(one_launch.ROWS, OPTIONS)))
 def test_no_kernel_spills(rows, options):
     for cols, outs in LAYERS:
         problem = LinearProblem(**{"norm": "layer_norm"} | options, rows=rows, cols=cols, outs=outs)
@@ -198,6 +203,67 @@ def test_the_table_decides(monkeypatch):
     assert one_launch.chosen(replace(PROBLEM, rows=9, outs=11264), H100) is not None
     assert one_launch.chosen(PROBLEM, KNOWN[90]) is None, "another class of GPUs"
     one_launch.chosen.cache_clear()
+
+
+@needs_machine
+@pytest.mark.parametrize("shape", [(3,), (1, 2)])
+def test_cupy_arrays(monkeypatch, shape):
+    """The road of CuPy arrays, with a table that has the product: y and statistics in their shapes, rows anywhere."""
+    pytest.importorskip("cupy", exc_type=ImportError)
+    from cunorm.linear import one_launch_cupy
+
+    of = case(math.prod(shape), 768, 136, 1, 4, x_stride=776)
+    given = arrays(of)
+    made: dict[int, numpy.ndarray] = {}
+
+    def new(shape: tuple[int, ...], dtype: Any) -> Any:
+        return keep(cpu_cupy.Array(shape, dtype))
+
+    def keep(array: Any) -> Any:
+        made[array.data.ptr] = array
+        return array
+
+    class Runs:
+        @staticmethod
+        def run(plan, device_id, stream, arguments):
+            pointers, scalars = divided(plan, arguments)
+            HopperMachine().run(plan, scalars, **{name: made.get(pointer) for name, pointer in pointers.items()})
+
+    cupy = SimpleNamespace(ndarray=new, cuda=SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=0)))
+    gpus = SimpleNamespace(current=lambda _: gpu(of.sms))
+    for name, part in {"cupy": cupy, "launch": Runs, "device": gpus}.items():
+        monkeypatch.setattr(one_launch_cupy, name, part)
+    table = Table(90, H100.bandwidth / of.sms, (Measured(768, 136, ((8, 1),)),))
+    monkeypatch.setattr(one_launch, "TABLES", (table,))
+    of_call = [keep(cpu_cupy.asarray(one)) for one in given]
+    of_call[0] = of_call[0][:, :768].reshape(*shape, 768) if len(shape) == 1 else of_call[0][None, :, :768]
+    named = zip(one_launch_cupy.NAMES, of_call, strict=True)
+    layouts = tuple((name, layout("test", name, one)) for name, one in named)
+    forget()
+    try:
+        found = one_launch_cupy.forward(
+            "layer_norm", tuple(of_call), layouts, EPS, zero_centered_gamma=False, statistics=True
+        )
+    finally:
+        forget()
+    assert found is not None
+    y, mean, rstd = found
+    expected = run(HopperMachine(), of, given)
+    shapes = ((*shape, 136), shape, shape)
+    for one, other, of_one in zip((y, mean, rstd), (expected.y, expected.mean, expected.rstd), shapes, strict=True):
+        assert one.shape == of_one
+        assert (one.reshape(other.shape) == other).all()
+
+
+def forget() -> None:
+    from cunorm.linear import one_launch_cupy
+
+    one_launch.chosen.cache_clear()
+    one_launch_cupy._chosen.cache_clear()
+
+
+def layout(function: str, name: str, array: Any) -> Layout:
+    return Layout(array.shape, tuple(stride // array.itemsize for stride in array.strides), array.dtype.name, "0")
 
 
 def test_divisions_cover_every_column_and_fit():
