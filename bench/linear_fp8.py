@@ -46,7 +46,7 @@ def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
     import cupy
     import torch
 
-    from cunorm.torch.linear import float8_launching as launching
+    from cunorm.torch.linear import float8_arithmetic as casting
 
     moved = bytes_of_cast(rows, cols)
     count = timing.buffers_needed(moved)
@@ -60,8 +60,8 @@ def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
 
     def weights(x: Any) -> Any:
         """Both layouts of a weight, by two reads."""
-        found = launching.cast_rows(x, column_amax=True)
-        return found, launching.cast_columns(x, found[3])
+        found = casting.cast_rows(x, column_amax=True)
+        return found, casting.cast_columns(x, found[3])
 
     halves = [cupy.asarray(x.view(torch.uint8)).reshape(2, -1) for x in xs]
     sets = [(a, b, cupy.asarray(out)) for (a, b), out in zip(halves, outs, strict=True)]
@@ -69,12 +69,12 @@ def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
     roof = min(one.median for one in timing.in_turns(streams, SECONDS) if not isinstance(one, Exception))
     times = measured(
         {
-            "rows": each(launching.cast_rows),
-            "rows, maxima": each(lambda x: launching.cast_rows(x, column_amax=True)),
-            "rows, sums and maxima": each(lambda x: launching.cast_rows(x, column_sums=True, column_amax=True)),
-            "columns": each(lambda x: launching.cast_columns(x, amax)),
+            "rows": each(casting.cast_rows),
+            "rows, maxima": each(lambda x: casting.cast_rows(x, column_amax=True)),
+            "rows, sums and maxima": each(lambda x: casting.cast_rows(x, column_sums=True, column_amax=True)),
+            "columns": each(lambda x: casting.cast_columns(x, amax)),
             "normalised columns": each(
-                lambda x: launching.normalised_columns(x, statistics, weight, weight, "layer_norm")
+                lambda x: casting.normalised_columns(x, statistics, weight, weight, "layer_norm")
             ),
             "weights both ways": each(weights),
         },
@@ -91,14 +91,14 @@ def casts(rows: int, cols: int, roofs: Any) -> dict[str, Any]:
 def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
     import torch
 
-    from cunorm.torch.linear import float8_launching as launching
+    from cunorm.torch.linear import float8_arithmetic as casting
 
     moved = bytes_of_product(rows, cols, outs)
     count = timing.buffers_needed(moved)
     wide = [
         [torch.randn(size, cols, device="cuda", dtype=torch.bfloat16) for size in (rows, outs)] for _ in range(count)
     ]
-    bytes_ = [[launching.cast_rows(one)[:2] for one in pair] for pair in wide]
+    bytes_ = [[casting.cast_rows(one)[:2] for one in pair] for pair in wide]
     bias = torch.randn(outs, device="cuda", dtype=torch.bfloat16)
     one = torch.ones((), device="cuda")
     call = torch._scaled_mm
@@ -125,7 +125,7 @@ def products(rows: int, cols: int, outs: int) -> dict[str, Any]:
     def scaled_after(pair: Any, dtype: Any) -> Any:
         (a, a_scale), (b, b_scale) = pair
         product = call(a, b.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
-        return launching.scaled(product, a_scale, b_scale, bias, torch.bfloat16)
+        return casting.scaled(product, a_scale, b_scale, bias, torch.bfloat16)
 
     def each(function: Callable[..., Any], *more: Any) -> list[Callable[[], Any]]:
         return [lambda pair=pair: function(pair, *more) for pair in bytes_]

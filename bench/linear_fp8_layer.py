@@ -50,7 +50,7 @@ class Layer:
 
     def weights(self, index: int) -> Any:
         """Both layouts of weight, as a call makes them."""
-        from cunorm.torch.linear.float8_weights import quantised
+        from cunorm.torch.linear.float8 import quantised
 
         return quantised(self.modules[index].weight.detach(), self.recipe.scheme, True)
 
@@ -62,7 +62,7 @@ def bare_products(layer: Layer) -> Callable[[int, str], Any]:
     """y, dz and dweight by torch's product alone, of bytes that are there, as RowwiseScaling accumulates each."""
     import torch
 
-    from cunorm.torch.linear.float8_casts import as_right, cast_columns, cast_rows
+    from cunorm.torch.linear.float8_arithmetic import as_right, cast_columns, cast_rows
 
     def rows(a: Any) -> Any:
         return cast_rows(a.detach())[:2]
@@ -149,8 +149,8 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
     import torch
     from torch.nn import functional as F  # noqa: N812
 
-    from cunorm.torch.linear.float8_casts import cast_rows
-    from cunorm.torch.norm import float8, functional
+    from cunorm.torch.linear.float8_arithmetic import cast_rows
+    from cunorm.torch.norm import float8, functional, launching
 
     layer = Layer(rows, cols, outs, 1)
     module, x, bare, weights = layer.modules[0], layer.xs[0].detach(), bare_products(layer), layer.weights(0)
@@ -176,8 +176,8 @@ def host(rows: int, cols: int, outs: int) -> dict[str, Any]:
         "contexts": context,
         "torch's linear": lambda: F.linear(x, weight, bias),
         "norm": lambda: functional.norm("layer_norm", x, shape, gamma, beta, 1e-5, torch.bfloat16, 0),
-        "norm in 8 bits": lambda: float8.launched(
-            "layer_norm", x, shape, gamma, beta, 1e-5, "row", "float8_e4m3fn", None, 0, None
+        "norm in 8 bits": lambda: launching.forward_by(
+            float8.row_recipe("layer_norm", x, gamma, beta, None, "float8_e4m3fn", 0), (x, gamma, beta), (), 1e-5, False
         ),
         "torch's product, scales of rows, bias": lambda: bare(0, "y"),
         "torch's product, scales of rows": lambda: bare(0, "dz"),

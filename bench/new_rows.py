@@ -21,7 +21,7 @@ import cunorm
 import cunorm.torch
 from cunorm.kernel import compile, device
 from cunorm.torch import named
-from cunorm.torch.norm import fused_launching, launching, nodes
+from cunorm.torch.norm import calls, nodes, repeats
 
 COLS = 4096
 MOST = 8192  # rows
@@ -104,7 +104,7 @@ def series(of_rows: Passes, first: int) -> tuple[list[float], list[float], int]:
             continue
         new.append(once)
         known += [both(passes) for _ in range(KNOWN)][KNOWN // 2 :]
-    medians = ([statistics.median(times) for times in zip(*calls, strict=True)] for calls in (known, new))
+    medians = ([statistics.median(times) for times in zip(*times_of, strict=True)] for times_of in (known, new))
     return *medians, loaded
 
 
@@ -115,7 +115,7 @@ def nodes_in_cpp(used: bool) -> Iterator[None]:
         raise RuntimeError(f"there are no nodes in C++: {why}")
     module = nodes.module
     nodes.module = module if used else lambda: None
-    for kept in (launching._calls, fused_launching._calls, named._calls):
+    for kept in (repeats._calls, calls._made, named._calls):
         kept.clear()
     try:
         yield

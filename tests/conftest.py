@@ -15,6 +15,8 @@ from cases import HOST_COLUMNS
 os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")
 # Plans are those that cunorm ships, whatever was tuned on this machine.
 os.environ.setdefault("CUNORM_TUNE", "0")
+# No test starts a compiler beside it that it does not ask for.
+os.environ.setdefault("CUNORM_NODES", "0")
 
 POOL_LIMIT = 4 * 2**30  # bytes that a worker may keep between tests: eight of them share a GPU
 

@@ -8,10 +8,18 @@ from torch.nn import Parameter
 from ..call.backend import at_hand
 from ..named import prepare
 from .decomposition import decompositions
-from .linear.float8_context import autocast, fp8_autocast, is_fp8_available, set_recipe
 from .linear.functional import layer_norm_linear
 from .linear.module import LayerNormLinear
-from .linear.recipes import Float8CurrentScaling, MMParams, QParams, RowwiseScaling
+from .linear.recipes import (
+    Float8CurrentScaling,
+    MMParams,
+    QParams,
+    RowwiseScaling,
+    autocast,
+    fp8_autocast,
+    is_fp8_available,
+    set_recipe,
+)
 from .models.accelerate import Acceleration, accelerate
 from .models.mapping import kernel_mapping
 from .models.replace import Replacement, replace_norms

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .linear import operators as linear_operators
-from .norm import fused_operators, operators
+from .norm import operators
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -20,7 +20,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     Returns
     -------
     dict of operator to callable
-        torch.ops.cunorm.norm, fused_norm and norm_linear, and the `_forward` and `_backward` of each, their
+        torch.ops.cunorm.fused_norm and norm_linear, and the `_forward` and `_backward` of each, their
         `.default`. A new one with every call, to be joined with others.
 
     Notes
@@ -39,12 +39,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     False
     """
     return {
-        operators.norm: operators.forward_by_formulas,
-        operators.norm_forward: operators.forward_by_formulas,
-        operators.norm_backward: operators.backward_by_formulas,
-        fused_operators.fused_norm: fused_operators.forward_by_formulas,
-        fused_operators.fused_norm_forward: fused_operators.forward_by_formulas,
-        fused_operators.fused_norm_backward: fused_operators.backward_by_formulas,
+        operators.fused_norm: operators.forward_by_formulas,
+        operators.fused_norm_forward: operators.forward_by_formulas,
+        operators.fused_norm_backward: operators.backward_by_formulas,
         linear_operators.norm_linear: linear_operators.forward_in_steps,
         linear_operators.norm_linear_forward: linear_operators.forward_in_steps,
         linear_operators.norm_linear_backward: linear_operators.backward_in_steps,

@@ -17,7 +17,7 @@ from .. import named
 from ..named import Call, ShapeError, kinds_of, of_its_own, operation_of
 from ..operation import SEED
 from . import private
-from .norm import checks, functional, fused_dispatch, fused_launching, fused_sandwich
+from .norm import calls, checks, dispatch, functional, norm_add_norm
 
 Operation = TypeVar("Operation")
 
@@ -76,12 +76,12 @@ def _run(call: Call) -> Sequence[Tensor]:
     margins = (sm_margin,) * 3 if type(sm_margin) is int and sm_margin >= 0 else checks.sm_margins(function, sm_margin)
     names = tuple(operands)
     if function == "rms_norm_add_rms_norm":
-        return fused_sandwich.run(flags[0], names, tensors, eps, dtype or x.dtype, s_dtype, margins)
+        return norm_add_norm.run(flags[0], names, tensors, eps, dtype or x.dtype, s_dtype, margins)
     form = _call_of(function, flags, names, checks.name_or_none(dtype), checks.name_or_none(s_dtype), margins)
     if torch.compiler.is_compiling():
-        results, _ = fused_dispatch.run(form, tensors, numbers, eps, False)
+        results, _ = dispatch.run(form, tensors, numbers, eps, False)
     else:
-        results, _ = checks.raising_as_torch(fused_dispatch.run, form, tensors, numbers, eps, False)
+        results, _ = checks.raising_as_torch(dispatch.run, form, tensors, numbers, eps, False)
     return results
 
 
@@ -93,20 +93,20 @@ def _call_of(
     dtype: str | None,
     s_dtype: str | None,
     sm_margins: tuple[int, int, int],
-) -> fused_launching.Call:
+) -> calls.Call:
     """What calls with operands of these names have in common."""
     key = (function, flags, names, dtype, s_dtype, sm_margins)
     form = _calls.get(key)
     if form is None:
         of_dropout = ("dropped", "factor") if SEED in names else ()
         operation = operation_of(function, flags, (*names, *of_dropout))
-        form = _calls[key] = fused_launching.call_of(
+        form = _calls[key] = calls.call_of(
             function, operation, names, of_dropout, kinds_of(function), dtype, s_dtype, sm_margins
         )
     return form
 
 
-_calls: dict[tuple, fused_launching.Call] = {}
+_calls: dict[tuple, calls.Call] = {}
 
 add_layer_norm = _of_torch(named.add_layer_norm)
 add_rms_norm = _of_torch(named.add_rms_norm)

@@ -191,7 +191,7 @@ below_autograd = look_up(
     "torch:_C._AutoDispatchBelowAutograd", "torch.ops.cunorm cannot be called in a graph that is compiled"
 )
 dispatch_key = look_up(
-    "torch:_C.DispatchKey", "torch.ops.cunorm.norm_forward has no derivative in a graph that is compiled"
+    "torch:_C.DispatchKey", "torch.ops.cunorm.fused_norm_forward has no derivative in a graph that is compiled"
 )
 
 
@@ -273,12 +273,3 @@ def timeout_of(group: Any, device: torch.device) -> int:
         return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
     except AttributeError:
         return 600_000
-
-
-def register_sharding(operator: Any) -> Callable[..., Any]:
-    """torch's decorator of the function that says how DTensor shards an operator."""
-    costs = "torch refuses norms of DTensors"
-    found = look_up(
-        "torch.distributed.tensor.experimental:register_sharding", costs, lambda _: lambda function: function
-    )
-    return found(operator)

@@ -6,7 +6,7 @@ import importlib
 import operator
 import re
 from collections.abc import Callable, Mapping
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 from .grammar import check_names
@@ -185,6 +185,7 @@ def evaluate(expression: Expression, values: Mapping[str, Any], module: Any) -> 
         else:
             value = used[step.text] if step.function == "name" else float(step.text)
             if not hasattr(value, "dtype"):
-                value = module.asarray(value, dtype=dtype)
+                # torch would lift an array out of a traced program, and leave it there without its value.
+                value = (partial(module.full, ()) if module.__name__ == "torch" else module.asarray)(value, dtype=dtype)
         computed.append(value)
     return computed[-1]

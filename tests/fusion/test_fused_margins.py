@@ -177,7 +177,7 @@ def test_torch_refuses(stand_in):
 @needs_machine
 def test_each_pass_of_torch_has_its_own(stand_in, monkeypatch):
     from cunorm.torch import AddRMSNorm, add_rms_norm, layer_norm_modulate, rms_norm_add_rms_norm
-    from cunorm.torch.norm import fused_dispatch, gpu
+    from cunorm.torch.norm import dispatch, gpu
 
     monkeypatch.setattr(gpu, "properties_of", lambda *_: MANY_SMS)
     x = torch.ones(5, 64, requires_grad=True)
@@ -197,22 +197,21 @@ def test_each_pass_of_torch_has_its_own(stand_in, monkeypatch):
         assert found == [1] + [2] * backward_launches + [3]
     # By the operators.
     seen = []
-    monkeypatch.setattr(fused_dispatch, "at_once", lambda _: False)
-    original = fused_dispatch.fused_operators.FusedNorm.apply
+    original = dispatch.operators.Norm.apply
     monkeypatch.setattr(
-        fused_dispatch.fused_operators.FusedNorm,
+        dispatch.operators.Norm,
         "apply",
         lambda x, options, *operands: seen.append(options[-2:]) or original(x, options, *operands),
     )
-    fused_dispatch._by_operator(*arguments_of(x, margins))
+    dispatch.by_operator(*arguments_of(x, margins))
     with torch.no_grad():
-        fused_dispatch._by_operator(*arguments_of(x, margins))
+        dispatch.by_operator(*arguments_of(x, margins))
     assert seen == [(1, 2), (3, 2)]
 
 
 def arguments_of(x, margins):
     from cunorm.operation import added
-    from cunorm.torch.norm.fused_launching import call_of
+    from cunorm.torch.norm.calls import call_of
 
     call = call_of("test", added("rms_norm"), ("residual",), (), (), None, None, tuple(margins.values()))
     return call, (x, x), (), 1e-6, False

@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cunorm
 import cunorm.torch as ours
-from cunorm.torch.linear import checks as linear_checks
-from cunorm.torch.linear import exchange, float8_context, float8_launching, parallel, recipes, symmetric
+from cunorm.torch.linear import exchange, float8_arithmetic, parallel, recipes, symmetric
+from cunorm.torch.linear import parameters as linear_checks
 from cunorm.torch.models.classes import Swaps
-from cunorm.torch.norm import checks, fused_operators, gpu
+from cunorm.torch.norm import checks, gpu, operators
 
 X, ROW, ONE = torch.ones(4, 8), torch.ones(8), torch.ones(())
 META = torch.ones(8, device="meta")
@@ -107,8 +107,8 @@ def capturing() -> Any:
 
 def without_fp8() -> Any:
     tensor = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
-    with mock.patch.object(float8_context, "why_not", return_value="this GPU has no FP8 products"):
-        float8_context.check_available("layer_norm_linear", tensor)
+    with mock.patch.object(recipes, "why_not", return_value="this GPU has no FP8 products"):
+        recipes.check_available("layer_norm_linear", tensor)
 
 
 def core_call(function: str, *arguments: Any, **options: Any) -> Any:
@@ -159,7 +159,9 @@ ROWS: Rows = {
         8, elementwise_affine=False, zero_centered_gamma=True
     ),
     "torch: chunk_dim of 2": lambda: ours.AdaLayerNorm(8, 8, chunk_dim=2),
-    "torch: names too few": lambda: fused_operators._count([X], (), ()),
+    "torch: names too few": lambda: operators.Forward(
+        "rms_norm", "", "xhat", (), (), ("y",), 0.0, torch.float32, torch.float32, False, 0, 0
+    ).call([X]),
     "torch: a tensor beside a DTensor": lambda: of_two_ranks(with_dtensor),
     # Models.
     "torch: a model that is none": lambda: ours.accelerate(X),
@@ -181,7 +183,7 @@ ROWS: Rows = {
     "torch: float64 in FP8": lambda: in_fp8(lambda: module().double()(torch.ones(16, 16).double())),
     "torch: odd sizes in FP8": lambda: in_fp8(lambda: module(in_features=8)(X)),
     "torch: FP8 that this GPU has not": without_fp8,
-    "torch: float64 cast to 8 bits": lambda: float8_launching._name(X.double()),
+    "torch: float64 cast to 8 bits": lambda: float8_arithmetic._name(X.double()),
     "torch: a size of text": lambda: module(in_features="16"),
     "torch: a size of 0": lambda: module(in_features=0),
     "torch: split along rows": lambda: module(parallel_mode="row"),

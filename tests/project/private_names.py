@@ -77,7 +77,6 @@ def of_torch(path: str) -> dict[str, Any]:
     except RuntimeError as error:
         float8 = str(error)
     private.symmetric_memory()
-    private.register_sharding(torch.ops.cunorm.norm_forward.default)(lambda: None)
     return {"lines": lines, "direct": private.nothing_listens(), "float8": float8}
 
 

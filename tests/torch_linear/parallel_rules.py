@@ -40,10 +40,10 @@ from torch.testing import assert_close
 from cunorm.torch import Float8CurrentScaling, LayerNormColwiseParallel, LayerNormLinear, RowwiseScaling, autocast
 from cunorm.torch.linear import call as calls
 from cunorm.torch.linear import operators as linear_operators
-from cunorm.torch.linear.ranks import Group
+from cunorm.torch.linear.parallel import Group
 from cunorm.torch.linear.step import Step
 from cunorm.torch.linear.wide import WIDE
-from cunorm.torch.norm import launching
+from cunorm.torch.norm import repeats
 
 
 def float8(group: Any, device: str) -> None:
@@ -352,7 +352,7 @@ def calls_like_an_earlier_one(group: Any, device: str) -> None:
             found.append(run(module, case, part, False, device))
         return found
 
-    launching._calls.clear()  # of other cases
+    repeats._calls.clear()  # of other cases
     expected = steps()
     unlike = [(3, torch.float64, True), (6, torch.float64, False), (6, torch.float32, True)]
     refusal = ValueError("LayerNormLinear: checked")

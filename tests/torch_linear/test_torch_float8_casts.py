@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 
 from torch_launches import on_the_stand_in  # noqa: E402
 
-from cunorm.torch.linear import float8_launching as casts  # noqa: E402
-from cunorm.torch.linear.float8_casts import as_right  # noqa: E402
+from cunorm.torch.linear import float8_arithmetic as casts  # noqa: E402
+from cunorm.torch.linear.float8_arithmetic import as_right  # noqa: E402
 
 DEVICES = ["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(21, 136), (33, 1000), (5, 12288), (3, 20000)]
@@ -35,6 +35,7 @@ def kind(request, monkeypatch) -> str:
     if request.param == "cuda":
         return "cuda"
     on_the_stand_in(monkeypatch, casts)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     return "cpu"
 
 

@@ -22,7 +22,6 @@ from cunorm.plan import backward as backward_rule  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear import wide  # noqa: E402
 from cunorm.torch.linear.call import Layer, norm_linear  # noqa: E402
-from cunorm.torch.norm import operators  # noqa: E402
 
 SHAPES = [(5, 16, 24), (1, 128, 8), (33, 7, 5), (48, 320, 64)]
 
@@ -207,17 +206,18 @@ def test_peak_memory_is_below_that_of_two_operators_by_z(keep):
 @pytest.mark.parametrize("rows", [1, 33, 700, 3000])
 def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
     """Of few rows dz is read to the end, beside what writes dx: there dx has memory of its own."""
-    from cunorm.torch.norm import launching
+    from cunorm.torch.norm import calls, dispatch, launching
 
     x, dz, weight = (
         random(*s, device="cuda", dtype=torch.bfloat16, seed=i) for i, s in enumerate([(rows, cols)] * 2 + [(cols,)])
     )
-    _, statistics = operators.norm_forward(x, weight, None, op, 1, 1e-5, x.dtype, True, 0, 0)
-    family = launching.family(op, 1, x)
+    call = calls.affine_call(op, weight, None, None, (0, 0, 0))
+    _, statistics, _ = launching.forward(call, (x, weight), (), 1e-5, True, sm_margin=0)
     mask = (True, True, op == "layer_norm")
-    expected = launching.backward(family, dz, x, statistics, weight, mask, 0)
-    copy = dz.clone()
-    gradients = launching.backward(family, copy, x, statistics, weight, mask, 0, in_place=True)
+    with torch.no_grad():
+        expected = dispatch.affine_gradients(op, dz, x, statistics, weight, 1e-5, mask, 0)
+        copy = dz.clone()
+        gradients = dispatch.affine_gradients(op, copy, x, statistics, weight, 1e-5, mask, 0, in_place=True)
     many = rows > backward_rule.MOST_ROWS or rows * cols * 2 > backward_rule.MOST_BYTES * device.current(0).sms
     assert (gradients[0].data_ptr() == copy.data_ptr()) == many
     assert all(same(a, b) for a, b in zip(gradients, expected, strict=True) if a is not None)
@@ -225,14 +225,14 @@ def test_dx_in_the_memory_of_dz_has_the_same_bits(op, cols, rows):
 
 @pytest.mark.gpu
 def test_streamed_rows_leave_dz_alone():
-    from cunorm.torch.norm import launching
+    from cunorm.torch.norm import calls, dispatch, launching
 
     x, dz = (random(3, 600_000, device="cuda", dtype=torch.bfloat16, seed=i) for i in (0, 1))
-    _, statistics = operators.norm_forward(x, None, None, "layer_norm", 1, 1e-5, x.dtype, True, 0, 0)
-    before = dz.clone()
-    launching.backward(
-        launching.family("layer_norm", 1, x), dz, x, statistics, None, (True, True, True), 0, in_place=True
-    )
+    call = calls.affine_call("layer_norm", None, None, None, (0, 0, 0))
+    _, statistics, _ = launching.forward(call, (x,), (), 1e-5, True, sm_margin=0)
+    before, every = dz.clone(), (True, True, True)
+    with torch.no_grad():
+        dispatch.affine_gradients("layer_norm", dz, x, statistics, None, 1e-5, every, 0, in_place=True)
     assert same(dz, before)
 
 

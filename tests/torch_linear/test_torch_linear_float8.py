@@ -18,9 +18,9 @@ from torch_tensors import on_devices, random, same  # noqa: E402
 
 from bench.fp8_training import Size, last, train  # noqa: E402
 from cunorm.torch import RowwiseScaling, autocast  # noqa: E402
-from cunorm.torch.linear import float8_context  # noqa: E402
+from cunorm.torch.linear import recipes as followed  # noqa: E402
 from cunorm.torch.linear.float8 import Float8  # noqa: E402
-from cunorm.torch.linear.float8_casts import cast_rows  # noqa: E402
+from cunorm.torch.linear.float8_arithmetic import cast_rows  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -218,7 +218,7 @@ def test_what_is_refused(device, bad):
 
 def test_a_gpu_without_it_is_never_served_in_silence(monkeypatch):
     """The check that a call on a GPU goes through."""
-    monkeypatch.setattr(float8_context, "why_not", lambda index: "this GPU has 8.0")
+    monkeypatch.setattr(followed, "why_not", lambda index: "this GPU has 8.0")
 
     class OnGpu(NamedTuple):
         dtype: Any = torch.float32

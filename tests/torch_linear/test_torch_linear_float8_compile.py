@@ -14,7 +14,7 @@ from cunorm.torch import RowwiseScaling, autocast, set_recipe  # noqa: E402
 from cunorm.torch.linear import operators  # noqa: E402
 from cunorm.torch.linear.exchange import SUM  # noqa: E402
 from cunorm.torch.linear.float8 import Float8  # noqa: E402
-from cunorm.torch.linear.ranks import ALONE  # noqa: E402
+from cunorm.torch.linear.parallel import ALONE  # noqa: E402
 from cunorm.torch.linear.step import LOCAL, NOTHING, Step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

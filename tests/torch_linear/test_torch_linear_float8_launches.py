@@ -16,8 +16,9 @@ from torch_tensors import random, same  # noqa: E402
 
 from cunorm.torch import RowwiseScaling, autocast  # noqa: E402
 from cunorm.torch.linear import float8 as in_float8  # noqa: E402
-from cunorm.torch.linear import float8_context, float8_launching, float8_products, side_by_side  # noqa: E402
-from cunorm.torch.norm import float8, gpu  # noqa: E402
+from cunorm.torch.linear import float8_arithmetic, recipes  # noqa: E402
+from cunorm.torch.linear import step as steps  # noqa: E402
+from cunorm.torch.norm import gpu  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,11 +39,11 @@ def few_rows(monkeypatch) -> None:
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> Launches:
     """Tensors on the CPU say that they are on a GPU."""
-    launches = on_the_stand_in(monkeypatch, float8_launching, float8)
+    launches = on_the_stand_in(monkeypatch, float8_arithmetic)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(float8_context, "why_not", lambda index: "")
-    monkeypatch.setattr(float8_products, "_by_torch", float8_products._emulated)
+    monkeypatch.setattr(recipes, "why_not", lambda index: "")
+    monkeypatch.setattr(float8_arithmetic, "_by_torch", float8_arithmetic._emulated)
     return launches
 
 
@@ -148,16 +149,16 @@ def test_the_current_stream_is_asked_for_at_every_launch(on_a_gpu, monkeypatch):
 def test_how_long_the_bytes_of_dy_are_held(monkeypatch, beside):
     """Side by side until both halves of the backward pass are done, else no longer than they are read."""
     module, (x, dy) = make(dtype=torch.bfloat16, cols=COLS, outs=OUTS), inputs(40)
-    turn, there = in_float8._Products.turn, []
+    end_dz, there = in_float8._Products.end_dz, []
 
     def watched(rounded: Any) -> None:
         rows = weakref.ref(rounded.rows)
-        turn(rounded)
+        end_dz(rounded)
         there.append(rows() is not None)
 
-    monkeypatch.setattr(in_float8._Products, "turn", watched)
-    monkeypatch.setattr(side_by_side, "applies", lambda x, size: beside and size == dy.numel())
-    monkeypatch.setattr(side_by_side, "run", lambda x, size, first, second: (first(), second()))
+    monkeypatch.setattr(in_float8._Products, "end_dz", watched)
+    monkeypatch.setattr(steps, "runs_side_by_side", lambda x, extra_bytes: beside and extra_bytes == dy.numel())
+    monkeypatch.setattr(steps, "side_by_side", lambda x, first, second: (first(), second()))
     with autocast():
         step(module, x, dy)
     assert there == [beside]

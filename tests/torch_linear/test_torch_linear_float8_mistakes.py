@@ -20,13 +20,11 @@ from cunorm.torch import autocast  # noqa: E402
 from cunorm.torch.linear import (  # noqa: E402
     call,
     float8,
-    float8_casts,
-    float8_context,
-    float8_products,
-    float8_weights,
+    float8_arithmetic,
 )
-from cunorm.torch.linear.float8_casts import cast_columns, cast_rows  # noqa: E402
-from cunorm.torch.linear.float8_weights import quantised  # noqa: E402
+from cunorm.torch.linear import recipes as followed  # noqa: E402
+from cunorm.torch.linear.float8 import quantised  # noqa: E402
+from cunorm.torch.linear.float8_arithmetic import cast_columns, cast_rows  # noqa: E402
 from cunorm.torch.linear.step import gradients  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +49,7 @@ def wrong_columns(weight, scheme, wants_columns):
 
 
 def wrong_backward(dy, dz, saved, step, *others):
-    region = float8_context._region
+    region = followed._region
     if region is not None and region.enabled:
         step = step._replace(numbers=float8.Float8(region.recipe.scheme))
     return gradients(dy, dz, saved, step, *others)
@@ -61,7 +59,7 @@ def bound_without_beta(operation, x, ndim, ln_weight, ln_bias):
     return BOUND(operation, x, ndim, ln_weight, None)
 
 
-BOUND, PADDED, LARGEST_OF = float8_casts.bound, float8_casts._padded, float8_casts._largest
+BOUND, PADDED, LARGEST_OF = float8_arithmetic.bound, float8_arithmetic._padded, float8_arithmetic._largest
 
 
 def padded_with_ones(values):
@@ -85,8 +83,8 @@ def cast_rows_of_bytes(a, dtype="e4m3", **options):
 
 
 MISTAKES = {
-    "weight by columns with the scales of rows": (float8_weights, "quantised", wrong_columns, lambda: square("cpu")),
-    "stale bytes": (float8_weights, "_holds", lambda stamp, parts: True, lambda: kept.check_cache("cpu")),
+    "weight by columns with the scales of rows": (float8, "quantised", wrong_columns, lambda: square("cpu")),
+    "stale bytes": (float8, "_holds", lambda stamp, parts: True, lambda: kept.check_cache("cpu")),
     "the context's recipe in a backward pass": (
         call,
         "gradients",
@@ -99,8 +97,8 @@ MISTAKES = {
         lambda a, amax, dtype="e4m3", **options: cast_columns(a, amax, "e5m2", **options),
         lambda: products.check_products("cpu", RECIPES["row"]),
     ),
-    "a static scale without beta": (float8_casts, "bound", bound_without_beta, static_scales),
-    "rows of padding that are not zero": (float8_casts, "_padded", padded_with_ones, casts),
+    "a static scale without beta": (float8_arithmetic, "bound", bound_without_beta, static_scales),
+    "rows of padding that are not zero": (float8_arithmetic, "_padded", padded_with_ones, casts),
     "dbias of rounded dy": (
         float8,
         "cast_rows",
@@ -108,19 +106,19 @@ MISTAKES = {
         lambda: products.check_products("cpu", RECIPES["row"]),
     ),
     "NaN lost in a maximum": (
-        float8_casts,
+        float8_arithmetic,
         "_largest",
         lambda wide, axis: LARGEST_OF(wide.nan_to_num(posinf=math.inf), axis),
         casts,
     ),
     "an infinite number lost in a maximum": (
-        float8_casts,
+        float8_arithmetic,
         "_largest",
         lambda wide, axis: LARGEST_OF(wide.nan_to_num(posinf=0.0), axis),
         lambda: layer.check_overflow("cpu", math.inf),
     ),
     "a scale applied twice": (
-        float8_products,
+        float8_arithmetic,
         "_numbers",
         lambda bytes, scale: bytes.float() * (scale[:, None] if scale.dim() else scale) ** 2,
         lambda: products.check_products("cpu", RECIPES["row"]),

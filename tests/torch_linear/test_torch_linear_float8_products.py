@@ -14,21 +14,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch_plain  # noqa: E402
 from torch_linear_float8 import ERROR, by_recipe, inputs, make, relative  # noqa: E402
 from torch_tensors import on_devices, random, same  # noqa: E402
 
-from cunorm.torch.linear import float8, float8_products  # noqa: E402
-from cunorm.torch.linear.float8_casts import (  # noqa: E402
+from cunorm.torch.linear import float8, float8_arithmetic  # noqa: E402
+from cunorm.torch.linear.float8 import quantised  # noqa: E402
+from cunorm.torch.linear.float8_arithmetic import (  # noqa: E402
     LARGEST,
     as_right,
     cast_columns,
     cast_rows,
     normalised_columns,
+    product,
     scale_of_tensor,
 )
-from cunorm.torch.linear.float8_products import product  # noqa: E402
-from cunorm.torch.linear.float8_weights import quantised  # noqa: E402
-from cunorm.torch.linear.ranks import ALONE  # noqa: E402
+from cunorm.torch.linear.parallel import ALONE  # noqa: E402
 from cunorm.torch.linear.step import Saved, Step, forward  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -144,8 +145,8 @@ def test_nothing_exceeds_the_static_scale(device, operation):
     x[torch.arange(rows), torch.arange(rows) % cols] += 100.0 * (1 - 2 * (torch.arange(rows, device=device) % 2))
     weight = random(cols, device=device, dtype=torch.float32) * 0.1
     bias = random(cols, device=device, dtype=torch.float32, seed=1) * 3 if "layer" in operation else None
-    statistics = formulas.statistics_of(operation, x, 1, 1e-5)
-    z = formulas.forward(operation, x, statistics, weight, bias)
+    statistics = torch_plain.statistics_of(operation, x, 1, 1e-5)
+    z = formulas.affine(operation, x, statistics, weight, bias)
     found, scale = normalised_columns(x, statistics, weight, bias, operation)
     assert found.shape == (cols, rows)
     gamma = weight.abs() if not operation.startswith("zero") else (1 + weight).abs()
@@ -190,20 +191,20 @@ def test_how_torch_is_asked(monkeypatch, bias, hopper, by_row, rows, dtype):
     def scaled_mm(a, b, a_scale, b_scale, *, bias=None, out_dtype, use_fast_accum):
         assert b.stride(0) == 1
         assert bias is None or bias.dtype is out_dtype is not torch.float32
-        few = rows <= float8_products.FEW_ROWS
+        few = rows <= float8_arithmetic.ROWS_SCALED_AFTER
         assert a_scale.shape == ((rows, 1) if by_row and not few else ())
         assert b_scale.shape == ((1, 48) if by_row and not few else ())
         assert out_dtype is torch.bfloat16 or hopper or not by_row or few
         y = own(a, b, a_scale, b_scale, out_dtype=torch.float32, use_fast_accum=use_fast_accum)
         return (y if bias is None else y + bias).to(out_dtype)
 
-    monkeypatch.setattr(float8_products, "scaled_mm", scaled_mm)
-    monkeypatch.setattr(float8_products, "_is_hopper", lambda index: hopper)
+    monkeypatch.setattr(float8_arithmetic, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(float8_arithmetic, "_is_hopper", lambda index: hopper)
     a, b = random(rows, 64, dtype=torch.float32), random(48, 64, dtype=torch.float32)
     scales = (None, None) if by_row else (torch.tensor(0.02), torch.tensor(0.03))
     left, on_the_right = (cast_rows(m, scale=s)[:2] for m, s in zip((a, b), scales, strict=True))
     given = (*left, *as_right(*on_the_right), dtype, random(48, dtype=torch.float32) if bias else None, True)
-    found, expected = float8_products._by_torch(*given), float8_products._emulated(*given)
+    found, expected = float8_arithmetic._by_torch(*given), float8_arithmetic._emulated(*given)
     assert found.dtype is dtype
     torch.testing.assert_close(found.float(), expected.float(), rtol=2.0**-7, atol=0.1 if bias else 2.0**-7)
 
@@ -228,7 +229,7 @@ def check_products(device: str, recipe: Any) -> None:
     rounded = numbers.products(dy, saved, step, ALONE, (True, True))
     dz = product(rounded.rows, rounded.scale, weights.columns, weights.column_scale, torch.float32)
     z, w, g = (t.detach().cpu().double() for t in (z, module.weight, dy))
-    rounded.turn()
+    rounded.end_dz()
     # What is near zero beside the largest of its tensor, or row, may be lost.
     near(y, z, w.t(), "e4m3")
     near(dz, g, w, scheme.gradient)

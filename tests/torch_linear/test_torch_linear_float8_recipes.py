@@ -28,7 +28,7 @@ from cunorm.torch import (  # noqa: E402
     is_fp8_available,
     set_recipe,
 )
-from cunorm.torch.linear import float8_context  # noqa: E402
+from cunorm.torch.linear import recipes as followed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -180,7 +180,7 @@ def test_is_fp8_available(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 77)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     assert is_fp8_available(return_reason=True) == (False, "FP8 needs compute capability 8.9 or more; this GPU has 8.0")
-    float8_context.why_not.cache_clear()
+    followed.why_not.cache_clear()
 
 
 # Backward passes follow their forward pass.

@@ -16,8 +16,8 @@ from torch_linear_float8 import RECIPES, by_recipe, inputs, make, step  # noqa: 
 from torch_tensors import on_devices, random, same  # noqa: E402
 
 from cunorm.torch import autocast  # noqa: E402
-from cunorm.torch.linear import float8_weights  # noqa: E402
-from cunorm.torch.linear.float8_weights import quantised  # noqa: E402
+from cunorm.torch.linear import float8  # noqa: E402
+from cunorm.torch.linear.float8 import quantised  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,7 +30,7 @@ def made(monkeypatch) -> list[int]:
         calls.append(1)
         return quantised(*arguments)
 
-    monkeypatch.setattr(float8_weights, "quantised", counted)
+    monkeypatch.setattr(float8, "quantised", counted)
     return calls
 
 

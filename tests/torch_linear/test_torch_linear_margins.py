@@ -12,8 +12,7 @@ from torch_launches import Launches, on_the_stand_in  # noqa: E402
 from torch_tensors import random, same  # noqa: E402
 
 from cunorm.torch import LayerNormLinear, autocast, layer_norm_linear  # noqa: E402
-from cunorm.torch.linear import float8_context, float8_launching, float8_products, step, wide  # noqa: E402
-from cunorm.torch.norm import float8  # noqa: E402
+from cunorm.torch.linear import float8_arithmetic, recipes, step, wide  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,11 +24,11 @@ MARGINS = [(0, (0, 0, 0)), (1, (1, 1, 1)), (EACH, (1, 2, 3)), ({"backward": 2}, 
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> Launches:
     """Tensors on the CPU say that they are on a GPU, of four multiprocessors."""
-    launches = on_the_stand_in(monkeypatch, float8_launching, float8)
+    launches = on_the_stand_in(monkeypatch, float8_arithmetic)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(float8_context, "why_not", lambda index: "")
-    monkeypatch.setattr(float8_products, "_by_torch", float8_products._emulated)
+    monkeypatch.setattr(recipes, "why_not", lambda index: "")
+    monkeypatch.setattr(float8_arithmetic, "_by_torch", float8_arithmetic._emulated)
     return launches
 
 

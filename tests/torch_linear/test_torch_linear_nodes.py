@@ -19,7 +19,6 @@ from torch_tensors import random  # noqa: E402
 
 from cunorm.torch import LayerNormLinear, layer_norm_linear  # noqa: E402
 from cunorm.torch.linear import call as calls  # noqa: E402
-from cunorm.torch.linear import step as steps  # noqa: E402
 from cunorm.torch.norm import nodes  # noqa: E402
 
 pytestmark = [
@@ -38,12 +37,18 @@ def driver(monkeypatch, stand_in) -> Iterator[Driver]:
 def by_python_alone(monkeypatch) -> list[str]:
     """One entry for each backward pass that Python computed as a whole."""
     found = []
+    described = nodes.linear_call
 
     def counted(*given: Any) -> Any:
-        found.append("a pass")
-        return steps.gradients(*given)
+        *others, backward = given
 
-    monkeypatch.setattr("cunorm.torch.linear.linear_nodes.gradients", counted)
+        def pass_by_python(*given: Any) -> Any:
+            found.append("a pass")
+            return backward(*given)
+
+        return described(*others, pass_by_python)
+
+    monkeypatch.setattr(nodes, "linear_call", counted)
     return found
 
 

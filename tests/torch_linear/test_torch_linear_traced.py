@@ -120,9 +120,9 @@ def test_export(device):
 @keeping
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_a_captured_training_step_replays(keep, side_by_side, monkeypatch):
-    from cunorm.torch.linear import side_by_side as module
+    from cunorm.torch.linear import step as module
 
-    monkeypatch.setattr(module, "MOST", module.MOST if side_by_side else -1)
+    monkeypatch.setattr(module, "MOST_EXTRA_BYTES", module.MOST_EXTRA_BYTES if side_by_side else -1)
     inputs = [t.detach().cuda().bfloat16().requires_grad_() for t in five("cpu", rows=(64,))]
 
     def step():

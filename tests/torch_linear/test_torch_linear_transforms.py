@@ -9,6 +9,7 @@ from linear_reference import NORMALIZATION
 
 torch = pytest.importorskip("torch")
 
+import torch_plain  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -19,7 +20,6 @@ import cunorm  # noqa: E402
 from cunorm.operation import name_of  # noqa: E402
 from cunorm.torch import layer_norm_linear  # noqa: E402
 from cunorm.torch.linear.call import Layer, norm_linear  # noqa: E402
-from cunorm.torch.norm import operators  # noqa: E402
 
 
 @on_devices
@@ -138,8 +138,7 @@ def test_cunorms_own_forward_function_normalises_once(device, op, wants_gradient
         y, mean, rstd = cunorm.layer_norm_linear_forward(*inputs, 0.3, normalization=NORMALIZATION[op])
     assert len(counted.calls) == 1, counted.calls
     x, weight, bias, ln_weight, ln_bias = inputs
-    options = (op, 1, 0.3, x.dtype, True, 0, 0)
-    z, statistics = operators.norm(x, ln_weight, ln_bias, *options)
+    z, statistics = torch_plain.norm(x, ln_weight, ln_bias, op, 1, 0.3, x.dtype, True)
     expected = F.linear(z, weight, bias)
     torch.testing.assert_close(y, expected)
     assert not rstd.requires_grad

@@ -66,7 +66,7 @@ def test_the_compiler_sees_torchs_operators_forward_and_our_kernel_backward(devi
     report = accelerate(model)
     (forward, backward), _ = traced(model, random(5, 64, dtype=torch.float32, device=device).requires_grad_())
     assert not any("cunorm" in name for name in operators_of(forward))
-    assert [name for name in operators_of(backward) if "cunorm" in name] == ["cunorm.norm_backward.default"] * 2
+    assert [name for name in operators_of(backward) if "cunorm" in name] == ["cunorm.fused_norm_backward.default"] * 2
     # mean and rstd in one tensor are for the backward pass alone: y does not wait for them.
     (joined,) = (node for node in forward.graph.nodes if "aten.cat" in str(node.target))
     assert [user.op for user in joined.users] == ["output"]
@@ -106,7 +106,7 @@ def test_few_elements_in_a_cuda_graph(monkeypatch, graphed, devices, count):
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x), expected, rtol=1e-4, atol=1e-4)
     forward, backward = map(operators_of, graphs)
     assert not any("cunorm" in name for name in forward)
-    assert sum("cunorm.norm_backward" in name for name in backward) == count
+    assert sum("cunorm.fused_norm_backward" in name for name in backward) == count
 
 
 @on_devices

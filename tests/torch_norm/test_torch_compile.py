@@ -7,6 +7,7 @@ from functions import OPS
 
 torch = pytest.importorskip("torch")
 
+import torch_plain  # noqa: E402
 from torch import _dynamo  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -76,7 +77,7 @@ def test_the_operator_between_others_under_inductor(device, op):
 
     def function(x):
         options = (op, 1, 1e-5, x.dtype, True, 0, 0)
-        return torch.tanh(operators.norm(torch.sin(x), weight, None, *options)[0]) * 2
+        return torch.tanh(torch_plain.norm(torch.sin(x), weight, None, *options)[0]) * 2
 
     compiled = torch.compile(function, fullgraph=True)
     torch.testing.assert_close(gradients(compiled, x, [weight]), gradients(function, x, [weight]), rtol=1e-4, atol=1e-4)
@@ -97,8 +98,8 @@ def test_a_graph_holds_the_operator(op, grad):
     with torch.set_grad_enabled(grad):
         torch.compile(module, fullgraph=True, backend=backend)(torch.ones(4, COLS, device="cuda"))
     (node,) = (node for node in graphs[0].graph.nodes if "norm" in str(node.target))
-    assert node.target is operators.norm
-    assert node.args[7] is grad
+    assert node.target is operators.fused_norm
+    assert node.args[11] is grad
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -111,10 +112,10 @@ def test_fake_tensors_need_no_gpu(op, dtype):
         x, weight = fake(3, 5, COLS), fake(COLS, dtype=torch.float32)
         y = norm(op, x, (COLS,), weight, None, 1e-5, dtype, 0)
         assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype or x.dtype, "cuda")
-        y, statistics = operators.norm_forward(x, weight, None, op, 1, 1e-5, x.dtype, True, 0, 0)
+        y, statistics = torch_plain.norm_forward(x, weight, None, op, 1, 1e-5, x.dtype, True)
         assert statistics.shape == (2 if op == "layer_norm" else 1, 3, 5)
         mask = [True, True, False]
-        dx, dweight, _ = operators.norm_backward(y, x, statistics, weight, op, 1e-5, mask, 0)
+        dx, dweight, _ = torch_plain.norm_backward(y, x, statistics, weight, op, 1e-5, mask)
         assert (dx.shape, dx.dtype, dweight.shape, dweight.dtype) == (x.shape, x.dtype, weight.shape, weight.dtype)
         with pytest.raises(RuntimeError, match=r"weight must have shape \(64,\)"):
             norm(op, x, (COLS,), fake(COLS - 1), None, 1e-5, dtype, 0)
@@ -136,7 +137,7 @@ def test_export(device, op, strict):
             x = random(count, COLS, device=device, dtype=torch.float32)
             torch.testing.assert_close(exported(x), module(x))
     targets = {str(node.target) for node in program.graph.nodes}
-    assert any("cunorm.norm.default" in target for target in targets) == (device == "cuda")
+    assert any("cunorm.fused_norm.default" in target for target in targets) == (device == "cuda")
 
 
 @on_devices
@@ -148,24 +149,24 @@ def test_make_fx_sees_both_passes(device):
     def function(x):
         x = x.detach().requires_grad_()
         options = ("layer_norm", 1, 1e-5, x.dtype, True, 0, 0)
-        call = operators.norm(x, None, None, *options)[0] if device == "cpu" else layer_norm(x, (COLS,))
+        call = torch_plain.norm(x, None, None, *options)[0] if device == "cpu" else layer_norm(x, (COLS,))
         return torch.autograd.grad(call.square().sum(), x)[0]
 
     graph = make_fx(function)(x)
     other = random(5, COLS, device=device, seed=4)
     torch.testing.assert_close(graph(other), function(other))
     targets = [node.target for node in graph.graph.nodes]
-    assert operators.norm_forward in targets
-    assert operators.norm_backward in targets
+    assert operators.fused_norm_forward in targets
+    assert operators.fused_norm_backward in targets
 
 
 def test_the_operator_without_statistics_can_be_differentiated():
     """As in a graph that was exported for inference and is trained after all."""
     x = random(3, 8).requires_grad_()
     for op in OPS:
-        y = operators.norm(x, None, None, op, 1, 0.1, x.dtype, False, 0, 0)[0]
-        statistics = formulas.statistics_of(op, x, 1, 0.1)
-        expected = formulas.forward(op, x, statistics, None, None)
+        y = torch_plain.norm(x, None, None, op, 1, 0.1, x.dtype, False)[0]
+        statistics = torch_plain.statistics_of(op, x, 1, 0.1)
+        expected = formulas.affine(op, x, statistics, None, None)
         torch.testing.assert_close(
             torch.autograd.grad(y.pow(3).sum(), x), torch.autograd.grad(expected.pow(3).sum(), x)
         )

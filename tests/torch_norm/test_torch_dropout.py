@@ -14,7 +14,7 @@ from torch_tensors import on_devices, random  # noqa: E402
 import cunorm  # noqa: E402
 from cunorm.expression.philox import uniform  # noqa: E402
 from cunorm.torch import AddLayerNorm, AddRMSNorm, add_layer_norm, add_rms_norm  # noqa: E402
-from cunorm.torch.norm import functional  # noqa: E402
+from cunorm.torch.norm import dispatch  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 P = 0.25
@@ -89,7 +89,7 @@ def test_a_seed_need_not_be_aligned(stand_in):
 
 @needs_machine
 def test_second_derivatives_of_launches(stand_in, monkeypatch):
-    monkeypatch.setattr(functional, "launchable", lambda _: not torch.is_grad_enabled())
+    monkeypatch.setattr(dispatch, "launchable", lambda _: not torch.is_grad_enabled())
     tensors = given("rms_norm", "cpu", 3, 33)
     seed = seed_of("cpu")
     for chosen in (tensors, tensors[2:]):

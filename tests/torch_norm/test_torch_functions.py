@@ -115,24 +115,24 @@ def test_only_what_needs_a_gradient_gets_one(device, op, wants, monkeypatch):
     if op == "rms_norm":
         wants = (*wants[:2], False)
     if device == "cuda":  # those of nodes.cpp are seen by nobody
-        from cunorm.torch.norm import nodes
+        from cunorm.torch.norm import nodes, repeats
 
         monkeypatch.setattr(nodes, "module", lambda: None)
-        monkeypatch.setattr(launching, "_calls", {})
+        monkeypatch.setattr(repeats, "_calls", {})
     y = call(op, *tensors)
     assert y.requires_grad == any(wants)
     if not any(wants):
         return
     if device == "cuda":
-        masks = []
+        written = []
         backward_by = launching.backward_by
-        monkeypatch.setattr(launching, "backward_by", lambda *a: masks.append(a[5]) or backward_by(*a))
+        monkeypatch.setattr(launching, "backward_by", lambda *a: written.append(a[0].wanted) or backward_by(*a))
     wanted = [t for t, want in zip(tensors, wants, strict=True) if want]
     gradients = torch.autograd.grad(y.square().sum(), wanted)
     expected = torch.autograd.grad(torch_call(op, *tensors[: 3 if op == "layer_norm" else 2]).square().sum(), wanted)
     torch.testing.assert_close(gradients, expected)
     if device == "cuda":
-        assert masks == [wants]
+        assert written == [tuple(name for name, one in zip(("x", "weight", "bias"), wants, strict=True) if one)]
 
 
 @pytest.mark.gpu
@@ -270,7 +270,7 @@ def test_checkpoint(device, op, selective):
     def block(x):
         return call(op, x, weight).tanh() * x
 
-    kept = [operators.norm_forward, torch.ops.aten.tanh.default]
+    kept = [operators.fused_norm_forward, torch.ops.aten.tanh.default]
     options = {"context_fn": lambda: create_selective_checkpoint_contexts(kept)} if selective else {}
     y = checkpoint(block, x, use_reentrant=False, **options)
     torch.testing.assert_close(

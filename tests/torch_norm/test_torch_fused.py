@@ -20,7 +20,7 @@ from torch_tensors import array, on_devices, random, same  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm.torch import AddLayerNorm, add_layer_norm, add_rms_norm, rms_norm_add  # noqa: E402
-from cunorm.torch.norm import functional  # noqa: E402
+from cunorm.torch.norm import dispatch  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
@@ -137,7 +137,7 @@ def test_the_gradient_of_what_is_added_to_a_norm_is_that_of_y(stand_in):
 @pytest.mark.parametrize("name", ["add_layer_norm", "gate", "samples", "numbers of rows"])
 def test_second_derivatives_of_launches(stand_in, monkeypatch, name):
     """What was kept serves them: a backward pass that is differentiated goes by torch's own operators."""
-    monkeypatch.setattr(functional, "launchable", lambda _: not torch.is_grad_enabled())
+    monkeypatch.setattr(dispatch, "launchable", lambda _: not torch.is_grad_enabled())
     function, tensors = example(name, (2, 2, 3))
     assert torch.autograd.gradgradcheck(function, tensors)
 
@@ -151,7 +151,7 @@ def test_a_backward_pass_that_somebody_listens_to(stand_in, monkeypatch, name):
     found = found if isinstance(found, tuple) else (found,)
     cotangents = [random(*one.shape, seed=seed) for seed, one in enumerate(found)]
     launched = torch.autograd.grad(found, tensors, cotangents, retain_graph=True)
-    monkeypatch.setattr(functional, "launchable", lambda _: False)
+    monkeypatch.setattr(dispatch, "launchable", lambda _: False)
     torch.testing.assert_close(torch.autograd.grad(found, tensors, cotangents), launched)
 
 

@@ -15,7 +15,7 @@ from torch_tensors import array, on_devices, random, same  # noqa: E402
 
 import cunorm  # noqa: E402
 import cunorm.torch  # noqa: E402
-from cunorm.torch.norm import fused_dispatch, fused_float8, fused_launching  # noqa: E402
+from cunorm.torch.norm import dispatch  # noqa: E402
 
 modulated = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift)
 wide = cunorm.fuse("layer_norm", epilogue=lambda xhat, scale, shift: xhat * (1 + scale) + shift, dtype="float32")
@@ -56,9 +56,8 @@ def test_a_launch(monkeypatch, granularity):
     """One, of contiguous rows and of some that are copied."""
     if cpu_device.missing():
         pytest.skip(cpu_device.missing())
-    launches = on_the_stand_in(monkeypatch, fused_launching, fused_float8)
-    monkeypatch.setattr(fused_dispatch, "at_once", lambda _: True)
-    monkeypatch.setattr(fused_launching, "_calls", {})
+    launches = on_the_stand_in(monkeypatch)
+    monkeypatch.setattr(dispatch, "at_once", lambda _: True)
     x, residual = (random(7, 264, device="cpu", dtype=torch.float16) for _ in range(2))
     weight = random(264, device="cpu", dtype=torch.float32)
     found, scale, s = cunorm.add_rms_norm.fp8(x, residual, weight, granularity=granularity)

@@ -18,7 +18,7 @@ from torch_tensors import on_devices, random, same  # noqa: E402
 import cunorm  # noqa: E402
 from cunorm.expression import silu  # noqa: E402
 from cunorm.torch import AddRMSNorm, add_rms_norm, decompositions  # noqa: E402
-from cunorm.torch.norm import fused_operators  # noqa: E402
+from cunorm.torch.norm import operators  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
@@ -48,7 +48,7 @@ def by_operator(name: str):
         0,
     ]
 
-    def function(x, *tensors, call=fused_operators.fused_norm):
+    def function(x, *tensors, call=operators.fused_norm):
         found = dict(zip(("y", "s"), call(x, list(tensors), *options), strict=False))
         results = tuple(found[name] for name in operation.returns)
         return results if len(results) > 1 else results[0]
@@ -79,16 +79,16 @@ def test_opcheck(device, name):
     _, tensors = example(name, device=device)
     _, options = by_operator(name)
     x, *operands = tensors
-    torch.library.opcheck(fused_operators.fused_norm, (x, operands, *options))
+    torch.library.opcheck(operators.fused_norm, (x, operands, *options))
     x, *operands = [one.detach() for one in tensors]
-    y, s, statistics = fused_operators.fused_norm_forward(x, operands, *options)
-    torch.library.opcheck(fused_operators.fused_norm_forward, (x, operands, *options))
+    y, s, statistics = operators.fused_norm_forward(x, operands, *options)
+    torch.library.opcheck(operators.fused_norm_forward, (x, operands, *options))
     s = s if "s" in options[5] else None
     dtypes = ["float64"] * len(tensors)
     # Each gradient once: those of x and of residual may be equal.
     wanted = [name != "residual" for name in ("x", *options[3][: len(operands)])]
     given = (y.cos(), None if s is None else s.cos(), x, operands, s, statistics, *options[:7], torch.float64, dtypes)
-    torch.library.opcheck(fused_operators.fused_norm_backward, (*given, wanted, 0))
+    torch.library.opcheck(operators.fused_norm_backward, (*given, wanted, 0))
 
 
 def test_results_are_not_the_memory_of_inputs():
@@ -100,7 +100,7 @@ def test_results_are_not_the_memory_of_inputs():
     found = [*op.backward(saved, dy, ds).values(), y, s]
     assert not {one.data_ptr() for one in (x, r, z, dy, ds)} & {one.data_ptr() for one in found}
     options = ("x + 0 * r", "xhat + z", ["r", "z"], [], ["y", "s"], 1e-5, x.dtype, x.dtype, True, 0, 0)
-    torch.library.opcheck(fused_operators.fused_norm, (x, [r, z], "rms_norm", *options))
+    torch.library.opcheck(operators.fused_norm, (x, [r, z], "rms_norm", *options))
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -272,7 +272,7 @@ TEXTS = [
 def test_a_text_that_is_not_of_the_grammar_is_refused(device, prologue, epilogue, message):
     x, residual, weight = (random(*shape, device=device) for shape in ((3, 8), (3, 8), (8,)))
     options = (prologue, epilogue, ["residual", "weight"], [], ["y", "s"], 1e-5, x.dtype, x.dtype, True, 0, 0)
-    for call in (fused_operators.fused_norm, fused_operators.fused_norm_forward):
+    for call in (operators.fused_norm, operators.fused_norm_forward):
         with pytest.raises(ValueError, match=re.escape(message)):
             call(x, [residual, weight], "rms_norm", *options)
 
@@ -287,6 +287,6 @@ def test_other_arguments_from_elsewhere_are_refused(change):
     returns = ["y", "s"] if change == "returns" else returns
     names = [*names, "bias"] if change == "count" else names
     with pytest.raises((ValueError, RuntimeError)):
-        fused_operators.fused_norm_forward(
+        operators.fused_norm_forward(
             x, [weight], norm, "", epilogue, names, [], returns, 1e-5, x.dtype, x.dtype, True, 0, 0
         )

@@ -37,10 +37,10 @@ from cunorm.torch import (  # noqa: E402
     layer_norm,
     layer_norm_linear,
     named,
+    private,
     rms_norm,
 )
-from cunorm.torch.linear import linear_nodes, wide  # noqa: E402
-from cunorm.torch.norm import functional, fused_launching, launching, nodes, repeats  # noqa: E402
+from cunorm.torch.norm import calls, dispatch, launching, nodes, repeats  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -336,7 +336,7 @@ def test_gradients_that_take_turns_are_described_once(driver, monkeypatch):
 @pytest.mark.parametrize("op", [rms_norm, add_rms_norm])
 def test_shapes_that_come_and_go(driver, monkeypatch, op):
     """What serves them goes with them, and shapes that come again have nodes."""
-    monkeypatch.setattr(launching, "RECIPES", 4)
+    monkeypatch.setattr(repeats, "RECIPES", 4)
     alive, make_pass = [], nodes.module().make_pass
     monkeypatch.setattr(nodes, "module", lambda: SimpleNamespace(**vars(driver.compiled) | {"make_pass": made}))
 
@@ -367,7 +367,7 @@ def test_a_node_keeps_what_it_needs(driver):
     expected = by_python(call, wanting, [dy])[1:]
     for _ in range(2):
         y = call()
-        launching._calls.clear()
+        repeats._calls.clear()
         gc.collect()
         same_bits(gradients(y, wanting, [dy]), expected)
 
@@ -393,7 +393,7 @@ def test_100_000_lengths_take_no_more_memory_than_4096(monkeypatch):
         like = ((rows, 64), (64, 1), torch.float32)
         tensors = {"x": x, "weight": memory[0], "bias": memory[1]}
         which = nodes.forward_pass(step, tensors, {"y": like}, like, 0, numbers, ("x",), backward)
-        repeats.remember(kept, x.shape, (x,), nodes.call_of(which), launching.RECIPES)
+        repeats.remember(kept, x.shape, (x,), nodes.call_of(which))
         if not whole:
             whole.append(which)
         if rows % 10 == 0:
@@ -401,7 +401,7 @@ def test_100_000_lengths_take_no_more_memory_than_4096(monkeypatch):
             nodes.add_backward(whole[0], step, {"dy": strided}, x, {"x": x}, 1, {"dx": like}, 0, numbers, (0,))
         if rows in (20_000, 100_000):
             used.append(int(Path("/proc/self/statm").read_text().split()[1]) * page)
-    assert len(kept) == 2 * launching.RECIPES
+    assert len(kept) == 2 * repeats.RECIPES
     assert used[1] - used[0] < 8 << 20
 
 
@@ -454,10 +454,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_dispatch_mode_for_the_backward_pass_sees_it(driver, monkeypatch, name):
-    for module in (functional, wide, linear_nodes):
-        monkeypatch.setattr(
-            module, "launchable", lambda dy: not torch.is_grad_enabled() and functional.nothing_listens()
-        )
+    monkeypatch.setattr(dispatch, "launchable", lambda dy: not torch.is_grad_enabled() and private.nothing_listens())
     x, weight = random(5, 136, dtype=torch.float32).requires_grad_(), random(136, dtype=torch.float32).requires_grad_()
     for _ in range(3):
         y = FUNCTIONS[name](x, weight)
@@ -481,7 +478,7 @@ def test_a_checkpoint_may_compute_again_the_other_way(driver, monkeypatch, name,
 
     def way(which: str) -> None:
         monkeypatch.setattr(nodes, "module", lambda: compiled if which == "in C++" else None)
-        for kept in (launching._calls, named._calls, fused_launching._calls):
+        for kept in (repeats._calls, named._calls, calls._made):
             kept.clear()
         FUNCTIONS[name](x, weight)  # is described
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cunorm.torch import accelerate  # noqa: E402
-from cunorm.torch.norm import launching, nodes  # noqa: E402
+import torch_stand_in  # noqa: E402
+
+from cunorm.torch import accelerate, layer_norm  # noqa: E402
+from cunorm.torch.norm import nodes, repeats  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
@@ -105,13 +108,56 @@ def test_whoever_asked_too_early_asks_again(compiler, monkeypatch):
     """And calls that were described without nodes are described anew."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(nodes, "_functions", lambda: (1, 2, 3, 4, 5))
-    monkeypatch.setattr(launching, "_calls", {"a call": ()})
+    monkeypatch.setattr(repeats, "_calls", {"a call": ()})
     assert nodes.module() is None
     build_elsewhere()
     monkeypatch.setattr(nodes, "_look_again_at", 0.0)  # a second later
-    assert launching._calls
+    assert repeats._calls
     assert nodes.module() is nodes.load()
-    assert launching._calls == {}
+    assert repeats._calls == {}
+
+
+@pytest.fixture
+def in_background(compiler, monkeypatch) -> Compiler:
+    """The same in a process that has started nothing and that nobody forbids to."""
+    for variable in ("CUNORM_NODES", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(nodes, "_was_started", False)
+    return compiler
+
+
+def test_the_first_call_that_wants_a_gradient_builds_in_the_background(in_background, monkeypatch, caplog):
+    """In a process of its own, once, with one line in the log; whoever looks later finds the file."""
+    torch_stand_in.play(monkeypatch)
+    caplog.set_level("INFO", "cunorm")
+    with torch.no_grad():
+        layer_norm(torch.ones(2, 8), (8,))
+    assert not nodes._was_started
+    for rows in (2, 3):
+        layer_norm(torch.ones(rows, 8, requires_grad=True), (8,))
+    assert sum("in the background" in line for line in caplog.messages) == 1
+    give_up_at = time.monotonic() + 120
+    while not nodes.kept_file().exists():
+        assert time.monotonic() < give_up_at, "nothing was built"
+        time.sleep(0.1)
+    assert nodes.load() is not None
+    assert in_background.calls == 1
+
+
+FORBIDDEN = {
+    "forbidden": {"CUNORM_NODES": "0"},
+    "another rank of this machine": {"LOCAL_RANK": "1"},
+    "no compiler": {"CXX": "no-such-compiler"},
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_nothing_is_built_in_the_background(in_background, monkeypatch, name):
+    for variable, value in FORBIDDEN[name].items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    nodes.build_in_background()
+    assert in_background.calls == 0
 
 
 def build_elsewhere() -> None:

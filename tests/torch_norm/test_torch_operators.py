@@ -9,6 +9,7 @@ from reference import EPS, check_backward, check_forward, normalise, widen
 
 torch = pytest.importorskip("torch")
 
+import torch_plain  # noqa: E402
 from torch.func import functional_call, grad, jacrev, vjp, vmap  # noqa: E402
 from torch_tensors import array, on_devices, random, tensor  # noqa: E402
 
@@ -30,7 +31,7 @@ def example(op, device, *lead, cols=COLS, dtype=torch.float64, requires_grad=Tru
     return [t.requires_grad_(requires_grad) for t in tensors[: 3 if op == "layer_norm" else 2]]
 
 
-def apply(op, zero_centered_gamma=False, eps=1e-5, call=operators.norm):
+def apply(op, zero_centered_gamma=False, eps=1e-5, call=torch_plain.norm):
     """A function of (x, weight) or (x, weight, bias)."""
 
     def function(x, weight, bias=None):
@@ -50,11 +51,12 @@ def test_values(device, op, dtype, weight):
     if weight is None:
         gamma = beta = None
     tensors = [None if a is None else tensor(a).to(device) for a in (x, gamma, bias_of(op, beta))]
-    y, statistics = operators.norm_forward(*tensors, *options(op, tensors[0].dtype, eps=EPS[op]))
+    tensors += [None] * (3 - len(tensors))
+    y, statistics = torch_plain.norm_forward(*tensors, *options(op, tensors[0].dtype, eps=EPS[op]))
     mean, rstd = (array(statistics[0]) if op == "layer_norm" else None), array(statistics[-1])
     check_forward(op, (array(y), mean, rstd), array(tensors[0]), gamma, bias_of(op, beta))
     mask = [True, True, op == "layer_norm"]
-    gradients = operators.norm_backward(tensor(dy).to(device), tensors[0], statistics, tensors[1], op, EPS[op], mask, 0)
+    gradients = torch_plain.norm_backward(tensor(dy).to(device), tensors[0], statistics, tensors[1], op, EPS[op], mask)
     gradients = [array(g) if wanted else None for g, wanted in zip(gradients, mask, strict=True)]
     check_backward(op, gradients, dy, x, gamma)
 
@@ -74,7 +76,7 @@ def test_second_derivatives_without_weight_over_two_axes(device, op):
     x = random(2, 3, 4, device=device).requires_grad_()
 
     def function(x):
-        return operators.norm(x, None, None, *options(op, x.dtype, ndim=2, eps=0.1))[0]
+        return torch_plain.norm(x, None, None, *options(op, x.dtype, ndim=2, eps=0.1))[0]
 
     assert torch.autograd.gradgradcheck(function, [x])
 
@@ -96,9 +98,9 @@ def test_third_derivative(op):
 @pytest.mark.parametrize("wants_statistics", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_opcheck_of_the_forward_pass(device, op, wants_statistics, dtype):
-    for operator, requires_grad in ((operators.norm, True), (operators.norm_forward, False)):
+    for operator, requires_grad in ((operators.fused_norm, True), (operators.fused_norm_forward, False)):
         x, weight, *bias = example(op, device, 3, 4, dtype=dtype, requires_grad=requires_grad)
-        arguments = (x, weight, *(bias or [None]), *options(op, dtype, wants_statistics=wants_statistics))
+        arguments = torch_plain.arguments(x, weight, *(bias or [None]), op, 1e-5, dtype, wants_statistics)
         # 16-bit y may differ by a rounding between eager and compiled: each is held against float64 elsewhere.
         torch.library.opcheck(operator, arguments, atol=1e-2, rtol=2e-2)
 
@@ -110,9 +112,10 @@ def test_opcheck_of_the_backward_pass(device, op, mask):
     if op == "rms_norm":
         mask = (*mask[:2], False)
     x, weight, *_ = example(op, device, 3, 4, requires_grad=False)
-    statistics = formulas.statistics_of(op, x, 1, 1e-5)
+    statistics = torch_plain.statistics_of(op, x, 1, 1e-5)
     dy = random(3, 4, COLS, device=device, seed=1)
-    torch.library.opcheck(operators.norm_backward, (dy, x, statistics, weight, op, 1e-5, list(mask), 0))
+    arguments = torch_plain.backward_arguments(dy, x, statistics, weight, op, 1e-5, mask)
+    torch.library.opcheck(operators.fused_norm_backward, arguments)
 
 
 # What is left in compiled code has no derivative of its own.
@@ -122,19 +125,19 @@ def test_opcheck_of_the_backward_pass(device, op, mask):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")  # torch cannot know better
 def test_the_kernels_called_by_hand_are_differentiated_all_the_same(device, op):
-    """As in a program that was decomposed and is trained after all; twice, through norm_backward."""
+    """As in a program that was decomposed and is trained after all; twice, through fused_norm_backward."""
     tensors = example(op, device, 3)
     results = []
-    for call in (operators.norm, operators.norm_forward):
+    for call in (torch_plain.norm, torch_plain.norm_forward):
         first = torch.autograd.grad(apply(op, call=call)(*tensors).pow(3).sum(), tensors, create_graph=True)
         results.append([*first, *torch.autograd.grad(first[0].pow(3).sum(), tensors[:2])])
     torch.testing.assert_close(*results)
     x, weight, *_ = tensors
-    statistics = formulas.statistics_of(op, x.detach(), 1, 1e-5)
+    statistics = torch_plain.statistics_of(op, x.detach(), 1, 1e-5)
     dy = random(3, COLS, device=device, seed=1).requires_grad_()
     twice = []
-    for backward in (operators.norm_backward, operators.NormBackward.apply):
-        dx, _, _ = backward(dy, x, statistics, weight, op, 1e-5, [True, False, False], 0, False)
+    for backward in (torch_plain.norm_backward, torch_plain.backward_function):
+        dx, _, _ = backward(dy, x, statistics, weight, op, 1e-5, [True, False, False])
         twice.append(torch.autograd.grad(dx.pow(3).sum(), (dy, x, weight)))
     torch.testing.assert_close(*twice)
 
@@ -145,7 +148,7 @@ def test_torch_compile_differentiates_the_kernels_called_by_hand(device, op):
     torch._dynamo.reset()
     tensors = example(op, device, 3)
     results = []
-    for call in (operators.norm, operators.norm_forward):
+    for call in (torch_plain.norm, torch_plain.norm_forward):
         compiled = torch.compile(apply(op, call=call), backend="aot_eager", fullgraph=True)
         results.append(torch.autograd.grad(compiled(*tensors).pow(3).sum(), tensors))
     torch.testing.assert_close(*results)
@@ -153,27 +156,21 @@ def test_torch_compile_differentiates_the_kernels_called_by_hand(device, op):
 
 def test_compiled_code_holds_the_kernels_alone():
     """Whatever else stood on their autograd key would run there too: 16 us a norm, 46 with cold caches."""
-    for operator in (operators.norm_forward, operators.norm_backward):
+    for operator in (operators.fused_norm_forward, operators.fused_norm_backward):
         for key in ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd"):
             assert not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
-
-
-@pytest.mark.parametrize("call", [operators.norm, operators.norm_forward])
-def test_an_operation_must_be_known(call):
-    with pytest.raises(ValueError, match="operation must be one of layer_norm, rms_norm, zero_centered"):
-        call(random(3, COLS), None, None, "batch_norm", 1, 1e-5, torch.float64, True, 0, 0)
 
 
 # functorch: what it makes of the operators is what it makes of the same formula in torch's own.
 
 
 def plain(op, x, weight, bias=None):
-    statistics = formulas.statistics_of(op, x, 1, 1e-5)
-    return formulas.forward(op, x, statistics, weight, bias)
+    statistics = torch_plain.statistics_of(op, x, 1, 1e-5)
+    return formulas.affine(op, x, statistics, weight, bias)
 
 
 def transformed(op, x, weight, bias=None):
-    return apply(op, call=operators.Norm.apply)(x, weight, bias)
+    return apply(op, call=torch_plain.function)(x, weight, bias)
 
 
 DIMS = [(0, None, None), (1, None, None), (0, 0, None), (None, 0, 1), (0, None, 0), (2, 1, 1)]
@@ -249,12 +246,13 @@ def test_functional_call_with_stacked_parameters(device):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("mask", [(True, False, False), (False, True, True)])
-def test_what_is_not_wanted_is_empty(op, mask):
+def test_what_is_not_wanted_is_not_returned(op, mask):
     mask = mask if op == "layer_norm" else (*mask[:2], False)
     x, weight, *_ = example(op, "cpu", 3)
-    statistics = formulas.statistics_of(op, x.detach(), 1, 1e-5)
-    gradients = operators.norm_backward(x.detach(), x.detach(), statistics, weight, op, 1e-5, list(mask), 0)
-    assert [g.numel() > 0 for g in gradients] == list(mask)
+    statistics = torch_plain.statistics_of(op, x.detach(), 1, 1e-5)
+    arguments = torch_plain.backward_arguments(x.detach(), x.detach(), statistics, weight, op, 1e-5, mask)
+    found = operators.fused_norm_backward(*arguments)
+    assert [one.shape for one in found] == [x.shape] if mask[0] else [weight.shape] * sum(mask)
 
 
 @on_devices
@@ -262,13 +260,13 @@ def test_what_is_not_wanted_is_empty(op, mask):
 def test_statistics_have_no_gradient(device, op):
     """Nor have y and its gradients any by way of them: what depends on x through them is in the formulas."""
     x, weight, *_ = example(op, device, 3)
-    y, statistics = operators.norm(x, weight, None, *options(op, x.dtype))
+    y, statistics = torch_plain.norm(x, weight, None, *options(op, x.dtype))
     assert (y.requires_grad, statistics.requires_grad) == (True, False)
 
 
 def test_the_statistics_are_those_of_the_reference():
     x = random(5, COLS, dtype=torch.float32)
     expected = normalise("layer_norm", widen(array(x)), 1e-5)
-    mean, rstd = formulas.statistics_of("layer_norm", x, 1, 1e-5)
+    mean, rstd = torch_plain.statistics_of("layer_norm", x, 1, 1e-5)
     torch.testing.assert_close(mean.double(), torch.from_numpy(expected.mean[:, 0]), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(rstd.double(), torch.from_numpy(expected.rstd[:, 0]), rtol=1e-6, atol=1e-6)

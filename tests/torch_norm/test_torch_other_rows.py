@@ -13,14 +13,8 @@ import torch_stand_in  # noqa: E402
 
 from cunorm.call import recipe as fused_recipe  # noqa: E402
 from cunorm.kernel.device import H100  # noqa: E402
-from cunorm.torch import (  # noqa: E402
-    add_rms_norm,
-    layer_norm,
-    layer_norm_modulate,
-    named,
-    rms_norm,
-)
-from cunorm.torch.norm import functional, fused_launching, gpu, launching  # noqa: E402
+from cunorm.torch import add_rms_norm, layer_norm, layer_norm_modulate, rms_norm  # noqa: E402
+from cunorm.torch.norm import dispatch, gpu  # noqa: E402
 
 COLS = 64
 ROWS = (2, 1, 300, 7, 63, COLS, 2049, 40_000)
@@ -32,17 +26,9 @@ def runs(monkeypatch) -> Any:
     found = torch_stand_in.play(monkeypatch)
     found.machine = SimpleNamespace(run=lambda *_, **__: None)
     monkeypatch.setattr(gpu, "properties_of", lambda *_: H100)
-    monkeypatch.setattr(functional, "_at_once", lambda *_: True)
-    monkeypatch.setattr(functional, "launchable", lambda _: not torch.is_grad_enabled(), raising=False)
-    monkeypatch.setattr(launching, "launch", found)
-    forget(monkeypatch)
+    monkeypatch.setattr(dispatch, "launchable", lambda _: not torch.is_grad_enabled())
+    torch_stand_in.forget(monkeypatch)
     return found
-
-
-def forget(monkeypatch) -> None:
-    for module in (launching, fused_launching, named):
-        for kept in ("_recipes", "_families", "_calls"):
-            monkeypatch.setattr(module, kept, {}, raising=False)
 
 
 def tensor(*shape: int) -> Any:
@@ -78,7 +64,7 @@ def both_passes(runs: Any, name: str, rows: int) -> Any:
 def test_plans_and_results_are_those_of_a_first_call(monkeypatch, runs, name):
     found = [both_passes(runs, name, rows) for rows in ROWS]
     for rows, one in zip(ROWS, found, strict=True):
-        forget(monkeypatch)
+        torch_stand_in.forget(monkeypatch)
         assert both_passes(runs, name, rows) == one
 
 
@@ -86,8 +72,6 @@ def test_plans_and_results_are_those_of_a_first_call(monkeypatch, runs, name):
 def test_nothing_is_checked_and_declared_again(monkeypatch, runs, name):
     both_passes(runs, name, 5)
     for module, names in {
-        launching: ("plain",),
-        launching.checks: ("forward", "backward"),
         fused_recipe: ("forward_problem", "backward_problem", "_kinds"),
     }.items():
         for one in names:

@@ -16,7 +16,7 @@ from torch_tensors import random, same  # noqa: E402
 
 from cunorm.torch import layer_norm, layer_norm_linear, rms_norm  # noqa: E402
 from cunorm.torch.linear.step import Step, normalise  # noqa: E402
-from cunorm.torch.norm import launching  # noqa: E402
+from cunorm.torch.norm import launching, repeats  # noqa: E402
 from cunorm.torch.norm.repeats import LIKE, again, alike, remember  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,21 +88,22 @@ def test_few_are_asked_one_by_one_and_all_are_found_again():
     kept: dict = {}
     calls = [(random(count, COLS),) for count in range(3 * LIKE)]
     for count, tensors in enumerate(calls):
-        remember(kept, "key", tensors, count, most=len(calls))
+        remember(kept, "key", tensors, count)
     assert [found for _, found in kept["key"]] == [*range(3 * LIKE)][: -LIKE - 1 : -1]
     assert [again(kept, "key", tensors) for tensors in calls] == [*range(3 * LIKE)]
     for other in (random(3 * LIKE, COLS), calls[1][0].clone().requires_grad_(), calls[1][0].to_sparse(), [1.0]):
         assert again(kept, "key", (other,)) is None
-    remember(kept, "twice", (x := random(ROWS, COLS), x), 0, most=len(calls))
+    remember(kept, "twice", (x := random(ROWS, COLS), x), 0)
     assert "twice" not in kept
 
 
-def test_the_oldest_is_forgotten():
+def test_the_oldest_is_forgotten(monkeypatch):
+    monkeypatch.setattr(repeats, "RECIPES", 8)
     kept: dict = {}
     for count in range(100):
-        remember(kept, count, (random(ROWS, COLS),), count, most=8)
+        remember(kept, count, (random(ROWS, COLS),), count)
         assert len(kept) <= 16
-        remember(kept, "hot", (random(ROWS, COLS),), "hot", most=8)
+        remember(kept, "hot", (random(ROWS, COLS),), "hot")
     assert [key for key in kept if type(key) is int] == [*range(93, 100)]
     assert kept["hot"][0][1] == "hot"
 

@@ -11,7 +11,7 @@ from torch_tensors import on_devices, random  # noqa: E402
 
 import cunorm  # noqa: E402
 from cunorm.torch import rms_norm, rms_norm_add, rms_norm_add_rms_norm  # noqa: E402
-from cunorm.torch.norm import fused_dispatch  # noqa: E402
+from cunorm.torch.norm import dispatch  # noqa: E402
 
 needs_machine = pytest.mark.skipif(bool(cpu_device.missing()), reason=cpu_device.missing())
 
@@ -93,9 +93,7 @@ def test_one_gradient_alone(stand_in, wanted):
 
 @needs_machine
 def test_second_derivatives_of_launches(stand_in, monkeypatch):
-    from cunorm.torch.norm import functional
-
-    monkeypatch.setattr(functional, "launchable", lambda _: not torch.is_grad_enabled())
+    monkeypatch.setattr(dispatch, "launchable", lambda _: not torch.is_grad_enabled())
     tensors = given("cpu", 3, 33)
 
     def twice(function):
@@ -104,7 +102,7 @@ def test_second_derivatives_of_launches(stand_in, monkeypatch):
         return torch.autograd.grad(sum(one.square().sum() for one in first), tensors)
 
     found = twice(mine)
-    monkeypatch.setattr(fused_dispatch, "at_once", lambda _: False)
+    monkeypatch.setattr(dispatch, "at_once", lambda _: False)
     torch.testing.assert_close(found, twice(two_calls), rtol=1e-4, atol=1e-4)
 
 

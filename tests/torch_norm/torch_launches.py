@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from cpu_functions import FEW_SMS
+from torch_stand_in import forget
 
 from cunorm.torch.norm import gpu, launching, nodes
 
@@ -74,8 +75,7 @@ def on_the_stand_in(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> La
     }
     for name, part in parts.items():
         monkeypatch.setattr(gpu, name, part)
-    for kept in ("_recipes", "_families", "_calls"):
-        monkeypatch.setattr(launching, kept, {})
+    forget(monkeypatch)
     for module in (launching, *modules):
         monkeypatch.setattr(module, "launch", launches)
         for kept in ("_plans", "_recipes"):

@@ -12,12 +12,12 @@ from typing import Any
 import cpu_device
 import pytest
 import torch
+import torch_stand_in
 
 from cunorm.kernel import launch
 from cunorm.kernel.launch import NUMBERS
 from cunorm.torch import named
-from cunorm.torch.linear import linear_nodes, step, wide
-from cunorm.torch.norm import functional, fused_launching, launching, nodes
+from cunorm.torch.norm import dispatch, launching, nodes, repeats
 
 CONTEXT = 77
 OF_GPU = nodes.module
@@ -147,14 +147,9 @@ def playing_a_gpu(monkeypatch: pytest.MonkeyPatch, stand_in: Any) -> Iterator[Dr
     assert nodes.build() == ""
     found = Driver(monkeypatch, nodes.load(), stand_in)
     monkeypatch.setattr(launching, "launch", stand_in)
-    for kept in ("_recipes", "_families", "_calls"):
-        monkeypatch.setattr(launching, kept, {})
-    for module in (fused_launching, named):
-        monkeypatch.setattr(module, "_calls", {})
-    for module in (functional, step):
-        monkeypatch.setattr(module, "_at_once", lambda *_: True)
-    for module in (functional, wide, linear_nodes):
-        monkeypatch.setattr(module, "launchable", lambda dy: not torch.is_grad_enabled())
+    torch_stand_in.forget(monkeypatch)
+    monkeypatch.setattr(dispatch, "at_once", lambda _: True)
+    monkeypatch.setattr(dispatch, "launchable", lambda dy: not torch.is_grad_enabled())
     try:
         yield found
     finally:
@@ -167,7 +162,7 @@ def by_python(call: Any, wanting: list[Any], given: list[Any]) -> list[Any]:
     """Results and gradients."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "module", lambda: None)
-        patch.setattr(launching, "_calls", {})
+        patch.setattr(repeats, "_calls", {})
         patch.setattr(named, "_calls", {})
         results = call()
         results = results if isinstance(results, tuple) else (results,)

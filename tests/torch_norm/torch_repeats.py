@@ -9,7 +9,8 @@ import torch
 from torch_tensors import random, same
 
 from cunorm.torch import LayerNormLinear, layer_norm, rms_norm
-from cunorm.torch.norm import launching
+from cunorm.torch.norm import calls as forms
+from cunorm.torch.norm import repeats
 
 ROWS, COLS = 6, 64
 
@@ -61,7 +62,7 @@ def first_then_repeated(cases: dict[str, Any], run: Any) -> None:
     """In turns, each with those before it still known: the bits of a call that nothing is known of."""
     first = {}
     for name, case in cases.items():
-        for kept in (launching._calls, launching._families, launching._recipes):
+        for kept in (repeats._calls, forms._families, forms._made):
             kept.clear()
         first[name] = run(*case)
     for _ in range(2):

@@ -10,7 +10,14 @@ import cpu_device
 import torch
 from cpu_functions import SMALL
 
-from cunorm.torch.norm import functional, fused_dispatch, fused_launching, gpu, nodes, sandwich_launching
+from cunorm.torch import named
+from cunorm.torch.norm import calls, dispatch, gpu, launching, nodes, repeats
+
+
+def forget(monkeypatch: Any) -> None:
+    """Nothing is known of earlier calls."""
+    for module, kept in ((calls, "_made"), (calls, "_families"), (repeats, "_calls"), (named, "_calls")):
+        monkeypatch.setattr(module, kept, {})
 
 
 def play(monkeypatch: Any) -> cpu_cupy.Runs:
@@ -30,11 +37,9 @@ def play(monkeypatch: Any) -> cpu_cupy.Runs:
         "properties_of": lambda *_: SMALL,
     }.items():
         monkeypatch.setattr(gpu, name, part)
-    for module in (fused_launching, sandwich_launching):
-        monkeypatch.setattr(module, "launch", runs)
-    monkeypatch.setattr(sandwich_launching, "_recipes", {})
-    monkeypatch.setattr(fused_launching, "_calls", {})
-    monkeypatch.setattr(fused_dispatch, "at_once", lambda _: True)
-    monkeypatch.setattr(functional, "launchable", lambda _: True)
+    monkeypatch.setattr(launching, "launch", runs)
+    forget(monkeypatch)
+    monkeypatch.setattr(dispatch, "at_once", lambda _: True)
+    monkeypatch.setattr(dispatch, "launchable", lambda _: True)
     monkeypatch.setattr(nodes, "module", functools.cache(lambda: None))  # a GPU's could not launch them
     return runs

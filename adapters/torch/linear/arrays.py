@@ -10,7 +10,7 @@ from ...operation import name_of
 from ..norm.arrays import checked_once, layouts_of, mean_and_rstd
 from ..norm.functional import autocast_dtype
 from .call import Given, Layer, norm_linear
-from .ranks import ALONE
+from .parallel import ALONE
 from .step import Saved, Step, gradients, without_autocast
 from .wide import WIDE
 

@@ -2,7 +2,7 @@
 
 A call takes one of three ways, whatever its numbers and ranks:
 - in eager mode an autograd.Function, or without a gradient the forward pass alone; in calls like an earlier one without
-  its checks, and of wide numbers on one rank in C++, where that was compiled (linear_nodes.py);
+  its checks, and of wide numbers on one rank in C++, where that was compiled (_compiled_call);
 - under torch.compile and export one operator for each pass (operators.py): in a graph of single operators the
   compiler would compute the normalised tensor a second time in the forward pass, and keep that;
 - under functorch, for forward-mode derivatives and subclasses of Tensor the norm and the product by themselves, each
@@ -11,7 +11,7 @@ A call takes one of three ways, whatever its numbers and ranks:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,23 +19,25 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ...operation import NAMED
-from ..norm import checks, launching, nodes
+from ..norm import checks, dispatch, launching, nodes, norm_nodes, repeats
 from ..norm.functional import (
     FLOATING,
     PLAIN,
-    applied,
     autocast_dtype,
     norm,
     norm_with_statistics,
     nothing_else_listens,
 )
+from ..norm.functional import (
+    given as given_tensors,
+)
 from ..norm.repeats import again, remember
-from ..private import in_forward_mode, nothing_listens, under_functorch
-from . import linear_nodes, operators
+from ..private import applied, in_forward_mode, nothing_listens, under_functorch
+from . import operators
 from .exchange import SUM
-from .float8_casts import cast_rows
-from .ranks import ALONE, Ranks, takes_part
-from .step import LOCAL, Inputs, Saved, Sink, Step, forward, gradients, without_autocast
+from .float8_arithmetic import cast_rows
+from .parallel import ALONE, Ranks, takes_part
+from .step import LOCAL, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
 from .wide import WIDE
 
 
@@ -69,20 +71,23 @@ class Call(NamedTuple):
     wanted: int  # by this rank: bits of exchange.py
     differentiated: bool
     recipe: Any  # of the norm, None where it is looked for again
-    compiled: nodes.Call | None = None  # what serves such a call in C++ (linear_nodes.py)
+    compiled: nodes.Call | None = None  # what serves such a call in C++ (_compiled_call)
 
 
 NOTHING_GIVEN = Given()
 
 
-def norm_linear(layer: Layer, inputs: Inputs, given: Given = NOTHING_GIVEN) -> tuple[Any, Tensor | None, Tensor | None]:
-    """(y, z, statistics): y (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z as
-    `layer.returned` says, or more; statistics may be None unless wanted."""
+def norm_linear(layer: tuple, inputs: Inputs, given: Given = NOTHING_GIVEN) -> tuple[Any, Tensor | None, Tensor | None]:
+    """Return (y, z, statistics) of a Layer, or of its fields as a plain tuple.
+
+    y is (..., out), or with `fp8_output` the pair of its bytes and their scales by row; z is as `layer.returned` says,
+    or more; statistics may be None unless wanted.
+    """
     call = known(layer, inputs)
     return run_checked(layer, inputs, given) if call is None else run(call, inputs, given)
 
 
-def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
+def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
     """`norm_linear` of tensors that are not known."""
     function, operation, eps, keep_normalized, sm_margins, returned, numbers, ranks = layer
     x, weight, bias, ln_weight, ln_bias = inputs
@@ -120,9 +125,11 @@ def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor
     call = Call(step, wanted, differentiated, recipe)
     if cast is None and (recipe is not None or nothing_listens()):
         if recipe is not None and numbers is WIDE and ranks.alone:
-            call = call._replace(compiled=linear_nodes.of_norm_linear(step, recipe, *inputs))
+            if differentiated:
+                nodes.build_in_background()
+            call = call._replace(compiled=_compiled_call(step, recipe, *inputs))
         tensors = tuple(one for one in inputs if one is not None)
-        remember(launching._calls, _key(layer._replace(eps=eps), inputs), tensors, call, launching.RECIPES)
+        remember(repeats._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
     with without_autocast(x.device.type):
         return run(call, inputs, given)
 
@@ -130,6 +137,9 @@ def run_checked(layer: Layer, inputs: Inputs, given: Given) -> tuple[Any, Tensor
 def _key(layer: tuple, inputs: Inputs) -> tuple:
     x, _, bias, ln_weight, ln_bias = inputs
     return layer, torch.is_grad_enabled(), x.shape, bias is None, ln_weight is None, ln_bias is None
+
+
+_ALL_GIVEN = (False, False, False)  # the last three of a key
 
 
 def known(layer: tuple, inputs: Inputs) -> Call | None:
@@ -140,20 +150,20 @@ def known(layer: tuple, inputs: Inputs) -> Call | None:
     if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer[2]) not in (float, int):
         return None
     key = _key(layer, inputs)
-    kept = launching.earlier_calls(key)
+    kept = repeats.earlier_calls(key)
     if not kept or not nothing_else_listens():
         return None
-    tensors = [one for one in inputs if one is not None]
+    tensors = inputs if key[3:] == _ALL_GIVEN else tuple(one for one in inputs if one is not None)
     for alike, call in kept:
         if alike(*tensors):
             return call
-    return again(launching._calls, key, tuple(tensors))
+    return again(repeats._calls, key, tensors)
 
 
 def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
     """`norm_linear` of tensors that are checked, or known."""
     step, wanted, differentiated, recipe, compiled = call
-    parallel, kept, fp8_output, sink, wants_statistics = given
+    parallel, _, fp8_output, sink, wants_statistics = given
     if compiled is not None:
         if sink is None and not wants_statistics:
             found = compiled(*inputs)
@@ -170,12 +180,21 @@ def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, T
             anchor, sink = takes_part(inputs, differentiated, ranks, sink)
             given = given._replace(sink=sink)
         return _apply(*inputs, anchor, call, ranks, given)
-    with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # 2 us where it changes nothing
-        weights = step.numbers.weights(inputs[1], False, False, kept)
-        y, z, statistics, _ = forward(inputs, weights, step, ranks, recipe, wants_statistics)
-        if fp8_output:
-            y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
-            return (y8.view(y.shape), scale.view(y.shape[:-1])), z, statistics
+    if torch.is_grad_enabled():  # no_grad takes 2 us, also where it changes nothing
+        with torch.no_grad():
+            return _run_forward(call, inputs, given, ranks)
+    return _run_forward(call, inputs, given, ranks)
+
+
+def _run_forward(call: Call, inputs: Inputs, given: Given, ranks: Ranks) -> tuple[Any, Tensor | None, Tensor | None]:
+    """`norm_linear` without gradients."""
+    step, _, _, recipe, _ = call
+    _, kept, fp8_output, _, wants_statistics = given
+    weights = step.numbers.weights(inputs[1], False, False, kept)
+    y, z, statistics, _ = forward(inputs, weights, step, ranks, recipe, wants_statistics)
+    if fp8_output:
+        y8, scale, _, _ = cast_rows(y.view(-1, y.shape[-1]))
+        y = y8.view(y.shape), scale.view(y.shape[:-1])
     return y, z, statistics
 
 
@@ -289,5 +308,58 @@ def _listened(dy, dz, saved: Saved, step: Step, ranks: Ranks, mask, _) -> list[T
     return [result if wants else None for result, wants in zip(results, mask, strict=True)]
 
 
-_NOTHING = without_autocast("meta")
 _apply = applied(_NormLinear)
+
+
+def _compiled_call(
+    step: Step,
+    recipe: launching.Forward,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+) -> nodes.Call | None:
+    """Describe the passes of calls of the five tensors to the C++ nodes, as norm/nodes.py has them.
+
+    None where Python alone serves them. `recipe` is the norm's.
+    """
+    if step.sm_margin != step.backward_sm_margin:  # z is computed again by the same launch
+        return None
+    of_bias = None if ln_bias is None else ln_bias.dtype
+    tensors = given_tensors(x, ln_weight, ln_bias)
+
+    def of_norm(family: Any, kept: Any, eps: float, dz: Tensor, _: None, mask: Any) -> list[Tensor | None]:
+        names, of_name = family.call.names, dict(zip(kept.names, kept.tensors, strict=True))
+        wants = dict(zip(names, mask, strict=True))
+        every = tuple(wants.get(name, False) for name in ("x", "weight", "bias"))
+        read = Saved(kept.statistics, of_name["x"], None, of_name.get("weight"), None)
+        dx, dweight, dbias = norm_gradients(dz, True, read, step, every)
+        found = {"x": dx, "weight": dweight, "bias": dbias if dbias is None else dbias.to(of_bias)}
+        return [found[name] for name in names]
+
+    saved = ("x",) if ln_weight is None else ("x", "weight")
+    which = norm_nodes.describe(recipe, tensors, (), step.eps, of_norm, dispatch.launchable, saved=saved, in_place=True)
+    if which is None:
+        return None
+    dy = x.new_empty(x.numel() // x.shape[-1], len(weight))
+    sums = None if bias is None else launching.column_sums_recipe(dy)
+    if sums is not None and sums.plan is None:
+        return None
+    there = (True, True, bias is not None, ln_weight is not None, ln_bias is not None)
+
+    def backward(
+        given: Sequence[Tensor | None], statistics: Tensor, saved: Sequence[Tensor], bits: int
+    ) -> list[Tensor | None]:
+        (dy, dz), left, wanted = given, list(saved), iter(range(sum(there)))
+        x, weight = left.pop(0), left.pop(0)
+        ln_weight = left.pop(0) if there[3] else None
+        ln_bias = left.pop(0) if there[4] else None
+        z = left.pop(0) if step.keep_normalized else None
+        mask = tuple(one and bool(bits >> next(wanted) & 1) for one in there)
+        found = gradients(dy, dz, Saved(statistics, x, weight, ln_weight, ln_bias, z), step, ALONE, mask)
+        return [gradient for gradient, one in zip(found, there, strict=True) if one]
+
+    others = [one for one in (ln_weight, ln_bias) if one is not None]
+    of_sums = None if sums is None else (sums.plan, sums.gradients[0])
+    return nodes.linear_call(which, x, others, dy, of_sums, step.keep_normalized, backward)

@@ -160,10 +160,11 @@ class OfDTensors(TensorParallel):
                 found |= OF_TENSORS << index
         return found
 
-    def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [parameter.to_local() for parameter in parameters]
+    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        of_product = ([parameter.to_local() for parameter in parameters] for parameters in (weights, biases))
+        return *of_product, tuple(map(self._local_of_norm, of_norm))
 
-    def local_of_norm(self, parameter: Tensor | None) -> Tensor | None:
+    def _local_of_norm(self, parameter: Any) -> Tensor | None:
         if parameter is None:
             return None
         if not self.sequence:

@@ -14,6 +14,8 @@ all rows, which is gathered as it is. dz is summed in the dtype of y. All else i
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,19 +24,17 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from ...call.store import NAMES
-from ..norm import float8, functional, launching
-from .float8_casts import STEP, as_right, cast_columns, cast_rows, normalised_columns, scale_of_tensor
-from .float8_context import check_available
-from .float8_products import product
-from .ranks import Limits, Ranks, Rows, gathered
-from .recipes import E4M3, Scheme
+from ..norm import dispatch, float8, functional, launching, repeats
+from ..private import version_of
+from .float8_arithmetic import STEP, as_right, cast_columns, cast_rows, normalised_columns, product, scale_of_tensor
+from .parallel import Limits, Ranks, Rows, gathered
+from .recipes import E4M3, Scheme, check_available
 from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, Weights, in_dtype, matrix, normalise
 from .wide import accumulate
 
 # Over so many rows the gradient of weight is a product in the dtype of y, if that has 16 bits, as with
-# high_precision_wgrad: it is what is written that takes the time, and there are two casts less. On an H200, forward and
-# backward of 4096 -> 12288 in a graph, us in 8 bits and so: 16 rows 111 and 88, 128 rows 107 and 96, 8192 rows 2257 and
-# 2741.
+# high_precision_wgrad: it is what is written that takes the time, and there are two casts less (docs/tuning.md,
+# LayerNormLinear).
 FEW_ROWS = 128
 
 
@@ -65,21 +65,23 @@ class Float8(NamedTuple):
         """Bytes are made of each tensor as it is."""
         return inputs
 
-    def recipe(self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step) -> float8.Recipe | None:
+    def recipe(
+        self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step
+    ) -> launching.Forward | None:
         """That of the kernel which makes z8; None where there is none, or the tensors cannot go straight to it."""
         scheme = self.scheme
         if not scheme.by_row or scheme.power_2[0]:
             return None
         of_z = None if step.returned == NOTHING else step.dtype
         key = ("in 8 bits", step.operation, of_z, step.sm_margin, x.shape, ln_weight is None, ln_bias is None)
-        recipe = launching.known_call(key, x, ln_weight, ln_bias)
+        tensors = functional.given(x, ln_weight, ln_bias)
+        recipe = repeats.known_call(key, tensors)
         if recipe is not None and functional.nothing_else_listens():
             return recipe
-        if not functional._at_once(x, ln_weight, ln_bias):
+        if not dispatch.at_once(tensors):
             return None
-        options = (step.operation, x.shape[-1:], "row", NAMES[E4M3], step.sm_margin, of_z)
-        recipe = float8.recipe_of(x, ln_weight, ln_bias, options)
-        launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+        recipe = float8.row_recipe(step.operation, x, ln_weight, ln_bias, of_z, NAMES[E4M3], step.sm_margin)
+        repeats.remember_call(key, tensors, recipe)
         return recipe
 
     def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> Weights:
@@ -107,18 +109,22 @@ class Float8(NamedTuple):
             scale = kept = scale_of_tensor(z_of_all, power_2_scale=power_2, least=least)
             z8 = cast_rows(z_of_all, scale=scale)[0]
 
-        def end() -> tuple[Tensor | None, Tensor | None]:
-            if step.returned == NOTHING:
-                return None, kept
-            return z_of_all.view(ranks.shape_of_all(x)) if step.returned == GATHERED else z, kept
+        if step.returned == GATHERED:
+            z = z_of_all.view(ranks.shape_of_all(x))
+        return (z8, scale), statistics, (None if step.returned == NOTHING else z, kept)
 
-        return (z8, scale), statistics, end
+    def results(self, normalised: Normalised, x: Tensor, step: Step, ranks: Ranks) -> tuple[Tensor | None, ...]:
+        """(what is returned of z, what is kept of Z), after the product."""
+        return normalised[2]
 
-    def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: float8.Recipe | None, wants_statistics: bool):
+    def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: launching.Forward | None, wants_statistics: bool):
         """(z8, scale, z, statistics) from z in float32: in one kernel by its recipe."""
         recipe = recipe or self.recipe(x, ln_weight, ln_bias, step)
         if recipe is not None:
-            return float8.launched_by(recipe, x, ln_weight, ln_bias, step.eps, None, wants_statistics)
+            tensors = functional.given(x, ln_weight, ln_bias)
+            results, statistics = launching.forward_by(recipe, tensors, (), step.eps, wants_statistics)
+            found = dict(zip(recipe.written, results, strict=True))
+            return found["y8"], found["y8_scale"], found.get("y"), statistics
         wide = step._replace(dtype=torch.float32)
         z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics, step.sm_margin)
         z8, scale, _, _ = cast_rows(z.reshape(-1, x.shape[-1]), power_2_scale=self.scheme.power_2[0])
@@ -132,14 +138,14 @@ class Float8(NamedTuple):
 
 
 class _Products:
-    """As step.Products, of dy in 8 bits; z is made once more when it is asked for, or gathered earlier by `begin`."""
+    """step.Products of dy in 8 bits; z is made once more when it is asked for, or by `begin_gathering`."""
 
     rows: Tensor  # bytes of dy, (rows, out)
     scale: Tensor  # (rows,), or of no axes
 
     def __init__(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks, wants_weight: bool, wants_bias: bool):
-        """dy is read here for its bytes by rows, with Σ dy and the largest of each column; in `turn` once more."""
-        self.dtype, self.beside = dy.dtype, dy.numel()
+        """dy is read here for its bytes by rows, with Σ dy and the largest of each column; in `end_dz` once more."""
+        self.dtype, self.extra_bytes = dy.dtype, dy.numel()
         self._saved, self._step, self._ranks, self._scheme = saved, step, ranks, step.numbers.scheme
         by_row, gradient, (_, _, power_2), (_, _, least), _, high_precision = self._scheme
         # Over ranks it is what is gathered that takes the time.
@@ -161,10 +167,10 @@ class _Products:
         self._gathering: Rows | None = None
 
     @property
-    def read(self) -> tuple[Tensor, Tensor]:
+    def operands_of_dz(self) -> tuple[Tensor, Tensor]:
         return self.rows, self.scale
 
-    def begin(self) -> None:
+    def begin_gathering(self) -> None:
         if self._ranks.sequence:
             self._gathering = self._gathered()
 
@@ -177,13 +183,13 @@ class _Products:
         gathering.start(own)
         return gathering
 
-    def dz(self, total: Rows, before: Tensor | None) -> None:
+    def dz(self, total: Rows, added: Tensor | None) -> None:
         _, _, columns, *_, column_scale = self._saved
         fast = self._scheme.fast[1]
         terms = product(self.rows, self.scale, columns, column_scale, self._step.dtype, fast=fast)
-        total.start(terms if before is None else terms.add_(before))
+        total.start(terms if added is None else terms.add_(added))
 
-    def turn(self) -> None:
+    def end_dz(self) -> None:
         """dy is read by columns, and they alone are kept for the gradient of weight."""
         del self.rows, self.scale
         if self._dy is not None and not self._high_precision:
@@ -254,6 +260,105 @@ class _Products:
         for name in ("_z", "_z_columns", "_own_columns"):
             self.__dict__.pop(name, None)
 
-    def end(self) -> None:
+    def end_gathering(self) -> None:
         if self._gathering is not None:
             self._gathering.whole()
+
+
+# weight in 8 bits.
+
+
+def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
+    """From the parameter's own dtype, each layout by one rounding."""
+    by_row, power_2, least = scheme.of_weight
+    scale = None if by_row else scale_of_tensor(weight, power_2_scale=power_2, least=least)
+    wants_amax = by_row and wants_columns
+    options: dict[str, Any] = {"scale": scale, "power_2_scale": power_2, "right": True}
+    rows, row_scale, _, amax = cast_rows(weight, column_amax=wants_amax, **options)
+    columns = cast_columns(weight, amax, **options) if wants_columns else (None, None)
+    return Weights(rows, row_scale, *columns)
+
+
+class _Kept(NamedTuple):
+    weights: Weights
+    of_weight: tuple  # what the bytes depend on besides the parameters
+    stamp: tuple | None  # what the parameters were, where that can be known
+
+
+class WeightCache:
+    """The bytes of a module's weight between calls, replaced as a whole.
+
+    `trains`: an optimizer may change weight, of which its version need not tell: torch's fused ones leave it as it was,
+    as do those of other libraries, and FSDP when it gathers weight anew. A call differentiated by weight sets it.
+    """
+
+    def __init__(self, trains: bool) -> None:
+        self.trains = trains
+        self._kept: _Kept | None = None
+        self._captured: list[Weights] = []  # read by CUDA graphs, which may run as long as the module is there
+
+    def clear(self) -> None:
+        self._kept = None
+
+    def of(
+        self,
+        parts: Sequence[Tensor],
+        is_first_microbatch: bool | None,
+        whole: Tensor,
+        scheme: Scheme,
+        wants_columns: bool,
+        trained: bool,
+    ) -> Weights:
+        """Those of `whole`, the parameters `parts` one after the other; kept or found as `is_first_microbatch` says.
+
+        None keeps and finds them as long as the parameters are the same tensors in the same memory with the same
+        version, but not those of a weight that an optimizer may change (`trained`: this call is differentiated by
+        weight), nor while a CUDA graph is captured: it would go on reading what may be replaced.
+        """
+        self.trains = self.trains or trained
+        capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_first_microbatch is None and (capturing or (self.trains and any(part.requires_grad for part in parts))):
+            return quantised(whole, scheme, wants_columns)
+        if is_first_microbatch is not True and self._serves(scheme, wants_columns):
+            weights, _, stamp = self._kept
+            if is_first_microbatch is False or _holds(stamp, parts):
+                if capturing and not any(weights is one for one in self._captured):
+                    self._captured.append(weights)
+                return weights
+        found, stamp = quantised(whole, scheme, wants_columns), _stamp(parts)
+        if is_first_microbatch is not None or stamp is not None:
+            self._kept = _Kept(found, scheme.of_weight, stamp)
+        return found
+
+    def _serves(self, scheme: Scheme, wants_columns: bool) -> bool:
+        if self._kept is None or self._kept.of_weight != scheme.of_weight:
+            return False
+        columns = self._kept.weights.columns
+        # What was made in inference mode cannot be saved for a backward pass.
+        return not wants_columns or (columns is not None and not columns.is_inference())
+
+
+def _stamp(parts: Sequence[Tensor]) -> tuple | None:
+    """What tells a tensor from others and from what it was before.
+
+    `part.data = other` changes nothing of it but its storage, and other memory may come to lie at the same address. Its
+    attributes stand for the tensor: a weak reference to it would forbid torch.utils.swap_tensors.
+    """
+    stamps = []
+    for part in parts:
+        version = version_of(part)
+        if version is None:
+            return None
+        stamps.append((part.__dict__, weakref.ref(part.untyped_storage()), part.data_ptr(), version))
+    return tuple(stamps)
+
+
+def _holds(stamp: tuple | None, parts: Sequence[Tensor]) -> bool:
+    if stamp is None:
+        return False
+    for (attributes, storage, address, version), part in zip(stamp, parts, strict=True):
+        if attributes is not part.__dict__ or storage() is not part.untyped_storage():
+            return False
+        if address != part.data_ptr() or version != version_of(part):
+            return False
+    return True

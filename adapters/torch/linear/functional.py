@@ -14,8 +14,8 @@ from ...linear import problem as linear_problem
 from ...operation import name_of
 from ..norm import checks
 from ..norm.functional import symbolic
-from .call import Layer, norm_linear
-from .ranks import ALONE
+from .call import norm_linear
+from .parallel import ALONE
 from .step import LOCAL
 from .wide import WIDE
 
@@ -96,8 +96,8 @@ def layer_norm_linear(
         if node is not None:
             return node
     operation = name_of(linear_problem.op(name, normalization, ln_bias), zero_centered_gamma)
-    # torch 2.11 traces no default of a NamedTuple that is an object.
-    layer = Layer(name, operation, eps, bool(keep_normalized), margins_of(name, sm_margin), LOCAL, WIDE, ALONE)
+    # A Layer, which as a plain tuple takes the host less.
+    layer = (name, operation, eps, bool(keep_normalized), margins_of(name, sm_margin), LOCAL, WIDE, ALONE)
     return norm_linear(layer, (input, weight, bias, ln_weight, ln_bias))[0]
 
 

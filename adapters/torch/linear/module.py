@@ -18,16 +18,12 @@ from ...operation import name_of
 from ..norm.functional import autocast_dtype, autocasts
 from ..norm.modules import parameter_of
 from ..private import default_device, in_backward_pass, parameters_of, uncompiled
-from .call import NOTHING_GIVEN, Given, Layer, known, run, run_checked
-from .checks import check_mode, check_overlaps, check_sizes, local_features
-from .float8 import Float8
-from .float8_context import recipe_of
-from .float8_weights import WeightCache
+from .call import NOTHING_GIVEN, Given, known, run, run_checked
+from .float8 import Float8, WeightCache
 from .functional import margins_of
-from .parallel import TensorParallel, size_of_given
-from .parameters import joined, lay_side_by_side, parts_of
-from .ranks import ALONE
-from .recipes import Recipe
+from .parallel import ALONE, TensorParallel, size_of_given
+from .parameters import check_mode, check_overlaps, check_sizes, joined, lay_side_by_side, local_features, parts_of
+from .recipes import Recipe, recipe_of
 from .step import GATHERED, LOCAL, NOTHING
 from .weight_gradients import WeightGradients
 from .wide import WIDE
@@ -317,13 +313,18 @@ class LayerNormLinear(WeightGradients):
             raise ValueError(
                 "LayerNormLinear: fp8_grad must be False; got True. Gradients in 8 bits are not here: leave it out."
             )
-        recipe = self._recipe()
+        compiling = torch.compiler.is_compiling()
+        recipe = recipe_of(self.fp8_recipe)
+        # In a backward pass, where a checkpoint runs it again, a call follows what it followed before.
+        again = not compiling and self._fp8_outside is not recipe and in_backward_pass()
+        if again and self._fp8_outside is not False:
+            recipe = self._fp8_outside
         if fp8_output and recipe is None:
             raise ValueError(
                 "LayerNormLinear: fp8_output=True needs FP8; got a call without a recipe. Call it in "
                 "cunorm.torch.autocast(), or after set_recipe()."
             )
-        if torch.compiler.is_compiling():
+        if compiling:
             broken = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or fp8_output
             broken = broken or (recipe and (self._over_ranks or is_first_microbatch is not None))
             run_it = self._run_uncompiled if broken else self._run
@@ -333,26 +334,21 @@ class LayerNormLinear(WeightGradients):
             options = {"is_first_microbatch": is_first_microbatch, "fp8_output": fp8_output}
             return inp.tracer.create_proxy("call_module", path, (inp,), options)
         results = self._run(inp, is_first_microbatch, recipe, fp8_output)
-        if recipe is not self._fp8_outside and not in_backward_pass():
+        if not again and self._fp8_outside is not recipe:
             self._fp8_outside = recipe
         return results
 
     def _run(self, inp: Tensor, is_first_microbatch: bool | None, recipe: Recipe | None, fp8_output: bool) -> Any:
         parallel = self._parallel if self._over_ranks else ALONE
-        weights = parallel.local(self._weights)
-        bias = joined(parallel.local(self._biases)) if self.use_bias else None
-        inputs = (
-            inp,
-            joined(weights),
-            None if self.return_bias else bias,
-            parallel.local_of_norm(parameter_of(self, "layer_norm_weight")),
-            parallel.local_of_norm(parameter_of(self, "layer_norm_bias")),
-        )
+        of_norm = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
+        weights, biases, of_norm = parallel.local(self._weights, self._biases, of_norm)
+        bias = joined(biases) if biases else None
+        inputs = (inp, joined(weights), None if self.return_bias else bias, *of_norm)
         returned = NOTHING
         if self.return_layernorm_output:
             gathered = self.return_layernorm_output_gathered and self._over_ranks and self.sequence_parallel
             returned = GATHERED if gathered else LOCAL
-        layer = (  # of call.py
+        layer = (  # a Layer of call.py, which as a plain tuple takes the host less
             type(self).__name__,
             name_of(self.op, self.zero_centered_gamma),
             self.eps,
@@ -369,7 +365,7 @@ class LayerNormLinear(WeightGradients):
         call = known(layer, inputs)
         if call is None:
             self._check_dtypes(inp)
-            y, z, _ = run_checked(Layer(*layer), inputs, given)
+            y, z, _ = run_checked(layer, inputs, given)
         else:
             y, z, _ = run(call, inputs, given)
         if not self.return_bias:
@@ -395,12 +391,6 @@ class LayerNormLinear(WeightGradients):
         self._parallel.set_group(tp_group)
 
     _run_uncompiled = uncompiled(_run)
-
-    def _recipe(self) -> Recipe | None:
-        """What this call follows: in a backward pass, where a checkpoint runs it again, what it followed before."""
-        if not torch.compiler.is_compiling() and self._fp8_outside is not False and in_backward_pass():
-            return self._fp8_outside
-        return recipe_of(self.fp8_recipe)
 
     def drop_fp8_weights(self) -> None:
         """Forgets the bytes of weight that are kept; after `weight.data.copy_()`, which nothing else tells of."""

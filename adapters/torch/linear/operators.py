@@ -16,12 +16,10 @@ from torch import Tensor
 from ..norm import formulas
 from ..norm.operators import _absent, _library, register_kernels
 from .exchange import ENABLED, SUM, compare, compares_always, group_of
-from .float8 import Float8
-from .float8_casts import DTYPES
-from .float8_context import check_available
-from .float8_weights import quantised
-from .ranks import ALONE, Group, Ranks
-from .recipes import E4M3, Scheme
+from .float8 import Float8, quantised
+from .float8_arithmetic import DTYPES
+from .parallel import ALONE, Group, Ranks
+from .recipes import E4M3, Scheme, check_available
 from .step import GATHERED, LOCAL, NOTHING, Saved, Step, forward, gradients
 from .wide import WIDE
 

@@ -1,16 +1,185 @@
-"""A LayerNormLinear's place among the ranks of a tensor-parallel group: what its constructor was told, checked."""
+"""Over which ranks a call runs: one alone, or those of a group, each with some rows of weight.
+
+With sequence parallelism each rank of a group also has its part of the rows of x (R_r):
+
+    z_r = norm(x_r)          Z = rows of all ranks' z, in rank order          y = Z W_rᵀ + bias_r
+    dZ = Σ over the ranks of dy W_r       dz_r = dZ[R_r]       dW_r = dyᵀ Z       dx_r = norm's backward of dz_r
+
+Without it every rank has all rows of x and Z = norm(x); the sum over the ranks then reaches every rank whole. The
+gradients of the norm's parameters are of the rows that the rank has: whoever trains adds them up over the ranks.
+
+What the backward pass communicates depends on which gradients any rank wants, never on which it was given: a rank that
+wants fewer, or uses its results differently from others, still takes part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import compare, compares_always
-from .ranks import Group, wanted
+from . import symmetric
+from .exchange import (
+    ENABLED,
+    GATHER,
+    SUM,
+    Exchange,
+    Rows,
+    compare,
+    compares_always,
+    exchange_by_collectives,
+    group_of,
+)
+
+
+class Limits(NamedTuple):
+    """What first derivatives of plain tensors are all that is there of, as error messages say it."""
+
+    subject: str
+    where: str
+    remedy: str = ""
+
+
+class Here(Rows):
+    """Nothing is exchanged: what is begun is there."""
+
+    def start(self, rows: Tensor, wanted_next: bool = False) -> None:
+        self.own = rows
+
+    def come(self) -> Tensor:
+        return self.own
+
+    def whole(self, keep: bool = False) -> Tensor:
+        return self.own
+
+    def result(self) -> Tensor:
+        return self.own
+
+
+class Alone:
+    """One rank."""
+
+    alone = True
+    size = 1
+    sequence = delayed = gathers = sums = False
+    overlap_gather = bulk_gather = False
+    wanted = 0
+    limits = None
+
+    def ranks(self) -> Alone:
+        return self
+
+    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Return this rank's tensors of the parameters of a module."""
+        return weights, biases, of_norm
+
+    def check_rows(self, function: str, x: Tensor) -> None:
+        pass
+
+    def wanted_by(self, inputs: tuple[Any, ...]) -> int:
+        return wanted(inputs, False)
+
+    def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Alone:
+        return self
+
+    def shape_of_all(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+    def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype, overlaps: bool) -> Rows:
+        return Here()
+
+    def summing(self, rows: int, cols: int, dy: Tensor) -> Rows:
+        return Here()
+
+
+ALONE = Alone()
+
+
+def wanted(inputs: tuple[Any, ...], sequence: bool) -> int:
+    """What a rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias): bits of exchange.py."""
+    if not torch.is_grad_enabled():
+        return 0
+    x, weight, _, ln_weight, ln_bias = inputs
+    summed = any(tensor is not None and tensor.requires_grad for tensor in (x, ln_weight, ln_bias))
+    return ENABLED | SUM * summed | GATHER * (sequence and weight.requires_grad)
+
+
+class Group(NamedTuple):
+    """A call's place among the ranks of a group, and how it communicates."""
+
+    group: str  # its name, by which operators know it
+    size: int
+    sequence: bool  # x has the rows of this rank alone
+    delayed: bool  # the gradient of weight is computed after the backward pass
+    overlap_gather: bool  # forward: the product of own rows while the others come (ub_overlap_ag)
+    bulk_gather: bool  # backward: z gathered under the product of dz (ub_bulk_dgrad)
+    bulk_sum: bool  # backward: dz summed under the product of dW (ub_bulk_wgrad)
+    overlap_sum: bool  # backward: the product of dz in parts, each sent when it is done (ub_overlap_rs_dgrad)
+    wanted: int = 0  # what some rank wants of the backward pass: bits of exchange.py
+
+    alone = False
+    limits = Limits("over several ranks it", "over several ranks")
+
+    @property
+    def gathers(self) -> bool:
+        """True if some rank needs z of all rows for the gradient of weight."""
+        return bool(self.wanted & GATHER)
+
+    @property
+    def sums(self) -> bool:
+        """True if some rank needs the gradient of z."""
+        return bool(self.wanted & SUM)
+
+    def shape_of_all(self, x: Tensor) -> tuple[int, ...]:
+        """That of the x of all ranks."""
+        return (self.size * x.shape[0], *x.shape[1:]) if self.sequence else tuple(x.shape)
+
+    def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype, overlaps: bool) -> Rows:
+        """Of (rows, cols) of each rank. `overlaps`: a product runs meanwhile, if hiding the exchange under it wins."""
+        if not self.sequence:
+            return Here()
+        overlaps = overlaps and symmetric.worth(self.size * rows * cols * dtype.itemsize)
+        found = self._exchange(overlaps, like).gathering(rows, cols, like, dtype)
+        found.in_parts = overlaps
+        return found
+
+    def summing(self, rows: int, cols: int, dy: Tensor) -> Rows:
+        """Of (all rows, cols) of each rank, as a product of dy gives it."""
+        if not self.sequence:
+            return self._exchange(False, dy).summing_for_all()
+        worth = symmetric.worth(len(dy) * cols * dy.element_size())
+        exchange = self._exchange(worth and (self.bulk_sum or self.overlap_sum), dy)
+        found = exchange.summing(rows, cols, dy, dy.dtype)
+        found.in_parts = worth and self.overlap_sum
+        return found
+
+    def _exchange(self, overlaps: bool, like: Tensor) -> Exchange:
+        found = symmetric.exchange(group_of(self.group), like.device) if overlaps else None
+        return exchange_by_collectives(self.group) if found is None else found
+
+
+Ranks = Alone | Group
+
+
+def gathered(own: Tensor, ranks: Ranks, overlaps: bool = False, keep: bool = False) -> Callable[[], Tensor]:
+    """Begins to gather (rows, cols) of every rank; its result is (ranks rows, cols)."""
+    gathering = ranks.gathering(*own.shape, own, own.dtype, overlaps)
+    gathering.start(own)
+    return lambda: gathering.whole(keep)
+
+
+def takes_part(inputs: tuple[Any, ...], differentiated: bool, ranks: Ranks, sink: Any) -> tuple[Tensor | None, Any]:
+    """(anchor, sink) of a step of autograd. Where nothing of this rank requires a gradient `anchor` does, so that the
+    step is there for the other ranks; a frozen weight has a sink where `backward_dw` is a collective.
+    """
+    anchor = None if differentiated else inputs[0].new_empty(0).requires_grad_()
+    return anchor, sink if ranks.gathers or inputs[1].requires_grad else None
+
+
+# A module's place among the ranks of a tensor-parallel group: what its constructor was told, checked.
 
 NO_GROUP = (
     "Tensor parallel group not initialized. Call set_tensor_parallel_group() before forward pass when tp_size > 1."
@@ -52,12 +221,9 @@ class TensorParallel:
         delayed, overlaps = self.asked
         self._ranks = Group(group.group_name, size, self.sequence, delayed, **overlaps)
 
-    def local(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's tensors of parameters that are split."""
-        return list(parameters)
-
-    def local_of_norm(self, parameter: Tensor | None) -> Tensor | None:
-        return parameter
+    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Return this rank's tensors of the parameters of a module."""
+        return weights, biases, of_norm
 
     def ranks(self) -> Group:
         if self._ranks is None:

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..norm import launching, operators
-from ..norm.functional import _at_once, autocasts, launched_gradients, nothing_else_listens
-from . import side_by_side
-from .ranks import Ranks, Rows
+from ..norm import calls, dispatch, launching, repeats
+from ..norm.functional import autocasts, given, nothing_else_listens
+from .parallel import Ranks, Rows
 
 NOTHING, LOCAL, GATHERED = "nothing", "local", "gathered"
 
@@ -41,9 +40,8 @@ class Step(NamedTuple):
 
 # Those that are made at every call are plain tuples: a NamedTuple takes 0.3 us.
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, ln_weight, ln_bias
-# What `product` of the same numbers reads of Z, the statistics, and what gives (what is returned of z, what is kept),
-# asked after the product.
-Normalised = tuple[Any, Tensor | None, Callable[[], tuple[Tensor | None, Tensor | None]]]
+# What `product` of the same numbers reads of Z, the statistics, and what `results` of them reads after the product.
+Normalised = tuple[Any, Tensor | None, Any]
 # y, z as `returned` says (of one rank also where it is kept), the statistics, what is kept.
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -90,27 +88,27 @@ class ProductGradients(Protocol):
 class Products(ProductGradients, Protocol):
     """Both products of a backward pass, of one kind of numbers."""
 
-    beside: int  # bytes that both halves of the pass hold beyond what one after the other does
-    read: Any  # what the first half reads, and `turn` lets go
+    extra_bytes: int  # that both halves of the pass hold at once beyond what one after the other does
+    operands_of_dz: Any  # which `end_dz` lets go
 
-    def begin(self) -> None:
-        """Z of all rows is gathered meanwhile."""
+    def begin_gathering(self) -> None:
+        """Begin to gather Z of all rows, which comes meanwhile."""
         ...
 
-    def dz(self, total: Rows, before: Tensor | None) -> None:
-        """Begins `total`: dy weight + before, summed over the ranks."""
+    def dz(self, total: Rows, added: Tensor | None) -> None:
+        """Begin `total`, dy weight + added, summed over the ranks."""
         ...
 
-    def turn(self) -> None:
-        """dz is not asked for any more: what comes is the gradients of weight and bias."""
+    def end_dz(self) -> None:
+        """Prepare for the gradients of weight and bias: dz is not asked for any more."""
         ...
 
     def release(self) -> None:
-        """Neither are those; Z is let go."""
+        """Let Z go: the gradients of weight and bias are not asked for any more either."""
         ...
 
-    def end(self) -> None:
-        """Nothing of Z is under way any more."""
+    def end_gathering(self) -> None:
+        """Wait until nothing of Z is under way any more."""
         ...
 
 
@@ -124,12 +122,12 @@ def forward(
     """y, and what is wanted besides. `recipe`: the norm's launch, by `numbers.recipe` of these tensors."""
     x, _, bias, _, _ = inputs
     numbers = step.numbers
-    operand, statistics, end = numbers.normalised(inputs, step, ranks, recipe, wants_statistics)
-    y = numbers.product(operand, weights, bias, step.dtype)
+    normalised = numbers.normalised(inputs, step, ranks, recipe, wants_statistics)
+    y = numbers.product(normalised[0], weights, bias, step.dtype)
     if y.dim() != x.dim():
         y = y.view(*ranks.shape_of_all(x)[:-1], y.shape[-1])
-    returned, kept = end()
-    return y, returned, statistics, kept
+    returned, kept = numbers.results(normalised, x, step, ranks)
+    return y, returned, normalised[1], kept
 
 
 def gradients(
@@ -147,74 +145,107 @@ def gradients(
     One rank has one half of the pass after the other, in the order that `numbers` hold least in, or both side by side.
     Over a group dz is summed while the gradient of weight is computed.
     """
-    wants_dx, wants_dweight, wants_dbias, *wants_ln = mask
-    norm_mask = (wants_dx, *wants_ln)
+    norm_mask = mask[0], mask[3], mask[4]
+    wants_norm = any(norm_mask)
     x = saved.x
     rows, cols = x.numel() // x.shape[-1], x.shape[-1]
     products: Products | None = None
     if dy is not None:
         dy = matrix(dy, rows * ranks.size if ranks.sequence else rows)
-        wants = (wants_dweight or sink is not None, wants_dbias or (sink is not None and step.bias_dtype is not None))
+        wants = mask[1] or sink is not None, mask[2] or (sink is not None and step.bias_dtype is not None)
         products = step.numbers.products(dy, saved, step, ranks, wants)
-    # What is returned of one rank, or of all rows, is summed with the rest.
-    before, after = (dz, None) if ranks.alone or step.returned == GATHERED else (None, dz)
+    # The gradient of what is returned of one rank, or of all rows, is summed with the rest.
+    summed_dz, own_dz = (dz, None) if ranks.alone or step.returned == GATHERED else (None, dz)
 
-    def begin() -> Rows | None:
-        if products is None or not (any(norm_mask) or ranks.sums):
+    def begin_dz() -> Rows | None:
+        if products is None or not (wants_norm or ranks.sums):
             return None
         total = ranks.summing(rows, cols, dy)
-        products.dz(total, None if before is None else matrix(before, len(dy)))
+        products.dz(total, None if summed_dz is None else matrix(summed_dz, len(dy)))
         return total
 
-    def of_norm(total: Rows | None) -> tuple[Tensor | None, ...]:
+    def norm_half(total: Rows | None) -> tuple[Tensor | None, ...]:
         if total is None:
-            if dz is None or not any(norm_mask):
+            if dz is None or not wants_norm:
                 return None, None, None
             return norm_gradients(dz, False, saved, step, norm_mask)
-        whole = total.result()
-        if not any(norm_mask):
+        all_of_dz = total.result()
+        if not wants_norm:
             return None, None, None
-        if after is not None:
-            whole = whole.add_(matrix(after, rows))
+        if own_dz is not None:
+            all_of_dz = all_of_dz.add_(matrix(own_dz, rows))
         if x.dim() != 2:
-            whole = whole.view(x.shape)
-        return norm_gradients(whole, True, saved, step, norm_mask)
+            all_of_dz = all_of_dz.view(x.shape)
+        return norm_gradients(all_of_dz, True, saved, step, norm_mask)
 
-    def of_product() -> tuple[Tensor | None, Tensor | None]:
+    def product_half() -> tuple[Tensor | None, Tensor | None]:
         if products is None:
             return None, None
-        products.turn()
+        products.end_dz()
         if sink is not None:
-            found = sink(products)
+            of_product = sink(products)
         else:
-            found = products.weight() if wants_dweight else None, products.bias() if wants_dbias else None
+            of_product = products.weight() if mask[1] else None, products.bias() if mask[2] else None
         products.release()
-        return found
+        return of_product
 
-    if ranks.alone:
-        size = 0 if products is None else products.beside
-        # Side by side what one half has read may not be written by the other.
-        reads = None if products is None else products.read
-        held = reads if reads is not None and side_by_side.applies(x, size) else None
-        del reads
-        if step.numbers.product_first:
-            of_weight, of_inputs = side_by_side.run(x, size, of_product, lambda: of_norm(begin()))
-        else:
-            of_inputs, of_weight = side_by_side.run(x, size, lambda: of_norm(begin()), of_product)
-        del held
-    else:
+    if not ranks.alone:
         if (wants[0] or ranks.gathers) and not (ranks.delayed and sink is not None):
-            products.begin()
-        total = begin()
-        of_weight = of_product()
-        of_inputs = of_norm(total)
+            products.begin_gathering()
+        total = begin_dz()
+        of_product = product_half()
+        of_norm = norm_half(total)
         if total is not None:
             total.end()
-        products.end()
-    (dweight, dbias), (dx, dln_weight, dln_bias) = of_weight, of_inputs
+        products.end_gathering()
+    elif products is not None and runs_side_by_side(x, products.extra_bytes):
+        operands = products.operands_of_dz  # what one half reads may not be written by the other
+        if step.numbers.product_first:
+            of_product, of_norm = side_by_side(x, product_half, lambda: norm_half(begin_dz()))
+        else:
+            of_norm, of_product = side_by_side(x, lambda: norm_half(begin_dz()), product_half)
+        del operands
+    elif step.numbers.product_first:
+        of_product = product_half()
+        of_norm = norm_half(begin_dz())
+    else:
+        of_norm = norm_half(begin_dz())
+        of_product = product_half()
+    (dweight, dbias), (dx, dln_weight, dln_bias) = of_product, of_norm
     if dln_bias is not None and saved.ln_bias is not None:
         dln_bias = in_dtype(dln_bias, saved.ln_bias.dtype)
     return dx, dweight, dbias, dln_weight, dln_bias
+
+
+# Two halves of a backward pass side by side are what a CUDA graph wins by a second stream. The gradients of weight and
+# bias and those of the norm need nothing of each other: the small kernels of one half fit beside the product of the
+# other, and two products that do not fill the GPU beside each other. Only in a graph: outside one the host is what
+# takes the time of small problems, and events would add to it. Measured: docs/tuning.md, LayerNormLinear.
+
+MOST_EXTRA_BYTES = 128 << 20  # that may be held at once beyond what one half after the other holds
+
+_streams: dict[tuple[int, int], Any] = {}
+
+
+def runs_side_by_side(x: Tensor, extra_bytes: int) -> bool:
+    return x.is_cuda and extra_bytes <= MOST_EXTRA_BYTES and torch.cuda.is_current_stream_capturing()
+
+
+def side_by_side(x: Tensor, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return (first(), second()), the first on a second stream of the device of x."""
+    # Whatever the second stream allocates it reuses only behind another wait for the present stream: there is one for
+    # each, and all that was freed meanwhile was used in its order.
+    present = torch.cuda.current_stream(x.device)
+    key = (x.get_device(), present.cuda_stream)
+    second_stream = _streams.get(key)
+    if second_stream is None:
+        second_stream = _streams[key] = torch.cuda.Stream(x.device)
+    second_stream.wait_stream(present)
+    with torch.cuda.stream(second_stream):
+        of_first = first()
+    of_second = second()
+    present.wait_stream(second_stream)
+    return of_first, of_second
 
 
 # The norm and its gradients, which are the same of all numbers.
@@ -231,24 +262,29 @@ def normalise(
     if not torch.is_grad_enabled():
         recipe = recipe_at_once(x, ln_weight, ln_bias, operation, dtype, sm_margin)
         if recipe is not None:
-            return launching.forward_by(recipe, x, ln_weight, ln_bias, eps, wants_statistics, out)
-    margins = (sm_margin, step.backward_sm_margin)
-    z, statistics = operators.Norm.apply(x, ln_weight, ln_bias, operation, 1, eps, dtype, wants_statistics, *margins)
+            tensors = given(x, ln_weight, ln_bias)
+            (z,), statistics = launching.forward_by(recipe, tensors, (), eps, wants_statistics, out)
+            return z, statistics
+    margins = (sm_margin, step.backward_sm_margin, sm_margin)
+    call = calls.affine_call(operation, ln_weight, ln_bias, dtype, margins)
+    (z,), statistics = dispatch.by_operator(call, given(x, ln_weight, ln_bias), (), eps, wants_statistics)
     return z if out is None else out.copy_(z.view(out.shape)), statistics
 
 
 def recipe_at_once(
     x, ln_weight, ln_bias, operation: str, dtype: torch.dtype, sm_margin: int
-) -> launching.Recipe | None:
+) -> launching.Forward | None:
     """That of the norm's launch; None where the tensors cannot go straight to it."""
     key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None)
-    recipe = launching.known_call(key, x, ln_weight, ln_bias)
+    tensors = given(x, ln_weight, ln_bias)
+    recipe = repeats.known_call(key, tensors)
     if recipe is not None and nothing_else_listens():
         return recipe
-    if not _at_once(x, ln_weight, ln_bias):
+    if not dispatch.at_once(tensors):
         return None
-    recipe = launching.recipe_of(x, ln_weight, ln_bias, (operation, x.shape[-1:], dtype, sm_margin))
-    launching.remember_call(key, x, ln_weight, ln_bias, recipe)
+    call = calls.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3)
+    recipe = launching.recipe_of(call, tensors, sm_margin)
+    repeats.remember_call(key, tensors, recipe)
     return recipe
 
 
@@ -256,12 +292,7 @@ def norm_gradients(dz: Tensor, own: bool, saved: Saved, step: Step, mask: tuple[
     """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
     statistics, x, _, ln_weight, *_ = saved
     operation, eps, sm_margin = step.operation, step.eps, step.backward_sm_margin
-    if own:
-        family = launching.family(operation, 1, x)
-        found = launched_gradients(family, dz, x, statistics, ln_weight, mask, sm_margin, in_place=True)
-        if found is not None:
-            return found
-    return operators.backward(dz, x, statistics, ln_weight, operation, eps, mask, sm_margin)
+    return dispatch.affine_gradients(operation, dz, x, statistics, ln_weight, eps, mask, sm_margin, in_place=own)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ..norm import launching
-from ..norm.functional import HALF, launchable
+from ..norm import dispatch, launching
+from ..norm.functional import HALF, given
 from .exchange import in_turn
-from .ranks import Here, Ranks, Rows
+from .parallel import Ranks, Rows
 from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, matrix, normalise, recipe_at_once
 
 
@@ -47,34 +47,42 @@ class Wide:
 
     def normalised(self, inputs: Inputs, step: Step, ranks: Ranks, recipe: Any, wants_statistics: bool) -> Normalised:
         x, _, _, ln_weight, ln_bias = inputs
-        rows, cols = x.numel() // x.shape[-1], x.shape[-1]
-        gathering = ranks.gathering(rows, cols, x, step.dtype, ranks.overlap_gather)
-        place = gathering.place
+        exchange = place = None
+        if ranks.sequence:
+            rows, cols = x.numel() // x.shape[-1], x.shape[-1]
+            exchange = ranks.gathering(rows, cols, x, step.dtype, ranks.overlap_gather)
+            place = exchange.place
         if recipe is None:
             z, statistics = normalise(x, ln_weight, ln_bias, step, wants_statistics, step.sm_margin, place)
         else:
-            z, statistics = launching.forward_by(recipe, x, ln_weight, ln_bias, step.eps, wants_statistics, place)
-        gathering.start(z, not gathering.in_parts)
+            tensors = given(x, ln_weight, ln_bias)
+            (z,), statistics = launching.forward_by(recipe, tensors, (), step.eps, wants_statistics, place)
+        if exchange is None:
+            return z, statistics, z
+        exchange.start(z, not exchange.in_parts)
+        return exchange, statistics, z
 
-        def end() -> tuple[Tensor | None, Tensor | None]:
-            gathered = step.returned == GATHERED
-            whole = gathering.whole(step.keep_normalized or gathered)
-            kept = whole if step.keep_normalized else None
-            if ranks.alone:  # what is kept has a derivative as a result alone
-                return (z if kept is not None or step.returned != NOTHING else None), kept
-            if step.returned == NOTHING:
-                return None, kept
-            # The user may change his: it is a second one where the first is kept, or lies in memory of an exchange.
-            if gathered:
-                return (whole if kept is None else whole.clone()).view(ranks.shape_of_all(x)), kept
-            return (z if place is None and kept is None else gathering.own.clone()).view(x.shape), kept
+    def product(self, z: Tensor | Rows, weights: tuple, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if isinstance(z, Rows):
+            if z.in_parts:
+                return _product_in_parts(z, weights[0], bias)
+            z = z.come()
+        return F.linear(z, weights[0], bias)
 
-        return gathering, statistics, end
-
-    def product(self, z: Rows, weights: tuple, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if not z.in_parts:
-            return F.linear(z.come(), weights[0], bias)
-        return _product_in_parts(z, weights[0], bias)
+    def results(self, normalised: Normalised, x: Tensor, step: Step, ranks: Ranks) -> tuple[Tensor | None, ...]:
+        """(what is returned of z, what is kept of Z), after the product."""
+        gathered, _, z = normalised
+        keeps, returned = step.keep_normalized, step.returned
+        if ranks.alone:  # what is kept has a derivative as a result alone
+            return z if keeps or returned != NOTHING else None, z if keeps else None
+        whole = gathered if gathered is z else gathered.whole(keeps or returned == GATHERED)
+        kept = whole if keeps else None
+        if returned == NOTHING:
+            return None, kept
+        # The user may change what is returned: it is a second tensor where the first is kept, or is of an exchange.
+        if returned == GATHERED:
+            return (whole if kept is None else whole.clone()).view(ranks.shape_of_all(x)), kept
+        return (z if whole is z and kept is None else z.clone()).view(x.shape), kept
 
     def products(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks, wants: tuple[bool, bool]) -> _Products:
         return _Products(dy, saved, step, ranks)
@@ -101,52 +109,58 @@ def _product(a: Tensor, b: Tensor, added: Tensor | None, out: Tensor | None) -> 
 class _Products:
     """As step.Products; z is computed once more when it is needed, unless it was kept."""
 
-    read = None
+    operands_of_dz = None
 
     def __init__(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks):
         self.dtype = dy.dtype
         self._dy, self._saved, self._step, self._ranks = dy, saved, step, ranks
         # Each half has one tensor of the size of z to itself, unless z is kept anyway.
-        self.beside = 0 if saved.kept is not None else saved.x.numel() * saved.x.element_size()
+        self.extra_bytes = 0 if saved.kept is not None else saved.x.numel() * saved.x.element_size()
         self._gathering: Rows | None = None
         self._rows: Tensor | None = None
 
-    def begin(self) -> None:
+    def begin_gathering(self) -> None:
         if self._ranks.sequence and self._saved.kept is None:
-            self._gathering = self._again()
+            self._gathering = self._gathered()
 
-    def _again(self) -> Rows:
-        _, x, _, ln_weight, ln_bias, kept, _ = self._saved
-        step, ranks = self._step, self._ranks
-        if kept is not None:
-            gathering = Here()
-            gathering.start(matrix(kept, len(self._dy)))
-            return gathering
+    def _normalise(self, place: Tensor | None = None) -> Tensor:
+        """This rank's z once more, (rows, in)."""
+        _, x, _, ln_weight, ln_bias, *_ = self._saved
+        z, _ = normalise(x, ln_weight, ln_bias, self._step, False, self._step.backward_sm_margin, place)
+        return z if place is not None else matrix(z, x.numel() // x.shape[-1])
+
+    def _gathered(self) -> Rows:
+        x, ranks = self._saved.x, self._ranks
         rows, cols = x.numel() // x.shape[-1], x.shape[-1]
-        gathering = ranks.gathering(rows, cols, x, step.dtype, ranks.bulk_gather)
-        z, _ = normalise(x, ln_weight, ln_bias, step, False, step.backward_sm_margin, gathering.place)
-        gathering.start(z if z is gathering.place else matrix(z, rows))
-        return gathering
+        exchange = ranks.gathering(rows, cols, x, self._step.dtype, ranks.bulk_gather)
+        exchange.start(self._normalise(exchange.place))
+        return exchange
 
     @property
     def _z(self) -> Tensor:
         """(all rows, in)"""
         if self._rows is None:
-            self._rows = self._again().whole() if self._gathering is None else self._gathering.come()
+            kept = self._saved.kept
+            if kept is not None:
+                self._rows = matrix(kept, len(self._dy))
+            elif not self._ranks.sequence:
+                self._rows = self._normalise()
+            else:
+                self._rows = self._gathered().whole() if self._gathering is None else self._gathering.come()
         return self._rows
 
-    def dz(self, total: Rows, before: Tensor | None) -> None:
+    def dz(self, total: Rows, added: Tensor | None) -> None:
         dy, weight, place = self._dy, self._saved.weight, total.place
         if not total.in_parts:
-            return total.start(_product(dy, weight, before, place))
+            return total.start(_product(dy, weight, added, place))
         exchange = total.exchange
         rows = len(dy) // exchange.ranks
         for rank in in_turn(exchange.rank, exchange.ranks):
             part = slice(rank * rows, (rank + 1) * rows)
-            _product(dy[part], weight, None if before is None else before[part], place[part])
+            _product(dy[part], weight, None if added is None else added[part], place[part])
             total.send(rank)
 
-    def turn(self) -> None:
+    def end_dz(self) -> None:
         pass
 
     def weight(self) -> Tensor:
@@ -155,7 +169,7 @@ class _Products:
         return torch.mm(self._dy.t(), self._z) if by_rows else torch.mm(self._z.t(), self._dy).t()
 
     def bias(self) -> Tensor:
-        return launching.column_sums(self._dy) if launchable(self._dy) else self._dy.sum(0)
+        return launching.column_sums(self._dy) if dispatch.launchable(self._dy) else self._dy.sum(0)
 
     def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
         accumulate(total, self._dy[:, rows], self._z, overwrite)
@@ -163,7 +177,7 @@ class _Products:
     def release(self) -> None:
         self._rows = None
 
-    def end(self) -> None:
+    def end_gathering(self) -> None:
         if self._gathering is not None:
             self._gathering.whole()
 

@@ -107,9 +107,9 @@ def accelerate(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Accel
     operators, in C++, keep less busy: a torch.nn.LayerNorm or RMSNorm runs torch's own kernel there. Those of
     transformers are several operators each and always run ours.
 
-    On a machine with a GPU the first call compiles the nodes of autograd's graph by the C++ compiler that there is, in
-    some 20 s, and keeps them beside the kernels; every norm uses them then. Without a compiler they are Python's: the
-    same bits, and more time of the host.
+    On a machine with a GPU the first call waits, some 20 s, until the nodes of autograd's graph are compiled by the C++
+    compiler that there is; they are kept beside the kernels, and every norm uses them then. Without a compiler they are
+    Python's: the same bits, and more time of the host.
 
     Under torch.compile and export the model's own operators are what is traced, as if nothing had been done: a compiler
     joins them itself with what stands beside them. But the backward pass of a norm is our kernel from 8 M elements on,

@@ -19,22 +19,14 @@ from ...call import checks as core
 from ...call.backend import Norm
 from ...call.checks import Layout
 from ...call.store import Float8Store, check_x, scales_shape
-from ...operation import NORMS, SEED, Operation, name_of
+from ...operation import NAMED, NORMS, SEED, Operation, name_of
 from ..private import under_functorch
-from . import (
-    checks,
-    float8,
-    formulas,
-    functional,
-    fused_dispatch,
-    fused_float8,
-    fused_formulas,
-    fused_launching,
-    gpu,
-    launching,
-    operators,
-)
-from .fused_launching import call_of
+from . import checks, dispatch, float8, formulas, functional, gpu, launching
+from .calls import COLUMNS, call_of
+from .calls import family as family_of
+from .float8 import forward_of
+from .launching import Saved
+from .repeats import keep
 
 
 def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool) -> tuple[Tensor, ...]:
@@ -47,8 +39,11 @@ def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, stat
         _check_out(function, "out", tensors, layouts, len(shape))
     operation = name_of(function.removesuffix("_forward"), zero_centered_gamma)
     arguments = (weight, bias, eps, y_dtype, sm_margin)
-    if _launchable(out) and functional._at_once(x, weight, bias):
-        y, kept, _ = launching.forward(operation, x, shape, *arguments, statistics, out)
+    if _launchable(out) and dispatch.at_once(functional.given(x, weight, bias)):
+        call, rows = functional.in_rows(operation, x, len(shape), weight, bias, y_dtype, (sm_margin,) * 3)
+        to = out if len(shape) == 1 else out.flatten(-len(shape))  # of what is no view a copy
+        (y,), kept, _ = launching.forward(call, rows, (), eps, statistics, sm_margin=sm_margin, out=to)
+        y = out if to.data_ptr() == out.data_ptr() else out.copy_(y.view(x.shape))
         _written(out)
         return (y,) if kept is None else (y, *kept)
     if not statistics:
@@ -71,13 +66,23 @@ def norm_backward(
     if dx_out is not None:
         _check_out(function, "dx_out", tensors, layouts, x.dim() - rstd.dim())
     statistics = torch.stack((mean, rstd) if formulas.subtracts_mean(operation) else (rstd,))
-    if _launchable(dx_out) and functional._at_once(x, weight, None) and functional.launchable(dy):
-        family = launching.family(operation, x.dim() - rstd.dim(), x)
-        gradients = launching.backward(family, dy, x, statistics, weight, mask, sm_margin, dx_out=dx_out)
+    ndim, shape = x.dim() - rstd.dim(), x.shape[rstd.dim() :]
+    rows, of_rows, gamma = (None if one is None else functional.as_rows(one, ndim) for one in (x, dy, weight))
+    to = None if dx_out is None else functional.as_rows(dx_out, ndim)  # of what is no view a copy
+    launched = _launchable(dx_out) and dispatch.at_once(functional.given(x, weight, None)) and dispatch.launchable(dy)
+    found = dispatch.affine_gradients(
+        operation, of_rows, rows, statistics, gamma, 0.0, mask, sm_margin, dx_out=to if launched else None
+    )
+    dx, dweight, dbias = (
+        one if one is None or ndim == 1 else one.reshape(of)
+        for one, of in zip(found, (x.shape, shape, shape), strict=True)
+    )
+    if dx_out is None:
+        return dx, dweight, dbias
+    if launched and to.data_ptr() == dx_out.data_ptr():
         _written(dx_out)
-        return gradients
-    dx, dweight, dbias = operators.backward(dy, x, statistics, weight, operation, 0.0, mask, sm_margin)
-    return (dx if dx_out is None else dx_out.copy_(dx)), dweight, dbias
+        return dx_out, dweight, dbias
+    return dx_out.copy_(dx), dweight, dbias
 
 
 def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin):
@@ -139,7 +144,7 @@ def checked_once(check: Callable[..., Any], function: str, tensors: Sequence[Any
     except (AttributeError, TypeError, RuntimeError):
         return check(function, tensors, *options)
     if result is None:
-        result = launching.keep(_checked, key, check(function, tensors, *options))
+        result = keep(_checked, key, check(function, tensors, *options))
     return result
 
 
@@ -153,11 +158,7 @@ def layouts_of(function: str, named: Mapping[str, Any], required: Sequence[str])
             raise TypeError(
                 f"{function}: {name} must be a torch.Tensor, as x is; got {type(tensor).__name__}. Convert one of them."
             )
-        kind = checks.unlike_strided(tensor)
-        if kind:
-            raise TypeError(f"{function}: {name} must be a strided tensor; got {kind}. Convert it first.")
-        strides = tuple(tensor.stride())
-        layouts[name] = Layout(tuple(tensor.shape), strides, checks.dtype_name(tensor.dtype), str(tensor.device))
+        layouts[name] = checks.layout_in_memory(function, name, tensor)
     return layouts
 
 
@@ -195,31 +196,19 @@ def norm_float8(
 ) -> tuple[Tensor, ...]:
     """Run `Backend.norm_float8`; nothing is differentiable."""
     function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
-    granularity, name = store.granularity, store.format
     tensors = (x, weight, bias)
     options = (normalized_shape, eps, zero_centered_gamma, sm_margin)
     shape, eps = checked_once(_check_float8, function, tensors, options)
-    _refuse_gradients(function, *tensors)
+    float8.refuse_gradients(function, "x, weight and bias", tensors)
     operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
-    cols = math.prod(shape)
-    scales = None
-    if granularity == "tensor":
-        if scale is None:
-            scales = float8._static_scale(operation, x, len(shape), weight, bias, name)
-        else:
-            scales = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
-    if not torch.compiler.is_compiling() and functional._at_once(x, weight, bias):
-        of_y = x.dtype if store.wide else None
-        options = (granularity, name, scales, sm_margin, of_y)
-        y8, y8_scale, y, _ = float8.launched(operation, x, shape, weight, bias, eps, *options)
-        return (y8, y8_scale) if y is None else (y8, y8_scale, y)
-    arguments = (operation, x, torch.Size(shape), weight, bias, eps)
-    y = functional.norm(*arguments, torch.float32, sm_margin)
-    y8, scales = float8.quantise(y.reshape(-1, cols), granularity, name, scales)
+    named = {"x": x, "weight": weight, "bias": bias}
+    rows = {name: functional.as_rows(one, len(shape)) for name, one in named.items() if one is not None}
+    norm, margins = NAMED[operation], (sm_margin,) * 3  # errors are those of the norm
+    found = float8.run(norm.norm, norm, rows, {}, eps, COLUMNS, None, None, margins, store, scale)
     leading = tuple(x.shape[: x.dim() - len(shape)])
-    scales = scales.reshape(scales_shape(granularity, leading, cols))
-    found = (y8.reshape(x.shape), scales)
-    return (*found, functional.norm(*arguments, x.dtype, sm_margin)) if store.wide else found
+    scales = found["y8_scale"].reshape(scales_shape(store.granularity, leading, math.prod(shape)))
+    y8 = found["y8"].reshape(x.shape)
+    return (y8, scales, found["y"].reshape(x.shape)) if store.wide else (y8, scales)
 
 
 def _check_float8(function, tensors, normalized_shape, eps, zero_centered_gamma, sm_margin):
@@ -239,15 +228,6 @@ def _check_float8(function, tensors, normalized_shape, eps, zero_centered_gamma,
     )
     _check_sm_margin(function, sm_margin, tensors[0])
     return shape, core.check_eps(function, eps)
-
-
-def _refuse_gradients(function: str, *tensors: Tensor | None) -> None:
-    """There is none of numbers of 8 bits."""
-    if operators.wants_gradient(*tensors):
-        raise ValueError(
-            f"{function}: x, weight and bias must want no gradient, as y in 8 bits has none; got one that does. Use "
-            "torch.no_grad() or detach()."
-        )
 
 
 # What `cunorm.fuse` makes.
@@ -276,10 +256,10 @@ def forward(
     margins = (core.check_sm_margin(function, sm_margin, None),) * 3
     if float8:
         options: dict[str, Any] = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": margins[0]}
-        found = fused_float8.forward(function, operation, tensors, given, eps, **options, store=float8, scale=scale)
+        found = forward_of(function, operation, tensors, given, eps, **options, store=float8, scale=scale)
         return found, None, None
     call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype, margins)
-    results, found = fused_dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
+    results, found = dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
     mean = rstd = None
     if found is not None:
         mean, rstd = mean_and_rstd(found)
@@ -332,16 +312,15 @@ def backward(
     broadcasting.check_backward(function, operation, layouts, row_dtype)
     statistics = torch.stack([others[name] for name in of_rows])
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
-    if fused_dispatch.at_once([*tensors.values(), *others.values()]):
+    if dispatch.at_once([*tensors.values(), *others.values()]):
         call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, row_dtype, margins)
-        family = fused_launching.family(call, {name: layouts[name] for name in tensors})
-        names = (*tensors, *(() if s is None else ("s",)))
-        saved = (*tensors.values(), *(() if s is None else (s,)))
-        numbers = tuple(given.values())
-        found = fused_launching.backward(family, names, saved, numbers, dy, ds, statistics, tuple(wanted))
+        family = family_of(call, {name: layouts[name] for name in tensors})
+        kept = tensors if s is None else {**tensors, "s": s}
+        saved = Saved(tuple(kept), tuple(kept.values()), tuple(given.values()), statistics)
+        found = launching.backward(family, saved, dy, ds, tuple(wanted))
         return dict(zip(wanted, found, strict=True))
     rows = getattr(torch, row_dtype)
     values = {**tensors, **given}
-    found = fused_formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
+    found = formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
     dtypes = {name: one.dtype for name, one in tensors.items()} | dict.fromkeys(given, statistics.dtype)
     return {name: one.to(dtypes.get(name, tensors["x"].dtype)) for name, one in zip(wanted, found, strict=True)}

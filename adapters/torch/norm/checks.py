@@ -115,23 +115,6 @@ def function_of(operation: str) -> str:
     return NAMED[operation].norm
 
 
-def backward(operation: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None) -> None:
-    function = function_of(operation)
-    named = {"dy": dy, "x": x, "statistics": statistics, "weight": weight}
-    layouts = {name: None if tensor is None else layout(function, name, tensor) for name, tensor in named.items()}
-    rows = layouts["statistics"]._replace(shape=tuple(statistics.shape[1:]))
-    raising_as_torch(
-        core.check_backward,
-        function,
-        layouts["dy"],
-        layouts["x"],
-        None,
-        rows,
-        layouts["weight"],
-        zero_centered_gamma=False,
-    )
-
-
 def layout(function: str, name: str, tensor: Tensor) -> Layout:
     """Without strides; a tensor that is not laid out by strides is refused."""
     kind = unlike_strided(tensor)
@@ -140,6 +123,14 @@ def layout(function: str, name: str, tensor: Tensor) -> Layout:
             f"{function}: {name} must be a strided tensor of floating-point numbers; got {kind}. Convert it first."
         )
     return Layout(tuple(tensor.shape), (), dtype_name(tensor.dtype), str(tensor.device))
+
+
+def layout_in_memory(function: str, name: str, tensor: Tensor) -> Layout:
+    """The same with strides and cunorm's own type of error."""
+    kind = unlike_strided(tensor)
+    if kind:
+        raise TypeError(f"{function}: {name} must be a strided tensor; got {kind}. Convert it first.")
+    return Layout(tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype), str(tensor.device))
 
 
 def unlike_strided(tensor: Tensor) -> str:

@@ -11,30 +11,17 @@ from torch import Tensor, nn
 from ...named import check_dropout_p
 from ..named import add_layer_norm, add_rms_norm, layer_norm_modulate, rms_norm_gated
 from . import checks
+from .modules import Options
 
 
-class _Options:
+class _AddNorm(Options):
     """What both modules have beyond those of torch."""
 
-    zero_centered_gamma: bool
     s_dtype: torch.dtype | None
     dropout_p: float
-    sm_margin: int | Mapping[str, int]
     normalized_shape: tuple[int, ...]
     training: bool
-
-    def _set_options(
-        self, zero_centered_gamma: bool, s_dtype: torch.dtype | None, dropout_p: float, sm_margin: Any
-    ) -> None:
-        name = type(self).__name__
-        if zero_centered_gamma and self.weight is None:
-            raise ValueError(f"{name}: zero_centered_gamma=True needs a weight; got elementwise_affine=False.")
-        self.zero_centered_gamma = zero_centered_gamma
-        self.s_dtype = s_dtype
-        self.dropout_p = check_dropout_p(name, dropout_p)
-        checks.sm_margins(name, sm_margin)
-        self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
-        self.reset_parameters()
+    _shown = ("zero_centered_gamma", "s_dtype", "dropout_p")
 
     def _options(self, x: Tensor) -> dict[str, Any]:
         """Of a call. The seed is drawn by torch's generator of the device: torch.manual_seed repeats it, checkpoints
@@ -61,21 +48,8 @@ class _Options:
         y, s = add_norm(x.flatten(axes), residual.flatten(axes), *others, **options)
         return y.unflatten(-1, shape), s.unflatten(-1, shape)
 
-    def reset_parameters(self) -> None:
-        """weight = 1, or 0 if it is centred there; bias = 0."""
-        super().reset_parameters()
-        if getattr(self, "zero_centered_gamma", False):
-            nn.init.zeros_(self.weight)
 
-    def extra_repr(self) -> str:
-        shown = [super().extra_repr()]
-        shown += ["zero_centered_gamma=True"] if self.zero_centered_gamma else []
-        shown += [f"s_dtype={self.s_dtype}"] if self.s_dtype is not None else []
-        shown += [f"dropout_p={self.dropout_p}"] if self.dropout_p else []
-        return ", ".join(shown)
-
-
-class AddLayerNorm(_Options, nn.LayerNorm):
+class AddLayerNorm(_AddNorm, nn.LayerNorm):
     """s = residual + dropout(x), y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, over the last axes.
 
     Parameters
@@ -124,14 +98,15 @@ class AddLayerNorm(_Options, nn.LayerNorm):
         sm_margin: int | Mapping[str, int] = 0,
     ):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self._set_options(zero_centered_gamma, s_dtype, dropout_p, sm_margin)
+        self.s_dtype, self.dropout_p = s_dtype, check_dropout_p(type(self).__name__, dropout_p)
+        self._set_options(zero_centered_gamma, sm_margin)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(y, s)"""
         return self._added(add_layer_norm, input, residual, self.weight, self.bias, self.eps)
 
 
-class AddRMSNorm(_Options, nn.RMSNorm):
+class AddRMSNorm(_AddNorm, nn.RMSNorm):
     """s = residual + dropout(x), y = s / sqrt(mean(s²) + eps) * weight, over the last axes.
 
     Parameters and errors as in `AddLayerNorm`, without bias; `eps=None` as in `cunorm.torch.rms_norm`.
@@ -159,7 +134,8 @@ class AddRMSNorm(_Options, nn.RMSNorm):
         sm_margin: int | Mapping[str, int] = 0,
     ):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        self._set_options(zero_centered_gamma, s_dtype, dropout_p, sm_margin)
+        self.s_dtype, self.dropout_p = s_dtype, check_dropout_p(type(self).__name__, dropout_p)
+        self._set_options(zero_centered_gamma, sm_margin)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(y, s)"""

@@ -1,15 +1,17 @@
-"""torch's memory and streams on a GPU, and what is known of the GPU."""
+"""torch's memory and streams on a GPU, where tensors lie in it, and what is known of the GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
 import torch
 from torch import Tensor
 
+from ...call import broadcasting
 from ...call.checks import Layout, row_strides
+from ...call.recipe import LaunchRecipe
 from ...kernel import device
 from ...plan.problem import RowStrides
 from .. import private
@@ -44,9 +46,40 @@ def row_strides_of(tensor: Tensor | None, ndim: int) -> RowStrides | None:
     return None if tensor is None else row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), ndim)
 
 
-def contiguous(tensors: tuple[Tensor | None, ...], copies: tuple[bool, ...]) -> list[Tensor | None]:
-    return [tensor.contiguous() if copy else tensor for tensor, copy in zip(tensors, copies, strict=True)]
+def memory(shape: Sequence[int], dtype: str) -> Memory:
+    return contiguously(shape, getattr(torch, dtype))
 
 
-def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return memory(shape, "float32")[1]
+
+
+def copies(
+    recipe: LaunchRecipe, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    shapes = shapes | dict(recipe.expanded)
+    return tuple((names.index(name), shapes[name]) for name in recipe.copies)
+
+
+def copied(tensors: Sequence[Tensor | None], copies: tuple, pointers: list[int]) -> list[Tensor | None]:
+    """The tensors, those of `copies` made contiguous and their pointers with them. Hold them until the launch."""
+    found = list(tensors)
+    for place, shape in copies:
+        found[place] = tensors[place].expand(shape).contiguous()
+        pointers[place] = found[place].data_ptr()
+    return found
+
+
+def aligned(
+    names: Sequence[str], pointers: Sequence[int], tensors: Sequence[Tensor | None], of_x: tuple[int, ...]
+) -> bool:
+    """All tensors that are read by packs begin at multiples of 16 bytes; what torch allocates does."""
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    if not together & 15:
+        return True
+    return not any(
+        pointer & 15 and one is not None and broadcasting.read_by_packs(name, tuple(one.shape), tuple(of_x))
+        for name, pointer, one in zip(names, pointers, tensors, strict=True)
+    )

@@ -1,376 +1,462 @@
-"""The norms on plain CUDA tensors: check, plan, launch on torch's current stream, in memory of torch's allocator.
+"""Operations on plain CUDA tensors: check, plan, launch on torch's current stream, in memory of torch's allocator.
 
-What follows from layouts and options alone is worked out once and kept as a recipe, as in cunorm/call/recipe.py.
+What follows from layouts and options alone is worked out once, by the core, and kept as a recipe. Whether a call is
+like an earlier one is asked of torch in one question (repeats.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import logs
-from ...call.checks import check_sm_margin
+from ...call import broadcasting
+from ...call.checks import Layout
+from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...kernel import launch
-from ...plan.plain_problems import BACKWARD, FORWARD, plain
-from ...plan.plan import plan
-from ...plan.problem import RowStrides, argument_order
+from ...operation import NORMS
+from ...plan.plan import plan as plan_of
+from ...plan.problem import Operands, argument_order, backward_reads
 from ...plan.steps import Plan
 from . import checks, gpu
-from .formulas import compute_dtype
-from .repeats import Alike, again, remember
+from .calls import Backward, Call, Family, Forward, affine_family, family
+from .repeats import again, keep, known_call, remember, remember_call
 
-RECIPES = 4096  # kept at most
-
-
-class Recipe(NamedTuple):
-    """How calls with the same layouts and options run. `plan` is None where there is nothing to compute."""
-
-    plan: Plan | None
-    copies: tuple[bool, ...]  # which inputs must be made contiguous, in the order of the call's tensors
-    copied: bool  # any of them
-    first: gpu.Memory  # of y, or of dx
-    second: gpu.Memory  # of statistics, or of dweight and dbias
-    rstd_offset: int  # bytes from mean to rstd, 0 where there is no mean
-    order: Callable[..., Any]  # picks, of all pointers and numbers of a call, what the plan takes
-    family: Family  # of the backward passes of a forward one
-    temporary: bool  # what y, or dx, is to be written to cannot be written by a kernel
-    aligned: bool  # all pointers are multiples of 16
-    options: tuple  # as `recipe_of` takes them, or (output_mask, sm_margin)
+IN_ORDER = tuple(range(64))
 
 
-class Family(NamedTuple):
-    """The backward passes of one operation over tensors of one shape, each with its recipe.
+class Saved(NamedTuple):
+    """What a forward pass keeps for the backward pass: of x, the operands and s what Call.saved names, at least."""
 
-    Autograd hands from the forward pass to the backward one which family is meant: little is left to tell apart.
-    """
-
-    operation: str
-    ndim: int
-    recipes: dict[Hashable, Recipe]
-    known: dict[Hashable, tuple[tuple[Alike, Recipe], ...]]  # by what tensors do not tell
+    names: tuple[str, ...]
+    tensors: Sequence[Tensor]
+    numbers: Sequence[float]
+    statistics: Tensor  # as formulas.py has them
 
 
-class Call(NamedTuple):
-    """What follows for a call of a norm from its options and the layouts of its tensors."""
-
-    recipe: Recipe
-    eps: float
-    differentiable: bool  # some tensor requires a gradient
-    backward_margin: int
-    bias_dtype: torch.dtype | None
-    compiled: Any = None  # what serves such a call in C++ (norm_nodes.py)
-
-
-_recipes: dict[Hashable, Recipe] = {}
-_families: dict[Hashable, Family] = {}
-_calls: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # what follows for a call, by what tensors do not tell
+# Forward.
 
 
 def forward(
-    operation: str,
-    x: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
+    call: Call,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
     eps: float,
-    dtype: torch.dtype,
-    sm_margin: int,
     wants_statistics: bool,
+    *,
+    sm_margin: int,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Family]:
-    """(y, statistics, what `backward` wants), statistics as formulas.py has them, None unless wanted.
+) -> tuple[list[Tensor], Tensor | None, Family]:
+    """(results in the order of `returns`, statistics as formulas.py has them, what `backward` wants).
 
-    `shape` is that of the normalised axes. A call that fits no recipe is checked before one is made, but for `out`.
+    `tensors` are those of Call.names; beside a store with one scale for all also that. With a store the results are
+    those of Float8Store.results, without that scale. `out`: where y is written, checked.
     """
-    recipe = recipe_of(x, weight, bias, (operation, shape, dtype, sm_margin), out)
-    y, statistics = forward_by(recipe, x, weight, bias, eps, wants_statistics, out)
-    return y, statistics, recipe.family
-
-
-def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
-    try:
-        return _calls.get(key, ())
-    except TypeError:  # a size that a trace holds open has no hash
-        return ()
-
-
-def known_call(key: Hashable, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    """What was remembered of a call with tensors like these, as repeats.py has it; None for nothing."""
-    earlier = earlier_calls(key)
-    for known, found in earlier:
-        if known(x, weight, bias) if bias is not None else known(x) if weight is None else known(x, weight):
-            return found
-    return again(_calls, key, tuple(one for one in (x, weight, bias) if one is not None)) if earlier else None
-
-
-def remember_call(key: Hashable, x: Tensor, weight: Tensor | None, bias: Tensor | None, found: Any) -> None:
-    """For `known_call`. What has bias alone is not remembered."""
-    if weight is not None or bias is None:
-        remember(_calls, key, tuple(one for one in (x, weight, bias) if one is not None), found, RECIPES)
-
-
-def recipe_of(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple, out: Tensor | None = None
-) -> Recipe:
-    """That of a forward pass; `options` are (operation, shape, dtype, sm_margin)."""
-    pointers = x.data_ptr()
-    weight_key = bias_key = out_key = None
-    if weight is not None:
-        pointers |= weight.data_ptr()
-        weight_key = (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous())
-    if bias is not None:
-        pointers |= bias.data_ptr()
-        bias_key = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
-    if out is not None:
-        pointers |= out.data_ptr()
-        out_key = out.stride()
-    aligned = pointers & 15 == 0
-    key = (options, x.shape, x.stride(), x.dtype, x.get_device(), weight_key, bias_key, out_key, aligned)
-    recipe = _recipes.get(key)
-    if recipe is None:
-        form = None  # the key, but for the number of rows
-        if out is None and x.is_contiguous() and x.numel():
-            _, shape, *_ = options
-            form = (options, x.shape[-len(shape) :], x.dtype, x.get_device(), weight_key, bias_key, aligned)
-        like = _recipes.get(form)
-        made = _forward_recipe(options, x, weight, bias, out, aligned) if like is None else _of_rows(like, x)
-        recipe = keep(_recipes, key, made)
-        if like is None and form is not None and made.plan is not None and not made.copied:
-            keep(_recipes, form, made)
-    return recipe
-
-
-def _of_rows(like: Recipe, x: Tensor) -> Recipe:
-    """The recipe of a call that differs from an earlier one in its number of rows alone."""
-    operation, ndim, *_ = like.family
-    leading = x.shape[:-ndim]
-    solution, second = plan_of_rows(like.plan, leading), like.second
-    problem = solution.problem
-    if problem.direction == "forward":
-        second = gpu.contiguously((1 + problem.norm.subtracts_mean, *leading), second[2])
-    return like._replace(
-        plan=solution,
-        first=gpu.contiguously(x.shape, like.first[2]),
-        second=second,
-        rstd_offset=like.rstd_offset // like.plan.problem.rows * problem.rows,
-        family=family(operation, ndim, x),
-    )
-
-
-def plan_of_rows(like: Plan, leading: Sequence[int]) -> Plan:
-    """The plan of a call that differs from an earlier one in its number of rows alone."""
-    return plan(like.problem.of_rows(math.prod(leading)), like.device)
+    recipe = recipe_of(call, tensors, sm_margin, out)
+    results, statistics = forward_by(recipe, tensors, numbers, eps, wants_statistics, out)
+    return results, statistics, recipe.family
 
 
 def forward_by(
-    recipe: Recipe,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    recipe: Forward,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
     eps: float,
     wants_statistics: bool,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """(y, statistics) by a recipe made of such tensors, wherever they lie."""
-    index = x.get_device()
+) -> tuple[list[Tensor], Tensor | None]:
+    """As `forward`, by a recipe made of such tensors, wherever they lie."""
+    index = tensors[0].get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
-            return forward_by(recipe, x, weight, bias, eps, wants_statistics, out)
-    plan, copies, copied, first, second, rstd_offset, order, _, temporary, aligned, options = recipe
-    x_pointer = x.data_ptr()
-    weight_pointer = 0 if weight is None else weight.data_ptr()
-    bias_pointer = 0 if bias is None else bias.data_ptr()
-    out_pointer = 0 if out is None else out.data_ptr()
-    if ((x_pointer | weight_pointer | bias_pointer | out_pointer) & 15 == 0) is not aligned:
-        return forward_by(recipe_of(x, weight, bias, options, out), x, weight, bias, eps, wants_statistics, out)
-    y = gpu.empty(*first) if out is None or temporary else out
+            return forward_by(recipe, tensors, numbers, eps, wants_statistics, out)
+    together, pointers = 0, []
+    for tensor in tensors:
+        pointer = tensor.data_ptr()
+        together |= pointer
+        pointers.append(pointer)
+    if out is not None:
+        together |= out.data_ptr()
+    plan, copies, memory, written, of_statistics, rstd_offset, order, family, sm_margin, aligned, temporary = recipe
+    if (together & 15 or not aligned) and _aligned(family.call, tensors, pointers, out) is not aligned:
+        recipe = recipe_of(family.call, tensors, sm_margin, out)
+        return forward_by(recipe, tensors, numbers, eps, wants_statistics, out)
+    if out is None or temporary:
+        results = []
+        for one in memory:  # in a comprehension it takes longer
+            results.append(gpu.empty(*one))
+    else:
+        results = [out if name == "y" else gpu.empty(*one) for name, one in zip(written, memory, strict=True)]
     statistics = None
     mean_pointer = rstd_pointer = 0
     if wants_statistics:
-        statistics = gpu.empty(*second)
-        mean_pointer = statistics.data_ptr()  # rms_norm's kernels write none
+        statistics = gpu.empty(*of_statistics)
+        mean_pointer = statistics.data_ptr()
         rstd_pointer = mean_pointer + rstd_offset
-    if plan is None:
-        return y if out is None else out, statistics
-    if copied:
-        x, weight, bias = gpu.contiguous((x, weight, bias), copies)
-        x_pointer, weight_pointer, bias_pointer = gpu.pointer(x), gpu.pointer(weight), gpu.pointer(bias)
-    given = (x_pointer, weight_pointer, bias_pointer, y.data_ptr(), mean_pointer, rstd_pointer, eps)
-    launch.run(plan, index, gpu.stream(index), order(given))
-    return out.copy_(y) if temporary else y, statistics
+    if plan is not None:
+        if copies:
+            tensors = gpu.copied(tensors, copies, pointers)
+        for result in results:
+            pointers.append(result.data_ptr())
+        pointers.append(mean_pointer)
+        pointers.append(rstd_pointer)
+        if numbers:
+            scalars = scalars_of(plan, dict(zip(family.call.numbers, numbers, strict=True), eps=eps))
+            arguments = (*order(pointers), *scalars)
+        else:
+            pointers.append(eps)
+            arguments = order(pointers)
+        launch.run(plan, index, gpu.stream(index), arguments)
+    if temporary:
+        results = [out.copy_(one) if name == "y" else one for name, one in zip(written, results, strict=True)]
+    return results, statistics
 
 
-def _forward_recipe(options, x, weight, bias, out, aligned) -> Recipe:
-    operation, shape, dtype, sm_margin = options
-    function = checks.function_of(operation)
-    ndim = checks.trailing_axes(function, x, shape)
-    checks.forward(operation, x, ndim, weight, bias, dtype)
-    properties = gpu.properties_of(function, x)
-    check_sm_margin(function, sm_margin, properties.sms)
-    cols = math.prod(x.shape[-ndim:])
-    x_rows, y_rows = gpu.row_strides_of(x, ndim), gpu.row_strides_of(out, ndim)
-    temporary = out is not None and y_rows is None
-    leading = x.shape[:-ndim]
-    problem = plain(
-        operation,
-        "forward",
-        math.prod(leading),
-        cols,
-        checks.dtype_name(x.dtype),
-        None if weight is None else checks.dtype_name(weight.dtype),
-        None if bias is None else checks.dtype_name(bias.dtype),
-        y=checks.dtype_name(dtype),
-        strides=_strides(x=x_rows, y=y_rows),
+def _aligned(call: Call, tensors: Sequence[Tensor], pointers: Sequence[int], out: Tensor | None) -> bool:
+    count, shape = len(call.names), tensors[0].shape
+    return (out is None or not out.data_ptr() & 15) and gpu.aligned(
+        call.names, pointers[:count], tensors[:count], shape
+    )
+
+
+def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor | None = None) -> Forward:
+    aligned = _aligned(call, tensors, [tensor.data_ptr() for tensor in tensors], out)
+    of_out = None if out is None else out.stride()
+    of_tensors = [(one.shape, one.stride(), one.dtype, one.get_device()) for one in tensors]
+    key = (aligned, sm_margin, of_out, *of_tensors)
+    recipe = call.recipes.get(key)
+    if recipe is None:
+        layouts = layouts_of(call, tensors)
+        form = None if out is not None or call.store else form_of(layouts["x"].shape, layouts.values())
+        like = None if form is None else call.forms.get((aligned, sm_margin, form))
+        if like is None:
+            recipe = _forward_recipe(call, tensors, layouts, sm_margin, aligned)
+            if out is not None and recipe.plan is not None:
+                plan = _written_to(call.function, recipe.plan, "y", out)
+                recipe = recipe._replace(plan=plan or recipe.plan, temporary=plan is None)
+            elif out is not None:
+                recipe = recipe._replace(temporary=True)
+            if form is not None and recipe.plan is not None and not recipe.copies and of_any_rows(recipe.plan):
+                keep(call.forms, (aligned, sm_margin, form), recipe)
+        else:
+            recipe = _forward_of_rows(like, layouts)
+        keep(call.recipes, key, recipe)
+    return recipe
+
+
+def _written_to(function: str, solution: Plan, name: str, to: Tensor) -> Plan | None:
+    """The plan that writes y or dx to the rows of a tensor; None where no kernel can."""
+    strides = gpu.row_strides_of(to, 1)
+    if strides is None:
+        logs.copied(function, ("out" if name == "y" else "dx_out",), (to,), (True,))
+        return None
+    row, outer, inner = strides
+    operands = Operands(
+        replace(one, row_stride=row, outer_stride=outer, inner=inner) if one.name == name else one
+        for one in solution.problem.operands
+    )
+    return plan_of(replace(solution.problem, operands=operands, overwrites=name == "dx"), solution.device)
+
+
+def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
+    """The recipe of a call that differs from an earlier one in its number of rows alone."""
+    shape = layouts["x"].shape
+    solution = _plan_of_rows(like.plan, shape)
+    (statistics, *_), _, dtype = like.statistics
+    return like._replace(
+        plan=solution,
+        results=tuple(gpu.contiguously(shape, dtype) for _, _, dtype in like.results),
+        statistics=gpu.contiguously((statistics, *shape[:-1]), dtype),
+        rstd_offset=_rstd_offset(solution),
+        family=family(like.family.call, layouts),
+    )
+
+
+def _plan_of_rows(like: Plan, shape: Sequence[int]) -> Plan:
+    """The plan of a call that differs from an earlier one in its number of rows alone; `shape` is x's."""
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return plan_of(like.problem.of_rows(rows), like.device)
+
+
+def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
+    """Of x and the operands that are tensors."""
+    return {
+        name: checks.layout_in_memory(call.function, name, one) for name, one in zip(call.names, tensors, strict=False)
+    }
+
+
+def _forward_recipe(
+    call: Call, tensors: Sequence[Tensor], layouts: dict[str, Layout], sm_margin: int, aligned: bool
+) -> Forward:
+    recipe = forward_recipe(
+        call.function,
+        call.operation,
+        given_of(call, layouts),
+        gpu.properties_of(call.function, tensors[0]),
+        demanded=call.demanded,
+        dtype=call.dtype,
+        s_dtype=call.s_dtype,
+        sm_margin=sm_margin,
+        aligned=aligned,
+        float8=call.store,
+    )
+    leading = tensors[0].shape[:-1]
+    written = tuple(name for name, _, _ in recipe.written)
+    of_scale = ("y8_scale",) if len(tensors) > len(call.names) else ()
+    # An operation with a second norm has statistics of either, and no mean.
+    of_rows = ("rstd", "second_rstd") if call.operation.second else ("mean", "rstd")
+    names = (*call.names, *of_scale, *written, *of_rows, *(() if call.numbers else ("eps",)))
+    return Forward(
+        plan=recipe.plan,
+        copies=gpu.copies(recipe, call.names, {name: one.shape for name, one in layouts.items()}),
+        results=tuple(gpu.memory(shape, dtype) for _, shape, dtype in recipe.written),
+        written=written,
+        statistics=gpu.memory((len(recipe.statistics), *leading), recipe.statistics[0][2]),
+        rstd_offset=_rstd_offset(recipe.plan),
+        order=None if recipe.plan is None else argument_order(recipe.plan.problem, names),
+        family=family(call, layouts),
         sm_margin=sm_margin,
         aligned=aligned,
     )
-    copies = (x_rows is None, *(array is not None and not array.is_contiguous() for array in (weight, bias)))
-    logs.copied(operation, ("input", "weight", "bias", "out"), (x, weight, bias, out), (*copies, temporary))
-    return Recipe(
-        plan=plan(problem, properties) if problem.rows else None,
-        copies=copies,
-        copied=any(copies),
-        first=gpu.contiguously(x.shape, dtype),
-        second=gpu.contiguously((1 + problem.norm.subtracts_mean, *leading), compute_dtype(x)),
-        rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
-        order=argument_order(problem, FORWARD),
-        family=family(operation, ndim, x),
-        temporary=temporary,
-        aligned=aligned,
-        options=options,
-    )
 
 
-def family(operation: str, ndim: int, x: Tensor) -> Family:
-    """What `backward` wants to know of the forward pass."""
-    key = (operation, ndim, x.shape, x.get_device())
-    return _families.get(key) or keep(_families, key, Family(operation, ndim, {}, {}))
+def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcasting.Given]:
+    """x and the operands in the core's order; of a number only that it is one counts."""
+    given: dict[str, broadcasting.Given] = {**layouts, **dict.fromkeys(call.numbers, 0.0)}
+    return {name: given[name] for name in ("x", *call.operation.operands) if name in given}
+
+
+# Backward.
 
 
 def backward(
     family: Family,
-    dy: Tensor,
-    x: Tensor,
-    statistics: Tensor,
-    weight: Tensor | None,
-    output_mask: tuple[bool, bool, bool],
-    sm_margin: int,
+    saved: Saved,
+    dy: Tensor | None,
+    ds: Tensor | None,
+    wanted: tuple[str, ...],
+    *,
     in_place: bool = False,
     dx_out: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias), None where output_mask says so. Shapes and devices fit: autograd sees to it.
+) -> list[Tensor]:
+    """The gradients of `wanted`, names of x and of operands; equal ones are one tensor.
 
-    `in_place`: nobody needs dy any more, and dx takes its memory if it can. `dx_out`: where dx is written, checked.
+    Shapes and devices fit: autograd sees to it. `in_place`: nobody needs dy any more, and dx takes its memory if it
+    can. `dx_out`: where dx is written, checked.
     """
-    recipe = backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, dx_out)
-    return backward_by(recipe, dy, x, statistics, weight, output_mask, in_place, dx_out)
+    recipe = backward_recipe_of(family, saved, dy, ds, wanted, dx_out)
+    return backward_by(recipe, saved, dy, ds, in_place, dx_out)
 
 
 def known_backward(
-    family: Family, dy: Tensor, x: Tensor, weight: Tensor | None, output_mask: tuple[bool, bool, bool], sm_margin: int
-) -> Recipe | None:
+    family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
+) -> Backward | None:
     """The recipe of a backward pass like an earlier one, as repeats.py has it."""
-    key = (output_mask, sm_margin, weight is None)
-    for known, recipe in family.known.get(key, ()):
-        if known(dy, x) if weight is None else known(dy, x, weight):
+    known, key = family.known, (wanted, saved.names, dy is None, ds is None)
+    earlier = known.get(key)
+    if not earlier:
+        return None
+    given = (dy,) if ds is None else (ds,) if dy is None else (dy, ds)
+    tensors = (*given, *saved.tensors)
+    for alike, recipe in earlier:
+        if alike(*tensors):
             return recipe
-    return again(family.known, key, (dy, x) if weight is None else (dy, x, weight))
+    return again(known, key, tensors)
 
 
 def remember_backward(
-    family: Family, dy: Tensor, x: Tensor, weight: Tensor | None, output_mask: tuple[bool, bool, bool], sm_margin: int
+    family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
 ) -> None:
     """For `known_backward`."""
-    tensors = (dy, x) if weight is None else (dy, x, weight)
-    recipe = backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, None)
-    remember(family.known, (output_mask, sm_margin, weight is None), tensors, recipe, RECIPES)
+    tensors = (*(one for one in (dy, ds) if one is not None), *saved.tensors)
+    if len({id(one) for one in tensors}) == len(tensors):  # repeats.py does not remember others
+        recipe = backward_recipe_of(family, saved, dy, ds, wanted)
+        remember(family.known, (wanted, saved.names, dy is None, ds is None), tensors, recipe)
 
 
-def backward_recipe_of(family, output_mask, sm_margin, dy, x, weight, dx_out) -> Recipe:
-    weight_key = out_key = None
-    pointers = dy.data_ptr() | x.data_ptr()
-    if weight is not None:
-        pointers |= weight.data_ptr()
-        weight_key = (weight.dtype, weight.is_contiguous())
+def backward_by(
+    recipe: Backward,
+    saved: Saved,
+    dy: Tensor | None,
+    ds: Tensor | None,
+    in_place: bool = False,
+    dx_out: Tensor | None = None,
+) -> list[Tensor]:
+    """As `backward`, by a recipe made of such tensors, wherever they lie."""
+    names, kept, numbers, statistics = saved
+    index = statistics.get_device()
+    if index != gpu.current_device():
+        with torch.cuda.device(index):
+            return backward_by(recipe, saved, dy, ds, in_place, dx_out)
+    tensors, together, pointers = (dy, ds, *kept), 0, []
+    for tensor in tensors:
+        pointer = 0 if tensor is None else tensor.data_ptr()
+        together |= pointer
+        pointers.append(pointer)
     if dx_out is not None:
-        pointers |= dx_out.data_ptr()
-        out_key = dx_out.stride()
-    aligned = pointers & 15 == 0
-    key = (output_mask, sm_margin, dy.stride(), dy.dtype, x.stride(), x.dtype, weight_key, out_key, aligned)
+        together |= dx_out.data_ptr()
+    plan, copies, memory, written, wanted, places, sums, zeros, rstd_offset, order, family, aligned, temporary = recipe
+    if (together & 15 or not aligned) and _aligned_backward(family, names, tensors, pointers, dx_out) is not aligned:
+        recipe = backward_recipe_of(family, saved, dy, ds, wanted, dx_out)
+        return backward_by(recipe, saved, dy, ds, in_place, dx_out)
+    into = dx_out if not temporary else None
+    if in_place and into is None and memory and takes_dx(dy, recipe):
+        into = dy
+    if into is None:
+        gradients = []
+        for one in memory:  # in a comprehension it takes longer
+            gradients.append(gpu.empty(*one))
+    else:
+        gradients = [into if name == "dx" else gpu.empty(*one) for name, one in zip(written, memory, strict=True)]
+    if plan is None:  # sums over no rows
+        for gradient in gradients:
+            gradient.zero_()
+    else:
+        if copies:
+            tensors = gpu.copied(tensors, copies, pointers)
+        if zeros is not None:
+            dy = gpu.empty(*zeros).zero_()
+            pointers[0] = dy.data_ptr()
+        workspace = gpu.empty((plan.workspace,), (1,), torch.uint8) if plan.workspace else None
+        if not statistics.is_contiguous():  # vmap may have moved its axes
+            statistics = statistics.contiguous()
+        mean_pointer = statistics.data_ptr()
+        pointers.append(mean_pointer)
+        pointers.append(mean_pointer + rstd_offset)
+        for gradient in gradients:
+            pointers.append(gradient.data_ptr())
+        arguments = order(pointers)
+        if numbers:
+            arguments += (*scalars_of(plan, dict(zip(family.call.numbers, numbers, strict=True))),)
+        workspace_pointer = 0 if workspace is None else workspace.data_ptr()
+        launch.run(plan, index, gpu.stream(index), arguments, workspace_pointer)
+    if temporary:
+        gradients = [dx_out.copy_(one) if name == "dx" else one for name, one in zip(written, gradients, strict=True)]
+    if places == IN_ORDER[: len(gradients)] and not sums:
+        return gradients
+    found = [gradients[place] for place in places]
+    for place, (axes, shape, dtype) in sums.items():
+        found[place] = found[place].sum(axes).reshape(shape).to(dtype)
+    return found
+
+
+def takes_dx(dy: Tensor | None, recipe: Backward) -> bool:
+    """Whether dx may take the memory of dy."""
+    plan, memory = recipe.plan, dict(zip(recipe.written, recipe.gradients, strict=True))
+    if plan is None or dy is None or not plan.may_overwrite or "dx" not in memory:
+        return False
+    return (dy.shape, dy.stride(), dy.dtype) == memory["dx"]
+
+
+def _aligned_backward(family: Family, names, tensors, pointers, dx_out: Tensor | None) -> bool:
+    """`tensors` are dy, ds and those of `names`."""
+    shape = family.layouts["x"].shape
+    return (dx_out is None or not dx_out.data_ptr() & 15) and gpu.aligned(
+        ("dy", "ds", *names), pointers, tensors, shape
+    )
+
+
+def backward_recipe_of(
+    family: Family,
+    saved: Saved,
+    dy: Tensor | None,
+    ds: Tensor | None,
+    wanted: tuple[str, ...],
+    dx_out: Tensor | None = None,
+) -> Backward:
+    names, tensors = ("dy", "ds", *saved.names), (dy, ds, *saved.tensors)
+    pointers = [0 if one is None else one.data_ptr() for one in tensors]
+    aligned = _aligned_backward(family, saved.names, tensors, pointers, dx_out)
+    of_out = None if dx_out is None else dx_out.stride()
+    key = (wanted, names, aligned, of_out, *[None if one is None else (one.stride(), one.dtype) for one in tensors])
     recipe = family.recipes.get(key)
     if recipe is None:
-        form = None
-        if dx_out is None and dy.is_contiguous() and x.is_contiguous() and x.numel():
-            of_x = family.operation, family.ndim, x.shape[-family.ndim :], x.dtype, x.get_device()
-            form = (*of_x, output_mask, sm_margin, dy.dtype, weight_key, aligned)
-        recipe = _recipes.get(form)
-        if recipe is None:
-            recipe = _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned)
-            if form is not None and recipe.plan is not None and not recipe.copied:
-                keep(_recipes, form, recipe)
+        named = dict(zip(names, tensors, strict=True))
+        call, layouts, *_ = family
+        function = f"backward of {call.function}"
+        given = [None if one is None else checks.layout_in_memory(function, name, one) for name, one in named.items()]
+        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *given))
+        like = None if form is None else call.forms.get((wanted, names, aligned, form))
+        if like is None:
+            recipe = _backward_recipe(family, named, saved.statistics, wanted, aligned)
+            if dx_out is not None and recipe.plan is not None:
+                plan = _written_to(function, recipe.plan, "dx", dx_out)
+                recipe = recipe._replace(plan=plan or recipe.plan, temporary=plan is None)
+            other = recipe.copies or recipe.sums or recipe.zeros
+            if form is not None and recipe.plan is not None and not other and of_any_rows(recipe.plan):
+                keep(call.forms, (wanted, names, aligned, form), recipe)
         else:
-            recipe = _of_rows(recipe, x)
+            recipe = _backward_of_rows(like, family)
         keep(family.recipes, key, recipe)
     return recipe
 
 
-def backward_by(
-    recipe: Recipe,
-    dy: Tensor,
-    x: Tensor,
-    statistics: Tensor,
-    weight: Tensor | None,
-    output_mask: tuple[bool, bool, bool],
-    in_place: bool = False,
-    dx_out: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `backward`, by a recipe made of such tensors, wherever they lie."""
-    index = x.get_device()
-    if index != gpu.current_device():
-        with torch.cuda.device(index):
-            return backward_by(recipe, dy, x, statistics, weight, output_mask, in_place, dx_out)
-    plan, copies, copied, first, second, rstd_offset, order, family, temporary, aligned, options = recipe
-    dy_pointer, x_pointer = dy.data_ptr(), x.data_ptr()
-    weight_pointer = 0 if weight is None else weight.data_ptr()
-    out_pointer = 0 if dx_out is None else dx_out.data_ptr()
-    if ((dy_pointer | x_pointer | weight_pointer | out_pointer) & 15 == 0) is not aligned:
-        recipe = backward_recipe_of(family, *options, dy, x, weight, dx_out)
-        return backward_by(recipe, dy, x, statistics, weight, output_mask, in_place, dx_out)
-    wants_dx, wants_dweight, wants_dbias = output_mask
-    dx = dweight = dbias = None
-    dx_pointer = dweight_pointer = dbias_pointer = workspace_pointer = 0
-    if wants_dx:
-        if dx_out is not None and not temporary:
-            dx = dx_out
-        else:
-            dx = dy if in_place and takes_dx(dy, plan, first) else gpu.empty(*first)
-        dx_pointer = dx.data_ptr()
-    if wants_dweight:
-        dweight = gpu.empty(*second)
-        dweight_pointer = dweight.data_ptr()
-    if wants_dbias:
-        dbias = gpu.empty(*second)
-        dbias_pointer = dbias.data_ptr()
-    if plan is None:  # sums over no rows
-        dx = dx if dx_out is None else dx_out
-        return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
-    if copied:
-        dy, x, weight = gpu.contiguous((dy, x, weight), copies)
-        dy_pointer, x_pointer, weight_pointer = gpu.pointer(dy), gpu.pointer(x), gpu.pointer(weight)
-    if plan.workspace:
-        workspace = gpu.empty((plan.workspace,), (1,), torch.uint8)
-        workspace_pointer = workspace.data_ptr()
-    if not statistics.is_contiguous():  # vmap may have moved its axes
-        statistics = statistics.contiguous()
-    mean_pointer = statistics.data_ptr()
-    read = (dy_pointer, x_pointer, mean_pointer, mean_pointer + rstd_offset, weight_pointer)
-    arguments = order((*read, dx_pointer, dweight_pointer, dbias_pointer))
-    launch.run(plan, index, gpu.stream(index), arguments, workspace_pointer)
-    return dx_out.copy_(dx) if temporary else dx, dweight, dbias
+def _backward_of_rows(like: Backward, family: Family) -> Backward:
+    """The recipe of a backward pass that differs from an earlier one in its number of rows alone."""
+    shape = family.layouts["x"].shape
+    solution = _plan_of_rows(like.plan, shape)
+    of_shape = tuple(gpu.contiguously(shape, one[2]) if len(one[0]) > 1 else one for one in like.gradients)
+    return like._replace(plan=solution, gradients=of_shape, rstd_offset=_rstd_offset(solution), family=family)
+
+
+def _backward_recipe(
+    family: Family, tensors: Mapping[str, Tensor | None], statistics: Tensor, wanted: tuple[str, ...], aligned: bool
+) -> Backward:
+    call, layouts, *_ = family
+    function = f"backward of {call.function}"
+    present = {name: one for name, one in tensors.items() if one is not None}
+    reads = backward_reads(call.operation, wanted, (*call.names, *call.numbers))
+    of_tensors = dict.fromkeys(("dy", "ds", *reads))
+    read = {name: checks.layout_in_memory(function, name, present[name]) for name in of_tensors if name in present}
+    of_rows = layouts["x"].shape[:-1]
+    of_statistics = Layout(of_rows, gpu.strides(of_rows), checks.dtype_name(statistics.dtype), str(statistics.device))
+    read |= {name: of_statistics for name in NORMS[call.operation.norm].statistics if name in reads}
+    recipe = backward_recipe(
+        function,
+        call.operation,
+        given_of(call, layouts) | read,
+        wanted,
+        gpu.properties_of(call.function, statistics),
+        demanded=call.demanded,
+        s_dtype=call.s_dtype,
+        sm_margin=call.sm_margins[1],
+        aligned=aligned,
+    )
+    written = [name for name, _, _ in recipe.written]
+    found = dict(recipe.gradients)
+    sums = {wanted.index(name): (axes, shape, getattr(torch, dtype)) for axes, (name, shape, dtype) in recipe.reduced}
+    compute = statistics.dtype
+    sums |= {place: ((0,), (), compute) for place, name in enumerate(wanted) if found[name] in recipe.totals}
+    names = (*tensors, "mean", "rstd", *written)
+    return Backward(
+        plan=recipe.plan,
+        copies=gpu.copies(recipe, tuple(tensors), {name: one.shape for name, one in read.items()}),
+        gradients=tuple(gpu.memory(shape, dtype) for _, shape, dtype in recipe.written),
+        written=tuple(written),
+        wanted=wanted,
+        places=tuple(written.index(found[name]) for name in wanted),
+        sums=sums,
+        zeros=None if recipe.dy is None else gpu.memory(*recipe.dy[1:]),
+        rstd_offset=_rstd_offset(recipe.plan),
+        order=None if recipe.plan is None else argument_order(recipe.plan.problem, names),
+        family=family,
+        aligned=aligned,
+    )
+
+
+def _rstd_offset(plan: Plan | None) -> int:
+    if plan is None or len(plan.problem.operation.statistics) < 2:
+        return 0
+    return plan.problem.rows * getattr(torch, plan.problem.compute).itemsize
+
+
+# Sums over rows.
 
 
 def column_sums(dy: Tensor) -> Tensor:
@@ -378,75 +464,14 @@ def column_sums(dy: Tensor) -> Tensor:
 
     On an H200 8192 x 12288 49.5 us, torch's sum(0) 57.0; 8192 x 3072 16.6 and 26.8; 16 x 12288 2.2 and 2.5.
     """
-    recipe = column_sums_recipe(dy)
-    return backward_by(recipe, dy, dy, dy, None, BIAS_ALONE)[2]
+    return backward_by(column_sums_recipe(dy), Saved((), (), (), dy), dy, None)[0]
 
 
-BIAS_ALONE = (False, False, True)
-
-
-def column_sums_recipe(dy: Tensor) -> Recipe:
+def column_sums_recipe(dy: Tensor) -> Backward:
     key = ("column_sums", dy.shape, dy.dtype)
-    recipe = known_call(key, dy, None, None)
+    recipe = known_call(key, (dy,))
     if recipe is None:
-        recipe = backward_recipe_of(family("layer_norm", 1, dy), BIAS_ALONE, 0, dy, dy, None, None)
-        remember_call(key, dy, None, None, recipe)
+        family = affine_family("layer_norm", dy, None, 0)
+        recipe = backward_recipe_of(family, Saved((), (), (), dy), dy, None, ("bias",))
+        remember_call(key, (dy,), recipe)
     return recipe
-
-
-def takes_dx(dy: Tensor, plan: Plan | None, dx: tuple) -> bool:
-    """Whether dx, of such a shape, strides and dtype, may take the memory of dy."""
-    return plan is not None and plan.may_overwrite and (dy.shape, dy.stride(), dy.dtype) == dx
-
-
-def _backward_recipe(family, output_mask, sm_margin, dy, x, weight, dx_out, aligned) -> Recipe:
-    operation, ndim, *_ = family
-    function = checks.function_of(operation)
-    properties = gpu.properties_of(function, x)
-    check_sm_margin(function, sm_margin, properties.sms)
-    shape = x.shape[-ndim:]
-    cols = math.prod(shape)
-    dy_rows, x_rows, dx_rows = (gpu.row_strides_of(tensor, ndim) for tensor in (dy, x, dx_out))
-    temporary = dx_out is not None and dx_rows is None
-    problem = plain(
-        operation,
-        "backward",
-        math.prod(x.shape[:-ndim]),
-        cols,
-        checks.dtype_name(x.dtype),
-        None if weight is None else checks.dtype_name(weight.dtype),
-        y=checks.dtype_name(dy.dtype),
-        wanted=[name for name, wanted in zip(("x", "weight", "bias"), output_mask, strict=True) if wanted],
-        strides=_strides(x=x_rows, dy=dy_rows, dx=dx_rows),
-        sm_margin=sm_margin,
-        aligned=aligned,
-        overwrites=dx_rows is not None,
-    )
-    copies = (dy_rows is None, x_rows is None, weight is not None and not weight.is_contiguous())
-    names = ("grad_output", "input", "weight", "dx_out")
-    logs.copied(f"backward of {family.operation}", names, (dy, x, weight, dx_out), (*copies, temporary))
-    return Recipe(
-        plan=plan(problem, properties) if problem.rows and any(output_mask) else None,
-        copies=copies,
-        copied=any(copies),
-        first=gpu.contiguously(x.shape, x.dtype),
-        second=gpu.contiguously(shape, x.dtype if weight is None else weight.dtype),
-        rstd_offset=problem.rows * compute_dtype(x).itemsize if problem.norm.subtracts_mean else 0,
-        order=argument_order(problem, BACKWARD),
-        family=family,
-        temporary=temporary,
-        aligned=aligned,
-        options=(output_mask, sm_margin),
-    )
-
-
-def keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
-    if len(kept) >= RECIPES:
-        kept.clear()
-    kept[key] = value
-    return value
-
-
-def _strides(**rows: RowStrides | None) -> dict[str, RowStrides]:
-    """Those of the tensors that are not copied."""
-    return {name: strides for name, strides in rows.items() if strides is not None}

@@ -18,31 +18,44 @@ from . import arrays, checks, compiled
 from .functional import autocast_dtype, norm, symbolic
 
 
-class _Options:
-    """What both modules have beyond torch's. The values on the class serve modules that torch.nn's classes made."""
+class Options:
+    """What modules with a weight have beyond torch's. What stands on the class serves modules of torch.nn's classes."""
 
     zero_centered_gamma: bool = False
-    sequence_parallel: bool | None = None
     sm_margin: int | Mapping[str, int] = 0
-    autocast_output: bool = False
-    # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
-    # compiled, but for the backward pass of _compiled_from elements, or in a CUDA graph. What a compiled forward pass
-    # reads of a module, an attribute or a method, is a guard of dynamo for each module, asked in every step.
-    _own_below = 0
-    _compiled_from = 0
+    _shown: tuple[str, ...] = ("zero_centered_gamma",)  # in extra_repr, where it was changed
 
-    def _set_options(
-        self, zero_centered_gamma: bool, sequence_parallel: bool | None, sm_margin: Any, autocast_output: bool
-    ) -> None:
+    def _set_options(self, zero_centered_gamma: bool, sm_margin: Any) -> None:
         name = type(self).__name__
         if zero_centered_gamma and self.weight is None:
             raise ValueError(f"{name}: zero_centered_gamma=True needs a weight; got elementwise_affine=False.")
         checks.sm_margins(name, sm_margin)
         self.zero_centered_gamma = zero_centered_gamma
-        self.sequence_parallel = sequence_parallel
         self.sm_margin = dict(sm_margin) if isinstance(sm_margin, Mapping) else int(sm_margin)
-        self.autocast_output = autocast_output
         self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """weight = 1, or 0 if it is centred there; bias = 0. On the device where they are, also if that is "meta"."""
+        super().reset_parameters()
+        if self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)
+
+    def extra_repr(self) -> str:
+        changed = [f"{name}={getattr(self, name)}" for name in self._shown if getattr(self, name) not in (None, 0)]
+        return ", ".join([super().extra_repr(), *changed])
+
+
+class _Norm(Options):
+    """What both modules have beyond that."""
+
+    sequence_parallel: bool | None = None
+    autocast_output: bool = False
+    _shown = ("zero_centered_gamma", "sequence_parallel", "sm_margin", "autocast_output")
+    # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
+    # compiled, but for the backward pass of _compiled_from elements, or in a CUDA graph. What a compiled forward pass
+    # reads of a module, an attribute or a method, is a guard of dynamo for each module, asked in every step.
+    _own_below = 0
+    _compiled_from = 0
 
     def _norm(self, op: str, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = parameter_of(self, "weight")
@@ -59,10 +72,7 @@ class _Options:
         return y, scale
 
     def reset_parameters(self) -> None:
-        """weight = 1, or 0 if it is centred there; bias = 0. On the device where they are, also if that is "meta"."""
         super().reset_parameters()
-        if self.zero_centered_gamma:
-            nn.init.zeros_(self.weight)
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
@@ -79,14 +89,8 @@ class _Options:
         super().__setstate__(state)
         self._mark_parameters()  # so does deepcopy
 
-    def extra_repr(self) -> str:
-        changed = [
-            f"{name}={getattr(self, name)}" for name in _Options.__annotations__ if getattr(self, name) not in (None, 0)
-        ]
-        return ", ".join([super().extra_repr(), *changed])
 
-
-class LayerNorm(_Options, nn.LayerNorm):
+class LayerNorm(_Norm, nn.LayerNorm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last axes of x.
 
     Parameters
@@ -151,7 +155,8 @@ class LayerNorm(_Options, nn.LayerNorm):
     ):
         shape, dtype = _spellings("LayerNorm", normalized_shape, hidden_size, dtype, params_dtype)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
-        self._set_options(zero_centered_gamma, sequence_parallel, sm_margin, autocast_output)
+        self.sequence_parallel, self.autocast_output = sequence_parallel, autocast_output
+        self._set_options(zero_centered_gamma, sm_margin)
 
     def forward(self, input: Tensor, fp8_output: bool = False) -> Any:
         """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
@@ -165,7 +170,7 @@ class LayerNorm(_Options, nn.LayerNorm):
         return (self._float8 if fp8_output else self._norm)("layer_norm", input, parameter_of(self, "bias"))
 
 
-class RMSNorm(_Options, nn.RMSNorm):
+class RMSNorm(_Norm, nn.RMSNorm):
     """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
 
     Parameters, attributes and errors as in `LayerNorm`, without bias; `eps=None` as in `cunorm.torch.rms_norm`.
@@ -199,7 +204,8 @@ class RMSNorm(_Options, nn.RMSNorm):
     ):
         shape, dtype = _spellings("RMSNorm", normalized_shape, hidden_size, dtype, params_dtype)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
-        self._set_options(zero_centered_gamma, sequence_parallel, sm_margin, autocast_output)
+        self.sequence_parallel, self.autocast_output = sequence_parallel, autocast_output
+        self._set_options(zero_centered_gamma, sm_margin)
 
     def forward(self, x: Tensor, fp8_output: bool = False) -> Any:
         """As `LayerNorm.forward`."""

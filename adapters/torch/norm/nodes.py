@@ -1,8 +1,8 @@
 """Passes whose launches are known, described for nodes.cpp: then no Python runs in the backward pass.
 
 Of an autograd.Function's 100 us of the host, both passes, most is Python's (docs/tuning.md). nodes.cpp is compiled once
-for each version of torch and of Python, by `build`, and kept beside the kernels. Without it, or without a compiler,
-Python computes the same bits.
+for each version of torch and of Python, by `build` or in the background of the first call that wants a gradient, and
+kept beside the kernels. Without it, or without a compiler, Python computes the same bits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from ...kernel.cache import cache_directory, write
 from ...kernel.compile import DIGEST
 from ...plan.steps import WORKSPACE, Plan, Step
 from .. import private
-from . import launching
+from . import repeats
 from .gpu import Memory
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("nodes.cpp", "nodes_autograd.h", "nodes_passes.h"))
@@ -64,6 +65,43 @@ def build() -> str:
     except (ImportError, OSError) as error:
         return str(error)
     return ""
+
+
+def build_in_background() -> None:
+    """Starts `build` in a process of its own, once; `module` finds what it made, calls going on by Python until then.
+
+    Nothing is started with CUNORM_NODES=0, and of the processes that torchrun started on a machine by the first alone.
+    The process may outlive this one: a script that ends early leaves the file to the next.
+    """
+    global _was_started
+    if _was_started or _ready is not None:
+        return
+    _was_started = True
+    is_left_out = os.environ.get("CUNORM_NODES") == "0" or os.environ.get("LOCAL_RANK", "0") != "0"
+    if is_left_out or not sys.executable or kept_file().exists():
+        return
+    if shutil.which(compiler()) is None:
+        _say_once(f"{compiler()} could not be found")
+        return
+    logs.logger.info(
+        "compiling %s in the background, once for this version of torch: CUNORM_NODES=0 is for never", SOURCES[0].name
+    )
+    program = f"from {__name__} import build; build()"
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    with suppress(OSError):
+        subprocess.Popen(
+            (sys.executable, "-c", program),
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def compiler() -> str:
+    """The C++ compiler."""
+    return os.environ.get("CXX", "c++")
 
 
 def module() -> Any:
@@ -102,6 +140,7 @@ _loading = threading.Lock()
 _loaded: Any = None
 _ready: Any = None  # the same, once it can launch
 _look_again_at = 0.0
+_was_started = False  # build_in_background has been here
 
 
 def _get_ready() -> None:
@@ -111,7 +150,7 @@ def _get_ready() -> None:
         compiled = load()
         compiled.set_driver(*_functions())
         _ready = compiled
-        launching._calls.clear()
+        repeats._calls.clear()
 
 
 def _functions() -> tuple[int | None, ...]:
@@ -178,7 +217,6 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def _compiled() -> bytes:
     """The compiler's output; ImportError if it fails."""
-    compiler = os.environ.get("CXX", "c++")
     root = Path(torch.__file__).parent
     headers = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include"))
     libraries = (f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python")
@@ -187,13 +225,13 @@ def _compiled() -> bytes:
         inputs = (*OPTIONS, *(f"-I{one}" for one in headers), str(SOURCES[0]), "-o", str(made), *libraries)
         logs.logger.info("compiling %s, once for this version of torch", SOURCES[0].name)
         try:
-            run = subprocess.run((compiler, *inputs), capture_output=True, text=True)
+            run = subprocess.run((compiler(), *inputs), capture_output=True, text=True)
         except OSError as error:
-            raise ImportError(f"{compiler} could not be run ({error})") from error
+            raise ImportError(f"{compiler()} could not be run ({error})") from error
         if run.returncode:
             said = run.stderr.strip().splitlines()
             why = next((line for line in said if "error" in line), said[-1] if said else str(run.returncode))
-            raise ImportError(f"{compiler} failed: {why}")
+            raise ImportError(f"{compiler()} failed: {why}")
         return made.read_bytes()
 
 

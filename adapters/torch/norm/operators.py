@@ -1,158 +1,208 @@
-"""The norms as operators of torch: what torch.compile, export, functorch, dispatch modes and tensor subclasses see.
+"""Norms and fused operations as operators of torch: what torch.compile, export, functorch, dispatch modes and tensor
+subclasses see.
 
-    torch.ops.cunorm.norm -> (y, statistics)        differentiable: what exported programs and dynamo's graphs hold
-    torch.ops.cunorm.norm_forward -> (y, statistics)            the kernels: what is left of `norm` and its derivative
-    torch.ops.cunorm.norm_backward -> (dx, dweight, dbias)      in compiled code, and what modes and subclasses see
+    torch.ops.cunorm.fused_norm -> (y, s, statistics)             differentiable: what programs and dynamo's graphs hold
+    torch.ops.cunorm.fused_norm_forward -> (y, s, statistics)     the kernels: what is left of `fused_norm` and its
+    torch.ops.cunorm.fused_norm_backward -> gradients             derivative in compiled code, and what modes see
 
-`operation` is a name of cunorm.operation.NAMED, `ndim` the number of normalised axes, `statistics` as formulas.py has
-it: empty if not wanted. Gradients that are not wanted are empty too.
+One pair serves all operations: prologue and epilogue are texts. A text is read by the grammar of expressions, whoever
+wrote it, and is never part of a kernel's text itself: a saved program can bring no CUDA of its own.
 
-`norm` has no kernel: wherever it is differentiated or compiled it is `Norm`, an autograd.Function around the other two,
-which therefore need no derivative of their own. One that is registered by torch.library.register_autograd runs in
-compiled code as well, where nothing is differentiated: 16 us a norm in a row, 46 with nothing in the core's caches
-(docs/tuning.md). Nor does dynamo see the Function: it would hide the operator of an exported program in a subgraph and
-leave the program without a derivative.
+`names` are those of the operands: of the tensors, then of the numbers. A prologue "" is none; s is empty if it is not
+among `returns`, statistics (as formulas.py has them) if not wanted. The last axis is normalised.
+
+`fused_norm` has no kernel: wherever it is differentiated or compiled it is `Norm`, an autograd.Function around the
+other two, which therefore need no derivative of their own. One that is registered by torch.library.register_autograd
+runs in compiled code as well, where nothing is differentiated: 16 us a norm in a row, 46 with nothing in the core's
+caches (docs/tuning.md). Nor does dynamo see the Function: it would hide the operator of an exported program in a
+subgraph and leave the program without a derivative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...call import broadcasting
+from ...expression.grammar import parse
+from ...expression.value import Expression
+from ...fusion import composed
+from ...operation import NAMED, NORMS, SEED, Operation
+from ...plan.problem import compute_dtype
 from .. import private
 from . import checks, formulas, launching
+from .calls import Call, call_of
+from .calls import family as family_of
+from .launching import Saved
 
 _library = torch.library.Library("cunorm", "DEF")
+_OPERATION = "str norm, str prologue, str epilogue, str[] names, float[] numbers, str[] returns"
 _FORWARD = (
-    "(Tensor x, Tensor? weight, Tensor? bias, str operation, int ndim, float eps, ScalarType dtype, "
-    "bool wants_statistics, int sm_margin, int backward_sm_margin) -> (Tensor y, Tensor statistics)"
+    f"(Tensor x, Tensor[] operands, {_OPERATION}, float eps, ScalarType dtype, ScalarType s_dtype, "
+    "bool wants_statistics, int sm_margin, int backward_sm_margin) -> (Tensor y, Tensor s, Tensor statistics)"
 )
-_library.define(f"norm{_FORWARD}")
-_library.define(f"norm_forward{_FORWARD}")
-# `checked`: what autograd gives back to a backward pass fits the forward pass that ran.
+_library.define(f"fused_norm{_FORWARD}")
+_library.define(f"fused_norm_forward{_FORWARD}")
+# Of x and operands that are not read the shape alone counts; `dtypes` are those of all of them.
 _library.define(
-    "norm_backward(Tensor dy, Tensor x, Tensor statistics, Tensor? weight, str operation, float eps, "
-    "bool[3] output_mask, int sm_margin, bool checked=False) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    f"fused_norm_backward(Tensor? dy, Tensor? ds, Tensor x, Tensor[] operands, Tensor? s, Tensor statistics, "
+    f"{_OPERATION}, float eps, ScalarType s_dtype, str[] dtypes, bool[] wanted, int sm_margin) -> Tensor[]"
 )
-norm = torch.ops.cunorm.norm.default
-norm_forward = torch.ops.cunorm.norm_forward.default
-norm_backward = torch.ops.cunorm.norm_backward.default
+fused_norm = torch.ops.cunorm.fused_norm.default
+fused_norm_forward = torch.ops.cunorm.fused_norm_forward.default
+fused_norm_backward = torch.ops.cunorm.fused_norm_backward.default
 
 
-# The kernels. For the CPU those of torch's own norm: only its derivatives of higher order are wrong. The formulas are
-# what decomposition.py shows to others.
+class Forward(NamedTuple):
+    """What the forward operators take beside tensors, in their order."""
+
+    norm: str
+    prologue: str
+    epilogue: str
+    names: Sequence[str]
+    numbers: Sequence[float]
+    returns: Sequence[str]
+    eps: float
+    dtype: torch.dtype
+    s_dtype: torch.dtype
+    wants_statistics: bool
+    sm_margin: int
+    backward_sm_margin: int
+
+    def call(self, operands: Sequence[Any]) -> Call:
+        return _call_of(self, operands, checks.dtype_name(self.dtype), (self.sm_margin,) * 3)
+
+    def backward(self, dtypes: list[str]) -> Backward:
+        """What the backward operator takes, for every gradient."""
+        wanted = [True] * len(dtypes)
+        return Backward(*self[:7], self.s_dtype, dtypes, wanted, self.backward_sm_margin)
 
 
-def _forward_cuda(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, sm_margin, _):
-    call = (operation, x, x.shape[-ndim:], weight, bias, eps, dtype, sm_margin, wants_statistics)
-    y, statistics, _ = launching.forward(*call)
-    return y, _absent(x) if statistics is None else statistics
+class Backward(NamedTuple):
+    """What the backward operator takes beside tensors, in its order."""
+
+    norm: str
+    prologue: str
+    epilogue: str
+    names: Sequence[str]
+    numbers: Sequence[float]
+    returns: Sequence[str]
+    eps: float
+    s_dtype: torch.dtype
+    dtypes: list[str]  # of x and the operands
+    wanted: Sequence[bool]  # the same
+    sm_margin: int
+
+    def call(self, operands: Sequence[Any]) -> Call:
+        return _call_of(self, operands, None, (self.sm_margin,) * 3)
 
 
-def _forward_cpu(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, *_):
-    checks.forward(operation, x, ndim, weight, bias, dtype)
-    y, statistics = forward_by_torch(x, weight, bias, operation, ndim, eps, dtype)
-    return y, statistics if wants_statistics else _absent(x)
-
-
-def forward_by_torch(x, weight, bias, operation, ndim, eps, dtype) -> tuple[Tensor, Tensor]:
-    """(y, statistics) by torch's kernel where it has one; without a derivative, for arguments that fit."""
-    if not formulas.subtracts_mean(operation):
-        return _forward_by_formulas(x, weight, bias, operation, ndim, eps, dtype)
-    compute = formulas.compute_dtype(x)
-    # Of a 16-bit x torch's kernel gives mean and rstd in float32 only beside a float32 weight.
-    wide = x if x.dtype is dtype and weight is not None else x.to(compute)
-    weight = None if weight is None else formulas.gamma(operation, weight, x)
-    bias = None if bias is None else bias.to(compute)
-    y, mean, rstd = torch.native_layer_norm(wide, x.shape[-ndim:], weight, bias, eps)
-    return _result(y, dtype), torch.stack((mean, rstd)).view(2, *x.shape[:-ndim])
-
-
-def _backward_cpu(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
-    checks.backward(operation, dy, x, statistics, weight)
-    return backward_by_torch(dy, x, statistics, weight, operation, eps, output_mask)
-
-
-def backward_by_torch(dy, x, statistics, weight, operation, eps, output_mask) -> tuple[Tensor, ...]:
-    """As norm_backward, by torch's kernel where it has one; without a derivative, for arguments that fit."""
-    if not formulas.subtracts_mean(operation):
-        gradients = formulas.backward(operation, dy, x, statistics, weight, tuple(output_mask))
-        return _in_dtypes(gradients, output_mask, x, weight)
-    compute, shape = statistics.dtype, x.shape[statistics.dim() - 1 :]
-    mean, rstd = statistics.contiguous().view(*statistics.shape, *(1,) * len(shape))  # as the kernel reads them
-    gamma = rstd.new_ones(shape) if weight is None else formulas.gamma(operation, weight, x)
-    # torch's kernel takes x * rstd - mean * rstd, which loses all digits where |mean| is large beside the deviation.
-    gradients = torch.ops.aten.native_layer_norm_backward.default(
-        dy.to(compute), x.to(compute) - mean, shape, torch.zeros_like(mean), rstd, gamma, gamma, output_mask
-    )
-    return _in_dtypes(gradients, output_mask, x, weight)
-
-
-def forward_by_formulas(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, sm_margin, _):
-    checks.forward(operation, x, ndim, weight, bias, dtype)
-    y, statistics = _forward_by_formulas(x, weight, bias, operation, ndim, eps, dtype)
-    return y, statistics if wants_statistics else _absent(x)
-
-
-def _forward_by_formulas(x, weight, bias, operation, ndim, eps, dtype) -> tuple[Tensor, Tensor]:
-    statistics = formulas.statistics_of(operation, x, ndim, eps)
-    y = formulas.forward(operation, x, statistics, weight, bias)
-    return _result(y, dtype), statistics.contiguous()
-
-
-def _backward_cuda(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
-    if not checked:
-        checks.backward(operation, dy, x, statistics, weight)
-    family = launching.family(operation, x.dim() - statistics.dim() + 1, x)
-    gradients = launching.backward(family, dy, x, statistics, weight, tuple(output_mask), sm_margin)
-    return tuple([_absent(x) if gradient is None else gradient for gradient in gradients])
-
-
-def backward_by_formulas(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
-    checks.backward(operation, dy, x, statistics, weight)
-    gradients = formulas.backward(operation, dy, x, statistics, weight, tuple(output_mask))
-    return _in_dtypes(gradients, output_mask, x, weight)
-
-
-def _in_dtypes(gradients, output_mask, x: Tensor, weight: Tensor | None) -> tuple[Tensor, ...]:
-    parameter = x.dtype if weight is None else weight.dtype
-    dtypes = (x.dtype, parameter, parameter)
-    return tuple(
-        _result(gradient, dtype) if wanted else _absent(x)
-        for gradient, dtype, wanted in zip(gradients, dtypes, output_mask, strict=True)
+def forward_options(
+    call: Call, numbers: Sequence[float], eps: float, x_dtype: str, wants_statistics: bool, differentiated: bool
+) -> Forward:
+    """How the operators are told of a call."""
+    operation, (forward, backward, inference) = call.whole, call.sm_margins
+    dtype, s_dtype = (getattr(torch, one or x_dtype) for one in (call.dtype, call.s_dtype))
+    return Forward(
+        norm=operation.norm,
+        prologue="" if operation.prologue is None else operation.prologue.text,
+        epilogue=operation.epilogue.text,
+        names=[*call.names[1:], *call.numbers],
+        numbers=[*numbers],
+        returns=[*operation.returns],
+        eps=eps,
+        dtype=dtype,
+        s_dtype=s_dtype,
+        wants_statistics=wants_statistics or differentiated,
+        sm_margin=forward if differentiated else inference,
+        backward_sm_margin=backward,
     )
 
 
-def _result(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Laid out as the kernels write it."""
-    return values.to(dtype).contiguous()
+def _call_of(
+    asked: Forward | Backward, operands: Sequence[Any], dtype: str | None, margins: tuple[int, int, int]
+) -> Call:
+    """The call that an operator's arguments mean; ValueError for what is none: nothing of it is compiled then."""
+    count, names = len(operands), tuple(asked.names)  # the first operands are tensors, the others numbers
+    if count + len(asked.numbers) != len(names):
+        raise ValueError(
+            f"fused_norm: names must have one for each operand; got {len(names)} for {count} tensors and "
+            f"{len(asked.numbers)} numbers."
+        )
+    operation = _operation(asked.norm, asked.prologue, asked.epilogue, names, tuple(asked.returns))
+    s_dtype = checks.dtype_name(asked.s_dtype) if asked.prologue else None
+    return call_of("fused_norm", operation, names[:count], names[count:], (), dtype, s_dtype, margins)
 
 
-# Shapes and dtypes alone, checked: a trace holds only calls that fit.
+@lru_cache(maxsize=4096)
+def _operation(norm: str, prologue: str, epilogue: str, names: tuple[str, ...], returns: tuple[str, ...]) -> Operation:
+    if not prologue and returns == ("y",):
+        for plain in NAMED.values():
+            if plain.norm == norm and {*names} <= {*plain.operands} and plain.given(names).epilogue.text == epilogue:
+                return plain
+    before = _parsed(prologue, "x", names) if prologue else None
+    after = _parsed(epilogue, "xhat", names)
+    used = {*after.names, *(before.names if before else ())}
+    unused = tuple(name for name in names if name not in used)  # their gradients are zero
+    return composed(norm, before, Expression((*after.names, *unused), after.steps), returns)
 
 
-@torch.library.register_fake("cunorm::norm_forward", lib=_library)
-def _forward_fake(x, weight, bias, operation, ndim, eps, dtype, wants_statistics, sm_margin, _):
-    checks.forward(operation, x, ndim, weight, bias, dtype)
-    y = x.new_empty(x.shape, dtype=dtype)
-    if not wants_statistics:
-        return y, _absent(x)
-    shape = (1 + formulas.subtracts_mean(operation), *x.shape[:-ndim])
-    return y, x.new_empty(shape, dtype=formulas.compute_dtype(x))
+def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
+    """The expression with the names that occur."""
+    found = parse(text, (first, *names))
+    return Expression((first, *(name for name in names if name in found.uses)), found.steps)
 
 
-@torch.library.register_fake("cunorm::norm_backward", lib=_library)
-def _backward_fake(dy, x, statistics, weight, operation, eps, output_mask, sm_margin, checked=False):
-    checks.backward(operation, dy, x, statistics, weight)
-    shape = x.shape[statistics.dim() - 1 :]
-    dtype = x.dtype if weight is None else weight.dtype
-    results = ((x.shape, x.dtype), (shape, dtype), (shape, dtype))
-    return tuple(
-        x.new_empty(shape, dtype=dtype) if wanted else _absent(x)
-        for (shape, dtype), wanted in zip(results, output_mask, strict=True)
+# The kernels. For the CPU those of torch's own norm where it has one: only its derivatives of higher order are wrong.
+# The formulas are what decomposition.py shows to others.
+
+
+def _forward_cuda(x, operands, *options):
+    asked = Forward(*options)
+    call = asked.call(operands)
+    results, statistics, _ = checks.raising_as_torch(
+        launching.forward,
+        call,
+        [x, *operands],
+        asked.numbers,
+        asked.eps,
+        asked.wants_statistics,
+        sm_margin=asked.sm_margin,
+    )
+    return _three(x, dict(zip(call.operation.returns, results, strict=True)), statistics)
+
+
+def _forward_cpu(x, operands, *options):
+    asked = Forward(*options)
+    call = asked.call(operands)
+    if not has_own_kernel(call, x, operands):
+        return forward_by_formulas(x, operands, *options)
+    _check(call, [x, *operands])
+    weight, bias = weight_and_bias(asked.names, operands)
+    y, statistics = forward_by_torch(call.affine, x, weight, bias, asked.eps, asked.dtype)
+    return _three(x, {"y": y}, statistics if asked.wants_statistics else None)
+
+
+def forward_by_formulas(x, operands, *options):
+    asked = Forward(*options)
+    call = asked.call(operands)
+    _check(call, [x, *operands])
+    values = values_of(call, [x, *operands], asked.numbers)
+    results, statistics = formulas.forward(call.operation, values, asked.eps, asked.dtype, asked.s_dtype)
+    if "s" not in asked.returns:
+        results.pop("s", None)
+    return _three(x, results, statistics if asked.wants_statistics else None)
+
+
+def _three(x: Tensor, results: dict[str, Tensor], statistics: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        results["y"],
+        results["s"] if "s" in results else _absent(x),
+        _absent(x) if statistics is None else statistics,
     )
 
 
@@ -160,77 +210,284 @@ def _absent(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
+def weight_and_bias(names: Sequence[str], operands: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    given = dict(zip(names, operands, strict=True))
+    return given.get("weight"), given.get("bias")
+
+
+def values_of(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float]) -> dict[str, Tensor | float]:
+    """x and the operands by name."""
+    return dict(zip((*call.names, *call.numbers), (*tensors, *numbers), strict=True))
+
+
+def _check(call: Call, tensors: Sequence[Tensor]) -> None:
+    layouts = {name: checks.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
+    x = layouts.pop("x")
+    checks.raising_as_torch(broadcasting.check_operands, call.function, x, layouts, demanded=call.demanded)
+
+
+def has_own_kernel(call: Call, x: Tensor, operands: Sequence[Tensor]) -> bool:
+    """Whether torch serves it on the CPU without a formula for each expression: a plain norm."""
+    columns = x.shape[-1:]
+    return call.affine is not None and all(one.shape == columns for one in operands)
+
+
+def forward_by_torch(
+    name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(y, statistics) of a plain norm, by torch's kernel where it has one; without a derivative, for arguments that
+    fit.
+    """
+    compute = formulas.compute_dtype(x)
+    if not formulas.subtracts_mean(name):
+        statistics = formulas.statistics_of(NAMED[name].norm, x.to(compute), eps)
+        return formulas.affine(name, x, statistics, weight, bias).to(dtype).contiguous(), statistics.contiguous()
+    # Of a 16-bit x torch's kernel gives mean and rstd in float32 only beside a float32 weight.
+    wide = x if x.dtype is dtype and weight is not None else x.to(compute)
+    weight = None if weight is None else formulas.gamma(name, weight, x)
+    bias = None if bias is None else bias.to(compute)
+    y, mean, rstd = torch.native_layer_norm(wide, x.shape[-1:], weight, bias, eps)
+    return y.to(dtype).contiguous(), torch.stack((mean, rstd)).view(2, *x.shape[:-1])
+
+
+def backward_by_torch(
+    name: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, wanted: Sequence[str]
+) -> dict[str, Tensor]:
+    """The gradients `wanted` of x, weight and bias in the same way, as wide as they are computed."""
+    if not formulas.subtracts_mean(name):
+        values = {"x": x} if weight is None else {"x": x, "weight": weight}
+        found = formulas.backward(NAMED[name], values, None, {"dy": dy}, statistics, wanted, x.dtype)
+        return dict(zip(wanted, found, strict=True))
+    compute, shape = statistics.dtype, x.shape[-1:]
+    mean, rstd = statistics.contiguous()[..., None]  # as the kernel reads them
+    gamma = rstd.new_ones(shape) if weight is None else formulas.gamma(name, weight, x)
+    # torch's kernel takes x * rstd - mean * rstd, which loses all digits where |mean| is large beside the deviation.
+    names = ("x", "weight", "bias")
+    found = torch.ops.aten.native_layer_norm_backward.default(
+        dy.to(compute),
+        x.to(compute) - mean,
+        shape,
+        torch.zeros_like(mean),
+        rstd,
+        gamma,
+        gamma,
+        [name in wanted for name in names],
+    )
+    return {name: one for name, one in zip(names, found, strict=True) if name in wanted}
+
+
+def _backward_cuda(dy, ds, x, operands, s, statistics, *options):
+    asked = Backward(*options)
+    call, tensors = asked.call(operands), [x, *operands]
+    layouts = {
+        name: checks.layout_in_memory(call.function, name, tensor)._replace(dtype=dtype)
+        for name, tensor, dtype in zip(call.names, tensors, asked.dtypes, strict=True)
+    }
+    family = family_of(call, layouts)
+    if s is not None:
+        tensors.append(s)
+    saved = Saved((*call.names, "s") if s is not None else call.names, tensors, asked.numbers, statistics)
+    return _each_once(launching.backward(family, saved, dy, ds, call.wanted(tuple(asked.wanted))))
+
+
+def _backward_cpu(dy, ds, x, operands, s, statistics, *options):
+    asked = Backward(*options)
+    call = asked.call(operands)
+    if not has_own_kernel(call, x, operands) or wants_gradient(dy, x, *operands):
+        return backward_by_formulas(dy, ds, x, operands, s, statistics, *options)
+    weight, _ = weight_and_bias(asked.names, operands)
+    wanted = call.wanted(tuple(asked.wanted))
+    by_name = backward_by_torch(call.affine, dy, x, statistics, weight, wanted)
+    return _in_dtypes(asked, [by_name[name] for name in wanted])
+
+
+def backward_by_formulas(dy, ds, x, operands, s, statistics, *options):
+    asked = Backward(*options)
+    call = asked.call(operands)
+    values = values_of(call, [x, *operands], asked.numbers)
+    if wants_gradient(dy, ds, x, *operands, s):
+        statistics = statistics_again(call, values, s, asked.s_dtype, asked.eps)
+    wanted = call.wanted(tuple(asked.wanted))
+    found = formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, asked.s_dtype)
+    return _in_dtypes(asked, found)
+
+
+def _in_dtypes(asked: Backward, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Laid out as the kernels write them."""
+    dtypes = [getattr(torch, dtype) for dtype, wants in zip(asked.dtypes, asked.wanted, strict=True) if wants]
+    return _each_once([one.to(dtype).contiguous() for one, dtype in zip(gradients, dtypes, strict=True)])
+
+
+def _each_once(gradients: list[Tensor]) -> list[Tensor]:
+    """An operator must not return a tensor twice."""
+    return [one.clone() if any(one is other for other in gradients[:i]) else one for i, one in enumerate(gradients)]
+
+
+def statistics_again(call: Call, values, s: Tensor | None, s_dtype: torch.dtype, eps: float) -> Tensor:
+    """Once more, of s or of what it is made of: the result can be differentiated."""
+    wide = None if s is None else s.to(formulas.compute_dtype(s))
+    rows = formulas.rows_of(call.operation, values, s_dtype) if wide is None else wide
+    return formulas.statistics_of(call.operation.norm, rows, eps)
+
+
+# Shapes and dtypes alone, checked: a trace holds only calls that fit.
+
+
+@torch.library.register_fake("cunorm::fused_norm_forward", lib=_library)
+def _forward_fake(x, operands, *options):
+    asked = Forward(*options)
+    _check(asked.call(operands), [x, *operands])
+    y = x.new_empty(x.shape, dtype=asked.dtype)
+    s = x.new_empty(x.shape, dtype=asked.s_dtype) if "s" in asked.returns else _absent(x)
+    if not asked.wants_statistics:
+        return y, s, _absent(x)
+    compute = getattr(torch, compute_dtype(checks.dtype_name(asked.s_dtype)))
+    return y, s, x.new_empty((len(NORMS[asked.norm].statistics), *x.shape[:-1]), dtype=compute)
+
+
+@torch.library.register_fake("cunorm::fused_norm_backward", lib=_library)
+def _backward_fake(dy, ds, x, operands, s, statistics, *options):
+    asked = Backward(*options)
+    asked.call(operands)
+    return [
+        x.new_empty(tensor.shape, dtype=getattr(torch, dtype))
+        for tensor, dtype, wants in zip((x, *operands), asked.dtypes, asked.wanted, strict=True)
+        if wants
+    ]
+
+
 # Derivatives.
 
 
 class Norm(torch.autograd.Function):
-    """norm_forward and its derivative, also under the transforms of functorch."""
+    """fused_norm_forward of x, options and operands, and its derivative, also under the transforms of functorch."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments):
-        return norm_forward(*arguments)
+    def forward(x, asked, *operands):
+        return fused_norm_forward(x, list(operands), *asked)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, bias, operation, ndim, eps, _, wants_statistics, _, sm_margin = inputs
-        _, statistics = output
-        ctx.mark_non_differentiable(statistics)
-        ctx.save_for_backward(statistics if wants_statistics else None, x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.options = operation, ndim, eps, sm_margin
+        x, asked, *operands = inputs
+        _, s, statistics = output
+        call, returned = asked.call(operands), "s" in asked.returns
+        ctx.mark_non_differentiable(statistics, *(() if returned else (s,)))
+        ctx.set_materialize_grads(False)
+        x_wants, _, *wanted = ctx.needs_input_grad
+        read = call.saved(call.wanted((x_wants, *wanted)))
+        tensors = (x, *operands)
+        # What is not read is not kept: another array of its shape stands for it.
+        others = [s if returned else x, *(one for name, one in zip(call.names, tensors, strict=True) if name in read)]
+        kept = [
+            one if name in read else next((other for other in others if alike(one, other)), one)
+            for name, one in zip(call.names, tensors, strict=True)
+        ]
+        ctx.save_for_backward(s if returned else None, statistics if asked.wants_statistics else None, *kept)
+        ctx.asked = asked.backward([checks.dtype_name(one.dtype) for one in tensors])
 
     @staticmethod
-    def backward(ctx, dy, _):
-        statistics, x, weight = ctx.saved_tensors
-        operation, ndim, eps, sm_margin = ctx.options
-        if statistics is None:
-            statistics = formulas.statistics_of(operation, x.detach(), ndim, eps)
-        mask = ctx.needs_input_grad[:3]
-        dx, dweight, dbias = backward(dy, x, statistics, weight, operation, eps, mask, sm_margin)
-        if dbias is not None:
-            dbias = dbias.to(ctx.bias_dtype)
-        return dx, dweight, dbias, *[None] * 7
+    def backward(ctx, dy, ds, _):
+        s, statistics, *tensors = ctx.saved_tensors
+        x_wants, _, *wanted = ctx.needs_input_grad
+        asked = ctx.asked._replace(wanted=(x_wants, *wanted))
+        dx, *found = gradients(asked.call(wanted), asked, dy, ds, tensors, s, statistics)
+        return dx, None, *found
 
 
 class NormBackward(torch.autograd.Function):
-    """norm_backward and its derivative, which is made of torch's own operators and can be differentiated again."""
+    """fused_norm_backward of a plain norm, and its derivative, which can be differentiated again."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments):
-        return norm_backward(*arguments)
+    def forward(dy, statistics, asked, x, *operands):
+        return tuple(fused_norm_backward(dy, None, x, list(operands), None, statistics, *asked))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        dy, x, statistics, weight, operation, eps, ctx.output_mask, *_ = inputs
+        dy, _, ctx.asked, x, *operands = inputs
+        weight, _ = weight_and_bias(ctx.asked.names, operands)
         ctx.save_for_backward(dy, x, weight)
-        ctx.options = operation, x.dim() - statistics.dim() + 1, eps
+        ctx.name = ctx.asked.call(operands).affine
 
     @staticmethod
     def backward(ctx, *gradients):
         dy, x, weight = ctx.saved_tensors
-        operation, ndim, eps = ctx.options
-        gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, ctx.output_mask, strict=True)]
-        grad_dy, grad_x, grad_weight = formulas.second_backward(operation, *gradients, dy, x, ndim, weight, eps)
+        names, asked = ("x", *ctx.asked.names), ctx.asked
+        wanted = [name for name, wants in zip(names, asked.wanted, strict=True) if wants]
+        given = dict(zip(wanted, gradients, strict=True))
+        of = [given.get(name) for name in ("x", "weight", "bias")]
+        grad_dy, grad_x, grad_weight = formulas.second_backward(ctx.name, *of, dy, x, weight, asked.eps)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_dy.to(dy.dtype), grad_x.to(x.dtype), None, grad_weight, *[None] * 5
+        of_operands = (grad_weight if name == "weight" else None for name in asked.names)
+        return grad_dy.to(dy.dtype), None, None, grad_x.to(x.dtype), *of_operands
 
 
-def backward(dy, x, statistics, weight, operation, eps, output_mask, sm_margin):
-    """norm_backward, differentiable wherever it is called; None for what is not wanted. Shapes and devices fit."""
-    if private.in_forward_mode():  # of which a Function knows nothing
-        if not torch.compiler.is_compiling():
-            checks.backward(operation, dy, x, statistics, weight)
-        again = formulas.statistics_of(operation, x, x.dim() - statistics.dim() + 1, eps)
-        gradients = formulas.backward(operation, dy, x, again, weight, tuple(output_mask))
-        dtypes = (x.dtype, *((x if weight is None else weight).dtype,) * 2)
-        return tuple(None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True))
-    gradients = NormBackward.apply(dy, x, statistics, weight, operation, eps, list(output_mask), sm_margin, True)
-    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True))
+def gradients(
+    call: Call,
+    asked: Backward,
+    dy: Tensor | None,
+    ds: Tensor | None,
+    tensors: Sequence[Tensor],
+    s: Tensor | None,
+    statistics: Tensor | None,
+) -> list[Tensor | None]:
+    """Those of x and of the operands, `tensors`, None where `asked` wants none, differentiable where that is wanted."""
+    names = call.wanted(tuple(asked.wanted))
+    if not names or (dy is None and ds is None):
+        return [None] * len(tensors)
+    values = values_of(call, tensors, asked.numbers)
+    batched = any(one is not None and private.is_batched(one) for one in (dy, ds))  # lists have no fallback for such
+    in_steps = private.in_forward_mode() or batched or (torch.is_grad_enabled() and not call.affine)
+    if statistics is None or in_steps:
+        statistics = statistics_again(call, values, s, asked.s_dtype, asked.eps)
+    if in_steps:
+        found = formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, names, asked.s_dtype)
+        dtypes = dict(zip(call.names, asked.dtypes, strict=True))
+        by_name = {name: one.to(getattr(torch, dtypes[name])) for name, one in zip(names, found, strict=True)}
+        return [by_name.get(name) for name in call.names]
+    if call.affine:
+        by_name = dict(zip(names, NormBackward.apply(dy, statistics, asked, *tensors), strict=True))
+        return [by_name.get(name) for name in call.names]
+    # Equal gradients are computed once.
+    kinds = {name: "full" for name, one in zip(call.names, tensors, strict=True) if alike(one, tensors[0])}
+    of = dict(zip(call.names, asked.dtypes, strict=True))
+    same = broadcasting.same_gradients(call.operation, names, values, kinds, of)
+    first = dict.fromkeys(same.values())
+    asked = asked._replace(wanted=[name in first for name in call.names])
+    x, *operands = tensors
+    found = fused_norm_backward(dy, ds, x, operands, s, statistics, *asked)
+    by_name = dict(zip((name for name in call.names if name in first), found, strict=True))
+    return [by_name[same[name]] if name in same else None for name in call.names]
+
+
+def alike(one: Tensor, x: Tensor) -> bool:
+    """Whether shapes are equal; an open size is not compared with that of another axis."""
+    return one.dim() == x.dim() and one.shape == x.shape
+
+
+class _Listed:
+    """Norm with the arguments of its operator; under functorch, where an operator cannot be a Function, steps."""
+
+    @staticmethod
+    def apply(x, operands, *options):
+        if private.under_functorch():
+            return forward_by_formulas(x, operands, *options)
+        return Norm.apply(x, Forward(*options), *operands)
+
+
+class _ListedBackward:
+    """The same of the backward pass, which has a Function of a plain norm alone."""
+
+    @staticmethod
+    def apply(dy, ds, x, operands, s, statistics, *options):
+        asked = Backward(*options)
+        if private.under_functorch() or not asked.call(operands).affine:
+            return backward_by_formulas(dy, ds, x, operands, s, statistics, *options)
+        return list(NormBackward.apply(dy, statistics, asked, x, *operands))
 
 
 def wants_gradient(*arguments: Any) -> bool:
@@ -266,62 +523,62 @@ def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]
             operator.py_impl(getattr(private.dispatch_key, f"Autograd{device}"))(differentiable(below_autograd))
 
 
-_library.impl("norm", Norm.apply, "CompositeImplicitAutograd")
-register_kernels(norm_forward, Norm, CPU=_forward_cpu, CUDA=_forward_cuda)
-register_kernels(norm_backward, NormBackward, CPU=_backward_cpu, CUDA=_backward_cuda)
+_library.impl("fused_norm", _Listed.apply, "CompositeImplicitAutograd")
+register_kernels(fused_norm_forward, _Listed, CPU=_forward_cpu, CUDA=_forward_cuda)
+register_kernels(fused_norm_backward, _ListedBackward, CPU=_backward_cpu, CUDA=_backward_cuda)
 
 
-# vmap: the batch is one more leading axis, as long as weight and bias are common to it.
+# vmap: the batch is one more leading axis. Operands are then for groups of rows, and every sample has its own sums. A
+# seed gives the same numbers to each sample: torch's own operators, sample by sample.
 
 
-@torch.library.register_vmap("cunorm::norm_forward", lib=_library)
-def _forward_vmap(info, in_dims, x, weight, bias, *options):
-    operation, ndim, eps, dtype, wants_statistics, *margins = options
-    x = _batch_first(x, in_dims[0], info.batch_size)
-    if in_dims[1] is None and in_dims[2] is None:
-        y, statistics = norm_forward(x, weight, bias, *options)
-    else:
-        plain = (operation, ndim, eps, formulas.compute_dtype(x), wants_statistics, *margins)
-        y, statistics = norm_forward(x, None, None, *plain)
-        if weight is not None:
-            y = y * formulas.gamma(operation, _beside(x, weight, in_dims[1], ndim), x)
-        if bias is not None:
-            y = y + _beside(x, bias, in_dims[2], ndim).to(y.dtype)
-        y = y.to(dtype)
-    return (y, statistics), (0, 1 if wants_statistics else None)
+@torch.library.register_vmap("cunorm::fused_norm_forward", lib=_library)
+def _forward_vmap(info, in_dims, x, operands, *options):
+    asked = Forward(*options)
+    of_x, of_operands, *_ = in_dims
+    if SEED in asked.names:
+
+        def run(x, *operands):
+            return forward_by_formulas(x, operands, *options)
+
+        return torch.vmap(run, (of_x, *of_operands))(x, *operands), (0, 0, 0)
+    x = _batch_first(x, of_x, info.batch_size)
+    operands = [one if dim is None else _beside(x, one, dim) for one, dim in zip(operands, of_operands, strict=True)]
+    y, s, statistics = fused_norm_forward(x, operands, *options)
+    return (y, s, statistics), (0, 0 if "s" in asked.returns else None, 1 if asked.wants_statistics else None)
 
 
-@torch.library.register_vmap("cunorm::norm_backward", lib=_library)
-def _backward_vmap(info, in_dims, dy, x, statistics, weight, operation, eps, output_mask, *others):
-    dy = _batch_first(dy, in_dims[0], info.batch_size)
-    x = _batch_first(x, in_dims[1], info.batch_size)
-    statistics = _batch_first(statistics, in_dims[2], info.batch_size).movedim(0, 1)
-    ndim = x.dim() - statistics.dim() + 1
-    wants_dx, *wants_parameters = output_mask
-    dx = dweight = dbias = _absent(x)
-    if wants_dx and in_dims[3] is None:
-        dx, _, _ = norm_backward(dy, x, statistics, weight, operation, eps, [True, False, False], *others)
-    # Every sample has its own sums.
-    mask = (wants_dx and in_dims[3] is not None, *wants_parameters)
-    if any(mask):
-        beside = None if weight is None else _beside(x, weight, in_dims[3], ndim)
-        gradients = formulas.backward(operation, dy, x, statistics, beside, mask, batch_ndim=1)
-        dtypes = (x.dtype, *((x if weight is None else weight).dtype,) * 2)
-        computed = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
-        dx, dweight, dbias = (
-            absent if gradient is None else gradient
-            for gradient, absent in zip(computed, (dx, dweight, dbias), strict=True)
-        )
-    return (dx, dweight, dbias), tuple(0 if wanted else None for wanted in output_mask)
+@torch.library.register_vmap("cunorm::fused_norm_backward", lib=_library)
+def _backward_vmap(info, in_dims, dy, ds, x, operands, s, statistics, *options):
+    asked, size = Backward(*options), info.batch_size
+    if SEED in asked.names:
+        tensors, of_tensors = (dy, ds, x, s, statistics, *operands), (*in_dims[:3], *in_dims[4:6], *in_dims[3])
+
+        def run(*given):
+            left = iter(given)
+            dy, ds, x, s, statistics, *operands = (None if one is None else next(left) for one in tensors)
+            return tuple(backward_by_formulas(dy, ds, x, operands, s, statistics, *options))
+
+        there = [(one, dim) for one, dim in zip(tensors, of_tensors, strict=True) if one is not None]
+        given, places = zip(*there, strict=True)
+        found = torch.vmap(run, places)(*given)
+        return list(found), [0] * len(found)
+    dy, ds, x, s, statistics = (
+        None if one is None else _batch_first(one, dim, size)
+        for one, dim in zip((dy, ds, x, s, statistics), (*in_dims[:3], *in_dims[4:6]), strict=True)
+    )
+    batched = [_batch_first(one, dim, size) for one, dim in zip(operands, in_dims[3], strict=True)]
+    beside = [_beside(x, one, 0) for one in batched]
+    found = fused_norm_backward(dy, ds, x, beside, s, statistics.movedim(0, 1), *options)
+    shapes = [one.shape for one, wants in zip((x, *batched), asked.wanted, strict=True) if wants]
+    return [one.reshape(shape) for one, shape in zip(found, shapes, strict=True)], [0] * len(found)
 
 
 def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _beside(x: Tensor, parameter: Tensor, dim: int | None, ndim: int) -> Tensor:
-    """A parameter of each sample, shaped to be multiplied with x (batch, ..., *normalized_shape)."""
-    if dim is None:
-        return parameter
-    parameter = parameter.movedim(dim, 0)
-    return parameter.reshape(len(parameter), *(1,) * (x.dim() - ndim - 1), *parameter.shape[1:])
+def _beside(x: Tensor, operand: Tensor, dim: int) -> Tensor:
+    """An operand of each sample, shaped to broadcast against x (batch, ..., columns)."""
+    operand = operand.movedim(dim, 0)
+    return operand.reshape(len(operand), *(1,) * (x.dim() - operand.dim()), *operand.shape[1:])

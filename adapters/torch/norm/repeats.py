@@ -6,7 +6,7 @@ asked of them one by one, and the key of a dictionary that is made of the answer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..private import Guards
 
+RECIPES = 4096  # kept at most, of each kind
 LIKE = 4  # earlier calls that are asked one by one, such as those with two layouts of x that follow one another
 
 Alike = Callable[..., bool]
@@ -32,17 +33,17 @@ def alike(*tensors: Tensor) -> Alike:
     return Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def remember(kept: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...], one: Any, most: int) -> None:
+def remember(kept: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...], one: Any) -> None:
     """Puts (alike(*tensors), one) in front of what is kept under a key, and where `again` finds it.
 
-    The oldest goes where there are more than `most`.
+    The oldest goes where there are more than RECIPES.
     """
     known = alike(*tensors)
     if known(*tensors):  # not of one tensor given twice
         for of in (key, _with_layouts(key, tensors)):
             kept[of] = ((known, one), *kept.pop(of, ())[: LIKE - 1])
         with suppress(RuntimeError, StopIteration):  # another thread adds one: it goes next time
-            while len(kept) > 2 * most:
+            while len(kept) > 2 * RECIPES:
                 kept.pop(next(iter(kept)), None)
 
 
@@ -61,3 +62,34 @@ def again(kept: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...
 
 def _with_layouts(key: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:
     return key, *[(one.shape, one.stride(), one.dtype, one.get_device(), one.requires_grad) for one in tensors]
+
+
+_calls: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # by what tensors do not tell
+
+
+def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
+    try:
+        return _calls.get(key, ())
+    except TypeError:  # a size that a trace holds open has no hash
+        return ()
+
+
+def known_call(key: Hashable, tensors: Sequence[Tensor]) -> Any:
+    """What was remembered of a call with tensors like these, as repeats.py has it; None for nothing."""
+    earlier = earlier_calls(key)
+    for known, found in earlier:
+        if known(*tensors):
+            return found
+    return again(_calls, key, tuple(tensors)) if earlier else None
+
+
+def remember_call(key: Hashable, tensors: Sequence[Tensor], found: Any) -> None:
+    """For `known_call`."""
+    remember(_calls, key, tuple(tensors), found)
+
+
+def keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+    if len(kept) >= RECIPES:
+        kept.clear()
+    kept[key] = value
+    return value

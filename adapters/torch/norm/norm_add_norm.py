@@ -1,5 +1,5 @@
-"""rms_norm_add_rms_norm of tensors: one launch forward where a CTA holds a row, else two; backward one kernel where the
-core has one, else two, where autograd alone would take a third to add up the gradients of s.
+"""rms_norm_add_rms_norm of tensors: one launch forward where a CTA holds a row, else two; two backward, where autograd
+alone would take a third to add up the gradients of s.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.checks import Layout
+from ...call.recipe import one_kernel_norms_twice
 from ...named import KINDS
 from ...operation import sandwiched, sandwiched_at_once
 from .. import private
-from . import checks, fused_dispatch, fused_launching, sandwich_launching
-from .fused_launching import Call, call_of
+from . import checks, dispatch, launching
+from .calls import Call, Family, call_of, family
+from .launching import Saved
 
 
 def run(
@@ -71,17 +74,21 @@ _calls: dict[tuple, _Calls] = {}
 def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
     """(y, s)"""
     count = len(calls.first.names)
-    wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not torch.compiler.is_compiling() and fused_dispatch.at_once(tensors):
-        if wants_gradient:
+    if not torch.compiler.is_compiling() and dispatch.at_once(tensors):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return _apply(calls, eps, *tensors)
-        margin = calls.at_once.sm_margins[2]
-        found = sandwich_launching.forward(calls.at_once, calls.first.dtype, tensors, eps, False, margin)
-        if found is not None:
-            return found[:2]
-    (s,), _ = fused_dispatch.run(calls.first, tensors[:count], (), eps, False)
-    (y,), _ = fused_dispatch.run(calls.then, (s, *tensors[count:]), (), eps, False)
+        if _is_one_launch(tensors[0], calls.first.dtype):
+            margin = calls.at_once.sm_margins[2]
+            (y, s), _, _ = launching.forward(calls.at_once, tensors, (), eps, False, sm_margin=margin)
+            return y, s
+    (s,), _ = dispatch.run(calls.first, tensors[:count], (), eps, False)
+    (y,), _ = dispatch.run(calls.then, (s, *tensors[count:]), (), eps, False)
     return y, s
+
+
+def _is_one_launch(x: Tensor, s_dtype: str | None) -> bool:
+    """Whether one kernel makes both."""
+    return one_kernel_norms_twice(Layout(tuple(x.shape), (), checks.dtype_name(x.dtype), ""), s_dtype)
 
 
 class _NormAddNorm(torch.autograd.Function):
@@ -92,20 +99,20 @@ class _NormAddNorm(torch.autograd.Function):
         count = len(calls.first.names)
         given, after = tensors[:count], tensors[count:]
         margin = calls.at_once.sm_margins[0]
-        at_once = sandwich_launching.forward(calls.at_once, calls.first.dtype, tensors, eps, True, margin)
-        if at_once is not None:
-            y, s, of_x, of_s = at_once
+        if _is_one_launch(given[0], calls.first.dtype):
+            (y, s), statistics, _ = launching.forward(calls.at_once, tensors, (), eps, True, sm_margin=margin)
+            of_x, of_s = statistics.split(1)
             first, then = _family(calls.first, given), _family(calls.then, (s, *after))
         else:
-            (s,), of_x, first = fused_launching.forward(calls.first, given, (), eps, True, sm_margin=margin)
-            (y,), of_s, then = fused_launching.forward(calls.then, (s, *after), (), eps, True, sm_margin=margin)
+            (s,), of_x, first = launching.forward(calls.first, given, (), eps, True, sm_margin=margin)
+            (y,), of_s, then = launching.forward(calls.then, (s, *after), (), eps, True, sm_margin=margin)
         wants_s = any(ctx.needs_input_grad[2 : 2 + count])
         masks = ctx.needs_input_grad[2 : 2 + count], (wants_s, *ctx.needs_input_grad[2 + count :])
         names = calls.first.saved(calls.first.wanted(masks[0]))
         saved = [given[calls.first.names.index(name)] for name in names]
         ctx.save_for_backward(of_x, of_s, s, *after, *saved)
         ctx.set_materialize_grads(False)
-        ctx.call = calls, eps, masks, first, fused_launching.family(calls.backward, then.layouts), names
+        ctx.call = calls, eps, masks, first, family(calls.backward, then.layouts), names
         return y, s
 
     @staticmethod
@@ -113,24 +120,22 @@ class _NormAddNorm(torch.autograd.Function):
         calls, eps, masks, first, then, names = ctx.call
         of_x, of_s, s, *others = ctx.saved_tensors
         after, saved = others[: len(masks[1]) - 1], others[len(masks[1]) - 1 :]
-        own = (*calls.then.names[1:], "s")
-        dresidual, *found = fused_dispatch.gradients_of(then, own, (*after, s), (), eps, dy, ds, of_s, masks[1])
+        of_then = Saved((*calls.then.names[1:], "s"), (*after, s), (), of_s)
+        dresidual, *found = dispatch.gradients_of(then, of_then, eps, dy, ds, masks[1])
         dx = [None] * len(masks[0])
         if any(masks[0]):
             # That of residual, x and operands in the order of `names`, is what comes in.
             mask = tuple(wants and name != "residual" for name, wants in zip(calls.first.names, masks[0], strict=True))
             if any(mask):
-                dx = fused_dispatch.gradients_of(first, names, saved, (), eps, dresidual, None, of_x, mask)
+                dx = [*dispatch.gradients_of(first, Saved(names, saved, (), of_x), eps, dresidual, None, mask)]
             place = calls.first.names.index("residual")
             if masks[0][place]:
                 dx[place] = dresidual.to(getattr(torch, first.layouts["residual"].dtype))
         return None, None, *dx, *found
 
 
-def _family(call: Call, tensors: Sequence[Tensor]) -> fused_launching.Family:
-    layouts = fused_launching.layouts_of(call, tensors)
-    return fused_launching.family(call, layouts)
+def _family(call: Call, tensors: Sequence[Tensor]) -> Family:
+    return family(call, launching.layouts_of(call, tensors))
 
 
-# As in functional.py, without what torch does for functorch.
-_apply = super(torch.autograd.Function, _NormAddNorm).apply
+_apply = private.applied(_NormAddNorm)

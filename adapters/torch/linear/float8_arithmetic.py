@@ -1,7 +1,13 @@
-"""Operands of products in 8 bits, made of CUDA tensors by one kernel each (kernels_cu/linear/float8_rows.cu,
-float8_columns.cu, float8_product.cu), on torch's current stream.
+"""Arithmetic in 8 bits: casts of matrices, with scales that make numbers of their bytes again, and their products.
 
-What follows from layouts and options alone is worked out once and kept, as in cunorm/torch/norm/launching.py.
+    bytes = round(v * q)        q = min(F / max|v|, 2^100), F the largest number of the format        scale = 1 / q
+
+The scale is 1 where all of v is zero and NaN where v has an infinite number or NaN. With power_2_scale the mantissa of
+q is cleared. Casts by columns are transposed, and padded with zeros to what a product sums up in steps of 16.
+
+CUDA tensors are cast by one kernel each (kernels_cu/linear/float8_rows.cu, float8_columns.cu, float8_product.cu) on
+torch's current stream; what follows from layouts and options alone is worked out once and kept. Other tensors are cast
+by torch's own operators, to the same bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from ...call.store import NAMES
 from ...kernel import launch
@@ -27,10 +34,16 @@ from ...linear.float8_plan import (
 )
 from ...linear.float8_spec import padded
 from ...operation import NAMED
-from ...plan.problem import ITEMSIZE
-from ..norm import checks, gpu, launching
+from ...plan.problem import FLOAT8, ITEMSIZE
+from ..norm import checks, formulas, gpu, repeats
+from ..norm.float8 import bound, power_of_2, rounded, scaling
+from ..private import scaled_mm
+from .step import in_dtype
 
-FORMATS = {name: getattr(torch, full) for name, full in NAMES.items()}
+STEP = 16  # of a product's contraction
+
+LARGEST = {short: FLOAT8[name] for short, name in NAMES.items()}
+DTYPES = {short: getattr(torch, name) for short, name in NAMES.items()}
 _plans: dict[Hashable, CastPlan] = {}
 
 
@@ -45,11 +58,21 @@ def cast_rows(
     sum_dtype: torch.dtype = torch.float32,
     right: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(bytes (rows, cols), scale (rows,), Σ_rows a (cols,), max_rows |a| (cols,)) of a (rows, cols), read once.
+    """Return (bytes (rows, cols), scale (rows,), Σ_rows a (cols,), max_rows |a| (cols,)) of a (rows, cols), read once.
 
-    The last two are None unless wanted. `scale`: one float32 for all, which is returned. `right`: bytes and scale as
-    float8_casts.as_right makes them. float64 is refused.
+    The last two are None unless wanted. `scale` is one float32 for all, of no axes, and is returned then. `right` gives
+    bytes and scale as `as_right` makes them. The kernel refuses float64.
     """
+    if not a.is_cuda:
+        wide = a.float()
+        if scale is None:
+            multiplier, scale = scaling(_largest(wide, 1), NAMES[dtype], power_2_scale)
+            found = rounded(wide * multiplier[:, None], NAMES[dtype])
+        else:
+            found = rounded(wide * scale.reciprocal(), NAMES[dtype])
+        found, scale = as_right(found, scale) if right else (found, scale)
+        sums = wide.sum(0).to(sum_dtype) if column_sums else None
+        return found, scale, sums, _largest(wide, 0) if column_amax else None
     index = a.get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
@@ -87,10 +110,14 @@ def cast_columns(
     power_2_scale: bool = False,
     right: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(bytes (cols, padded rows), scale (cols,)) of a (rows, cols) and max_rows |a|, which `cast_rows` found.
+    """Return (bytes (cols, padded rows), scale (cols,)) of a (rows, cols) and max_rows |a|, which `cast_rows` found.
 
     Rows are padded with zeros to a multiple of 16. `scale` and `right` as there.
     """
+    if not a.is_cuda:
+        multiplier, scale = scaling(amax, NAMES[dtype], power_2_scale) if scale is None else (scale.reciprocal(), scale)
+        found = rounded(_padded(a.float() * multiplier), NAMES[dtype])
+        return as_right(found, scale) if right else (found, scale)
     index = a.get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
@@ -125,11 +152,16 @@ def normalised_columns(
     *,
     power_2_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(bytes (cols, padded rows), scale (cols,)) of the normalised rows of x (rows, cols), as cast_columns makes them.
+    """Return (bytes (cols, padded rows), scale (cols,)) of the normalised rows of x (rows, cols), as `cast_columns`.
 
-    A column's scale is known beforehand, (|gamma| sqrt(cols - 1) + |beta|) / largest (RMSNorm: sqrt(cols)).
-    `statistics` are what the forward pass saved, (2, rows), or (1, rows) without a mean; `operation` is one of NAMED.
+    A column's scale is known beforehand: of cols numbers with mean 0 and mean square 1 none is beyond sqrt(cols - 1),
+    without a mean none beyond sqrt(cols), so max|z_j| is taken to be |gamma_j| sqrt(cols - 1) + |beta_j|. `statistics`
+    are what the forward pass saved, (2, rows), or (1, rows) without a mean; `operation` is one of NAMED.
     """
+    if not x.is_cuda:
+        z = formulas.affine(operation, x, statistics, ln_weight, ln_bias)
+        multiplier, scale = scaling(bound(operation, x, 1, ln_weight, ln_bias), NAMES[dtype], power_2_scale)
+        return rounded(_padded(z * multiplier), NAMES[dtype]), scale
     index = x.get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
@@ -169,7 +201,13 @@ def normalised_columns(
 
 
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """product (rows, outs) * row_scale (rows,) * column_scale (1, outs) + bias (outs,), rounded once to `dtype`."""
+    """Return product (rows, outs) * row_scale (rows,) * column_scale (1, outs) + bias (outs,), rounded once to `dtype`.
+
+    product and the scales have float32.
+    """
+    if not product.is_cuda:
+        y = product * row_scale[:, None] * column_scale
+        return (y if bias is None else y + bias.float()).to(dtype)
     index = product.get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
@@ -197,8 +235,44 @@ def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tenso
     return y
 
 
+def as_right(bytes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Make (in, out) and (1, out), the right operand of a product, of bytes (out, in) and scales (out,) or of no axes.
+
+    Views take 2 us of the host each: what is cast for it is allocated so.
+    """
+    return bytes.t(), scale.unsqueeze(0) if scale.dim() else scale
+
+
+def scale_of_tensor(a: Tensor, dtype: str = "e4m3", *, power_2_scale: bool = False, least: float = 0.0) -> Tensor:
+    """Return TransformerEngine's scale of a tensor, of no axes: 1 / q, q = F / max|a|.
+
+    It is 1 where q is not finite or a is zero. A maximum below `least` counts as that.
+    """
+    if a.numel() == 0:
+        return a.new_ones((), dtype=torch.float32)
+    lowest, highest = a.aminmax()
+    amax = torch.maximum(-lowest, highest).float().clamp(min=least)  # NaN stays NaN
+    q = LARGEST[dtype] / amax
+    q = torch.where(torch.isinf(q), torch.finfo(torch.float32).max, q)
+    if power_2_scale:
+        q = power_of_2(q)
+    return torch.where((amax > 0) & torch.isfinite(amax), q, 1.0).reciprocal()
+
+
+def _padded(values: Tensor) -> Tensor:
+    """(cols, rows and zeros) of (rows, cols)."""
+    return F.pad(values.t(), (0, -len(values) % STEP)).contiguous()
+
+
+def _largest(wide: Tensor, axis: int) -> Tensor:
+    """max|wide| along an axis; 0 where there is nothing."""
+    if wide.shape[axis] == 0:
+        return wide.new_zeros(wide.shape[1 - axis])
+    return wide.abs().amax(axis)
+
+
 def _plan(plan_of: Callable[..., CastPlan], problem: Any, tensor: Tensor, key: Hashable) -> CastPlan:
-    return launching.keep(_plans, key, plan_of(problem, gpu.properties_of("cast to 8 bits", tensor)))
+    return repeats.keep(_plans, key, plan_of(problem, gpu.properties_of("cast to 8 bits", tensor)))
 
 
 def _name(tensor: Tensor) -> str:
@@ -221,10 +295,88 @@ def _operand(
 ) -> tuple[Tensor, Tensor]:
     """Memory of bytes (outer, inner) and their scales; to the right of a product, what a view would make of it."""
     if right:
-        found = gpu.empty((inner, outer), (1, inner), FORMATS[dtype])
+        found = gpu.empty((inner, outer), (1, inner), DTYPES[dtype])
         return found, gpu.empty((1, outer), (outer, 1), torch.float32) if scale is None else scale
-    return gpu.empty((outer, inner), (inner, 1), FORMATS[dtype]), _vector(outer) if scale is None else scale
+    return gpu.empty((outer, inner), (inner, 1), DTYPES[dtype]), _vector(outer) if scale is None else scale
 
 
 def _zeros(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.zero_()
+
+
+# Products.
+
+# To so many rows the product goes with unit scales, and its result is scaled after: docs/tuning.md, LayerNormLinear.
+ROWS_SCALED_AFTER = 32
+
+_ones: dict[int, Tensor] = {}
+
+
+def product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast: bool = False,
+) -> Tensor:
+    """(a a_scale) (b b_scale) + bias (out,), in `dtype`.
+
+    a (rows, in), b and b_scale as `as_right` makes them, in and out multiples of 16; scales in float32, that of a
+    (rows,), or both of no axes. `fast` as in RowwiseScaling. On the CPU by a product of the numbers that the bytes
+    stand for, in float32.
+    """
+    if a.numel() == 0:  # no rows, or nothing to add up
+        y = a.new_zeros((a.shape[0], b.shape[1]), dtype=dtype)
+        return y if bias is None else y + bias.to(dtype)
+    return (_by_torch if a.is_cuda else _emulated)(a, a_scale, b, b_scale, dtype, bias, fast)
+
+
+def _emulated(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    y = _numbers(a, a_scale) @ _numbers(b.t(), b_scale.squeeze(0)).t()
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def _by_torch(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    by_row = a_scale.dim() == 1
+    if by_row and a.shape[0] <= ROWS_SCALED_AFTER:
+        one = _one(a)
+        whole = scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        return scaled(whole, a_scale, b_scale, bias, dtype)
+    of_product = dtype
+    if by_row:
+        a_scale = a_scale.unsqueeze(1)
+        # Elsewhere than on Hopper torch has scales for rows from CUTLASS, in bfloat16.
+        of_product = dtype if _is_hopper(a.get_device()) else torch.bfloat16
+    inside = None
+    if bias is not None and dtype is of_product and dtype is not torch.float32:  # which cuBLASLt writes without a bias
+        inside = in_dtype(bias, dtype)
+    y = scaled_mm(a, b, a_scale, b_scale, bias=inside, out_dtype=of_product, use_fast_accum=fast)
+    if bias is not None and inside is None:
+        y = y + bias
+    return in_dtype(y, dtype)
+
+
+def _numbers(bytes: Tensor, scale: Tensor) -> Tensor:
+    return bytes.float() * (scale[:, None] if scale.dim() == 1 else scale)
+
+
+def _one(a: Tensor) -> Tensor:
+    """The number, on the device of a: kept, but for what a graph makes, which is written in its replays alone."""
+    one = _ones.get(a.get_device())
+    if one is None:
+        if a.is_cuda and torch.cuda.is_current_stream_capturing():
+            return torch.ones((), device=a.device)
+        one = _ones[a.get_device()] = torch.ones(()).to(a.device)  # there for all streams when this returns
+    return one
+
+
+@functools.cache
+def _is_hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index)[0] == 9
