@@ -113,11 +113,11 @@ def affine_call(
 ) -> Call:
     """Return the Call of a plain norm, by its name in NAMED; `dtype` is that of y."""
     y_dtype = None if dtype is None else checks.dtype_name(dtype)
-    return _affine_call(name, weight is not None, bias is not None, y_dtype, sm_margins, store)
+    return affine_call_of(name, weight is not None, bias is not None, y_dtype, sm_margins, store)
 
 
 @private.constant
-def _affine_call(
+def affine_call_of(
     name: str,
     has_weight: bool,
     has_bias: bool,
@@ -125,6 +125,7 @@ def _affine_call(
     sm_margins: tuple[int, int, int],
     store: Float8Store | None,
 ) -> Call:
+    """Return the Call of a plain norm with or without weight and bias, by its name in NAMED."""
     key = (name, has_weight, has_bias, dtype, sm_margins, store)
     call = _made.get(key)
     if call is None:

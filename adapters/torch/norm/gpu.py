@@ -88,6 +88,6 @@ def aligned(
     if not together & 15:
         return True
     return not any(
-        pointer & 15 and tensor is not None and broadcasting.read_by_packs(name, tuple(tensor.shape), tuple(x_shape))
+        pointer & 15 and tensor is not None and broadcasting.read_by_vectors(name, tuple(tensor.shape), tuple(x_shape))
         for name, pointer, tensor in zip(names, pointers, tensors, strict=True)
     )

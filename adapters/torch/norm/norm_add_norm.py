@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...call.checks import Layout
-from ...call.recipe import one_kernel_norms_twice
+from ...call.recipe import runs_norm_add_norm
 from ...named import KINDS
-from ...operation import sandwiched, sandwiched_at_once
+from ...operation import norm_add_norm, norm_add_norm_steps
 from .. import private
 from . import checks, dispatch, launching
 from .calls import Call, Family, call_of, family
@@ -59,13 +59,13 @@ def _calls_of(
     if calls is None:
         first_names = tuple(name for name in names if name != "second_weight")
         next_names = tuple(name for name in names if name == "second_weight")
-        first, then, backward = sandwiched(zero_centered_gamma)
+        first, then, backward = norm_add_norm_steps(zero_centered_gamma)
         function = "rms_norm_add_rms_norm"
         calls = _calls[key] = _Calls(
             call_of(function, first, first_names, (), KINDS, s_dtype, None, sm_margins),
             call_of(function, then, next_names, (), KINDS, dtype, None, sm_margins),
             call_of(function, backward, next_names, (), KINDS, dtype, None, sm_margins),
-            call_of(function, sandwiched_at_once(zero_centered_gamma), names, (), KINDS, dtype, None, sm_margins),
+            call_of(function, norm_add_norm(zero_centered_gamma), names, (), KINDS, dtype, None, sm_margins),
         )
     return calls
 
@@ -90,7 +90,7 @@ def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, 
 
 def _is_one_launch(x: Tensor, s_dtype: str | None) -> bool:
     """Say whether one kernel computes both y and s."""
-    return one_kernel_norms_twice(Layout(tuple(x.shape), (), checks.dtype_name(x.dtype), ""), s_dtype)
+    return runs_norm_add_norm(Layout(tuple(x.shape), (), checks.dtype_name(x.dtype), ""), s_dtype)
 
 
 class _NormAddNorm(torch.autograd.Function):
@@ -120,6 +120,8 @@ class _NormAddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, ds):
         calls, eps, masks, first, then, names = ctx.call
+        if dy is None and ds is None:
+            return None, None, *[None] * (len(masks[0]) + len(masks[1]) - 1)
         x_statistics, s_statistics, s, *others = ctx.saved_tensors
         after, saved = others[: len(masks[1]) - 1], others[len(masks[1]) - 1 :]
         then_saved = Saved((*calls.then.names[1:], "s"), (*after, s), (), s_statistics)
