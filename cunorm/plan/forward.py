@@ -72,8 +72,7 @@ def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
     if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
         return spread
     if (4 * rows <= sms if long else 8 * rows <= sms and vectors == 1024) and device.runs_clusters(8):
-        held = 2 if shape.packs == 7 and shape.threads == 256 else ceil_div(shape.packs, 2)
-        return replace(spread, shape=in_clusters(shape, 8), held=held)
+        return replace(spread, shape=in_clusters(shape, 8), held=ceil_div(shape.packs, 2))
     if not spec.aligned:
         return None
     in_two = shape.threads == 512 and shape.packs > (4 if problem.norm.subtracts_mean else 6)

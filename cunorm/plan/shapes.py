@@ -108,10 +108,6 @@ def shape_of(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowS
     return RowShape(pack, threads, ceil_div(packs, threads), cluster)
 
 
-def is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
-
-
 def _power_of_two_from(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -195,13 +191,6 @@ class Held(NamedTuple):
 
     packs: tuple[int, ...] = ()  # vectors that a thread may hold; (): by the rule of powers of two
     cluster: int = 1
-    cta: int = 512  # threads of a CTA; where a row needs fewer, several rows share it
-    resident: int = 512  # threads that an SM holds at once, which bounds the registers of a thread
-    stages: int = 0  # in shared memory, for each row of a CTA; 0: by the bytes of a row
-    # Norms that load the next row before they sum up the present one, where x and weight have 16 bits and cols is a
-    # power of two.
-    ask_early: tuple[str, ...] = ()
-    always_early: bool = False  # whatever cols is
     fused_packs: int = 0  # vectors of a thread where there is more to do than in a plain norm
 
 
@@ -418,20 +407,17 @@ FORWARD = (
 # bfloat16; what else was tried is in docs/tuning.md.
 BACKWARD = (
     Tier(MOST_ODD_VECTORS, odd_backward),
-    Tier(512, Held(stages=3, ask_early=("rms_norm",))),
-    Tier(576, Held((3,), cta=192, stages=3), norm="layer_norm"),
-    Tier(640, Held((2,), cta=320, resident=640, stages=3), norm="layer_norm"),
-    Tier(640, Held((2,), cta=640, resident=640, stages=2, always_early=True), norm="rms_norm"),
-    Tier(1024, Held((2,), stages=3, ask_early=("rms_norm",))),
-    Tier(1344, Held((3,), cta=448, resident=448, stages=3)),
-    Tier(1536, Held((3,), stages=2)),
-    Tier(2048, Held((4,), cluster=2, cta=256, resident=256, stages=3, fused_packs=2)),
-    Tier(2304, Held((3,), cluster=2, cta=384, resident=384, stages=3)),
+    Tier(512, Held()),
+    Tier(576, Held((3,)), norm="layer_norm"),
+    Tier(1024, Held((2,))),
+    Tier(1536, Held((3,))),
+    Tier(2048, Held((4,), cluster=2, fused_packs=2)),
+    Tier(2304, Held((3,), cluster=2)),
     Tier(3072, Held((3, 4), cluster=2)),
-    Tier(4096, Held((4,), cluster=4, cta=256, resident=256)),
+    Tier(4096, Held((4,), cluster=4)),
     Tier(MOST_CLUSTER_VECTORS, cluster_backward),
     Tier(6144, Held((3, 4), cluster=4)),
-    Tier(8192, Held((4,), cluster=8, cta=256, resident=256)),
+    Tier(8192, Held((4,), cluster=8)),
     Tier(16384, Held((3, 4, 5), cluster=8)),
     Tier(32768, Held((3, 4, 5), cluster=16)),
 )

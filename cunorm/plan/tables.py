@@ -161,8 +161,10 @@ def layout_of(spec: NormSpec) -> str | None:
     if spec.kernel == "backward":
         plain = is_named(operation) and {operand.dtype for operand in spec.matrices} == {spec.row_dtype}
         sums = (1, 2) if NORMS[operation.norm].subtracts_mean else (1,)
-        measured = plain and len(spec.sums) in sums and spec.cols % spec.shape.pack == 0
-        return f"{operation.norm}, backward, {of_x} {of_columns}" if measured else None
+        if not plain or len(spec.sums) not in sums:
+            return None
+        odd = ", odd" if spec.cols % spec.shape.pack else ""  # rows that end within a vector
+        return f"{operation.norm}, backward, {of_x} {of_columns}{odd}"
     if not (spec.aligned and spec.columns_aligned) or any(one.itemsize > itemsize for one in spec.matrices):
         return None
     words = [name, "forward", of_x + (f" {len(spec.columns)}{of_columns}" if spec.columns else "")]
