@@ -46,20 +46,32 @@ class RowsAtOnce(NamedTuple):
 
 def backward_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     """The kernel of rows of that shape by the cost rule."""
-    shape, expensive, late = spec.shape, is_dear(problem), _loads_late(problem, spec.shape, device)
+    many = problem.matrix_bytes > RING_BYTES * device.sms
+    of_group = problem.rows // problem.groups.count if problem.groups else 0
+    wanted, stages = _rows_at_once(problem.layout, spec, many, of_group)
+    threads, resident = _small_ctas(wanted, problem.rows, device)
+    if problem.rows == 1:  # no row is beside it
+        threads = spec.shape.threads
+    return _in_shared_memory(wanted, stages, threads, resident, device)
+
+
+@lru_cache(maxsize=4096)
+def _rows_at_once(problem: Problem, spec: NormSpec, many: bool, of_group: int) -> tuple[NormSpec, int]:
+    """The kernel as far as shared memory suffices, and its stages; `of_group`: rows of each group, if there are any."""
+    shape, expensive, late = spec.shape, is_dear(problem), many and _loads_late(problem, spec.shape)
     at_once = _rows_loaded_late(problem, shape) if late else _rows(problem, shape)
+    rows_per_cta = at_once.rows_per_cta
     if problem.groups:  # a CTA has rows of one group alone
         least = whole_warps(shape)
-        of_group = ceil_div(problem.rows // problem.groups.count, least) * least
-        at_once = at_once._replace(rows_per_cta=min(at_once.rows_per_cta, of_group))
+        rows_per_cta = min(rows_per_cta, ceil_div(of_group, least) * least)
     spec = replace(
         spec,
-        rows_per_cta=at_once.rows_per_cta,
+        rows_per_cta=rows_per_cta,
         ctas_per_sm=at_once.ctas_per_sm,
         ask_early=not late and _loads_early(spec),
         keeps_g=expensive and (spec.aligned or shape.packs <= 2),
     )
-    return _in_shared_memory(spec, at_once.stages, problem.rows, device)
+    return spec, at_once.stages
 
 
 def _rows(problem: Problem, shape: RowShape) -> RowsAtOnce:
@@ -89,14 +101,13 @@ def _loads_early(spec: NormSpec) -> bool:
     return narrow and full and not NORMS[spec.operation.norm].subtracts_mean
 
 
-def _loads_late(problem: Problem, shape: RowShape, device: Device) -> bool:
+def _loads_late(problem: Problem, shape: RowShape) -> bool:
     """Whether two matrices are written by rows: then less is to be under way, and to be loaded late.
 
     Rows of groups were not measured, nor those of which a warp holds several; in larger clusters they would spill.
     """
-    results = [one for one in problem.operands if one.kind == "full" and one.written]
-    many = problem.matrix_bytes > RING_BYTES * device.sms
-    return len(results) > 1 and not problem.groups and many and shape.threads >= WARP and shape.cluster <= 2
+    results = [one for one in problem.operands.written if one.kind == "full"]
+    return len(results) > 1 and not problem.groups and shape.threads >= WARP and shape.cluster <= 2
 
 
 def _rows_loaded_late(problem: Problem, shape: RowShape) -> RowsAtOnce:
@@ -108,12 +119,13 @@ def _rows_loaded_late(problem: Problem, shape: RowShape) -> RowsAtOnce:
     return RowsAtOnce(1, stages=3) if rows == 2 else RowsAtOnce(rows, stages=2)
 
 
-def _in_shared_memory(spec: NormSpec, most_stages: int, rows: int, device: Device) -> NormSpec:
-    """As many stages as fit, at least two: beside a wide dy or weight fewer than wanted, then fewer rows of a CTA."""
+@lru_cache(maxsize=4096)
+def _in_shared_memory(spec: NormSpec, most_stages: int, threads: int, resident: int, device: Device) -> NormSpec:
+    """As many stages as fit, at least two: beside a wide dy or weight fewer than wanted, then fewer rows of a CTA, which
+    has `threads` threads at most, and an SM `resident`.
+    """
     least = whole_warps(spec.shape)
-    threads, resident = _small_ctas(spec, rows, device)
-    # A single row has no row group beside it that has none.
-    most = least if rows == 1 else min(spec.rows_per_cta, max(least, threads // spec.shape.threads))
+    most = min(spec.rows_per_cta, max(least, threads // spec.shape.threads))
     of_row = spec.shape.threads * spec.shape.packs * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
     for rows_per_cta in range(most, 0, -least):
         for stages in range(most_stages or stages_for(of_row), 1, -1):
@@ -160,14 +172,17 @@ MOST_THREADS = 1024  # of an SM
 
 def adds_columns_beside_rows(problem: Problem, device: Device) -> bool:
     """Whether x and dy are read twice, the second time from L2, by CTAs that add up columns and CTAs that have rows."""
+    few = problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
+    # Their CTAs are as many as columns and rows need, on all SMs.
+    return few and not problem.sm_margin and _has_columns_and_rows(problem.layout)
+
+
+@lru_cache(maxsize=4096)
+def _has_columns_and_rows(problem: Problem) -> bool:
     sums = problem.sums
-    if not sums or all(one.name in sums for one in problem.operands if one.written):
+    if not sums or len(sums) == len(problem.operands.written):
         return False
-    if problem.sm_margin:
-        return False  # its CTAs are as many as columns and rows need, on all SMs
-    if derivative(problem.operation, sources(sums), problem.by_name).late:
-        return False
-    return problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
+    return not derivative(problem.operation, sources(sums), problem.by_name).late
 
 
 def few_rows_backward(problem: Problem, of_rows: NormSpec, shape: RowShape, device: Device) -> FewRowsSpec:

@@ -7,6 +7,8 @@ and bias with x, others wait in a ring in shared memory or in registers, to whic
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from ..kernel.device import Device
 from ..operation import SEED
@@ -43,23 +45,46 @@ def forward(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     return (_of_a_cta if short else _of_a_cluster)(problem, spec, device)
 
 
+class _Ways(NamedTuple):
+    """How rows that one CTA may hold are run, whatever their number."""
+
+    at_once: NormSpec | None  # where all of them run at once
+    ring: NormSpec | None  # where they are not so many that registers are faster
+    ring_of_many: NormSpec | None
+    registers: NormSpec
+
+
 def _of_a_cta(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     """The kernel of rows that one CTA may hold."""
+    if (spread := _few_rows(problem, spec, device)) is not None:
+        return spread
+    ways = _ways(problem.layout, spec, device)
+    at_once, sms = ways.at_once, device.sms - problem.sm_margin
+    if at_once and problem.rows <= sms * at_once.ctas_per_sm * at_once.rows_per_cta:
+        return at_once
+    many = problem.matrix_bytes > RING_BYTES * device.sms
+    return (ways.ring_of_many if many else ways.ring) or ways.registers
+
+
+@lru_cache(maxsize=4096)
+def _ways(problem: Problem, spec: NormSpec, device: Device) -> _Ways:
     needs = needs_of(problem, spec, device)
-    if (found := _few_rows(problem, spec, needs, device)) is not None:
-        return found
     ctas = ctas_of(spec, needs.working + max(needs.at_once, needs.y))
-    if ctas and problem.rows <= (device.sms - problem.sm_margin) * ctas * spec.rows_per_cta:
-        return replace(spec, ctas_per_sm=ctas, columns_stay=True)
-    return _in_a_ring(problem, spec, needs, device) or _in_registers(problem, spec, needs, device)
+    return _Ways(
+        replace(spec, ctas_per_sm=ctas, columns_stay=True) if ctas else None,
+        *(_in_a_ring(problem, spec, needs, device, many) for many in (False, True)),
+        _in_registers(problem, spec, needs, device),
+    )
 
 
-def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
     """More threads for each row where rows leave SMs or their threads idle; None where that was not measured to win.
 
     The threads by which a row is added up stay the same, and so do its bits.
     """
     shape, rows, sms = spec.shape, problem.rows, device.sms - problem.sm_margin
+    if rows > sms * max(2, RESIDENT // 2 // shape.threads):
+        return None
     spec = replace(spec, rows_per_cta=1, columns_stay=True)
     vectors = shape.threads * shape.packs
     long = vectors > 1024
@@ -67,7 +92,7 @@ def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
         if not long or 4 * rows > sms or not device.runs_clusters(8):
             return None
         # 160 registers of weight and bias beside a row at odd addresses spill.
-        return replace(spec, shape=in_clusters(shape, 4), columns_stay=needs.columns <= 128)
+        return replace(spec, shape=in_clusters(shape, 4), columns_stay=column_bytes(problem, shape) <= 512)
     spread = replace(spec, kernel="forward_spread")
     if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
         return spread
@@ -86,12 +111,11 @@ def _few_rows(problem: Problem, spec: NormSpec, needs: Needs, device: Device) ->
     return None
 
 
-def _in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+def _in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device, many: bool) -> NormSpec | None:
     """Rows that wait in shared memory, where that is faster than registers and enough of them fit; else None."""
     shape = spec.shape
     if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped:
         return None
-    many = problem.matrix_bytes > RING_BYTES * device.sms
     # An FP8 output by one scale, or by rows that a warp holds, waits in a ring however many rows there are.
     full = not problem.norm.subtracts_mean or spec.cols == shape.capacity
     in_warp = shape.threads <= WARP and spec.scales in ("one", "per_row")

@@ -155,6 +155,11 @@ class Operands(tuple[Operand, ...]):
         return tuple(one for one in self if one.written)
 
     @cached_property
+    def sums(self) -> tuple[str, ...]:
+        """The names of what is written for all rows, or for a group of them."""
+        return tuple(one.name for one in self.written if one.kind not in ("full", "per_row"))
+
+    @cached_property
     def matrices(self) -> tuple[Operand, ...]:
         """What is read by rows, or made of a seed by rows, or one number for a row."""
         return tuple(one for one in self.read if one.kind in ("full", "seed", "per_row"))
@@ -245,8 +250,7 @@ class Problem:
     @property
     def sums(self) -> tuple[str, ...]:
         """Of a backward pass: the names of the gradients that are added up over rows."""
-        written = (operand for operand in self.operands if operand.written)
-        return tuple(operand.name for operand in written if operand.kind not in ("full", "per_row"))
+        return self.operands.sums
 
     @property
     def bytes_moved(self) -> int:

@@ -425,13 +425,14 @@ TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
 
 def shaped(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
-    """The tier and its kernel; of a `Held` before it is known how that is run."""
-    if problem.direction == "forward":
-        return _tier(problem, device)
+    """The tier and its kernel, before it is known how that is run: the same for every number of rows, but for a single
+    row, which is aligned whatever its stride.
+    """
     return _tier_of_layout(problem.layout, device)
 
 
-def _tier(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
+@lru_cache(maxsize=4096)
+def _tier_of_layout(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     vectors = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
     for tier in TABLES[problem.direction]:
         if vectors > tier.most or tier.norm not in ("", problem.operation.norm):
@@ -441,7 +442,3 @@ def _tier(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
         if spec is not None:
             return tier, spec
     return None
-
-
-# Backward it does not depend on the number of rows, but for a single one, which is aligned whatever its stride.
-_tier_of_layout = lru_cache(maxsize=4096)(_tier)
