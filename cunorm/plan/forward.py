@@ -34,8 +34,7 @@ from .spec import MOST_SHORT, STREAMED_THREADS, WARP, NormSpec, RowShape, in_clu
 
 # Bytes of rows to each SM: of more, rows wait in registers, of fewer in a ring. measured: docs/tuning.md
 RING_BYTES = 512 << 10
-# Bytes of x that an SM has under way in a ring, of rows that are not many and of many.
-UNDER_WAY, UNDER_WAY_OF_MANY = 48 << 10, 42 << 10
+UNDER_WAY = 48 << 10  # bytes of x that an SM has under way in a ring
 EARLY_WARPS = 12  # of an SM, at most, whose registers are enough to ask early
 
 
@@ -49,8 +48,7 @@ class _Ways(NamedTuple):
     """How rows that one CTA may hold are run, whatever their number."""
 
     at_once: NormSpec | None  # where all of them run at once
-    ring: NormSpec | None  # where they are not so many that registers are faster
-    ring_of_many: NormSpec | None
+    ring: NormSpec | None  # where they are not many
     registers: NormSpec
 
 
@@ -63,7 +61,7 @@ def _of_a_cta(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     if at_once and problem.rows <= sms * at_once.ctas_per_sm * at_once.rows_per_cta:
         return at_once
     many = problem.matrix_bytes > RING_BYTES * device.sms
-    return (ways.ring_of_many if many else ways.ring) or ways.registers
+    return ways.registers if many or ways.ring is None else ways.ring
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +70,7 @@ def _ways(problem: Problem, spec: NormSpec, device: Device) -> _Ways:
     ctas = ctas_of(spec, needs.working + max(needs.at_once, needs.y))
     return _Ways(
         replace(spec, ctas_per_sm=ctas, columns_stay=True) if ctas else None,
-        *(_in_a_ring(problem, spec, needs, device, many) for many in (False, True)),
+        _in_a_ring(problem, spec, needs, device),
         _in_registers(problem, spec, needs, device),
     )
 
@@ -83,16 +81,11 @@ def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | No
     The threads by which a row is added up stay the same, and so do its bits.
     """
     shape, rows, sms = spec.shape, problem.rows, device.sms - problem.sm_margin
-    if rows > sms * max(2, RESIDENT // 2 // shape.threads):
-        return None
+    if rows > sms * max(2, RESIDENT // 2 // shape.threads) or spec.finds_scales:
+        return None  # the largest of a row would be one exchange more
     spec = replace(spec, rows_per_cta=1, columns_stay=True)
     vectors = shape.threads * shape.packs
     long = vectors > 1024
-    if spec.finds_scales:  # the largest of a row would be one exchange more
-        if not long or 4 * rows > sms or not device.runs_clusters(8):
-            return None
-        # 160 registers of weight and bias beside a row at odd addresses spill.
-        return replace(spec, shape=in_clusters(shape, 4), columns_stay=column_bytes(problem, shape) <= 512)
     spread = replace(spec, kernel="forward_spread")
     if 1 < shape.threads <= WARP and shape.packs > 2 and rows <= 2 * sms:
         return spread
@@ -111,34 +104,20 @@ def _few_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | No
     return None
 
 
-def _in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device, many: bool) -> NormSpec | None:
-    """Rows that wait in shared memory, where that is faster than registers and enough of them fit; else None."""
+def _in_a_ring(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec | None:
+    """Rows that wait in shared memory, where enough of them fit; else None."""
     shape = spec.shape
     if shape.packs <= 2 or len(spec.matrices) > 1 or spec.grouped:
         return None
-    # An FP8 output by one scale, or by rows that a warp holds, waits in a ring however many rows there are.
-    full = not problem.norm.subtracts_mean or spec.cols == shape.capacity
-    in_warp = shape.threads <= WARP and spec.scales in ("one", "per_row")
-    narrow = in_warp or (shape.threads < 512 and spec.scales == "one" and full)
-    if many and not narrow:
-        return None
-    # There y is made after x has been summed up.
-    late = narrow and spec.aligned and device.arch < 100
-    registers = needs.working - 20 if late else needs.working + needs.y
-    registers += needs.columns + (26 if shape.packs == 4 else 14)
+    registers = needs.working + needs.y + needs.columns + (26 if shape.packs == 4 else 14)
     if problem.norm.subtracts_mean and not spec.scales and device.arch >= (90 if shape.threads <= 2 * WARP else 100):
         registers += 34 if problem.is_zero_centred and shape.threads <= WARP else 8
     # In shared memory weight and bias would take 40 us to come, all SMs asking L2 for the same lines.
     spec = replace(spec, stages=2, ask_early=True, columns_stay=True)
-    wanted = max(1, round((UNDER_WAY_OF_MANY if many else UNDER_WAY) / _bytes_of_row(spec)))
+    wanted = max(1, round(UNDER_WAY / (spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta)))
     fitting = ctas_that_fit(shared_memory(spec) + dynamic_shared(spec), device)
     ctas = min(wanted, ctas_of(spec, registers), fitting)
     return with_rows_kept(replace(spec, ctas_per_sm=ctas), device) if ctas and 2 * ctas + 1 >= wanted else None
-
-
-def _bytes_of_row(spec: NormSpec) -> int:
-    """Of the rows that a CTA loads at once."""
-    return spec.cols * ITEMSIZE[spec.row_dtype] * spec.rows_per_cta
 
 
 def _in_registers(problem: Problem, spec: NormSpec, needs: Needs, device: Device) -> NormSpec:

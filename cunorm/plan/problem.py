@@ -155,9 +155,14 @@ class Operands(tuple[Operand, ...]):
         return tuple(one for one in self if one.written)
 
     @cached_property
+    def summed(self) -> tuple[Operand, ...]:
+        """What is written for all rows, or for a group of them."""
+        return tuple(one for one in self.written if one.kind not in ("full", "per_row"))
+
+    @cached_property
     def sums(self) -> tuple[str, ...]:
-        """The names of what is written for all rows, or for a group of them."""
-        return tuple(one.name for one in self.written if one.kind not in ("full", "per_row"))
+        """The names of these."""
+        return tuple(one.name for one in self.summed)
 
     @cached_property
     def matrices(self) -> tuple[Operand, ...]:

@@ -168,8 +168,7 @@ class NormSpec:
     @property
     def sums(self) -> tuple[Operand, ...]:
         """What is added up over rows, all of them or those of a group."""
-        of_rows = ("full", "per_row")
-        return tuple(one for one in self.written if one.kind not in of_rows) if self.kernel in BACKWARD else ()
+        return self.operands.summed if self.kernel in BACKWARD else ()
 
     @property
     def leaves_partial_rows(self) -> bool:
