@@ -253,7 +253,7 @@ class Derivative(NamedTuple):
     late: tuple[tuple[str, Expression], ...]
 
     @property
-    def is_dear(self) -> bool:
+    def is_expensive(self) -> bool:
         """Whether g takes longer to compute twice than to keep: it has a function, or more than three operations."""
         steps = [step for step in self.g.steps if step.operands] if self.g else []
         return len(steps) > 3 or any(step.function in FUNCTIONS for step in steps)

@@ -88,7 +88,7 @@ def backward_struct(
     if found.g:
         functions.append(_function("gradient", ("Compute xhat", *given), found.g, places, spec))
         # What is kept is rounded, so that what is computed again must be.
-        g = parse("dxhat", ("dxhat",)) if found.is_dear else found.g
+        g = parse("dxhat", ("dxhat",)) if found.is_expensive else found.g
         without = substitute(parse("of - taken", ("of", "taken")), {"of": g})
         of_g = places | {"dxhat": "gradient(xhat, matrices, columns, i)"}
         functions.append(_function("without", ("Compute xhat", *given), without, of_g, spec, more=", Compute taken"))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..kernel.device import Device
 from ..operation import NORMS, derivative
 from .forward import RING_BYTES
-from .problem import ITEMSIZE, Problem, ceil_div, is_dear, matrices_read, part, row_bytes, sources
+from .problem import ITEMSIZE, Problem, ceil_div, is_expensive, matrices_read, part, row_bytes, sources
 from .resources import (
     SHARED_LIMIT,
     ctas_of,
@@ -58,7 +58,7 @@ def backward_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
 @lru_cache(maxsize=4096)
 def _rows_at_once(problem: Problem, spec: NormSpec, many: bool, of_group: int) -> tuple[NormSpec, int]:
     """The kernel as far as shared memory suffices, and its stages; `of_group`: rows of each group, if there are any."""
-    shape, expensive, late = spec.shape, is_dear(problem), many and _loads_late(problem, spec.shape)
+    shape, expensive, late = spec.shape, is_expensive(problem), many and _loads_late(problem, spec.shape)
     at_once = _rows_loaded_late(problem, shape) if late else _rows(problem, shape)
     rows_per_cta = at_once.rows_per_cta
     if problem.groups:  # a CTA has rows of one group alone
@@ -68,8 +68,8 @@ def _rows_at_once(problem: Problem, spec: NormSpec, many: bool, of_group: int) -
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=at_once.ctas_per_sm,
-        ask_early=not late and _loads_early(spec),
-        keeps_g=expensive and (spec.aligned or shape.packs <= 2),
+        prefetch=not late and _loads_early(spec),
+        keeps_g=expensive and (spec.aligned or shape.vectors <= 2),
     )
     return spec, at_once.stages
 
@@ -121,12 +121,12 @@ def _rows_loaded_late(problem: Problem, shape: RowShape) -> RowsAtOnce:
 
 @lru_cache(maxsize=4096)
 def _in_shared_memory(spec: NormSpec, most_stages: int, threads: int, resident: int, device: Device) -> NormSpec:
-    """As many stages as fit, at least two: beside a wide dy or weight fewer than wanted, then fewer rows of a CTA, which
-    has `threads` threads at most, and an SM `resident`.
+    """As many stages as fit, at least two, and fewer rows of a CTA where two do not, as beside a wide dy. A CTA
+    has `threads` threads at most, an SM `resident`.
     """
     least = whole_warps(spec.shape)
     most = min(spec.rows_per_cta, max(least, threads // spec.shape.threads))
-    of_row = spec.shape.threads * spec.shape.packs * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
+    of_row = spec.shape.threads * spec.shape.vectors * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
     for rows_per_cta in range(most, 0, -least):
         for stages in range(most_stages or stages_for(of_row), 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
@@ -212,7 +212,9 @@ def _kernels(problem: Problem, of_rows: NormSpec, shape: RowShape, threads: int)
     """Both parts for every number of rows whose CTAs have so many threads."""
     rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
     threads = rows_per_cta * shape.threads
-    of_rows = replace(of_rows, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False, ask_early=False)
+    of_rows = replace(
+        of_rows, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_in_registers=False, prefetch=False
+    )
     of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
     of_columns = part(problem, problem.sums)
 

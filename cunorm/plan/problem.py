@@ -464,15 +464,15 @@ def row_bytes(problem: Problem) -> int:
     return problem.cols * sum(one.itemsize for one in matrices_read(problem))
 
 
-def is_dear(problem: Problem) -> bool:
+def is_expensive(problem: Problem) -> bool:
     """Whether the derivative takes much to compute."""
-    return derivative(problem.operation, sources(problem.wanted), problem.by_name).is_dear
+    return derivative(problem.operation, sources(problem.wanted), problem.by_name).is_expensive
 
 
 def is_plain(problem: Problem) -> bool:
     """Whether it reads x and dy, or s and dy, and has little to compute."""
     alone = not problem.groups and not problem.operation.second and len(matrices_read(problem)) <= 2
-    return alone and not is_dear(problem)
+    return alone and not is_expensive(problem)
 
 
 def ceil_div(a: int, b: int) -> int:

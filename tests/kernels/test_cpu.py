@@ -39,7 +39,7 @@ IN_PLACES = ((128, "float16"), (504, "float16"), (704, "float16"), (6000, "float
 
 def at_once(spec: NormSpec) -> int:
     """Rows that a thread has or waits for: an aligned one that it keeps has left its place."""
-    return spec.stages + (spec.rows_stay and spec.aligned)
+    return spec.stages + (spec.rows_in_registers and spec.aligned)
 
 
 def backward_step(rows: int, cols: int, dtype: str) -> Step:
@@ -77,7 +77,7 @@ def test_a_row_takes_the_place_of_the_present_one(moved_by, output_mask):
     rows, cols, dtype = 3, 200000, "float32"
     spec = backward_step(rows, cols, dtype).spec
     assert isinstance(spec, NormSpec)
-    assert (spec.stages, spec.rows_stay) == (1, False)
+    assert (spec.stages, spec.rows_in_registers) == (1, False)
     x, dy, weight, bias = inputs(numpy, rows, cols, dtype)
     check(
         Machine(), "layer_norm", misplaced(x, moved_by), misplaced(dy, moved_by), weight, bias, output_mask=output_mask

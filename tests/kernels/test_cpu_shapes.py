@@ -46,8 +46,8 @@ def test_the_table_reaches_every_tier(direction):
     specs = [choice[1] for choice in chosen if choice]
     # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
     held = [(tier, tier.by) for tier in table if isinstance(tier.by, Held)]
-    choices = {(tier, packs) for tier, by in held for packs in (by.packs[:1] if len(by.packs) == 2 else by.packs)}
-    assert choices <= {(choice[0], choice[1].shape.packs) for choice in chosen if choice}
+    choices = {(tier, packs) for tier, by in held for packs in (by.vectors[:1] if len(by.vectors) == 2 else by.vectors)}
+    assert choices <= {(choice[0], choice[1].shape.vectors) for choice in chosen if choice}
     assert {spec.row_dtype for spec in specs} == set(DTYPES)
     assert {min(32, spec.shape.threads) for spec in specs} == {1, 2, 4, 8, 16, 32}
     assert {spec.aligned for spec in specs if spec.stages} == {True, False}
