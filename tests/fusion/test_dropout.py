@@ -115,7 +115,7 @@ def test_the_backward_pass_of_four_packs_for_three_has_four(monkeypatch):
     runs = cpu_cupy.play(monkeypatch, SMALL, as_many=True)
     check_run(RUNS["a cluster, backward of four packs for three"], "add_layer_norm")
     backward = next(step.spec for step in runs.plans[-1].steps if step.spec.kernel == "backward")
-    assert (backward.cluster, backward.shape.packs) == (2, 4)
+    assert (backward.cluster, backward.shape.vectors) == (2, 4)
 
 
 @needs_machine
