@@ -2,7 +2,7 @@
 
 A cluster of CTAs, each a producer and a few consumers; every transfer that is under way, and every CTA that may start
 late, is a process of its own. A process is a list of steps, each with what it waits for. A read takes two steps, so
-that whatever is written in between shows. Barriers have phases of one bit, as on a GPU. `Broken` is raised for memory
+that whatever is written in between shows. Barriers have phases of one bit, as on a GPU. `ScheduleError` is raised for memory
 that is read or written too early or too late, and for a state that nothing leaves.
 """
 
@@ -25,7 +25,7 @@ class Step(NamedTuple):
 EMPTY, COMING = -1, -2
 
 
-class Broken(Exception):
+class ScheduleError(Exception):
     """A state that must not be."""
 
 
@@ -45,7 +45,7 @@ def ALWAYS(_: State) -> bool:  # noqa: N802
 
 def must(holds: bool, what: str) -> None:
     if not holds:
-        raise Broken(what)
+        raise ScheduleError(what)
 
 
 def processes(model: Model) -> tuple[State, list[list[Step]]]:
@@ -252,7 +252,7 @@ def processes(model: Model) -> tuple[State, list[list[Step]]]:
 
 
 def visit(model: Model) -> int:
-    """How many states there are. Broken where one must not be."""
+    """How many states there are. ScheduleError where one must not be."""
     state, steps = processes(model)
     names = tuple(state)
     first = (tuple(state.values()), (0,) * len(steps))

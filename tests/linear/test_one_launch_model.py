@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from one_launch_model import Broken, Model, visit
+from one_launch_model import ScheduleError, Model, visit
 
 SMALL = (Model(ctas=1, tiles=5), Model(ctas=1, stages=3, tiles=4), Model(consumers=1, stages=1, tiles=2))
 LARGE = (Model(consumers=1, tiles=4), Model(stages=1, tiles=2))
@@ -39,5 +39,5 @@ def test_every_order_of_more(model):
 
 @pytest.mark.parametrize("without", MISTAKES)
 def test_mistakes_are_found(without):
-    with pytest.raises(Broken):
+    with pytest.raises(ScheduleError):
         visit(Model(ctas=2 if without in ("cluster_start", "x is read") else 1, consumers=2, without=without))
