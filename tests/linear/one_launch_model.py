@@ -2,8 +2,8 @@
 
 A cluster of CTAs, each a producer and a few consumers; every transfer that is under way, and every CTA that may start
 late, is a process of its own. A process is a list of steps, each with what it waits for. A read takes two steps, so
-that whatever is written in between shows. Barriers have phases of one bit, as on a GPU. `ScheduleError` is raised for memory
-that is read or written too early or too late, and for a state that nothing leaves.
+that whatever is written in between shows. Barriers have phases of one bit, as on a GPU. `ScheduleError` is raised for
+memory that is read or written too early or too late, and for a state that nothing leaves.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from one_launch_model import ScheduleError, Model, visit
+from one_launch_model import Model, ScheduleError, visit
 
 SMALL = (Model(ctas=1, tiles=5), Model(ctas=1, stages=3, tiles=4), Model(consumers=1, stages=1, tiles=2))
 LARGE = (Model(consumers=1, tiles=4), Model(stages=1, tiles=2))
