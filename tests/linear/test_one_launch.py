@@ -95,7 +95,9 @@ MISTAKES = (
         "",
         "races",
     ),
-    Mistake("statistics of one row less are expected", "expect(given.rows * 16)", "expect((given.rows - 1) * 16)"),
+    Mistake(
+        "statistics of one row less are expected", "expect(given.rows * 16)", "expect((given.rows - 1) * 16)", "races"
+    ),
     Mistake("partial sums overwrite x of another CTA", "memory.x_is_read.wait(0);", "", "races", "clusters of 4"),
     Mistake(
         "partial sums overwrite x of this CTA",
