@@ -17,7 +17,7 @@ from ..expression import trace
 from ..kernel.device import Device
 from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
-from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once
+from ..operation import FUSIONS, NAMED, SEED, Operation, norm_add_norm, norm_add_norm_steps
 from ..plan.choose import tier_of
 from ..plan.forward import holds_twice
 from ..plan.plain_problems import float8_problem, plain, whole
@@ -197,9 +197,9 @@ def named_fusions() -> list[Problem]:
     Gradients that are the same, as those of x and residual in their sum, are one.
     """
     problems = []
-    _, of_sum, back_from_it = sandwiched()  # the first of its operations is rms_norm_add's
+    _, of_sum, back_from_it = norm_add_norm_steps()  # the first of its operations is rms_norm_add's
     operations = [of() for of in FUSIONS.values()]
-    operations += [FUSIONS["rms_norm_gated"](norm_before_gate=False), of_sum, back_from_it, sandwiched_at_once()]
+    operations += [FUSIONS["rms_norm_gated"](norm_before_gate=False), of_sum, back_from_it, norm_add_norm()]
     operations += [FUSIONS[f"add_{norm}"](dropout=True) for norm in OPS]
     for operation in operations:
         kinds = {name: KINDS_OF_FUSIONS.get(name, "column") for name in operation.operands}

@@ -16,7 +16,7 @@ from .text import CPP_TYPE, access, backward_struct, cpp, forward_struct
 
 
 def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> tuple[str, str]:
-    """(definitions before the entry, the statements of the entry)
+    """Return (definitions before the entry, the statements of the entry).
 
     A launch of XLA's does not own the workspace that it reads: to XLA it is an operand, which stays as it is.
     """
@@ -194,7 +194,7 @@ def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
 
 
 def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
-    """Of what the epilogue of a forward pass takes for all rows."""
+    """Return the C++ type of what the epilogue of a forward pass takes for all rows."""
     if spec.columns_aligned:
         return _matrices_type(spec, names, KEPT)
     by_name = {one.name: one for one in spec.operands}
@@ -237,7 +237,7 @@ def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
 
 
 def _of_one_group(spec: NormSpec) -> bool:
-    """Whether a CTA has rows of one group alone, whose vectors it reads once."""
+    """Return whether a CTA has rows of one group alone, whose vectors it reads once."""
     return spec.kernel in BACKWARD
 
 
@@ -264,7 +264,7 @@ def _store(spec: NormSpec, operand: Operand, cache: str, by_elements: bool = Fal
 
 
 def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], by_elements: bool) -> str:
-    """Where y goes: to y, or to y8 with its scales, and to y as well if it is wanted."""
+    """Write where y goes: to y, or to y8 with its scales, and to y as well if it is wanted."""
     wide = _store(spec, by_name["y"], STREAMED, by_elements) if "y" in by_name else "NoStore{}"
     if "y8" not in by_name:
         return wide
@@ -277,7 +277,7 @@ def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], by_elements: bool) 
 
 
 def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
-    """Where the sum of a gradient goes: to dweight itself, or to a partial row."""
+    """Write where the sum of a gradient goes: to dweight itself, or to partial sums."""
     if spec.final:
         to = f"{name} + blockIdx.z * int64{{{spec.cols}}}" if spec.grouped else name
         stored = access(spec.columns_aligned, spec.cols % spec.shape.pack == 0)
@@ -304,7 +304,7 @@ def _step_shape(spec: NormSpec) -> str:
 
 
 def _rows(spec: NormSpec) -> str:
-    """Where rows wait (rows.cuh)."""
+    """Write where rows wait (rows.cuh)."""
     shape, when = _row_shape(spec), f"{cpp(spec.ask_early)}, {cpp(spec.rows_stay)}"
     kind = (
         f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {when}, Load>"

@@ -68,7 +68,7 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
 
 
 class Baked(NamedTuple):
-    """What stands in the text of an entry whose only parameters are `pointers`, in this order.
+    """The text of an entry whose only parameters are `pointers`, in this order.
 
     One that is no parameter of the kernel is a buffer of bytes. `values` are the C++ expressions of other arguments, by
     name: of a pointer one that names another pointer, without any it is null.
@@ -156,7 +156,7 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
 
 
 def _bake(types: Mapping[str, str], baked: Baked) -> tuple[dict[str, str], str, str]:
-    """(the parameters that are left, definitions before the entry, definitions in it).
+    """Return (the parameters that are left, definitions before the entry, definitions in it).
 
     What is no parameter any more stands in constant memory, as parameters do, so that the compiler knows no more of it:
     of literals and nullptr ptxas made kernels that spill up to 8 bytes.

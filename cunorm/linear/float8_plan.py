@@ -1,4 +1,4 @@
-"""How operands of products in 8 bits are made: pure functions from a problem and a device to launches."""
+"""Pure functions make launches of a problem and a device, for the kernels that cast operands of products to 8 bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GRID_Y_LIMIT = 65535
 
 
 class Names(NamedTuple):
-    """What a launch is given, in this order."""
+    """The names of what a launch is given, in this order."""
 
     pointers: tuple[str, ...]
     scalars: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ def plan_rows(problem: RowsProblem, device: Device) -> CastPlan:
 
 
 def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
-    """With a kernel that is chosen."""
+    """Plan rows for a kernel that is chosen."""
     pack = pack_of(problem.dtype)
     width = ceil_div(problem.cols, pack) * pack
     wanted = problem.sums or problem.maxima

@@ -164,7 +164,7 @@ class ColumnTotals(OtherSpec):
 
 @dataclass(frozen=True)
 class ReduceColumns(OtherSpec):
-    """What becomes of partial rows: sums[cols], maxima[cols]."""
+    """Adds partial sums and maxima of rows: sums[cols], maxima[cols]."""
 
     dtype: str  # of the partial rows of maxima
     sum_dtype: str  # of sums
@@ -290,7 +290,7 @@ class CastColumns(OtherSpec):
 
 @dataclass(frozen=True)
 class ScaleProduct(OtherSpec):
-    """A product times the scales of its rows and columns, and a bias."""
+    """Multiplies a product by the scales of its rows and columns, and adds a bias."""
 
     dtype: str  # of the product
     y: str

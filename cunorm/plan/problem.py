@@ -457,7 +457,7 @@ def row_bytes(problem: Problem) -> int:
 
 def is_dear(problem: Problem) -> bool:
     """Whether the derivative takes much to compute."""
-    return derivative(problem.operation, sources(problem.wanted), problem.by_name).is_dear
+    return derivative(problem.operation, sources(problem.wanted), problem.by_name).is_expensive
 
 
 def is_plain(problem: Problem) -> bool:

@@ -80,6 +80,6 @@ def aligned(
     if not together & 15:
         return True
     return not any(
-        pointer & 15 and one is not None and broadcasting.read_by_packs(name, tuple(one.shape), tuple(of_x))
+        pointer & 15 and one is not None and broadcasting.read_by_vectors(name, tuple(one.shape), tuple(of_x))
         for name, pointer, one in zip(names, pointers, tensors, strict=True)
     )

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...call.checks import Layout
-from ...call.recipe import one_kernel_norms_twice
+from ...call.recipe import runs_norm_add_norm
 from ...named import KINDS
-from ...operation import sandwiched, sandwiched_at_once
+from ...operation import norm_add_norm, norm_add_norm_steps
 from .. import private
 from . import checks, dispatch, launching
 from .calls import Call, Family, call_of, family
@@ -57,13 +57,13 @@ def _calls_of(
     if found is None:
         of_first = tuple(name for name in names if name != "second_weight")
         of_next = tuple(name for name in names if name == "second_weight")
-        first, then, backward = sandwiched(zero_centered_gamma)
+        first, then, backward = norm_add_norm_steps(zero_centered_gamma)
         function = "rms_norm_add_rms_norm"
         found = _calls[key] = _Calls(
             call_of(function, first, of_first, (), KINDS, s_dtype, None, sm_margins),
             call_of(function, then, of_next, (), KINDS, dtype, None, sm_margins),
             call_of(function, backward, of_next, (), KINDS, dtype, None, sm_margins),
-            call_of(function, sandwiched_at_once(zero_centered_gamma), names, (), KINDS, dtype, None, sm_margins),
+            call_of(function, norm_add_norm(zero_centered_gamma), names, (), KINDS, dtype, None, sm_margins),
         )
     return found
 
@@ -88,7 +88,7 @@ def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, 
 
 def _is_one_launch(x: Tensor, s_dtype: str | None) -> bool:
     """Whether one kernel makes both."""
-    return one_kernel_norms_twice(Layout(tuple(x.shape), (), checks.dtype_name(x.dtype), ""), s_dtype)
+    return runs_norm_add_norm(Layout(tuple(x.shape), (), checks.dtype_name(x.dtype), ""), s_dtype)
 
 
 class _NormAddNorm(torch.autograd.Function):
@@ -118,6 +118,8 @@ class _NormAddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, ds):
         calls, eps, masks, first, then, names = ctx.call
+        if dy is None and ds is None:
+            return None, None, *[None] * (len(masks[0]) + len(masks[1]) - 1)
         of_x, of_s, s, *others = ctx.saved_tensors
         after, saved = others[: len(masks[1]) - 1], others[len(masks[1]) - 1 :]
         of_then = Saved((*calls.then.names[1:], "s"), (*after, s), (), of_s)
