@@ -22,11 +22,11 @@ from ...call.store import Float8Store, check_x, scales_shape
 from ...operation import NORMS, SEED, Operation, name_of
 from ..private import under_functorch
 from . import checks, dispatch, float8, formulas, functional, gpu, launching
-from .calls import call_of
+from .calls import Call, call_of
 from .calls import family as family_of
 from .float8 import forward_of
 from .launching import Saved
-from .repeats import keep
+from .repeats import keep, known_call, remember_call
 
 
 def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool) -> tuple[Tensor, ...]:
@@ -43,7 +43,8 @@ def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, stat
         call, rows = functional.in_rows(operation, x, len(shape), weight, bias, y_dtype, (sm_margin,) * 3)
         # flatten copies where no view is possible; the result is then copied back into out.
         target = out if len(shape) == 1 else out.flatten(-len(shape))
-        (y,), row_statistics, _ = launching.forward(call, rows, (), eps, statistics, sm_margin=sm_margin, out=target)
+        recipe = _recipe_to(call, rows, sm_margin, target)
+        (y,), row_statistics = launching.forward_by(recipe, rows, (), eps, statistics, target)
         y = out if target.data_ptr() == out.data_ptr() else out.copy_(y.view(x.shape))
         _written(out)
         return (y,) if row_statistics is None else (y, *row_statistics)
@@ -52,6 +53,16 @@ def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, stat
         return (y if out is None else out.copy_(y),)
     y, row_statistics = functional.norm_with_statistics(operation, x, shape, *arguments)
     return (y if out is None else out.copy_(y), *row_statistics)
+
+
+def _recipe_to(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor) -> launching.Forward:
+    """Return the recipe of a forward pass that writes y to `out`."""
+    key, tensors_and_out = (call, sm_margin, "out"), (*tensors, out)
+    recipe = known_call(key, tensors_and_out)
+    if recipe is None:
+        recipe = launching.recipe_of(call, tensors, sm_margin, out)
+        remember_call(key, tensors_and_out, recipe)
+    return recipe
 
 
 @torch.no_grad()
@@ -207,7 +218,7 @@ def norm_float8(
     operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
     present = {"x": x, "weight": weight, "bias": bias}
     rows = {name: functional.as_rows(tensor, len(shape)) for name, tensor in present.items() if tensor is not None}
-    results = float8.of_plain_norm(operation, rows, eps, sm_margin, store, scale)
+    results = float8.of_plain_norm(operation, rows, eps, sm_margin, float8.Scaling(store, scale))
     leading = tuple(x.shape[: x.dim() - len(shape)])
     scales = results["y8_scale"].reshape(scales_shape(store.granularity, leading, math.prod(shape)))
     y8 = results["y8"].reshape(x.shape)

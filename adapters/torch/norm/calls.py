@@ -113,11 +113,11 @@ def affine_call(
 ) -> Call:
     """Return the Call of a plain norm, by its name in NAMED; `dtype` is that of y."""
     y_dtype = None if dtype is None else checks.dtype_name(dtype)
-    return affine_call_of(name, weight is not None, bias is not None, y_dtype, sm_margins, store)
+    return _affine_call(name, weight is not None, bias is not None, y_dtype, sm_margins, store)
 
 
 @private.constant
-def affine_call_of(
+def _affine_call(
     name: str,
     has_weight: bool,
     has_bias: bool,

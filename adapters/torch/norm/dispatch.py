@@ -132,7 +132,7 @@ def _described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], 
 
 def run_known(known: Known, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run a call of which everything is known and return the results."""
-    recipe, numbers, eps, differentiable, *_, compiled = known
+    recipe, numbers, eps, differentiable, _, _, _, compiled = known
     if compiled is None:
         nodes.module()  # it may have been built since this call was described
     elif (results := compiled(*tensors)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,15 @@ from ...call.checks import Layout
 from ...call.store import Float8Store
 from ...operation import NAMED, Operation, name_of
 from ...plan.problem import BLOCK, FLOAT8
-from . import calls, checks, dispatch, formulas, functional, launching, operators
-from .calls import Call, affine_call_of, call_of
+from . import checks, dispatch, formulas, functional, launching, operators
+from .calls import Call, affine_call, call_of
+
+
+class Scaling(NamedTuple):
+    """How y is rounded to 8 bits, and the scale of a store with one for all, None to compute it."""
+
+    store: Float8Store
+    scale: Any
 
 
 def forward_of(
@@ -46,47 +53,59 @@ def forward_of(
     rules.check_rows(function, Layout((), (), checks.dtype_name(tensors["x"].dtype), ""), s_dtype)
     refuse_gradients(function, "x and operands", tuple(tensors.values()))
     form = (function, operation, tuple(tensors)[1:], tuple(numbers), demanded)
+    margins = (sm_margin,) * 3
 
-    def call_for(y_dtype: str | None, y_store: Float8Store | None) -> Call:
-        return call_of(*form, y_dtype, s_dtype, (sm_margin,) * 3, y_store)
+    def call() -> Call:
+        return call_of(*form, dtype, s_dtype, margins, store)
 
-    return run(call_for, operation, tensors, numbers, eps, dtype, store, scale)
+    def unrounded() -> dict[str, Tensor]:
+        wide = call_of(*form, "float32", s_dtype, margins)
+        results, _ = dispatch.run(wide, tuple(tensors.values()), tuple(numbers.values()), eps, False)
+        return dict(zip(operation.returns, results, strict=True))
+
+    return run(call, unrounded, operation, tensors, numbers, eps, dtype, Scaling(store, scale))
 
 
 def of_plain_norm(
-    name: str, tensors: Mapping[str, Tensor], eps: float, sm_margin: int, store: Float8Store, scale: Any
+    name: str, tensors: Mapping[str, Tensor], eps: float, sm_margin: int, scaling: Scaling
 ) -> dict[str, Tensor]:
     """Return what `forward_of` does, for a plain norm, by its name in NAMED, and arguments that are checked."""
+    x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
 
-    def call_for(y_dtype: str | None, y_store: Float8Store | None) -> Call:
-        return affine_call_of(name, "weight" in tensors, "bias" in tensors, y_dtype, (sm_margin,) * 3, y_store)
+    def call() -> Call:
+        return affine_call(name, weight, bias, None, (sm_margin,) * 3, scaling.store)
 
-    return run(call_for, NAMED[name], tensors, {}, eps, None, store, scale)
+    def unrounded() -> dict[str, Tensor]:
+        return {"y": functional.norm(name, x, x.shape[-1:], weight, bias, eps, torch.float32, sm_margin)}
+
+    return run(call, unrounded, NAMED[name], tensors, {}, eps, None, scaling)
 
 
 def run(
-    call_for: Callable[[str | None, Float8Store | None], Call],
+    call: Callable[[], Call],
+    unrounded: Callable[[], dict[str, Tensor]],
     operation: Operation,
     tensors: Mapping[str, Tensor],
     numbers: Mapping[str, float],
     eps: float,
     dtype: str | None,
-    store: Float8Store,
-    scale: Any,
+    scaling: Scaling,
 ) -> dict[str, Tensor]:
-    """Run a call with FP8 output and return its results by name; `call_for(dtype of y, store)` returns its Call."""
+    """Run a call with FP8 output and return its results by name.
+
+    `call()` is what one kernel runs, `unrounded()` the results with y in float32, where no kernel can be launched.
+    """
+    store, scale = scaling
     x, inputs = tensors["x"], tuple(tensors.values())
     scales = _scale(operation, tensors, store, scale) if store.granularity == "tensor" else None
     if not torch.compiler.is_compiling() and dispatch.at_once(inputs):
-        call = call_for(dtype, store)
         read = inputs if scales is None else (*inputs, scales)
-        recipe = launching.recipe_of(call, read, call.sm_margins[2])
+        of_kernel = call()
+        recipe = launching.recipe_of(of_kernel, read, of_kernel.sm_margins[2])
         results, _ = launching.forward_by(recipe, read, tuple(numbers.values()), eps, False)
         by_name = dict(zip(recipe.written, results, strict=True))
         return by_name if scales is None else by_name | {"y8_scale": scales}
-    call = call_for("float32", None)
-    results, _ = dispatch.run(call, inputs, tuple(numbers.values()), eps, False)
-    by_name = dict(zip(operation.returns, results, strict=True))
+    by_name = unrounded()
     y, cols = by_name["y"], x.shape[-1]
     y8, scales = quantise(y.reshape(-1, cols), store.granularity, store.format, scales)
     by_name["y8"] = y8.reshape(x.shape)
@@ -125,7 +144,7 @@ def row_recipe(
 ) -> launching.Forward:
     """Return the recipe of a plain norm with FP8 output, with a scale for each row, and y in `wide_dtype` if given."""
     store = Float8Store(dtype, "row", wide_dtype is not None)
-    call = calls.affine_call(name, weight, bias, wide_dtype, (sm_margin,) * 3, store)
+    call = affine_call(name, weight, bias, wide_dtype, (sm_margin,) * 3, store)
     return launching.recipe_of(call, functional.given(x, weight, bias), sm_margin)
 
 

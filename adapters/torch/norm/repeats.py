@@ -82,11 +82,16 @@ def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
 
 def known_call(key: Hashable, tensors: Sequence[Tensor]) -> Any:
     """Return what was remembered of a call with tensors like these; None for nothing."""
-    earlier = earlier_calls(key)
+    try:
+        earlier = _calls.get(key)
+    except TypeError:  # a size that a trace holds open has no hash
+        return None
+    if earlier is None:
+        return None
     for matches, value in earlier:
         if matches(*tensors):
             return value
-    return again(_calls, key, tuple(tensors)) if earlier else None
+    return again(_calls, key, tuple(tensors))
 
 
 def remember_call(key: Hashable, tensors: Sequence[Tensor], value: Any) -> None:
