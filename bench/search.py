@@ -68,7 +68,9 @@ def search_case(case: Case, most: int, write: Path | None = None) -> dict[str, A
 def is_measured(case: Case, path: Path) -> bool:
     """Say whether a table has the case."""
     found_task, table = task(case, device.current(0)), tables.read(path) if path.exists() else None
-    return bool(found_task and table) and table.has_point(found_task.layout, found_task.spec, found_task.rows_of_sm)
+    if found_task is None or table is None:
+        return False
+    return table.has_point(found_task.layout, found_task.spec, found_task.rows_of_sm)
 
 
 def cases(name: str) -> list[Case]:

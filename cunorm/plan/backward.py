@@ -30,10 +30,11 @@ from .resources import (
 from .shapes import whole_warps
 from .spec import WARP, FewRowsSpec, NormSpec, RowShape, kernel_spec
 
-# Bytes of rows that an SM has under way beside those that it computes, of LayerNorm and of RMSNorm; of what writes two
-# matrices by rows. measured: docs/tuning.md
-UNDER_WAY, RMS_UNDER_WAY, LATE_UNDER_WAY = 60 << 10, 54 << 10, 48 << 10
+# Bytes of rows that an SM has under way beside those that it computes: of LayerNorm, of RMSNorm, of rows loaded early,
+# and of what writes two matrices by rows. measured: docs/tuning.md
+UNDER_WAY, RMS_UNDER_WAY, EARLY_UNDER_WAY, LATE_UNDER_WAY = 60 << 10, 54 << 10, 64 << 10, 48 << 10
 MOST_CTA = 512  # threads of a CTA, and of an SM
+MOST_OF_FEW_REGISTERS = 640  # of an SM, where 96 registers are enough
 
 
 class RowsAtOnce(NamedTuple):
@@ -48,7 +49,7 @@ def backward_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     """The kernel of rows of that shape by the cost rule."""
     many = problem.matrix_bytes > RING_BYTES * device.sms
     of_group = problem.rows // problem.groups.count if problem.groups else 0
-    wanted, stages = _rows_at_once(problem.layout, spec, many, of_group)
+    wanted, stages = _rows_at_once(problem.layout, spec, many, of_group, device)
     threads, resident = _small_ctas(wanted, problem.rows, device)
     if problem.rows == 1:  # no row is beside it
         threads = spec.shape.threads
@@ -56,10 +57,13 @@ def backward_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
 
 
 @lru_cache(maxsize=4096)
-def _rows_at_once(problem: Problem, spec: NormSpec, many: bool, of_group: int) -> tuple[NormSpec, int]:
+def _rows_at_once(problem: Problem, spec: NormSpec, many: bool, of_group: int, device: Device) -> tuple[NormSpec, int]:
     """The kernel as far as shared memory suffices, and its stages; `of_group`: rows of each group, if there are any."""
     shape, expensive, late = spec.shape, is_expensive(problem), many and _loads_late(problem, spec.shape)
-    at_once = _rows_loaded_late(problem, shape) if late else _rows(problem, shape)
+    early, most = _loads_early(spec), MOST_CTA
+    if spec.aligned and device.arch < 100 and not expensive:
+        most = MOST_OF_FEW_REGISTERS
+    at_once = _rows_loaded_late(problem, shape) if late else _rows(problem, shape, early, most)
     rows_per_cta = at_once.rows_per_cta
     if problem.groups:  # a CTA has rows of one group alone
         least = whole_warps(shape)
@@ -68,37 +72,44 @@ def _rows_at_once(problem: Problem, spec: NormSpec, many: bool, of_group: int) -
         spec,
         rows_per_cta=rows_per_cta,
         ctas_per_sm=at_once.ctas_per_sm,
-        prefetch=not late and _loads_early(spec),
+        prefetch=early and not late and (many or shape.threads > 2 * WARP),
         keeps_g=expensive and (spec.aligned or shape.vectors <= 2),
     )
     return spec, at_once.stages
 
 
-def _rows(problem: Problem, shape: RowShape) -> RowsAtOnce:
-    """As many rows as keep enough bytes under way. Rows of several warps share a CTA, which leaves one set of partial
-    sums; shorter ones are in two, of whole warps.
+def _rows(problem: Problem, shape: RowShape, early: bool, most: int) -> RowsAtOnce:
+    """As many rows as keep enough bytes under way, by `most` threads of an SM. Rows of several warps share a CTA by two
+    or three, which leave one set of partial sums; shorter ones are in two, of whole warps.
     """
     matrices = len(matrices_read(problem))
     if shape.cluster > 1:  # a stage of three matrices in clusters of two has 48 KB
         return RowsAtOnce(1, stages=2 if matrices > 2 and shape.cluster == 2 else 0)
-    rows = (UNDER_WAY if problem.norm.subtracts_mean else RMS_UNDER_WAY) / (2 * row_bytes(problem))
+    subtracts_mean = problem.norm.subtracts_mean
+    under_way = EARLY_UNDER_WAY if early else UNDER_WAY if subtracts_mean else RMS_UNDER_WAY
+    rows = under_way / (2 * row_bytes(problem))
     if shape.threads > 2 * WARP:
-        rows = min(max(2, round(rows)), max(1, MOST_CTA // shape.threads))
-        if problem.groups and matrices <= 2:  # in one CTA: else each of them leaves partial sums of each group
-            return RowsAtOnce(rows)
-        apart = matrices > 2 or (rows == 2 and problem.norm.subtracts_mean)  # with fewer threads to a CTA none spill
-        return RowsAtOnce(1, rows) if apart else RowsAtOnce(rows)
-    warps = max(1, ceil(rows / 2 * shape.threads / WARP))
-    if warps == 5:  # twice five are uneven for an SM's four schedulers
-        warps = 6 if shape.threads < WARP else 4
-    return RowsAtOnce(min(warps * WARP, MOST_CTA // 2) // shape.threads, 2)
+        count = min(max(2, round(rows)), max(1, most // shape.threads))
+        of_cta = 2 if count > 3 else 1 if count == 2 and subtracts_mean else count
+        at_once = RowsAtOnce(1, count) if matrices > 2 else RowsAtOnce(of_cta, count // of_cta)
+    else:
+        warps = max(1, ceil(rows / 2 * shape.threads / WARP))
+        if warps == 5 and (shape.threads < WARP or not subtracts_mean):
+            warps = 6 if subtracts_mean else 4  # twice five are uneven for an SM's four schedulers
+        at_once = RowsAtOnce(min(warps * WARP, MOST_CTA // 2) // shape.threads, 2)
+    if problem.groups and shape.threads > WARP and matrices <= 2:
+        # In one CTA: else each of them leaves partial sums of each group.
+        return RowsAtOnce(min(at_once.rows_per_cta * at_once.ctas_per_sm, most // shape.threads))
+    return at_once
 
 
 def _loads_early(spec: NormSpec) -> bool:
-    """Whether the next row is loaded before the present one is summed up: RMSNorm's of 16 bits that fill all places."""
-    shape, narrow = spec.shape, max(ITEMSIZE[spec.row_dtype], widest_column(spec)) == 2
-    full = spec.cols == shape.capacity and shape.cluster == 1 and shape.threads > 2 * WARP
-    return narrow and full and not NORMS[spec.operation.norm].subtracts_mean
+    """Whether the next row is loaded before the present one is summed up: RMSNorm's of 16 bits and a power of two of
+    columns.
+    """
+    narrow = max(ITEMSIZE[spec.row_dtype], widest_column(spec)) == 2
+    power_of_two = spec.cols & (spec.cols - 1) == 0
+    return narrow and power_of_two and spec.cluster == 1 and not NORMS[spec.operation.norm].subtracts_mean
 
 
 def _loads_late(problem: Problem, shape: RowShape) -> bool:
