@@ -47,7 +47,7 @@ _CLASSES = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    """AttributeError, which says of a class where it is."""
+    """Raise AttributeError, which says of a class where it is."""
     places = [f"cunorm.{package}.{name}" for package, names in _CLASSES.items() if name in names.split()]
     instead = f": take {' or '.join(places)}" if places else ""
     raise AttributeError(f"module 'cunorm' has no attribute {name!r}{instead}")

@@ -13,7 +13,7 @@ from .commands import cache, compile, demo, info, tune
 
 
 class Parser(argparse.ArgumentParser):
-    """With errors of one line: argparse's show the usage, which of `compile` is seven lines."""
+    """Reports errors in one line: argparse's show the usage, which of `compile` is seven lines."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message.rstrip('.')} (see {self.prog} --help)\n")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """What the command line may be."""
+    """Make the parser of the command line."""
     whole = Parser(prog="python -m cunorm", description="LayerNorm and RMSNorm on NVIDIA GPUs.")
     whole.add_argument("--version", action="version", version=f"cunorm {__version__}")
     commands = whole.add_subparsers(dest="command", metavar="command")

@@ -26,7 +26,7 @@ OF_THE_CALL += ("dtype", "granularity", "y_scale", "y8", "y8_scale")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Saved:
-    """What `forward` of an operation saved for its `backward`; of use to nobody else."""
+    """The arrays that `forward` of an operation saved for its `backward`; of use to nobody else."""
 
     fused: Fused
     x: Any
@@ -63,7 +63,7 @@ class Fused:
     def forward(
         self, /, x: Any, *unnamed: Any, eps: float | None = None, sm_margin: int = 0, **operands: Any
     ) -> tuple[Any, Saved]:
-        """(results as of a call, what `backward` needs). The arrays themselves are saved, not copies of them."""
+        """Return (results as of a call, what `backward` needs). The arrays themselves are saved, not copies of them."""
         return self.called_forward(x, self._checked(unnamed, operands), self._eps(eps), sm_margin)
 
     def fp8(
@@ -186,7 +186,7 @@ class Fused:
         sm_margin: int,
         shapes: dict[str, tuple[int, ...]] | None = None,
     ) -> tuple[Any, Saved]:
-        """The same with what is saved."""
+        """Run a call and return what is saved too."""
         results, statistics = self._run(x, operands, eps, sm_margin, statistics=True)
         saved = Saved(self, x, operands, results.get("s"), statistics, shapes or {})
         return self._in_order(results), saved
@@ -199,7 +199,7 @@ class Fused:
         return tuple([results[name] for name in store.results(self.operation.returns)])
 
     def store(self, dtype: Any, granularity: str | int, y_scale: Any, *, wide: bool) -> Float8Store:
-        """What such arguments of a call ask for."""
+        """Return the store that such arguments of a call ask for."""
         if granularity == "tensor" and y_scale is None and not self.bounded:
             raise ValueError(f"{self.function}: granularity='tensor' needs a y_scale; got y_scale=None.")
         return store_of(self.function, dtype, granularity, y_scale, wide=wide)
@@ -215,7 +215,7 @@ class Fused:
         float8: Float8Store | None = None,
         scale: Any = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(results, statistics), both by name."""
+        """Run the operation and return (results, statistics), both by name."""
         operation = self.operation
         options: dict[str, Any] = {
             "demanded": self.demanded,
@@ -254,7 +254,7 @@ class Fused:
         return EPS[self.operation.norm] if eps is None else eps
 
     def _as_x(self, name: str, gradient: Any, saved: Saved) -> Any:
-        """A gradient of a result in the shape that x was given to the kernels in."""
+        """Return a gradient of a result in the shape that x was given to the kernels in."""
         if gradient is None:
             return None
         shape = getattr(gradient, "shape", None)
@@ -376,7 +376,7 @@ def composed(norm: str, before: Expression | None, after: Expression, returns: S
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two arrays have one kind, shape and dtype."""
+    """Return whether two arrays have one kind, shape and dtype."""
     if type(one) is not type(other) or not hasattr(one, "shape"):
         return False
     return one.shape == other.shape and one.dtype == other.dtype

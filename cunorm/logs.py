@@ -49,7 +49,7 @@ def copied(function: str, names: Iterable[str], arrays: Iterable[Any], copies: S
 
 
 def missing(message: str) -> None:
-    """A name that cunorm uses is not in this version of its package."""
+    """Log that a name which cunorm uses is not in this version of its package."""
     logger.warning("%s", message)
 
 

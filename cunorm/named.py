@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from .call import checks
 from .fusion import Fused, Saved
-from .operation import FUSIONS, SEED, Operation, sandwiched_at_once
+from .operation import FUSIONS, SEED, Operation, norm_add_norm
 
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-OPERATIONS: dict[str, Callable[..., Operation]] = {**FUSIONS, "rms_norm_add_rms_norm": sandwiched_at_once}
+OPERATIONS: dict[str, Callable[..., Operation]] = {**FUSIONS, "rms_norm_add_rms_norm": norm_add_norm}
 # What these operands must be, whatever the shape of x. The weight of a gated norm may have one row for each group.
 KINDS = (("residual", "full"), ("z", "full"), ("weight", "column"), ("bias", "column"), ("second_weight", "column"))
 KINDS_OF_GATED = (("z", "full"),)
@@ -30,7 +30,7 @@ OF_DROPOUT = (SEED, "dropped", "factor")
 
 
 class Call(NamedTuple):
-    """What the arguments of a named operation mean."""
+    """The meaning of the arguments of a named operation."""
 
     function: str
     flags: tuple[bool, ...]  # of OPERATIONS[function]
@@ -44,18 +44,18 @@ class Call(NamedTuple):
 
 
 class ShapeError(ValueError):
-    """A shape that does not fit, found before the arrays are."""
+    """Raised for a shape that does not fit, found before the arrays are."""
 
 
 class NamedOperation(Protocol[P, R_co]):
-    """A named operation: a function whose attributes take the same arguments."""
+    """A function whose attributes take the same arguments."""
 
     __name__: str
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R_co: ...
 
     def forward(self, *arguments: P.args, **options: P.kwargs) -> tuple[R_co, Saved]:
-        """(results as of a call, what `backward` needs). The arrays themselves are saved, not copies of them."""
+        """Return (results as of a call, what `backward` needs). The arrays themselves are saved, not copies of them."""
         ...
 
     def backward(self, saved: Saved, *gradients: Any, wanted: Sequence[str] = (), sm_margin: int = 0) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def prepare() -> None:
 
 
 def _fused(call: Call) -> Fused:
-    """What a call means, as `fuse` makes it."""
+    """Return what a call means, as `fuse` makes it."""
     function, flags, _, operands, _, dtype, s_dtype, _, _ = call
     if dtype is not None:
         dtype = checks.dtype_name(function, dtype)
@@ -240,7 +240,7 @@ def of_its_own(function: Any) -> None:
 
 
 def _signature_of_fp8(signature: inspect.Signature) -> inspect.Signature:
-    """That of a call with granularity and y_scale before dtype, which is the format of the bytes."""
+    """Return the signature of a call with granularity and y_scale before dtype, which is the format of the bytes."""
     parameters = []
     for one in signature.parameters.values():
         if one.name == "dtype":

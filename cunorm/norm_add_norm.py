@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .call import checks
-from .call.backend import Twice, backend_of
+from .call.backend import NormAddNorm, backend_of
 from .call.broadcasting import Kinds
 from .call.store import Float8Store
-from .operation import Operation, sandwiched
+from .operation import Operation, norm_add_norm_steps
 
 
 def forward(
@@ -34,8 +34,10 @@ def forward(
     """Return (results by name, statistics by name if they are asked for); arguments as `Backend.forward` has them."""
     backend = backend_of(function, x)
     options: dict[str, Any] = {"demanded": demanded, "statistics": statistics, "sm_margin": sm_margin}
-    if float8 is None and isinstance(backend, Twice):
-        found = backend.forward_twice(function, operation, x, operands, eps, dtype=dtype, s_dtype=s_dtype, **options)
+    if float8 is None and isinstance(backend, NormAddNorm):
+        found = backend.forward_norm_add_norm(
+            function, operation, x, operands, eps, dtype=dtype, s_dtype=s_dtype, **options
+        )
         if found is not None:
             return found, {name: found[name] for name in operation.statistics if name in found}
     first, second, _ = _parts(operation)
@@ -78,7 +80,7 @@ def backward(
 
 
 def _parts(operation: Operation) -> tuple[Operation, Operation, Operation]:
-    return sandwiched(dict(operation.defaults)["weight"] == 0)
+    return norm_add_norm_steps(dict(operation.defaults)["weight"] == 0)
 
 
 def _told_apart(operands: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

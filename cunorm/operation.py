@@ -20,7 +20,7 @@ from .expression.value import FUNCTIONS, Expression
 
 
 class Norm(NamedTuple):
-    """What plans know of a norm; kernels_cu/norms/statistics.cuh has its arithmetic."""
+    """The properties of a norm that plans know; kernels_cu/norms/statistics.cuh has its arithmetic."""
 
     policy: str  # its struct there
     subtracts_mean: bool
@@ -31,7 +31,7 @@ class Norm(NamedTuple):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """What the forward pass keeps of a row."""
+        """The names of what the forward pass keeps of a row."""
         return ("mean", "rstd") if self.subtracts_mean else ("rstd",)
 
 
@@ -89,18 +89,18 @@ class Operation:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """What the forward pass keeps of a row."""
+        """The names of what the forward pass keeps of a row."""
         of_norm = NORMS[self.norm].statistics
         return (*of_norm, *(f"second_{name}" for name in of_norm)) if self.second else of_norm
 
     def renamed(self, names: Mapping[str, str]) -> Operation:
-        """The same operation of operands that have other names."""
+        """Return the same operation of operands that have other names."""
         prologue, second = (None if one is None else one.renamed(names) for one in (self.prologue, self.second))
         defaults = tuple((names.get(name, name), number) for name, number in self.defaults)
         return replace(self, epilogue=self.epilogue.renamed(names), prologue=prologue, second=second, defaults=defaults)
 
     def given(self, names: Collection[str]) -> Operation:
-        """The same with numbers in place of the operands that are not among `names`."""
+        """Return the same operation with numbers in place of the operands that are not among `names`."""
         absent = {name: number for name, number in self.defaults if name not in names}
         if not absent:
             return self
@@ -143,10 +143,10 @@ def norm_added(norm: str, zero_centered_gamma: bool = False) -> Operation:
 
 
 @cache
-def sandwiched(zero_centered_gamma: bool = False) -> tuple[Operation, Operation, Operation]:
-    """rms_norm_add_rms_norm: (what makes s of x, what makes y of s, what the backward pass of the latter is of).
+def norm_add_norm_steps(zero_centered_gamma: bool = False) -> tuple[Operation, Operation, Operation]:
+    """Return the operations of rms_norm_add_rms_norm: that of s, that of y from s, and that of y's backward pass.
 
-    That one has s as its prologue too: s is returned, so its gradient is added to what comes through the norm.
+    The last one has s as its prologue too: s is returned, so its gradient is added to what comes through the norm.
     """
     if zero_centered_gamma:
         epilogue, one = trace(lambda xhat, second_weight: xhat * (1 + second_weight)), 0.0
@@ -157,17 +157,17 @@ def sandwiched(zero_centered_gamma: bool = False) -> tuple[Operation, Operation,
 
 
 @cache
-def sandwiched_at_once(zero_centered_gamma: bool = False) -> Operation:
-    """The first two of them as one."""
-    of_sum, then, _ = sandwiched(zero_centered_gamma)
-    defaults = (*(one for one in of_sum.defaults if one[0] == "weight"), *then.defaults)
+def norm_add_norm(zero_centered_gamma: bool = False) -> Operation:
+    """Return rms_norm_add_rms_norm as one operation, which one kernel runs forward."""
+    of_sum, then, _ = norm_add_norm_steps(zero_centered_gamma)
+    defaults = (*((name, value) for name, value in of_sum.defaults if name == "weight"), *then.defaults)
     of_weight = of_sum.given(("residual", "weight"))
     return replace(of_weight, returns=("y", "s"), defaults=defaults, second=then.epilogue)
 
 
 @cache
 def modulated(norm: str, affine_norm: bool = False) -> Operation:
-    """layer_norm_modulate and rms_norm_modulate: of a norm without parameters, or of one with weight and bias."""
+    """Return layer_norm_modulate or rms_norm_modulate, of a norm without parameters or with weight and bias."""
     of_norm = affine(norm) if affine_norm else Operation(norm, parse("xhat", ("xhat",)))
     modulation = trace(lambda xhat, scale, shift: xhat * (1 + scale) + shift)
     return replace(of_norm, epilogue=substitute(modulation, {"xhat": of_norm.epilogue}))
@@ -175,7 +175,7 @@ def modulated(norm: str, affine_norm: bool = False) -> Operation:
 
 @cache
 def gate_added_modulated(norm: str, affine_norm: bool = False) -> Operation:
-    """gate_add_layer_norm_modulate and its like: the same of s = residual + gate * x, which is returned too."""
+    """Return gate_add_layer_norm_modulate or its like: a modulated norm of s = residual + gate * x, returned too."""
     prologue = trace(lambda x, residual, gate: residual + gate * x, role="prologue")
     return replace(modulated(norm, affine_norm), prologue=prologue, returns=("y", "s"))
 
@@ -202,7 +202,7 @@ NAMED = {
 
 @cache
 def is_named(operation: Operation) -> bool:
-    """Whether it is one of NAMED, of a call that may leave weight or bias out."""
+    """Return whether it is one of NAMED, of a call that may leave weight or bias out."""
     return any(operation == one.given(operation.operands) for one in NAMED.values())
 
 
@@ -253,8 +253,8 @@ class Derivative(NamedTuple):
     late: tuple[tuple[str, Expression], ...]
 
     @property
-    def is_dear(self) -> bool:
-        """Whether g takes longer to compute twice than to keep: it has a function, or more than three operations."""
+    def is_expensive(self) -> bool:
+        """Return whether g takes longer to compute twice than to keep: it has a function or over three operations."""
         steps = [step for step in self.g.steps if step.operands] if self.g else []
         return len(steps) > 3 or any(step.function in FUNCTIONS for step in steps)
 

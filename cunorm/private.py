@@ -58,7 +58,7 @@ def look_up(path: str, costs: str, instead: Any = None) -> Any:
 
 
 def has(path: str, costs: str) -> bool:
-    """Whether there is a name, which is used where it stands: as the value of a flag that changes."""
+    """Return whether a package has a name, which is used where it stands, as the value of a flag that changes."""
     return look_up(path, costs, ABSENT) is not ABSENT
 
 
@@ -75,7 +75,7 @@ def miss(path: str, costs: str) -> Missing:
 
 
 def _is_of_version(error: Exception) -> bool:
-    """Whether a name is missing from a package that is installed."""
+    """Return whether a name is missing from a package that is installed."""
     return not isinstance(error, ModuleNotFoundError) or "." in (error.name or "")
 
 
@@ -99,7 +99,7 @@ def tested(module: str) -> str:
 
 
 def check_version(package: str) -> None:
-    """One line in the log where what is imported is newer than the versions that cunorm was tested with."""
+    """Log one line where what is imported is newer than the versions that cunorm was tested with."""
     _check_version(package, getattr(sys.modules.get(package), "__version__", ""))
 
 
@@ -110,7 +110,7 @@ def _check_version(package: str, version: str) -> None:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """(2, 13) of "2.13.0+cpu"; () of what begins otherwise."""
+    """Return (2, 13) of "2.13.0+cpu", () of what begins otherwise."""
     parts = version.split(".")[:2]
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 

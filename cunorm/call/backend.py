@@ -1,4 +1,4 @@
-"""Which module runs the calls of an array, and what such a module has to offer.
+"""One module runs the calls of a kind of arrays, and offers what stands here.
 
 A backend is a module for one kind of arrays, which is imported when the first array of the kind comes: `import cunorm`
 imports none of them.
@@ -20,7 +20,7 @@ Norm = tuple[str, Any, bool, Any, int]
 
 
 class Backend(Protocol):
-    """What a kind of arrays offers. Arguments come unchecked but for names; `function` names the call in errors."""
+    """The functions that a kind of arrays offers. Only names are checked; `function` names the call in errors."""
 
     def norm(
         self, asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, statistics: bool
@@ -81,10 +81,10 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class Twice(Protocol):
-    """What a backend offers besides if one kernel of it runs an operation with a second norm."""
+class NormAddNorm(Protocol):
+    """The functions that a backend offers if one kernel of it runs an operation with a second norm."""
 
-    def forward_twice(
+    def forward_norm_add_norm(
         self,
         function: str,
         operation: Operation,

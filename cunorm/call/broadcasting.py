@@ -22,7 +22,7 @@ AFFINE: Kinds = (("weight", "column"), ("bias", "column"))  # of the plain norms
 
 
 def number(function: str, name: str, value: numbers.Real) -> float:
-    """An operand that is a number, as a Python float; a seed is none."""
+    """Return an operand that is a number, but no seed, as a Python float."""
     if name == SEED:
         raise TypeError(
             f"{function}: {SEED} must be an array of one int64 or two uint32, on the device of x; got "
@@ -69,8 +69,8 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return all(own in (1, full) for own, full in zip(reversed(shape), reversed(to), strict=False))
 
 
-def read_by_packs(name: str, shape: tuple[int, ...], of_x: tuple[int, ...]) -> bool:
-    """Whether it counts where an array begins; not of a seed, nor of a number for each row."""
+def read_by_vectors(name: str, shape: tuple[int, ...], of_x: tuple[int, ...]) -> bool:
+    """Return whether it counts where an array begins, as it does not for a seed or a number for each row."""
     return name != SEED and not (shape[-1:] == (1,) != of_x[-1:])
 
 
@@ -173,7 +173,7 @@ def same_gradients(
     kinds: Mapping[str, str],
     dtypes: Mapping[str, str],
 ) -> dict[str, str]:
-    """For each name that is wanted the first one that has the same gradient: of x + residual, x has that of residual.
+    """Return for each name that is wanted the first one with the same gradient: of x + residual, x has residual's.
 
     Only what has the shape of x counts, for which `dtypes` are needed; a vector's gradient is small.
     """

@@ -1,4 +1,4 @@
-"""What the norms ask of their arguments: every rule, and every message that states one.
+"""Every rule of the norms' arguments, and every message that states one.
 
 Arrays are known only by their `Layout`, so the same rules hold in every framework.
 """
@@ -15,7 +15,7 @@ from ..plan.problem import ITEMSIZE, RowStrides
 
 
 class Layout(NamedTuple):
-    """An array without its memory. `strides` in elements; `device` is "cpu" or a CUDA device's number."""
+    """An array without its memory. `strides` are in elements; `device` is "cpu" or a CUDA device's number."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -82,7 +82,7 @@ def shape_of(
     x: tuple[int, ...],
     weight: tuple[int, ...] | None,
 ) -> tuple[int, ...]:
-    """That of the normalised axes, by the shapes of x and weight where none is given."""
+    """Return the shape of the normalised axes, by the shapes of x and weight where none is given."""
     if normalized_shape is not None:
         return _as_shape(function, normalized_shape)
     return x[-1:] if weight is None else weight
@@ -117,7 +117,9 @@ def check_backward(
                 f"shape {x.shape}. Pass what {function.replace('backward', 'forward')} returned."
             )
         if array.dtype != statistics:
-            raise TypeError(f"{function}: {name} must have dtype {statistics} for x of {x.dtype}; got {array.dtype}.")
+            raise TypeError(
+                f"{function}: {name} must have dtype {statistics} for x of {x.dtype}; got {array.dtype}. Convert it."
+            )
     shape = x.shape[rank:]
     if math.prod(shape) == 0:
         raise ValueError(f"{function}: the normalised axes must not be empty; got {shape}.")
@@ -152,7 +154,7 @@ SHORT_NAMES = {
 
 
 def must_be_a_dtype(got: object) -> str:
-    """What an error says of a dtype that is none of the four."""
+    """Return what an error says of a dtype that is none of the four."""
     meant = [name for name, others in SHORT_NAMES.items() if str(got).lower() in others]
     return f"must be one of {_names()}; got {got!r}{f': did you mean {meant[0]}?' if meant else '.'}"
 
@@ -196,7 +198,7 @@ def check_sm_margin(function: str, sm_margin: object, sms: int | None) -> int:
 
 
 def check_flags(function: str, output_mask: object, length: int) -> tuple[bool, ...]:
-    """Which of so many gradients are wanted."""
+    """Check flags that say which of so many gradients are wanted."""
     if not isinstance(output_mask, Sequence) or isinstance(output_mask, str):
         raise TypeError(f"{function}: output_mask must be a tuple of {length} bools; got {type(output_mask).__name__}.")
     if len(output_mask) != length:
@@ -216,7 +218,7 @@ def check_output_mask(
 
 @lru_cache(maxsize=4096)
 def row_strides(layout: Layout, normalized_ndim: int) -> RowStrides | None:
-    """Where rows begin, if each is contiguous and two strides at most lead from row to row; None: it must be copied."""
+    """Return where rows begin, if each is contiguous and two strides at most lead from row to row; None: copy it."""
     if is_contiguous(layout):
         return RowStrides(math.prod(layout.shape[len(layout.shape) - normalized_ndim :]))
     rows = _rows_of(layout, normalized_ndim)
@@ -230,7 +232,7 @@ def row_strides(layout: Layout, normalized_ndim: int) -> RowStrides | None:
 
 
 def is_contiguous(layout: Layout) -> bool:
-    """Whether its elements lie close, the last axis innermost."""
+    """Return whether the elements lie close, the last axis innermost."""
     step = 1
     for size, stride in zip(layout.shape[::-1], layout.strides[::-1], strict=True):
         if size != 1 and stride != step:
@@ -252,7 +254,7 @@ class _Rows(NamedTuple):
 
 
 def _rows_of(layout: Layout, normalized_ndim: int) -> _Rows | None:
-    """None if a row is not contiguous. Of an array without rows nothing is known nor asked."""
+    """Return the steps from row to row, None if a row is not contiguous; an array without rows has any."""
     axes = [_Axis(*axis) for axis in zip(layout.shape, layout.strides, strict=True)]
     first = len(axes) - normalized_ndim
     cols = math.prod(layout.shape[first:])
@@ -264,7 +266,7 @@ def _rows_of(layout: Layout, normalized_ndim: int) -> _Rows | None:
 
 
 def _merged(axes: Sequence[_Axis]) -> tuple[_Axis, ...]:
-    """The same elements in the same order by the fewest axes."""
+    """Return the same elements in the same order by the fewest axes."""
     found: list[_Axis] = []
     for axis in axes:
         if axis.size == 1:
@@ -287,7 +289,9 @@ def check_out_memory(
     if 0 in out.shape:
         return
     if _overlaps_itself(out):
-        raise ValueError(f"{function}: every element of {name} must have its own memory; got strides {out.strides}.")
+        raise ValueError(
+            f"{function}: every element of {name} must have its own memory; got strides {out.strides}. Pass a copy."
+        )
     itself = [one for one, _, _ in inputs if one in ("x", "dy")]
     for one, layout, pointer in inputs:
         same = pointer == out_pointer and (layout.strides, layout.dtype) == (out.strides, out.dtype)
@@ -340,7 +344,7 @@ def _may_overlap(a: Layout, a_pointer: int, b: Layout, b_pointer: int, normalize
 
 
 def _blocks(rows: _Rows, outer: int, dtype: str, pointer: int) -> tuple[list[int], int, int]:
-    """Of the blocks that the first `outer` axes lead to: the steps (bytes), and the first one's range of addresses."""
+    """Return the steps (bytes) between the blocks of the first `outer` axes, and the first one's range of addresses."""
     inner = (*rows.axes[outer:], _Axis(rows.cols, 1))
     shape, strides = zip(*inner, strict=True)
     steps = [axis.stride * ITEMSIZE[dtype] for axis in rows.axes[:outer]]

@@ -31,8 +31,8 @@ from .recipe import (
     Recipes,
     backward_recipe,
     forward_recipe,
-    one_kernel_norms_twice,
     rounded,
+    runs_norm_add_norm,
     scalars_of,
 )
 from .store import Float8Store, affine_scale, check_x, scale_of
@@ -45,7 +45,7 @@ _current_stream = cupy.cuda.get_current_stream
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What calls have in common that differ in their arrays, numbers and eps alone. Told apart by identity."""
+    """The common part of calls that differ in their arrays, numbers and eps alone. Told apart by identity."""
 
     function: str
     names: tuple[str, ...]  # of the arrays, in the order in which they are given; any may be absent
@@ -230,7 +230,7 @@ def forward(
     return found, None, None
 
 
-def forward_twice(
+def forward_norm_add_norm(
     function: str,
     operation: Operation,
     x: cupy.ndarray,
@@ -243,8 +243,8 @@ def forward_twice(
     statistics: bool,
     sm_margin: int,
 ) -> dict[str, cupy.ndarray] | None:
-    """As `Twice.forward_twice`."""
-    if not one_kernel_norms_twice(layout(function, "x", x), s_dtype):
+    """Run `NormAddNorm.forward_norm_add_norm`."""
+    if not runs_norm_add_norm(layout(function, "x", x), s_dtype):
         return None
     key = (function, operation, tuple(operands), demanded, dtype, None, statistics, sm_margin, type(sm_margin), None)
     call = _calls.of(key, _call, *key)
@@ -267,7 +267,7 @@ def _call(function, operation, operands, demanded, dtype, s_dtype, statistics, s
 
 
 def _with_scale(names: tuple[str, ...], store: Float8Store) -> tuple[str, ...]:
-    """One scale for all of y is read."""
+    """Return the arguments with the one scale for all of y, which is read."""
     return (*names, "y8_scale") if store.granularity == "tensor" else names
 
 
@@ -309,7 +309,7 @@ def _backward_call(function, operation, names, wanted, demanded, s_dtype, sm_mar
 def run(
     call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any], key: tuple | None
 ) -> tuple[cupy.ndarray, ...]:
-    """What a site does, for any recipe. `key` is that of the recipe, None where the site could not make it."""
+    """Run what a site does, for any recipe. `key` is the recipe's, None where the site could not make it."""
     recipe = _recipe_of(call, eps, out, arrays, key)
     if key is not None and recipe.everyday_on == _current_device():
         return call.site(call, eps, out, *arrays)  # which finds the recipe now
@@ -372,7 +372,7 @@ def _recipe_of(
 
 
 def _described(array: Any) -> Any:
-    """What a key has of an array; of a number that it is one: its value may change with every call."""
+    """Describe an array in a key; of a number only that it is one, as its value may change with every call."""
     if isinstance(array, cupy.ndarray):
         return array.shape, array.strides, array.dtype, array.data.device_id
     return None if array is None else type(array)
@@ -399,7 +399,7 @@ def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any
 
 
 def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hashable:
-    """As recipe.form_of, of arrays: nothing of them is described or checked for a known form."""
+    """Return recipe.form_of of arrays: nothing of them is described or checked for a known form."""
     x = arrays[call.names.index("x")]
     shape: tuple[int, ...] = getattr(x, "shape", ())
     if not isinstance(eps, float) or math.prod(shape[:-1]) < 2 or shape[:-1] == shape[-1:]:
@@ -420,7 +420,7 @@ def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hasha
 def _ready(
     call: Call, recipe: LaunchRecipe, eps: float, given: Mapping[str, Given], out: Layout | None
 ) -> LaunchRecipe:
-    """With what a site needs of it."""
+    """Return the recipe with what a site needs of it."""
     written = (*recipe.written, *recipe.statistics)[: None if call.backward else len(call.results)]
     names = [name for name, *_ in written]
     solution, order = recipe.plan, None
@@ -453,25 +453,25 @@ def _dtype(function: str, name: str) -> numpy.dtype:
 
 
 def _given(call: Call, name: str, array: Any) -> Given:
-    """What the checks know of an array or a number."""
+    """Return what the checks know of an array or a number."""
     if call.takes_numbers and isinstance(array, numbers.Real) and name != "x":
         return broadcasting.number(call.function, name, array)
     return layout(call.function, name, array)
 
 
 def aligned(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> bool:
-    """All arrays that are read by packs begin at multiples of 16 bytes; memory that CuPy allocates does."""
+    """Return whether all arrays read by vectors begin at multiples of 16 bytes, as memory that CuPy allocates does."""
     given = dict(zip(call.names, arrays, strict=True))
     of_x = getattr(given["x"], "shape", ())
     return (out is None or out.data.ptr % 16 == 0) and all(
         one.data.ptr % 16 == 0
         for name, one in given.items()
-        if isinstance(one, cupy.ndarray) and name != "y8_scale" and broadcasting.read_by_packs(name, one.shape, of_x)
+        if isinstance(one, cupy.ndarray) and name != "y8_scale" and broadcasting.read_by_vectors(name, one.shape, of_x)
     )
 
 
 def check_addresses(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> None:
-    """That each array begins where a GPU can read an element: a recipe knows but the layouts."""
+    """Check that each array begins where a GPU can read an element: a recipe knows but the layouts."""
     for name, array in zip((*call.names, call.out), (*arrays, out), strict=True):
         if isinstance(array, cupy.ndarray):
             layout(call.function, name, array)
@@ -479,7 +479,7 @@ def check_addresses(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None)
 
 @lru_cache(maxsize=LIMIT)
 def check_out(call: Call, recipe: LaunchRecipe, pointers: tuple[int, ...]) -> None:
-    """Of the memory for the first result. Kept, as the same memory comes again and again: else 9 us of a call."""
+    """Check the memory for the first result, and keep the answer, as the same memory comes again and again."""
     at = dict(zip((*call.names, call.out), pointers, strict=True))
     *inputs, out = [(name, layout, at[name]) for name, layout in recipe.layouts]
     checks.check_out_memory(call.function, *out, inputs, recipe.ndim)

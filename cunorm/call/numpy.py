@@ -269,7 +269,7 @@ def _summed(
 
 
 def _given(function: str, name: str, array: Any) -> Given:
-    """What the checks know of an array or a number. An array without axes is a number."""
+    """Return what the checks know of an array or a number. An array without axes is a number."""
     if isinstance(array, numbers.Real):
         return broadcasting.number(function, name, array)
     found = layout(function, name, array)
@@ -288,7 +288,7 @@ def _wide(name: str, array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _contiguous(array: numpy.ndarray) -> numpy.ndarray:
-    """As a kernel would have written it, however the operands lie."""
+    """Copy a result as a kernel would have written it, however the operands lie."""
     return numpy.asarray(array, order="C")
 
 
@@ -309,12 +309,12 @@ def layout(function: str, name: str, array: Any) -> Layout:
 def _check_out(
     function: str, name: str, named: Mapping[str, numpy.ndarray], layouts: Mapping[str, Layout], ndim: int
 ) -> None:
-    """What must hold of an array that is written, the one of this name."""
+    """Check an array that is written, named in errors."""
     inputs = [(one, layouts[one], pointer(named[one])) for one in layouts if one != name]
     out = named[name]
     checks.check_out_memory(function, name, layouts[name], pointer(out), inputs, ndim)
     if not out.flags.writeable:
-        raise ValueError(f"{function}: {name} must be writeable; got a read-only array.")
+        raise ValueError(f"{function}: {name} must be writeable; got a read-only array. Pass a copy.")
 
 
 def pointer(array: numpy.ndarray) -> int:
@@ -381,6 +381,6 @@ def quantise(
 
 
 def _bytes(values: numpy.ndarray, name: str) -> numpy.ndarray:
-    """To nearest even; what is too large becomes the largest."""
+    """Round to nearest even; what is too large becomes the largest number."""
     largest = FLOAT8[name]
     return numpy.clip(values, -largest, largest).astype(numpy_dtype("cunorm", name)).view(numpy.uint8)

@@ -66,7 +66,7 @@ class LaunchRecipe:
     layouts: tuple[tuple[str, Layout], ...] = ()  # of the arrays that are given, and of the memory for the first result
 
     def of_rows(self, x_shape: tuple[int, ...]) -> LaunchRecipe:
-        """That of a call which differs from this one's in its number of rows alone: of the same `form_of`."""
+        """Return the recipe of a call of the same `form_of`, which differs in its number of rows alone."""
         assert self.plan is not None
         rows = x_shape[:-1]
         written = tuple([(name, x_shape if len(shape) > 1 else shape, dtype) for name, shape, dtype in self.written])
@@ -84,7 +84,7 @@ class LaunchRecipe:
         return self.plan is not None and not given and of_any_rows(self.plan)
 
     def with_dtypes(self, of: Callable[[str], Any]) -> LaunchRecipe:
-        """The same with the dtypes of a framework in place of their names."""
+        """Return the same recipe with the dtypes of a framework in place of their names."""
 
         def named(memory: Memory) -> Memory:
             name, shape, dtype = memory
@@ -144,7 +144,7 @@ def form_of(x_shape: tuple[int, ...], given: Iterable[broadcasting.Given | None]
 
 
 def of_any_rows(solution: Plan) -> bool:
-    """Whether nothing that its kernels read or write depends on the number of rows but the length of matrices."""
+    """Return whether the number of rows changes nothing that kernels read or write but the length of matrices."""
     return solution.problem.operands.kinds <= {"full", "column", "statistic", "scalar", "seed"}
 
 
@@ -210,8 +210,8 @@ def forward_recipe(
     )
 
 
-def one_kernel_norms_twice(x: Layout, s_dtype: str | None) -> bool:
-    """Whether an operation with a second norm runs at all, for such x and s: else its norms run one by one."""
+def runs_norm_add_norm(x: Layout, s_dtype: str | None) -> bool:
+    """Return whether one kernel runs an operation with a second norm for such x and s; else two run."""
     if s_dtype not in (None, x.dtype) or not x.shape or x.dtype not in ITEMSIZE or 0 in x.shape:
         return False
     return holds_twice(x.dtype, x.shape[-1])
@@ -313,7 +313,7 @@ def rounded(solution: Plan, *values: float) -> list[float]:
 
 
 def _dtypes(given: Mapping[str, broadcasting.Given], compute: str) -> dict[str, str]:
-    """By name. A number is passed in the dtype of the arithmetic."""
+    """Return dtypes by name; a number is passed in the dtype of the arithmetic."""
     return {name: one.dtype if isinstance(one, Layout) else compute for name, one in given.items()}
 
 
@@ -325,7 +325,7 @@ def _full(given: Mapping[str, broadcasting.Given], kinds: Mapping[str, str]) -> 
 
 
 def _strides(given: Mapping[str, broadcasting.Given], kinds: Mapping[str, str], ndim: int) -> dict[str, RowStrides]:
-    """From row to row, or vector to vector, of the arrays that are read so and not copied."""
+    """Return strides from row to row, or vector to vector, of the arrays that are read so and not copied."""
     found = {name: _row_strides(one, ndim) for name, one in _full(given, kinds).items()}
     found |= {name: _vector_strides(given[name]) for name, kind in kinds.items() if kind == "group"}
     return {name: strides for name, strides in found.items() if strides is not None}
@@ -387,12 +387,12 @@ def _kinds(
 
 
 def _of_kernels(kinds: Mapping[str, str]) -> dict[str, str]:
-    """What is expanded is full."""
+    """Return the kinds that kernels know: what is expanded is full."""
     return {name: "full" if kind == "expanded" else kind for name, kind in kinds.items()}
 
 
 def _vector_strides(given: broadcasting.Given) -> RowStrides | None:
-    """From vector to vector, where one stride leads there."""
+    """Return the stride from vector to vector, where one stride leads there."""
     found = checks.row_strides(given, 1) if isinstance(given, Layout) else None
     return None if found is None or found.inner else found
 

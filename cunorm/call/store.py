@@ -1,4 +1,4 @@
-"""What the norms with y in 8 bits ask of their arguments, and the numbers that all frameworks share."""
+"""Checks of the arguments of norms with y in 8 bits, and the numbers that all frameworks share."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MOST_MULTIPLIER = 2.0**100  # kernels_cu/rows/float8.cuh: beyond it a row counts
 
 
 class Float8Store(NamedTuple):
-    """How a fused operation writes y in 8 bits: y8, and y8_scale. y itself is written only if it is `wide`."""
+    """How an operation writes y in 8 bits: y8, and y8_scale. y itself is written only if it is `wide`."""
 
     format: str  # a key of FLOAT8
     granularity: str | int
     wide: bool
 
     def results(self, returns: tuple[str, ...]) -> tuple[str, ...]:
-        """What a call returns for `returns`, in order."""
+        """Return the names of what a call returns for `returns`, in order."""
         of_y = ("y8", "y8_scale", *(("y",) if self.wide else ()))
         return tuple(one for name in returns for one in (of_y if name == "y" else (name,)))
 
     def written(self, returns: tuple[str, ...]) -> tuple[str, ...]:
-        """The same without a scale for all of y, which is read."""
+        """Return the same names without a scale for all of y, which is read."""
         found = self.results(returns)
         return tuple(name for name in found if name != "y8_scale" or self.granularity != "tensor")
 
@@ -41,7 +41,7 @@ def check_x(function: str, x: Layout) -> None:
 
 
 def check_rows(function: str, x: Layout, s_dtype: str | None) -> None:
-    """Of a fused operation: x, and what is normalised."""
+    """Check x of a fused operation, and what is normalised."""
     check_x(function, x)
     if s_dtype == "float64":
         raise TypeError(f"{function}: s_dtype must be float16, bfloat16 or float32; got float64.")
@@ -59,7 +59,7 @@ def check_format(function: str, dtype: object) -> str:
 
 
 def check_granularity(function: str, granularity: object, scale: Any) -> None:
-    """Its kind, and that of a scale that is given."""
+    """Check the granularity and the scale that is given."""
     if isinstance(granularity, bool) or granularity not in tuple(SCALES):
         raise ValueError(f"{function}: granularity must be 'row', 'tensor' or {BLOCK}; got {granularity!r}.")
     if scale is None:
@@ -82,7 +82,7 @@ def _dtype_name(array: Any) -> str:
 
 
 def store_of(function: str, dtype: object, granularity: Any, scale: Any, *, wide: bool) -> Float8Store:
-    """What such arguments of a call ask for."""
+    """Return the store that such arguments of a call ask for."""
     check_granularity(function, granularity, scale)
     return Float8Store(check_format(function, dtype), granularity, wide)
 
@@ -92,7 +92,7 @@ def scales_shape(granularity: str | int, leading: tuple[int, ...], cols: int) ->
 
 
 def largest_normalised(subtracts_mean: bool, cols: int) -> float:
-    """What none of cols numbers with mean square 1 exceeds, with mean 0 or without a mean.
+    """Return what none of cols numbers with mean square 1 exceeds, with mean 0 or without a mean.
 
     sqrt(cols - 1) with mean 0: where one is that large, the others share what is left.
     """
@@ -113,7 +113,7 @@ def scale_of(
 
 
 def affine_scale(xp: Any, operation: Operation, largest: float, cols: int, weight: Any, bias: Any) -> Any:
-    """A scale for all of y that no value exceeds, whatever x is; `largest` is the largest number of the format."""
+    """Return a scale for all of y that no value exceeds, whatever x is; `largest` is the format's largest number."""
     zero_centered = weight is not None and dict(operation.defaults)["weight"] == 0
     subtracts_mean = NORMS[operation.norm].subtracts_mean
     return static_scale(xp, subtracts_mean, cols, weight, bias, zero_centered, largest)
@@ -122,7 +122,7 @@ def affine_scale(xp: Any, operation: Operation, largest: float, cols: int, weigh
 def static_scale(
     xp: Any, layer_norm: bool, cols: int, weight: Any, bias: Any, zero_centered_gamma: bool, largest: float
 ) -> Any:
-    """A scale for all of y that no value exceeds, whatever x is: (|gamma| sqrt(cols - 1) + |beta|) / F, the largest.
+    """Return the largest (|gamma| sqrt(cols - 1) + |beta|) / F, a scale that no value of y exceeds, whatever x is.
 
     `xp` is numpy, cupy or jax.numpy.
     """

@@ -17,7 +17,7 @@ from ..expression import trace
 from ..kernel.device import Device
 from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
-from ..operation import FUSIONS, NAMED, SEED, Operation, sandwiched, sandwiched_at_once
+from ..operation import FUSIONS, NAMED, SEED, Operation, norm_add_norm, norm_add_norm_steps
 from ..plan.choose import tier_of
 from ..plan.forward import holds_twice
 from ..plan.plain_problems import float8_problem, plain, whole
@@ -133,7 +133,7 @@ def _zero_centred(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> lis
 
 
 def _all_at_once(device: Device) -> list[Problem]:
-    """LayerNorm of three packs a thread, of as many rows as run at once, if they have no turns."""
+    """LayerNorm of three vectors a thread, of as many rows as run at once, if they have no turns."""
     return [
         whole("layer_norm", "forward", device.sms * (RESIDENT // threads), 3 * 8 * threads, dtype)
         for threads, dtype in product((128, 192, 256, 512), ("float16", "bfloat16"))
@@ -154,7 +154,7 @@ def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Prob
     return problems
 
 
-# Rows of every number of packs to a thread, several to a CTA or in clusters of each size, odd ones, and streamed.
+# Rows of every number of vectors to a thread, several to a CTA or in clusters of each size, odd ones, and streamed.
 CAST_COLS = (16, 520, 1024, 1001, 3072, 4096, 8192, 12288, 12289, 28672, 100000, 200001, 600000)
 
 
@@ -197,9 +197,9 @@ def named_fusions() -> list[Problem]:
     Gradients that are the same, as those of x and residual in their sum, are one.
     """
     problems = []
-    _, of_sum, back_from_it = sandwiched()  # the first of its operations is rms_norm_add's
+    _, of_sum, back_from_it = norm_add_norm_steps()  # the first of its operations is rms_norm_add's
     operations = [of() for of in FUSIONS.values()]
-    operations += [FUSIONS["rms_norm_gated"](norm_before_gate=False), of_sum, back_from_it, sandwiched_at_once()]
+    operations += [FUSIONS["rms_norm_gated"](norm_before_gate=False), of_sum, back_from_it, norm_add_norm()]
     operations += [FUSIONS[f"add_{norm}"](dropout=True) for norm in OPS]
     for operation in operations:
         kinds = {name: KINDS_OF_FUSIONS.get(name, "column") for name in operation.operands}
@@ -270,16 +270,16 @@ def every_number_of_rows(problem: Problem) -> list[Problem]:
 
 
 def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | None, list[int]]:
-    """Up to seven row lengths that each tier takes on a device: its shortest, its longest, odd ones and whole packs.
+    """Up to seven row lengths that each tier takes on a device: its shortest, its longest, odd ones and whole vectors.
 
     None stands for rows that are streamed.
     """
     pack = 16 // ITEMSIZE[dtype]
     table = TABLES[direction]
     most = max(tier.most for tier in table)
-    packs = {2**power * quarters // 4 for power in range((4 * most).bit_length()) for quarters in (4, 5, 6, 7)}
-    packs = packs.union(*((tier.most, tier.most + 1) for tier in table))
-    lengths = {length for n in packs for length in ((n - 1) * pack + 1, n * pack - 1, n * pack) if length > 0}
+    vectors = {2**power * quarters // 4 for power in range((4 * most).bit_length()) for quarters in (4, 5, 6, 7)}
+    vectors = vectors.union(*((tier.most, tier.most + 1) for tier in table))
+    lengths = {length for n in vectors for length in ((n - 1) * pack + 1, n * pack - 1, n * pack) if length > 0}
     # Where shared memory is scarce a tier may take rows beside a narrower weight and dy alone.
     beside = {other: defaultdict(list) for other in (dtype, "float16")}
     for other, taken in beside.items():

@@ -55,7 +55,7 @@ class _Parser:
         )
 
     def advance(self) -> str:
-        """To the next token; returns the one that was left."""
+        """Go to the next token, and return the one that was left."""
         left = self.token
         self.start = _SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]
         found = _TOKEN.match(self.text, self.start)

@@ -37,7 +37,7 @@ def draw(
 
 
 def _product(words: Any, number: int) -> tuple[Any, Any]:
-    """In 64 bits, signed or not: beyond them a product wraps round."""
+    """Return the words of a product, computed in 64 bits; beyond them it wraps round."""
     whole = words * number
     return (whole >> 32) & MASK, whole & MASK
 

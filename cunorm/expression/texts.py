@@ -78,7 +78,7 @@ def cuda(results: Mapping[str, Expression], *, compute: str = "Compute", indent:
 
 
 def _fused(graph: Graph, place: int) -> tuple[int, ...]:
-    """(factor, factor, addend) if the step adds or subtracts a product, else ()."""
+    """Return (factor, factor, addend) if the step adds or subtracts a product, else ()."""
     step = graph.steps[place]
     if step.function not in ("+", "-"):
         return ()
@@ -135,7 +135,7 @@ _HOMES = {
 
 @cache
 def _functions(module: str) -> dict[str, Callable[..., Any]]:
-    """What computes each function and operator with arrays of a module."""
+    """Return what computes each function and operator with arrays of a module."""
     if module not in _HOMES:
         raise TypeError(f"cunorm: an expression must be evaluated by {', '.join(_HOMES)}; got {module}.")
     homes = [importlib.import_module(home) for home in _HOMES[module]]

@@ -41,7 +41,7 @@ def _reflected(function: str) -> Callable[[Any, Any], Any]:
 
 
 class Tracer:
-    """A number that is not known yet: what a traced function gets, and what its operations return."""
+    """Stands for a number that is not known yet: a traced function gets it, and operations on it return more."""
 
     __slots__ = ("graph", "place")
 

@@ -68,7 +68,7 @@ class Expression:
         return tuple(name for name in self.names if name in occurring)
 
     def renamed(self, names: Mapping[str, str]) -> Expression:
-        """The same expression of parameters that have other names."""
+        """Return the same expression of parameters that have other names."""
         steps = (
             step._replace(text=names.get(step.text, step.text)) if step.function == "name" else step
             for step in self.steps
@@ -140,7 +140,7 @@ class Graph:
         return places[-1]
 
     def expression(self, result: int, names: tuple[str, ...]) -> Expression:
-        """What `result` needs, in an order that does not depend on the order in which it was made: depth first."""
+        """Return the expression of `result`, its steps depth first, whatever order they were made in."""
         pending = [self.number(result)]
         places: dict[int, int] = {}
         while pending:
@@ -168,7 +168,7 @@ class Graph:
         return self.constant(value) if math.isfinite(value) else None
 
     def _simplified(self, function: str, first: int, second: int = -1) -> int | None:
-        """A place that holds the same number: exactly, but for the sign of a zero."""
+        """Return a place that holds the same number, exact but for the sign of a zero."""
         if function == "negative":
             return self._negated(first)
         if function in ("+", "-"):

@@ -10,7 +10,7 @@ from .. import logs
 
 
 def cache_directory() -> Path:
-    """Where compiled files are kept: CUNORM_CACHE_DIR, else `cunorm` among the caches of the user.
+    """Return where compiled files are kept: CUNORM_CACHE_DIR, else `cunorm` among the caches of the user.
 
     FileNotFoundError for a user without a home directory, as containers have them.
     """

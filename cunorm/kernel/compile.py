@@ -38,7 +38,7 @@ class CompileError(RuntimeError):
 
 
 class Resources(NamedTuple):
-    """What ptxas says that a kernel uses: registers a thread, and bytes."""
+    """The resources that ptxas says a kernel uses: registers a thread, and bytes."""
 
     registers: int
     stack: int
@@ -93,7 +93,7 @@ def _load(spec: KernelSpec, device_id: int) -> Any:
 
 
 def _expressions(spec: KernelSpec) -> str:
-    """What the kernel computes before and after the norm, for the message of an error."""
+    """Describe what the kernel computes before and after the norm, for the message of an error."""
     if not isinstance(spec, NormSpec):
         return ""
     prologue, epilogue = spec.operation.prologue, spec.operation.epilogue
@@ -137,7 +137,7 @@ def kernel_file(spec: KernelSpec, arch: int) -> str:
 
 
 def _keep(file: str, code: bytes) -> str:
-    """With its digest before it: what a copy or a crash cut short is compiled again."""
+    """Keep a file with its digest before it, so that one cut short by a crash is compiled again."""
     return keep_file(file, hashlib.sha256(code).digest() + code)
 
 
@@ -206,7 +206,7 @@ def _target(arch: int) -> str:
 
 
 def _compile(text: str, name: str, target: str, spec: KernelSpec | None) -> tuple[str, bytes]:
-    """(what ptxas says, the code): the only place that calls NVRTC's compiler."""
+    """Return (what ptxas says, the code); nothing else calls NVRTC's compiler."""
     nvrtc = private.nvrtc()
     start = perf_counter()
     is_ptx = target.startswith("compute")

@@ -43,15 +43,15 @@ class Device:
 
     @property
     def overlaps_launches(self) -> bool:
-        """Whether a kernel may begin before the one in front of it has ended (programmatic dependent launch)."""
+        """Return whether a kernel may begin before the one in front of it has ended (programmatic dependent launch)."""
         return self.arch >= 90 and early_launches()
 
     def runs_clusters(self, size: int) -> bool:
-        """Whether a cluster of `size` CTAs can run; of one it always can."""
+        """Return whether a cluster of `size` CTAs can run; one of a single CTA always can."""
         return size == 1 or (bool(self.clusters) and self.clusters[CLUSTER_SIZES.index(size)] > 0)
 
     def resident_clusters(self, size: int, ctas_per_sm: int, sm_margin: int = 0) -> int:
-        """How many clusters of `size` CTAs (1: CTAs) run at once."""
+        """Return how many clusters of `size` CTAs (1: CTAs) run at once."""
         whole = self.sms if size == 1 else self.clusters[CLUSTER_SIZES.index(size)]
         return max(1, (whole - -(-sm_margin // size)) * ctas_per_sm)
 
@@ -89,7 +89,7 @@ H100 = replace(KNOWN[90], name="H100", bandwidth=3350)
 
 
 def known(arch: int) -> tuple[Device, ...]:
-    """Of an architecture those whose kernels differ."""
+    """Return the devices of an architecture whose kernels differ."""
     return (KNOWN[90], H100) if arch == 90 else (KNOWN[arch],)
 
 
@@ -131,7 +131,7 @@ def _bandwidth(device_id: int) -> int:
 
 
 def _resident_clusters(size: int, shared: int) -> int:
-    """What the driver says for a kernel of whose CTAs an SM holds one; `shared` bytes each.
+    """Ask the driver how many clusters run at once of a kernel of whose CTAs an SM holds one, `shared` bytes each.
 
     Too many clusters in a persistent grid cost a second wave: backward of 4096 x 65536 at 0.45 of the roof instead of
     0.76 on an H200.

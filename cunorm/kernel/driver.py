@@ -66,7 +66,7 @@ def early_launch(
 
 
 def resident_clusters(kernel: int, size: int, threads: int, shared: int) -> int:
-    """How many clusters of `size` CTAs of a kernel run at once."""
+    """Return how many clusters of `size` CTAs of a kernel run at once."""
     config = _config((size, 1, 1), threads, shared, CLUSTER_DIMENSION, size, 1, 1)
     count = ctypes.c_int()
     error = _library().cuOccupancyMaxActiveClusters(ctypes.byref(count), ctypes.c_void_p(kernel), ctypes.byref(config))

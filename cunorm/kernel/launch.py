@@ -37,7 +37,7 @@ class Arguments(Protocol):
 
 
 class Plan(Protocol):
-    """What is read of a plan, of whatever kernels."""
+    """The fields that are read of a plan, of whatever kernels."""
 
     @property
     def problem(self) -> Arguments: ...
@@ -74,7 +74,7 @@ def run(
 
 
 def address(step: Step, device_id: int) -> int:
-    """Where the kernel of a launch is, which is loaded if it was not.
+    """Return the address of the kernel of a launch, which is loaded if it was not.
 
     A launch passes as many arguments as its kernel has parameters: of too few the driver would read what lies behind
     them.
@@ -90,7 +90,7 @@ def address(step: Step, device_id: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _loaded(spec: KernelSpec, device_id: int) -> tuple[int, int]:
-    """(where a kernel is, how many parameters it has): one question for plans that differ in their number of rows."""
+    """Return (address of a kernel, number of its parameters), once for plans that differ in their number of rows."""
     return kernel(spec, device_id).ptr, len(parameters(spec))
 
 
@@ -105,7 +105,7 @@ class Prepared(threading.local):
         places = {name: place for place, name in enumerate(names)}
 
         def picker(step: Step) -> Callable[[Sequence[float]], Sequence[float]]:
-            """Of all that a call is given, what one launch takes."""
+            """Make a function that picks what one launch takes of all that a call is given."""
             taken = [(places[name], offset) for name, offset in step.pointers]
             taken += [(places[name], 0) for name in step.scalars]
             if len(taken) > 1 and not any(offset for _, offset in taken):

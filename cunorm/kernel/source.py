@@ -18,7 +18,7 @@ from ..plan.problem import GROUP_NUMBERS, Operand
 from ..plan.spec import (
     BLOCK_VALUES,
     COLUMN_BYTES,
-    COLUMN_PACKS,
+    COLUMN_VECTORS,
     LINE_COLUMNS,
     MAILBOX,
     RUN_GAP,
@@ -55,7 +55,7 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
         f"[[maybe_unused]] constexpr int {name} = {value};\n"
         for name, value in {
             "kColumnBytes": COLUMN_BYTES,
-            "kColumnVectors": COLUMN_PACKS,
+            "kColumnVectors": COLUMN_VECTORS,
             "kSumColumns": SUM_COLUMNS,
             "kLineColumns": LINE_COLUMNS,
             "kBlockValues": BLOCK_VALUES,
@@ -68,7 +68,7 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
 
 
 class Baked(NamedTuple):
-    """What stands in the text of an entry whose only parameters are `pointers`, in this order.
+    """The text of an entry whose only parameters are `pointers`, in this order.
 
     One that is no parameter of the kernel is a buffer of bytes. `values` are the C++ expressions of other arguments, by
     name: of a pointer one that names another pointer, without any it is null.
@@ -119,7 +119,7 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     if isinstance(spec, SumSpec):
         of_one = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
         found = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}
-        return found | dict.fromkeys(("groups", "cols", *(("blocks", "tasks") if spec.in_turns else ())), "int64")
+        return found | dict.fromkeys(("groups", "cols", *(("blocks", "tasks") if spec.several_blocks else ())), "int64")
     spec = by_position(spec)
     sums = {one.name for one in spec.sums} if not spec.final else set()
     found = {
@@ -156,7 +156,7 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
 
 
 def _bake(types: Mapping[str, str], baked: Baked) -> tuple[dict[str, str], str, str]:
-    """(the parameters that are left, definitions before the entry, definitions in it).
+    """Return (the parameters that are left, definitions before the entry, definitions in it).
 
     What is no parameter any more stands in constant memory, as parameters do, so that the compiler knows no more of it:
     of literals and nullptr ptxas made kernels that spill up to 8 bytes.

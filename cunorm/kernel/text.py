@@ -24,12 +24,12 @@ def cpp(flag: bool) -> str:
 
 
 def access(aligned: bool, whole: bool = False) -> str:
-    """How vectors of a row are read and written (rows/vector_access.cuh). Only aligned ones are told to be whole."""
+    """Write how vectors of a row are read and written (rows/vector_access.cuh); only aligned ones are called whole."""
     return "Access::kAnywhere" if not aligned else "Access::kWhole" if whole else "Access::kAligned"
 
 
 class Arithmetic(NamedTuple):
-    """What is needed of a spec, for a kernel that is no norm's."""
+    """The fields that are read of a spec of a kernel that is no norm's."""
 
     operation: Operation
     row_dtype: str
@@ -63,7 +63,7 @@ def forward_struct(
 def backward_struct(
     spec: NormSpec, matrices: Sequence[str], columns: Sequence[str], scalars: Sequence[str], name: str = "Operation"
 ) -> tuple[str, list[str]]:
-    """(the struct of a backward pass, the gradients that it sums over rows)"""
+    """Return (the struct of a backward pass, the gradients that it sums over rows)."""
     operation = spec.operation
     written = [one.name for one in spec.written]
     sums = [one.name for one in spec.sums]
@@ -88,7 +88,7 @@ def backward_struct(
     if found.g:
         functions.append(_function("gradient", ("Compute xhat", *given), found.g, places, spec))
         # What is kept is rounded, so that what is computed again must be.
-        g = parse("dxhat", ("dxhat",)) if found.is_dear else found.g
+        g = parse("dxhat", ("dxhat",)) if found.is_expensive else found.g
         without = substitute(parse("of - taken", ("of", "taken")), {"of": g})
         of_g = places | {"dxhat": "gradient(xhat, matrices, columns, i)"}
         functions.append(_function("without", ("Compute xhat", *given), without, of_g, spec, more=", Compute taken"))
@@ -118,7 +118,7 @@ def _sum(expression: Expression, name: str) -> Expression:
 
 
 def _late(spec, early, late, sums, results, places) -> str:
-    """What is known with ds: gradients that are written, and sums over rows of what the prologue takes."""
+    """Write what is known with ds: gradients that are written, and sums over rows of what the prologue takes."""
     added = {name: one for name, one in late.items() if name in sums}
     written = {}
     for name in results:
@@ -143,7 +143,7 @@ def _gradients(
     places: Mapping[str, str],
     before: str = "",
 ) -> str:
-    """A function that adds to sums[k][p][i], and sets results[k][i]."""
+    """Write a function that adds to sums[k][p][i], and sets results[k][i]."""
     lines = _definitions((*added.values(), *written.values()), places) + before
     lines += "".join(f"    const Compute sum_{name} = sums[{sums.index(name)}][p][i];\n" for name in added)
     values = {f"value_{name}": one for name, one in written.items()}
@@ -169,7 +169,7 @@ def _function(
     rounds: bool = False,
     more: str = "",
 ) -> str:
-    """A member function of the struct Operation that returns the value of an expression."""
+    """Write a member function of the struct Operation that returns the value of an expression."""
     lists = [one for one in arguments if " " not in one]
     templates = ", ".join(f"class {one.capitalize()}" for one in lists)
     taken = ", ".join(one if " " in one else f"const {one.capitalize()}& {one}" for one in arguments)
@@ -189,7 +189,7 @@ def _definitions(expressions: Iterable[Expression], places: Mapping[str, str]) -
 
 
 def _places(**lists: Iterable[str]) -> dict[str, str]:
-    """Where the value of each name is: in a list of arrays, at column i of the vector."""
+    """Return where the value of each name is: in a list of arrays, at column i of the vector."""
     return {name: f"{of}[{k}][i]" for of, names in lists.items() for k, name in enumerate(names)}
 
 

@@ -10,7 +10,7 @@ MODULE = "cunorm.linear.cupy_arrays"
 
 
 def forward(function: str, op: str, *arguments: Any, **options: Any):
-    """As linear.cupy_arrays.forward."""
+    """Run linear.cupy_arrays.forward on CuPy's views of the arrays."""
     *arrays, eps = arguments
     module = on_gpu(MODULE, function, arrays[0])
     names = ("x", "weight", "bias", "ln_weight", "ln_bias")
@@ -18,7 +18,7 @@ def forward(function: str, op: str, *arguments: Any, **options: Any):
 
 
 def backward(function: str, op: str, *arguments: Any, **options: Any):
-    """As linear.cupy_arrays.backward."""
+    """Run linear.cupy_arrays.backward on CuPy's views of the arrays."""
     *arrays, eps = arguments
     module = on_gpu(MODULE, function, arrays[1])
     names = ("dy", "x", "mean", "rstd", "weight", "ln_weight", "ln_bias")

@@ -1,4 +1,4 @@
-"""How operands of products in 8 bits are made: pure functions from a problem and a device to launches."""
+"""Pure functions make launches of a problem and a device, for the kernels that cast operands of products to 8 bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .float8_spec import (
 
 MOST_THREADS = 512  # of a row in a CTA, with 128 registers each
 MOST_PACKS = 4  # of a thread: eight columns take 16 registers, with their sums and maxima
-FEW_PACKS = 2  # with sums and maxima, 8192 cols 54.9 us, four packs 57.6
+FEW_VECTORS = 2  # with sums and maxima, 8192 cols 54.9 us, four vectors 57.6
 # Bytes of rows that an SM asks for ahead. 12288 cols 74.2 us, with 72 KB 77.9; 2048 cols with sums and maxima 53.0,
 # with 64 KB 54.1.
 UNDER_WAY = 48 << 10
@@ -38,7 +38,7 @@ GRID_Y_LIMIT = 65535
 
 
 class Names(NamedTuple):
-    """What a launch is given, in this order."""
+    """The names of what a launch is given, in this order."""
 
     pointers: tuple[str, ...]
     scalars: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ def plan_rows(problem: RowsProblem, device: Device) -> CastPlan:
 
 
 def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
-    """With a kernel that is chosen."""
+    """Plan rows for a kernel that is chosen."""
     pack = pack_of(problem.dtype)
     width = ceil_div(problem.cols, pack) * pack
     wanted = problem.sums or problem.maxima
@@ -174,21 +174,21 @@ def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:
 
 
 def _row_shape(cols: int, pack: int, device: Device, totals: bool) -> RowShape | None:
-    """Who holds a row: whole warps, of the fewest CTAs, with the fewest places for packs empty; else many packs.
+    """Who holds a row: whole warps, of the fewest CTAs, with the fewest places for vectors empty; else many vectors.
 
-    With totals of the columns rows of more than 1024 packs are held by clusters of four, so that an SM has parts of
+    With totals of the columns rows of more than 1024 vectors are held by clusters of four, so that an SM has parts of
     several rows, which do not wait for each other: 12288 cols 81.5 us, one row on an SM 87.8; 28672 cols 59.2 and 61.7.
     """
-    packs = ceil_div(cols, pack)
-    few = totals and packs <= FEW_PACKS * MOST_THREADS
+    vectors = ceil_div(cols, pack)
+    few = totals and vectors <= FEW_VECTORS * MOST_THREADS
     in_fours = totals and not few and device.runs_clusters(4)
     for cluster in (4, 8, 16) if in_fours else (1, 2, 4, 8, 16):
-        of_cta = ceil_div(packs, cluster)
+        of_cta = ceil_div(vectors, cluster)
         if of_cta > MOST_PACKS * MOST_THREADS or not device.runs_clusters(cluster):
             continue
         shapes = [
             RowShape(pack, ceil_div(ceil_div(of_cta, held), WARP) * WARP, held, cluster)
-            for held in range(FEW_PACKS if few else MOST_PACKS, 0, -1)
+            for held in range(FEW_VECTORS if few else MOST_PACKS, 0, -1)
         ]
         return min((one for one in shapes if one.threads <= MOST_THREADS), key=lambda one: one.capacity)
     return None

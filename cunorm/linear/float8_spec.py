@@ -62,7 +62,7 @@ class CastRows(OtherSpec):
     def __str__(self) -> str:
         beside = [name for name, there in (("sums", self.sums), ("maxima", self.maxima)) if there]
         shape = (
-            f"{self.shape.threads} threads x {self.shape.packs} packs a row, cluster {self.shape.cluster}, "
+            f"{self.shape.threads} threads x {self.shape.vectors} vectors a row, cluster {self.shape.cluster}, "
             f"{self.rows_per_cta} rows a CTA"
             if self.shape
             else "streamed"
@@ -92,9 +92,9 @@ class CastRows(OtherSpec):
         """Places of rows, later totals of the row groups."""
         if self.shape is None:
             return 0
-        packs = self.shape.threads * self.shape.packs
-        place = packs * 16 + (0 if self.aligned else packs // WARP * RUN_GAP)
-        totals = 4 * packs * self.shape.pack if self.rows_per_cta > 1 and (self.sums or self.maxima) else 0
+        vectors = self.shape.threads * self.shape.vectors
+        place = vectors * 16 + (0 if self.aligned else vectors // WARP * RUN_GAP)
+        totals = 4 * vectors * self.shape.pack if self.rows_per_cta > 1 and (self.sums or self.maxima) else 0
         return self.rows_per_cta * max(self.stages * place, totals)
 
     def parameters(self) -> dict[str, str]:
@@ -116,7 +116,7 @@ class CastRows(OtherSpec):
             template = f"cast_rows_streamed<{kind}, {pack}, {STREAMED_THREADS}>"
             return "", f"  {template}({load}{{a, {{stride}}}}, {store}{{bytes, {{cols}}}}, {scales}, rows, cols);\n"
         shape = self.shape
-        row = f"RowShape<{self.cols}, {pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
+        row = f"RowShape<{self.cols}, {pack}, {shape.threads}, {shape.vectors}, {shape.cluster}>"
         rows = f"SharedRows<{row}, {self.rows_per_cta}, {self.stages}, true, false, Load>"
         before = f"template <class Load>\nusing Rows = {rows};\n"
         return before, (
@@ -164,7 +164,7 @@ class ColumnTotals(OtherSpec):
 
 @dataclass(frozen=True)
 class ReduceColumns(OtherSpec):
-    """What becomes of partial rows: sums[cols], maxima[cols]."""
+    """Adds partial sums and maxima of rows: sums[cols], maxima[cols]."""
 
     dtype: str  # of the partial rows of maxima
     sum_dtype: str  # of sums
@@ -211,7 +211,7 @@ class CastColumns(OtherSpec):
     aligned: bool
     given: bool  # one scale for all is known
     power_of_2: bool
-    column_warps: int  # tiles of so many times eight packs of columns
+    column_warps: int  # tiles of so many times eight vectors of columns
     operation: Operation | None = None
     affine: tuple[tuple[str, str], ...] = ()  # (name, dtype) of weight and bias, as far as there are any
     affine_aligned: bool = True
@@ -290,7 +290,7 @@ class CastColumns(OtherSpec):
 
 @dataclass(frozen=True)
 class ScaleProduct(OtherSpec):
-    """A product times the scales of its rows and columns, and a bias."""
+    """Multiplies a product by the scales of its rows and columns, and adds a bias."""
 
     dtype: str  # of the product
     y: str

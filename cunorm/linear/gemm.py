@@ -29,14 +29,14 @@ OUTER_VECTOR = "OUTER_VEC_32F"  # a scale for each row of a and each column of b
 
 
 class Operand(NamedTuple):
-    """A matrix as cuBLAS is told of it. `transposed`: its columns are contiguous, not its rows."""
+    """A matrix as cuBLAS knows it. `transposed`: its columns are contiguous, not its rows."""
 
     transposed: bool
     stride: int  # elements from one contiguous row (column) to the next
 
 
 class Kind(NamedTuple):
-    """What products have in common that run in the same way: out (rows, cols) = a (rows, inner) b (inner, cols)."""
+    """The form of products that run in the same way: out (rows, cols) = a (rows, inner) b (inner, cols)."""
 
     rows: int
     cols: int
@@ -79,7 +79,7 @@ def multiply_rows(
 
 
 def uses_tf32() -> bool:
-    """Whether CuPy is set to compute float32 products in TF32: `set_compute_type`, or CUPY_TF32 in the environment."""
+    """Return whether CuPy computes float32 products in TF32, by `set_compute_type` or CUPY_TF32 in the environment."""
     compute_type, tf32 = private.compute_type()
     return compute_type(numpy.dtype("float32")) == tf32
 
@@ -105,7 +105,7 @@ def _operand(matrix: cupy.ndarray) -> tuple[cupy.ndarray, Operand]:
 
 
 def _run(epilogue: str, a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray, bias: cupy.ndarray | None) -> bool:
-    """By cuBLASLt; False where there is none, or none for this."""
+    """Run a product by cuBLASLt and return whether that was possible."""
     if bindings() is None or 0 in (*a.shape, *b.shape):
         return False
     a, a_operand = _operand(a)
@@ -239,7 +239,7 @@ class Prepared:
         lt.matmul_desc_set_attribute(self.descriptor, name, word.ctypes.data, word.itemsize)
 
     def _layout(self, rows: int, cols: int, operand: Operand, dtype: str = "") -> int:
-        """By columns: a matrix with contiguous rows is the other way round."""
+        """Describe a matrix by columns to cuBLASLt; one with contiguous rows is the other way round."""
         lt = bindings()
         shape = (rows, cols) if operand.transposed else (cols, rows)
         layout = lt.matrix_layout_create(CUDA_TYPE[dtype] if dtype else self.dtype, *shape, operand.stride)
@@ -273,7 +273,7 @@ class Prepared:
         return found if count[0] else None
 
     def run(self, a: int, b: int, out: int, bias: int, scales: tuple[int, int] | None = None) -> bool:
-        """On CuPy's current stream; False where cuBLASLt cannot."""
+        """Run on CuPy's current stream, and return whether cuBLASLt could."""
         if scales is not None:
             self._describe("B_SCALE_POINTER", scales[0])
             self._describe("A_SCALE_POINTER", scales[1])
@@ -319,5 +319,5 @@ _of_thread = _OfThread()
 
 @cache
 def _handle(device_id: int) -> int:
-    """A handle serves all threads; it belongs to the device that is current when it is made."""
+    """Return the handle of the current device, which serves all threads."""
     return bindings().create()

@@ -80,7 +80,7 @@ def backward(
 
 
 def _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics):
-    """(z, mean, rstd), z in float64."""
+    """Return (z, mean, rstd), z in float64."""
     asked = (f"{op}_forward", x.shape[-1], zero_centered_gamma, "float64", 0)
     z, *kept = norms.norm(asked, x, ln_weight, ln_bias, eps, None, statistics)
     mean, rstd = (None, *kept)[-2:] if statistics else (None, None)

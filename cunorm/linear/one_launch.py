@@ -6,11 +6,14 @@ that it wins, the norm's kernel and cuBLASLt's product run one after the other (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..call import checks
+from ..call.checks import Layout
 from ..kernel.device import Device
 from ..kernel.text import CPP_TYPE, Arithmetic, forward_struct
 from ..operation import NORMS, Operation, affine
@@ -27,6 +30,7 @@ TILE_OUTS = 8
 PAIR = 64  # columns
 BARRIER = 8  # bytes
 
+NAMES = ("x", "weight", "bias", "ln_weight", "ln_bias")  # of the arrays of a call
 ROWS = (8, 16, 32)  # what kernels are for: up to so many
 X_BYTES = 64 << 10  # of x in a CTA: 64 registers of z in each thread
 STAGE_BYTES = 32 << 10
@@ -141,7 +145,7 @@ class OneLaunch(OtherSpec):
     def text(self) -> tuple[str, str]:
         present, kind, one = self.parameters(), CPP_TYPE[self.dtype], self.division
         dtypes = dict(self.affine)
-        shape = f"RowShape<{self.cols}, {PACK}, {self.shape.threads}, {self.shape.packs}, 1>"
+        shape = f"RowShape<{self.cols}, {PACK}, {self.shape.threads}, {self.shape.vectors}, 1>"
         numbers = (one.rows, one.cluster, one.parts, one.stage_columns, one.stages, one.slots)
         division = f"Division<{', '.join(map(str, numbers))}>"
         columns = [CPP_TYPE[dtypes[name]] if name in dtypes else "Absent" for name in ("weight", "bias")]
@@ -200,6 +204,32 @@ class OneLaunchPlan:
     def describe(self) -> str:
         (step,) = self.steps
         return f"one launch: {step.spec}, grid {step.grid[0]}, {step.dynamic_shared} bytes of shared memory"
+
+
+def problem_of(
+    norm: str, layouts: Mapping[str, Layout], zero_centered_gamma: bool, aligned: bool
+) -> LinearProblem | None:
+    """Return the problem of arrays by their NAMES; None where rows do not lie as the kernel reads them."""
+    x, weight = layouts["x"], layouts["weight"]
+    of_x, of_weight = (checks.row_strides(one, 1) for one in (x, weight))
+    vectors = [layouts[name] for name in NAMES[2:] if name in layouts]
+    if of_x is None or of_weight is None or of_x.inner or not all(map(checks.is_contiguous, vectors)):
+        return None
+    outs, cols = weight.shape
+    return LinearProblem(
+        norm,
+        math.prod(x.shape[:-1]),
+        cols,
+        outs,
+        x.dtype,
+        ln_weight=layouts["ln_weight"].dtype if "ln_weight" in layouts else None,
+        ln_bias=layouts["ln_bias"].dtype if "ln_bias" in layouts else None,
+        bias="bias" in layouts,
+        zero_centered_gamma=zero_centered_gamma,
+        x_stride=of_x.row,
+        weight_stride=of_weight.row,
+        aligned=aligned,
+    )
 
 
 def why_not(problem: LinearProblem, device: Device) -> str:
@@ -316,4 +346,4 @@ def row_shape(problem: LinearProblem, device: Device) -> RowShape:
     found = shaped(plain(problem.norm, "forward", problem.rows, problem.cols, problem.dtype), device)
     assert found is not None
     pack, threads, vectors = found[1].shape.order
-    return replace(found[1].shape, pack=pack, threads=threads, packs=vectors, cluster=1)
+    return replace(found[1].shape, pack=pack, threads=threads, vectors=vectors, cluster=1)

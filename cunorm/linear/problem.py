@@ -1,4 +1,4 @@
-"""What `layer_norm_linear` and its backward pass ask of their arguments: every check and message."""
+"""Every check and message of the arguments of `layer_norm_linear` and its backward pass."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_forward(function: str, named: Named, zero_centered_gamma: bool, mixed:
 
 @lru_cache(maxsize=4096)
 def check_backward(function: str, named: Named, zero_centered_gamma: bool) -> None:
-    """As check_forward, with dy, mean and rstd among them."""
+    """Check what check_forward does, with dy, mean and rstd among the arrays."""
     among = ("dy", "mean", "rstd")
     check_forward(function, tuple(pair for pair in named if pair[0] not in among), zero_centered_gamma)
     layouts = dict(named)
@@ -106,7 +106,7 @@ def _check_dtype(function: str, name: str, array: Layout, x: Layout) -> None:
 
 
 def check_float8(function: str, layouts: Named) -> None:
-    """What a product in 8 bits asks beside what check_forward does."""
+    """Check what a product in 8 bits asks beside check_forward."""
     found = dict(layouts)
     name = "kernel" if "kernel" in found else "weight"
     if found["x"].dtype == "float64":

@@ -239,7 +239,7 @@ def test_cupy_arrays(monkeypatch, shape):
     monkeypatch.setattr(one_launch, "TABLES", (table,))
     of_call = [keep(cpu_cupy.asarray(one)) for one in given]
     of_call[0] = of_call[0][:, :768].reshape(*shape, 768) if len(shape) == 1 else of_call[0][None, :, :768]
-    named = zip(one_launch_cupy.NAMES, of_call, strict=True)
+    named = zip(one_launch.NAMES, of_call, strict=True)
     layouts = tuple((name, layout("test", name, one)) for name, one in named)
     forget()
     try:

@@ -1,4 +1,4 @@
-"""What cunorm's own `layer_norm_linear` does with JAX arrays."""
+"""The backend of JAX arrays for cunorm's own `layer_norm_linear`."""
 
 from __future__ import annotations
 

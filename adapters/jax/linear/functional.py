@@ -132,7 +132,7 @@ def norm_linear(
     mixed: bool = False,
     fp8: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(y, {mean, rstd}), the latter empty without `statistics`, of the arrays of a call by name, where None is none.
+    """Return (y, {mean, rstd}), the latter empty without `statistics`, of the arrays of a call by name; None is none.
 
     With `mixed` x may have another dtype than kernel, which z and y have. For kernel (in, out) there may be
     weight (out, in). Errors are in the name of `function`.
@@ -171,19 +171,19 @@ def norm_task(op: str, zero_centered: bool, eps: float, dtype: str, arrays: Mapp
 
 
 def norm_inputs(task: Task, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Those that the norm takes, by the names that it has for them."""
+    """Return the arrays that the norm takes, by the names that it has for them."""
     return sharding.prepared(task, {NAMES[name]: a for name, a in arrays.items() if name in NAMES})
 
 
 class Product(NamedTuple):
-    """Of the last axis of z with one of a matrix."""
+    """A product of the last axis of z with one of a matrix."""
 
     axis: int  # of the matrix: 0 of kernel (in, out), 1 of weight (out, in)
     precision: Any
     out_sharding: Any = None
 
     def __call__(self, z: jax.Array, matrix: jax.Array) -> jax.Array:
-        """Of the dtype of z, added up in float32 and rounded once; with a vector not rounded, in float32.
+        """Multiply in the dtype of z, adding in float32 and rounding once; with a vector the result stays float32.
 
         XLA makes of a vector's product elementwise ones in the dtype of the result and their sum: in 16 bits each would
         be rounded (H200, jax 0.11: 15 to 90 times the error of one rounding). In float32 it writes a matrix's product
@@ -197,7 +197,7 @@ class Product(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a program is for, apart from the arrays."""
+    """The options of a program, apart from its arrays."""
 
     task: Task
     product: Product
@@ -207,7 +207,7 @@ class Call(NamedTuple):
 
 
 def _program(op: str):
-    """One program for all calls alike, as functional.py has them."""
+    """Make one program for all calls alike, as norm/functional.py has them."""
 
     def forward(call: Call, inputs, matrix, bias):
         def both(inputs, matrix, bias):
@@ -253,15 +253,16 @@ def _add(y: jax.Array, bias: jax.Array) -> jax.Array:
 
 @_add.defjvp
 def _jvp_of_add(primals, tangents):
-    """By JAX's own rule the gradient of bias would be a sum over the rows in 16 bits."""
+    """Sum the gradient of bias in float32; by JAX's own rule it would be a sum over the rows in 16 bits."""
     y_dot, bias_dot = (dot.astype(jnp.promote_types(dot.dtype, jnp.float32)) for dot in tangents)
     return _add(*primals), (y_dot + bias_dot).astype(primals[0].dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def gradients(task: Task, wanted: tuple[str, ...], dy, weight, inputs) -> dict[str, jax.Array]:
-    """Those of dx, dweight, dbias, dln_weight and dln_bias that are wanted, of dy, weight (out, in) and what the norm
-    took, with mean and rstd.
+    """Return the gradients of dx, dweight, dbias, dln_weight and dln_bias that are wanted.
+
+    They are of dy, weight (out, in) and what the norm took, with mean and rstd.
     """
     product = Product(1, None)
     results = {}

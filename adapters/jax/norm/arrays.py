@@ -50,8 +50,9 @@ def norm_float8(
 
 
 def stored(task: Task, arrays: dict[str, jax.Array], scale: Any) -> dict[str, jax.Array]:
-    """What a task with a store returns, by name. `scale` is one for all, None for the one that no value of an affine
-    operation exceeds.
+    """Return what a task with a store returns, by name.
+
+    `scale` is one for all, None for the one that no value of an affine operation exceeds.
     """
     assert task.store is not None
     if task.store.granularity == "tensor":
@@ -62,7 +63,7 @@ def stored(task: Task, arrays: dict[str, jax.Array], scale: Any) -> dict[str, ja
 
 
 def unexceeded(task: Task, arrays: Arrays, store: Float8Store) -> jax.Array:
-    """A scale for all of y that no value of an affine operation exceeds."""
+    """Return a scale for all of y that no value of an affine operation exceeds."""
     _, cols = task.rows_and_cols(arrays["x"].shape)
     # Of a number that XLA does not know, for it divides by one that it knows as `quantise` says.
     largest: Any = jax.lax.optimization_barrier(jnp.float32(FLOAT8[store.format]))
@@ -234,8 +235,10 @@ def _group_axes(arrays: Mapping[str, jax.Array], kinds: Mapping[str, str], shape
 
 
 def _placed(operand: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
-    """In the shape of its kind: a column's one axis, the axes of x, for numbers of rows all but the last, or for groups
-    ones where they have no axis of x.
+    """Reshape an operand as its kind asks.
+
+    A column has one axis, numbers of rows have all axes of x but the last, and groups have an axis of length 1 where
+    they have none of x.
     """
     if kind == "seed":
         return operand.reshape(-1)
@@ -258,14 +261,14 @@ def _expanded(shape: tuple[int, ...], operand: jax.Array) -> jax.Array:
 
 @_expanded.defjvp
 def _jvp_of_expanded(shape, primals, tangents):
-    """By JAX's own rule the gradient would be a sum in 16 bits."""
+    """Broadcast in float32 first, as by JAX's own rule the gradient would be a sum in 16 bits."""
     (dot,) = tangents
     wide = dot.astype(jnp.promote_types(dot.dtype, jnp.float32))
     return _expanded(shape, *primals), jnp.broadcast_to(wide, shape).astype(dot.dtype)
 
 
 def _layout(of: jax.Array, x: Layout | None = None) -> Layout:
-    """An operand without axes is one number for all columns."""
+    """Return the layout of an operand; one without axes is one number for all columns."""
     return Layout(of.shape or (x.shape[-1:] if x else ()), (), of.dtype.name, "")
 
 

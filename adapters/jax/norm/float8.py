@@ -1,4 +1,4 @@
-"""How y is written in 8 bits, in jax.numpy: what kernels_cu/rows/float8.cuh does, of y in float32."""
+"""y is written in 8 bits in jax.numpy, from y in float32, as kernels_cu/rows/float8.cuh does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...plan.problem import BLOCK, FLOAT8
 
 
 def quantise(y: jax.Array, granularity: str | int, name: str, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What kernels_cu/rows/float8.cuh does, of float32 rows, y[rows, cols]."""
+    """Round float32 rows, y[rows, cols], to 8 bits as kernels_cu/rows/float8.cuh does."""
     cols = y.shape[1]
     if scale is not None:
         return _rounded(y * (1 / scale), name), scale
@@ -32,10 +32,10 @@ def quantise(y: jax.Array, granularity: str | int, name: str, scale: jax.Array |
 
 
 def bits_of_magnitudes(values: jax.Array) -> jax.Array:
-    """In their order, NaN as the largest: of floats XLA's maximum on the CPU lost it."""
+    """Return bits that order as the magnitudes do, NaN the largest: XLA's maximum of floats on the CPU loses it."""
     return jax.lax.bitcast_convert_type(abs(values), jnp.int32)
 
 
 def _rounded(values: jax.Array, name: str) -> jax.Array:
-    """To nearest even; what is too large becomes the largest."""
+    """Round to nearest even; what is too large becomes the largest number."""
     return jnp.clip(values, -FLOAT8[name], FLOAT8[name]).astype(name)

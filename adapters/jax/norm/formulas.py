@@ -35,7 +35,7 @@ PER_ROW = ("mean", "rstd")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked, apart from the arrays."""
+    """The options of a call, apart from its arrays."""
 
     operation: Operation
     ndim: int  # normalised axes, the last ones
@@ -59,16 +59,16 @@ class Task:
 
     @property
     def row_dtype(self) -> str:
-        """Of what is normalised."""
+        """The dtype of what is normalised."""
         return self.s_dtype or dict(self.dtypes)["x"]
 
     @property
     def compute(self) -> str:
-        """Of statistics and of all arithmetic."""
+        """The dtype of statistics and of all arithmetic."""
         return compute_dtype(self.row_dtype)
 
     def kind(self, name: str) -> str:
-        """How an array lies beside x, in the words of plan/problem.py; a gradient as what it is the gradient of."""
+        """Return how an array lies beside x, in the words of plan/problem.py; a gradient lies as its array."""
         if name == SEED:
             return SEED
         if name in FULL or name in PER_ROW:
@@ -77,29 +77,29 @@ class Task:
         return dict(self.kinds).get(of, "column")
 
     def stored(self, store: Float8Store) -> Task:
-        """The same with y in 8 bits: y8, y8_scale (an argument where one is for all), and y if it is wide."""
+        """Return the task with y in 8 bits: y8, y8_scale (an argument where one is for all), and y if it is wide."""
         kinds = (*self.kinds, ("y8", "full"), ("y8_scale", SCALES[store.granularity]))
         return replace(self, store=store, kinds=kinds)
 
     @property
     def wide(self) -> Task:
-        """Of which y is what is rounded to 8 bits."""
+        """The task whose y is what is rounded to 8 bits."""
         return replace(self, store=None, dtype="float32")
 
     @property
     def returns(self) -> Names:
-        """What a forward pass writes, but for statistics."""
+        """The names that a forward pass writes, but for statistics."""
         returns = self.operation.returns
         return self.store.written(returns) if self.store else returns
 
     def results(self, arrays: Arrays, wanted: Names) -> dict[str, jax.Array]:
-        """At least the arrays `wanted`: y, s and statistics of x and operands, or gradients."""
+        """Compute at least the arrays `wanted`: y, s and statistics of x and operands, or gradients."""
         if self.store:
             return self.rounded(forward(self.wide, arrays), arrays)
         return forward(self, arrays) if "y" in wanted else backward(self, arrays, wanted)
 
     def rounded(self, found: Arrays, arrays: Arrays) -> dict[str, jax.Array]:
-        """All results of a store, of those with y in float32."""
+        """Compute all results of a store from those with y in float32."""
         assert self.store is not None
         y, granularity = found["y"], self.store.granularity
         _, cols = self.rows_and_cols(y.shape)
@@ -112,8 +112,9 @@ class Task:
         return derivative(self.operation, wanted, {*arrays, *dict(self.numbers)})
 
     def problem(self, avals: Mapping[str, Any], wanted: Names) -> Problem:
-        """What kernels are asked; `avals`, of arguments and results, are dense: XLA places them at multiples of 16
-        bytes at least.
+        """Return the problem that kernels are asked to solve.
+
+        `avals`, of arguments and results, are dense: XLA places them at multiples of 16 bytes at least.
         """
         shape = next(aval.shape for name, aval in avals.items() if self.kind(name) == "full")
         rows, cols = self.rows_and_cols(shape)
@@ -137,7 +138,7 @@ class Task:
         return Groups(inner, math.prod(shape[axis] for axis in self.group_axes))
 
     def rows_and_cols(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Of what has the shape of x."""
+        """Return the rows and columns of what has the shape of x."""
         cols = math.prod(shape[len(shape) - self.ndim :])
         return math.prod(shape) // cols, cols
 
@@ -225,7 +226,7 @@ def tangent(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
 
 
 def kept(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
-    """Those of the arrays of a forward pass, its results among them, that derivatives are computed from."""
+    """Return the arrays of a forward pass, its results among them, that derivatives are computed from."""
     found = task.derivative(sources(task), arrays)
     expressions = (found.g, *(one for _, one in (*found.early, *found.late)))
     rows = ("s",) if "s" in task.operation.returns else ("x", *task.operation.before)
@@ -234,12 +235,12 @@ def kept(task: Task, arrays: Arrays) -> dict[str, jax.Array]:
 
 
 def sources(task: Task) -> Names:
-    """What results are differentiated with respect to."""
+    """Return the names that results are differentiated with respect to."""
     return ("x", *(name for name in task.operation.operands if name not in dict(task.numbers) and name != SEED))
 
 
 def _values(task: Task, arrays: Arrays) -> dict[str, jax.Array | float]:
-    """What expressions are of, in the dtype of the arithmetic: what was given of x, the operands, dy and ds."""
+    """Return the values that expressions read, in the dtype of the arithmetic, of x, the operands, dy and ds."""
     names = ("x", *task.operation.operands, "dy", "ds")
     wide = {name: _wide(task, name, arrays[name]) for name in names if name in arrays and name != SEED}
     if SEED in arrays:
@@ -249,13 +250,13 @@ def _values(task: Task, arrays: Arrays) -> dict[str, jax.Array | float]:
 
 
 def _wide(task: Task, name: str, array: jax.Array) -> jax.Array:
-    """In the dtype of the arithmetic, as it broadcasts against x."""
+    """Convert an array to the dtype of the arithmetic, shaped to broadcast against x."""
     wide = array.astype(task.compute)
     return jnp.expand_dims(wide, task.axes) if task.kind(name) == "per_row" else wide
 
 
 def _normalised(task: Task, arrays: Arrays) -> tuple[dict, jax.Array]:
-    """(values with xhat among them, rstd), rstd with axes of length 1 in place of the normalised ones."""
+    """Return (values with xhat among them, rstd), rstd with axes of length 1 in place of the normalised ones."""
     values = _values(task, arrays)
     if "s" in arrays:
         rows = arrays["s"].astype(task.compute)

@@ -151,7 +151,7 @@ def array(function: str, name: str, value: Any) -> jax.Array:
 
 
 def _program(op: str):
-    """One program for all calls alike: a model of many layers is traced and lowered once for each kind of call."""
+    """Make one program for all calls alike: a model of many layers is traced and lowered once for each kind of call."""
 
     def forward(task: Task, statistics: bool, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return primitives.forward(task, arrays, statistics=statistics)

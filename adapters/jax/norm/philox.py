@@ -29,7 +29,7 @@ def _sum(words: jax.Array, number: int) -> jax.Array:
 
 
 def _product(words: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """(upper, lower) word, by halves."""
+    """Return the (upper, lower) word of a product, computed by halves."""
     low, high, a, b = words & 0xFFFF, words >> 16, number & 0xFFFF, number >> 16
     middle = (low * a >> 16) + (high * a & 0xFFFF) + (low * b & 0xFFFF)
     upper = high * b + (high * a >> 16) + (low * b >> 16) + (middle >> 16)

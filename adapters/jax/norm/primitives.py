@@ -32,8 +32,9 @@ STATISTICS = "cunorm_statistics"  # mean and rstd of a differentiated call, to p
 
 
 def forward(task: Task, arrays: Arrays, *, statistics: bool) -> dict[str, jax.Array]:
-    """What the operation returns, of x and the operands that are given; with `statistics` also rstd and layer_norm's
-    mean.
+    """Compute what the operation returns, with `statistics` also rstd and layer_norm's mean.
+
+    `arrays` are x and the operands that are given.
     """
     wanted = (*task.returns, *(task.norm.statistics if statistics else ()))
     return bind(forward_p, sharding.call, task, arrays, wanted)
@@ -68,7 +69,7 @@ def bind(one: Any, function: Callable, task: Task, arrays: Arrays, wanted: Names
 
 
 def primitive(name: str) -> Any:
-    """One that stands for its `call`."""
+    """Make a primitive that stands for its `call`."""
     made = Primitive(name)
     made.multiple_results = True
     made.def_impl(_run)
@@ -87,7 +88,7 @@ tangent_p = primitive("cunorm_tangent")
 
 
 def _formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Of a forward or backward pass."""
+    """Compute a forward or backward pass by its formulas."""
     results = task.results(dict(zip(names, arrays, strict=True)), wanted)
     return tuple(results[name] for name in wanted)
 
@@ -171,7 +172,7 @@ ad.primitive_transposes[tangent_p] = _transpose_of_tangent
 
 
 def _batch_by_formula(arrays, dims, *, call, task, names, wanted):
-    """What is drawn of a seed follows from the number of a row in a sample: a batch is not more rows."""
+    """Map by the formulas: what a seed draws follows from the number of a row in a sample, so a batch is not rows."""
     function = partial(_formula, task, names, wanted)
     return jax.vmap(function, dims)(*arrays), [0] * len(wanted)
 
@@ -231,8 +232,10 @@ def _batch_tangent(arrays, dims, *, call, task, names, wanted):
 def _in_rows(
     task: Task, arrays: dict[str, jax.Array], mapped: set[str], of_each: Collection[str] = ()
 ) -> tuple[Task, dict[str, jax.Array]]:
-    """A batch as rows: what has rows gets the batch axis; an operand that has it is for groups of rows, as is one
-    `of_each` sample of which the gradient is wanted. Kernels have groups of one sort: what is for others gets rows.
+    """Make rows of a batch.
+
+    What has rows gets the batch axis. An operand that has it is for groups of rows, and so is one whose gradient is
+    wanted `of_each` sample. Kernels have groups of one sort, so what is for others gets rows.
     """
     size = next(arrays[name].shape[0] for name in mapped)
     first = next(name for name in arrays if task.kind(name) == "full")
@@ -262,7 +265,7 @@ def _in_rows(
 
 
 def _regular(axes: tuple[int, ...], shape: tuple[int, ...], ndim: int) -> bool:
-    """Whether kernels take groups of these axes."""
+    """Return whether kernels take groups of these axes."""
     between = [axis for axis in range(axes[0], axes[-1]) if axis not in axes and shape[axis] != 1]
     rows, count = math.prod(shape[: len(shape) - ndim]), math.prod(shape[axis] for axis in axes)
     return not between and rows < 2**32 and 0 < count <= MOST_GROUPS

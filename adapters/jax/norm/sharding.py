@@ -1,4 +1,4 @@
-"""What a primitive calls: the kernel, each device on its own rows.
+"""A primitive calls the kernel, each device on its own rows.
 
 XLA would gather what it does not know how to split. Leading axes may be split, alike for all arrays that have them, the
 normalised ones may not, and gradients of operands are summed over the devices that hold different rows. Where the type
@@ -83,12 +83,12 @@ def _of_a_device(task: Task, names: Names, wanted: Names, rows: Rows, *arrays: j
 
 
 def _place_of_rows(task: Task, names: Names) -> int:
-    """Of one that has the shape of x."""
+    """Return the place of an array that has the shape of x."""
     return next(place for place, name in enumerate(names) if task.kind(name) == "full")
 
 
 def _splits(task: Task) -> bool:
-    """Whether rows may be split: what is drawn of a seed follows from the number of a row among all of them."""
+    """Return whether rows may be split, which those of a seed may not: a row draws by its number among all of them."""
     return SEED not in task.operation.operands
 
 
@@ -143,7 +143,7 @@ def _partitioned(task: Task, names: Names, wanted: Names, leading: int) -> Any:
 
 
 def _partition(task: Task, names: Names, wanted: Names, leading: int, mesh: Mesh, arguments, results):
-    """(mesh, what each device does, shardings of the results, shardings of the arguments)."""
+    """Return (mesh, what each device does, shardings of the results, shardings of the arguments)."""
     x = arguments[_place_of_rows(task, names)]
     rows = _row_axes(x, leading, mesh) if _splits(task) else ((),) * leading
     return (

@@ -1,4 +1,4 @@
-"""How a kernel enters a jit: XLA launches its PTX itself.
+"""A kernel enters a jit as a call of its PTX, which XLA launches itself.
 
 `kernel` is a primitive that is lowered by platform: on CUDA to XLA's own call of PTX code, one for each launch of the
 plan, elsewhere to the formulas in jax.numpy. XLA passes pointers alone, so rows, strides and eps stand in the kernel's
@@ -66,7 +66,7 @@ mlir.register_lowering(kernel_p, _lower_for_cuda, platform="cuda")
 
 
 class Launch(NamedTuple):
-    """A launch of a plan: the names of the buffers that it reads and writes, and its text's arguments."""
+    """One launch of a plan, with the names of the buffers that it reads and writes, and its text's arguments."""
 
     step: Step
     reads: Names
@@ -102,7 +102,7 @@ def _launch(step: Step, numbers: Mapping[str, float], results: Names) -> Launch:
 
 
 def _literal(number: float, kind: str) -> str:
-    """A number in C++, to the bit."""
+    """Write a number in C++, exact to the bit."""
     return float(number).hex() if kind == "double" else f"{float(numpy.float32(number)).hex()}f"
 
 

@@ -63,12 +63,12 @@ def device(function: str) -> Device:
 
 
 def for_xla(device: Device) -> Device:
-    """The same without clusters of 16, for which a kernel needs an attribute that XLA does not set."""
+    """Return the same device without clusters of 16, for which a kernel needs an attribute that XLA does not set."""
     return replace(device, clusters=(*device.clusters[:3], 0)) if device.clusters else device
 
 
 def call(function: str) -> Call:
-    """How kernels are launched."""
+    """Return how kernels are launched."""
     forced = os.environ.get(CALL_VARIABLE)
     if forced not in (None, "ptx", "callback"):
         raise ValueError(f"{function}: {CALL_VARIABLE} must be ptx or callback; got {forced!r}.")

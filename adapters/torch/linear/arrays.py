@@ -1,4 +1,4 @@
-"""What cunorm's own `layer_norm_linear` does with torch tensors, held to the rules of cunorm/linear/problem.py."""
+"""The backend of torch tensors for cunorm's own `layer_norm_linear`, by the rules of cunorm/linear/problem.py."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _check_forward(function, tensors, zero_centered_gamma, mixed) -> bool:
 
 
 def _check_backward(function, tensors, op, zero_centered_gamma, output_mask) -> tuple[bool, ...]:
-    """Which gradients are wanted."""
+    """Check a backward pass and return which gradients are wanted."""
     layer_norm = op == "layer_norm"
     names = ("dy", "x", "mean", "rstd", "weight", "ln_weight", "ln_bias")
     required = ("dy", "x", "rstd", "weight", *(("mean",) if layer_norm else ()))

@@ -1,4 +1,4 @@
-"""A call of a norm with its product: checked, or known from an earlier one, and then one step of autograd.
+"""A call of a norm with its product is checked, or known from an earlier one, and then is one step of autograd.
 
 A call takes one of three ways, whatever its numbers and ranks:
 - in eager mode an autograd.Function, or without a gradient the forward pass alone; in calls like an earlier one without
@@ -36,13 +36,14 @@ from ..private import applied, in_forward_mode, nothing_listens, under_functorch
 from . import operators
 from .exchange import SUM
 from .float8_arithmetic import cast_rows
+from .one_launch import OneLaunch, of_inputs
 from .parallel import ALONE, Ranks, takes_part
-from .step import LOCAL, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
+from .step import LOCAL, NOTHING, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
 from .wide import WIDE
 
 
 class Layer(NamedTuple):
-    """What a call follows besides its tensors."""
+    """The options of a call, which together with the layouts of its tensors decide how it runs."""
 
     function: str  # in whose name errors are raised
     operation: str  # a name of cunorm.operation.NAMED
@@ -55,7 +56,7 @@ class Layer(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What one call is given besides its tensors."""
+    """The objects of one call that do not decide how it runs."""
 
     parallel: Any = ALONE  # ranks.Alone or parallel.TensorParallel
     weights: Callable[..., Any] | None = None  # what a module keeps of weight in 8 bits: of (weight, scheme, ...)
@@ -65,13 +66,14 @@ class Given(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What follows for a call from its Layer and the layouts of its tensors, without autocast."""
+    """How a call runs, which follows from its Layer and the layouts of its tensors, without autocast."""
 
     step: Step
     wanted: int  # by this rank: bits of exchange.py
     differentiated: bool
     recipe: Any  # of the norm, None where it is looked for again
     compiled: nodes.Call | None = None  # what serves such a call in C++ (_compiled_call)
+    one_launch: OneLaunch | None = None  # the same of few rows without gradients in one launch
 
 
 NOTHING_GIVEN = Given()
@@ -88,7 +90,7 @@ def norm_linear(layer: tuple, inputs: Inputs, given: Given = NOTHING_GIVEN) -> t
 
 
 def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
-    """`norm_linear` of tensors that are not known."""
+    """Run `norm_linear` of tensors that are not known."""
     function, operation, eps, keep_normalized, sm_margins, returned, numbers, ranks = layer
     x, weight, bias, ln_weight, ln_bias = inputs
     check(function, inputs, operation)
@@ -127,6 +129,8 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
         if recipe is not None and numbers is WIDE and ranks.alone:
             if differentiated:
                 nodes.build_in_background()
+            if not differentiated and step.returned == NOTHING:
+                call = call._replace(one_launch=of_inputs(inputs, step))
             call = call._replace(compiled=_compiled_call(step, recipe, *inputs))
         tensors = tuple(one for one in inputs if one is not None)
         remember(repeats._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
@@ -143,7 +147,7 @@ _ALL_GIVEN = (False, False, False)  # the last three of a key
 
 
 def known(layer: tuple, inputs: Inputs) -> Call | None:
-    """What was remembered of an earlier call with tensors like these, as norm/repeats.py has it; None for nothing.
+    """Return the Call remembered of an earlier call with tensors like these (norm/repeats.py); None without one.
 
     `layer` has the fields of a Layer: as a plain tuple it takes the host less.
     """
@@ -161,9 +165,13 @@ def known(layer: tuple, inputs: Inputs) -> Call | None:
 
 
 def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
-    """`norm_linear` of tensors that are checked, or known."""
-    step, wanted, differentiated, recipe, compiled = call
+    """Run `norm_linear` of tensors that are checked, or known."""
+    step, wanted, differentiated, recipe, compiled, one_launch = call
     parallel, _, fp8_output, sink, wants_statistics = given
+    if one_launch is not None and not wants_statistics and not fp8_output:
+        y = one_launch(inputs)
+        if y is not None:
+            return y, None, None
     if compiled is not None:
         if sink is None and not wants_statistics:
             found = compiled(*inputs)
@@ -187,8 +195,8 @@ def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, T
 
 
 def _run_forward(call: Call, inputs: Inputs, given: Given, ranks: Ranks) -> tuple[Any, Tensor | None, Tensor | None]:
-    """`norm_linear` without gradients."""
-    step, _, _, recipe, _ = call
+    """Run `norm_linear` without gradients."""
+    step, recipe = call.step, call.recipe
     _, kept, fp8_output, _, wants_statistics = given
     weights = step.numbers.weights(inputs[1], False, False, kept)
     y, z, statistics, _ = forward(inputs, weights, step, ranks, recipe, wants_statistics)
@@ -207,7 +215,7 @@ def _check_output(function: str, fp8_output: bool, differentiated: bool) -> None
 
 
 def _in_steps(inputs: Inputs, step: Step, wants_statistics: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The norm and the product, each with its own derivatives."""
+    """Run the norm and the product, each with its own derivatives."""
     x, weight, bias, ln_weight, ln_bias = inputs
     operation, eps, dtype, _, margin, backward_margin, *_ = step
     statistics = None
@@ -221,7 +229,7 @@ def _in_steps(inputs: Inputs, step: Step, wants_statistics: bool) -> tuple[Tenso
 
 
 def in_one_step(inputs: Inputs) -> bool:
-    """Whether a call that is differentiated can be one step of autograd, or one operator of a trace."""
+    """Return whether a call that is differentiated can be one step of autograd, or one operator of a trace."""
     for tensor in inputs:
         if tensor is not None and type(tensor) not in PLAIN:
             return False
@@ -229,7 +237,7 @@ def in_one_step(inputs: Inputs) -> bool:
 
 
 def check(function: str, inputs: Inputs, operation: str) -> None:
-    """Kinds, shapes and devices, which traced tensors have too."""
+    """Check kinds, shapes and devices, which traced tensors have too."""
     x, weight, bias, ln_weight, ln_bias = inputs
     named = (("input", x), ("weight", weight), ("bias", bias), ("ln_weight", ln_weight), ("ln_bias", ln_bias))
     for name, tensor in named:
@@ -263,7 +271,7 @@ def check(function: str, inputs: Inputs, operation: str) -> None:
 
 
 class _NormLinear(torch.autograd.Function):
-    """(y, z, statistics) in eager mode, the latter two None unless returned.
+    """Computes (y, z, statistics) in eager mode, the latter two None unless returned.
 
     Differentiable twice in wide numbers on one rank: its backward pass is made of differentiable operators there.
     """
@@ -303,7 +311,7 @@ class _NormLinear(torch.autograd.Function):
 
 
 def _listened(dy, dz, saved: Saved, step: Step, ranks: Ranks, mask, _) -> list[Tensor | None]:
-    """What `gradients` computes, by the operator, which a dispatch mode sees."""
+    """Compute what `gradients` does by the operator, which a dispatch mode sees."""
     results = operators.norm_linear_backward(dy, dz, *saved, list(mask), *operators.flat(step, ranks, ranks.wanted))
     return [result if wants else None for result, wants in zip(results, mask, strict=True)]
 

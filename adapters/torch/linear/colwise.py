@@ -18,7 +18,7 @@ NAME = "LayerNormColwiseParallel"
 
 
 class LayerNormColwiseParallel(ParallelStyle):
-    """How `torch.distributed.tensor.parallel.parallelize_module` splits a `LayerNormLinear`: weight by output features.
+    """Makes `torch.distributed.tensor.parallel.parallelize_module` split a `LayerNormLinear` by output features.
 
     What SequenceParallel of the norm and ColwiseParallel of a Linear are together. Parameters are DTensors afterwards,
     those of the norm Replicate, weight and bias (every part of them) Shard(0).
@@ -91,7 +91,7 @@ class LayerNormColwiseParallel(ParallelStyle):
             module.register_parameter(key, nn.Parameter(found, requires_grad=parameter.requires_grad))
 
     def _enter(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
-        """This rank's x, rows first."""
+        """Return the inputs with this rank's x, rows first."""
         x, *others = inputs
         if isinstance(x, DTensor):
             x = x.redistribute(mesh, [self.input_layouts]).to_local()
@@ -105,7 +105,7 @@ class LayerNormColwiseParallel(ParallelStyle):
         return x, *others
 
     def _leave(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """y, and what is returned besides: bias is Shard(0), z lies as x."""
+        """Lay out y, and what is returned besides: bias is Shard(0), z lies as x."""
         y, *others = outputs if isinstance(outputs, tuple) else (outputs,)
         if self.input_layouts == Shard(1):
             y = y.transpose(0, 1)
@@ -145,7 +145,7 @@ def _check(module: LayerNormLinear, ranks: int) -> None:
 
 
 class OfDTensors(TensorParallel):
-    """The ranks of a mesh; reads a module's DTensors as this rank's tensors."""
+    """The ranks of a mesh, which read a module's DTensors as this rank's tensors."""
 
     exact = True  # DTensor's own collectives follow from what requires a gradient
 

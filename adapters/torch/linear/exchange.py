@@ -1,4 +1,4 @@
-"""What the ranks of a group hand each other around a product: rows gathered, sums scattered, sums for all.
+"""Ranks of a group exchange what products read and write: rows are gathered, sums are scattered or go to all.
 
 A matrix of all rows holds those of rank 0 first, then those of rank 1. `Exchange` is by torch.distributed's
 collectives, on any backend; nothing is waited for before its result is read.
@@ -23,9 +23,9 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 
 class Rows:
-    """Rows of a matrix on their way between ranks: gathered of each rank its own, or summed over the ranks for each.
+    """Rows of a matrix on their way between ranks: each rank's own are gathered, or those for each rank are summed.
 
-    What an exchange does not need does nothing.
+    A method that an exchange does not need does nothing.
     """
 
     place: Tensor | None = None  # where this rank writes what it hands in; None: anywhere
@@ -34,32 +34,34 @@ class Rows:
     exchange: Any = None
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
-        """All of what this rank hands in is there. `wanted_next`: nothing is asked of the present stream before the
-        result."""
+        """Begin the exchange: all that this rank hands in is there.
+
+        `wanted_next`: nothing is launched on the present stream before the result is read.
+        """
         raise NotImplementedError
 
     def of(self, rank: int) -> Tensor:
-        """Gathered: the rows of a rank, for what runs on the present stream from here on."""
+        """Return the gathered rows of a rank, for what runs on the present stream from here on."""
         raise NotImplementedError
 
     def come(self) -> Tensor:
-        """Gathered: all rows, (ranks rows, cols), while other ranks may still read those of this one."""
+        """Return all gathered rows, (ranks rows, cols), while other ranks may still read those of this one."""
         raise NotImplementedError
 
     def whole(self, keep: bool = False) -> Tensor:
-        """Gathered: all rows, and nothing is under way any more; asked at the end. `keep`: also after the next one."""
+        """Return all gathered rows when nothing is under way any more. `keep`: they outlast the next exchange."""
         raise NotImplementedError
 
     def send(self, rank: int) -> None:
-        """Summed: the rows that `rank` wants are written to `place`. Ranks come in the order of `in_turn`."""
+        """Send the terms that `rank` sums, which are written to `place`. Ranks come in the order of `in_turn`."""
         raise NotImplementedError
 
     def result(self) -> Tensor:
-        """Summed: the rows of this rank, which nobody else holds."""
+        """Return the summed rows of this rank, which nobody else holds."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Summed: nothing of it is under way for what runs on the present stream from here on; after the result."""
+        """Wait after the result until no sum is under way for what runs on the present stream from here on."""
 
 
 # Bytes of all rows below which NCCL works on the present stream: what little it takes is not worth a stream beside. On
@@ -73,7 +75,7 @@ def _beside(rows: Tensor) -> bool:
 
 
 class Exchange:
-    """By the collectives of torch.distributed."""
+    """An exchange by the collectives of torch.distributed."""
 
     def __init__(self, group: Any):
         self.group = group
@@ -142,7 +144,7 @@ class _Summing(Rows):
 
 
 class _SummingForAll(Rows):
-    """Every rank has all rows, and gets the sum of all of them, in their place."""
+    """Sums all rows, which every rank has, in their place on every rank."""
 
     def __init__(self, exchange: Exchange):
         self.exchange = exchange
@@ -157,19 +159,19 @@ class _SummingForAll(Rows):
 
 
 def put(rows: Tensor, place: Tensor) -> None:
-    """Copies rows to their place, unless they were written there."""
+    """Copy rows to their place, unless they were written there."""
     if rows is not place:
         place.copy_(rows)
 
 
 def _wait(work: Any) -> None:
-    """On the current stream for NCCL; None is of a collective that has ended."""
+    """Wait for a collective, on the current stream for NCCL; None stands for one that has ended."""
     if work is not None:
         work.wait()
 
 
 def in_turn(rank: int, ranks: int) -> list[int]:
-    """The ranks after this one, itself last."""
+    """Return the ranks after this one, itself last."""
     return [(rank + step) % ranks for step in range(1, ranks + 1)]
 
 
@@ -177,7 +179,7 @@ _exchanges: dict[str, Exchange] = {}
 
 
 def exchange_by_collectives(name: str) -> Exchange:
-    """Of the group with that name."""
+    """Return the exchange of the group with that name."""
     group = group_of(name)
     found = _exchanges.get(name)
     if found is None or found.group is not group:  # another may have had the name
@@ -188,7 +190,7 @@ def exchange_by_collectives(name: str) -> Exchange:
 
 
 def is_registered(group: Any) -> bool:
-    """A group is the one with its name until it is destroyed."""
+    """Return whether a group is the one with its name, which it is until it is destroyed."""
     try:
         return group_of(group.group_name) is group
     except RuntimeError:
@@ -205,7 +207,7 @@ OF_TENSORS = 8  # those of x, weight, bias, ln_weight and ln_bias, one bit each 
 def compare(
     group: Any, rows: int, cols: int, dtype: torch.dtype, device: torch.device, wanted: int, exact: bool
 ) -> int:
-    """What any rank wants. A collective.
+    """Compare the calls of all ranks and return what any rank wants; a collective.
 
     ValueError on every rank, naming all, if their rows, columns or dtypes differ, if gradients are enabled on some of
     them alone, or, where `exact`, if they want other gradients.
@@ -242,5 +244,5 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def compares_always() -> bool:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL: every call is compared, not only a module's first."""
+    """Return whether every call is compared, not only a module's first: TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"

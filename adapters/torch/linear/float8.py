@@ -46,7 +46,7 @@ class Float8(NamedTuple):
     product_first = False
 
     def check(self, function: str, inputs: Inputs, autocasts: bool) -> None:
-        """What FP8 asks beyond what every call does."""
+        """Check what FP8 asks beyond what every call does."""
         x, weight, *_ = inputs
         if x.dtype not in functional.FLOATING[:3] or weight.dtype not in functional.FLOATING[:3]:
             name, tensor = ("weight", weight) if x.dtype in functional.FLOATING[:3] else ("input", x)
@@ -62,13 +62,13 @@ class Float8(NamedTuple):
             check_available(function, x)
 
     def read(self, inputs: Inputs, cast: torch.dtype | None) -> Inputs:
-        """Bytes are made of each tensor as it is."""
+        """Return the tensors as they are, of which bytes are made."""
         return inputs
 
     def recipe(
         self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step
     ) -> launching.Forward | None:
-        """That of the kernel which makes z8; None where there is none, or the tensors cannot go straight to it."""
+        """Return the recipe of the kernel that makes z8; None without one, or if tensors cannot go straight to it."""
         scheme = self.scheme
         if not scheme.by_row or scheme.power_2[0]:
             return None
@@ -85,7 +85,7 @@ class Float8(NamedTuple):
         return recipe
 
     def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> Weights:
-        """`kept`: what a module keeps of them from call to call."""
+        """Return weight in 8 bits from `kept`, by which a module keeps it from call to call."""
         return kept(weight, self.scheme, wants_columns, trained)
 
     def normalised(self, inputs: Inputs, step: Step, ranks: Ranks, recipe: Any, wants_statistics: bool) -> Normalised:
@@ -114,11 +114,11 @@ class Float8(NamedTuple):
         return (z8, scale), statistics, (None if step.returned == NOTHING else z, kept)
 
     def results(self, normalised: Normalised, x: Tensor, step: Step, ranks: Ranks) -> tuple[Tensor | None, ...]:
-        """(what is returned of z, what is kept of Z), after the product."""
+        """Return what the call returns of z and what it keeps of Z, after the product."""
         return normalised[2]
 
     def _by_row(self, x, ln_weight, ln_bias, step: Step, recipe: launching.Forward | None, wants_statistics: bool):
-        """(z8, scale, z, statistics) from z in float32: in one kernel by its recipe."""
+        """Return (z8, scale, z, statistics), made of z in float32, by one kernel where it has a recipe."""
         recipe = recipe or self.recipe(x, ln_weight, ln_bias, step)
         if recipe is not None:
             tensors = functional.given(x, ln_weight, ln_bias)
@@ -144,7 +144,7 @@ class _Products:
     scale: Tensor  # (rows,), or of no axes
 
     def __init__(self, dy: Tensor, saved: Saved, step: Step, ranks: Ranks, wants_weight: bool, wants_bias: bool):
-        """dy is read here for its bytes by rows, with Σ dy and the largest of each column; in `end_dz` once more."""
+        """Read dy for its bytes by rows, with Σ dy and the largest of each column; `end_dz` reads it once more."""
         self.dtype, self.extra_bytes = dy.dtype, dy.numel()
         self._saved, self._step, self._ranks, self._scheme = saved, step, ranks, step.numbers.scheme
         by_row, gradient, (_, _, power_2), (_, _, least), _, high_precision = self._scheme
@@ -175,7 +175,7 @@ class _Products:
             self._gathering = self._gathered()
 
     def _gathered(self) -> Rows:
-        """Z of all rows as it is, or the bytes of every rank's by columns."""
+        """Begin to gather Z of all rows as it is, or the bytes of every rank's by columns."""
         x = self._saved.x
         by_columns = self._scheme.by_row and not self._high_precision
         own = self._own_columns[0].view(torch.uint8) if by_columns else self._own_rows()
@@ -190,7 +190,7 @@ class _Products:
         total.start(terms if added is None else terms.add_(added))
 
     def end_dz(self) -> None:
-        """dy is read by columns, and they alone are kept for the gradient of weight."""
+        """Read dy by columns, which alone are kept for the gradient of weight."""
         del self.rows, self.scale
         if self._dy is not None and not self._high_precision:
             power_2 = self._scheme.power_2[2]
@@ -200,14 +200,14 @@ class _Products:
             self._dy = None
 
     def _own_rows(self) -> Tensor:
-        """(rows, in) as the norm returns it."""
+        """Compute z, (rows, in), once more."""
         _, x, _, ln_weight, ln_bias, *_ = self._saved
         z, _ = normalise(x, ln_weight, ln_bias, self._step, False, self._step.backward_sm_margin)
         return matrix(z, x.numel() // x.shape[-1])
 
     @cached_property
     def _own_columns(self) -> tuple[Tensor, Tensor]:
-        """(bytes (in, rows and zeros), scale (in,)) of a scheme by rows."""
+        """z by columns in a scheme by rows: (bytes (in, rows and zeros), scale (in,))."""
         statistics, x, _, ln_weight, ln_bias, *_ = self._saved
         x = matrix(x, x.numel() // x.shape[-1])
         if statistics.dim() != 2:
@@ -217,12 +217,12 @@ class _Products:
 
     @cached_property
     def _z(self) -> Tensor:
-        """(all rows, in) as the norm returns it."""
+        """Z as the norm returns it, (all rows, in)."""
         return (self._gathering or self._gathered()).whole()
 
     @cached_property
     def _z_columns(self) -> tuple[Tensor, Tensor]:
-        """(bytes (in, all rows and zeros), scale (in,) or of no axes)"""
+        """Z by columns: (bytes (in, all rows and zeros), scale (in,) or of no axes)."""
         if not self._scheme.by_row:
             return cast_columns(self._z, None, scale=self._saved.kept)
         if not self._ranks.sequence:
@@ -269,7 +269,7 @@ class _Products:
 
 
 def quantised(weight: Tensor, scheme: Scheme, wants_columns: bool) -> Weights:
-    """From the parameter's own dtype, each layout by one rounding."""
+    """Cast weight from its own dtype, each layout by one rounding."""
     by_row, power_2, least = scheme.of_weight
     scale = None if by_row else scale_of_tensor(weight, power_2_scale=power_2, least=least)
     wants_amax = by_row and wants_columns
@@ -309,11 +309,12 @@ class WeightCache:
         wants_columns: bool,
         trained: bool,
     ) -> Weights:
-        """Those of `whole`, the parameters `parts` one after the other; kept or found as `is_first_microbatch` says.
+        """Return the bytes of `whole`, the parameters `parts` one after the other, kept or cast.
 
-        None keeps and finds them as long as the parameters are the same tensors in the same memory with the same
-        version, but not those of a weight that an optimizer may change (`trained`: this call is differentiated by
-        weight), nor while a CUDA graph is captured: it would go on reading what may be replaced.
+        `is_first_microbatch` True casts and keeps them, False takes those that are kept. None takes kept ones as long
+        as the parameters are the same tensors in the same memory with the same version, but not those of a weight that
+        an optimizer may change (`trained`: this call is differentiated by weight), nor while a CUDA graph is captured:
+        it would go on reading what may be replaced.
         """
         self.trains = self.trains or trained
         capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
@@ -339,7 +340,7 @@ class WeightCache:
 
 
 def _stamp(parts: Sequence[Tensor]) -> tuple | None:
-    """What tells a tensor from others and from what it was before.
+    """Return what tells each tensor from others and from what it was before; None where that cannot be known.
 
     `part.data = other` changes nothing of it but its storage, and other memory may come to lie at the same address. Its
     attributes stand for the tensor: a weak reference to it would forbid torch.utils.swap_tensors.

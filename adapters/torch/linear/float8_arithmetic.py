@@ -260,12 +260,12 @@ def scale_of_tensor(a: Tensor, dtype: str = "e4m3", *, power_2_scale: bool = Fal
 
 
 def _padded(values: Tensor) -> Tensor:
-    """(cols, rows and zeros) of (rows, cols)."""
+    """Transpose (rows, cols) and pad rows with zeros to a multiple of STEP."""
     return F.pad(values.t(), (0, -len(values) % STEP)).contiguous()
 
 
 def _largest(wide: Tensor, axis: int) -> Tensor:
-    """max|wide| along an axis; 0 where there is nothing."""
+    """Return max|wide| along an axis, 0 where there is nothing."""
     if wide.shape[axis] == 0:
         return wide.new_zeros(wide.shape[1 - axis])
     return wide.abs().amax(axis)
@@ -293,7 +293,7 @@ def _vector(size: int) -> Tensor:
 def _operand(
     outer: int, inner: int, dtype: str, scale: Tensor | None = None, right: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Memory of bytes (outer, inner) and their scales; to the right of a product, what a view would make of it."""
+    """Allocate bytes (outer, inner) and their scales; for the right of a product, what a view would make of them."""
     if right:
         found = gpu.empty((inner, outer), (1, inner), DTYPES[dtype])
         return found, gpu.empty((1, outer), (outer, 1), torch.float32) if scale is None else scale
@@ -322,7 +322,7 @@ def product(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """(a a_scale) (b b_scale) + bias (out,), in `dtype`.
+    """Return (a a_scale) (b b_scale) + bias (out,), in `dtype`.
 
     a (rows, in), b and b_scale as `as_right` makes them, in and out multiples of 16; scales in float32, that of a
     (rows,), or both of no axes. `fast` as in RowwiseScaling. On the CPU by a product of the numbers that the bytes
@@ -368,7 +368,7 @@ def _numbers(bytes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _one(a: Tensor) -> Tensor:
-    """The number, on the device of a: kept, but for what a graph makes, which is written in its replays alone."""
+    """Return 1 on the device of a; what a graph makes is not kept, as it is written in its replays alone."""
     one = _ones.get(a.get_device())
     if one is None:
         if a.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -270,7 +270,7 @@ class LayerNormLinear(WeightGradients):
         self._settle_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises all parameters; those without memory get it on the GPU, where there is none on the CPU."""
+        """Initialise all parameters; those without memory get it on the GPU, or without one on the CPU."""
         if self.layer_norm_weight.is_meta:
             self._make_parameters(_own_device(), self.layer_norm_weight.dtype)
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
@@ -288,7 +288,7 @@ class LayerNormLinear(WeightGradients):
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor | tuple[Tensor, ...]:
-        """y, or (y, bias), (y, z), (y, bias, z) as `return_bias` and `return_layernorm_output` ask for.
+        """Return y, or (y, bias), (y, z), (y, bias, z) as `return_bias` and `return_layernorm_output` ask for.
 
         Parameters
         ----------
@@ -379,7 +379,7 @@ class LayerNormLinear(WeightGradients):
         return self._parallel.group
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks over which it runs, again whenever they are new; on all of them before any calls the module.
+        """Set the ranks over which it runs, again whenever they are new, on all of them before any calls the module.
 
         Raises
         ------
@@ -393,7 +393,7 @@ class LayerNormLinear(WeightGradients):
     _run_uncompiled = uncompiled(_run)
 
     def drop_fp8_weights(self) -> None:
-        """Forgets the bytes of weight that are kept; after `weight.data.copy_()`, which nothing else tells of."""
+        """Forget the bytes of weight that are kept, as is needed after `weight.data.copy_()`."""
         self._fp8_weights.clear()
 
     def train(self, mode: bool = True) -> LayerNormLinear:
@@ -416,7 +416,7 @@ class LayerNormLinear(WeightGradients):
     # Parameters.
 
     def _settle_parameters(self) -> None:
-        """Parts side by side, and the attributes by which Megatron knows what is sharded how."""
+        """Lay parts side by side and set the attributes by which Megatron knows what is sharded how."""
         lay_side_by_side(self._weights)
         if self.use_bias:
             lay_side_by_side(self._biases)

@@ -53,7 +53,7 @@ _compared: dict[tuple, bool] = {}  # whether with gradients enabled
 
 
 def flat(step: Step, ranks: Ranks, wanted: int) -> tuple:
-    """As operators take them; `wanted` by some rank, or by this one where the operator is to ask the others."""
+    """Return the arguments of an operator; `wanted` by some rank, or by this one where the operator asks the others."""
     scheme = step.numbers.scheme
     numbers = (False, "", [], [], [], False)
     if scheme is not None:
@@ -64,7 +64,7 @@ def flat(step: Step, ranks: Ranks, wanted: int) -> tuple:
 
 
 def _read(options: tuple) -> tuple[Step, Ranks, int]:
-    """What `flat` was given."""
+    """Return what `flat` was given."""
     options = (*options, *_DEFAULTS[len(options) - 3 :])
     step, numbers, group = options[:_OF_STEP], options[_OF_STEP:][:_OF_NUMBERS], options[_OF_STEP + _OF_NUMBERS :]
     by_row, gradient, *triples, high_precision = numbers
@@ -96,7 +96,7 @@ def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
 
 
 def _compare_once(x: Tensor, weight: Tensor, step: Step, ranks: Group) -> None:
-    """A compiled program knows no modules: what stands for the first call of one is that of a shape of weight."""
+    """Compare the ranks at the first call of a shape of weight, as a compiled program knows no modules."""
     key, enabled = (ranks.group, weight.shape), bool(ranks.wanted & ENABLED)
     before = _compared.get(key)
     if before is not None and before >= enabled and not compares_always():

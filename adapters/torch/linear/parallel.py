@@ -1,4 +1,4 @@
-"""Over which ranks a call runs: one alone, or those of a group, each with some rows of weight.
+"""A call runs over one rank, or over those of a group, each of which has some rows of weight.
 
 With sequence parallelism each rank of a group also has its part of the rows of x (R_r):
 
@@ -36,7 +36,7 @@ from .exchange import (
 
 
 class Limits(NamedTuple):
-    """What first derivatives of plain tensors are all that is there of, as error messages say it."""
+    """How error messages name what has first derivatives of plain tensors alone."""
 
     subject: str
     where: str
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class Here(Rows):
-    """Nothing is exchanged: what is begun is there."""
+    """Rows of one rank: what is begun is there."""
 
     def start(self, rows: Tensor, wanted_next: bool = False) -> None:
         self.own = rows
@@ -60,7 +60,7 @@ class Here(Rows):
 
 
 class Alone:
-    """One rank."""
+    """The place of a call that runs on one rank."""
 
     alone = True
     size = 1
@@ -99,7 +99,7 @@ ALONE = Alone()
 
 
 def wanted(inputs: tuple[Any, ...], sequence: bool) -> int:
-    """What a rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias): bits of exchange.py."""
+    """Return what a rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias): bits of exchange.py."""
     if not torch.is_grad_enabled():
         return 0
     x, weight, _, ln_weight, ln_bias = inputs
@@ -108,7 +108,7 @@ def wanted(inputs: tuple[Any, ...], sequence: bool) -> int:
 
 
 class Group(NamedTuple):
-    """A call's place among the ranks of a group, and how it communicates."""
+    """The place of a call among the ranks of a group, and how it communicates."""
 
     group: str  # its name, by which operators know it
     size: int
@@ -125,20 +125,20 @@ class Group(NamedTuple):
 
     @property
     def gathers(self) -> bool:
-        """True if some rank needs z of all rows for the gradient of weight."""
+        """Whether some rank needs z of all rows for the gradient of weight."""
         return bool(self.wanted & GATHER)
 
     @property
     def sums(self) -> bool:
-        """True if some rank needs the gradient of z."""
+        """Whether some rank needs the gradient of z."""
         return bool(self.wanted & SUM)
 
     def shape_of_all(self, x: Tensor) -> tuple[int, ...]:
-        """That of the x of all ranks."""
+        """Return the shape of the x of all ranks."""
         return (self.size * x.shape[0], *x.shape[1:]) if self.sequence else tuple(x.shape)
 
     def gathering(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype, overlaps: bool) -> Rows:
-        """Of (rows, cols) of each rank. `overlaps`: a product runs meanwhile, if hiding the exchange under it wins."""
+        """Return what gathers (rows, cols) of each rank, with `overlaps` under a product if hiding it wins."""
         if not self.sequence:
             return Here()
         overlaps = overlaps and symmetric.worth(self.size * rows * cols * dtype.itemsize)
@@ -147,7 +147,7 @@ class Group(NamedTuple):
         return found
 
     def summing(self, rows: int, cols: int, dy: Tensor) -> Rows:
-        """Of (all rows, cols) of each rank, as a product of dy gives it."""
+        """Return what sums (all rows, cols) of each rank, as a product of dy gives it."""
         if not self.sequence:
             return self._exchange(False, dy).summing_for_all()
         worth = symmetric.worth(len(dy) * cols * dy.element_size())
@@ -165,15 +165,17 @@ Ranks = Alone | Group
 
 
 def gathered(own: Tensor, ranks: Ranks, overlaps: bool = False, keep: bool = False) -> Callable[[], Tensor]:
-    """Begins to gather (rows, cols) of every rank; its result is (ranks rows, cols)."""
+    """Begin to gather (rows, cols) of every rank, and return what gives (ranks rows, cols)."""
     gathering = ranks.gathering(*own.shape, own, own.dtype, overlaps)
     gathering.start(own)
     return lambda: gathering.whole(keep)
 
 
 def takes_part(inputs: tuple[Any, ...], differentiated: bool, ranks: Ranks, sink: Any) -> tuple[Tensor | None, Any]:
-    """(anchor, sink) of a step of autograd. Where nothing of this rank requires a gradient `anchor` does, so that the
-    step is there for the other ranks; a frozen weight has a sink where `backward_dw` is a collective.
+    """Return (anchor, sink) of a step of autograd.
+
+    Where nothing of this rank requires a gradient `anchor` does, so that the step is there for the other ranks. A
+    frozen weight has a sink where `backward_dw` is a collective.
     """
     anchor = None if differentiated else inputs[0].new_empty(0).requires_grad_()
     return anchor, sink if ranks.gathers or inputs[1].requires_grad else None
@@ -187,7 +189,10 @@ NO_GROUP = (
 
 
 class TensorParallel:
-    """Copies share the group, pickles leave it out: a process group can be neither copied nor pickled."""
+    """The place of a module among the ranks of a tensor-parallel group.
+
+    Copies share the group and pickles leave it out, as a process group can be neither copied nor pickled.
+    """
 
     exact = False  # ranks may want different gradients
     _agreed: Group | None = None  # of calls with gradients enabled
@@ -209,11 +214,12 @@ class TensorParallel:
         self._compared = False
 
     def set_group(self, group: Any) -> None:
-        """ValueError for another size than that of the constructor, or a group that this rank is not in."""
+        """Set the group; ValueError for another size than the constructor's, or one that this rank is not in."""
         size = size_of(group)
         if size != self.size:
             raise ValueError(
-                f"LayerNormLinear: the tensor-parallel group must have tp_size={self.size} ranks; got one of {size}."
+                f"LayerNormLinear: the tensor-parallel group must have tp_size={self.size} ranks; got one of {size}. "
+                "Pass such a group, or its size to the constructor."
             )
         self.group = group
         self._compared = False
@@ -238,11 +244,11 @@ class TensorParallel:
             )
 
     def wanted_by(self, inputs: Sequence[Tensor | None]) -> int:
-        """What this rank wants of the backward pass of a call of (x, weight, bias, ln_weight, ln_bias), in bits."""
+        """Return what this rank wants of the backward pass of (x, weight, bias, ln_weight, ln_bias), in bits."""
         return wanted(inputs, self.sequence)
 
     def agreed(self, wanted: int, x: Tensor, dtype: torch.dtype) -> Group:
-        """The place of a call among the ranks, its `wanted` what any rank wants: all take part in what one waits for.
+        """Return the place of a call, its `wanted` what any rank wants: all take part in what one waits for.
 
         A module's first call tells the others, as does its first with gradients enabled, one that wants more than any
         rank wanted before, and with TORCH_DISTRIBUTED_DEBUG=DETAIL every call; then all ranks must have as many rows.
@@ -272,7 +278,7 @@ class TensorParallel:
 
 
 def size_of(group: Any) -> int:
-    """Its number of ranks, this one among them."""
+    """Return the number of ranks of a group that this one is in."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "LayerNormLinear: a tensor-parallel group needs torch.distributed; got one where no process group is "
@@ -281,13 +287,14 @@ def size_of(group: Any) -> int:
     size = dist.get_world_size(group)
     if size < 1:
         raise ValueError(
-            "LayerNormLinear: this process must be a rank of the tensor-parallel group; got a group that it is not in."
+            "LayerNormLinear: this process must be a rank of the tensor-parallel group; got a group that it is not in. "
+            "Pass the group of this process."
         )
     return size
 
 
 def size_of_given(group: Any, tp_size: int) -> int:
-    """The size of a group. ValueError where another `tp_size` was given beside it; 1, the default, counts as none."""
+    """Return the size of a group; ValueError if another `tp_size` is given. 1, the default, counts as none."""
     size = size_of(group)
     if tp_size not in (1, size):
         raise ValueError(

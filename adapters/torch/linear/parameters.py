@@ -46,7 +46,7 @@ def check_overlaps(symmetric_ar_type: Any, delay_wgrad_compute: bool, ub_bulk_wg
 
 
 def local_features(out_features: int, parallel_mode: str | None, tp_size: int) -> int:
-    """Those of one rank."""
+    """Return the features of one rank."""
     if parallel_mode is None:
         return out_features
     if out_features % tp_size:
@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 
 def parts_of(split: Any, out_features: int, ranks: int = 1) -> list[Part]:
-    """What `parameters_split` asks for, rows of one of `ranks`; errors of TransformerEngine's types."""
+    """Return the parts that `parameters_split` asks for, with the rows of one of `ranks`."""
     name = "LayerNormLinear"
     if split is None:
         return [Part("weight", "bias", out_features // ranks)]
@@ -102,7 +102,7 @@ def parts_of(split: Any, out_features: int, ranks: int = 1) -> list[Part]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts one after the other: where they lie so in memory the whole of it, else a copy."""
+    """Return the parts one after the other: a view where they lie so in memory, else a copy."""
     if len(parts) == 1:
         return parts[0]
     if torch.compiler.is_compiling() or under_functorch():
@@ -123,7 +123,7 @@ def _neighbours(parts: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def lay_side_by_side(parts: Sequence[Tensor]) -> None:
-    """Gives the parts one piece of memory, if they lie apart; they stay the same parameters."""
+    """Give the parts one piece of memory, if they lie apart; they stay the same parameters."""
     if len(parts) == 1 or not all(type(part) in PLAIN for part in parts) or parts[0].is_meta or _neighbours(parts):
         return
     for part, place in zip(parts, torch.cat(list(parts)).split([len(part) for part in parts]), strict=True):
@@ -131,7 +131,7 @@ def lay_side_by_side(parts: Sequence[Tensor]) -> None:
 
 
 class _Joined(torch.autograd.Function):
-    """No gradient of the whole, as from a Sink, is none of the parts: torch.cat would make it zeros."""
+    """Joins parts: where the whole gets no gradient, as from a Sink, neither do they; torch.cat makes zeros."""
 
     @staticmethod
     def forward(ctx, *parts):

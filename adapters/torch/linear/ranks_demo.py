@@ -1,4 +1,4 @@
-"""A process of `python -m cunorm demo --ranks N`: python -m cunorm.torch.linear.ranks_demo FOLDER RANKS RANK."""
+"""One process of `python -m cunorm demo --ranks N`: python -m cunorm.torch.linear.ranks_demo FOLDER RANKS RANK."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def main(folder: Path, ranks: int, rank: int) -> None:
 
 
 def _run(module: LayerNormLinear, x: Tensor, dy: Tensor) -> tuple[dict[str, Tensor], float]:
-    """Results of a step, and its seconds."""
+    """Return the results of a step, and its seconds."""
     parameters = dict(module.named_parameters())
     x = x.clone().requires_grad_()
     times = []
@@ -83,7 +83,7 @@ def _run(module: LayerNormLinear, x: Tensor, dy: Tensor) -> tuple[dict[str, Tens
 
 
 def _expected(x, weight, bias, dy, own: slice, outs: slice) -> dict[str, Tensor]:
-    """All of it on this rank alone, in float64; what of it this rank should have."""
+    """Compute all of it on this rank alone, in float64, and return what this rank should have."""
     x, weight, bias = (t.double().requires_grad_() for t in (x, weight, bias))
     ln_weight, ln_bias = x.new_ones(x.shape[1]).requires_grad_(), x.new_zeros(x.shape[1]).requires_grad_()
     parts = [F.layer_norm(x[: own.start], x.shape[1:], eps=EPS), F.layer_norm(x[own.stop :], x.shape[1:], eps=EPS)]
@@ -102,14 +102,14 @@ def _expected(x, weight, bias, dy, own: slice, outs: slice) -> dict[str, Tensor]
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Relative, of what is finite."""
+    """Return the relative error of what is finite."""
     finite = expected.isfinite()
     difference = (found.double() - expected)[finite].norm()
     return float(difference / expected[finite].norm().clamp_min(1e-300))
 
 
 def _show(errors: dict[str, float], seconds: float, device: torch.device) -> None:
-    """The largest of all ranks."""
+    """Print the largest errors and the longest time of all ranks."""
     values = torch.tensor([*errors.values(), seconds], dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:

@@ -24,7 +24,7 @@ INSTEAD = "Use RowwiseScaling() or Float8CurrentScaling()."
 
 
 class Scheme(NamedTuple):
-    """A recipe as the passes read it. Triples are of the normalised tensor, weight and dy, or of y, dz and dweight."""
+    """How passes read a recipe. Triples are for the normalised tensor, weight and dy, or for y, dz and dweight."""
 
     by_row: bool
     gradient: str  # the format of dy
@@ -35,13 +35,13 @@ class Scheme(NamedTuple):
 
     @property
     def of_weight(self) -> tuple:
-        """What the bytes of weight depend on."""
+        """The fields that the bytes of weight depend on."""
         return self.by_row, self.power_2[1], self.least[1]
 
 
 @dataclass(frozen=True)
 class RowwiseScaling:
-    """Everything in e4m3, every operand of a product with a scale for each row along what is summed.
+    """Rounds everything to e4m3, every operand of a product with a scale for each row along what is summed.
 
     A scale comes from the row itself: there is no history, nothing to reduce over ranks and nothing in a checkpoint.
     The normalised tensor of the weight's gradient has one scale for each feature, which nothing exceeds whatever x is.
@@ -70,7 +70,7 @@ class RowwiseScaling:
 
 @dataclass(frozen=True)
 class QParams:
-    """How one of the tensors is scaled: TransformerEngine's class of that name.
+    """Says how one of the tensors is scaled, as TransformerEngine's class of that name.
 
     Parameters
     ----------
@@ -85,14 +85,14 @@ class QParams:
 
 @dataclass(frozen=True)
 class MMParams:
-    """How a product adds up: TransformerEngine's class of that name."""
+    """Says how a product adds up, as TransformerEngine's class of that name."""
 
     use_split_accumulator: bool = True
 
 
 @dataclass(frozen=True)
 class Float8CurrentScaling:
-    """One scale for each tensor, from the tensor itself: F / max|tensor|, as TransformerEngine's recipe of that name.
+    """Gives each tensor one scale, from the tensor itself: F / max|tensor|, as TransformerEngine's recipe of that name.
 
     As there, a tensor of zeros or with an infinite number has the scale 1, which hides that number: it becomes F.
 
@@ -147,7 +147,7 @@ OF_OTHERS = {
 
 
 def recognised(function: str, recipe: Any) -> Recipe:
-    """The recipe that an object stands for; None for the default.
+    """Return the recipe that an object stands for; None stands for the default.
 
     Raises
     ------
@@ -177,7 +177,7 @@ PARTS[MMParams] = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 
 
 def _of_fields(function: str, given: Any, kind: type) -> Any:
-    """`kind` with what `given` has of its fields. Some of TransformerEngine's are attributes of the class."""
+    """Make a `kind` with what `given` has of its fields. Some of TransformerEngine's are attributes of the class."""
     wanted = {one.name for one in dataclasses.fields(kind) if one.init}
     own = {one.name for one in dataclasses.fields(given)} if dataclasses.is_dataclass(given) else set()
     own |= {name for name in getattr(given, "__dict__", {}) if not name.startswith("_")}
@@ -210,7 +210,7 @@ _region: _Region | None = None
 def autocast(
     enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None
 ) -> AbstractContextManager[None]:
-    """Inside, `LayerNormLinear` multiplies in FP8 as `recipe` says: transformer_engine.pytorch.autocast.
+    """Make `LayerNormLinear` multiply in FP8 inside, as `recipe` says: transformer_engine.pytorch.autocast.
 
     Of nested ones the innermost counts; with `enabled=False` nothing inside is in FP8. One for the whole process, as
     TransformerEngine's. A backward pass follows the recipe of its forward pass wherever it runs, and so does a forward
@@ -245,7 +245,7 @@ def autocast(
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
 ) -> AbstractContextManager[None]:
-    """`autocast` by the names that TransformerEngine had for it before."""
+    """Do what `autocast` does, by the names that TransformerEngine had for it before."""
     return _inside(_Region(bool(enabled), recognised("fp8_autocast", fp8_recipe) if enabled else None))
 
 
@@ -260,14 +260,14 @@ def _inside(region: _Region) -> Iterator[None]:
 
 
 def recipe_of(own: Recipe | None) -> Recipe | None:
-    """What a module with this recipe of its own follows now, None for no FP8."""
+    """Return what a module with this recipe of its own follows now, None for no FP8."""
     if _region is None:
         return own
     return (own or _region.recipe) if _region.enabled else None
 
 
 def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module], bool] | None = None) -> nn.Module:
-    """Every `LayerNormLinear` of `model` for which `filter(name, module)` holds follows `recipe`, with no context.
+    """Make every `LayerNormLinear` of `model` for which `filter(name, module)` holds follow `recipe`, with no context.
 
     It goes before the recipe of a context, but a context with `enabled=False` switches it off. `recipe=None` takes it
     away again. Copies of the modules keep it.
@@ -306,7 +306,7 @@ def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module],
 
 
 def is_fp8_available(return_reason: bool = False) -> Any:
-    """Whether the current GPU and this torch have FP8 products; with `return_reason` also why not, "" if they have.
+    """Return whether the current GPU and this torch have FP8 products; with `return_reason` also why not, or "".
 
     Tensors that are not on a GPU need none: their products are emulated, with the same bytes.
     """
@@ -315,7 +315,7 @@ def is_fp8_available(return_reason: bool = False) -> Any:
 
 
 def check_available(function: str, x: Tensor) -> None:
-    """RuntimeError for a tensor on a GPU that has no FP8 products."""
+    """Raise RuntimeError for a tensor on a GPU that has no FP8 products."""
     reason = why_not(x.get_device()) if x.is_cuda else ""
     if reason:
         raise RuntimeError(f"{function}: FP8 must be available; {reason}. Leave the context, or set enabled=False.")
@@ -323,7 +323,7 @@ def check_available(function: str, x: Tensor) -> None:
 
 @lru_cache
 def why_not(index: int) -> str:
-    """What a GPU or this torch lacks of FP8 products, "" if nothing."""
+    """Return what a GPU or this torch lacks of FP8 products, "" if nothing."""
     if torch.version.hip is not None:
         return "cunorm's kernels are for NVIDIA's GPUs"
     capability = torch.cuda.get_device_capability(index)

@@ -1,4 +1,4 @@
-"""A norm with its product, y = norm(x) weightᵀ + bias, and its gradients: one text for all numbers and ranks.
+"""One text for all numbers and ranks computes a norm with its product, y = norm(x) weightᵀ + bias, and its gradients.
 
     z = norm(x)    Z = ranks.gather(z)    y = numbers.product(Z, weight) + bias
     dZ = numbers.product(dy, weight)    dz = ranks.sum(dZ)    dweight = numbers.product(dyᵀ, Z)    dx = norm'(dz)
@@ -24,7 +24,7 @@ NOTHING, LOCAL, GATHERED = "nothing", "local", "gathered"
 
 
 class Step(NamedTuple):
-    """What a call computes; over which ranks is told beside it."""
+    """The options that decide what a call computes; over which ranks is told beside it."""
 
     operation: str  # a name of cunorm.operation.NAMED
     eps: float
@@ -56,7 +56,7 @@ class Weights(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward pass reads of its forward pass, in the order of norm/nodes_autograd.h, for checkpoints."""
+    """The tensors that a backward pass reads of its forward pass, in the order of norm/nodes_autograd.h."""
 
     statistics: Tensor
     x: Tensor
@@ -68,25 +68,25 @@ class Saved(NamedTuple):
 
 
 class ProductGradients(Protocol):
-    """The gradients of weight and bias of one backward pass, computed when they are asked for."""
+    """Computes the gradients of weight and bias of one backward pass when they are asked for."""
 
     dtype: torch.dtype  # of y, and so of dy
 
     def weight(self) -> Tensor:
-        """dyᵀ Z, (out, in)."""
+        """Return dyᵀ Z, (out, in)."""
         ...
 
     def bias(self) -> Tensor:
-        """Σ dy, (out,)."""
+        """Return Σ dy, (out,)."""
         ...
 
     def add_to(self, total: Tensor, rows: slice, overwrite: bool) -> None:
-        """total += these rows of weight's, or = where `overwrite`."""
+        """Add these rows of weight's gradient to `total`, or write them where `overwrite`."""
         ...
 
 
 class Products(ProductGradients, Protocol):
-    """Both products of a backward pass, of one kind of numbers."""
+    """Both products of a backward pass in one kind of numbers."""
 
     extra_bytes: int  # that both halves of the pass hold at once beyond what one after the other does
     operands_of_dz: Any  # which `end_dz` lets go
@@ -119,7 +119,7 @@ Sink = Callable[[ProductGradients], tuple[Tensor | None, Tensor | None]]
 def forward(
     inputs: Inputs, weights: Any, step: Step, ranks: Ranks, recipe: Any = None, wants_statistics: bool = True
 ) -> Forward:
-    """y, and what is wanted besides. `recipe`: the norm's launch, by `numbers.recipe` of these tensors."""
+    """Return y, and what is wanted besides. `recipe` of the norm's launch is `numbers.recipe` of these tensors."""
     x, _, bias, _, _ = inputs
     numbers = step.numbers
     normalised = numbers.normalised(inputs, step, ranks, recipe, wants_statistics)
@@ -139,8 +139,9 @@ def gradients(
     mask: tuple[bool, bool, bool, bool, bool],
     sink: Sink | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Of x, weight, bias, ln_weight and ln_bias, None where not wanted; dy (..., out), over ranks never None, dz that
-    of the z which is returned.
+    """Return the gradients of x, weight, bias, ln_weight and ln_bias, None where not wanted.
+
+    dy is (..., out), over ranks never None; dz is that of the z which is returned.
 
     One rank has one half of the pass after the other, in the order that `numbers` hold least in, or both side by side.
     Over a group dz is summed while the gradient of weight is computed.
@@ -254,7 +255,7 @@ def side_by_side(x: Tensor, first: Callable[[], Any], second: Callable[[], Any])
 def normalise(
     x, ln_weight, ln_bias, step: Step, wants_statistics: bool, sm_margin: int, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(z, statistics), None for statistics unless wanted; z has the same bits every time.
+    """Return (z, statistics), statistics None unless wanted; z has the same bits every time.
 
     `out`: where z is written, contiguous and with as many elements, in a shape of its own.
     """
@@ -274,7 +275,7 @@ def normalise(
 def recipe_at_once(
     x, ln_weight, ln_bias, operation: str, dtype: torch.dtype, sm_margin: int
 ) -> launching.Forward | None:
-    """That of the norm's launch; None where the tensors cannot go straight to it."""
+    """Return the recipe of the norm's launch; None where the tensors cannot go straight to it."""
     key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None)
     tensors = given(x, ln_weight, ln_bias)
     recipe = repeats.known_call(key, tensors)
@@ -289,19 +290,19 @@ def recipe_at_once(
 
 
 def norm_gradients(dz: Tensor, own: bool, saved: Saved, step: Step, mask: tuple[bool, bool, bool]):
-    """The gradients of the norm; `own`: nobody else holds dz, so dx may take its memory."""
+    """Return the gradients of the norm. `own`: nobody else holds dz, so dx may take its memory."""
     statistics, x, _, ln_weight, *_ = saved
     operation, eps, sm_margin = step.operation, step.eps, step.backward_sm_margin
     return dispatch.affine_gradients(operation, dz, x, statistics, ln_weight, eps, mask, sm_margin, in_place=own)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`to`, which takes 2 us of the host where there is nothing to do."""
+    """Convert by `to`, which takes 2 us of the host where there is nothing to do."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:
-    """(rows, columns) as a product reads it: an expanded gradient would be copied by every one."""
+    """Make (rows, columns) of it as products read it: an expanded gradient would be copied by every one."""
     if tensor.dim() != 2:
         tensor = tensor.reshape(rows, tensor.shape[-1])
     return tensor.contiguous()
@@ -311,5 +312,5 @@ _UNCHANGED = nullcontext()
 
 
 def without_autocast(kind: str) -> AbstractContextManager:
-    """The products of a backward pass have the dtypes that those of the forward pass had."""
+    """Switch autocast off: products of a backward pass have the dtypes that those of the forward pass had."""
     return torch.autocast(kind, enabled=False) if autocasts(kind) else _UNCHANGED

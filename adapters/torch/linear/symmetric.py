@@ -1,4 +1,4 @@
-"""An Exchange through torch's symmetric memory: each GPU pulls the others' rows by its copy engines.
+"""Rows are exchanged through torch's symmetric memory: each GPU pulls the others' rows by its copy engines.
 
 Every rank of a group has a buffer of the same size that all the others can read. A rank writes its rows into its own
 buffer and tells the others so (READY); each pulls what it wants on a stream beside the present one, and says that it
@@ -36,7 +36,7 @@ _exchanges: dict[tuple[str, torch.device], tuple[Any, SymmetricExchange | None]]
 
 
 def worth(size: int) -> bool:
-    """Whether hiding the exchange of so many bytes under a product wins; else ub_* change nothing.
+    """Return whether hiding the exchange of so many bytes under a product wins; else ub_* change nothing.
 
     The same on every rank that makes the same calls.
     """
@@ -44,7 +44,7 @@ def worth(size: int) -> bool:
 
 
 def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
-    """None where torch.distributed must do: the reason is logged. A collective when it is first called for a group."""
+    """Return a group's exchange, None where torch.distributed must do; a collective at the first call for a group."""
     key = (group.group_name, device)
     known, found = _exchanges.get(key, (None, None))
     if known is group:
@@ -61,7 +61,7 @@ def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
 
 
 def why_not(group: Any, device: torch.device) -> str | None:
-    """The same on every rank; None if all of them reach each other's memory. A collective."""
+    """Return why ranks cannot reach each other's memory, None if they can, the same on every rank; a collective."""
     if device.type != "cuda":
         return f"tensors on {device.type} have no symmetric memory"
     own = (socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(device).uuid))
@@ -87,7 +87,7 @@ def _unreached(ranks: list[tuple[str, str, str]], device: torch.device) -> str |
 
 
 def _boot() -> str:
-    """What tells containers of one host name apart that run on two."""
+    """Return what tells containers of one host name apart that run on two hosts."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text() if path.exists() else ""
 
@@ -129,7 +129,7 @@ class SymmetricExchange(Exchange):
 
 
 class Side:
-    """The stream beside the present one. In front of others: a signal must not wait until a product leaves it room."""
+    """The second stream, in front of others: a signal must not wait until a product leaves it room."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device, priority=-1)
@@ -137,14 +137,14 @@ class Side:
 
     @contextmanager
     def after_present(self) -> Iterator[Callable[[], Any]]:
-        """What is done inside comes after all that was asked of the present stream; gives what marks a point of it."""
+        """Run what is launched inside after all that the present stream was given; yields what marks a point of it."""
         self._asked.record(torch.cuda.current_stream(self._stream.device))
         self._stream.wait_event(self._asked)
         with torch.cuda.stream(self._stream):
             yield self._stream.record_event
 
     def wait(self, mark: Any) -> None:
-        """The present stream waits for a point of this one."""
+        """Make the present stream wait for a point of this one."""
         torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
 
@@ -160,7 +160,7 @@ class Buffer:
         self._views: dict[tuple, list[Tensor]] = {}
 
     def of_ranks(self, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-        """Such a matrix of each rank. A collective where there is not enough yet."""
+        """Return such a matrix of each rank; a collective where there is not enough memory yet."""
         views = self._views.get((shape, dtype))
         if views is None:
             size = math.prod(shape) * dtype.itemsize
@@ -177,7 +177,7 @@ class Buffer:
 
 
 def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor | None]:
-    """Symmetric memory, and this rank's tensor of it.
+    """Return symmetric memory, and this rank's tensor of it.
 
     Every rank comes here with nothing under way, so what was there before may go.
     """
@@ -188,7 +188,7 @@ def allocate(size: int, group: Any, device: torch.device) -> tuple[Any, Tensor |
 
 
 class _Exchanged(Rows):
-    """A matrix of all rows in the buffer of each rank."""
+    """Holds a matrix of all rows in the buffer of each rank."""
 
     def __init__(self, exchange: SymmetricExchange, buffer: Buffer, rows: int, cols: int, dtype: torch.dtype):
         self.exchange, self._buffer, self._rows = exchange, buffer, rows
@@ -267,7 +267,7 @@ class _Summing(_Exchanged):
             self._take_leave(mark)
 
     def send(self, rank: int) -> None:
-        """While this rank sends to the n-th after it, the n-th before it sends to this one."""
+        """Send to the n-th rank after this one, while the n-th before it sends to this one."""
         exchange, buffer = self.exchange, self._buffer
         with exchange.side.after_present() as mark:
             if rank == exchange.rank:
@@ -284,7 +284,7 @@ class _Summing(_Exchanged):
         into.copy_(self._part(self._of_ranks[sender], self.exchange.rank))
 
     def _add(self, mark: Callable[[], Any]) -> None:
-        """In float32 (float64 of float64), in rank order, rounded once; it finds room beside a product."""
+        """Add in float32 (float64 for float64), in rank order, and round once; it finds room beside a product."""
         own = self._part(self._whole, self.exchange.rank)
         if self._found is None:
             torch.add(own, self._sum, out=self._sum)

@@ -1,4 +1,4 @@
-"""Gradients of LayerNormLinear's weight and bias that do not go the way of autograd: added to main_grad, or delayed."""
+"""Gradients of LayerNormLinear's weight and bias that autograd does not handle are added to main_grad, or delayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .step import ProductGradients, Sink, without_autocast
 
 
 class WeightGradients(nn.Module):
-    """What LayerNormLinear is of this: its `fuse_wgrad_accumulation` and `delay_wgrad_compute`."""
+    """The part of LayerNormLinear that serves `fuse_wgrad_accumulation` and `delay_wgrad_compute`."""
 
     out_features: int
     in_features: int
@@ -62,7 +62,7 @@ class WeightGradients(nn.Module):
         return partial(self._take, is_first_microbatch is True)
 
     def _take(self, overwrite: bool, gradients: ProductGradients) -> tuple[Tensor | None, Tensor | None]:
-        """A Sink. Weight and bias need no gradient from autograd, or one that says that theirs is taken care of."""
+        """Take gradients as a Sink: autograd gets none for weight and bias, or one that says they are taken care of."""
         if self.delay_wgrad_compute:
             self._delayed.append(partial(self._weight_gradients, overwrite, gradients))
             return None, None
@@ -71,7 +71,7 @@ class WeightGradients(nn.Module):
         return self._stand_in(gradients.dtype), gradients.bias() if self._applied_biases else None
 
     def _weight_gradients(self, overwrite: bool, gradients: ProductGradients) -> None:
-        """What a backward pass left to `backward_dw`."""
+        """Compute what a backward pass left to `backward_dw`."""
         rows = [part.rows for part in self._parts]
         if not any(weight.requires_grad for weight in self._weights):
             gradients.weight()  # for z, which other ranks wait for
@@ -94,7 +94,7 @@ class WeightGradients(nn.Module):
             start += part.rows
 
     def _stand_in(self, dtype: torch.dtype) -> Tensor | None:
-        """What a hook of Megatron's data parallelism waits for, of no meaning where `zero_out_wgrad` is not set."""
+        """Return what a hook of Megatron's data parallelism waits for; zeros if `zero_out_wgrad` is set."""
         marked = [weight for weight in self._weights if hasattr(weight, "grad_added_to_main_grad")]
         if not marked:
             return None
@@ -105,7 +105,7 @@ class WeightGradients(nn.Module):
         return make(self.out_features, self.in_features, device=marked[0].device, dtype=dtype)
 
     def backward_dw(self) -> None:
-        """Computes the gradients that the earliest backward pass not yet followed by this left (delay_wgrad_compute).
+        """Compute the gradients that the earliest backward pass not yet followed by this left (delay_wgrad_compute).
 
         Raises
         ------
@@ -128,12 +128,12 @@ class WeightGradients(nn.Module):
         return self.delay_wgrad_compute
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """`hook()` is called after every `backward_dw()`."""
+        """Call `hook()` after every `backward_dw()`."""
         self._delayed_hooks.append(hook)
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """As autograd adds it."""
+    """Add a gradient to a parameter's, as autograd does."""
     if parameter.requires_grad:
         gradient = gradient.to(parameter.dtype)
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

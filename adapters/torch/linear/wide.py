@@ -1,4 +1,4 @@
-"""Numbers of 16, 32 or 64 bits: products are torch's own, of tensors as they are."""
+"""Products in 16, 32 or 64 bits are torch's own, of tensors as they are."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Wide:
                 )
 
     def read(self, inputs: Inputs, cast: torch.dtype | None) -> Inputs:
-        """The tensors as the products read them; `cast` is what autocast converts weight and bias to."""
+        """Return the tensors as products read them; `cast` is what autocast converts weight and bias to."""
         if cast is None:
             return inputs
         x, weight, bias, *of_norm = inputs
         return x, weight.to(cast), None if bias is None else bias.to(cast), *of_norm
 
     def recipe(self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None, step: Step) -> Any:
-        """That of the norm's launch; None where the tensors cannot go straight to it."""
+        """Return the recipe of the norm's launch; None where the tensors cannot go straight to it."""
         return recipe_at_once(x, ln_weight, ln_bias, step.operation, step.dtype, step.sm_margin)
 
     def weights(self, weight: Tensor, wants_columns: bool, trained: bool, kept: Any) -> tuple:
-        """As step.Weights."""
+        """Return weight in the order of step.Weights."""
         return weight, None, weight, None
 
     def normalised(self, inputs: Inputs, step: Step, ranks: Ranks, recipe: Any, wants_statistics: bool) -> Normalised:
@@ -70,7 +70,7 @@ class Wide:
         return F.linear(z, weights[0], bias)
 
     def results(self, normalised: Normalised, x: Tensor, step: Step, ranks: Ranks) -> tuple[Tensor | None, ...]:
-        """(what is returned of z, what is kept of Z), after the product."""
+        """Return what the call returns of z and what it keeps of Z, after the product."""
         gathered, _, z = normalised
         keeps, returned = step.keep_normalized, step.returned
         if ranks.alone:  # what is kept has a derivative as a result alone
@@ -92,7 +92,7 @@ WIDE = Wide()
 
 
 def _product_in_parts(gathering: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y (all rows, out): own rows while the others come, then these in the order of the ranks after this one."""
+    """Return y (all rows, out): own rows first, while the others come in the order of the ranks after this one."""
     exchange, rows = gathering.exchange, len(gathering.own)
     y = gathering.own.new_empty((exchange.ranks * rows, len(weight)))
     *others, own = in_turn(exchange.rank, exchange.ranks)
@@ -102,12 +102,12 @@ def _product_in_parts(gathering: Any, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _product(a: Tensor, b: Tensor, added: Tensor | None, out: Tensor | None) -> Tensor:
-    """a b + added, in `out` if there is one."""
+    """Return a b + added, in `out` if there is one."""
     return torch.mm(a, b, out=out) if added is None else torch.addmm(added, a, b, out=out)
 
 
 class _Products:
-    """As step.Products; z is computed once more when it is needed, unless it was kept."""
+    """step.Products of tensors as they are; z is computed once more when it is needed, unless it was kept."""
 
     operands_of_dz = None
 
@@ -124,7 +124,7 @@ class _Products:
             self._gathering = self._gathered()
 
     def _normalise(self, place: Tensor | None = None) -> Tensor:
-        """This rank's z once more, (rows, in)."""
+        """Compute this rank's z once more, (rows, in)."""
         _, x, _, ln_weight, ln_bias, *_ = self._saved
         z, _ = normalise(x, ln_weight, ln_bias, self._step, False, self._step.backward_sm_margin, place)
         return z if place is not None else matrix(z, x.numel() // x.shape[-1])
@@ -138,7 +138,7 @@ class _Products:
 
     @property
     def _z(self) -> Tensor:
-        """(all rows, in)"""
+        """Z, (all rows, in)."""
         if self._rows is None:
             kept = self._saved.kept
             if kept is not None:
@@ -164,7 +164,7 @@ class _Products:
         pass
 
     def weight(self) -> Tensor:
-        """Laid out as weight is: autograd would copy another layout."""
+        """Return dyᵀ Z laid out as weight is, as autograd would copy another layout."""
         by_rows = self._saved.weight.stride(1) == 1
         return torch.mm(self._dy.t(), self._z) if by_rows else torch.mm(self._z.t(), self._dy).t()
 
@@ -183,7 +183,7 @@ class _Products:
 
 
 def accumulate(total: Tensor, dy: Tensor, z: Tensor, overwrite: bool) -> None:
-    """total += dyᵀ z, or = where `overwrite`: in the product itself (beta), also to float32 from 16 bits."""
+    """Add dyᵀ z to `total`, or write it where `overwrite`, in the product itself, also to float32 from 16 bits."""
     beta = 0 if overwrite else 1
     if total.dtype is dy.dtype:
         torch.addmm(total, dy.t(), z, beta=beta, out=total)
