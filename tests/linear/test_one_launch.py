@@ -98,7 +98,7 @@ MISTAKES = (
     Mistake(
         "statistics of one row less are expected", "expect(given.rows * 16)", "expect((given.rows - 1) * 16)", "races"
     ),
-    Mistake("partial sums overwrite x of another CTA", "memory.x_is_read.wait(0);", "", "races", "clusters of 4"),
+    Mistake("partial sums overwrite x of another CTA", "memory.x_is_read.wait(0);", "", "races", "two tiles of rows"),
     Mistake(
         "partial sums overwrite x of this CTA",
         "consumers_meet();  // x makes room for partial sums",
@@ -117,7 +117,7 @@ MISTAKES = (
     ),
     Mistake("one set of partial sums", "by_warp[tile % 2]", "by_warp[0]", "races", "one CTA"),
     Mistake("a cluster's CTAs may not have started", "if constexpr (kCluster > 1) cluster_start();", ""),
-    Mistake("barriers are used before they are initialised", "  __syncthreads();\n", "", "races"),
+    Mistake("barriers are used before they are initialised", "  __syncthreads();\n", "", "races", "one CTA"),
     Mistake("the last columns of a stage count", "there ? odd == which", "true ? odd == which"),
     Mistake("a bias of the next tile", "memory.bias + tile * kTileOuts", "memory.bias + (tile + 1) * kTileOuts"),
     Mistake(
