@@ -19,10 +19,10 @@ from ...call import checks as core
 from ...call.backend import Norm
 from ...call.checks import Layout
 from ...call.store import Float8Store, check_x, scales_shape
-from ...operation import NAMED, NORMS, SEED, Operation, name_of
+from ...operation import NORMS, SEED, Operation, name_of
 from ..private import under_functorch
 from . import checks, dispatch, float8, formulas, functional, gpu, launching
-from .calls import COLUMNS, call_of
+from .calls import call_of
 from .calls import family as family_of
 from .float8 import forward_of
 from .launching import Saved
@@ -203,8 +203,7 @@ def norm_float8(
     operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
     named = {"x": x, "weight": weight, "bias": bias}
     rows = {name: functional.as_rows(one, len(shape)) for name, one in named.items() if one is not None}
-    norm, margins = NAMED[operation], (sm_margin,) * 3  # errors are those of the norm
-    found = float8.run(norm.norm, norm, rows, {}, eps, COLUMNS, None, None, margins, store, scale)
+    found = float8.of_plain_norm(operation, rows, eps, sm_margin, store, scale)
     leading = tuple(x.shape[: x.dim() - len(shape)])
     scales = found["y8_scale"].reshape(scales_shape(store.granularity, leading, math.prod(shape)))
     y8 = found["y8"].reshape(x.shape)

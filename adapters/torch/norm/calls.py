@@ -113,11 +113,11 @@ def affine_call(
 ) -> Call:
     """Of a plain norm, by its name in NAMED."""
     of_y = None if dtype is None else checks.dtype_name(dtype)
-    return _affine_call(name, weight is not None, bias is not None, of_y, sm_margins, store)
+    return affine_call_of(name, weight is not None, bias is not None, of_y, sm_margins, store)
 
 
 @private.constant
-def _affine_call(
+def affine_call_of(
     name: str,
     has_weight: bool,
     has_bias: bool,

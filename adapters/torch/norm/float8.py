@@ -8,7 +8,7 @@ their float32 y is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from ...call import broadcasting
 from ...call import store as rules
 from ...call.checks import Layout
 from ...call.store import Float8Store
-from ...operation import Operation, name_of
+from ...operation import NAMED, Operation, name_of
 from ...plan.problem import BLOCK, FLOAT8
 from . import calls, checks, dispatch, formulas, functional, launching, operators
-from .calls import call_of
+from .calls import Call, affine_call_of, call_of
 
 
 def forward_of(
@@ -42,22 +42,46 @@ def forward_of(
     """y8, y8_scale, y if it is wide and s if it is returned, of x and the operands: tensors, and numbers."""
     rules.check_rows(function, Layout((), (), checks.dtype_name(tensors["x"].dtype), ""), s_dtype)
     refuse_gradients(function, "x and operands", tuple(tensors.values()))
-    margins = (sm_margin,) * 3
-    return run(function, operation, tensors, numbers, eps, demanded, dtype, s_dtype, margins, store, scale)
+    form = (function, operation, tuple(tensors)[1:], tuple(numbers), demanded)
+
+    def call_for(y_dtype: str | None, y_store: Float8Store | None) -> Call:
+        return call_of(*form, y_dtype, s_dtype, (sm_margin,) * 3, y_store)
+
+    return run(call_for, operation, tensors, numbers, eps, dtype, store, scale)
 
 
-def run(function, operation, tensors, numbers, eps, demanded, dtype, s_dtype, margins, store, scale):
+def of_plain_norm(
+    name: str, tensors: Mapping[str, Tensor], eps: float, sm_margin: int, store: Float8Store, scale: Any
+) -> dict[str, Tensor]:
+    """The same of a plain norm, by its name in NAMED; gradients are refused before."""
+
+    def call_for(y_dtype: str | None, y_store: Float8Store | None) -> Call:
+        return affine_call_of(name, "weight" in tensors, "bias" in tensors, y_dtype, (sm_margin,) * 3, y_store)
+
+    return run(call_for, NAMED[name], tensors, {}, eps, None, store, scale)
+
+
+def run(
+    call_for: Callable[[str | None, Float8Store | None], Call],
+    operation: Operation,
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, float],
+    eps: float,
+    dtype: str | None,
+    store: Float8Store,
+    scale: Any,
+) -> dict[str, Tensor]:
+    """Both; `call_for(dtype of y, its store)` is what such calls have in common."""
     x, given = tensors["x"], tuple(tensors.values())
     scales = _scale(operation, tensors, store, scale) if store.granularity == "tensor" else None
-    form = (function, operation, tuple(tensors)[1:], tuple(numbers), demanded)
     if not torch.compiler.is_compiling() and dispatch.at_once(given):
-        call = call_of(*form, dtype, s_dtype, margins, store)
+        call = call_for(dtype, store)
         read = given if scales is None else (*given, scales)
-        recipe = launching.recipe_of(call, read, margins[2])
+        recipe = launching.recipe_of(call, read, call.sm_margins[2])
         results, _ = launching.forward_by(recipe, read, tuple(numbers.values()), eps, False)
         found = dict(zip(recipe.written, results, strict=True))
         return found if scales is None else found | {"y8_scale": scales}
-    call = call_of(*form, "float32", s_dtype, margins)
+    call = call_for("float32", None)
     results, _ = dispatch.run(call, given, tuple(numbers.values()), eps, False)
     found = dict(zip(operation.returns, results, strict=True))
     y, cols = found["y"], x.shape[-1]

@@ -29,7 +29,7 @@ def run(
     eps: float,
     wants_statistics: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What `of_rows`, fused_dispatch.run, makes of each device's rows, as DTensors."""
+    """What `of_rows`, dispatch.run, makes of each device's rows, as DTensors."""
     x, *operands = tensors
     mesh = x.device_mesh
     # What is drawn follows from the number of a row among all of them.
