@@ -202,14 +202,14 @@ LAYERS = (
     {"kernel.compile"},
     {"kernel.launch"},
     {"call.numpy", "call.cupy", "call.dlpack"},
-    {"linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack", "linear.float8_numpy", "linear.float8_cupy"},
+    {"linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack"},
     {"functions", "norm_add_norm", "linear.api"},
     {"fusion"},
     {"named"},
 )
 PURE = set().union(*LAYERS[:18]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
-AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.float8_cupy", "linear.gemm"}
+AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.gemm"}
 FOR_ADAPTERS = {
     "",  # what users call
     "logs",
