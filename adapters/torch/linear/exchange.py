@@ -181,12 +181,12 @@ _exchanges: dict[str, Exchange] = {}
 def exchange_by_collectives(name: str) -> Exchange:
     """Return the exchange of the group with that name."""
     group = group_of(name)
-    found = _exchanges.get(name)
-    if found is None or found.group is not group:  # another may have had the name
+    exchange = _exchanges.get(name)
+    if exchange is None or exchange.group is not group:  # another may have had the name
         for other in [other for other, its in _exchanges.items() if not is_registered(its.group)]:
             del _exchanges[other]
-        found = _exchanges[name] = Exchange(group)
-    return found
+        exchange = _exchanges[name] = Exchange(group)
+    return exchange
 
 
 def is_registered(group: Any) -> bool:
@@ -216,9 +216,9 @@ def compare(
     of_all = own.new_empty((dist.get_world_size(group), 4))
     _all_gather(of_all.view(-1), own, group=group)
     table = of_all.tolist()
-    found = [(rows, cols, _DTYPES[index]) for rows, cols, index, _ in table]
-    if len(set(found)) > 1:
-        each = ", ".join(f"rank {rank}: {rows} x {cols}, {dtype}" for rank, (rows, cols, dtype) in enumerate(found))
+    shapes = [(rows, cols, _DTYPES[index]) for rows, cols, index, _ in table]
+    if len(set(shapes)) > 1:
+        each = ", ".join(f"rank {rank}: {rows} x {cols}, {dtype}" for rank, (rows, cols, dtype) in enumerate(shapes))
         raise ValueError(
             f"LayerNormLinear: every rank of the group must call it with as many rows, of one length and dtype; got "
             f"{each}."
