@@ -50,7 +50,7 @@ def commands() -> str:
     sections = []
     for name, command in choices.choices.items():
         (help_,) = (one.help for one in choices._choices_actions if one.dest == name)
-        text = command.description or f"{(help_ or '').capitalize()}."
+        text = command.description or f"{help_[0].upper()}{help_[1:]}."
         rows = ["| option | values | meaning |", "|---|---|---|"]
         for action in command._actions:
             if isinstance(action, argparse._HelpAction):

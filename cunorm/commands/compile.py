@@ -28,10 +28,11 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "compile",
         help="show the plan, source or registers of the kernels for a problem, or compile all kernels",
-        description="With --show: what would run for a problem, on an architecture that need not be that of this "
-        "machine. With --all: compile both norms in both directions, for --arch, or this machine's GPU, or every "
-        "architecture: for rows of --cols into the kernel cache, where calls find them, or without --cols every kind "
-        "of kernel that there is, as a check alone. A kernel that does not keep its rows in registers is a failure.",
+        description="With --show: print what would run for a problem, on an architecture that need not be that of "
+        "this machine. With --all: compile both norms in both directions, for --arch, or for this "
+        "machine's GPU, or for every architecture. With --cols the kernels go into the kernel cache, "
+        "where calls find them; without it one of every kind is compiled, as a check. A kernel that "
+        "spills registers is a failure.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--show", choices=("plan", "source", "ptxas"))

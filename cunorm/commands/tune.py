@@ -57,10 +57,11 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "tune",
         help="look for faster launches of some calls on this GPU",
-        description="For calls of --cols, --rows and --dtype (both norms and both directions, unless --op and "
-        "--direction say which), or for those that one call of a function of yours makes: other launches of the same "
-        "kernels are compiled and timed beside today's. Those that are ahead by more than the measurement's spread are "
-        "kept in the folder of the kernel cache, where later processes find them. The bits of y and dx stay the same.",
+        description="Compile other launches of the same kernels and time them beside today's: for calls of --cols, "
+        "--rows and --dtype, or for the calls that one call of --model makes. Without --op and "
+        "--direction both norms and both directions are tuned. What is faster by more than the spread "
+        "of the measurement is kept in the folder of the kernel cache, where later processes find it. "
+        "The bits of y and dx stay the same.",
     )
     add_options_of_problems(parser)
     parser.add_argument("--rows", nargs="+", type=at_least_one, help="rows of a call")

@@ -5,7 +5,6 @@ Rows run on the CPU. What needs a GPU, other ranks or a package that is not ther
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -174,7 +173,7 @@ READ_ONLY.setflags(write=False)
 REPEATED = numpy.lib.stride_tricks.as_strided(numpy.ones(8, "float32"), (4, 8), (0, 4))
 ODD_STRIDES = numpy.lib.stride_tricks.as_strided(numpy.ones(64, "int8").view("float32"), (2, 2), (9, 4))
 
-CORE: Rows = {
+ROWS: Rows = {
     # Kinds of arrays.
     "a list": lambda: cunorm.layer_norm([[1.0]]),
     "an array of a library without products in 8 bits": lambda: cunorm.layer_norm_linear(
@@ -350,12 +349,3 @@ def named(**devices: int) -> tuple[tuple[str, checks.Layout], ...]:
     return tuple(
         (name, checks.Layout(shape, (shape[1], 1), "float32", devices.get(name, 0))) for name, shape in shapes.items()
     )
-
-
-@functools.cache
-def rows() -> Rows:
-    """All rows; ImportError where torch, JAX or Flax is missing."""
-    found = dict(CORE)
-    for module in ("error_cases_torch", "error_cases_jax"):
-        found |= importlib.import_module(module).ROWS
-    return found

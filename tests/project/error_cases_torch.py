@@ -21,7 +21,7 @@ import cunorm.torch as ours
 from cunorm.torch.linear import exchange, float8_arithmetic, parallel, recipes, symmetric
 from cunorm.torch.linear import parameters as linear_checks
 from cunorm.torch.models.classes import Swaps
-from cunorm.torch.norm import checks, gpu, operators
+from cunorm.torch.norm import checks, gpu
 
 X, ROW, ONE = torch.ones(4, 8), torch.ones(8), torch.ones(())
 META = torch.ones(8, device="meta")
@@ -159,9 +159,9 @@ ROWS: Rows = {
         8, elementwise_affine=False, zero_centered_gamma=True
     ),
     "torch: chunk_dim of 2": lambda: ours.AdaLayerNorm(8, 8, chunk_dim=2),
-    "torch: names too few": lambda: operators.Forward(
-        "rms_norm", "", "xhat", (), (), ("y",), 0.0, torch.float32, torch.float32, False, 0, 0
-    ).call([X]),
+    "torch: names too few": lambda: torch.ops.cunorm.fused_norm(
+        X, [X], "rms_norm", "", "xhat", [], [], ["y"], 1e-5, X.dtype, X.dtype, False, 0, 0
+    ),
     "torch: a tensor beside a DTensor": lambda: of_two_ranks(with_dtensor),
     # Models.
     "torch: a model that is none": lambda: ours.accelerate(X),

@@ -1,0 +1,319 @@
+"""y = z weightᵀ + bias of few rows in one launch, z = norm(x) never a tensor: which kernel, and when.
+
+Pure functions; no GPU library is imported. The kernel is kernels_cu/linear/one_launch.cu. Where no measurement says
+that it wins, the norm's kernel and cuBLASLt's product run one after the other (split).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..kernel.device import Device
+from ..kernel.text import CPP_TYPE, Arithmetic, forward_struct
+from ..operation import NORMS, Operation, affine
+from ..plan.plain_problems import plain
+from ..plan.problem import ITEMSIZE, ceil_div
+from ..plan.shapes import shaped
+from ..plan.spec import MOST_SHORT, WARP, OtherSpec, RowShape
+from ..plan.steps import Pointer, Step
+from ..plan.tables import BANDWIDTH_TOLERANCE, REACH
+
+# As in kernels_cu/linear/one_launch.cu.
+CONSUMERS = 8  # warps
+TILE_OUTS = 8
+PAIR = 64  # columns
+BARRIER = 8  # bytes
+
+ROWS = (8, 16, 32)  # what kernels are for: up to so many
+X_BYTES = 64 << 10  # of x in a CTA: 64 registers of z in each thread
+STAGE_BYTES = 32 << 10
+RING_BYTES = 128 << 10
+LEAST_STAGES = 2
+CLUSTERS = (1, 2, 4, 8)
+PACK = 8  # columns of a vector: of 16 bits
+
+
+class Measured(NamedTuple):
+    """A product for which one launch was measured to be faster than the split: by how many CTAs of a cluster."""
+
+    cols: int
+    outs: int
+    clusters: tuple[tuple[int, int], ...]  # (one of ROWS, CTAs)
+
+
+class Table(NamedTuple):
+    """Of a class of GPUs."""
+
+    arch: int
+    bandwidth: float  # of memory, GB/s for each SM
+    products: tuple[Measured, ...]
+
+    def serves(self, device: Device) -> bool:
+        alike = abs(device.bandwidth / device.sms - self.bandwidth) <= BANDWIDTH_TOLERANCE * self.bandwidth
+        return self.arch == device.arch and alike
+
+
+# What is not here is split. `serves` is that of plan.tables; a product serves those of up to REACH times more outs, and
+# of so many times fewer.
+TABLES: tuple[Table, ...] = (
+    # H100, two machines, parts of the time of split: 4096 -> 12288 0.86 to 0.88 (1 row), 0.84 to 0.89 (8), 0.85 to 0.90
+    # (16), 0.95 (32); 8192 -> 10240 0.91 to 0.93.
+    Table(90, 25.4, (Measured(4096, 12288, ((8, 2), (16, 2), (32, 4))), Measured(8192, 10240, ((16, 8),)))),
+)
+
+
+class Division(NamedTuple):
+    """Who has what: the template of the same name in the kernel's file."""
+
+    rows: int
+    cluster: int
+    parts: int
+    stage_columns: int
+    stages: int
+    slots: int
+
+    @property
+    def slice(self) -> int:
+        return self.parts * self.stage_columns
+
+    @property
+    def row_tiles(self) -> int:
+        return ceil_div(self.rows, 16)
+
+
+@dataclass(frozen=True)
+class OneLaunch(OtherSpec):
+    """The kernel."""
+
+    operation: Operation
+    dtype: str
+    cols: int
+    shape: RowShape  # by which the norm adds a row up
+    division: Division
+    affine: tuple[tuple[str, str], ...]  # (name, dtype) of the norm's weight and bias, as far as there are any
+    biased: bool
+
+    kernel = "one_launch"
+    file = "linear/one_launch.cu"
+
+    def __str__(self) -> str:
+        one = self.division
+        return (
+            f"{self.kernel} of {self.operation.norm}, {self.cols} cols of {self.dtype}, up to {one.rows} rows, cluster "
+            f"{one.cluster}, {one.stages} stages of {TILE_OUTS} x {one.stage_columns}"
+        )
+
+    @property
+    def threads(self) -> int:
+        return (CONSUMERS + 1) * WARP
+
+    @property
+    def cluster(self) -> int:
+        return self.division.cluster
+
+    @property
+    def dynamic_shared(self) -> int:
+        """The size of OneLaunchMemory."""
+        one, size = self.division, ITEMSIZE[self.dtype]
+        of_cluster = one.slots if one.cluster > 1 else 1
+        norm, warps = NORMS[self.operation.norm], self.shape.threads // WARP or 1
+        sums = one.row_tiles * WARP * 16
+        partial = 2 * CONSUMERS * sums + of_cluster * one.cluster * sums
+        arrays = [one.stages * TILE_OUTS * one.stage_columns * size, max(one.rows * one.slice * size, partial)]
+        dtypes = dict(self.affine)
+        arrays += [one.slice * ITEMSIZE[dtypes[name]] if name in dtypes else 1 for name in ("weight", "bias")]
+        total = sum(_whole(bytes_, 128) for bytes_ in arrays) + one.slots * one.cluster * TILE_OUTS * size
+        total += one.rows * 16 + ceil_div(one.rows, one.cluster) * norm.forward_values * warps * 4
+        return _whole(_whole(total, BARRIER) + BARRIER * (2 * one.stages + 3 + of_cluster), 128)
+
+    def parameters(self) -> dict[str, str]:
+        kind = CPP_TYPE[self.dtype]
+        found = {"x": f"const {kind}*", "weight": f"const {kind}*"}
+        found |= {"bias": f"const {kind}*"} if self.biased else {}
+        found |= {f"ln_{name}": f"const {CPP_TYPE[dtype]}*" for name, dtype in self.affine}
+        found |= {"y": f"{kind}*", "z": f"{kind}*"}
+        found |= dict.fromkeys(NORMS[self.operation.norm].statistics, "float*")
+        return found | {"eps": "float"} | dict.fromkeys(("rows", "outs", "x_stride", "weight_stride"), "int64")
+
+    def text(self) -> tuple[str, str]:
+        present, kind, one = self.parameters(), CPP_TYPE[self.dtype], self.division
+        dtypes = dict(self.affine)
+        shape = f"RowShape<{self.cols}, {PACK}, {self.shape.threads}, {self.shape.packs}, 1>"
+        numbers = (one.rows, one.cluster, one.parts, one.stage_columns, one.stages, one.slots)
+        division = f"Division<{', '.join(map(str, numbers))}>"
+        columns = [CPP_TYPE[dtypes[name]] if name in dtypes else "Absent" for name in ("weight", "bias")]
+        names = ("x", "weight", "bias", "ln_weight", "ln_bias", "y", "z", "mean", "rstd")
+        arrays = ", ".join(name if name in present else "nullptr" for name in names)
+        template = (
+            f"one_launch<{NORMS[self.operation.norm].policy}, {shape}, {division},\n"
+            f"      {', '.join(columns)}, {self.dynamic_shared}>"
+        )
+        before = forward_struct(
+            Arithmetic(self.operation, self.dtype, self.compute), [], [], [name for name, _ in self.affine], []
+        )
+        return before, (
+            f"  {template}(\n      OneLaunchArrays<{kind}>{{{arrays},\n"
+            "      static_cast<int>(rows), static_cast<int>(outs), x_stride, weight_stride}, Operation{}, eps);\n"
+        )
+
+
+def _whole(size: int, multiple: int) -> int:
+    return ceil_div(size, multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProblem:
+    """x (rows, cols) -> y (rows, outs). Strides are in elements, from row to row."""
+
+    norm: str
+    rows: int
+    cols: int
+    outs: int
+    dtype: str
+    ln_weight: str | None = None  # dtypes
+    ln_bias: str | None = None
+    bias: bool = False
+    zero_centered_gamma: bool = False
+    x_stride: int = 0
+    weight_stride: int = 0
+    aligned: bool = True  # every array begins at a multiple of 16 bytes
+
+
+class Names(NamedTuple):
+    """What a launch is given, in this order."""
+
+    pointers: tuple[str, ...]
+    scalars: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneLaunchPlan:
+    """The launch, as plan.steps.Plan has several."""
+
+    problem: Names
+    steps: tuple[Step, ...]
+    workspace: int = 0
+
+    def describe(self) -> str:
+        (step,) = self.steps
+        return f"one launch: {step.spec}, grid {step.grid[0]}, {step.dynamic_shared} bytes of shared memory"
+
+
+def why_not(problem: LinearProblem, device: Device) -> str:
+    """Why such a problem must be split; empty if it need not."""
+    if device.arch != 90:
+        return f"it is for sm_90; {device.name} is sm_{device.arch}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"it is for float16 and bfloat16, not {problem.dtype}"
+    if not 1 <= problem.rows <= ROWS[-1]:
+        return f"it is for up to {ROWS[-1]} rows, not {problem.rows}"
+    if problem.cols % PACK or problem.outs % TILE_OUTS:
+        return f"in and out must be multiples of {PACK}"
+    if not problem.aligned or problem.x_stride % PACK or problem.weight_stride % PACK:
+        return "every row of x and weight must begin at a multiple of 16 bytes"
+    if "float64" in (problem.ln_weight, problem.ln_bias):
+        return "ln_weight and ln_bias must not be float64"
+    if problem.cols > PACK * MOST_SHORT or row_shape(problem, device).threads == 1:
+        return (
+            f"it is for rows that more than one thread and no more than one CTA adds up, not of {problem.cols} columns"
+        )
+    if next(_divisions(problem, device), None) is None:
+        return f"no division of {problem.cols} columns fits"
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def chosen(problem: LinearProblem, device: Device) -> OneLaunchPlan | None:
+    """The launch, where it was measured to win; None: split."""
+    cluster = _measured(problem, device)
+    if cluster is None or why_not(problem, device):
+        return None
+    return next((plan(problem, device, one) for one in _divisions(problem, device) if one.cluster == cluster), None)
+
+
+def _measured(problem: LinearProblem, device: Device) -> int | None:
+    for table in TABLES:
+        if not table.serves(device):
+            continue
+        for product in table.products:
+            near = product.outs / REACH <= problem.outs <= product.outs * REACH
+            if product.cols == problem.cols and near:
+                return next((cluster for most, cluster in product.clusters if most == rows_of(problem)), None)
+    return None
+
+
+def describe(problem: LinearProblem, device: Device) -> str:
+    """What runs, in a sentence."""
+    found = chosen(problem, device)
+    if found is not None:
+        return found.describe()
+    reason = why_not(problem, device) or f"one launch was not measured to win for it on {device.name}"
+    return f"split, the norm's kernel and then the product: {reason}"
+
+
+def rows_of(problem: LinearProblem) -> int:
+    """For how many rows its kernel is."""
+    return next((most for most in ROWS if problem.rows <= most), 0)
+
+
+def plan(problem: LinearProblem, device: Device, division: Division | None = None) -> OneLaunchPlan:
+    """The launch of a problem that `why_not` says nothing of, by the first division that fits unless one is given."""
+    division = division or next(_divisions(problem, device))
+    spec = _spec(problem, division, device)
+    tiles = problem.outs // TILE_OUTS
+    clusters = min(tiles, device.resident_clusters(division.cluster, 1))
+    pointers = tuple(Pointer(name) for name, kind in spec.parameters().items() if kind.endswith("*"))
+    integers = (problem.rows, problem.outs, problem.x_stride, problem.weight_stride)
+    step = Step(spec, (clusters * division.cluster, 1, 1), spec.dynamic_shared, pointers, ("eps",), integers)
+    return OneLaunchPlan(Names(tuple(one.name for one in pointers), ("eps",)), (step,))
+
+
+def divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) -> list[Division]:
+    """Every division that fits, by clusters of more and more CTAs."""
+    return list(_divisions(problem, device, ring))
+
+
+def _divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) -> Iterator[Division]:
+    size = ITEMSIZE[problem.dtype]
+    rows = rows_of(problem)
+    for cluster in filter(device.runs_clusters, CLUSTERS):
+        parts = ceil_div(_whole(ceil_div(problem.cols, cluster), PAIR) * TILE_OUTS * size, STAGE_BYTES)
+        stage_columns = _whole(ceil_div(problem.cols, cluster * parts), PAIR)
+        last = (cluster * parts - 1) * stage_columns  # of the last stage of the last CTA the first column
+        columns = parts * stage_columns
+        if last >= problem.cols or rows * columns * size > X_BYTES:
+            continue
+        clusters = device.resident_clusters(cluster, 1)
+        slots = ceil_div(ceil_div(problem.outs // TILE_OUTS, clusters), cluster)
+        for stages in range(min(WARP, max(LEAST_STAGES, ring // (TILE_OUTS * stage_columns * size))), 1, -1):
+            division = Division(rows, cluster, parts, stage_columns, stages, slots)
+            if _spec(problem, division, device).dynamic_shared <= device.shared:
+                yield division
+                break
+
+
+@lru_cache(maxsize=4096)
+def _spec(problem: LinearProblem, division: Division, device: Device) -> OneLaunch:
+    given = {"weight": problem.ln_weight, "bias": problem.ln_bias}
+    present = tuple((name, dtype) for name, dtype in given.items() if dtype)
+    operation = affine(problem.norm, problem.zero_centered_gamma).given(dict(present))
+    return OneLaunch(
+        operation,
+        problem.dtype,
+        problem.cols,
+        row_shape(problem, device),
+        division,
+        present,
+        problem.bias,
+    )
+
+
+def row_shape(problem: LinearProblem, device: Device) -> RowShape:
+    """The threads by which the norm's kernel adds a row up, as one CTA."""
+    found = shaped(plain(problem.norm, "forward", problem.rows, problem.cols, problem.dtype), device)
+    assert found is not None
+    pack, threads, vectors = found[1].shape.order
+    return replace(found[1].shape, pack=pack, threads=threads, packs=vectors, cluster=1)

@@ -1,0 +1,144 @@
+"""Norm and product in one launch on the CPU: the kernel's text with stand-ins for platform.cuh and hopper.cuh."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy
+from cpu_device import Machine
+
+from cunorm.kernel.device import H100, Device
+from cunorm.linear import one_launch
+from cunorm.linear.one_launch import Division, LinearProblem
+from cunorm.plan.plain_problems import plain
+from cunorm.plan.plan import plan
+from cunorm.plan.spec import KernelSpec
+
+HOPPER = (Path(__file__).parent / "cpu" / "hopper.cuh").read_text().replace("#pragma once\n", "")
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": numpy.float16, "float32": numpy.float32}
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class HopperMachine(Machine):
+    def text(self, spec: KernelSpec, baked: Any = None) -> str:
+        text, count = re.subn(
+            r'^#line 1 "linear/hopper\.cuh"\n.*?(?=^#line)',
+            lambda _: HOPPER,
+            super().text(spec, baked),
+            flags=re.DOTALL | re.MULTILINE,
+        )
+        assert count == 1, "the text holds no hopper.cuh"
+        return text
+
+
+def gpu(sms: int) -> Device:
+    """An H100 of so few SMs that each has several tiles."""
+    return replace(H100, sms=sms, clusters=(sms // 2, max(1, sms // 4), max(1, sms // 8), 0))
+
+
+class Case(NamedTuple):
+    problem: LinearProblem
+    cluster: int
+    sms: int
+    stages: int = 3
+    offset: float = 1.0  # of x, in standard deviations
+
+    @property
+    def division(self) -> Division:
+        """Of that cluster, with so few stages that the ring is filled again and again."""
+        found = one_launch.divisions(self.problem, gpu(self.sms))
+        return next(one for one in found if one.cluster == self.cluster)._replace(stages=self.stages)
+
+
+def case(rows: int, cols: int, outs: int, cluster: int, sms: int, **options: Any) -> Case:
+    """bfloat16 with everything that there may be, unless `options` say otherwise."""
+    fields = dict.fromkeys(("dtype", "ln_weight", "ln_bias"), "bfloat16") | {"norm": "layer_norm", "bias": True}
+    fields |= {"x_stride": cols, "weight_stride": cols}
+    of_case = {name: options.pop(name) for name in ("stages", "offset") if name in options}
+    return Case(LinearProblem(rows=rows, cols=cols, outs=outs, **fields | options), cluster, sms, **of_case)
+
+
+class Arrays(NamedTuple):
+    x: Any
+    weight: Any
+    bias: Any
+    ln_weight: Any
+    ln_bias: Any
+
+
+class Results(NamedTuple):
+    y: Any
+    z: Any
+    mean: Any
+    rstd: Any
+
+
+def arrays(of: Case) -> Arrays:
+    problem, random = of.problem, numpy.random.default_rng(0)
+
+    def normal(*shape: int, dtype: str | None, scale: float = 1.0, shift: Any = 0.0) -> Any:
+        return None if dtype is None else (shift + scale * random.standard_normal(shape)).astype(DTYPES[dtype])
+
+    sign = 1 - 2 * (numpy.arange(problem.rows) % 2)[:, None]
+    return Arrays(
+        normal(problem.rows, problem.x_stride, dtype=problem.dtype, shift=of.offset * sign),
+        normal(problem.outs, problem.weight_stride, dtype=problem.dtype, scale=problem.cols**-0.5),
+        normal(problem.outs, dtype=problem.dtype if problem.bias else None),
+        normal(problem.cols, dtype=problem.ln_weight, scale=0.3, shift=1.0),
+        normal(problem.cols, dtype=problem.ln_bias, scale=0.3),
+    )
+
+
+def run(machine: Machine, of: Case, given: Arrays) -> Results:
+    problem = of.problem
+    found = one_launch.plan(problem, gpu(of.sms), of.division)
+    results = _unknown(problem, (problem.rows, problem.outs))
+    machine.run(found, {"eps": EPS}, **given._asdict(), **results._asdict())
+    return results
+
+
+def norm(of: Case, given: Arrays) -> Results:
+    """z, mean and rstd of the norm's own kernel; y is nothing."""
+    problem = of.problem
+    task = plain(
+        problem.norm,
+        "forward",
+        problem.rows,
+        problem.cols,
+        problem.dtype,
+        problem.ln_weight,
+        problem.ln_bias,
+        zero_centered_gamma=problem.zero_centered_gamma,
+        strides={"x": problem.x_stride},
+    )
+    results = _unknown(problem, (0, 0))
+    named = {"x": given.x, "weight": given.ln_weight, "bias": given.ln_bias, "y": results.z}
+    Machine().run(plan(task, H100), {"eps": EPS}, **named, mean=results.mean, rstd=results.rstd)
+    return results
+
+
+def _unknown(problem: LinearProblem, shape_of_y: tuple[int, int]) -> Results:
+    def nan(shape: Any, dtype: Any) -> Any:
+        return numpy.full(shape, numpy.nan, dtype)
+
+    dtype, rows = DTYPES[problem.dtype], problem.rows
+    return Results(nan(shape_of_y, dtype), nan((rows, problem.cols), dtype), nan(rows, "float32"), nan(rows, "float32"))
+
+
+def check(of: Case, given: Arrays, results: Results) -> None:
+    """z, mean and rstd to the bit, y within its own rounding and what sums of float32 lose."""
+    problem, expected = of.problem, norm(of, given)
+    for name in ("z", "mean", "rstd"):
+        one, other = getattr(results, name), getattr(expected, name)
+        numpy.testing.assert_array_equal(one.view("uint8"), other.view("uint8"), err_msg=name)
+    z = expected.z.astype("float64")
+    weight = given.weight[:, : problem.cols].astype("float64")
+    y = z @ weight.T + (0 if given.bias is None else given.bias.astype("float64"))
+    rounding = 2.0 ** (-8 if problem.dtype == "bfloat16" else -11)
+    bound = abs(y) * rounding + 2.0**-20 * (abs(z) @ abs(weight).T) + 1e-7
+    assert (abs(results.y.astype("float64") - y) <= 1.02 * bound).all()
