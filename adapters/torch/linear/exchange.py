@@ -64,9 +64,8 @@ class Rows:
         """Wait after the result until no sum is under way for what runs on the present stream from here on."""
 
 
-# Bytes of all rows below which NCCL works on the present stream: what little it takes is not worth a stream beside. On
-# two H200s, 4096 -> 12288, the host needs 0.9 of the time for a backward pass so; forward and backward of 8192 rows,
-# 64 MB, would take 1.03 times as long.
+# Bytes of all rows below which NCCL works on the present stream: what little it takes is not worth a second stream.
+# Measured: docs/tuning.md, several GPUs.
 BESIDE = 16 << 20
 
 

@@ -26,9 +26,8 @@ from ..private import symmetric_memory, timeout_of
 from .exchange import Exchange, Rows, in_turn, is_registered, put
 
 READY, TAKEN = 0, 1  # channels of signals
-# Bytes of all rows below which ub_* change nothing: there the host's time for more launches is what counts. On two
-# H200s, 4096 -> 12288, forward and backward with ub_overlap_ag and the bulk flags take 1.17 to 1.22 of NCCL's time
-# where these are 32 MB, 0.85 to 0.93 where they are 64 MB.
+# Bytes of all rows below which ub_* change nothing: there the host's time for more launches is what counts. Measured:
+# docs/tuning.md, several GPUs.
 LEAST = 64 << 20
 SHAPES = 256  # of which a buffer's views are kept
 
