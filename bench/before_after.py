@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import shutil
 import statistics
 import sys
@@ -63,16 +64,22 @@ def provider(module: ModuleType) -> Cunorm:
 
 
 def has_changed(case: Case) -> bool:
-    """Say whether the launches of a case differ in kernels, grids or shared memory."""
+    """Say whether the launches of a case differ in the kernels' texts, grids or shared memory."""
 
-    def launches(package: str) -> list[str]:
-        kernel, plan = (importlib.import_module(f"{package}.{name}") for name in ("kernel.device", "plan.plan"))
-        whole = importlib.import_module(f"{package}.plan.plain_problems").whole
-        problem = whole(case.op, case.direction, case.rows, case.cols, case.dtype, case.weight_dtype)
-        steps = plan.plan(problem, kernel.current(0)).steps
-        return [f"{step.grid} {step.dynamic_shared} {step.spec!r}".replace(f"{NAME}.", "cunorm.") for step in steps]
+    def launches(package: str) -> list[tuple[object, ...]]:
+        names = ("kernel.device", "kernel.source", "plan.plan", "plan.plain_problems")
+        device, source, plan, problems = (importlib.import_module(f"{package}.{name}") for name in names)
+        problem = problems.whole(case.op, case.direction, case.rows, case.cols, case.dtype, case.weight_dtype)
+        steps = plan.plan(problem, device.current(0)).steps
+        return [(step.grid, step.dynamic_shared, text_of(source.source(step.spec))) for step in steps]
 
     return launches(NAME) != launches("cunorm")
+
+
+def text_of(source: str) -> list[str]:
+    """The lines of a kernel's text without comments and numbers of lines."""
+    lines = re.sub(r"^#line .*\n|//.*$", "", source, flags=re.MULTILINE).splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
 def host(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[float, float]:

@@ -36,7 +36,7 @@ def difference(spec: NormSpec, own: NormSpec) -> dict[str, Any]:
     """What is different about a launch, and the threads and vectors of its rows."""
     of_own = asdict(Launch.of(own))
     choices = {name: value for name, value in asdict(Launch.of(spec)).items() if value != of_own[name]}
-    return {"threads": spec.shape.threads, "packs": spec.shape.packs} | choices
+    return {"threads": spec.shape.threads, "vectors": spec.shape.vectors} | choices
 
 
 def task(case: Case, gpu: Device) -> Task | None:

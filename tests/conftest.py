@@ -5,6 +5,8 @@ the first case of each test but for those marked `slow`.
 import functools
 import logging
 import os
+import time
+from pathlib import Path
 
 import numpy
 import pytest
@@ -18,6 +20,7 @@ os.environ.setdefault("CUNORM_TUNE", "0")
 # No test starts a compiler beside it that it does not ask for.
 os.environ.setdefault("CUNORM_NODES", "0")
 
+DAYS_KEPT = 7
 POOL_LIMIT = 4 * 2**30  # bytes that a worker may keep between tests: eight of them share a GPU
 
 
@@ -36,6 +39,24 @@ def gpu() -> tuple[str, str]:
         return "", "CuPy sees no GPU"
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     return (name if count == 1 else f"{count} x {name}"), ""
+
+
+def keep_programs_of_jax() -> None:
+    """XLA's programs for the CPU stay from run to run, as the stand-in's do: compiling them is two thirds of the time
+    of JAX's tests. Each worker has a folder of its own, because JAX does not write a file at once.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cunorm" / "tests" / f"jax-{worker}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if time.time() - path.stat().st_mtime > DAYS_KEPT * 24 * 3600:
+            path.unlink(missing_ok=True)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+if gpu()[1]:  # before a test imports JAX
+    keep_programs_of_jax()
 
 
 def pytest_report_header(config):

@@ -1,4 +1,4 @@
-"""The named operations of tensors: as in cunorm, with autograd, autocast and the errors of torch's functions.
+"""The named operations of cunorm on tensors, with autograd, autocast and the errors of torch's functions.
 
 `eps=None` means what it means in torch.nn.functional.rms_norm, and `sm_margin` may be a dict as in `layer_norm`.
 `.forward`, `.backward` and `.fp8` are those of cunorm.
@@ -23,10 +23,11 @@ Operation = TypeVar("Operation")
 
 
 def _of_torch(operation: Operation) -> Operation:
-    of: Any = operation
-    meaning = of.__wrapped__  # of a call's arguments
+    """Return a named operation of cunorm for tensors alone, with the errors of torch's functions."""
+    original: Any = operation
+    interpret = original.__wrapped__  # makes a Call of the arguments
 
-    @wraps(of)
+    @wraps(original)
     def called(*arguments: Any, **options: Any) -> Any:
         x = arguments[0] if arguments else options.get("x")
         if not isinstance(x, Tensor):
@@ -34,10 +35,10 @@ def _of_torch(operation: Operation) -> Operation:
             if node is not None:
                 return node
         if torch.compiler.is_compiling():  # the operators raise as torch does
-            call = meaning(*arguments, **options)
+            call = interpret(*arguments, **options)
             return _results(call, _run(call))
         try:
-            call = meaning(*arguments, **options)
+            call = interpret(*arguments, **options)
         except ShapeError as error:
             raise RuntimeError(str(error)) from None
         return _results(call, _run(call))
@@ -48,6 +49,7 @@ def _of_torch(operation: Operation) -> Operation:
 
 
 def _results(call: Call, results: Sequence[Tensor]) -> Any:
+    """Return the results as the caller gets them: a tuple of several, or one alone in the shape of the caller's x."""
     if len(results) > 1:
         return tuple(results)
     (y,) = results
@@ -55,7 +57,7 @@ def _results(call: Call, results: Sequence[Tensor]) -> Any:
 
 
 def _run(call: Call) -> Sequence[Tensor]:
-    """The results in order."""
+    """Run a call and return its results in order."""
     function, flags, x, operands, eps, dtype, s_dtype, sm_margin, _ = call
     numbers: Sequence[float] = ()
     if SEED in operands:
@@ -68,9 +70,9 @@ def _run(call: Call) -> Sequence[Tensor]:
     norm = "layer_norm" if "layer_norm" in function else "rms_norm"
     if type(eps) is not float:
         eps = checks.eps(norm, eps, x)
-    for one in (dtype, s_dtype):
-        if one is not None:
-            checks.output_dtype(function, one)
+    for output_dtype in (dtype, s_dtype):
+        if output_dtype is not None:
+            checks.output_dtype(function, output_dtype)
     if dtype is None and x.is_cuda:
         dtype = functional._default_dtype(norm, x)
     margins = (sm_margin,) * 3 if type(sm_margin) is int and sm_margin >= 0 else checks.sm_margins(function, sm_margin)
@@ -94,15 +96,14 @@ def _call_of(
     s_dtype: str | None,
     sm_margins: tuple[int, int, int],
 ) -> calls.Call:
-    """What calls with operands of these names have in common."""
+    """Return what calls with operands of these names have in common."""
     key = (function, flags, names, dtype, s_dtype, sm_margins)
     form = _calls.get(key)
     if form is None:
-        of_dropout = ("dropped", "factor") if SEED in names else ()
-        operation = operation_of(function, flags, (*names, *of_dropout))
-        form = _calls[key] = calls.call_of(
-            function, operation, names, of_dropout, kinds_of(function), dtype, s_dtype, sm_margins
-        )
+        numbers = ("dropped", "factor") if SEED in names else ()  # those of dropout
+        operation = operation_of(function, flags, (*names, *numbers))
+        kinds = kinds_of(function)
+        form = _calls[key] = calls.call_of(function, operation, names, numbers, kinds, dtype, s_dtype, sm_margins)
     return form
 
 

@@ -117,7 +117,9 @@ def check_backward(
                 f"shape {x.shape}. Pass what {function.replace('backward', 'forward')} returned."
             )
         if array.dtype != statistics:
-            raise TypeError(f"{function}: {name} must have dtype {statistics} for x of {x.dtype}; got {array.dtype}.")
+            raise TypeError(
+                f"{function}: {name} must have dtype {statistics} for x of {x.dtype}; got {array.dtype}. Convert it."
+            )
     shape = x.shape[rank:]
     if math.prod(shape) == 0:
         raise ValueError(f"{function}: the normalised axes must not be empty; got {shape}.")
@@ -287,7 +289,9 @@ def check_out_memory(
     if 0 in out.shape:
         return
     if _overlaps_itself(out):
-        raise ValueError(f"{function}: every element of {name} must have its own memory; got strides {out.strides}.")
+        raise ValueError(
+            f"{function}: every element of {name} must have its own memory; got strides {out.strides}. Pass a copy."
+        )
     itself = [one for one, _, _ in inputs if one in ("x", "dy")]
     for one, layout, pointer in inputs:
         same = pointer == out_pointer and (layout.strides, layout.dtype) == (out.strides, out.dtype)

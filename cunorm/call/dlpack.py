@@ -87,7 +87,9 @@ def _view(function: str, name: str, array: Any) -> Any:
     if array is None or isinstance(array, cupy.ndarray):
         return array
     if not hasattr(array, "__dlpack__"):
-        raise TypeError(f"{function}: {name} must be an array with __dlpack__, as x is; got {type(array).__name__}.")
+        raise TypeError(
+            f"{function}: {name} must be an array with __dlpack__, as x is; got {type(array).__name__}. Convert it."
+        )
     if int(array.__dlpack_device__()[0]) == KDL_CPU:
         raise ValueError(f"{function}: {name} must be on the device of x; got an array on the host. Move one of them.")
     try:

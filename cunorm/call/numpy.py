@@ -316,7 +316,7 @@ def _check_out(
     out = named[name]
     checks.check_out_memory(function, name, layouts[name], pointer(out), inputs, ndim)
     if not out.flags.writeable:
-        raise ValueError(f"{function}: {name} must be writeable; got a read-only array.")
+        raise ValueError(f"{function}: {name} must be writeable; got a read-only array. Pass a copy.")
 
 
 def pointer(array: numpy.ndarray) -> int:

@@ -76,14 +76,14 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
         template = f"norm_forward_streamed<{norm}, {spec.cols}, {_step_shape(spec)}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call}, rows, eps)")
     if spec.kernel == "forward_spread":
-        template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, {spec.held}, Operation::Compute>"
+        template = f"norm_forward_spread<{norm}, {_row_shape(spec)}, {spec.vectors_per_thread}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call}, eps)")
     if spec.kernel == "forward_pairs":
         template = f"norm_forward_pairs<{norm}, {_row_shape(spec)}, Operation::Compute>"
         return before, _call(scalars, f"{template}({call}, rows, eps)")
     template = (
-        f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.columns_stay)}, "
-        f"{cpp(spec.once)}, {cpp(spec.unpacked)}, Operation::Compute>"
+        f"norm_forward<{norm}, {_row_shape(spec)}, {spec.rows_per_cta}, Rows, {cpp(spec.weights_in_registers)}, "
+        f"{cpp(spec.one_row_per_cta)}, {cpp(spec.unpacked)}, Operation::Compute>"
     )
     return before + _rows(spec), _call(scalars, f"{template}({call}, rows, eps)")
 
@@ -109,7 +109,7 @@ def _forward_twice(spec: NormSpec) -> tuple[str, str]:
     )
     template = (
         f"norm_forward_twice<{NORMS[operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, "
-        f"{cpp(spec.columns_stay)}, "
+        f"{cpp(spec.weights_in_registers)}, "
         f"{CPP_TYPE[spec.row_dtype]}, Operation::Compute>"
     )
     return before, _call([], f"{template}({call})")
@@ -158,7 +158,7 @@ def _backward(
     else:
         which_rows = ("AllRows{}",)
     if spec.kernel == "column_gradients":
-        arguments.insert(0, "block" if spec.in_turns else "blockIdx.x")
+        arguments.insert(0, "block" if spec.several_blocks else "blockIdx.x")
     call = ",\n      ".join((*arguments, *statistics, "rows", *which_rows))
     norm = NORMS[spec.operation.norm].policy
     if spec.kernel == "backward":
@@ -172,7 +172,7 @@ def _backward(
             f"{spec.shape.pack}, {name}::Compute>"
         )
     call = f"{template}({call})"
-    if spec.in_turns:
+    if spec.several_blocks:
         blocks = -(-spec.cols // (spec.shape.pack * spec.shape.threads))
         call = f"for (int64 block = blockIdx.x; block < {blocks}; block += gridDim.x) {call}"
     return before, _call(scalars, call, name)
@@ -211,7 +211,7 @@ def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elemen
         return f"RandomRows<{spec.shape.pack}>"
     if operand.kind == "per_row":
         return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.pack}, {cpp(operand.inner > 0)}>"
-    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {access(spec.has_vectors(operand), spec.has_whole_packs)}"
+    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {access(spec.has_vectors(operand), spec.has_whole_vectors)}"
     options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
     if operand.kind == "group" and not _of_one_group(spec):
         options = ", false, GroupStarts"
@@ -296,7 +296,7 @@ def _partial_stride(pack: int, cols: str) -> str:
 
 def _row_shape(spec: NormSpec) -> str:
     shape = spec.shape
-    return f"RowShape<{spec.cols}, {shape.pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
+    return f"RowShape<{spec.cols}, {shape.pack}, {shape.threads}, {shape.vectors}, {shape.cluster}>"
 
 
 def _step_shape(spec: NormSpec) -> str:
@@ -306,7 +306,7 @@ def _step_shape(spec: NormSpec) -> str:
 
 def _rows(spec: NormSpec) -> str:
     """Write where rows wait (rows.cuh)."""
-    shape, when = _row_shape(spec), f"{cpp(spec.ask_early)}, {cpp(spec.rows_stay)}"
+    shape, when = _row_shape(spec), f"{cpp(spec.prefetch)}, {cpp(spec.rows_in_registers)}"
     kind = (
         f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {when}, Load>"
         if spec.stages
@@ -318,7 +318,7 @@ def _rows(spec: NormSpec) -> str:
 def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
     """blockIdx.y and .z say of which gradient and group of rows a block of columns is, or its number among all does."""
     block, which, group = "blockIdx.x", "blockIdx.y", "blockIdx.z"
-    if spec.in_turns:
+    if spec.several_blocks:
         block, which, group = "task % blocks", f"task / blocks % {spec.count}", f"task / (blocks * {spec.count})"
     of_this = {
         name: "".join(f"{which} == {i} ? {name}{i} : " for i in range(spec.count - 1)) + f"{name}{spec.count - 1}"
@@ -332,7 +332,7 @@ def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
         f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}, {cpp(owns_workspace)}, {cpp(spec.next_begins)}>"
     )
     call = f"  {template}({block}, {of_this['partials']}, {of_this['sum']}, groups, cols);\n"
-    if not spec.in_turns:
+    if not spec.several_blocks:
         return call
     # Sums of the next block go where those of this one are, once all have read them.
     return f"  for (int64 task = blockIdx.x; task < tasks; task += gridDim.x) {{\n{call}  __syncthreads();\n  }}\n"

@@ -18,7 +18,7 @@ from ..plan.problem import GROUP_NUMBERS, Operand
 from ..plan.spec import (
     BLOCK_VALUES,
     COLUMN_BYTES,
-    COLUMN_PACKS,
+    COLUMN_VECTORS,
     LINE_COLUMNS,
     MAILBOX,
     RUN_GAP,
@@ -55,7 +55,7 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
         f"[[maybe_unused]] constexpr int {name} = {value};\n"
         for name, value in {
             "kColumnBytes": COLUMN_BYTES,
-            "kColumnVectors": COLUMN_PACKS,
+            "kColumnVectors": COLUMN_VECTORS,
             "kSumColumns": SUM_COLUMNS,
             "kLineColumns": LINE_COLUMNS,
             "kBlockValues": BLOCK_VALUES,
@@ -119,7 +119,7 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     if isinstance(spec, SumSpec):
         of_one = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
         types = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}
-        return types | dict.fromkeys(("groups", "cols", *(("blocks", "tasks") if spec.in_turns else ())), "int64")
+        return types | dict.fromkeys(("groups", "cols", *(("blocks", "tasks") if spec.several_blocks else ())), "int64")
     spec = by_position(spec)
     sums = {one.name for one in spec.sums} if not spec.final else set()
     types = {

@@ -62,7 +62,7 @@ class CastRows(OtherSpec):
     def __str__(self) -> str:
         beside = [name for name, there in (("sums", self.sums), ("maxima", self.maxima)) if there]
         shape = (
-            f"{self.shape.threads} threads x {self.shape.packs} packs a row, cluster {self.shape.cluster}, "
+            f"{self.shape.threads} threads x {self.shape.vectors} vectors a row, cluster {self.shape.cluster}, "
             f"{self.rows_per_cta} rows a CTA"
             if self.shape
             else "streamed"
@@ -92,7 +92,7 @@ class CastRows(OtherSpec):
         """Places of rows, later totals of the row groups."""
         if self.shape is None:
             return 0
-        packs = self.shape.threads * self.shape.packs
+        packs = self.shape.threads * self.shape.vectors
         place = packs * 16 + (0 if self.aligned else packs // WARP * RUN_GAP)
         totals = 4 * packs * self.shape.pack if self.rows_per_cta > 1 and (self.sums or self.maxima) else 0
         return self.rows_per_cta * max(self.stages * place, totals)
@@ -116,7 +116,7 @@ class CastRows(OtherSpec):
             template = f"cast_rows_streamed<{kind}, {pack}, {STREAMED_THREADS}>"
             return "", f"  {template}({load}{{a, {{stride}}}}, {store}{{bytes, {{cols}}}}, {scales}, rows, cols);\n"
         shape = self.shape
-        row = f"RowShape<{self.cols}, {pack}, {shape.threads}, {shape.packs}, {shape.cluster}>"
+        row = f"RowShape<{self.cols}, {pack}, {shape.threads}, {shape.vectors}, {shape.cluster}>"
         rows = f"SharedRows<{row}, {self.rows_per_cta}, {self.stages}, true, false, Load>"
         before = f"template <class Load>\nusing Rows = {rows};\n"
         return before, (

@@ -6,11 +6,14 @@ that it wins, the norm's kernel and cuBLASLt's product run one after the other (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..call import checks
+from ..call.checks import Layout
 from ..kernel.device import Device
 from ..kernel.text import CPP_TYPE, Arithmetic, forward_struct
 from ..operation import NORMS, Operation, affine
@@ -27,6 +30,7 @@ TILE_OUTS = 8
 PAIR = 64  # columns
 BARRIER = 8  # bytes
 
+NAMES = ("x", "weight", "bias", "ln_weight", "ln_bias")  # of the arrays of a call
 ROWS = (8, 16, 32)  # what kernels are for: up to so many
 X_BYTES = 64 << 10  # of x in a CTA: 64 registers of z in each thread
 STAGE_BYTES = 32 << 10
@@ -200,6 +204,32 @@ class OneLaunchPlan:
     def describe(self) -> str:
         (step,) = self.steps
         return f"one launch: {step.spec}, grid {step.grid[0]}, {step.dynamic_shared} bytes of shared memory"
+
+
+def problem_of(
+    norm: str, layouts: Mapping[str, Layout], zero_centered_gamma: bool, aligned: bool
+) -> LinearProblem | None:
+    """Return the problem of arrays by their NAMES; None where rows do not lie as the kernel reads them."""
+    x, weight = layouts["x"], layouts["weight"]
+    of_x, of_weight = (checks.row_strides(one, 1) for one in (x, weight))
+    vectors = [layouts[name] for name in NAMES[2:] if name in layouts]
+    if of_x is None or of_weight is None or of_x.inner or not all(map(checks.is_contiguous, vectors)):
+        return None
+    outs, cols = weight.shape
+    return LinearProblem(
+        norm,
+        math.prod(x.shape[:-1]),
+        cols,
+        outs,
+        x.dtype,
+        ln_weight=layouts["ln_weight"].dtype if "ln_weight" in layouts else None,
+        ln_bias=layouts["ln_bias"].dtype if "ln_bias" in layouts else None,
+        bias="bias" in layouts,
+        zero_centered_gamma=zero_centered_gamma,
+        x_stride=of_x.row,
+        weight_stride=of_weight.row,
+        aligned=aligned,
+    )
 
 
 def why_not(problem: LinearProblem, device: Device) -> str:

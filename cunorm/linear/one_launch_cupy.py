@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from functools import lru_cache
 
 import cupy
 import numpy
 
-from ..call import checks
 from ..kernel import device, launch
 from ..operation import NORMS
 from . import one_launch
-from .one_launch import LinearProblem, OneLaunchPlan
+from .one_launch import NAMES, OneLaunchPlan, problem_of
 from .problem import Named
-
-NAMES = ("x", "weight", "bias", "ln_weight", "ln_bias")
 
 
 def forward(
@@ -49,30 +45,5 @@ def forward(
 
 @lru_cache(maxsize=4096)
 def _chosen(op: str, named: Named, zero_centered_gamma: bool, aligned: bool, device_id: int) -> OneLaunchPlan | None:
-    problem = problem_of(op, named, zero_centered_gamma, aligned)
+    problem = problem_of(op, dict(named), zero_centered_gamma, aligned)
     return None if problem is None else one_launch.chosen(problem, device.current(device_id))
-
-
-def problem_of(op: str, named: Named, zero_centered_gamma: bool, aligned: bool) -> LinearProblem | None:
-    """What a launch is asked for; None where rows do not lie as it reads them."""
-    layouts = dict(named)
-    x, weight = layouts["x"], layouts["weight"]
-    of_x, of_weight = (checks.row_strides(one, 1) for one in (x, weight))
-    vectors = [layouts[name] for name in NAMES[2:] if name in layouts]
-    if of_x is None or of_weight is None or of_x.inner or not all(map(checks.is_contiguous, vectors)):
-        return None
-    outs, cols = weight.shape
-    return LinearProblem(
-        op,
-        math.prod(x.shape[:-1]),
-        cols,
-        outs,
-        x.dtype,
-        ln_weight=layouts["ln_weight"].dtype if "ln_weight" in layouts else None,
-        ln_bias=layouts["ln_bias"].dtype if "ln_bias" in layouts else None,
-        bias="bias" in layouts,
-        zero_centered_gamma=zero_centered_gamma,
-        x_stride=of_x.row,
-        weight_stride=of_weight.row,
-        aligned=aligned,
-    )

@@ -9,145 +9,124 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil, floor
+from math import ceil
 from typing import NamedTuple
 
 from ..kernel.device import Device
-from ..operation import derivative
+from ..operation import NORMS, derivative
 from .forward import RING_BYTES
-from .problem import ITEMSIZE, Problem, ceil_div, is_dear, matrices_read, part, row_bytes, sources
+from .problem import ITEMSIZE, Problem, ceil_div, is_expensive, matrices_read, part, row_bytes, sources
 from .resources import (
     SHARED_LIMIT,
-    column_dtypes,
     ctas_of,
     ctas_that_fit,
     dynamic_shared,
     registers_of_one_turn,
     shared_memory,
     stages_for,
+    widest_column,
     with_rows_kept,
 )
-from .shapes import Held, is_power_of_two, whole_warps
+from .shapes import whole_warps
 from .spec import WARP, FewRowsSpec, NormSpec, RowShape, kernel_spec
+
+# Bytes of rows that an SM has under way beside those that it computes, of LayerNorm and of RMSNorm; of what writes two
+# matrices by rows. measured: docs/tuning.md
+UNDER_WAY, RMS_UNDER_WAY, LATE_UNDER_WAY = 60 << 10, 54 << 10, 48 << 10
+MOST_CTA = 512  # threads of a CTA, and of an SM
 
 
 class RowsAtOnce(NamedTuple):
     """How many rows there are at once, and how they wait."""
 
     rows_per_cta: int
-    resident: int  # threads that an SM holds at once
-    stages: int  # 0: by the bytes of a row
+    ctas_per_sm: int = 1
+    stages: int = 3  # 0: by the bytes of a row
 
 
-def backward_rows(problem: Problem, held: Held, spec: NormSpec, device: Device) -> NormSpec:
+def backward_rows(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     """The kernel of rows of that shape by the cost rule."""
-    shape = spec.shape
-    dear, early, late = is_dear(problem), _asks_early(problem, held), _asks_late(problem, held, shape, device)
-    # 96 registers are enough.
-    few_registers = spec.aligned and device.arch < 100 and not dear
-    at_once = _rows_asked_for_late(problem, held, shape) if late else _rows(problem, held, shape, early, few_registers)
+    many = problem.matrix_bytes > RING_BYTES * device.sms
+    of_group = problem.rows // problem.groups.count if problem.groups else 0
+    wanted, stages = _rows_at_once(problem.layout, spec, many, of_group)
+    threads, resident = _small_ctas(wanted, problem.rows, device)
+    if problem.rows == 1:  # no row is beside it
+        threads = spec.shape.threads
+    return _in_shared_memory(wanted, stages, threads, resident, device)
+
+
+@lru_cache(maxsize=4096)
+def _rows_at_once(problem: Problem, spec: NormSpec, many: bool, of_group: int) -> tuple[NormSpec, int]:
+    """The kernel as far as shared memory suffices, and its stages; `of_group`: rows of each group, if there are any."""
+    shape, expensive, late = spec.shape, is_expensive(problem), many and _loads_late(problem, spec.shape)
+    at_once = _rows_loaded_late(problem, shape) if late else _rows(problem, shape)
+    rows_per_cta = at_once.rows_per_cta
     if problem.groups:  # a CTA has rows of one group alone
         least = whole_warps(shape)
-        of_group = ceil_div(problem.rows // problem.groups.count, least) * least
-        at_once = at_once._replace(rows_per_cta=min(at_once.rows_per_cta, of_group))
+        rows_per_cta = min(rows_per_cta, ceil_div(of_group, least) * least)
     spec = replace(
         spec,
-        rows_per_cta=at_once.rows_per_cta,
-        ctas_per_sm=max(1, at_once.resident // (shape.threads * at_once.rows_per_cta)) if shape.cluster == 1 else 1,
-        # Few rows that a warp or two hold load late.
-        ask_early=early
-        and not late
-        and (shape.threads > 2 * WARP or 2 * problem.matrix_bytes > RING_BYTES * device.sms),
-        keeps_g=dear and (spec.aligned or shape.packs <= 2),
+        rows_per_cta=rows_per_cta,
+        ctas_per_sm=at_once.ctas_per_sm,
+        prefetch=not late and _loads_early(spec),
+        keeps_g=expensive and (spec.aligned or shape.vectors <= 2),
     )
-    return _in_shared_memory(spec, at_once.stages, problem.rows, device)
+    return spec, at_once.stages
 
 
-def _asks_early(problem: Problem, held: Held) -> bool:
-    """Whether the next row is asked for before the present one is summed up, as far as the table says."""
-    sixteen_bits = max(ITEMSIZE[dtype] for dtype in (problem.row_dtype, *column_dtypes(problem))) == 2
-    early = problem.operation.norm in held.ask_early and is_power_of_two(problem.cols)
-    return sixteen_bits and (held.always_early or early)
-
-
-def _rows(problem: Problem, held: Held, shape: RowShape, early: bool, few_registers: bool) -> RowsAtOnce:
-    """The rows that the tier has at once; of short rows so many as have enough bytes under way."""
-    resident = held.resident if few_registers else min(held.resident, 512)
-    rows_per_cta = max(1, min(held.cta, resident) // shape.threads) if held.cluster == 1 else 1
-    if not held.packs:
-        rows_per_cta, ctas = _rows_under_way(problem, held, shape, early)
-        # In one CTA: else each of them leaves partial sums of each group.
-        if problem.groups and shape.threads > WARP and len(matrices_read(problem)) <= 2:
-            rows_per_cta, ctas = min(ctas * rows_per_cta, held.cta // shape.threads), 1
-        resident = min(resident, ctas * rows_per_cta * shape.threads)
-    of_three = held.fused_packs and len(matrices_read(problem)) > 2  # a stage of three matrices has 48 KB
-    return RowsAtOnce(rows_per_cta, resident, 2 if of_three else held.stages)
-
-
-def _rows_under_way(problem: Problem, held: Held, shape: RowShape, early: bool) -> tuple[int, int]:
-    """(rows of a CTA, CTAs of an SM), so that an SM has 54 to 64 KB under way.
-
-    Rows that more than two warps hold share a CTA by two or three, which leave one set of partial sums; two
-    of LayerNorm have a CTA each.
+def _rows(problem: Problem, shape: RowShape) -> RowsAtOnce:
+    """As many rows as keep enough bytes under way. Rows of several warps share a CTA, which leaves one set of partial
+    sums; shorter ones are in two, of whole warps.
     """
-    # Rows that end within a vector are kept by fewer threads.
-    odd = problem.cols % shape.pack != 0 and shape.pack == 8
-    under_way = 64 if early else 60 if problem.norm.subtracts_mean and not odd else 54
-    rows = (under_way << 10) / ((held.stages - 1) * row_bytes(problem))
+    matrices = len(matrices_read(problem))
+    if shape.cluster > 1:  # a stage of three matrices in clusters of two has 48 KB
+        return RowsAtOnce(1, stages=2 if matrices > 2 and shape.cluster == 2 else 0)
+    rows = (UNDER_WAY if problem.norm.subtracts_mean else RMS_UNDER_WAY) / (2 * row_bytes(problem))
     if shape.threads > 2 * WARP:
-        count = max(2, round(rows))
-        count = min(count, held.cta // shape.threads) if odd else count
-        if len(matrices_read(problem)) > 2:
-            return 1, count
-        if count > 3:
-            return (count, 1) if odd and count % 2 else (2, count // 2)
-        return (1, 2) if count == 2 and problem.norm.subtracts_mean else (count, 1)
-    # Whole warps, in two CTAs. Twice five are uneven for an SM's four schedulers.
-    warps = ceil(rows / 2 * shape.threads / WARP)
-    if odd and problem.norm.subtracts_mean and warps > 4:
-        warps -= warps % 2
-    elif warps == 5 and not problem.norm.subtracts_mean:
-        warps = 4
-    elif warps == 5 and shape.threads < WARP:
-        warps = 6
-    return min(max(1, warps) * WARP, held.cta // 2) // shape.threads, 2
+        rows = min(max(2, round(rows)), max(1, MOST_CTA // shape.threads))
+        if problem.groups and matrices <= 2:  # in one CTA: else each of them leaves partial sums of each group
+            return RowsAtOnce(rows)
+        apart = matrices > 2 or (rows == 2 and problem.norm.subtracts_mean)  # with fewer threads to a CTA none spill
+        return RowsAtOnce(1, rows) if apart else RowsAtOnce(rows)
+    warps = max(1, ceil(rows / 2 * shape.threads / WARP))
+    if warps == 5:  # twice five are uneven for an SM's four schedulers
+        warps = 6 if shape.threads < WARP else 4
+    return RowsAtOnce(min(warps * WARP, MOST_CTA // 2) // shape.threads, 2)
 
 
-def _asks_late(problem: Problem, held: Held, shape: RowShape, device: Device) -> bool:
+def _loads_early(spec: NormSpec) -> bool:
+    """Whether the next row is loaded before the present one is summed up: RMSNorm's of 16 bits that fill all places."""
+    shape, narrow = spec.shape, max(ITEMSIZE[spec.row_dtype], widest_column(spec)) == 2
+    full = spec.cols == shape.capacity and shape.cluster == 1 and shape.threads > 2 * WARP
+    return narrow and full and not NORMS[spec.operation.norm].subtracts_mean
+
+
+def _loads_late(problem: Problem, shape: RowShape) -> bool:
     """Whether two matrices are written by rows: then less is to be under way, and to be loaded late.
 
-    Rows of groups were not measured, nor those of which a warp holds several.
+    Rows of groups were not measured, nor those of which a warp holds several; in larger clusters they would spill.
     """
-    if problem.operation.second:
-        return True
-    results = [one for one in problem.operands if one.kind == "full" and one.written]
-    many = problem.matrix_bytes > RING_BYTES * device.sms
-    return len(results) > 1 and not problem.groups and many and shape.threads >= WARP and held.stages > 0
+    results = [one for one in problem.operands.written if one.kind == "full"]
+    return len(results) > 1 and not problem.groups and shape.threads >= WARP and shape.cluster <= 2
 
 
-def _rows_asked_for_late(problem: Problem, held: Held, shape: RowShape) -> RowsAtOnce:
-    """The rows of one CTA on an SM, so that about 48 KB are under way."""
-    rows, stages = (48 << 10) / row_bytes(problem), 2
-    if held.cluster > 1:
-        rows = 1
-    elif problem.operation.second:
-        rows = max(1, floor(rows))
-        if shape.packs == 5:
-            rows = min(rows, 4)
-    else:
-        rows = min(max(1, round(rows)), held.cta // shape.threads)
-        if rows == 2:
-            rows, stages = 1, 3
-    return RowsAtOnce(rows, rows * shape.threads, stages)
+def _rows_loaded_late(problem: Problem, shape: RowShape) -> RowsAtOnce:
+    """The rows of one CTA on an SM."""
+    rows = LATE_UNDER_WAY / row_bytes(problem)
+    if shape.cluster > 1:
+        return RowsAtOnce(1, stages=2)
+    rows = min(max(1, round(rows)), MOST_CTA // shape.threads)
+    return RowsAtOnce(1, stages=3) if rows == 2 else RowsAtOnce(rows, stages=2)
 
 
-def _in_shared_memory(spec: NormSpec, most_stages: int, rows: int, device: Device) -> NormSpec:
-    """As many stages as fit, at least two: beside a wide dy or weight fewer than wanted, then fewer rows of a CTA."""
+@lru_cache(maxsize=4096)
+def _in_shared_memory(spec: NormSpec, most_stages: int, threads: int, resident: int, device: Device) -> NormSpec:
+    """As many stages as fit, at least two, and fewer rows of a CTA where two do not, as beside a wide dy. A CTA
+    has `threads` threads at most, an SM `resident`.
+    """
     least = whole_warps(spec.shape)
-    threads, resident = _small_ctas(spec, rows, device)
-    # A single row has no row group beside it that has none.
-    most = least if rows == 1 else min(spec.rows_per_cta, max(least, threads // spec.shape.threads))
-    of_row = spec.shape.threads * spec.shape.packs * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
+    most = min(spec.rows_per_cta, max(least, threads // spec.shape.threads))
+    of_row = spec.shape.threads * spec.shape.vectors * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
     for rows_per_cta in range(most, 0, -least):
         for stages in range(most_stages or stages_for(of_row), 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
@@ -193,18 +172,17 @@ MOST_THREADS = 1024  # of an SM
 
 def adds_columns_beside_rows(problem: Problem, device: Device) -> bool:
     """Whether x and dy are read twice, the second time from L2, by CTAs that add up columns and CTAs that have rows."""
+    few = problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
+    # Their CTAs are as many as columns and rows need, on all SMs.
+    return few and not problem.sm_margin and _has_columns_and_rows(problem.layout)
+
+
+@lru_cache(maxsize=4096)
+def _has_columns_and_rows(problem: Problem) -> bool:
     sums = problem.sums
-    if not sums or all(one.name in sums for one in problem.operands if one.written):
+    if not sums or len(sums) == len(problem.operands.written):
         return False
-    if problem.sm_margin:
-        return False  # its CTAs are as many as columns and rows need, on all SMs
-    if problem.operation.second or derivative(problem.operation, sources(sums), problem.by_name).late:
-        return False
-    return rows_are_few(problem, device)
-
-
-def rows_are_few(problem: Problem, device: Device) -> bool:
-    return problem.rows <= MOST_ROWS and problem.matrix_bytes <= MOST_BYTES * device.sms
+    return not derivative(problem.operation, sources(sums), problem.by_name).late
 
 
 def few_rows_backward(problem: Problem, of_rows: NormSpec, shape: RowShape, device: Device) -> FewRowsSpec:
@@ -234,7 +212,9 @@ def _kernels(problem: Problem, of_rows: NormSpec, shape: RowShape, threads: int)
     """Both parts for every number of rows whose CTAs have so many threads."""
     rows_per_cta = max(1, threads // shape.threads) if shape.cluster == 1 else 1
     threads = rows_per_cta * shape.threads
-    of_rows = replace(of_rows, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_stay=False)
+    of_rows = replace(
+        of_rows, shape=shape, rows_per_cta=rows_per_cta, stages=0, rows_in_registers=False, prefetch=False
+    )
     of_rows = replace(of_rows, ctas_per_sm=_ctas_per_sm(of_rows))
     of_columns = part(problem, problem.sums)
 

@@ -86,14 +86,16 @@ def _forward_ways(spec: NormSpec, threads: int) -> list[dict[str, Any]]:
     """How rows wait: in registers, in a ring, or in one stage from which a thread takes them into registers."""
     both = (False, True)
     early = both if threads > WARP else (True,)  # late a warp would have nothing under way
-    registers = [{"columns_stay": stay, "streamed_x": x} for stay, x in product(both, both)]
+    registers = [{"weights_in_registers": stay, "streamed_x": x} for stay, x in product(both, both)]
     stay = (False,) if spec.grouped else both  # the next row may be of another group
     x = {"streamed_x": spec.streamed_x}
     rings = [
-        {"stages": stages, "ask_early": asked, "columns_stay": stays} | x
+        {"stages": stages, "prefetch": asked, "weights_in_registers": stays} | x
         for stages, asked, stays in product((2, 3), early, stay)
     ]
-    kept = [{"stages": 1, "rows_stay": True, "ask_early": True, "columns_stay": stays} | x for stays in stay]
+    kept = [
+        {"stages": 1, "rows_in_registers": True, "prefetch": True, "weights_in_registers": stays} | x for stays in stay
+    ]
     return registers + rings + (kept[-1:] if spec.aligned else [])
 
 
@@ -101,7 +103,7 @@ def _backward_ways(spec: NormSpec) -> Iterable[dict[str, Any]]:
     """By stages for each row; one that is kept frees its stage, where vectors are aligned."""
     kept = (1, 2, 3) if spec.aligned else (2, 3, 4)
     return [
-        {"stages": stages, "rows_stay": stays, "ask_early": early, "streamed_x": spec.streamed_x}
+        {"stages": stages, "rows_in_registers": stays, "prefetch": early, "streamed_x": spec.streamed_x}
         for stays, early in product((False, True), repeat=2)
         for stages in (kept if stays else (2, 3, 4))
     ]
@@ -110,25 +112,25 @@ def _backward_ways(spec: NormSpec) -> Iterable[dict[str, Any]]:
 def _spread(spec: NormSpec, cluster: int, threads: int) -> Iterator[Launch]:
     """A row's threads so many times that each holds a few of its vectors."""
     least = 1 if threads >= WARP else 2  # threads to spare are not for the vectors of a row undivided
-    held_vectors = sorted({ceil_div(spec.shape.packs, parts) for parts in range(least, spec.shape.packs + 1)})
+    held_vectors = sorted({ceil_div(spec.shape.vectors, parts) for parts in range(least, spec.shape.vectors + 1)})
     for held, ctas in product(held_vectors, range(1, MOST_CTAS + 1)):
-        choices = {"columns_stay": True, "streamed_x": spec.streamed_x, "held": held}
+        choices = {"weights_in_registers": True, "streamed_x": spec.streamed_x, "vectors_per_thread": held}
         yield Launch("forward_spread", cluster, ctas_per_sm=ctas, **choices)
 
 
 def _iteration_bytes(spec: NormSpec) -> int:
     """Of the rows that an SM has at once, in every matrix that is read."""
     shape: RowShape = spec.shape
-    of_rows = shape.threads * shape.packs * shape.pack * spec.rows_per_cta * spec.ctas_per_sm
+    of_rows = shape.threads * shape.vectors * shape.pack * spec.rows_per_cta * spec.ctas_per_sm
     return of_rows * sum(one.itemsize for one in spec.matrices)
 
 
 def _registers_suffice(spec: NormSpec) -> bool:
     """Whether a thread has registers for what it keeps; what it spills beyond that, ptxas says."""
     registers = registers_of(spec.threads * spec.ctas_per_sm)
-    vectors = spec.held if spec.kernel == "forward_spread" else spec.shape.packs
-    bytes_kept = sum(one.itemsize for one in spec.matrices) if spec.rows_stay or not spec.stages else 0
-    bytes_kept += sum(one.itemsize for one in spec.columns) if spec.columns_stay else 0
+    vectors = spec.vectors_per_thread if spec.kernel == "forward_spread" else spec.shape.vectors
+    bytes_kept = sum(one.itemsize for one in spec.matrices) if spec.rows_in_registers or not spec.stages else 0
+    bytes_kept += sum(one.itemsize for one in spec.columns) if spec.weights_in_registers else 0
     bytes_kept += len(spec.sums) * ITEMSIZE[spec.compute]
     kept = vectors * spec.shape.pack * bytes_kept // 4
     direction = "backward" if spec.kernel == "backward" else "forward"

@@ -62,4 +62,4 @@ def tier_of(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
 
 
 def _backward_by_rule(problem: Problem, tier: Tier, spec: NormSpec, device: Device) -> NormSpec:
-    return backward_rows(problem, tier.by, spec, device) if isinstance(tier.by, Held) else spec
+    return backward_rows(problem, spec, device) if isinstance(tier.by, Held) else spec

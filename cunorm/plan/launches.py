@@ -62,10 +62,16 @@ def _forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
     else:
         groups = resident_groups(problem, spec, device)
         if short and spec.grouped and spec.kernel == "forward":
-            spec = replace(spec, columns_stay=False)  # the next row of a CTA may be of another group
-    spec = replace(spec, once=True) if once else spec
+            spec = replace(spec, weights_in_registers=False)  # the next row of a CTA may be of another group
+    spec = _with_one_row_per_cta(spec) if once else spec
     step = step_of(problem, spec, (groups * spec.cluster, 1, 1), 0)
     return Plan(problem, device, tier_name(spec), (step,))
+
+
+# By replace() it takes 8 us more.
+@lru_cache(maxsize=4096)
+def _with_one_row_per_cta(spec: NormSpec) -> NormSpec:
+    return replace(spec, one_row_per_cta=True)
 
 
 def _backward(problem: Problem, rows: NormSpec | FewRowsSpec | None, device: Device) -> Plan:
@@ -177,7 +183,7 @@ def _streamed_backward(
         final = groups == 1 or (ctas == 1 and _of_groups_alone(problem, sums))
         most = max(1, PARTIAL_CTAS * sms // (ctas * count))  # blocks of columns at once
         blocks = min(tiles, most) if problem.sm_margin else tiles
-        spec = replace(spec, final=final, in_turns=blocks < tiles)
+        spec = replace(spec, final=final, several_blocks=blocks < tiles)
         steps.append(step_of(of_columns, spec, (blocks, ctas, count), groups))
         groups = 0 if final else groups
     # Last, as dx may take the memory of x or dy.
@@ -219,7 +225,7 @@ def _sum_partials(
         grid, integers = (ceil_div(threads, lanes), len(names), count), (groups // count, problem.cols)
         tasks, at_once = prod(grid), PARTIAL_CTAS * (device.sms - problem.sm_margin)
         if problem.sm_margin and tasks > at_once:
-            spec, integers = replace(spec, in_turns=True), (*integers, grid[0], tasks)
+            spec, integers = replace(spec, several_blocks=True), (*integers, grid[0], tasks)
             grid = (at_once, 1, 1)
         # Only the first has the kernel that wrote the partial rows in front of it.
         steps.append(Step(spec, grid, 0, pointers, (), integers, begins_early and not steps))
@@ -269,6 +275,6 @@ def _pointers(names: tuple[str, ...]) -> tuple[Pointer, ...]:
 
 
 def partial_row(problem: Problem) -> int:
-    """Elements of a partial row: whole packs, whole lines."""
+    """Elements of a partial row: whole vectors, whole lines."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     return ceil_div(ceil_div(problem.cols, pack) * pack, LINE_COLUMNS) * LINE_COLUMNS

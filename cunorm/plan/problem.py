@@ -155,6 +155,16 @@ class Operands(tuple[Operand, ...]):
         return tuple(one for one in self if one.written)
 
     @cached_property
+    def summed(self) -> tuple[Operand, ...]:
+        """What is written for all rows, or for a group of them."""
+        return tuple(one for one in self.written if one.kind not in ("full", "per_row"))
+
+    @cached_property
+    def sums(self) -> tuple[str, ...]:
+        """The names of these."""
+        return tuple(one.name for one in self.summed)
+
+    @cached_property
     def matrices(self) -> tuple[Operand, ...]:
         """What is read by rows, or made of a seed by rows, or one number for a row."""
         return tuple(one for one in self.read if one.kind in ("full", "seed", "per_row"))
@@ -245,8 +255,7 @@ class Problem:
     @property
     def sums(self) -> tuple[str, ...]:
         """Of a backward pass: the names of the gradients that are added up over rows."""
-        written = (operand for operand in self.operands if operand.written)
-        return tuple(operand.name for operand in written if operand.kind not in ("full", "per_row"))
+        return self.operands.sums
 
     @property
     def bytes_moved(self) -> int:
@@ -455,7 +464,7 @@ def row_bytes(problem: Problem) -> int:
     return problem.cols * sum(one.itemsize for one in matrices_read(problem))
 
 
-def is_dear(problem: Problem) -> bool:
+def is_expensive(problem: Problem) -> bool:
     """Whether the derivative takes much to compute."""
     return derivative(problem.operation, sources(problem.wanted), problem.by_name).is_expensive
 
@@ -463,7 +472,7 @@ def is_dear(problem: Problem) -> bool:
 def is_plain(problem: Problem) -> bool:
     """Whether it reads x and dy, or s and dy, and has little to compute."""
     alone = not problem.groups and not problem.operation.second and len(matrices_read(problem)) <= 2
-    return alone and not is_dear(problem)
+    return alone and not is_expensive(problem)
 
 
 def ceil_div(a: int, b: int) -> int:

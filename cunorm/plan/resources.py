@@ -17,7 +17,7 @@ from .problem import BLOCK, ITEMSIZE, Operand, Problem, ceil_div
 from .spec import (
     BLOCK_VALUES,
     COLUMN_BYTES,
-    COLUMN_PACKS,
+    COLUMN_VECTORS,
     MAILBOX,
     MOST_SHORT,
     RUN_GAP,
@@ -53,8 +53,8 @@ def shared_memory(spec: KernelSpec) -> int:
     norm = NORMS[spec.operation.norm]
     slots = max(1, spec.shape.threads // WARP) * spec.shape.cluster
     lane_sums = 0
-    if spec.kernel == "forward_spread" and spec.shape.packs > spec.held:
-        lane_sums = norm.lane_sums * spec.shape.packs * spec.shape.threads * compute
+    if spec.kernel == "forward_spread" and spec.shape.vectors > spec.vectors_per_thread:
+        lane_sums = norm.lane_sums * spec.shape.vectors * spec.shape.threads * compute
     if slots == 1:
         return lane_sums
     counts = [1] if spec.scales == "per_row" else []
@@ -105,10 +105,10 @@ def dynamic_shared(spec: KernelSpec) -> int:
 
     def places(operands: Iterable[Operand]) -> int:
         """One of each for each of the rows of a CTA."""
-        packs = threads * shape.packs
-        gaps = packs // shape.lanes * RUN_GAP
+        vectors = threads * shape.vectors
+        gaps = vectors // shape.lanes * RUN_GAP
         return sum(
-            packs * shape.pack * one.itemsize + gaps * (not spec.has_vectors(one))
+            vectors * shape.pack * one.itemsize + gaps * (not spec.has_vectors(one))
             for one in operands
             if one.kind not in ("seed", "per_row")
         )
@@ -119,7 +119,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
         return 0
     total = spec.stages * places(spec.matrices)
     width = sum(one.itemsize for one in spec.columns)
-    if shape.packs > COLUMN_PACKS or shape.packs * shape.pack * width > COLUMN_BYTES:
+    if shape.vectors > COLUMN_VECTORS or shape.vectors * shape.pack * width > COLUMN_BYTES:
         total += places(spec.columns)
     # A warp holds a row group, or several whose sums it adds up by shuffles.
     holders = threads // max(WARP, shape.threads)
@@ -142,7 +142,7 @@ def registers_of(threads: int) -> int:
 
 def column_bytes(problem: Problem, shape: RowShape) -> int:
     """Bytes of weight and bias for the columns of a thread."""
-    return shape.packs * shape.pack * sum(ITEMSIZE[dtype] for dtype in column_dtypes(problem))
+    return shape.vectors * shape.pack * sum(ITEMSIZE[dtype] for dtype in column_dtypes(problem))
 
 
 def column_dtypes(problem: Problem) -> list[str]:
@@ -174,12 +174,12 @@ def with_rows_kept(spec: NormSpec, device: Device) -> NormSpec:
     if device.arch >= 100 and widest_column(spec) == 8:
         working += 24
     if spec.cluster > 1:
-        if device.arch >= 100 and spec.shape.packs > 6:
+        if device.arch >= 100 and spec.shape.vectors > 6:
             return spec
-        working = 96 if spec.aligned or spec.shape.packs < 6 else 112
-        if spec.kernel == "forward" and spec.columns_stay:
+        working = 96 if spec.aligned or spec.shape.vectors < 6 else 112
+        if spec.kernel == "forward" and spec.weights_in_registers:
             working = working_of_shifted(NORMS[spec.operation.norm])
-    if spec.kernel == "backward" and spec.cols % spec.shape.pack and spec.shape.packs == 5:
+    if spec.kernel == "backward" and spec.cols % spec.shape.pack and spec.shape.vectors == 5:
         working = 88 if spec.columns else 96  # RMSNorm of such rows gains a fifth by keeping them
     if any(operand.itemsize > ITEMSIZE[spec.row_dtype] for operand in spec.written if operand.kind == "full"):
         working += 16
@@ -189,13 +189,13 @@ def with_rows_kept(spec: NormSpec, device: Device) -> NormSpec:
         working += 24
     words = sum(spec.shape.pack * operand.itemsize // 4 for operand in spec.matrices)
     words += len(spec.sums) * spec.shape.pack * ITEMSIZE[spec.compute] // 4
-    if spec.columns_stay:
+    if spec.weights_in_registers:
         words += sum(spec.shape.pack * operand.itemsize // 4 for operand in spec.columns)
     if spec.keeps_g:
         words += spec.shape.pack * ITEMSIZE[spec.compute] // 4
-    if working + words * spec.shape.packs > registers_of(spec.threads * spec.ctas_per_sm):
+    if working + words * spec.shape.vectors > registers_of(spec.threads * spec.ctas_per_sm):
         return spec
-    return replace(spec, rows_stay=True, stages=spec.stages - 1 if spec.aligned else spec.stages)
+    return replace(spec, rows_in_registers=True, stages=spec.stages - 1 if spec.aligned else spec.stages)
 
 
 def working_of_shifted(norm: Norm) -> int:
@@ -211,12 +211,12 @@ def registers_of_one_turn(spec: NormSpec) -> int:
 
     def beyond(operands: Iterable[Operand], words: int) -> int:
         held = sum(shape.pack * one.itemsize // 4 for one in operands if one.kind in ("full", "column"))
-        return shape.packs * max(0, held - words)
+        return shape.vectors * max(0, held - words)
 
     # Per-row scalars, and what is kept for a second matrix that is written, take more.
     more = bool(spec.row_sums) + max(0, len(spec.results) - 1)
     shifted = 0 if spec.aligned and spec.columns_aligned else 2 * words_to_shift(spec)
-    return 32 * shape.packs + beyond(spec.matrices, 8) + beyond(spec.columns, 8) + shifted + 24 * more
+    return 32 * shape.vectors + beyond(spec.matrices, 8) + beyond(spec.columns, 8) + shifted + 24 * more
 
 
 class Needs(NamedTuple):
@@ -226,7 +226,7 @@ class Needs(NamedTuple):
     columns: int  # weight and bias
     row: int  # on its way: at odd addresses two words for one
     at_once: int  # the two, a column at an odd address one word for each element
-    y: int  # held as float32 while the largest of a row, or of blocks, is looked for, and the packs that come later
+    y: int  # held as float32 while the largest of a row, or of blocks, is looked for, and the vectors that come later
 
 
 def needs_of(problem: Problem, spec: NormSpec, device: Device) -> Needs:
@@ -236,34 +236,34 @@ def needs_of(problem: Problem, spec: NormSpec, device: Device) -> Needs:
         working += 12 if spec.aligned else 32
     if device.arch < 90 and any(step.function in FUNCTIONS for step in problem.operation.epilogue.steps):
         working += 16  # the sigmoid of a gate
-    if device.arch < 90 and problem.norm.subtracts_mean and shape.packs == 7:
+    if device.arch < 90 and problem.norm.subtracts_mean and shape.vectors == 7:
         working += 8
     if not spec.aligned:
         working += words_to_shift(spec)
     matrices = (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
-    row = shape.packs * shape.pack * ITEMSIZE[problem.row_dtype] // 4 * matrices * (1 if spec.aligned else 2)
+    row = shape.vectors * shape.pack * ITEMSIZE[problem.row_dtype] // 4 * matrices * (1 if spec.aligned else 2)
     columns = column_bytes(problem, shape) // 4
     at_once = row + columns * (1 if spec.columns_aligned else 2)
-    held = _packs_held(spec)
-    y = held * shape.pack + (shape.packs - held) * row // shape.packs if held else 0
+    held = _vectors_held(spec)
+    y = held * shape.pack + (shape.vectors - held) * row // shape.vectors if held else 0
     return Needs(working, columns, row, at_once, y)
 
 
-def _packs_held(spec: NormSpec) -> int:
+def _vectors_held(spec: NormSpec) -> int:
     """Of a thread, whose y is held at once: store_scaled in kernels_cu/rows/float8.cuh."""
     shape = spec.shape
     if spec.scales == "per_row":
-        return shape.packs
+        return shape.vectors
     if spec.scales != "per_block":
         return 0
-    of_block = max(1, BLOCK // shape.pack // shape.lanes)  # packs of a thread
-    blocks = ceil_div(shape.packs, of_block)
+    of_block = max(1, BLOCK // shape.pack // shape.lanes)  # vectors of a thread
+    blocks = ceil_div(shape.vectors, of_block)
     turns = ceil_div(blocks, max(1, BLOCK_VALUES // (of_block * shape.pack)))
-    return min(shape.packs, ceil_div(blocks, turns) * of_block)
+    return min(shape.vectors, ceil_div(blocks, turns) * of_block)
 
 
 def sixteen_bits(spec: NormSpec, operands: Iterable[Operand] | None = None) -> bool:
-    """Whether every array, or these, has 16 bits, and every pack begins at a multiple of its size."""
+    """Whether every array, or these, has 16 bits, and every vector begins at a multiple of its size."""
     arrays = (one.itemsize for one in operands or spec.operands if one.kind in ("full", "column", "group"))
     return spec.aligned and spec.columns_aligned and max(arrays) == 2
 
@@ -291,8 +291,8 @@ def _is_a_kernel(spec: NormSpec) -> bool:
     shape = spec.shape
     stores_s = any(one.name == "s" for one in spec.results)
     if spec.kernel == "forward_spread":
-        parts = ceil_div(shape.packs, spec.held)
-        evenly = spec.held == ceil_div(shape.packs, parts) and (parts > 1 or shape.threads % WARP == 0)
+        parts = ceil_div(shape.vectors, spec.vectors_per_thread)
+        evenly = spec.vectors_per_thread == ceil_div(shape.vectors, parts) and (parts > 1 or shape.threads % WARP == 0)
         return evenly and spec.rows_per_cta == 1 and not spec.stages and not spec.finds_scales
     if spec.kernel == "forward_pairs":
         alone = len(spec.matrices) == 1 and not spec.grouped and not stores_s
@@ -305,22 +305,22 @@ def _is_a_kernel(spec: NormSpec) -> bool:
         return False
     if shape.threads < WARP and shape.threads * spec.rows_per_cta % WARP:
         return False
-    if spec.stages == 1 and not (spec.rows_stay and spec.aligned):  # filled again in place
-        return spec.kernel == "backward" and not spec.rows_stay and not spec.ask_early
+    if spec.stages == 1 and not (spec.rows_in_registers and spec.aligned):  # filled again in place
+        return spec.kernel == "backward" and not spec.rows_in_registers and not spec.prefetch
     if spec.kernel == "backward":
         return spec.stages > 0
-    late = spec.stages > 0 and not spec.ask_early and shape.threads * shape.cluster <= WARP
+    late = spec.stages > 0 and not spec.prefetch and shape.threads * shape.cluster <= WARP
     # The next row of a CTA may be of another group; short rows are asked about that in launches.py.
-    stale = spec.grouped and spec.columns_stay and ceil_div(spec.cols, shape.pack) > MOST_SHORT
+    stale = spec.grouped and spec.weights_in_registers and ceil_div(spec.cols, shape.pack) > MOST_SHORT
     return not late and not stale and not (spec.unpacked and stores_s)
 
 
 def at_odd_addresses(spec: NormSpec, device: Device) -> NormSpec:
     """The same with as many CTAs, which leave the same partial sums; a row that is kept frees no stage there."""
-    stages = spec.stages + spec.rows_stay
+    stages = spec.stages + spec.rows_in_registers
     while stages > 2 and not is_legal(replace(spec, stages=stages), device):
         stages -= 1
-    spec = replace(spec, stages=stages, rows_stay=False)
+    spec = replace(spec, stages=stages, rows_in_registers=False)
     return with_rows_kept(spec, device) if spec.cluster == 1 else spec
 
 
@@ -329,7 +329,7 @@ THREE_STAGES = 52 << 10  # bytes of the parts of rows that an SM loads at once: 
 
 def bytes_of_part(shape: RowShape) -> int:
     """Bytes of what a CTA holds of a row, in a matrix of the dtype of x."""
-    return 16 * shape.threads * shape.packs
+    return 16 * shape.threads * shape.vectors
 
 
 def stages_for(of_row: int) -> int:

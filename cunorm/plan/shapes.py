@@ -59,57 +59,53 @@ THREADS = 128  # of a CTA of forward rows that a warp or less holds
 PREFERRED_VECTORS = (2, 3, 4, 5, 6, 7, 8, 1)
 
 
-def _short_forward_shape(norm: Norm, pack: int, packs: int) -> RowShape:
+def _short_forward_shape(norm: Norm, pack: int, vectors: int) -> RowShape:
     """The shape of forward rows of up to 4096 vectors."""
-    if packs <= WARP:
-        return _power_of_two_shape(pack, packs, dict.fromkeys((1, 2, 4, 8, 16, WARP), 8))
-    most, threads = next((most, threads) for most, threads in FORWARD_THREADS.items() if packs <= most)
+    if vectors <= WARP:
+        return _power_of_two_shape(pack, vectors, dict.fromkeys((1, 2, 4, 8, 16, WARP), 8))
+    most, threads = next((most, threads) for most, threads in FORWARD_THREADS.items() if vectors <= most)
     threads = threads if norm.subtracts_mean else RMS_FORWARD_THREADS.get(most, threads)
-    return RowShape(pack, threads, ceil_div(packs, threads))
+    return RowShape(pack, threads, ceil_div(vectors, threads))
 
 
 def short_forward_spec(problem: Problem, kernel: str) -> NormSpec:
-    """The same of forward rows of up to 4096 packs, which one CTA may hold."""
+    """The same of forward rows of up to 4096 vectors, which one CTA may hold."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
     shape = _short_forward_shape(problem.norm, pack, ceil_div(problem.cols, pack))
     rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
     return kernel_spec(problem, kernel, shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64)
 
 
-def short_backward_shape(pack: int, packs: int, whole: bool = True) -> RowShape:
+def short_backward_shape(pack: int, vectors: int, whole: bool = True) -> RowShape:
     """The shape of backward rows of up to 512 vectors; `whole`: none ends within a vector.
 
     A thread also holds the sums of its columns, twice 8 registers a vector.
     """
-    if not whole and pack == 8 and 4 * WARP < packs <= 5 * WARP:
+    if not whole and pack == 8 and 4 * WARP < vectors <= 5 * WARP:
         return RowShape(pack, 96, 2)
-    return _power_of_two_shape(pack, packs, {**dict.fromkeys((1, 2, 4, 8, 16, 128, 256, 512), 3), WARP: 5, 64: 4})
+    return _power_of_two_shape(pack, vectors, {**dict.fromkeys((1, 2, 4, 8, 16, 128, 256, 512), 3), WARP: 5, 64: 4})
 
 
-def _power_of_two_shape(pack: int, packs: int, most: dict[int, int]) -> RowShape:
+def _power_of_two_shape(pack: int, vectors: int, most: dict[int, int]) -> RowShape:
     """The power of two of threads that leaves the fewest places empty; `most` has the vectors of a thread at most."""
 
     def badness(shape: RowShape) -> tuple:
         within_warp = shape.threads < WARP
-        order = -shape.threads if within_warp else PREFERRED_VECTORS.index(shape.packs)
+        order = -shape.threads if within_warp else PREFERRED_VECTORS.index(shape.vectors)
         return shape.capacity, within_warp, order
 
-    shapes = (RowShape(pack, threads, ceil_div(packs, threads)) for threads in most)
-    allowed = (one for one in shapes if one.packs <= most[one.threads] and (one.packs > 1 or one.threads == 1))
+    shapes = (RowShape(pack, threads, ceil_div(vectors, threads)) for threads in most)
+    allowed = (one for one in shapes if one.vectors <= most[one.threads] and (one.vectors > 1 or one.threads == 1))
     return min(allowed, key=badness)
 
 
-def shape_of(pack: int, packs: int, packs_per_thread: int, cluster: int) -> RowShape:
-    """The fewest threads that hold `packs` packs in a CTA: a power of two within a warp, else whole warps."""
-    threads = ceil_div(packs, packs_per_thread)
+def shape_of(pack: int, vectors: int, vectors_per_thread: int, cluster: int) -> RowShape:
+    """The fewest threads that hold `vectors` vectors in a CTA: a power of two within a warp, else whole warps."""
+    threads = ceil_div(vectors, vectors_per_thread)
     threads = _power_of_two_from(threads) if threads <= WARP else ceil_div(threads, WARP) * WARP
     if cluster > 1:
         threads = max(threads, WARP)
-    return RowShape(pack, threads, ceil_div(packs, threads), cluster)
-
-
-def is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
+    return RowShape(pack, threads, ceil_div(vectors, threads), cluster)
 
 
 def _power_of_two_from(n: int) -> int:
@@ -141,39 +137,39 @@ def _cluster_forward_shape(problem: Problem, device: Device) -> tuple[RowShape, 
     pack = 16 // ITEMSIZE[problem.row_dtype]
     if column_bytes(problem, RowShape(pack, WARP, FORWARD_LEAST_VECTORS)) > MOST_COLUMN_BYTES:
         return None
-    packs = ceil_div(problem.cols, pack)
-    whole_packs = problem.cols % pack == 0
+    vectors = ceil_div(problem.cols, pack)
+    whole_vectors = problem.cols % pack == 0
 
-    def candidates(whole_packs: bool) -> Iterator[tuple[RowShape, int]]:
-        most_packs, most_warps = (
-            (FORWARD_MOST_VECTORS, CLUSTER_WARPS) if whole_packs else (SHIFTED_VECTORS, SHIFTED_WARPS)
+    def candidates(whole_vectors: bool) -> Iterator[tuple[RowShape, int]]:
+        most_vectors, most_warps = (
+            (FORWARD_MOST_VECTORS, CLUSTER_WARPS) if whole_vectors else (SHIFTED_VECTORS, SHIFTED_WARPS)
         )
         for size in filter(device.runs_clusters, CLUSTER_SIZES):
             for threads in range(FORWARD_LEAST_THREADS, FORWARD_MOST_THREADS + 1, WARP):
-                shape = RowShape(pack, threads, ceil_div(ceil_div(packs, size), threads), size)
-                if FORWARD_LEAST_VECTORS <= shape.packs <= most_packs:
+                shape = RowShape(pack, threads, ceil_div(ceil_div(vectors, size), threads), size)
+                if FORWARD_LEAST_VECTORS <= shape.vectors <= most_vectors:
                     most_rows = min(CLUSTER_ROWS, most_warps * WARP // threads)
                     yield from ((shape, ctas) for ctas in range(1, most_rows + 1))
 
     def fits(shape: RowShape, ctas: int) -> bool:
         full = MORE_IF_FULL * (shape.capacity == problem.cols)
-        registers = _registers(problem, shape, FORWARD_WORKING + shape.packs + full)
-        if not whole_packs:
-            of_row = shape.packs * shape.pack * ITEMSIZE[problem.row_dtype] // 4
+        registers = _registers(problem, shape, FORWARD_WORKING + shape.vectors + full)
+        if not whole_vectors:
+            of_row = shape.vectors * shape.pack * ITEMSIZE[problem.row_dtype] // 4
             registers = _registers(problem, shape, working_of_shifted(problem.norm) + of_row)
-        # Two places, with room for a byte more for each pack at an odd address and for what warps tell each other.
-        shared = 2 * (bytes_of_part(shape) + shape.threads * shape.packs) + (6 << 10)
+        # Two places, with room for a byte more for each vector at an odd address and for what warps tell each other.
+        shared = 2 * (bytes_of_part(shape) + shape.threads * shape.vectors) + (6 << 10)
         return registers <= registers_of(ctas * shape.threads) and ctas <= ctas_that_fit(shared, device)
 
     def cost(candidate: tuple[RowShape, int]) -> tuple[float, int, int]:
         shape, ctas = candidate
         warps = ctas * shape.threads // WARP
-        reached = (FORWARD_REACHED if whole_packs else SHIFTED_REACHED)[shape.cluster]
-        fixed = FORWARD_FIXED_VECTORS if whole_packs else SHIFTED_FIXED_VECTORS
-        turn = ceil_div(warps, 4) * (shape.packs + fixed) * COST_BY_ROWS.get(ctas, 1)
+        reached = (FORWARD_REACHED if whole_vectors else SHIFTED_REACHED)[shape.cluster]
+        fixed = FORWARD_FIXED_VECTORS if whole_vectors else SHIFTED_FIXED_VECTORS
+        turn = ceil_div(warps, 4) * (shape.vectors + fixed) * COST_BY_ROWS.get(ctas, 1)
         return round(turn * shape.cluster / (ctas * reached), 6), -ctas, shape.threads
 
-    found = [one for one in candidates(whole_packs) if fits(*one)] or [one for one in candidates(True) if fits(*one)]
+    found = [one for one in candidates(whole_vectors) if fits(*one)] or [one for one in candidates(True) if fits(*one)]
     return min(found, key=cost, default=None)
 
 
@@ -193,16 +189,9 @@ def cluster_forward_spec(problem: Problem, device: Device) -> NormSpec | None:
 class Held(NamedTuple):
     """How a tier holds its rows."""
 
-    packs: tuple[int, ...] = ()  # vectors that a thread may hold; (): by the rule of powers of two
+    vectors: tuple[int, ...] = ()  # vectors that a thread may hold; (): by the rule of powers of two
     cluster: int = 1
-    cta: int = 512  # threads of a CTA; where a row needs fewer, several rows share it
-    resident: int = 512  # threads that an SM holds at once, which bounds the registers of a thread
-    stages: int = 0  # in shared memory, for each row of a CTA; 0: by the bytes of a row
-    # Norms that load the next row before they sum up the present one, where x and weight have 16 bits and cols is a
-    # power of two.
-    ask_early: tuple[str, ...] = ()
-    always_early: bool = False  # whatever cols is
-    fused_packs: int = 0  # vectors of a thread where there is more to do than in a plain norm
+    fused_vectors: int = 0  # vectors of a thread where there is more to do than in a plain norm
 
 
 def shape_of_rows(problem: Problem, held: Held, device: Device) -> NormSpec | None:
@@ -221,35 +210,35 @@ def shape_of_rows(problem: Problem, held: Held, device: Device) -> NormSpec | No
 def _held_shape(problem: Problem, held: Held, device: Device) -> RowShape | None:
     """Who holds what of a row; None where a thread has no registers for it."""
     pack = 16 // ITEMSIZE[problem.row_dtype]
-    packs = ceil_div(ceil_div(problem.cols, pack), held.cluster)
+    vectors = ceil_div(ceil_div(problem.cols, pack), held.cluster)
 
     def by(choices: Iterable[int]) -> list[RowShape]:
-        shapes = [shape_of(pack, packs, choice, held.cluster) for choice in choices]
-        shapes = shapes if held.packs else [short_backward_shape(pack, packs, whole=problem.cols % pack == 0)]
+        shapes = [shape_of(pack, vectors, choice, held.cluster) for choice in choices]
+        shapes = shapes if held.vectors else [short_backward_shape(pack, vectors, whole=problem.cols % pack == 0)]
         return [one for one in shapes if _registers_suffice(problem, one, device)]
 
-    shapes = by([held.fused_packs]) if held.fused_packs and not is_plain(problem) else []
-    shapes = shapes or by(held.packs)
+    shapes = by([held.fused_vectors]) if held.fused_vectors and not is_plain(problem) else []
+    shapes = shapes or by(held.vectors)
     return _least_work(shapes) if shapes else None
 
 
 def _least_work(shapes: list[RowShape]) -> RowShape:
     """The shape by which a row is the least work for an SM's schedulers, of one for each number of vectors."""
     # Five vectors by 256 threads are slower than they count.
-    shapes = [one for one in shapes if one.packs < 5 or one.threads > 256] or shapes
-    return min(shapes, key=lambda shape: (ceil_div(shape.threads // WARP, 4) * shape.packs, shape.packs))
+    shapes = [one for one in shapes if one.vectors < 5 or one.threads > 256] or shapes
+    return min(shapes, key=lambda shape: (ceil_div(shape.threads // WARP, 4) * shape.vectors, shape.vectors))
 
 
 def _registers_suffice(problem: Problem, shape: RowShape, device: Device) -> bool:
     """Whether a thread has registers for the sums of its columns."""
     # Beside the accumulators of four and five vectors they are too few for a weight more than twice as wide as x, on
     # sm_100 for any weight.
-    if shape.threads > 512 or (shape.packs == 5 and shape.threads > 384):
+    if shape.threads > 512 or (shape.vectors == 5 and shape.threads > 384):
         return False
     # What draws again which elements were dropped takes more.
     if shape.cluster > 1 and shape.threads > 384 and SEED in problem.by_name:
         return False
-    if shape.threads <= 256 or shape.packs < 4:
+    if shape.threads <= 256 or shape.vectors < 4:
         return True
     width = max((ITEMSIZE[dtype] for dtype in column_dtypes(problem)), default=0) // ITEMSIZE[problem.row_dtype]
     return device.arch < 100 and width <= 2
@@ -304,7 +293,7 @@ def _cluster_backward_shape(problem: Problem, device: Device) -> tuple[RowShape,
 
 def _cheapest(problem: Problem, device: Device, in_place: bool) -> tuple[RowShape, int, bool] | None:
     pack = 16 // ITEMSIZE[problem.row_dtype]
-    packs = ceil_div(problem.cols, pack)
+    vectors = ceil_div(problem.cols, pack)
     found = []
     # In place by four warps more at a time: an odd number spills where the next even one has as many registers.
     least, step = (3 * 4 * WARP, 4 * WARP) if in_place else (BACKWARD_LEAST_THREADS, WARP)
@@ -314,8 +303,8 @@ def _cheapest(problem: Problem, device: Device, in_place: bool) -> tuple[RowShap
         if device.arch == 120:
             most = min(most, 5)  # six spill in 255 registers
         for threads in range(least // ctas, BACKWARD_MOST_THREADS // ctas + 1, step):
-            shape = RowShape(pack, threads, ceil_div(ceil_div(packs, size), threads), size)
-            if not BACKWARD_LEAST_VECTORS <= shape.packs <= most:
+            shape = RowShape(pack, threads, ceil_div(ceil_div(vectors, size), threads), size)
+            if not BACKWARD_LEAST_VECTORS <= shape.vectors <= most:
                 continue
             spec = kernel_spec(problem, "backward", shape, ctas_per_sm=ctas)
             fitting = _under_way(problem, spec, device, in_place)
@@ -333,7 +322,7 @@ def _under_way(problem: Problem, spec: NormSpec, device: Device, in_place: bool)
     # RMSNorm of long rows of 16 bits loads one row ahead, early.
     one_ahead = of_row > THREE_STAGES and not problem.norm.subtracts_mean
     for stages in (1,) if in_place else (2,) if one_ahead else (3, 2):
-        fitting = replace(spec, stages=stages, ask_early=one_ahead and width == 2 and not in_place)
+        fitting = replace(spec, stages=stages, prefetch=one_ahead and width == 2 and not in_place)
         fitting = fitting if in_place else with_rows_kept(fitting, device)
         if ctas <= ctas_that_fit(shared_memory(fitting) + dynamic_shared(fitting), device):
             return fitting
@@ -343,7 +332,7 @@ def _under_way(problem: Problem, spec: NormSpec, device: Device, in_place: bool)
 def registers_of_long_row(spec: NormSpec, device: Device) -> int:
     """Registers of a thread that does not keep its row."""
     shape = spec.shape
-    sums = len(spec.sums) * shape.packs * shape.pack * ITEMSIZE[spec.compute] // 4
+    sums = len(spec.sums) * shape.vectors * shape.pack * ITEMSIZE[spec.compute] // 4
     wide = 16 * any(one.itemsize > ITEMSIZE[spec.row_dtype] for one in (*spec.columns, *spec.matrices))
     working = BACKWARD_WORKING_OF_FOUR.get(device.arch, BACKWARD_WORKING) if shape.pack == 4 else BACKWARD_WORKING
     return working + sums + wide
@@ -351,8 +340,8 @@ def registers_of_long_row(spec: NormSpec, device: Device) -> int:
 
 def _backward_cost(spec: NormSpec) -> float:
     shape, ctas = spec.shape, spec.ctas_per_sm
-    turn = ceil_div(ctas * shape.threads // WARP, 4) * (shape.packs + BACKWARD_FIXED_VECTORS)
-    if not spec.rows_stay:
+    turn = ceil_div(ctas * shape.threads // WARP, 4) * (shape.vectors + BACKWARD_FIXED_VECTORS)
+    if not spec.rows_in_registers:
         turn *= SLOWER * (SLOWER if spec.stages == 2 else 1)
     return round(turn * shape.cluster / (ctas * BACKWARD_REACHED[shape.cluster]), 6)
 
@@ -373,24 +362,24 @@ def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
     shape = _odd_shape(problem, pack, device)
     if shape is None:
         return None
-    stages = 2 if shape.packs == ODD_VECTORS else 4
+    stages = 2 if shape.vectors == ODD_VECTORS else 4
     most = kernel_spec(every_gradient(problem), "backward", shape, stages=stages, aligned=False, columns_aligned=False)
     if shared_memory(most) + dynamic_shared(most) > device.shared:
         return None
     spec = kernel_spec(problem, "backward", shape, stages=stages)
-    if shape.packs == ODD_VECTORS:
+    if shape.vectors == ODD_VECTORS:
         return with_rows_kept(spec, device)
     # Beside them a float32 weight at an odd address spills.
-    return replace(spec, rows_stay=spec.columns_aligned or widest_column(spec) == 2)
+    return replace(spec, rows_in_registers=spec.columns_aligned or widest_column(spec) == 2)
 
 
 def _odd_shape(problem: Problem, pack: int, device: Device) -> RowShape | None:
     for size in filter(device.runs_clusters, (1, *CLUSTER_SIZES)):
-        packs = ceil_div(ceil_div(problem.cols, pack), size)
-        if packs in EIGHT_WARPS or (packs in TO_TWELVE_WARPS and not problem.norm.subtracts_mean):
-            return shape_of(pack, packs, ODD_VECTORS, size)
-        if packs in TWO_VECTORS and size >= 4 and problem.norm.subtracts_mean:
-            return shape_of(pack, packs, 2, size)
+        vectors = ceil_div(ceil_div(problem.cols, pack), size)
+        if vectors in EIGHT_WARPS or (vectors in TO_TWELVE_WARPS and not problem.norm.subtracts_mean):
+            return shape_of(pack, vectors, ODD_VECTORS, size)
+        if vectors in TWO_VECTORS and size >= 4 and problem.norm.subtracts_mean:
+            return shape_of(pack, vectors, 2, size)
     return None
 
 
@@ -418,20 +407,17 @@ FORWARD = (
 # bfloat16; what else was tried is in docs/tuning.md.
 BACKWARD = (
     Tier(MOST_ODD_VECTORS, odd_backward),
-    Tier(512, Held(stages=3, ask_early=("rms_norm",))),
-    Tier(576, Held((3,), cta=192, stages=3), norm="layer_norm"),
-    Tier(640, Held((2,), cta=320, resident=640, stages=3), norm="layer_norm"),
-    Tier(640, Held((2,), cta=640, resident=640, stages=2, always_early=True), norm="rms_norm"),
-    Tier(1024, Held((2,), stages=3, ask_early=("rms_norm",))),
-    Tier(1344, Held((3,), cta=448, resident=448, stages=3)),
-    Tier(1536, Held((3,), stages=2)),
-    Tier(2048, Held((4,), cluster=2, cta=256, resident=256, stages=3, fused_packs=2)),
-    Tier(2304, Held((3,), cluster=2, cta=384, resident=384, stages=3)),
+    Tier(512, Held()),
+    Tier(576, Held((3,)), norm="layer_norm"),
+    Tier(1024, Held((2,))),
+    Tier(1536, Held((3,))),
+    Tier(2048, Held((4,), cluster=2, fused_vectors=2)),
+    Tier(2304, Held((3,), cluster=2)),
     Tier(3072, Held((3, 4), cluster=2)),
-    Tier(4096, Held((4,), cluster=4, cta=256, resident=256)),
+    Tier(4096, Held((4,), cluster=4)),
     Tier(MOST_CLUSTER_VECTORS, cluster_backward),
     Tier(6144, Held((3, 4), cluster=4)),
-    Tier(8192, Held((4,), cluster=8, cta=256, resident=256)),
+    Tier(8192, Held((4,), cluster=8)),
     Tier(16384, Held((3, 4, 5), cluster=8)),
     Tier(32768, Held((3, 4, 5), cluster=16)),
 )
@@ -439,13 +425,14 @@ TABLES = {"forward": FORWARD, "backward": BACKWARD}
 
 
 def shaped(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
-    """The tier and its kernel; of a `Held` before it is known how that is run."""
-    if problem.direction == "forward":
-        return _tier(problem, device)
+    """The tier and its kernel, before it is known how that is run: the same for every number of rows, but for a single
+    row, which is aligned whatever its stride.
+    """
     return _tier_of_layout(problem.layout, device)
 
 
-def _tier(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
+@lru_cache(maxsize=4096)
+def _tier_of_layout(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
     vectors = ceil_div(problem.cols, 16 // ITEMSIZE[problem.row_dtype])
     for tier in TABLES[problem.direction]:
         if vectors > tier.most or tier.norm not in ("", problem.operation.norm):
@@ -455,7 +442,3 @@ def _tier(problem: Problem, device: Device) -> tuple[Tier, NormSpec] | None:
         if spec is not None:
             return tier, spec
     return None
-
-
-# Backward it does not depend on the number of rows, but for a single one, which is aligned whatever its stride.
-_tier_of_layout = lru_cache(maxsize=4096)(_tier)

@@ -10,10 +10,10 @@ from ..operation import Operation
 from .problem import Operand, Operands, Problem, compute_dtype
 
 WARP = 32
-# The backward pass keeps its column operands in registers where a thread has so many bytes and packs of them at most,
+# The backward pass keeps its column operands in registers where a thread has so many bytes and vectors of them at most,
 # else in shared memory.
 COLUMN_BYTES = 64
-COLUMN_PACKS = 2
+COLUMN_VECTORS = 2
 SUM_COLUMNS = 4  # of a thread that adds partial rows up, and of a piece of a partial row
 LINE_COLUMNS = 32  # a partial row is a multiple of them: lines of L2, of 128 bytes or two of these
 MOST_SHORT = 4096  # vectors of a row that one CTA holds forward
@@ -21,31 +21,31 @@ STREAMED_THREADS = 512  # of a CTA of a row that no other kernel takes
 BLOCK_VALUES = 32  # of y that a thread holds while it looks for the largest of blocks, where one block has no more
 MAILBOX = 8  # bytes
 SHARED_ALIGNMENT = 128  # of dynamic shared memory
-RUN_GAP = 32  # bytes that a run of packs takes besides them in shared memory where they are at odd addresses
+RUN_GAP = 32  # bytes that a run of vectors takes besides them in shared memory where they are at odd addresses
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """A row is held by `threads` threads in each of `cluster` CTAs, `packs` packs of `pack` columns a thread."""
+    """A row is held by `threads` threads in each of `cluster` CTAs, `vectors` vectors of `pack` columns a thread."""
 
     pack: int
     threads: int
-    packs: int
+    vectors: int
     cluster: int = 1
 
     @property
     def lanes(self) -> int:
-        """Threads of a warp that hold neighbouring packs of a row: their packs are a run."""
+        """Threads of a warp that hold neighbouring vectors of a row: their vectors are a run."""
         return min(WARP, self.threads)
 
     @property
     def capacity(self) -> int:
-        return self.pack * self.threads * self.packs * self.cluster
+        return self.pack * self.threads * self.vectors * self.cluster
 
     @property
     def order(self) -> tuple[int, int, int]:
         """What decides in which order a row is added up: not how its threads are spread over CTAs."""
-        return self.pack, self.threads * self.cluster, self.packs
+        return self.pack, self.threads * self.cluster, self.vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +59,24 @@ class NormSpec:
     cols: int
     row_dtype: str
     operands: Operands
-    aligned: bool  # every pack of every row begins at a multiple of its size (or of 16 bytes)
+    aligned: bool  # every vector of every row begins at a multiple of its size (or of 16 bytes)
     shape: RowShape
-    columns_aligned: bool = True  # so does every pack of what is read once for all rows
+    columns_aligned: bool = True  # so does every vector of what is read once for all rows
     rows_per_cta: int = 1
     ctas_per_sm: int = 1
     stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
-    rows_stay: bool = False  # a thread keeps its packs of a row in registers once they have come to shared memory
-    ask_early: bool = False  # the next row is asked for before the present one is summed up
+    rows_in_registers: bool = (
+        False  # a thread keeps its vectors of a row in registers once they have come to shared memory
+    )
+    prefetch: bool = False  # the next row is asked for before the present one is summed up
     streamed_x: bool = False  # x is read past L1
-    columns_stay: bool = False  # forward: a thread keeps weight and bias in registers from row to row
-    held: int = 1  # forward_spread: packs of a thread
-    unpacked: bool = False  # forward: a thread keeps the values of its row, not the packs in which they wait
-    once: bool = False  # forward: the grid has a CTA for every row
+    weights_in_registers: bool = False  # forward: a thread keeps weight and bias in registers from row to row
+    vectors_per_thread: int = 1  # forward_spread: vectors of a thread
+    unpacked: bool = False  # forward: a thread keeps the values of its row, not the vectors in which they wait
+    one_row_per_cta: bool = False  # forward: the grid has a CTA for every row
     keeps_g: bool = False  # backward: a thread keeps the gradient of xhat from the row's sums to dx
     final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
-    in_turns: bool = False  # column_gradients: a CTA has several blocks of columns, one after the other
+    several_blocks: bool = False  # column_gradients: a CTA has several blocks of columns, one after the other
 
     def __hash__(self) -> int:
         """Of what tells most kernels apart: they are looked up for every plan."""
@@ -92,7 +94,7 @@ class NormSpec:
         """Who holds what, in words."""
         shape = self.shape
         return (
-            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.packs} packs of {shape.pack} cols "
+            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.vectors} vectors of {shape.pack} cols "
             f"a row, cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
         )
 
@@ -105,13 +107,13 @@ class NormSpec:
         return self.aligned if one.kind == "full" else self.columns_aligned
 
     @property
-    def has_whole_packs(self) -> bool:
-        """Whether the kernel is told that no row ends within a pack.
+    def has_whole_vectors(self) -> bool:
+        """Whether the kernel is told that no row ends within a vector.
 
         Told so, kernels of streamed and of few rows, of vectors for groups and of rows that a thread keeps, spill.
         """
         told = self.stages > 0 or self.kernel in ("forward", "forward_pairs", "forward_twice")
-        kept = self.kernel == "forward" and self.rows_stay
+        kept = self.kernel == "forward" and self.rows_in_registers
         return told and not kept and not self.grouped and self.cols % self.shape.pack == 0
 
     @property
@@ -119,7 +121,7 @@ class NormSpec:
         if self.kernel == "forward_pairs":
             return self.shape.threads
         if self.kernel == "forward_spread":
-            parts = -(-self.shape.packs // self.held)
+            parts = -(-self.shape.vectors // self.vectors_per_thread)
             return -(-self.shape.threads * parts // WARP) * WARP
         return self.shape.threads * self.rows_per_cta
 
@@ -168,8 +170,7 @@ class NormSpec:
     @property
     def sums(self) -> tuple[Operand, ...]:
         """What is added up over rows, all of them or those of a group."""
-        of_rows = ("full", "per_row")
-        return tuple(one for one in self.written if one.kind not in of_rows) if self.kernel in BACKWARD else ()
+        return self.operands.summed if self.kernel in BACKWARD else ()
 
     @property
     def leaves_partial_rows(self) -> bool:
@@ -233,7 +234,7 @@ _spec = lru_cache(maxsize=4096)(NormSpec)
 
 
 def _vectors_fit(problem: Problem, pack: int, kinds: tuple[str, ...]) -> bool:
-    """Every pack of every row, or vector, of such operands starts at a multiple of its size (or of 16 bytes)."""
+    """Every vector of every row, or vector, of such operands starts at a multiple of its size (or of 16 bytes)."""
     return problem.aligned and (problem.rows == 1 or _strides_fit(problem.operands, pack, kinds))
 
 
@@ -266,7 +267,7 @@ class SumSpec:
     threads: int = 256
     kernel: str = "sum_partials"
     cluster: int = 1
-    in_turns: bool = False  # a CTA has several blocks of columns, of any gradient and group, one after the other
+    several_blocks: bool = False  # a CTA has several blocks of columns, of any gradient and group, one after the other
 
     def __str__(self) -> str:
         return f"{self.kernel} of {self.count} gradients of {self.dtype}, {self.lanes} threads a row"
@@ -294,7 +295,7 @@ class FewRowsSpec:
     @property
     def layout(self) -> str:
         columns = self.columns.shape.threads
-        return f"{self.column_ctas} CTAs with {columns} packs of all rows, the others with {self.rows.layout}"
+        return f"{self.column_ctas} CTAs with {columns} vectors of all rows, the others with {self.rows.layout}"
 
     @property
     def column_ctas(self) -> int:

@@ -28,7 +28,7 @@ from .problem import ITEMSIZE, Problem, ceil_div
 from .resources import KERNELS, at_odd_addresses, is_legal, widest_column
 from .spec import NormSpec, in_clusters
 
-VERSION = 1  # of the fields of a Launch: a table of another version is not read
+VERSION = 2  # of the fields of a Launch: a table of another version is not read
 BANDWIDTH_TOLERANCE = 0.1  # of the bandwidth of an SM, within a class
 REACH = 1.25  # a launch that was measured serves so many times more rows, and so many times fewer
 ZERO_CENTRED = "zero_centered_"
@@ -44,11 +44,11 @@ class Launch:
     rows_per_cta: int = 1
     ctas_per_sm: int = 1
     stages: int = 0
-    rows_stay: bool = False
-    ask_early: bool = False
-    columns_stay: bool = False
+    rows_in_registers: bool = False
+    prefetch: bool = False
+    weights_in_registers: bool = False
     streamed_x: bool = False
-    held: int = 1
+    vectors_per_thread: int = 1
     unpacked: bool = False
 
     @classmethod
@@ -161,8 +161,10 @@ def layout_of(spec: NormSpec) -> str | None:
     if spec.kernel == "backward":
         plain = is_named(operation) and {operand.dtype for operand in spec.matrices} == {spec.row_dtype}
         sums = (1, 2) if NORMS[operation.norm].subtracts_mean else (1,)
-        measured = plain and len(spec.sums) in sums and spec.cols % spec.shape.pack == 0
-        return f"{operation.norm}, backward, {of_x} {of_columns}" if measured else None
+        if not plain or len(spec.sums) not in sums:
+            return None
+        odd = ", odd" if spec.cols % spec.shape.pack else ""  # rows that end within a vector
+        return f"{operation.norm}, backward, {of_x} {of_columns}{odd}"
     if not (spec.aligned and spec.columns_aligned) or any(one.itemsize > itemsize for one in spec.matrices):
         return None
     words = [name, "forward", of_x + (f" {len(spec.columns)}{of_columns}" if spec.columns else "")]
@@ -309,7 +311,9 @@ def _launch_of(fields: dict[str, Any]) -> Launch:
     """A Launch of a file; ValueError where it has what no launch has."""
     launch, usual = Launch(**fields), Launch("")
     wrong = [name for name, value in fields.items() if type(value) is not type(getattr(usual, name))]
-    wrong = wrong or [name for name in ("rows_per_cta", "ctas_per_sm", "held") if getattr(launch, name) < 1]
+    wrong = wrong or [
+        name for name in ("rows_per_cta", "ctas_per_sm", "vectors_per_thread") if getattr(launch, name) < 1
+    ]
     wrong += ["stages"] if not wrong and launch.stages < 0 else []
     wrong += ["cluster"] if launch.cluster not in (1, *CLUSTER_SIZES) else []
     wrong += ["kernel"] if launch.kernel not in (*KERNELS["forward"], *KERNELS["backward"]) else []

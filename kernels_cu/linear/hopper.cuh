@@ -33,7 +33,8 @@ struct Barrier {
     while (!has_ended(phase)) still_waiting();
   }
 
-  // The same barrier in the CTA `rank`. This thread has read what it read; what it wrote may come later.
+  // The same barrier in the CTA `rank`. What this thread read it has read; what it wrote may come later (in order of
+  // the cluster it took 3 us, beside a full ring).
   DEVICE void arrive_at(int rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped(&state, rank)) : "memory");
   }

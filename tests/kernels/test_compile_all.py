@@ -123,6 +123,7 @@ def test_a_failure_is_in_the_table_and_in_the_exit_status(monkeypatch, capsys, c
     assert summary.startswith("3 kernels compiled for sm_80: 1 failures, ")
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_a_cache_for_calls_holds_kernels_for_any_number_of_rows():
     """With what plans choose for few rows, and between."""

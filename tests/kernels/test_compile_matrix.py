@@ -92,6 +92,7 @@ def faults_of(specs, arch):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", KNOWN)
 @pytest.mark.parametrize("direction", matrix.TABLES)
 def test_the_set_reaches_every_tier(direction, arch):

@@ -57,7 +57,10 @@ class Case(NamedTuple):
 
 def case(rows: int, cols: int, outs: int, cluster: int, sms: int, **options: Any) -> Case:
     """bfloat16 with everything that there may be, unless `options` say otherwise."""
-    fields = dict.fromkeys(("dtype", "ln_weight", "ln_bias"), "bfloat16") | {"norm": "layer_norm", "bias": True}
+    fields: dict[str, Any] = dict.fromkeys(("dtype", "ln_weight", "ln_bias"), "bfloat16") | {
+        "norm": "layer_norm",
+        "bias": True,
+    }
     fields |= {"x_stride": cols, "weight_stride": cols}
     of_case = {name: options.pop(name) for name in ("stages", "offset") if name in options}
     return Case(LinearProblem(rows=rows, cols=cols, outs=outs, **fields | options), cluster, sms, **of_case)

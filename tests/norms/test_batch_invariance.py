@@ -38,6 +38,7 @@ BATCHES = (
 MANY = 9  # rows on the stand-in: threads take several one after the other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("direction", TABLES)
 def test_who_owns_which_column_depends_on_the_row_alone(direction, name):

@@ -54,7 +54,7 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, name):
             if spec.kernel in ("forward", "backward"):
                 assert spec.shape.capacity >= cols
                 assert spec.shape.capacity < 2 * cols + 2 * 32 * spec.shape.pack * spec.shape.cluster
-                fewer = replace(spec.shape, packs=spec.shape.packs - 1)
+                fewer = replace(spec.shape, vectors=spec.shape.vectors - 1)
                 assert fewer.capacity < cols + fewer.pack * fewer.cluster
 
 
@@ -283,7 +283,7 @@ def test_no_launch_takes_the_multiprocessors_that_a_margin_leaves_free(direction
                 allowed = device.resident_clusters(step.spec.cluster, at_once, margin) * step.spec.cluster
                 assert math.prod(step.grid) <= allowed, (rows, solution.describe())
                 if step.spec.kernel in ("sum_partials", "column_gradients"):
-                    found.add((step.spec.kernel, step.spec.in_turns))
+                    found.add((step.spec.kernel, step.spec.several_blocks))
     assert len(found) == (4 if direction == "backward" else 0), "both, as they are and in turns"
 
 

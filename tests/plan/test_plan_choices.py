@@ -97,8 +97,8 @@ def test_backward_rows_that_end_within_a_pack_are_kept_by_as_few_threads_as_won(
     rows = (64 << 20) // cols
     spec = plan(problem("backward", rows, cols, "bfloat16", norm, wanted=wanted), KNOWN[90]).steps[0].spec
     shape = spec.shape
-    assert (shape.threads, shape.packs, spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, spec.stages) == held
-    assert spec.rows_stay
+    assert (shape.threads, shape.vectors, spec.cluster, spec.rows_per_cta, spec.ctas_per_sm, spec.stages) == held
+    assert spec.rows_in_registers
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_backward_rows_of_a_warp_share_a_cta_as_was_measured_to_win(norm, elemen
     wanted = ("x", "weight", "bias") if norm == "layer_norm" else ("x", "weight")
     rows = (elements << 20) // cols
     spec = plan(problem("backward", rows, cols, "bfloat16", norm, wanted=wanted), KNOWN[90]).steps[0].spec
-    assert (spec.threads, spec.ctas_per_sm, spec.ask_early) == together
+    assert (spec.threads, spec.ctas_per_sm, spec.prefetch) == together
 
 
 @pytest.mark.parametrize(("rows", "row_groups"), [(1, 1), (2, 1), (3, 8), (64, 32)])

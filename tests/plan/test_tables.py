@@ -241,8 +241,8 @@ BAD_FILES = [
             {"rows_per_cta": 0},
             {"ctas_per_sm": -1},
             {"stages": -1},
-            {"held": 0},
-            {"columns_stay": 1},
+            {"vectors_per_thread": 0},
+            {"weights_in_registers": 1},
             {"colour": "blue"},
         )
     ),
@@ -293,8 +293,8 @@ ILLEGAL = [
         {"kernel": "forward", "cluster": 8},  # 16 threads in each CTA
         {"kernel": "forward", "rows_per_cta": 2},  # of rows that several warps hold
         {"kernel": "forward", "stages": 1},
-        {"kernel": "forward", "stages": 40, "ask_early": True},
-        {"kernel": "forward_spread", "held": 3},
+        {"kernel": "forward", "stages": 40, "prefetch": True},
+        {"kernel": "forward_spread", "vectors_per_thread": 3},
         {"kernel": "forward_spread", "stages": 2},
         {"kernel": "forward_pairs", "rows_per_cta": 1},
     )

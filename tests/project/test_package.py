@@ -367,6 +367,7 @@ print(taken, *set(sys.modules) - before)
 """
 
 
+@pytest.mark.slow
 def test_importing_cunorm_torch_takes_no_time_and_no_compiler(tmp_path):
     """Nor do calls in eager mode, of which none needs what another package happens to have imported."""
     pytest.importorskip("torch")

@@ -97,6 +97,7 @@ def test_a_file_of_another_torch_is_built_again(compiler, tmp_path):
     assert compiler.calls == 1
 
 
+@pytest.mark.slow
 def test_one_process_builds_and_the_others_wait(compiler):
     program = [sys.executable, "-c", "from cunorm.torch.norm import nodes; print(repr(nodes.build()))"]
     processes = [subprocess.Popen(program, stdout=subprocess.PIPE, text=True) for _ in range(3)]

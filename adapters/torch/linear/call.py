@@ -36,8 +36,9 @@ from ..private import applied, in_forward_mode, nothing_listens, under_functorch
 from . import operators
 from .exchange import SUM
 from .float8_arithmetic import cast_rows
+from .one_launch import OneLaunch, of_inputs
 from .parallel import ALONE, Ranks, takes_part
-from .step import LOCAL, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
+from .step import LOCAL, NOTHING, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
 from .wide import WIDE
 
 
@@ -72,6 +73,7 @@ class Call(NamedTuple):
     differentiated: bool
     recipe: Any  # of the norm, None where it is looked for again
     compiled: nodes.Call | None = None  # what serves such a call in C++ (_compiled_call)
+    one_launch: OneLaunch | None = None  # the same of few rows without gradients in one launch
 
 
 NOTHING_GIVEN = Given()
@@ -127,6 +129,8 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
         if recipe is not None and numbers is WIDE and ranks.alone:
             if differentiated:
                 nodes.build_in_background()
+            if not differentiated and step.returned == NOTHING:
+                call = call._replace(one_launch=of_inputs(inputs, step))
             call = call._replace(compiled=_compiled_call(step, recipe, *inputs))
         tensors = tuple(tensor for tensor in inputs if tensor is not None)
         remember(repeats._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
@@ -162,8 +166,12 @@ def known(layer: tuple, inputs: Inputs) -> Call | None:
 
 def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:
     """Run `norm_linear` of tensors that are checked, or known."""
-    step, wanted, differentiated, recipe, compiled = call
+    step, wanted, differentiated, recipe, compiled, one_launch = call
     parallel, _, fp8_output, sink, wants_statistics = given
+    if one_launch is not None and not wants_statistics and not fp8_output:
+        y = one_launch(inputs)
+        if y is not None:
+            return y, None, None
     if compiled is not None:
         if sink is None and not wants_statistics:
             results = compiled(*inputs)
@@ -188,7 +196,7 @@ def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, T
 
 def _run_forward(call: Call, inputs: Inputs, given: Given, ranks: Ranks) -> tuple[Any, Tensor | None, Tensor | None]:
     """Run `norm_linear` without gradients."""
-    step, _, _, recipe, _ = call
+    step, recipe = call.step, call.recipe
     _, kept, fp8_output, _, wants_statistics = given
     weights = step.numbers.weights(inputs[1], False, False, kept)
     y, z, statistics, _ = forward(inputs, weights, step, ranks, recipe, wants_statistics)

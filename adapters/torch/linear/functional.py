@@ -16,7 +16,7 @@ from ..norm import checks
 from ..norm.functional import symbolic
 from .call import norm_linear
 from .parallel import ALONE
-from .step import LOCAL
+from .step import NOTHING
 from .wide import WIDE
 
 
@@ -97,7 +97,7 @@ def layer_norm_linear(
             return node
     operation = name_of(linear_problem.op(name, normalization, ln_bias), zero_centered_gamma)
     # A Layer, which as a plain tuple takes the host less.
-    layer = (name, operation, eps, bool(keep_normalized), margins_of(name, sm_margin), LOCAL, WIDE, ALONE)
+    layer = (name, operation, eps, bool(keep_normalized), margins_of(name, sm_margin), NOTHING, WIDE, ALONE)
     return norm_linear(layer, (input, weight, bias, ln_weight, ln_bias))[0]
 
 

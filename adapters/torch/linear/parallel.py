@@ -218,7 +218,8 @@ class TensorParallel:
         size = size_of(group)
         if size != self.size:
             raise ValueError(
-                f"LayerNormLinear: the tensor-parallel group must have tp_size={self.size} ranks; got one of {size}."
+                f"LayerNormLinear: the tensor-parallel group must have tp_size={self.size} ranks; got one of {size}. "
+                "Pass such a group, or its size to the constructor."
             )
         self.group = group
         self._compared = False
@@ -286,7 +287,8 @@ def size_of(group: Any) -> int:
     size = dist.get_world_size(group)
     if size < 1:
         raise ValueError(
-            "LayerNormLinear: this process must be a rank of the tensor-parallel group; got a group that it is not in."
+            "LayerNormLinear: this process must be a rank of the tensor-parallel group; got a group that it is not in. "
+            "Pass the group of this process."
         )
     return size
 

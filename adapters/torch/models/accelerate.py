@@ -1,4 +1,4 @@
-"""`accelerate`: puts into a model that exists what makes it faster."""
+"""`accelerate`, which makes an existing model faster by replacing its norms."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..norm.modules import LayerNorm, RMSNorm
 from .classes import check_classes, check_module, on_the_cpu, remedies
 from .replace import Replacement, SwappedNorm, replace_norms
 
-# Elements of x below which a step waits for the host. On an H200, LayerNorm, forward and backward: by Python's nodes
-# the host pays 40 us more for ours than for torch's; the kernels take 18 us less at 3 M elements, 50 to 70 at 4 to 8 M,
-# 100 at 16 M. By nodes in C++ it pays the same, and a step of fewer elements gains nothing (docs/tuning.md).
+# With fewer elements of x a step waits for the host. Measured on an H200 with LayerNorm, forward and backward: by
+# Python's nodes our host time is 40 us longer than torch's, while our kernels take 18 us less at 3 M elements, 50 to 70
+# at 4 to 8 M and 100 at 16 M. By nodes in C++ the host times are equal, and a step of fewer elements gains nothing.
 HOST_BOUND_BELOW = 8 << 20
-# Elements from which compiled code has our kernel for the backward pass of a norm, and torch's operators for its
-# forward pass. Kernels of a norm between two Linears, both passes, on an H200: LayerNorm 0.76 of inductor's time at 8
-# M elements of x and 0.95 at 64 M, RMSNorm 0.85 and 1.01 (compiled_norms.jsonl at 70aca0a). With fewer a
-# compiled step waits for the host too, but for one in a CUDA graph: kernels of 3 M elements take 0.77 and 0.86.
+# From this many elements on compiled code uses our kernel for the backward pass of a norm, and torch's operators for
+# its forward pass. Kernels of a norm between two Linears, both passes, on an H200: LayerNorm takes 0.76 of inductor's
+# time at 8 M elements of x and 0.95 at 64 M, RMSNorm 0.85 and 1.01 (compiled_norms.jsonl at 70aca0a). With fewer a
+# compiled step waits for the host too, unless it is in a CUDA graph, where kernels of 3 M elements take 0.77 and 0.86.
 COMPILED_FROM = HOST_BOUND_BELOW
 
 
 class Ran(NamedTuple):
-    """How often a norm was called, outside of compiled code, by whose kernel."""
+    """How often a norm ran each kernel, outside of compiled code."""
 
     by_cunorm: int
     by_torch: int  # x had too few elements to gain
@@ -40,28 +40,28 @@ class Acceleration:
     Attributes
     ----------
     norms : Replacement
-        What `replace_norms` did: `swapped` and `left`.
+        What `replace_norms` did, with `swapped` and `left`.
     without_nodes : str
-        Why autograd's nodes are Python's; "" where they are C++'s, or there is no GPU.
+        Why autograd's nodes are Python's; "" if they are C++'s, or there is no GPU.
     """
 
     norms: Replacement
     without_nodes: str = ""
-    _already: bool = field(default=False, repr=False)  # an earlier call has set all there is to set
-    _choosing: dict[str, nn.Module] = field(default_factory=dict, repr=False)  # norms that run ours or torch's, by name
+    _already: bool = field(default=False, repr=False)  # an earlier call has replaced all norms
+    _choosing: dict[str, nn.Module] = field(default_factory=dict, repr=False)  # norms that choose a kernel, by name
 
     def ran(self) -> dict[str, Ran]:
-        """By name of a norm that runs our kernel or torch's, as x is large or small: how often it ran each.
+        """Return, for each norm that runs our kernel for a large x and torch's for a small one, how often it ran each.
 
-        What torch.compile compiled is not counted.
+        Calls in code compiled by torch.compile are not counted.
         """
         counts = {name: vars(norm) for name, norm in self._choosing.items()}
         return {name: Ran(count.get("_by_cunorm", 0), count.get("_by_torch", 0)) for name, count in counts.items()}
 
     def undo(self) -> None:
-        """Gives every module its class back; what was trained meanwhile stays.
+        """Give every module its class back; parameters stay as they were trained meanwhile.
 
-        RuntimeError, and nothing is undone, if a class was changed since, as by fully_shard.
+        If a class was changed since, as by fully_shard, RuntimeError is raised and nothing is undone.
         """
         self.norms._swaps.undo("_own_below", "_compiled_from", "_by_cunorm", "_by_torch")
 
@@ -85,36 +85,36 @@ class Acceleration:
 
 
 def accelerate(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Acceleration:
-    """Replaces, in place, the norms of a model, and lets each call run our kernel or torch's, whichever is faster.
+    """Replace, in place, the norms of a model, and let each call run our kernel or torch's, whichever is faster.
 
     Parameters
     ----------
     model : Module
-        On any device, in any dtype, in DistributedDataParallel or compiled too. Its parameters, hooks and state_dict
-        stay as they are. Before fully_shard, not after it: norms that it has wrapped are left.
+        It may be on any device, in any dtype, in DistributedDataParallel, and compiled. Its parameters, hooks and
+        state_dict stay as they are. Call `accelerate` before fully_shard: norms that fully_shard has wrapped are left.
     norms : sequence of classes, optional
-        As in `replace_norms`.
+        See `replace_norms`.
 
     Returns
     -------
     Acceleration
-        Printed, it says what was replaced, what was left and why, and what ran; its `undo()` takes it back. Called
-        again, `accelerate` finds nothing that is left to do.
+        Printed, it says what was replaced, what was left and why, and what ran; its `undo()` takes it back. A second
+        call of `accelerate` changes nothing.
 
     Notes
     -----
-    The norms are those of `replace_norms`. Where x has fewer than 8 M elements a step waits for the host, which torch's
-    operators, in C++, keep less busy: a torch.nn.LayerNorm or RMSNorm runs torch's own kernel there. Those of
+    The norms are those of `replace_norms`. If x has fewer than 8 M elements a step waits for the host, which torch's
+    operators, in C++, keep less busy: a torch.nn.LayerNorm or RMSNorm runs torch's own kernel then. The norms of
     transformers are several operators each and always run ours.
 
-    On a machine with a GPU the first call waits, some 20 s, until the nodes of autograd's graph are compiled by the C++
-    compiler that there is; they are kept beside the kernels, and every norm uses them then. Without a compiler they are
-    Python's: the same bits, and more time of the host.
+    On a machine with a GPU the first call waits some 20 s until the installed C++ compiler has compiled the nodes of
+    autograd's graph; they are kept beside the kernels, and every norm uses them afterwards. Without a compiler they are
+    Python's, with the same bits and more time of the host.
 
-    Under torch.compile and export the model's own operators are what is traced, as if nothing had been done: a compiler
-    joins them itself with what stands beside them. But the backward pass of a norm is our kernel from 8 M elements on,
-    that of a norm of torch.nn at every size with mode="reduce-overhead", whose CUDA graphs do not wait for the host;
-    not in an export. `replace_norms` alone keeps the kernels of both passes there.
+    Under torch.compile and export the model's own operators are traced, as if nothing had been done, because a compiler
+    fuses them with the operators around them. Under torch.compile the backward pass of a norm is our kernel all the
+    same from 8 M elements on; with mode="reduce-overhead", whose CUDA graphs do not wait for the host, that of a norm
+    of torch.nn is at every size. `replace_norms` alone keeps the kernels of both passes there.
 
     Examples
     --------

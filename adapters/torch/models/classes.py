@@ -1,4 +1,4 @@
-"""Classes of modules that are changed for others, and changed back."""
+"""Change the classes of modules, and change them back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from torch import nn
 
 
 def check_module(function: str, model: object) -> None:
+    """Raise TypeError unless `model` is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: model must be a torch.nn.Module; got {type(model).__name__}.")
 
 
 def check_classes(function: str, norms: object) -> None:
+    """Raise TypeError unless `norms` is a sequence of classes of modules."""
     classes = norms if isinstance(norms, Sequence) and not isinstance(norms, str) else [norms]
     for cls in classes:
         if classes is not norms or not (isinstance(cls, type) and issubclass(cls, nn.Module)):
@@ -30,7 +32,7 @@ REMEDY = (
 
 
 def forward_replaced(module: nn.Module) -> str:
-    """Why a module keeps its class whose forward was replaced on the instance; "" if it was not."""
+    """Say why a module keeps its class, if its forward was replaced on the instance; else ""."""
     if "forward" not in vars(module) or _has_its_own(module):
         return ""
     name = type(module).__name__
@@ -40,39 +42,41 @@ def forward_replaced(module: nn.Module) -> str:
 
 
 def _has_its_own(module: nn.Module) -> bool:
-    """Whether the forward that an instance has is that of its class, as a hook that is removed leaves it there."""
+    """Say whether the forward on an instance is that of its class, which a removed hook leaves there."""
     forward = vars(module)["forward"]
     return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
 
 
 def remedies(left: dict[str, str]) -> list[str]:
-    """What a report of modules that were left says once."""
+    """Return the lines that a report adds once for all modules that were left."""
     return [REMEDY] if any(reason.startswith(HOOKED) for reason in left.values()) else []
 
 
 def on_the_cpu(model: nn.Module | None) -> list[str]:
-    """The first line of a report of a model that runs none of the kernels."""
+    """Return the first line of a report if the model is on the CPU, where none of the kernels runs; else nothing."""
     tensors = () if model is None else itertools.chain(model.parameters(), model.buffers())
     on_cpu = {tensor.device.type for tensor in tensors} == {"cpu"}
     return ["this model is on the CPU: torch's operators run"] if on_cpu else []
 
 
 class Swaps:
-    """Modules whose class was changed."""
+    """Change the classes of modules, and keep what is needed to change them back."""
 
     def __init__(self):
-        self._made: list[tuple[nn.Module, type, type]] = []  # module, its class before, and since
+        self._made: list[tuple[nn.Module, type, type]] = []  # module, its class before, its class since
 
     def swap(self, module: nn.Module, cls: type) -> None:
+        """Change the class of a module."""
         before = type(module)
-        vars(module).pop("forward", None)  # that of its class
+        vars(module).pop("forward", None)  # it can only be the forward of the class, which a removed hook has left
         module.__class__ = cls
         self._made.append((module, before, cls))
 
     def undo(self, *attributes: str) -> None:
-        """Every module has its class again, and lacks the attributes; nothing is done twice.
+        """Give every module its class back, and remove the attributes; a second call does nothing.
 
-        RuntimeError, and nothing is done, if somebody else has changed a class since: it would be lost.
+        If a class was changed since by somebody else, RuntimeError is raised and nothing is done, as that change would
+        be lost.
         """
         for module, before, after in self._made:
             if type(module) is not after:

@@ -1,7 +1,7 @@
-"""What a norm computes, found by trying a copy of the module: the classes of transformers, diffusers and one's own.
+"""Find out what a norm computes by trying a copy of the module: for norms of transformers, diffusers and one's own.
 
-The copy has the attributes of the module and random parameters. It is called on the CPU, in training and in evaluation,
-on rows of very different size, and its results are compared with the formulas that there are kernels for.
+The copy has the attributes of the module and random parameters. It is called on the CPU, in training and in evaluation
+mode, on rows of very different magnitude, and its results are compared with the formulas that our kernels compute.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from ...operation import name_of
 from ..norm.functional import AUTOCAST_TO_FLOAT32
 from ..private import parameters_of
 
-PROBE_COLUMNS = 64  # of a norm without a weight, which takes any number
+PROBE_COLUMNS = 64  # the columns on which a norm without a weight is tried, which takes any number of them
 PROBE_EPS = 0.25
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32, torch.float64)
 FLOAT32 = (torch.float32, torch.float32)
 ACTIVATIONS = {"silu": silu, "sigmoid": sigmoid}
-Pair = tuple[torch.dtype, torch.dtype | None]  # of x and weight
-Dtypes = tuple[tuple[Pair, torch.dtype], ...]  # and of y; without the pairs that the module refuses
+Pair = tuple[torch.dtype, torch.dtype | None]  # the dtypes of x and weight
+Dtypes = tuple[tuple[Pair, torch.dtype], ...]  # the dtype of y for each pair that the module does not refuse
 
 OTHER = "computes something else than a LayerNorm or an RMSNorm over the last axis, gated or not"
 
 
 class Form(NamedTuple):
-    """(x - mean(x)) / sqrt(var(x) + eps), or x / sqrt(mean(x²) + eps), times weight or 1 + weight, plus bias."""
+    """The form of a norm: (x - mean(x)) / sqrt(var(x) + eps), or x / sqrt(mean(x²) + eps). It is
+    multiplied by weight or 1 + weight, and bias is added.
+    """
 
     operation: str  # a name of cunorm.operation.NAMED
     eps: str | float  # the name of the attribute that holds it, or its value where it stands in the method
@@ -48,7 +50,9 @@ class Form(NamedTuple):
 
 
 class GatedForm(NamedTuple):
-    """x / sqrt(mean(x²) + eps) * weight, times an activation of a gate, or of x times it."""
+    """The form of a gated norm: x / sqrt(mean(x²) + eps) * weight * activation(gate), or with `gate_first`
+    the same norm of x * activation(gate) without the last factor.
+    """
 
     activation: str
     gate_first: bool
@@ -57,11 +61,11 @@ class GatedForm(NamedTuple):
 
 
 def form_of(module: nn.Module) -> Form | GatedForm | str:
-    """What a module computes, or why it is none of these: a clause whose subject is its class."""
+    """Return what a module computes, or say why it is none of these, in a clause whose subject is its class."""
     if any(True for _ in module.children()) or any(True for _ in module.buffers(recurse=False)):
         return "has submodules or buffers"
     try:
-        # What the copy draws or makes leaves no trace, whatever default device and autocast are set.
+        # The trial changes no random state and does not depend on the default device and autocast of the caller.
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
@@ -76,7 +80,7 @@ def form_of(module: nn.Module) -> Form | GatedForm | str:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """Why a module cannot be tried, "" if it can."""
+    """Say why a module cannot be tried; "" if it can."""
     parameters = dict(module.named_parameters(recurse=False))
     others = sorted(parameters.keys() - {"weight", "bias"})
     if others:
@@ -89,15 +93,16 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _arguments(module: nn.Module) -> int:
+    """Count the arguments of a module's forward."""
     return len(inspect.signature(type(module).forward).parameters) - 1  # without self
 
 
 class _OtherResultError(Exception):
-    """Something else than a tensor of the shape of x, or x has changed in place."""
+    """Raised if a module returns something else than a tensor of the shape of x, or changes its arguments in place."""
 
 
 class _Formula(NamedTuple):
-    """What a module may compute."""
+    """A formula that a module may compute."""
 
     centred: bool = False
     plus: bool = False  # times 1 + weight
@@ -105,7 +110,7 @@ class _Formula(NamedTuple):
     gate_first: bool = False
 
     def __call__(self, x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        """In float64."""
+        """Compute y in float64."""
         y = x.double()
         gated = getattr(nn.functional, self.activation)(gate.double()) if self.activation else 1.0
         if self.gate_first:
@@ -121,7 +126,7 @@ class _Formula(NamedTuple):
 
 
 class _Trial:
-    """A copy of a module, without its parameters and hooks, and what it is tried on."""
+    """A copy of a module, without its parameters and hooks, and the tensors that it is tried on."""
 
     def __init__(self, module: nn.Module):
         self.forward, self.gated = type(module).forward, _arguments(module) == 2
@@ -132,9 +137,9 @@ class _Trial:
         for name in parameters_of(module):
             self.probe.register_parameter(name, None)
         self.floats = [name for name, value in attributes.items() if type(value) is float]
-        lengths = {name: len(one) for name, one in module.named_parameters(recurse=False)}
+        lengths = {name: len(parameter) for name, parameter in module.named_parameters(recurse=False)}
         shape = attributes.get("normalized_shape") or PROBE_COLUMNS
-        # Without a weight, or where a rank has an empty part of it, the columns are those that an attribute says.
+        # Without a weight, or if this rank has an empty part of it, an attribute says how many columns there are.
         columns = max(lengths.values(), default=0) or (shape if isinstance(shape, int) else shape[-1])
         generator = torch.Generator().manual_seed(0)
         self.x, self.gate = torch.randn(2, 2, 3, columns, generator=generator)
@@ -145,6 +150,11 @@ class _Trial:
         self.of_torch = False  # as in Form
 
     def form(self) -> Form | GatedForm | str | None:
+        """Return the form of the module, a reason why it is left, or None for something else.
+
+        Each float among the attributes is tried as eps, by a value that changes the results. If none is, eps stands in
+        the method and is measured.
+        """
         formulas = self._formulas()
         for name in self.floats:
             own, vars(self.probe)[name] = vars(self.probe)[name], PROBE_EPS
@@ -158,12 +168,13 @@ class _Trial:
         if self.gated:
             gated = itertools.product(ACTIVATIONS, (False, True))
             known = self.weight is not None and self.bias is None
-            return [_Formula(False, False, *one) for one in gated] if known else []
+            return [_Formula(False, False, *options) for options in gated] if known else []
         centred = (False, True) if self.bias is None else (True,)
-        return [_Formula(*one) for one in itertools.product(centred, (False, True)[: 2 - (self.weight is None)])]
+        plus = (False,) if self.weight is None else (False, True)
+        return [_Formula(*options) for options in itertools.product(centred, plus)]
 
     def _form(self, formulas: list[_Formula], eps: float, name: str) -> Form | GatedForm | str | None:
-        formula = next((one for one in formulas if self._computes(one, eps)), None)
+        formula = next((candidate for candidate in formulas if self._computes(candidate, eps)), None)
         if formula is None:
             return None
         dtypes, changed = {}, {}
@@ -187,7 +198,10 @@ class _Trial:
         return Form(operation, name or eps, *has, (*dtypes.items(),), (*changed.items(),), self.of_torch)
 
     def _computes(self, formula: _Formula, eps: float) -> bool:
-        """In training too, and of tensors of two and of four axes, and of twice the columns, unless it refuses them."""
+        """Say whether the module computes a formula, in training and in evaluation mode.
+
+        Tensors of two and of four axes, and with twice the columns, must give the same unless the module refuses them.
+        """
         both = torch.stack([self.x, self.gate])
         others = [both[:, 0], torch.stack([both, -2 * both], 3)]
         if self.weight is None and self.bias is None:
@@ -202,32 +216,37 @@ class _Trial:
         return True
 
     def _called(self, x: Tensor, gate: Tensor, pair: Pair = FLOAT32) -> Tensor:
+        """Call the module on tensors of these dtypes and return y."""
         for name, value in (("weight", self.weight), ("bias", self.bias)):
             if value is not None:
                 self.probe.register_parameter(name, nn.Parameter(value.to(pair[1]), requires_grad=False))
-        given = [one.to(pair[0], copy=True) for one in (x, gate)[: 1 + self.gated]]
-        y = self.forward(self.probe, *given)
-        changed = not all(map(torch.equal, given, (x.to(pair[0]), gate.to(pair[0]))))
+        inputs = [tensor.to(pair[0], copy=True) for tensor in (x, gate)[: 1 + self.gated]]
+        y = self.forward(self.probe, *inputs)
+        changed = not all(map(torch.equal, inputs, (x.to(pair[0]), gate.to(pair[0]))))
         if changed or not isinstance(y, Tensor) or y.shape != x.shape:
             raise _OtherResultError
         return y
 
     def _agrees(self, y: Tensor, formula: _Formula, eps: float, x: Tensor, gate: Tensor, pair: Pair = FLOAT32) -> bool:
-        """To a few roundings of the dtypes, relative to the largest entry of a row."""
-        vectors = (None if one is None else one.to(pair[1]) for one in (self.weight, self.bias))
-        expected = formula(x.to(pair[0]), gate.to(pair[0]), *vectors, eps)
+        """Say whether y equals the formula to a few roundings of the dtypes, relative to the largest entry of a row."""
+        parameters = (None if vector is None else vector.to(pair[1]) for vector in (self.weight, self.bias))
+        expected = formula(x.to(pair[0]), gate.to(pair[0]), *parameters, eps)
         rounding = max(torch.finfo(dtype).eps for dtype in (*pair, y.dtype) if dtype is not None)
-        room = max(8 * rounding, 1e-5) * expected.abs().amax(-1, keepdim=True)
-        return bool(((y.double() - expected).abs() <= room).all())
+        tolerance = max(8 * rounding, 1e-5) * expected.abs().amax(-1, keepdim=True)
+        return bool(((y.double() - expected).abs() <= tolerance).all())
 
     def _under_autocast(self, dtype: torch.dtype, pair: Pair) -> torch.dtype:
+        """Return the dtype of y under autocast on a GPU."""
         with AutocastOfCuda(dtype) as mode:
             y = self._called(self.x, self.gate, pair)
         self.of_torch |= mode.of_torch
         return y.dtype
 
     def _measured_eps(self) -> float:
-        """Of a row v without a mean: y of s v, by y of a much larger one, is 1 / sqrt(1 + eps / mean((s v)²))."""
+        """Measure eps on a row v with mean 0.
+
+        y of s * v, divided by y of a much larger row, is 1 / sqrt(1 + eps / mean((s * v)²)).
+        """
         v = self.x[1, 2] - self.x[1, 2].mean()
         bias, self.bias = self.bias, None if self.bias is None else torch.zeros_like(self.bias)
         small, large = self._called(torch.stack([v * 1e-6, v * 1e3])[None], self.gate)[0]
@@ -237,16 +256,16 @@ class _Trial:
 
 
 class AutocastOfCuda(TorchFunctionMode):
-    """Autocast as tensors on a GPU have it, for those on the CPU: these functions are computed in float32.
+    """Apply the autocast of a GPU to tensors on the CPU: the functions of FLOAT32 are computed in float32.
 
-    Products, which it computes in 16 bits, are no part of a norm.
+    Matrix products, which autocast computes in 16 bits, do not occur in a norm.
     """
 
-    KINDS = ("cpu", "cuda")  # a module may ask for either, or turn it off
+    KINDS = ("cpu", "cuda")  # a module may look at either, or turn it off
     FLOAT32 = frozenset(
         [
             *("linalg_vector_norm", "norm", "pow", "prod", "reciprocal", "rsqrt", "sum"),
-            *("square", "normalize"),  # which call these
+            *("square", "normalize"),  # they call functions of this list
             *(name for name, to_float32 in AUTOCAST_TO_FLOAT32.items() if to_float32),
         ]
     )
@@ -286,7 +305,10 @@ class AutocastOfCuda(TorchFunctionMode):
 def gated_norm(
     activation: str, gate_first: bool = False, x: torch.dtype = torch.float32, dtype: torch.dtype | None = None
 ) -> Fused:
-    """Of hidden_states, gate and weight; y has `dtype`, or that of x. What a gate before it leaves is not rounded."""
+    """Return a gated norm of hidden_states, gate and weight, for an input of the dtype `x`.
+
+    y has `dtype`, by default that of the input. With `gate_first` the product of input and gate is not rounded.
+    """
     function = ACTIVATIONS[activation]
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     if not gate_first:

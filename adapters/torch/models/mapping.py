@@ -1,7 +1,7 @@
-"""`kernel_mapping`: cunorm's norms for the layers that Hugging Face's package `kernels` replaces by name.
+"""`kernel_mapping`, which offers cunorm's norms to Hugging Face's package `kernels`, which replaces layers by name.
 
-`kernels.kernelize` gives a marked module the forward of a layer: a class of that one method, without state of its own,
-whose `self` is the module. A layer is found here, in this process; nothing is downloaded.
+`kernels.kernelize` gives a marked module the forward of a layer. A layer is a class with that method alone and without
+state of its own; `self` is the module. Layers come from this module, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from .forms import ACTIVATIONS, gated_norm
 
 
 def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
-    """The RMSNorms of models on cunorm's kernels, for `use_kernel_mapping` and `register_kernel_mapping` of `kernels`.
+    """Return cunorm's RMSNorms for `use_kernel_mapping` and `register_kernel_mapping` of `kernels`.
 
-    Three names, on CUDA devices, for training and inference, with and without torch.compile: `RMSNorm` reads a module's
-    `weight` and `variance_epsilon`; `RMSNormZeroCentered`, which multiplies by 1 + weight, its `weight` and `eps`;
-    `RMSNormGated` its `weight`, `variance_epsilon` and `activation`, "silu" or "sigmoid": with another one it runs as
-    the model has it.
+    It has three names, on CUDA devices, for training and inference, with and without torch.compile. `RMSNorm` reads a
+    module's `weight` and `variance_epsilon`. `RMSNormZeroCentered`, which multiplies by 1 + weight, reads `weight` and
+    `eps`. `RMSNormGated` reads `weight`, `variance_epsilon` and `activation`, which is "silu" or "sigmoid"; with
+    another one the model's own forward runs.
 
     Returns
     -------
     dict
-        A new one with every call. Joined with what is registered already, it takes the place of these names alone.
+        A new dictionary with every call. Registered beside other mappings, it replaces these names alone.
 
     Raises
     ------
     ImportError
-        The package `kernels` is not installed.
+        If the package `kernels` is not installed.
 
     Notes
     -----
     A result has the dtype that the model's own module gives it, and is rounded once. transformers marks its classes
-    only where it takes the version of `kernels` that is installed: pip install 'transformers[kernels]'. Its own
+    only if it supports the installed version of `kernels`: pip install 'transformers[kernels]'. Its own
     `model.set_use_kernels(True)` registers another mapping before it replaces anything: call `kernelize` of `kernels`.
 
     Examples
@@ -56,13 +56,13 @@ def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
             "kernel_mapping: Hugging Face's package kernels must be installed; it could not be imported "
             f"({error}). pip install 'transformers[kernels]', which takes the version that transformers knows."
         ) from error
-    mode = Mode.TRAINING | Mode.TORCH_COMPILE  # what serves this serves every mode
+    mode = Mode.TRAINING | Mode.TORCH_COMPILE  # a layer for this mode serves every mode
     return {layer.__name__: {"cuda": {mode: _Here(layer)}} for layer in (RMSNorm, RMSNormZeroCentered, RMSNormGated)}
 
 
 @dataclass(frozen=True)
 class _Here:
-    """What `kernels` takes for a repository."""
+    """A layer of this module in the place of a repository, as `kernels` expects it."""
 
     layer: type[nn.Module]
 
@@ -104,7 +104,7 @@ class RMSNormGated(nn.Module):
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         gated = _GATED.get(self.activation)
         if gated is None:
-            return type(self).forward(self, hidden_states, gate)  # what kernelize replaced on the instance alone
+            return type(self).forward(self, hidden_states, gate)  # kernelize has replaced it on the instance alone
         return gated(hidden_states, eps=self.variance_epsilon, gate=gate, weight=self.weight)
 
 
@@ -115,11 +115,11 @@ def _result_dtype(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype
 
 @functools.cache
 def _result_dtype_of(cls: type, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    """Of two dtypes some of these classes return the wider one, others that of x."""
+    """Return the dtype of y, found by trying the class: some classes return the wider dtype, others that of x."""
     probe = cls.__new__(cls)
     nn.Module.__init__(probe)
     probe.weight, probe.variance_epsilon = nn.Parameter(torch.ones(8, dtype=weight, device="cpu")), 1.0
     try:
         return cls.forward(probe, torch.ones(1, 8, dtype=x, device="cpu")).dtype
-    except Exception:  # it has other attributes
+    except Exception:  # the class needs other attributes
         return x

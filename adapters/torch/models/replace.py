@@ -1,6 +1,6 @@
-"""`replace_norms`: puts cunorm's kernels under the norms of a model that exists.
+"""`replace_norms`, which puts cunorm's kernels under the norms of an existing model.
 
-A module stays the object that it is, with its parameters, hooks and attributes; only its class changes.
+A module stays the same object, with its parameters, hooks and attributes; only its class changes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..private import parameter_of, parameters_of
 from .classes import Swaps, check_classes, check_module, forward_replaced, on_the_cpu, remedies
 from .forms import Form, GatedForm, Pair, form_of, gated_norm
 
-PACKAGES = ("transformers", "transformers_modules", "diffusers")  # the second is code that the first has loaded
-OTHER_NORMS = ("Batch", "Group", "Instance")  # parts of names
+PACKAGES = ("transformers", "transformers_modules", "diffusers")  # the second is remote code that transformers loads
+OTHER_NORMS = ("Batch", "Group", "Instance")  # parts of the names of norms that are neither LayerNorm nor RMSNorm
 OF_A_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -34,21 +34,21 @@ class Replacement:
     Attributes
     ----------
     swapped : dict of str to str
-        Name of the module in the model: its class before.
+        Maps the name of a module in the model to the name of its class before.
     left : dict of str to str
-        Name of a norm that was not swapped: why.
+        Maps the name of a norm that was not swapped to the reason.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     _swaps: Swaps = field(default_factory=Swaps, repr=False)
     _model: nn.Module | None = field(default=None, repr=False)
-    _before: int = field(default=0, repr=False)  # norms that were cunorm's
+    _before: int = field(default=0, repr=False)  # how many norms were cunorm's before
 
     def undo(self) -> None:
-        """Gives every swapped module its class back; what was trained meanwhile stays.
+        """Give every swapped module its class back; parameters stay as they were trained meanwhile.
 
-        RuntimeError, and nothing is undone, if a class was changed since.
+        If a class was changed since, RuntimeError is raised and nothing is undone.
         """
         self._swaps.undo()
 
@@ -64,14 +64,14 @@ class Replacement:
 
 
 def replace_norms(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Replacement:
-    """Swaps, in place, every LayerNorm and RMSNorm of a model: torch.nn's, those of libraries and one's own classes.
+    """Swap, in place, every LayerNorm and RMSNorm of a model: torch.nn's, those of libraries and one's own classes.
 
     Parameters
     ----------
     model : Module
-        Its parameters, hooks, dtypes, devices and state_dict stay as they are; compiled graphs of it are made anew.
+        Its parameters, hooks, dtypes, devices and state_dict stay as they are; torch.compile compiles it again.
     norms : sequence of classes, optional
-        Of one's own norms whose name does not end in "Norm": those whose name does are tried without it.
+        The classes of one's own norms whose name does not end in "Norm". Those whose name does are tried anyway.
 
     Returns
     -------
@@ -81,17 +81,17 @@ def replace_norms(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Re
     Raises
     ------
     TypeError
-        model is no module, or norms is no sequence of classes of modules.
+        If model is no module, or norms is no sequence of classes of modules.
 
     Notes
     -----
     A norm that is not torch.nn's is recognised by what it computes: a copy of the module is tried on a few rows, with
-    the attributes that it has now, in training and in evaluation. It must be (x - mean(x)) / sqrt(var(x) + eps) or
+    its present attributes, in training and in evaluation mode. It must compute (x - mean(x)) / sqrt(var(x) + eps) or
     x / sqrt(mean(x²) + eps) over the last axis, times `weight` or 1 + `weight`, the former plus `bias`; or the latter
-    times silu or sigmoid of a gate, or of x times them first, as Mamba 2's. The result keeps the dtype that the
-    original gives it, and for dtypes that the original refuses it is the original that is called. Where the original
-    rounds to 16 bits before it multiplies by weight and once more after, as Llama's, the replacement rounds once.
-    An attribute other than eps that changes later is not seen: call `undo` first.
+    times silu or sigmoid of a gate; or, as in Mamba 2, the latter of x times silu or sigmoid of a gate. The result has
+    the dtype that the original gives it; for dtypes that the original refuses the original is called. Where the
+    original rounds to 16 bits before it multiplies by weight and again afterwards, as Llama's, the replacement rounds
+    once. A later change of an attribute other than eps is not seen: call `undo` first.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def replace_norms(model: nn.Module, norms: Sequence[type[nn.Module]] = ()) -> Re
 def _replacement_of(
     module: nn.Module, norms: Sequence[type[nn.Module]], forms: dict[Hashable, Form | GatedForm | str]
 ) -> type | str:
-    """The class that a module gets, or why it is left, "" if it is no norm."""
+    """Return the class that a module gets, or say why it is left; "" if it is no norm."""
     replacement = _of_torch(module)
     if replacement is None and not (type(module) in norms or _is_tried(module)):
         return _why_left(module)
@@ -139,24 +139,24 @@ def _replacement_of(
 
 
 def _of_torch(module: nn.Module) -> type | None:
-    """Ours for a norm of torch, or for timm's LayerNorm, which calls torch's unless it was made for its fast norm."""
+    """Return our class for a norm of torch, or for timm's LayerNorm if that calls torch's and not timm's fast norm."""
     original = type(module)
-    of_timm = (original.__module__.partition(".")[0], original.__name__) == ("timm", "LayerNorm")
-    if original is nn.LayerNorm or (of_timm and module.__dict__.get("_fast_norm") is False):
+    is_timm = (original.__module__.partition(".")[0], original.__name__) == ("timm", "LayerNorm")
+    if original is nn.LayerNorm or (is_timm and module.__dict__.get("_fast_norm") is False):
         return LayerNorm
     return RMSNorm if original is nn.RMSNorm else None
 
 
 def _is_tried(module: nn.Module) -> bool:
-    """Whether a module is a norm by its name, and neither one of torch nor of a class that torch has made of one."""
+    """Say whether a module is a norm by its name, and neither torch's nor of a class that torch has made of another."""
     name, package = type(module).__name__, type(module).__module__.partition(".")[0]
-    if package == "torch" or any(True for _ in module.children()) or any(other in name for other in OTHER_NORMS):
+    if package == "torch" or any(True for _ in module.children()) or any(kind in name for kind in OTHER_NORMS):
         return False
     return name.endswith("Norm") or (package in PACKAGES and "norm" in name.lower())
 
 
 def _form_of(module: nn.Module, forms: dict[Hashable, Form | GatedForm | str]) -> Form | GatedForm | str:
-    """Tried once for all modules of a class that have the same attributes."""
+    """Return the form of a module, which is tried once for all modules of a class that have the same attributes."""
     attributes = tuple((name, type(value), value) for name, value in vars(module).items() if name not in OF_A_MODULE)
     shapes = tuple((name, getattr(parameter, "shape", None)) for name, parameter in parameters_of(module).items())
     key = (type(module), attributes, shapes, *dict(module.named_buffers(recurse=False)), *dict(module.named_children()))
@@ -170,7 +170,7 @@ def _form_of(module: nn.Module, forms: dict[Hashable, Form | GatedForm | str]) -
 
 
 def _why_left(module: nn.Module) -> str:
-    """Of a module that is not tried; "" if it is no norm at all."""
+    """Say why a module that is not tried is left; "" if it is no norm."""
     original = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         scripted = "norm" in module.original_name.lower() and not list(module.children())
@@ -180,12 +180,12 @@ def _why_left(module: nn.Module) -> str:
             else ""
         )
     for cls in original.__mro__[1:]:
-        of_package = cls.__module__.partition(".")[0] in PACKAGES and "norm" in cls.__name__.lower()
-        if cls is nn.LayerNorm or cls is nn.RMSNorm or (of_package and not list(module.children())):
+        is_library_norm = cls.__module__.partition(".")[0] in PACKAGES and "norm" in cls.__name__.lower()
+        if cls is nn.LayerNorm or cls is nn.RMSNorm or (is_library_norm and not list(module.children())):
             return f"{original.__name__} is a class made of {cls.__name__}, not {cls.__name__} itself"
     if "norm" not in original.__name__.lower() or list(module.children()):
         return ""
-    if original.__module__.partition(".")[0] == "torch" or any(other in original.__name__ for other in OTHER_NORMS):
+    if original.__module__.partition(".")[0] == "torch" or any(kind in original.__name__ for kind in OTHER_NORMS):
         return f"{_described(original)} is neither a LayerNorm nor an RMSNorm"
     return (
         f"{_described(original)} was not tried, as its name does not end in Norm: name it by "
@@ -197,18 +197,18 @@ def _described(cls: type) -> str:
     return f"{cls.__name__} of {cls.__module__}"
 
 
-# Classes that were recognised by what they compute.
+# The classes of norms that were recognised by what they compute.
 
 
 class _Swapped:
-    """Mixed into a class: its attributes and isinstance stay."""
+    """A base added to the original class, whose attributes and isinstance stay."""
 
     _form: Form | GatedForm
     _original: type
     _compiled_from = 0  # as in cunorm's modules
 
     def __reduce_ex__(self, protocol):
-        """Pickled as an instance of the original class that is swapped when it is loaded."""
+        """Pickle the module as an instance of its original class, which is swapped when it is loaded."""
         return _unpickled, (self._original, self._form), self.__getstate__()
 
 
@@ -216,9 +216,9 @@ class SwappedNorm(_Swapped):
     """A norm whose forward goes to the kernels."""
 
     _form: Form
-    _eps_name: str  # of an attribute of the instance or of this class
-    _dtypes: dict[Pair, torch.dtype]  # of y
-    _autocast: dict[Pair, torch.dtype]  # the same under autocast
+    _eps_name: str  # the name of eps among the attributes of the instance or of this class
+    _dtypes: dict[Pair, torch.dtype]  # the dtypes of y
+    _autocast: dict[Pair, torch.dtype]  # the dtypes of y under autocast
     _own_below = 0  # as in cunorm's modules
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -231,7 +231,8 @@ class SwappedNorm(_Swapped):
         shape = hidden_states.shape[-1:] if weight is None else weight.shape
         if is_compiling() and self._compiled_from:
             own = cls._original.forward(self, hidden_states)
-            # With fewer, in a CUDA graph too: rows of a head, which inductor joins with their rotation, were not timed.
+            # This holds in a CUDA graph too: a norm of the rows of a head, which inductor fuses with their rotary
+            # embedding, was not measured there.
             if hidden_states.numel() < self._compiled_from:
                 return own
             return compiled.norm(own, form.operation, hidden_states, shape, weight, bias, eps, 0)
@@ -244,8 +245,10 @@ class SwappedNorm(_Swapped):
 
 
 class _SwappedGatedNorm(_Swapped):
+    """A gated norm whose forward goes to the kernels."""
+
     _form: GatedForm
-    _gated: dict[Pair, Fused]  # of hidden_states, gate and weight
+    _gated: dict[Pair, Fused]  # functions of hidden_states, gate and weight
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         weight = self.weight
@@ -256,12 +259,14 @@ class _SwappedGatedNorm(_Swapped):
 
 
 def _unpickled(original: type, form: Form | GatedForm) -> nn.Module:
+    """Return a swapped module without its state, which pickle adds."""
     cls = _swapped_class(original, form)
     return cls.__new__(cls)
 
 
 @functools.cache
 def _swapped_class(original: type, form: Form | GatedForm) -> type:
+    """Return the class that modules of the class `original` get if they compute `form`."""
     attributes: dict[str, Any] = {"_form": form, "_original": original, "__module__": original.__module__}
     if isinstance(form, GatedForm):
         attributes["_gated"] = {

@@ -1,7 +1,7 @@
-"""The backend of torch tensors: what cunorm's own functions, and what `cunorm.fuse` makes, do with them.
+"""The backend of torch tensors, which runs cunorm's own functions and what `cunorm.fuse` makes.
 
-Arguments are held to the rules of cunorm/call/checks.py, with its types of error. Then the call goes the way of
-cunorm.torch's own functions.
+Arguments are held to the rules of cunorm/call/checks.py and raise its types of error. The call then goes through
+dispatch.py, as those of cunorm.torch do.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ def norm(asked: Norm, x: Any, weight: Any, bias: Any, eps: float, out: Any, stat
     arguments = (weight, bias, eps, y_dtype, sm_margin)
     if _launchable(out) and dispatch.at_once(functional.given(x, weight, bias)):
         call, rows = functional.in_rows(operation, x, len(shape), weight, bias, y_dtype, (sm_margin,) * 3)
-        to = out if len(shape) == 1 else out.flatten(-len(shape))  # of what is no view a copy
-        (y,), kept, _ = launching.forward(call, rows, (), eps, statistics, sm_margin=sm_margin, out=to)
-        y = out if to.data_ptr() == out.data_ptr() else out.copy_(y.view(x.shape))
+        # flatten copies where no view is possible; the result is then copied back into out.
+        target = out if len(shape) == 1 else out.flatten(-len(shape))
+        (y,), row_statistics, _ = launching.forward(call, rows, (), eps, statistics, sm_margin=sm_margin, out=target)
+        y = out if target.data_ptr() == out.data_ptr() else out.copy_(y.view(x.shape))
         _written(out)
-        return (y,) if kept is None else (y, *kept)
+        return (y,) if row_statistics is None else (y, *row_statistics)
     if not statistics:
         y = functional.norm(operation, x, shape, *arguments)
         return (y if out is None else out.copy_(y),)
-    y, kept = functional.norm_with_statistics(operation, x, shape, *arguments)
-    return (y if out is None else out.copy_(y), *kept)
+    y, row_statistics = functional.norm_with_statistics(operation, x, shape, *arguments)
+    return (y if out is None else out.copy_(y), *row_statistics)
 
 
 @torch.no_grad()
@@ -67,26 +68,27 @@ def norm_backward(
         _check_out(function, "dx_out", tensors, layouts, x.dim() - rstd.dim())
     statistics = torch.stack((mean, rstd) if formulas.subtracts_mean(operation) else (rstd,))
     ndim, shape = x.dim() - rstd.dim(), x.shape[rstd.dim() :]
-    rows, of_rows, gamma = (None if one is None else functional.as_rows(one, ndim) for one in (x, dy, weight))
-    to = None if dx_out is None else functional.as_rows(dx_out, ndim)  # of what is no view a copy
+    rows, dy_rows, gamma = (None if tensor is None else functional.as_rows(tensor, ndim) for tensor in (x, dy, weight))
+    # as_rows copies where no view is possible; dx is then copied back into dx_out.
+    target = None if dx_out is None else functional.as_rows(dx_out, ndim)
     launched = _launchable(dx_out) and dispatch.at_once(functional.given(x, weight, None)) and dispatch.launchable(dy)
-    found = dispatch.affine_gradients(
-        operation, of_rows, rows, statistics, gamma, 0.0, mask, sm_margin, dx_out=to if launched else None
+    gradients = dispatch.affine_gradients(
+        operation, dy_rows, rows, statistics, gamma, 0.0, mask, sm_margin, dx_out=target if launched else None
     )
     dx, dweight, dbias = (
-        one if one is None or ndim == 1 else one.reshape(of)
-        for one, of in zip(found, (x.shape, shape, shape), strict=True)
+        tensor if tensor is None or ndim == 1 else tensor.reshape(size)
+        for tensor, size in zip(gradients, (x.shape, shape, shape), strict=True)
     )
     if dx_out is None:
         return dx, dweight, dbias
-    if launched and to.data_ptr() == dx_out.data_ptr():
+    if launched and target.data_ptr() == dx_out.data_ptr():
         _written(dx_out)
         return dx_out, dweight, dbias
     return dx_out.copy_(dx), dweight, dbias
 
 
 def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma, dtype, sm_margin):
-    """(normalized_shape, dtype of y, eps, layouts)"""
+    """Check the arguments of a forward pass and return (normalized_shape, dtype of y, eps, layouts)."""
     layouts = layouts_of(function, dict(zip(("x", "weight", "bias", "out"), tensors, strict=True)), required=("x",))
     if dtype is not None:
         dtype = checks.dtype_name(dtype) if isinstance(dtype, torch.dtype) else core.dtype_name(function, dtype)
@@ -100,18 +102,18 @@ def _check_forward(function, tensors, normalized_shape, eps, zero_centered_gamma
 
 
 def _launchable(out: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether a kernel can write its result there, if the other tensors go straight to a launch."""
+    """Say whether a kernel can write its result to `out`, if the other tensors can go straight to a launch."""
     return not torch.compiler.is_compiling() and type(out) in functional.PLAIN and not out.is_neg()
 
 
 def _written(out: Tensor) -> None:
-    """Tell autograd of what it did not see: who kept the tensor for a backward pass shall not use it any more."""
+    """Tell autograd that `out` was overwritten, so that a backward pass that saved it raises an error."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
 
 
 def _check_backward(function, tensors, zero_centered_gamma, output_mask, sm_margin):
-    """(which gradients are wanted, layouts)"""
+    """Check the arguments of a backward pass and return (which gradients are wanted, layouts)."""
     layer_norm = function.startswith("layer_norm")
     named = dict(zip(("dy", "x", "mean", "rstd", "weight", "dx_out"), tensors, strict=True))
     layouts = layouts_of(function, named, required=("dy", "x", "rstd", *(("mean",) if layer_norm else ())))
@@ -120,13 +122,14 @@ def _check_backward(function, tensors, zero_centered_gamma, output_mask, sm_marg
     return core.check_output_mask(function, output_mask, 3 if layer_norm else 2, named["dx_out"]), layouts
 
 
-_checked: dict[Hashable, Any] = {}  # what calls that fit came to, by their layouts and options
+_checked: dict[Hashable, Any] = {}  # results of checks that passed, by the layouts and options of the call
 
 
 def checked_once(check: Callable[..., Any], function: str, tensors: Sequence[Any], options: tuple) -> Any:
-    """check(function, tensors, *options), or what it returned for such tensors and options before: 10 us less a call.
+    """Return check(function, tensors, *options), from a cache if tensors and options like these were checked before.
 
-    What cannot be looked up, such as a list among the options, a trace's open size or what is no tensor, is checked.
+    A call that cannot be looked up is checked each time: one with a list among the options, with a size that a trace
+    holds open, or with an argument that is no tensor.
     """
     if torch.compiler.is_compiling():
         return check(function, tensors, *options)
@@ -149,7 +152,7 @@ def checked_once(check: Callable[..., Any], function: str, tensors: Sequence[Any
 
 
 def layouts_of(function: str, named: Mapping[str, Any], required: Sequence[str]) -> dict[str, Layout]:
-    """The layouts of those tensors that there are; TypeError for anything that is no tensor laid out by strides."""
+    """Return the layouts of the tensors that are not None; raise TypeError for what is no strided tensor."""
     layouts = {}
     for name, tensor in named.items():
         if tensor is None and name not in required:
@@ -163,7 +166,7 @@ def layouts_of(function: str, named: Mapping[str, Any], required: Sequence[str])
 
 
 def mean_and_rstd(statistics: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Of what formulas.py calls statistics; mean None for rms_norm."""
+    """Split what formulas.py calls statistics into mean and rstd; mean is None for rms_norm."""
     return (statistics[0] if len(statistics) == 2 else None), statistics[-1]
 
 
@@ -175,43 +178,44 @@ def _check_sm_margin(function: str, sm_margin: Any, x: Tensor) -> None:
 def _check_out(
     function: str, name: str, tensors: Sequence[Tensor | None], layouts: Mapping[str, Layout], ndim: int
 ) -> None:
-    """What is written, the last of the tensors, may be x or dy itself, and otherwise shares no memory with an input;
-    nobody wants a gradient through it.
+    """Check the last of the tensors, which is written to.
+
+    It may be x or dy itself but must share no other memory with an input, and no gradient may be wanted through it.
     """
-    there = dict(zip(layouts, (tensor for tensor in tensors if tensor is not None), strict=True))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in there.values()):
+    present = dict(zip(layouts, (tensor for tensor in tensors if tensor is not None), strict=True))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present.values()):
         raise ValueError(
             f"{function}: {name} must be None where a gradient is wanted; got a tensor. Use torch.no_grad() or "
             "detach()."
         )
     traced = torch.compiler.is_compiling() or under_functorch()
-    if traced or any(type(tensor) not in functional.PLAIN or tensor.is_meta for tensor in there.values()):
+    if traced or any(type(tensor) not in functional.PLAIN or tensor.is_meta for tensor in present.values()):
         return  # there is no memory to compare
-    *inputs, (_, out, out_pointer) = [(name, layouts[name], tensor.data_ptr()) for name, tensor in there.items()]
+    *inputs, (_, out, out_pointer) = [(name, layouts[name], tensor.data_ptr()) for name, tensor in present.items()]
     core.check_out_memory(function, name, out, out_pointer, inputs, ndim)
 
 
 def norm_float8(
     asked: Norm, x: Any, weight: Any, bias: Any, eps: float, store: Float8Store, scale: Any
 ) -> tuple[Tensor, ...]:
-    """Run `Backend.norm_float8`; nothing is differentiable."""
+    """Run `Backend.norm_float8`; its results are not differentiable."""
     function, normalized_shape, zero_centered_gamma, _, sm_margin = asked
     tensors = (x, weight, bias)
     options = (normalized_shape, eps, zero_centered_gamma, sm_margin)
     shape, eps = checked_once(_check_float8, function, tensors, options)
     float8.refuse_gradients(function, "x, weight and bias", tensors)
     operation = name_of("layer_norm" if function.startswith("layer") else "rms_norm", zero_centered_gamma)
-    named = {"x": x, "weight": weight, "bias": bias}
-    rows = {name: functional.as_rows(one, len(shape)) for name, one in named.items() if one is not None}
-    found = float8.of_plain_norm(operation, rows, eps, sm_margin, store, scale)
+    present = {"x": x, "weight": weight, "bias": bias}
+    rows = {name: functional.as_rows(tensor, len(shape)) for name, tensor in present.items() if tensor is not None}
+    results = float8.of_plain_norm(operation, rows, eps, sm_margin, store, scale)
     leading = tuple(x.shape[: x.dim() - len(shape)])
-    scales = found["y8_scale"].reshape(scales_shape(store.granularity, leading, math.prod(shape)))
-    y8 = found["y8"].reshape(x.shape)
-    return (y8, scales, found["y"].reshape(x.shape)) if store.wide else (y8, scales)
+    scales = results["y8_scale"].reshape(scales_shape(store.granularity, leading, math.prod(shape)))
+    y8 = results["y8"].reshape(x.shape)
+    return (y8, scales, results["y"].reshape(x.shape)) if store.wide else (y8, scales)
 
 
 def _check_float8(function, tensors, normalized_shape, eps, zero_centered_gamma, sm_margin):
-    """(normalized_shape, eps)"""
+    """Check the arguments of a norm with FP8 output and return (normalized_shape, eps)."""
     named = dict(zip(("x", "weight", "bias"), tensors, strict=True))
     layouts = layouts_of(function, named, required=("x",))
     check_x(function, layouts["x"])
@@ -229,7 +233,7 @@ def _check_float8(function, tensors, normalized_shape, eps, zero_centered_gamma,
     return shape, core.check_eps(function, eps)
 
 
-# What `cunorm.fuse` makes.
+# Operations made by `cunorm.fuse`.
 
 
 def forward(
@@ -250,38 +254,39 @@ def forward(
     """Run `Backend.forward`; y and s are differentiable, but not an FP8 output."""
     if not torch.compiler.is_compiling() and not (type(eps) is float and 0 <= eps < math.inf):
         eps = core.check_eps(function, eps)
-    tensors, given = _told_apart(function, x, operands, demanded)
+    tensors, scalars = _told_apart(function, x, operands, demanded)
     names = tuple(tensors)
     margins = (core.check_sm_margin(function, sm_margin, None),) * 3
     if float8:
         options: dict[str, Any] = {"demanded": demanded, "dtype": dtype, "s_dtype": s_dtype, "sm_margin": margins[0]}
-        found = forward_of(function, operation, tensors, given, eps, **options, store=float8, scale=scale)
-        return found, None, None
-    call = call_of(function, operation, names[1:], tuple(given), demanded, dtype, s_dtype, margins)
-    results, found = dispatch.run(call, tuple(tensors.values()), tuple(given.values()), eps, statistics)
+        results = forward_of(function, operation, tensors, scalars, eps, **options, store=float8, scale=scale)
+        return results, None, None
+    call = call_of(function, operation, names[1:], tuple(scalars), demanded, dtype, s_dtype, margins)
+    results, row_statistics = dispatch.run(call, tuple(tensors.values()), tuple(scalars.values()), eps, statistics)
     mean = rstd = None
-    if found is not None:
-        mean, rstd = mean_and_rstd(found)
+    if row_statistics is not None:
+        mean, rstd = mean_and_rstd(row_statistics)
     return dict(zip(operation.returns, results, strict=True)), mean, rstd
 
 
 def _told_apart(
     function: str, x: Tensor, operands: Mapping[str, Any], demanded: broadcasting.Kinds
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """(x and the operands that are tensors, those that are numbers, which none of a demanded kind is)"""
-    tensors, given = {"x": x}, {}
+    """Split the operands into tensors, x among them, and numbers; one of a demanded kind must be a tensor."""
+    tensors, scalars = {"x": x}, {}
     no_numbers = (SEED, *dict(demanded))
-    for name, one in operands.items():
-        if isinstance(one, Tensor):
-            tensors[name] = one.expand(x.shape[-1:]) if one.dim() == 0 and x.dim() and name != SEED else one
-        elif name not in no_numbers and (isinstance(one, numbers.Real) or type(one) is torch.SymFloat):
-            given[name] = broadcasting.number(function, name, one)
+    for name, operand in operands.items():
+        if isinstance(operand, Tensor):
+            tensors[name] = operand.expand(x.shape[-1:]) if operand.dim() == 0 and x.dim() and name != SEED else operand
+        elif name not in no_numbers and (isinstance(operand, numbers.Real) or type(operand) is torch.SymFloat):
+            scalars[name] = broadcasting.number(function, name, operand)
         else:
             or_number = "" if name in no_numbers else ", or a number"
             raise TypeError(
-                f"{function}: {name} must be a torch.Tensor, as x is{or_number}; got {type(one).__name__}. Convert it."
+                f"{function}: {name} must be a torch.Tensor, as x is{or_number}; got {type(operand).__name__}. "
+                "Convert it."
             )
-    return tensors, given
+    return tensors, scalars
 
 
 @torch.no_grad()
@@ -295,31 +300,31 @@ def backward(
     s_dtype: str | None,
     sm_margin: int,
 ) -> dict[str, Tensor]:
-    """As `Backend.backward`. A tensor without axes is a column of that number."""
+    """Run `Backend.backward`. A tensor without axes stands for a column filled with its number."""
     margins = (core.check_sm_margin(function, sm_margin, None),) * 3
-    of_rows = NORMS[operation.norm].statistics
-    needed = ("x", *of_rows)
-    arrays = {name: one for name, one in arrays.items() if one is not None or name in needed}
+    statistic_names = NORMS[operation.norm].statistics
+    needed = ("x", *statistic_names)
+    arrays = {name: array for name, array in arrays.items() if array is not None or name in needed}
     operands = {name: arrays[name] for name in operation.operands if name in arrays}
-    tensors, given = _told_apart(function, arrays["x"], operands, demanded)
-    others = {name: arrays[name] for name in ("dy", "ds", "s", *of_rows) if name in arrays}
+    tensors, scalars = _told_apart(function, arrays["x"], operands, demanded)
+    others = {name: arrays[name] for name in ("dy", "ds", "s", *statistic_names) if name in arrays}
     layouts = layouts_of(function, {**tensors, **others}, required=tuple(others))
     x = layouts["x"]
-    known = {name: layouts[name] for name in tensors if name != "x"} | given
+    known = {name: layouts[name] for name in tensors if name != "x"} | scalars
     broadcasting.check_operands(function, x, known, demanded=demanded)
     row_dtype = s_dtype or layouts.get("s", x).dtype
     broadcasting.check_backward(function, operation, layouts, row_dtype)
-    statistics = torch.stack([others[name] for name in of_rows])
+    statistics = torch.stack([others[name] for name in statistic_names])
     dy, ds, s = (others.get(name) for name in ("dy", "ds", "s"))
     if dispatch.at_once([*tensors.values(), *others.values()]):
-        call = call_of(function, operation, tuple(tensors)[1:], tuple(given), demanded, None, row_dtype, margins)
+        call = call_of(function, operation, tuple(tensors)[1:], tuple(scalars), demanded, None, row_dtype, margins)
         family = family_of(call, {name: layouts[name] for name in tensors})
-        kept = tensors if s is None else {**tensors, "s": s}
-        saved = Saved(tuple(kept), tuple(kept.values()), tuple(given.values()), statistics)
-        found = launching.backward(family, saved, dy, ds, tuple(wanted))
-        return dict(zip(wanted, found, strict=True))
+        saved_tensors = tensors if s is None else {**tensors, "s": s}
+        saved = Saved(tuple(saved_tensors), tuple(saved_tensors.values()), tuple(scalars.values()), statistics)
+        gradients = launching.backward(family, saved, dy, ds, tuple(wanted))
+        return dict(zip(wanted, gradients, strict=True))
     rows = getattr(torch, row_dtype)
-    values = {**tensors, **given}
-    found = formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
-    dtypes = {name: one.dtype for name, one in tensors.items()} | dict.fromkeys(given, statistics.dtype)
-    return {name: one.to(dtypes.get(name, tensors["x"].dtype)) for name, one in zip(wanted, found, strict=True)}
+    values = {**tensors, **scalars}
+    gradients = formulas.backward(operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, rows)
+    dtypes = {name: array.dtype for name, array in tensors.items()} | dict.fromkeys(scalars, statistics.dtype)
+    return {name: array.to(dtypes.get(name, tensors["x"].dtype)) for name, array in zip(wanted, gradients, strict=True)}

@@ -1,8 +1,8 @@
 """What calls of an operation have in common, apart from the memory that their tensors lie in.
 
-A Call is what an operation and its options come to. A Family is what its backward passes come to for tensors of given
-shapes and dtypes: autograd hands it from the forward pass to the backward pass. Forward and Backward are recipes:
-launching.py makes and follows them.
+A Call holds what follows from an operation and its options. A Family holds what follows for its backward passes from
+the shapes and dtypes of the tensors; autograd hands it from the forward pass to the backward pass. Forward and Backward
+are recipes, which launching.py makes and follows.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ from .repeats import Alike, keep
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What calls of one form have in common. Told apart by identity: `call_of` makes one for each form."""
+    """What calls of one form have in common. Calls are compared by identity: `call_of` makes one for each form."""
 
     function: str
     operation: Operation
-    whole: Operation  # with numbers for the operands that are left out
-    names: tuple[str, ...]  # of the tensors: x, and operands
-    numbers: tuple[str, ...]  # of the operands that are numbers
+    whole: Operation  # the operation with numbers for the operands that are left out
+    names: tuple[str, ...]  # the names of the tensors: x, then the operands
+    numbers: tuple[str, ...]  # the names of the operands that are numbers
     demanded: broadcasting.Kinds
     dtype: str | None
     s_dtype: str | None
-    sm_margins: tuple[int, int, int] = (0, 0, 0)  # forward, backward, forward where nobody will go back
-    store: Float8Store | None = None  # of y in 8 bits: a forward pass alone
-    affine: str | None = None  # the name of a plain norm in NAMED
+    sm_margins: tuple[int, int, int] = (0, 0, 0)  # forward, backward, and forward without a backward pass
+    store: Float8Store | None = None  # how FP8 output is stored, for a forward pass without a backward pass
+    affine: str | None = None  # the name in NAMED if the operation is a plain norm
     recipes: dict[Hashable, Forward] = field(default_factory=dict)
-    forms: dict[Hashable, Any] = field(default_factory=dict)  # a recipe of any number of rows, forward or backward
+    forms: dict[Hashable, Any] = field(default_factory=dict)  # recipes that serve any number of rows, of both passes
     families: dict[Hashable, Family] = field(default_factory=dict)
     masks: dict[tuple[bool, ...], tuple[str, ...]] = field(default_factory=dict)
     reads: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
     def wanted(self, mask: tuple[bool, ...]) -> tuple[str, ...]:
-        """The names of the tensors whose gradients are wanted."""
-        found = self.masks.get(mask)
-        if found is None:
+        """Return the names of the tensors whose gradients are wanted."""
+        wanted_names = self.masks.get(mask)
+        if wanted_names is None:
             named = zip(self.names, mask, strict=True)
-            found = self.masks[mask] = tuple(name for name, wants in named if wants)
-        return found
+            wanted_names = self.masks[mask] = tuple(name for name, wants in named if wants)
+        return wanted_names
 
     def saved(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """What the backward pass for such gradients reads of x, the operands and s."""
-        found = self.reads.get(wanted)
-        if found is None:
+        """Return the names of those of x, the operands and s that the backward pass for such gradients reads."""
+        saved_names = self.reads.get(wanted)
+        if saved_names is None:
             reads = backward_reads(self.operation, wanted, (*self.names, *self.numbers))
-            found = self.reads[wanted] = tuple(name for name in reads if name == "s" or name in self.names)
-        return found
+            saved_names = self.reads[wanted] = tuple(name for name in reads if name == "s" or name in self.names)
+        return saved_names
 
     def through(self) -> tuple[str, ...]:
-        """The operands whose gradients are that of y."""
-        found = self.reads.get(("", "through"))  # no operand has such a name
-        if found is None:
+        """Return the names of the operands whose gradients equal that of y."""
+        names = self.reads.get(("", "through"))  # no operand has such a name
+        if names is None:
             added = added_after(self.operation, (*self.names, *self.numbers))
-            found = tuple(name for name in added if name in self.names)
-            self.reads["", "through"] = found
-        return found
+            names = tuple(name for name in added if name in self.names)
+            self.reads["", "through"] = names
+        return names
 
 
 _made: dict[Hashable, Call] = {}
@@ -88,16 +88,16 @@ def call_of(
     sm_margins: tuple[int, int, int] = (0, 0, 0),
     store: Float8Store | None = None,
 ) -> Call:
-    """`names`: of the operands that are tensors."""
+    """Return the Call of this form, the same one each time. `names` are those of the operands that are tensors."""
     key = (function, operation, names, numbers, demanded, dtype, s_dtype, sm_margins, store)
-    found = None if torch.compiler.is_compiling() else _made.get(key)
-    if found is None:
+    call = None if torch.compiler.is_compiling() else _made.get(key)
+    if call is None:
         whole, affine = operation.given((*names, *numbers)), _AFFINE.get(operation)
-        of = (function, operation, whole, ("x", *names), numbers, demanded, dtype, s_dtype, sm_margins, store, affine)
-        found = Call(*of)
-        if not torch.compiler.is_compiling():  # nothing of it is needed after the trace
-            keep(_made, key, found)
-    return found
+        tensors = ("x", *names)
+        call = Call(function, operation, whole, tensors, numbers, demanded, dtype, s_dtype, sm_margins, store, affine)
+        if not torch.compiler.is_compiling():  # a call made in a trace is not needed after it
+            keep(_made, key, call)
+    return call
 
 
 COLUMNS: broadcasting.Kinds = (("weight", "column"), ("bias", "column"))
@@ -111,9 +111,9 @@ def affine_call(
     sm_margins: tuple[int, int, int],
     store: Float8Store | None = None,
 ) -> Call:
-    """Of a plain norm, by its name in NAMED."""
-    of_y = None if dtype is None else checks.dtype_name(dtype)
-    return affine_call_of(name, weight is not None, bias is not None, of_y, sm_margins, store)
+    """Return the Call of a plain norm, by its name in NAMED; `dtype` is that of y."""
+    y_dtype = None if dtype is None else checks.dtype_name(dtype)
+    return affine_call_of(name, weight is not None, bias is not None, y_dtype, sm_margins, store)
 
 
 @private.constant
@@ -125,97 +125,98 @@ def affine_call_of(
     sm_margins: tuple[int, int, int],
     store: Float8Store | None,
 ) -> Call:
+    """Return the Call of a plain norm with or without weight and bias, by its name in NAMED."""
     key = (name, has_weight, has_bias, dtype, sm_margins, store)
-    found = _made.get(key)
-    if found is None:
-        names = tuple(name for name, there in (("weight", has_weight), ("bias", has_bias)) if there)
-        found = call_of(NAMED[name].norm, NAMED[name], names, (), COLUMNS, dtype, None, sm_margins, store)
-        keep(_made, key, found)
-    return found
+    call = _made.get(key)
+    if call is None:
+        names = tuple(name for name, is_given in (("weight", has_weight), ("bias", has_bias)) if is_given)
+        call = call_of(NAMED[name].norm, NAMED[name], names, (), COLUMNS, dtype, None, sm_margins, store)
+        keep(_made, key, call)
+    return call
 
 
 class Family(NamedTuple):
     """The backward passes of calls with tensors of the same shapes and dtypes, each with its recipe.
 
-    Autograd hands from the forward pass to the backward one which family is meant: little is left to tell apart.
+    Autograd hands the family from the forward pass to the backward pass, where a short key then finds the recipe.
     """
 
     call: Call
     layouts: dict[str, Layout]
     recipes: dict[Hashable, Backward]
-    known: dict[Hashable, tuple[tuple[Alike, Backward], ...]]  # by what tensors do not tell
-    has_through: bool  # some gradient may be that of y
+    known: dict[Hashable, tuple[tuple[Alike, Backward], ...]]  # as repeats.remember keeps them
+    has_through: bool  # the gradient of some operand may equal that of y
 
 
 class Forward(NamedTuple):
-    """How forward passes with the same layouts run. `plan` is None where there is nothing to compute."""
+    """How forward passes with the same layouts run. `plan` is None where no value is to be computed."""
 
     plan: Plan | None
-    copies: tuple[tuple[int, tuple[int, ...]], ...]  # places of tensors that must be made contiguous, of such shapes
+    copies: tuple[tuple[int, tuple[int, ...]], ...]  # places and shapes of the tensors that must be made contiguous
     results: tuple[Memory, ...]
-    written: tuple[str, ...]  # their names
+    written: tuple[str, ...]  # the names of the results
     statistics: Memory
-    rstd_offset: int  # bytes from the first of the statistics to the second, 0 where there is one
-    order: Callable[[Sequence[float]], tuple[float, ...]] | None  # picks, of all pointers of a call, those of the plan
+    rstd_offset: int  # bytes from the first row statistic to the second, 0 if there is only one
+    order: Callable[[Sequence[float]], tuple[float, ...]] | None  # picks the plan's arguments from all of a call's
     family: Family
     sm_margin: int
-    aligned: bool  # what is read or written by vectors begins at multiples of 16
-    temporary: bool = False  # no kernel can write where y is to be written
+    aligned: bool  # all that is read or written by vectors begins at multiples of 16 bytes
+    temporary: bool = False  # y is made in memory of its own and copied, as no kernel can write to `out`
 
 
 class Backward(NamedTuple):
-    """As Forward."""
+    """How backward passes with the same layouts run. `plan` is None where no value is to be computed."""
 
     plan: Plan | None
-    copies: tuple[tuple[int, tuple[int, ...]], ...]  # places among dy, ds and what was saved
+    copies: tuple[tuple[int, tuple[int, ...]], ...]  # as in Forward, with places among dy, ds and the saved tensors
     gradients: tuple[Memory, ...]
-    written: tuple[str, ...]  # their names
+    written: tuple[str, ...]  # the names of the gradients that the kernels write
     wanted: tuple[str, ...]
-    places: tuple[int, ...]  # of each gradient that is wanted among those
-    # What is yet to be added up of those that are wanted, by place: along which axes, and what it comes to.
+    places: tuple[int, ...]  # for each wanted gradient, its place among the written ones
+    # By place among the wanted ones, a gradient that is yet to be summed: along which axes, to which shape and dtype.
     sums: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-    zeros: Memory | None  # what stands for a dy that is not there
+    zeros: Memory | None  # zeros that stand for a missing dy
     rstd_offset: int
     order: Callable[[Sequence[float]], tuple[float, ...]] | None
     family: Family
     aligned: bool
-    temporary: bool = False  # no kernel can write where dx is to be written
+    temporary: bool = False  # dx is made in memory of its own and copied, as no kernel can write to `dx_out`
 
 
 def family(call: Call, layouts: Mapping[str, Layout]) -> Family:
-    """What `backward` wants to know of tensors that it does not see."""
-    contiguous = {name: one._replace(strides=gpu.strides(one.shape)) for name, one in layouts.items()}
+    """Return the Family of calls with tensors of these shapes and dtypes, the same one each time."""
+    contiguous = {name: layout._replace(strides=gpu.strides(layout.shape)) for name, layout in layouts.items()}
     key = tuple(contiguous.values())
-    found = call.families.get(key)
-    if found is None:
-        of_x = contiguous["x"].shape
-        has_through = any(contiguous[name].shape == of_x for name in call.through())
-        found = keep(call.families, key, Family(call, contiguous, {}, {}, has_through))
-    return found
+    result = call.families.get(key)
+    if result is None:
+        shape = contiguous["x"].shape
+        has_through = any(contiguous[name].shape == shape for name in call.through())
+        result = keep(call.families, key, Family(call, contiguous, {}, {}, has_through))
+    return result
 
 
 def affine_family(name: str, x: Tensor, weight: Tensor | None, sm_margin: int) -> Family:
-    """Of a plain norm whose bias nobody has told of: its gradient has the dtype of weight, else of x."""
+    """Return the Family of a plain norm whose bias is not known; dbias gets the dtype of weight, else of x."""
     key = ("affine", name, sm_margin, x.shape, x.dtype, x.get_device(), None if weight is None else weight.dtype)
-    found = _families.get(key)
-    if found is None:
+    result = _families.get(key)
+    if result is None:
         call = affine_call(name, weight, x, None, (sm_margin,) * 3)
-        given = {"x": x} if weight is None else {"x": x, "weight": weight}
-        layouts = {name: checks.layout_in_memory(call.function, name, one) for name, one in given.items()}
+        tensors = {"x": x} if weight is None else {"x": x, "weight": weight}
+        layouts = {name: checks.layout_in_memory(call.function, name, tensor) for name, tensor in tensors.items()}
         last = layouts["weight" if weight is not None else "x"]
         layouts["bias"] = last._replace(shape=last.shape[-1:], strides=(1,))
-        found = keep(_families, key, family(call, layouts))
-    return found
+        result = keep(_families, key, family(call, layouts))
+    return result
 
 
 _families: dict[Hashable, Family] = {}
 
 
 def given_through(family: Family, wanted: Collection[str], dy: Tensor | None) -> dict[str, Tensor]:
-    """The gradients that are dy itself, as that of what is added to a norm: nobody need write them."""
+    """Return the gradients that are dy itself, such as that of an operand added to the norm: no kernel writes them."""
     call, layouts, *_ = family
     through = call.through()
     if dy is None:
         return {}
-    of_dy = dy.shape, checks.dtype_name(dy.dtype)
-    return {name: dy for name in through if name in wanted and (layouts[name].shape, layouts[name].dtype) == of_dy}
+    kind = dy.shape, checks.dtype_name(dy.dtype)
+    return {name: dy for name in through if name in wanted and (layouts[name].shape, layouts[name].dtype) == kind}

@@ -1,4 +1,4 @@
-"""What a call must hold to, in torch's own types of error where torch has one."""
+"""Checks of arguments, which raise torch's own types of error where torch has one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ SM_MARGINS = ("forward", "backward", "inference")
 
 
 def shape(function: str, value: Any) -> torch.Size:
+    """Return normalized_shape, an int or a sequence of ints, as a torch.Size."""
     try:
         return torch.Size((value,) if isinstance(value, int) else value)
     except TypeError:
@@ -26,18 +27,18 @@ def shape(function: str, value: Any) -> torch.Size:
 
 
 def eps(function: str, value: Any, x: Tensor) -> float:
-    """`None` is the machine epsilon of the arithmetic, as in torch.nn.functional.rms_norm."""
+    """Return eps as a float; None is the machine epsilon of the arithmetic, as in torch.nn.functional.rms_norm."""
     if value is None and function == "rms_norm":
         return torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
     if torch.compiler.is_compiling():
-        return value  # perhaps a symbol; what is no number the operator refuses
+        return value  # it may be a symbol; the operator refuses what is no number
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{function}: eps must be a real number; got {type(value).__name__}.")
-    return float(value)  # also one below 0, as in torch
+    return float(value)  # a negative one is allowed, as in torch
 
 
 def sm_margins(function: str, sm_margin: Any) -> tuple[int, int, int]:
-    """Those of the forward pass, of the backward pass, and of a forward pass that has none."""
+    """Return the margins of the forward pass, of the backward pass, and of a forward pass without a backward pass."""
     if not isinstance(sm_margin, Mapping):
         return (core.check_sm_margin(function, sm_margin, None),) * 3
     unknown = set(sm_margin) - set(SM_MARGINS)
@@ -51,13 +52,14 @@ def sm_margins(function: str, sm_margin: Any) -> tuple[int, int, int]:
 
 
 def tensors(function: str, x: Any, weight: Any, bias: Any) -> None:
+    """Raise TypeError unless x is a tensor, and weight and bias are tensors or None."""
     for name, tensor in (("input", x), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name == "input"):
             raise TypeError(f"{function}: {name} must be a torch.Tensor; got {type(tensor).__name__}.")
 
 
 def trailing_axes(function: str, x: Tensor, shape: Sequence[int]) -> int:
-    """The number of normalised axes, which must be the last ones of x. Traceable."""
+    """Return the number of normalised axes, which must be the last ones of x. It can be traced."""
     ndim = len(shape)
     if ndim == 0 or tuple(x.shape[-ndim:]) != tuple(shape):
         raise RuntimeError(
@@ -68,7 +70,7 @@ def trailing_axes(function: str, x: Tensor, shape: Sequence[int]) -> int:
 
 
 def zero_centered(function: str, weight: Tensor | None) -> str:
-    """The name in cunorm.operation.NAMED of a function with zero_centered_gamma=True."""
+    """Return the name in cunorm.operation.NAMED of a function with zero_centered_gamma=True."""
     if weight is None:
         raise ValueError(f"{function}: zero_centered_gamma=True needs a weight; got weight=None.")
     return name_of(function, True)
@@ -77,7 +79,9 @@ def zero_centered(function: str, weight: Tensor | None) -> str:
 def forward(
     operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """RuntimeError for shapes and devices, NotImplementedError for what no kernel reads, as torch's own norms do."""
+    """Raise what torch's own norms raise: RuntimeError for shapes and devices that do not fit, NotImplementedError for
+    tensors that no kernel reads.
+    """
     function = function_of(operation)
     layouts = [
         None if tensor is None else layout(function, name, tensor)
@@ -93,13 +97,14 @@ def forward(
 
 
 def output_dtype(function: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a dtype that y can have."""
     if not isinstance(value, torch.dtype) or dtype_name(value) not in ITEMSIZE:
         names = ", ".join(f"torch.{name}" for name in ITEMSIZE)
         raise TypeError(f"{function}: dtype must be one of {names}; got {value!r}.")
 
 
 def floating(function: str, **tensors: Tensor | None) -> None:
-    """NotImplementedError for numbers that only torch's own norms compute, where what is asked for is ours alone."""
+    """Raise NotImplementedError for dtypes that our kernels do not read, in a call that torch's norms cannot serve."""
     for name, tensor in tensors.items():
         if tensor is not None and dtype_name(tensor.dtype) not in ITEMSIZE:
             raise NotImplementedError(
@@ -109,14 +114,14 @@ def floating(function: str, **tensors: Tensor | None) -> None:
 
 
 def function_of(operation: str) -> str:
-    """The function that computes an operation."""
-    if operation not in NAMED:  # the argument of an operator
+    """Return the name of the function that computes an operation."""
+    if operation not in NAMED:  # it may come from whoever calls an operator
         raise ValueError(f"cunorm: operation must be one of {', '.join(NAMED)}; got {operation!r}.")
     return NAMED[operation].norm
 
 
 def layout(function: str, name: str, tensor: Tensor) -> Layout:
-    """Without strides; a tensor that is not laid out by strides is refused."""
+    """Return the layout without strides; raise NotImplementedError for a tensor that is not strided."""
     kind = unlike_strided(tensor)
     if kind:
         raise NotImplementedError(
@@ -126,7 +131,7 @@ def layout(function: str, name: str, tensor: Tensor) -> Layout:
 
 
 def layout_in_memory(function: str, name: str, tensor: Tensor) -> Layout:
-    """The same with strides and cunorm's own type of error."""
+    """Return the layout with strides; raise TypeError for a tensor that is not strided."""
     kind = unlike_strided(tensor)
     if kind:
         raise TypeError(f"{function}: {name} must be a strided tensor; got {kind}. Convert it first.")
@@ -134,7 +139,7 @@ def layout_in_memory(function: str, name: str, tensor: Tensor) -> Layout:
 
 
 def unlike_strided(tensor: Tensor) -> str:
-    """What a tensor is that is not laid out by strides; "" for one that is."""
+    """Say what a tensor is instead of strided; "" for one that is strided."""
     if tensor.is_quantized:
         return "a quantised tensor"
     if tensor.is_nested:
@@ -151,7 +156,7 @@ def name_or_none(dtype: torch.dtype | None) -> str | None:
 
 
 def raising_as_torch(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """check(...) with torch's types of error in place of the core's."""
+    """Return check(...), raising torch's types of error in place of the core's."""
     try:
         return check(*arguments, **options)
     except ValueError as error:

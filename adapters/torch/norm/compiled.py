@@ -2,10 +2,10 @@
 
     torch.ops.cunorm.chosen_norm -> y
 
-The compiler sees reductions and products in the forward pass, and joins them with what stands beside them; in the
-backward pass it sees one call, torch.ops.cunorm.fused_norm_backward. Or it sees what the model's own operators made:
-that is chosen where the operator is decomposed, in AOTAutograd, when it is known whether there will be a CUDA graph.
-With one a step does not wait for the host. Nobody but `accelerate` asks for it.
+In the forward pass the compiler sees reductions and products, and fuses them with the operators around them; in the
+backward pass it sees one call, torch.ops.cunorm.fused_norm_backward. For fewer elements it sees the model's own
+operators instead. The choice is made where AOTAutograd decomposes the operator, as it is known there whether a CUDA
+graph will be recorded: with one, a step does not wait for the host. Only `accelerate` uses this.
 """
 
 from __future__ import annotations
@@ -29,43 +29,49 @@ operators._library.define(
 
 
 class DecomposedNorm(operators.Norm):
-    """The same derivative of other operators."""
+    """`operators.Norm` with a forward pass in torch's own operators."""
 
     @staticmethod
-    def forward(x, asked, *operands):
-        """y comes of mean and rstd, not of `statistics`, which would have to be in memory before y is begun."""
-        name, (weight, bias) = asked.call(operands).affine, operators.weight_and_bias(asked.names, operands)
-        checks.forward(name, x, 1, weight, bias, asked.dtype)
+    def forward(x, options, *operands):
+        """Return (y, s, statistics).
+
+        y is computed from mean and rstd themselves, as the concatenated statistics would have to be in memory first.
+        """
+        name, (weight, bias) = options.call(operands).affine, operators.weight_and_bias(options.names, operands)
+        checks.forward(name, x, 1, weight, bias, options.dtype)
         wide = x.to(formulas.compute_dtype(x))
         if formulas.subtracts_mean(name):
             variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
-            of_rows = [mean, (variance + asked.eps).rsqrt()]
-            y = (wide - mean) * of_rows[1]
+            row_statistics = [mean, (variance + options.eps).rsqrt()]
+            y = (wide - mean) * row_statistics[1]
         else:
-            of_rows = [(wide.square().mean(-1, keepdim=True) + asked.eps).rsqrt()]
-            y = wide * of_rows[0]
+            row_statistics = [(wide.square().mean(-1, keepdim=True) + options.eps).rsqrt()]
+            y = wide * row_statistics[0]
         if weight is not None:
             y = y * formulas.gamma(name, weight, x)
         if bias is not None:
             y = y + bias.to(y.dtype)
-        kept = [one.reshape(1, *x.shape[:-1]) for one in of_rows]
-        return y.to(asked.dtype), x.new_empty(0), torch.cat(kept) if len(kept) > 1 else kept[0]
+        parts = [statistic.reshape(1, *x.shape[:-1]) for statistic in row_statistics]
+        return y.to(options.dtype), x.new_empty(0), torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _chosen_norm(own, x, weight, bias, operation, ndim, eps, at_least) -> Tensor:
-    """Decomposed from `at_least` elements on, or in a CUDA graph: `own` is then read by nobody, and not computed."""
+    """Decompose the norm from `at_least` elements on, or in a CUDA graph; else return `own`.
+
+    In the former case nothing reads `own`, so that compiled code does not compute it.
+    """
     if x.numel() < at_least and not _is_graphed(x):
         return own
     call = calls.affine_call(operation, weight, bias, own.dtype, (0, 0, 0))
-    rows, *operands = (functional.as_rows(one, ndim) for one in functional.given(x, weight, bias))
-    asked = operators.forward_options(call, (), eps, checks.dtype_name(x.dtype), True, True)
-    y, *_ = DecomposedNorm.apply(rows, asked, *operands)
+    rows, *operands = (functional.as_rows(tensor, ndim) for tensor in functional.given(x, weight, bias))
+    options = operators.forward_options(call, (), eps, checks.dtype_name(x.dtype), True, True)
+    y, *_ = DecomposedNorm.apply(rows, options, *operands)
     y = y.reshape(x.shape)
     return y.contiguous() if own.is_contiguous() else y
 
 
 def _is_graphed(x: Tensor) -> bool:
-    """Whether inductor, if it is what compiles, will record a CUDA graph.
+    """Say whether inductor, if it is the compiler, will record a CUDA graph.
 
     mode="reduce-overhead" says so in inductor's options, which hold while AOTAutograd traces.
     """
@@ -85,7 +91,7 @@ def norm(
     eps: float | None,
     at_least: int,
 ) -> Tensor:
-    """`own`, which the model's own operators made of the rest, or `chosen_norm` where somebody will go back."""
+    """Return `own`, y as the model's own operators compute it, or `chosen_norm` if there will be a backward pass."""
     if not (_may_be_ours(x) and operators.wants_gradient(x, weight, bias)):
         return own
     function = NAMED[operation].norm
@@ -95,5 +101,5 @@ def norm(
 
 
 def _may_be_ours(x: Tensor) -> bool:
-    """Whether dynamo traces, and not for an export; of what a kernel reads."""
+    """Say whether dynamo traces, not for an export, and x has a dtype that a kernel reads."""
     return torch.compiler.is_dynamo_compiling() and not private.is_exporting() and x.dtype in functional.FLOATING

@@ -1,13 +1,13 @@
-"""Which way an operation of tensors takes.
+"""Choose how an operation of tensors is run.
 
-- plain CUDA tensors in eager mode: straight to the launch, through an autograd.Function if a gradient is wanted, or the
-  same in C++ (nodes.py);
-- CUDA tensors under torch.compile, export, a dispatch mode or in a subclass such as FakeTensor, and plain norms of them
-  under functorch: the operators; whatever is compiled: the same;
-- other devices, forward-mode derivatives and functorch: formulas.py. A plain norm on the CPU that is differentiated has
-  torch's own kernels in both passes.
+- Plain CUDA tensors in eager mode are launched directly, through an autograd.Function if a gradient is wanted, or
+  through the same in C++ (nodes.py).
+- CUDA tensors under torch.compile, export, a dispatch mode or in a subclass such as FakeTensor go to the operators; so
+  do plain norms of them under functorch, and whatever is compiled.
+- Other devices, forward-mode derivatives and functorch use formulas.py. A plain norm on the CPU that is differentiated
+  uses torch's own kernels in both passes.
 
-A DTensor's rows go these ways on each device.
+The rows of a DTensor are dispatched in this way on each device.
 """
 
 from __future__ import annotations
@@ -34,33 +34,36 @@ from .launching import Saved
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
-# Looked up once: 0.1 us a call.
+# Looked up once, as an attribute of a module takes time in every call.
 compiling = torch.compiler.is_compiling
 grad_enabled = torch.is_grad_enabled
 
 
 class Known(NamedTuple):
-    """What follows for a call from its form, the layouts of its tensors and which of them require a gradient."""
+    """What follows for a call from its form, the layouts of its tensors and which of them require a gradient.
+
+    `places` are those of `saved` among the tensors and then the results.
+    """
 
     recipe: launching.Forward
     numbers: Sequence[float]
     eps: float
     differentiable: bool  # some tensor requires a gradient
     saved: tuple[str, ...]  # the names of what the backward pass reads
-    places: tuple[int, ...]  # of these among tensors and results
-    wants_statistics: bool = False  # behind the results
-    compiled: Callable[..., tuple[Tensor, ...] | None] | None = None  # what serves such a call in C++
+    places: tuple[int, ...]
+    wants_statistics: bool = False  # they are returned after the results
+    compiled: Callable[..., tuple[Tensor, ...] | None] | None = None  # serves such a call in C++
 
 
 def run(
     call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float, wants_statistics: bool
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """(results in the order of `returns`, statistics as formulas.py has them, None unless wanted)
+    """Return (results in the order of `returns`, statistics as formulas.py has them, None unless wanted).
 
-    `tensors` are Call.names, of the type Tensor at least; `numbers` are Call.numbers.
+    `tensors` are those of Call.names, and checked to be of the type Tensor; `numbers` are those of Call.numbers.
     """
     if compiling():
-        # ONNX knows no operators of ours; in a graph functorch's transforms cannot see through one.
+        # ONNX does not know our operators, and in a graph functorch's transforms cannot differentiate one.
         affine = call.affine and (not tensors[0].is_cuda or under_functorch() or in_forward_mode())
         if affine or torch.onnx.is_in_onnx_export():
             return by_formulas(call, tensors, numbers, eps, wants_statistics)
@@ -73,7 +76,7 @@ def run(
         if not wants_statistics:
             known = described(call, tensors, numbers, eps)
             forward, _, inference = call.sm_margins
-            # Whether autograd is on is not asked, and repeats.py remembers no tensor that is there twice.
+            # repeats.py does not ask whether autograd is on, and does not remember a call with one tensor given twice.
             if forward == inference and len({id(tensor) for tensor in tensors}) == len(tensors):
                 repeats.remember_call((call, tensors[0].shape, eps, *numbers), tensors, known)
             return run_known(known, tensors), None
@@ -82,15 +85,15 @@ def run(
             return launching.forward_by(known.recipe, tensors, numbers, eps, True)
         *results, statistics = _apply(known, *tensors)
         return results, statistics
-    if "torch.distributed.tensor" in sys.modules:  # somebody may hand us a DTensor
+    if "torch.distributed.tensor" in sys.modules:  # else no tensor can be a DTensor
         from . import sharding
 
         if sharding.is_sharded(tensors):
             return sharding.run(run, call, tensors, numbers, eps, wants_statistics)
-    if not call.affine:  # functional.py has checked those
+    if not call.affine:  # functional.py has checked plain norms
         layouts = {
-            name: checks.layout_in_memory(call.function, name, one)
-            for name, one in zip(call.names, tensors, strict=True)
+            name: checks.layout_in_memory(call.function, name, tensor)
+            for name, tensor in zip(call.names, tensors, strict=True)
         }
         broadcasting.check_operands(call.function, layouts.pop("x"), layouts, demanded=call.demanded)
     first, device = tensors[0], tensors[0].device.type
@@ -107,19 +110,19 @@ def run(
 
 
 def described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> Known:
-    """What follows for calls like this one, of plain CUDA tensors."""
+    """Return what follows for calls like this one, of plain CUDA tensors."""
     known = _described(call, tensors, numbers, eps)
     if known.differentiable and grad_enabled():
         nodes.build_in_background()
     forward, _, inference = call.sm_margins
-    if forward != inference:  # C++ does not ask which it is
+    if forward != inference:  # C++ has one margin for both
         return known
     which = norm_nodes.describe(known.recipe, tensors, numbers, eps, gradients_of, launchable)
     return known._replace(compiled=nodes.call_of(which))
 
 
 def _described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> Known:
-    """The same without C++."""
+    """Return what follows for calls like this one, without C++."""
     mask = tuple(tensor.requires_grad for tensor in tensors)
     forward, _, inference = call.sm_margins
     recipe = launching.recipe_of(call, tensors, forward if any(mask) and grad_enabled() else inference)
@@ -128,31 +131,34 @@ def _described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], 
 
 
 def run_known(known: Known, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results."""
+    """Run a call of which everything is known and return the results."""
     recipe, numbers, eps, differentiable, *_, compiled = known
     if compiled is None:
         nodes.module()  # it may have been built since this call was described
-    elif (found := compiled(*tensors)) is not None:
-        return found
+    elif (results := compiled(*tensors)) is not None:
+        return results
     if differentiable and grad_enabled():
-        found = _apply(known, *tensors)
-        return (found,) if type(found) is Tensor else found
+        results = _apply(known, *tensors)
+        return (results,) if type(results) is Tensor else results
     return launching.forward_by(recipe, tensors, numbers, eps, False)[0]
 
 
 def at_once(tensors: Sequence[Tensor]) -> bool:
-    """Plain CUDA tensors, and nothing listens that a direct launch would bypass."""
+    """Say whether these are plain CUDA tensors, and no mode or hook is active that a direct launch would bypass."""
     for tensor in tensors:
         if type(tensor) not in PLAIN or not tensor.is_cuda or tensor.is_neg():
             return False
-        # Of int64 a seed is; the launch refuses others.
+        # A seed is int64; the launch refuses any other tensor of that dtype.
         if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.dtype is torch.int64):
             return False
     return nothing_listens()
 
 
 def launchable(gradient: Tensor) -> bool:
-    """A plain CUDA tensor that nobody differentiates again, and nothing listens that a direct launch would bypass."""
+    """Say whether a backward pass for this gradient can be launched directly.
+
+    The gradient is a plain CUDA tensor, it is not differentiated again, and no mode or hook would be bypassed.
+    """
     return (
         type(gradient) is Tensor
         and gradient.is_cuda
@@ -164,16 +170,16 @@ def launchable(gradient: Tensor) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    """An operation on plain CUDA tensors in eager mode."""
+    """The autograd.Function of operations on plain CUDA tensors in eager mode."""
 
     @staticmethod
     def forward(ctx, known, *tensors):
         recipe, numbers, eps, _, _, places, wants_statistics, _ = known
         results, statistics = launching.forward_by(recipe, tensors, numbers, eps, True)
-        every, saved = (*tensors, *results), [statistics]
+        candidates, saved = (*tensors, *results), [statistics]
         for place in places:
-            saved.append(every[place])
-        ctx.save_for_backward(*saved)  # in the order of nodes_autograd.h, for checkpoints
+            saved.append(candidates[place])
+        ctx.save_for_backward(*saved)  # in the order of nodes_autograd.h, which a checkpoint may use to recompute
         ctx.known = known
         if len(results) == 1 and not wants_statistics:
             return results[0]  # a tuple takes longer
@@ -189,9 +195,9 @@ class _Norm(torch.autograd.Function):
         statistics, *tensors = ctx.saved_tensors
         family, dy, ds = recipe.family, gradients[0], None
         if recipe.written != ("y",):
-            # With statistics there is one more of these, None.
-            given = dict(zip(recipe.written, gradients, strict=False))
-            dy, ds = given["y"], given["s"]
+            # With statistics there is one more gradient, which is None.
+            by_name = dict(zip(recipe.written, gradients, strict=False))
+            dy, ds = by_name["y"], by_name["s"]
         saved = Saved(names, tensors, numbers, statistics)
         return None, *gradients_of(family, saved, eps, dy, ds, ctx.needs_input_grad[1:])
 
@@ -199,46 +205,46 @@ class _Norm(torch.autograd.Function):
 def gradients_of(
     family: Family, saved: Saved, eps: float, dy: Tensor | None, ds: Tensor | None, mask: tuple[bool, ...]
 ) -> Sequence[Tensor | None]:
-    """The gradients of the tensors of a call, None where `mask` says so."""
+    """Return the gradients of the tensors of a call, None where `mask` is False."""
     call = family.call
     if dy is None and ds is None:
         return [None] * len(call.names)
     wanted = computed = call.masks.get(mask) or call.wanted(mask)
-    given: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     if family.has_through:
-        given = calls.given_through(family, wanted, dy)
-        computed = tuple(name for name in wanted if name not in given)
-    found: Sequence[Tensor] = ()
+        by_name = calls.given_through(family, wanted, dy)
+        computed = tuple(name for name in wanted if name not in by_name)
+    results: Sequence[Tensor] = ()
     if computed:
         recipe = launching.known_backward(family, saved, dy, ds, computed)
         if recipe is not None and not grad_enabled() and nothing_else_listens():
-            found = launching.backward_by(recipe, saved, dy, ds)
-        elif all(one is None or launchable(one) for one in (dy, ds)):
+            results = launching.backward_by(recipe, saved, dy, ds)
+        elif all(gradient is None or launchable(gradient) for gradient in (dy, ds)):
             launching.remember_backward(family, saved, dy, ds, computed)
-            found = launching.backward(family, saved, dy, ds, computed)
+            results = launching.backward(family, saved, dy, ds, computed)
         else:
             return _through_torch(family, saved, eps, dy, ds, mask)
     elif not launchable(dy):
         return _through_torch(family, saved, eps, dy, ds, mask)
     if computed == call.names:
-        return found
-    given.update(zip(computed, found, strict=True))
-    return [given.get(name) for name in call.names]
+        return results
+    by_name.update(zip(computed, results, strict=True))
+    return [by_name.get(name) for name in call.names]
 
 
 def _through_torch(family: Family, saved: Saved, eps: float, dy, ds, mask: tuple[bool, ...]):
-    """The backward pass by the operators, or for second derivatives by torch's own."""
+    """Run the backward pass by the operators, or for second derivatives by torch's own."""
     call, layouts, *_ = family
-    given = dict(zip(saved.names, saved.tensors, strict=True))
+    by_name = dict(zip(saved.names, saved.tensors, strict=True))
     dtypes = [layouts[name].dtype for name in call.names]
-    # Of what was not read, and not saved, the shape alone counts.
+    # A tensor that was not saved is not read: only its shape counts.
     tensors = [
-        given[name] if name in given else saved.statistics.new_empty(()).expand(layouts[name].shape)
+        by_name[name] if name in by_name else saved.statistics.new_empty(()).expand(layouts[name].shape)
         for name in call.names
     ]
-    asked = operators.forward_options(call, saved.numbers, eps, dtypes[0], True, True).backward(dtypes)
-    asked = asked._replace(wanted=mask)
-    return operators.gradients(call, asked, dy, ds, tensors, given.get("s"), saved.statistics)
+    options = operators.forward_options(call, saved.numbers, eps, dtypes[0], True, True).backward(dtypes)
+    options = options._replace(wanted=mask)
+    return operators.gradients(call, options, dy, ds, tensors, by_name.get("s"), saved.statistics)
 
 
 def affine_gradients(
@@ -254,35 +260,37 @@ def affine_gradients(
     in_place: bool = False,
     dx_out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of x, weight and bias of a plain norm, by its name in NAMED; None where `mask` says so. Differentiable where that
-    is wanted. That of bias has the dtype of weight, else of x. `in_place`: nobody needs dy any more. `dx_out`: where dx
-    is written, of what goes straight to the launch.
+    """Return the gradients of x, weight and bias of a plain norm, by its name in NAMED; None where `mask` is False.
+
+    They are differentiable where that is wanted. dbias has the dtype of weight, else of x. With `in_place` dx may take
+    the memory of dy. dx is written to `dx_out` if that is given, which needs tensors that can be launched directly.
     """
     family = calls.affine_family(name, x, weight, sm_margin)
     saved = Saved(*((("x",), (x,)) if weight is None else (("x", "weight"), (x, weight))), (), statistics)
-    wanted = tuple(one for one, wants in zip(("x", "weight", "bias"), mask, strict=True) if wants)
+    wanted = tuple(operand for operand, wants in zip(("x", "weight", "bias"), mask, strict=True) if wants)
     recipe = None if dx_out is not None else launching.known_backward(family, saved, dy, None, wanted)
     if dx_out is not None:
-        found = launching.backward(family, saved, dy, None, wanted, dx_out=dx_out)
+        gradients = launching.backward(family, saved, dy, None, wanted, dx_out=dx_out)
     elif recipe is not None and not grad_enabled() and nothing_else_listens():
-        found = launching.backward_by(recipe, saved, dy, None, in_place)
+        gradients = launching.backward_by(recipe, saved, dy, None, in_place)
     elif launchable(dy) and at_once(saved.tensors):
         launching.remember_backward(family, saved, dy, None, wanted)
-        found = launching.backward(family, saved, dy, None, wanted, in_place=in_place)
+        gradients = launching.backward(family, saved, dy, None, wanted, in_place=in_place)
     else:
         call = calls.affine_call(name, x, x, x.dtype, (sm_margin,) * 3)
-        row = x.new_ones(()).expand(x.shape[-1:])  # a bias, of which the shape counts, and a weight that is left out
-        x_dtype, parameter = (checks.dtype_name(one.dtype) for one in (x, x if weight is None else weight))
-        asked = operators.forward_options(call, (), eps, x_dtype, True, True).backward([x_dtype, parameter, parameter])
+        row = x.new_ones(()).expand(x.shape[-1:])  # the bias, of which only the shape counts, and a missing weight
+        x_dtype, row_dtype = (checks.dtype_name(tensor.dtype) for tensor in (x, x if weight is None else weight))
+        options = operators.forward_options(call, (), eps, x_dtype, True, True)
+        options = options.backward([x_dtype, row_dtype, row_dtype])._replace(wanted=mask)
         tensors = (x, row if weight is None else weight, row)
-        return tuple(operators.gradients(call, asked._replace(wanted=mask), dy, None, tensors, None, statistics))
-    given = iter(found)
-    dx, dweight, dbias = (next(given) if wants else None for wants in mask)
+        return tuple(operators.gradients(call, options, dy, None, tensors, None, statistics))
+    remaining = iter(gradients)
+    dx, dweight, dbias = (next(remaining) if wants else None for wants in mask)
     return dx, dweight, dbias
 
 
 class _NormOnCpu(torch.autograd.Function):
-    """A plain LayerNorm of plain tensors on the CPU in eager mode."""
+    """The autograd.Function of plain norms of plain tensors on the CPU in eager mode."""
 
     @staticmethod
     def forward(ctx, call, eps, x, *operands):
@@ -292,7 +300,7 @@ class _NormOnCpu(torch.autograd.Function):
         ctx.save_for_backward(x, statistics, weight)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.call = call, eps, [checks.dtype_name(one.dtype) for one in (x, *operands)]
+        ctx.call = call, eps, [checks.dtype_name(tensor.dtype) for tensor in (x, *operands)]
         return y, statistics
 
     @staticmethod
@@ -304,16 +312,16 @@ class _NormOnCpu(torch.autograd.Function):
             return None, None, *[None] * len(mask)
         if type(dy) is Tensor and not grad_enabled() and nothing_listens() and not is_batched(dy):
             by_name = operators.backward_by_torch(call.affine, dy, x, statistics, weight, call.wanted(mask))
-            found = [
+            gradients = [
                 by_name[name].to(getattr(torch, dtype)) if name in by_name else None
                 for name, dtype in zip(call.names, dtypes, strict=True)
             ]
         else:
-            asked = operators.forward_options(call, (), eps, dtypes[0], True, True).backward(dtypes)
-            given = {"x": x, "weight": weight, "bias": x.new_empty(()).expand(x.shape[-1:])}
-            tensors = [given[name] for name in call.names]
-            found = operators.gradients(call, asked._replace(wanted=mask), dy, None, tensors, None, statistics)
-        return None, None, *found
+            options = operators.forward_options(call, (), eps, dtypes[0], True, True).backward(dtypes)
+            operands = {"x": x, "weight": weight, "bias": x.new_empty(()).expand(x.shape[-1:])}
+            tensors = [operands[name] for name in call.names]
+            gradients = operators.gradients(call, options._replace(wanted=mask), dy, None, tensors, None, statistics)
+        return None, None, *gradients
 
 
 _apply = applied(_Norm)
@@ -323,6 +331,7 @@ _apply_on_cpu = applied(_NormOnCpu)
 def by_operator(
     call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float, wants_statistics: bool
 ) -> tuple[list[Tensor], Tensor | None]:
+    """Do what `run` does, by the operators."""
     x, *operands = tensors
     differentiated = under_functorch() or operators.wants_gradient(*tensors)
     dtype = checks.dtype_name(x.dtype)
@@ -338,7 +347,7 @@ def by_operator(
 def by_formulas(
     call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float, wants_statistics: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """torch's own operators, with autograd's derivatives."""
+    """Do what `run` does, by torch's own operators, with autograd's derivatives."""
     x, *operands = tensors
     if call.affine:
         y = formulas.norm(call.affine, x, *operators.weight_and_bias(call.names[1:], operands), eps)
@@ -348,6 +357,6 @@ def by_formulas(
         rows = x.detach().to(formulas.compute_dtype(x))
         return [y], formulas.statistics_of(call.operation.norm, rows, eps)
     values = operators.values_of(call, tensors, numbers)
-    dtype, s_dtype = (x.dtype if one is None else getattr(torch, one) for one in (call.dtype, call.s_dtype))
+    dtype, s_dtype = (x.dtype if name is None else getattr(torch, name) for name in (call.dtype, call.s_dtype))
     results, statistics = formulas.forward(call.operation, values, eps, dtype, s_dtype)
     return [results[name] for name in call.operation.returns], statistics.detach() if wants_statistics else None

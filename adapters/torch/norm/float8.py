@@ -1,8 +1,8 @@
-"""Operations of tensors with y in 8 bits: one kernel where it can be launched, else y in float32 by the ways of
-dispatch.py, rounded by torch's own operators.
+"""Operations of tensors with FP8 output.
 
-These are for the CPU, for torch.compile and for whatever listens to calls; their bytes are those of the kernel where
-their float32 y is.
+One kernel makes it where it can be launched. On the CPU, under torch.compile and where a mode listens to calls,
+dispatch.py computes y in float32 and torch's own operators round it, to the same bytes as the kernel where the float32
+values are the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def forward_of(
     store: Float8Store,
     scale: Any,
 ) -> dict[str, Tensor]:
-    """y8, y8_scale, y if it is wide and s if it is returned, of x and the operands: tensors, and numbers."""
+    """Check a call and return y8, y8_scale, y if it is wide and s if it is returned, by name.
+
+    `tensors` are x and the operands that are tensors, `numbers` the operands that are numbers.
+    """
     rules.check_rows(function, Layout((), (), checks.dtype_name(tensors["x"].dtype), ""), s_dtype)
     refuse_gradients(function, "x and operands", tuple(tensors.values()))
     form = (function, operation, tuple(tensors)[1:], tuple(numbers), demanded)
@@ -53,7 +56,7 @@ def forward_of(
 def of_plain_norm(
     name: str, tensors: Mapping[str, Tensor], eps: float, sm_margin: int, store: Float8Store, scale: Any
 ) -> dict[str, Tensor]:
-    """The same of a plain norm, by its name in NAMED; gradients are refused before."""
+    """Return what `forward_of` does, for a plain norm, by its name in NAMED, and arguments that are checked."""
 
     def call_for(y_dtype: str | None, y_store: Float8Store | None) -> Call:
         return affine_call_of(name, "weight" in tensors, "bias" in tensors, y_dtype, (sm_margin,) * 3, y_store)
@@ -71,29 +74,29 @@ def run(
     store: Float8Store,
     scale: Any,
 ) -> dict[str, Tensor]:
-    """Both; `call_for(dtype of y, its store)` is what such calls have in common."""
-    x, given = tensors["x"], tuple(tensors.values())
+    """Run a call with FP8 output and return its results by name; `call_for(dtype of y, store)` returns its Call."""
+    x, inputs = tensors["x"], tuple(tensors.values())
     scales = _scale(operation, tensors, store, scale) if store.granularity == "tensor" else None
-    if not torch.compiler.is_compiling() and dispatch.at_once(given):
+    if not torch.compiler.is_compiling() and dispatch.at_once(inputs):
         call = call_for(dtype, store)
-        read = given if scales is None else (*given, scales)
+        read = inputs if scales is None else (*inputs, scales)
         recipe = launching.recipe_of(call, read, call.sm_margins[2])
         results, _ = launching.forward_by(recipe, read, tuple(numbers.values()), eps, False)
-        found = dict(zip(recipe.written, results, strict=True))
-        return found if scales is None else found | {"y8_scale": scales}
+        by_name = dict(zip(recipe.written, results, strict=True))
+        return by_name if scales is None else by_name | {"y8_scale": scales}
     call = call_for("float32", None)
-    results, _ = dispatch.run(call, given, tuple(numbers.values()), eps, False)
-    found = dict(zip(operation.returns, results, strict=True))
-    y, cols = found["y"], x.shape[-1]
+    results, _ = dispatch.run(call, inputs, tuple(numbers.values()), eps, False)
+    by_name = dict(zip(operation.returns, results, strict=True))
+    y, cols = by_name["y"], x.shape[-1]
     y8, scales = quantise(y.reshape(-1, cols), store.granularity, store.format, scales)
-    found["y8"] = y8.reshape(x.shape)
-    found["y8_scale"] = scales.reshape(rules.scales_shape(store.granularity, tuple(x.shape[:-1]), cols))
-    found["y"] = y.to(getattr(torch, dtype) if dtype else x.dtype)
-    return found
+    by_name["y8"] = y8.reshape(x.shape)
+    by_name["y8_scale"] = scales.reshape(rules.scales_shape(store.granularity, tuple(x.shape[:-1]), cols))
+    by_name["y"] = y.to(getattr(torch, dtype) if dtype else x.dtype)
+    return by_name
 
 
 def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]) -> None:
-    """There is none of numbers of 8 bits."""
+    """Raise ValueError if a gradient is wanted, as FP8 output has none."""
     if operators.wants_gradient(*tensors):
         raise ValueError(
             f"{function}: {names} must want no gradient, as y in 8 bits has none; got one that does. Use "
@@ -102,13 +105,13 @@ def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]
 
 
 def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Store, scale: Any) -> Tensor:
-    """As norm/rules.py has it of arrays."""
+    """Return the one scale for all of y: `scale` if it is given, else one that no value of y exceeds."""
     x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
     if scale is not None:
         return torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())
     name = name_of(operation.norm, weight is not None and dict(operation.defaults)["weight"] == 0)
-    found = bound(name, x, 1, weight, bias).amax() / FLOAT8[store.format]
-    return torch.where(found > 0, found, 1.0)
+    scale = bound(name, x, 1, weight, bias).amax() / FLOAT8[store.format]
+    return torch.where(scale > 0, scale, 1.0)
 
 
 def row_recipe(
@@ -116,18 +119,18 @@ def row_recipe(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    of_y: torch.dtype | None,
+    wide_dtype: torch.dtype | None,
     dtype: str,
     sm_margin: int,
 ) -> launching.Forward:
-    """Of the kernel that makes a plain norm in 8 bits with a scale for each row, and y in the dtype `of_y`."""
-    store = Float8Store(dtype, "row", of_y is not None)
-    call = calls.affine_call(name, weight, bias, of_y, (sm_margin,) * 3, store)
+    """Return the recipe of a plain norm with FP8 output, with a scale for each row, and y in `wide_dtype` if given."""
+    store = Float8Store(dtype, "row", wide_dtype is not None)
+    call = calls.affine_call(name, weight, bias, wide_dtype, (sm_margin,) * 3, store)
     return launching.recipe_of(call, functional.given(x, weight, bias), sm_margin)
 
 
 def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What kernels_cu/rows/rules.cuh does, of float32 rows, y[rows, cols]; traceable."""
+    """Round float32 rows y[rows, cols] as kernels_cu/rows/float8.cuh does; return (y8, scales). It can be traced."""
     if scales is not None:
         return rounded(y * scales.reciprocal(), name), scales
     rows, cols = y.shape
@@ -139,7 +142,7 @@ def quantise(y: Tensor, granularity: str | int, name: str, scales: Tensor | None
 
 
 def scaling(amax: Tensor, name: str, power_2: bool = False) -> tuple[Tensor, Tensor]:
-    """(q, 1 / q) for numbers of which max|v| is `amax`, as kernels_cu/rows/rules.cuh has them."""
+    """Return (q, 1 / q) for numbers whose largest magnitude is `amax`, as kernels_cu/rows/float8.cuh computes them."""
     largest = FLOAT8[name]
     quotient = largest / amax
     tiny = quotient > rules.MOST_MULTIPLIER
@@ -150,22 +153,25 @@ def scaling(amax: Tensor, name: str, power_2: bool = False) -> tuple[Tensor, Ten
     else:
         scale = torch.where(tiny, 1 / rules.MOST_MULTIPLIER, amax / largest)
     scale = torch.where(amax == 0, 1.0, scale)
-    return multiplier, scale + (amax - amax)  # NaN where amax is not finite
+    return multiplier, scale + (amax - amax)  # adding this makes it NaN where amax is not finite
 
 
 def power_of_2(q: Tensor) -> Tensor:
-    """Without its mantissa, NaN as it is."""
+    """Clear the mantissa of q, which rounds it down to a power of two, and leave NaN as it is."""
     return torch.where(torch.isnan(q), q, (q.view(torch.int32) & 0x7F800000).view(torch.float32))
 
 
 def rounded(values: Tensor, name: str) -> Tensor:
-    """To nearest even; what is too large becomes the largest."""
+    """Round to nearest even; values that are too large become the largest one."""
     return values.clamp(-FLOAT8[name], FLOAT8[name]).to(getattr(torch, name))
 
 
 def bound(operation: str, x: Tensor, ndim: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """What no |y_j| exceeds, whatever x is, in float32: of the shape of the normalised axes, the last `ndim` of x."""
+    """Return, in float32, what |y_j| does not exceed whatever the values of x are.
+
+    The result has the shape of the normalised axes, the last `ndim` of x.
+    """
     shape = x.shape[-ndim:]
     gamma = x.new_ones(shape, dtype=torch.float32) if weight is None else formulas.gamma(operation, weight, x)
-    found = gamma.abs() * rules.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
-    return found if bias is None else found + bias.float().abs()
+    largest = gamma.abs() * rules.largest_normalised(formulas.subtracts_mean(operation), math.prod(shape))
+    return largest if bias is None else largest + bias.float().abs()

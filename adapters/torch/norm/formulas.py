@@ -1,10 +1,11 @@
 """Operations and their first and second derivatives in torch's own operators.
 
-These serve tensors that the kernels do not: those on the CPU, what functorch transforms, per-sample gradients, and the
-derivative of the backward pass. All of it is differentiable. Arithmetic in `compute_dtype` of the rows that are
-normalised, with one rounding of y and one of s, whose gradient passes through it unrounded.
+These serve what the kernels do not: tensors on the CPU, functorch's transforms, per-sample gradients, and the
+derivative of the backward pass. All functions here are differentiable. The arithmetic is in `compute_dtype` of the rows
+that are normalised, with one rounding of y and one of s; the gradient of s passes through that rounding unchanged.
 
-x (..., cols). `statistics` holds (mean, rstd) of every row, as (2, ...), for an RMSNorm rstd alone, as (1, ...).
+x has the shape (..., cols). `statistics` holds mean and rstd of every row, with the shape (2, ...); for an RMSNorm it
+holds rstd alone, with the shape (1, ...).
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ Values = Mapping[str, Tensor | float]  # x and the operands, by name
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Of statistics and of all arithmetic on the rows of x."""
+    """Return the dtype of statistics and of all arithmetic on the rows of x."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def subtracts_mean(name: str) -> bool:
-    """Whether a plain norm, by its name in NAMED, subtracts the mean."""
+    """Say whether a plain norm, by its name in NAMED, subtracts the mean."""
     return NORMS[NAMED[name].norm].subtracts_mean
 
 
 def forward(
     operation: Operation, values: Values, eps: float, dtype: torch.dtype, s_dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """({"y": y, "s": s if there is a prologue}, statistics)"""
-    shape, given = values["x"].shape, tuple(values.values())
+    """Return (the results by name: y, and s if there is a prologue, statistics)."""
+    shape, inputs = values["x"].shape, tuple(values.values())
     operation = operation.given(values)
     values = _wide(values, s_dtype, shape)
     exact, s = _rows(operation, values, shape, s_dtype)
@@ -47,17 +48,17 @@ def forward(
     statistics = statistics_of(operation.norm, rows, eps)
     xhat, _ = _normalised(rows, statistics)
     results["y"] = _full(operation.epilogue, values | {"xhat": xhat}, shape).to(dtype)
-    return {name: _fresh(result, given) for name, result in results.items()}, statistics.contiguous()
+    return {name: _fresh(result, inputs) for name, result in results.items()}, statistics.contiguous()
 
 
 def affine(name: str, x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """y = (x - mean) * rstd * weight + bias of a plain norm, by its name in NAMED, in compute_dtype(x)."""
+    """Return y = (x - mean) * rstd * weight + bias of a plain norm, by its name in NAMED, in compute_dtype(x)."""
     xhat, _ = _normalised(x.to(compute_dtype(x)), statistics)
     return _scaled(name, xhat, weight, bias)
 
 
 def norm(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The same y of x alone: traced by dynamo, and for a GPU where there is none."""
+    """Return the y of `affine` from x alone. dynamo traces this, also for a GPU on a machine without one."""
     x = x.to(compute_dtype(x))
     if subtracts_mean(name):
         x = x - _mean(x)
@@ -78,27 +79,28 @@ def backward(
     wanted: Sequence[str],
     s_dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The gradients `wanted` of x and of operands, in their shapes; in that of a row of one that was left out.
+    """Return the gradients `wanted` of x and of operands, in their shapes.
 
-    `gradients`: dy, ds or both.
+    The gradient of an operand that was left out has the shape of a row. `gradients` holds dy, ds or both.
     """
     shape = (values["x"] if s is None else s).shape
-    shapes = {name: one.shape if isinstance(one, Tensor) else () for name, one in values.items()}
-    given = (*values.values(), s, *gradients.values())
-    found = derivative(operation, wanted, values)
-    values = _wide({**values, **{name: one for name, one in gradients.items() if one is not None}}, s_dtype, shape)
+    shapes = {name: operand.shape if isinstance(operand, Tensor) else () for name, operand in values.items()}
+    inputs = (*values.values(), s, *gradients.values())
+    expressions = derivative(operation, wanted, values)
+    known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    values = _wide({**values, **known}, s_dtype, shape)
     if "dy" not in values:
         values["dy"] = torch.zeros_like(statistics[0])[..., None].expand(shape)
     rows = _rounded(*_rows(operation, values, shape, s_dtype)) if s is None else s.to(statistics.dtype)
     values["xhat"], rstd = _normalised(rows, statistics)
-    if found.g is not None:
-        of_norm = _project(operation.norm, _full(found.g, values, shape), values["xhat"]) * rstd
-        values["ds"] = of_norm + values["ds"] if "ds" in values else of_norm
+    if expressions.g is not None:
+        norm_gradient = _project(operation.norm, _full(expressions.g, values, shape), values["xhat"]) * rstd
+        values["ds"] = norm_gradient + values["ds"] if "ds" in values else norm_gradient
     totals: dict[str, Tensor] = {}
-    for name, expression in (*found.early, *found.late):
+    for name, expression in (*expressions.early, *expressions.late):
         part = _full(expression, values, shape)
         totals[name] = totals[name] + part if name in totals else part
-    return [_fresh(_summed(totals[name], shapes.get(name, shape[-1:])), given) for name in wanted]
+    return [_fresh(_summed(totals[name], shapes.get(name, shape[-1:])), inputs) for name in wanted]
 
 
 def _summed(total: Tensor, shape: Sequence[int]) -> Tensor:
@@ -115,8 +117,8 @@ def second_backward(
     weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of L = Σ ddx * dx + Σ ddweight * dweight + Σ ddbias * dbias with respect to (dy, x, weight), of a
-    plain norm, by its name in NAMED.
+    """Return the gradients with respect to (dy, x, weight) of L = Σ ddx * dx + Σ ddweight * dweight + Σ ddbias * dbias,
+    for a plain norm, by its name in NAMED.
 
     With g = dy * weight, u = ddx, q = xhat, row means m(.), and P the symmetric projection of `_project`:
     L_row = rstd * N * (m(ug) - m(u) m(g) - m(uq) m(gq)) + Σ ddweight * dy * q + Σ ddbias * dy, hence
@@ -125,7 +127,7 @@ def second_backward(
         L_q = ddweight * dy - rstd * (u * m(gq) + g * m(uq)),   L_rstd = N * (m(ug) - m(u) m(g) - m(uq) m(gq))
     and q and rstd depend on x: dq = rstd * P(dx), drstd = -rstd² * m(q dx), so
         L_x = rstd * P(L_q) - rstd² * q * L_rstd / N.
-    mean and rstd are computed from x once more: the result can be differentiated again.
+    mean and rstd are computed from x once more, so that the result can be differentiated again.
     """
     norm, rows = NAMED[name].norm, x.to(compute_dtype(x))
     xhat, rstd = _normalised(rows, statistics_of(norm, rows, eps))
@@ -157,19 +159,20 @@ def second_backward(
     return grad_dy, grad_x, grad_weight
 
 
-# What is added to the weight of a plain norm: a weight that is left out stands for the number that makes gamma 1.
+# The number that a plain norm adds to its weight: the default weight is the number that makes gamma 1.
 _ADDED = {name: 1 - dict(operation.defaults)["weight"] for name, operation in NAMED.items()}
 
 
 def gamma(name: str, weight: Tensor, x: Tensor) -> Tensor:
-    """What a plain norm multiplies xhat by."""
+    """Return gamma, the factor by which a plain norm multiplies xhat."""
     weight = weight.to(compute_dtype(x))
     return weight + _ADDED[name] if _ADDED[name] else weight
 
 
 def statistics_of(norm: str, rows: Tensor, eps: float) -> Tensor:
-    """(mean, rstd) of rows in the dtype of the arithmetic, rstd = 1 / sqrt(mean((x - mean)²) + eps); of an RMSNorm rstd
-    alone, with mean = 0.
+    """Return mean and rstd = 1 / sqrt(mean((x - mean)²) + eps) of rows, which have the dtype of the arithmetic.
+
+    For an RMSNorm return rstd alone, with mean = 0.
     """
     if not NORMS[norm].subtracts_mean:
         return (rows.square().mean(-1) + eps).rsqrt()[None]
@@ -178,14 +181,14 @@ def statistics_of(norm: str, rows: Tensor, eps: float) -> Tensor:
 
 
 def rows_of(operation: Operation, values: Values, s_dtype: torch.dtype) -> Tensor:
-    """s, made again, in the dtype of the arithmetic."""
+    """Return s, computed again, in the dtype of the arithmetic."""
     shape = values["x"].shape
     return _rounded(*_rows(operation, _wide(values, s_dtype, shape), shape, s_dtype))
 
 
-def _fresh(result: Tensor, given: Sequence[Any]) -> Tensor:
-    """A result is not the memory of an input, and contiguous, as a kernel's is."""
-    return (result.clone() if any(result is one for one in given) else result).contiguous()
+def _fresh(result: Tensor, inputs: Sequence[Any]) -> Tensor:
+    """Return a contiguous result in memory that is no input's, as a kernel returns it."""
+    return (result.clone() if any(result is tensor for tensor in inputs) else result).contiguous()
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -193,19 +196,19 @@ def _mean(values: Tensor) -> Tensor:
 
 
 def _normalised(rows: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """(xhat, rstd), rstd with an axis of length 1 in place of the normalised one."""
+    """Return (xhat, rstd), where rstd has an axis of length 1 in place of the normalised one."""
     rstd = statistics[-1][..., None]
     return (rows * rstd if len(statistics) == 1 else (rows - statistics[0][..., None]) * rstd), rstd
 
 
 def _project(norm: str, v: Tensor, xhat: Tensor) -> Tensor:
-    """P(v) = v - mean(v) - xhat * mean(v * xhat), the means over a row; for an RMSNorm without mean(v)."""
+    """Return P(v) = v - mean(v) - xhat * mean(v * xhat), with means over a row; for an RMSNorm leave out mean(v)."""
     projected = v - xhat * _mean(v * xhat)
     return projected - _mean(v) if NORMS[norm].subtracts_mean else projected
 
 
 def _rows(operation: Operation, values: Values, shape: Sequence[int], s_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(s before it is rounded, s)"""
+    """Return (s before it is rounded, s)."""
     if operation.prologue is None:
         return values["x"], values["x"]
     exact = _full(operation.prologue, values, shape)
@@ -213,7 +216,7 @@ def _rows(operation: Operation, values: Values, shape: Sequence[int], s_dtype: t
 
 
 def _rounded(exact: Tensor, s: Tensor) -> Tensor:
-    """The values of s with the gradient of what was rounded."""
+    """Return the values of s with the gradient of the exact ones, which s was rounded from."""
     if s.dtype is exact.dtype:
         return exact
     change = torch.where(exact.isinf(), 0, s.to(exact.dtype) - exact)
@@ -221,17 +224,17 @@ def _rounded(exact: Tensor, s: Tensor) -> Tensor:
 
 
 def _wide(values: Values, s_dtype: torch.dtype, shape: Sequence[int]) -> dict[str, Tensor | float]:
-    """In the dtype of the arithmetic; of a seed the numbers for every element of x."""
+    """Return the values in the dtype of the arithmetic; a seed becomes the numbers drawn for every element of x."""
     compute = getattr(torch, problem.compute_dtype(str(s_dtype).removeprefix("torch.")))
-    wide = {name: one.to(compute) if isinstance(one, Tensor) else one for name, one in values.items()}
+    wide = {name: value.to(compute) if isinstance(value, Tensor) else value for name, value in values.items()}
     seed = values.get(SEED)
-    if isinstance(seed, Tensor) and not seed.is_floating_point():  # what stands for one that is not read is
+    if isinstance(seed, Tensor) and not seed.is_floating_point():  # what stands for an unread seed is floating point
         number = seed.reshape(-1).view(torch.int64)[0] if seed.dtype is not torch.int64 else seed.reshape(())
         wide[SEED] = uniform(number, tuple(shape), torch, device=seed.device).to(compute)
     return wide
 
 
 def _full(expression: Expression, values: Values, shape: Sequence[int]) -> Tensor:
-    """The value of an expression for every element of x."""
+    """Return the value of an expression for every element of x."""
     value = evaluate(expression, values, torch)
     return value if value.shape == shape else value.expand(shape)

@@ -1,11 +1,11 @@
-"""`layer_norm` and `rms_norm`, drop-in for those of torch.nn.functional.
+"""`layer_norm` and `rms_norm`, drop-in replacements for those of torch.nn.functional.
 
-A call goes to torch's own norm where ours does not serve it: on another device where nothing is differentiated, and in
-programs that are to hold no operators of ours. Else it is an operation like any other (dispatch.py), with torch's own
-checks in front. torch's own operators are never differentiated here: its layer_norm is wrong from the third derivative
-on, and already in the second where one of the two is forward-mode.
+A call goes to torch's own norm on other devices where nothing is differentiated, in programs that must not hold our
+operators, and for tensors that our kernels do not read. Else it is checked as torch checks it and dispatched like any
+other operation (dispatch.py). torch's own operators are never differentiated here: its layer_norm is wrong from the
+third derivative on, and already in the second if one of the two is forward-mode.
 
-cunorm's own functions (arrays.py) come here with what they have checked themselves.
+cunorm's own functions (arrays.py) call this module after their own checks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .dispatch import PLAIN
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32, torch.float64)
-EPS, DTYPE = (float, type(None)), (type(None), torch.dtype)  # types of options that need no conversion
+EPS, DTYPE = (float, type(None)), (type(None), torch.dtype)  # types of eps and dtype that need no conversion
 
 
 def layer_norm(
@@ -54,7 +54,7 @@ def layer_norm(
     Parameters
     ----------
     input : Tensor, shape (..., *normalized_shape)
-        float16, bfloat16, float32 or float64. It is read where it lies, and so is the gradient of y, if its rows are
+        float16, bfloat16, float32 or float64. It is read without a copy, and so is the gradient of y, if its rows are
         contiguous and one or two strides lead from row to row, as in the heads of a packed QKV,
         qkv.view(tokens, 3 * heads, cols)[:, :heads]. Else it is copied.
     normalized_shape : int or sequence of int
@@ -66,9 +66,10 @@ def layer_norm(
     zero_centered_gamma : bool
         Multiply by 1 + weight instead of weight.
     dtype : torch.dtype, optional
-        Of y. Default: that of input; under autocast float32 for a 16-bit input, as torch.nn.functional.layer_norm.
+        The dtype of y. The default is that of input; under autocast it is float32 for a 16-bit input, as in
+        torch.nn.functional.layer_norm.
     sm_margin : int or dict
-        Leaves this many multiprocessors to other work, such as communication. A dict has any of the keys `forward` and
+        Leave this many multiprocessors to other work, such as communication. A dict has any of the keys `forward` and
         `backward`, for a call that is differentiated, and `inference`, for one that is not.
 
     Returns
@@ -79,19 +80,19 @@ def layer_norm(
     Raises
     ------
     RuntimeError
-        Shapes or devices that do not fit, or a GPU that CuPy cannot use.
+        If shapes or devices do not fit, or CuPy cannot use the GPU.
     NotImplementedError
-        A tensor of another dtype, or one that is sparse or quantised.
+        If a tensor has another dtype, or is sparse or quantised.
     TypeError, ValueError
-        An argument of the wrong kind; eps, dtype, sm_margin or zero_centered_gamma out of range.
+        If an argument is of the wrong kind, or eps, dtype, sm_margin or zero_centered_gamma is out of range.
     ImportError
-        A CUDA tensor without CuPy.
+        If a tensor is on a CUDA device and CuPy is missing.
 
     Notes
     -----
-    Arithmetic in float32 (float64 for float64 input) with one rounding at the end. For the backward pass input, mean,
-    rstd and weight are kept. Tensors that are not on a CUDA device go to torch's own kernels. Ba, Kiros, Hinton,
-    Layer Normalization, 2016; kernels_cu/norms/norm_forward.cu.
+    The arithmetic is in float32 (float64 for float64 input) with one rounding at the end. The backward pass needs
+    input, mean, rstd and weight, which are kept. Tensors that are not on a CUDA device go to torch's own kernels. See
+    Ba, Kiros, Hinton, Layer Normalization, 2016, and kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------
@@ -116,9 +117,10 @@ def rms_norm(
 ) -> Tensor:
     """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x = input.
 
-    Parameters, results and errors as in `layer_norm`; `eps=None` is the machine epsilon of the arithmetic, 2^-23 (2^-52
-    for float64 input). Under autocast as this version of torch has it for torch.nn.functional.rms_norm. Zhang,
-    Sennrich, Root Mean Square Layer Normalization, 2019; kernels_cu/norms/norm_forward.cu.
+    Parameters, results and errors are those of `layer_norm`; `eps=None` is the machine epsilon of the arithmetic, 2^-23
+    (2^-52 for float64 input). Under autocast y has the dtype that this version of torch gives it in
+    torch.nn.functional.rms_norm. See Zhang, Sennrich, Root Mean Square Layer Normalization, 2019, and
+    kernels_cu/norms/norm_forward.cu.
 
     Examples
     --------
@@ -132,13 +134,13 @@ def rms_norm(
 
 
 def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) -> Tensor:
-    """Both functions; `operation` is a name of cunorm.operation.NAMED."""
+    """Compute either function; `operation` is a name of cunorm.operation.NAMED."""
     if dispatch.compiling():
         return _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin)
     key = None
     if type(x) in PLAIN and type(sm_margin) is int and type(eps) in EPS and type(dtype) in DTYPE:
         shape = normalized_shape
-        # That of a module is a tuple, most often of one number. What compares equal to a shape need not be one.
+        # A module's shape is a tuple, most often of one int. (3.0,) compares equal to (3,), but is no shape.
         if type(shape) is torch.Size or (type(shape) is tuple and len(shape) == 1 and type(shape[0]) is int):
             key = (operation, shape, eps, dtype, sm_margin, x.shape, x.dtype, weight is None, bias is None)
             tensors = given(x, weight, bias) if weight is None or bias is None else (x, weight, bias)
@@ -154,14 +156,17 @@ def norm(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin) ->
 
 
 def given(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Those that there are."""
+    """Return those of the tensors that are not None."""
     if bias is not None:
         return (x, bias) if weight is None else (x, weight, bias)
     return (x,) if weight is None else (x, weight)
 
 
 def _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin, key=None) -> Tensor:
-    """A call of which nothing is known: to torch's own, or checked; traceable. It is remembered by `key`."""
+    """Run a call of which nothing is known, by torch's own norm or after checks, and remember it by `key`.
+
+    It can be traced.
+    """
     function = NAMED[operation].norm
     shape = checks.shape(function, normalized_shape)
     margins = checks.sm_margins(function, sm_margin)
@@ -179,7 +184,8 @@ def _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin,
     call, rows = prepared(operation, x, ndim, weight, bias, dtype, margins)
     if at_once and key is not None and ndim == 1:
         known = dispatch.described(call, rows, (), eps)
-        if len({id(tensor) for tensor in rows}) == len(rows):  # repeats.py does not remember others
+        # repeats.py does not remember a call with one tensor given twice.
+        if len({id(tensor) for tensor in rows}) == len(rows):
             repeats.remember_call(key, rows, known)
         return dispatch.run_known(known, rows)[0]
     (y,), _ = dispatch.run(call, rows, (), eps, False)
@@ -187,7 +193,7 @@ def _slowly(operation, x, normalized_shape, weight, bias, eps, dtype, sm_margin,
 
 
 def prepared(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[calls.Call, Sequence[Tensor]]:
-    """`in_rows` of tensors that nobody has checked."""
+    """Check the tensors and return what `in_rows` does."""
     if not dispatch.compiling():
         checks.forward(operation, x, ndim, weight, bias, dtype)
         if type(x) in PLAIN and x.is_cuda:
@@ -198,31 +204,33 @@ def prepared(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[calls
 
 
 def in_rows(operation, x, ndim, weight, bias, dtype, sm_margins) -> tuple[calls.Call, Sequence[Tensor]]:
-    """What calls of this form have in common, and the tensors with the normalised axes as one."""
+    """Return what calls of this form have in common, and the tensors with the normalised axes flattened into one."""
     call = calls.affine_call(operation, weight, bias, dtype, sm_margins)
     tensors = given(x, weight, bias)
     return call, tensors if ndim == 1 else [as_rows(tensor, ndim) for tensor in tensors]
 
 
 def as_rows(tensor: Tensor, ndim: int) -> Tensor:
-    """The last axes as one."""
+    """Flatten the last `ndim` axes into one."""
     return tensor.flatten(-ndim) if ndim > 1 else tensor
 
 
 def symbolic(function: Callable[..., Any], *arguments: Any, **options: Any) -> torch.fx.Proxy | None:
-    """A call of `function` in the graph of torch.fx.symbolic_trace, if one of the arguments stands for a value of it.
+    """Add a call of `function` to the graph of torch.fx.symbolic_trace, if an argument is a value of that graph.
 
-    So torch.nn.functional's norms do; the control flow in ours cannot be traced.
+    torch.nn.functional's norms do so too. It is needed because the control flow in ours cannot be traced.
     """
     proxies: list[torch.fx.Proxy] = []
-    map_aggregate((*arguments, options), lambda one: proxies.append(one) if isinstance(one, torch.fx.Proxy) else None)
+    map_aggregate(
+        (*arguments, options), lambda leaf: proxies.append(leaf) if isinstance(leaf, torch.fx.Proxy) else None
+    )
     return proxies[0].tracer.create_proxy("call_function", function, arguments, options) if proxies else None
 
 
 def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differentiated: bool) -> bool:
-    """True if a call goes to torch's own norm: ours does not serve it, or it is not differentiated on another device.
+    """Say whether a call goes to torch's own norm: ours does not serve it, or it is not differentiated off the GPU.
 
-    A program that is exported or traced for another device than CUDA holds torch's norm: it must run without cunorm.
+    A program that is exported or traced for another device than CUDA holds torch's norm, as it must run without cunorm.
     """
     if not x.is_cuda and not differentiated:
         return True
@@ -230,8 +238,8 @@ def _torch_serves(x: Tensor, weight: Tensor | None, bias: Tensor | None, differe
         return True
     if x.is_cuda:
         return torch.onnx.is_in_onnx_export()
-    given = (tensor for tensor in (x, weight, bias) if tensor is not None)
-    if any(tensor.dtype not in FLOATING or tensor.layout is not torch.strided for tensor in given):
+    tensors = (tensor for tensor in (x, weight, bias) if tensor is not None)
+    if any(tensor.dtype not in FLOATING or tensor.layout is not torch.strided for tensor in tensors):
         return True
     if torch.compiler.is_compiling():
         return x.is_meta or is_exporting()
@@ -248,42 +256,42 @@ def norm_with_statistics(
     dtype: torch.dtype,
     sm_margin: int,
 ) -> tuple[Tensor, Tensor]:
-    """(y, statistics) for arguments that are checked; y is differentiable, statistics are as formulas.py has them."""
+    """Return (y, statistics) for checked arguments; y is differentiable, statistics are as formulas.py has them."""
     call, rows = in_rows(operation, x, len(shape), weight, bias, dtype, (sm_margin,) * 3)
     (y,), statistics = dispatch.run(call, rows, (), eps, True)
     return y if len(shape) == 1 else y.reshape(x.shape), statistics
 
 
 def _default_dtype(operation: str, x: Tensor) -> torch.dtype:
-    """Of y: that of x, under autocast what torch's own norm returns. 16-bit tensors need not be converted for that."""
+    """Return the dtype of y: that of x, or under autocast that of torch's own norm. x itself is not converted."""
     if torch.is_autocast_enabled("cuda") and x.dtype in HALF and AUTOCAST_TO_FLOAT32[operation]:
         return torch.float32
     return x.dtype
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast would convert x to before a product; None where it leaves it."""
-    kind = "cuda" if x.is_cuda else x.device.type  # a device takes 0.6 us
+    """Return the dtype that autocast would convert x to before a matrix product; None if it would not convert x."""
+    kind = "cuda" if x.is_cuda else x.device.type  # making a device takes the host longer
     return torch.get_autocast_dtype(kind) if x.dtype is not torch.float64 and autocasts(kind) else None
 
 
 def autocasts(kind: str) -> bool:
-    """Whether autocast is on for a type of device; torch refuses to say it of "meta"."""
+    """Say whether autocast is on for a type of device; torch itself refuses to say so for "meta"."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-# layer_norm is on autocast's list of operators in float32; rms_norm is in some versions of torch.
+# autocast computes layer_norm in float32; whether it does so with rms_norm depends on the version of torch.
 AUTOCAST_TO_FLOAT32 = {name: autocasts_to_float32(operation.norm) for name, operation in NAMED.items()}
 
 
 def _own(operation, x, shape, weight, bias, eps, dtype) -> Tensor:
-    """torch's own operators, in wider arithmetic where they would refuse the mixture or round twice."""
+    """Run torch's own operators, in wider arithmetic where they would refuse a mixture of dtypes or round twice."""
     function = NAMED[operation].norm
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     ours = operation != function or dtype not in (None, x.dtype)
     if ours:
         checks.floating(function, x=x, weight=weight, bias=bias)
-    elif len(dtypes) == 1 or not dtypes <= {*FLOATING}:  # what else there is torch computes, or refuses
+    elif len(dtypes) == 1 or not dtypes <= {*FLOATING}:  # torch computes, or refuses, dtypes that are not ours
         y = _torch_norm(function, x, shape, weight, bias, eps)
         return y if dtype is None else y.to(dtype)
     compute = formulas.compute_dtype(x)
@@ -296,7 +304,7 @@ def _own(operation, x, shape, weight, bias, eps, dtype) -> Tensor:
 def _torch_norm(function, x, shape, weight, bias, eps) -> Tensor:
     if function == "layer_norm":
         return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
-    if torch.onnx.is_in_onnx_export():  # which in torch 2.11 knows no aten._fused_rms_norm, the kernel for CUDA
+    if torch.onnx.is_in_onnx_export():  # torch 2.11 cannot export aten._fused_rms_norm, the kernel for CUDA
         ndim = checks.trailing_axes(function, x, shape)
         checks.forward(function, x, ndim, weight, None, x.dtype)
         call, rows = prepared(function, x, ndim, weight, None, x.dtype, (0, 0, 0))

@@ -15,7 +15,7 @@ from .modules import Options
 
 
 class _AddNorm(Options):
-    """What both modules have beyond those of torch."""
+    """What AddLayerNorm and AddRMSNorm have beyond torch's modules."""
 
     s_dtype: torch.dtype | None
     dropout_p: float
@@ -24,8 +24,10 @@ class _AddNorm(Options):
     _shown = ("zero_centered_gamma", "s_dtype", "dropout_p")
 
     def _options(self, x: Tensor) -> dict[str, Any]:
-        """Of a call. The seed is drawn by torch's generator of the device: torch.manual_seed repeats it, checkpoints
-        draw the same again, and a replay of a CUDA graph another one.
+        """Return the options of a call.
+
+        The seed is drawn by torch's generator of the device: torch.manual_seed repeats it, a checkpoint draws the same
+        one again, and each replay of a CUDA graph draws another one.
         """
         options: dict[str, Any] = {"zero_centered_gamma": self.zero_centered_gamma, "s_dtype": self.s_dtype}
         options["sm_margin"] = self.sm_margin
@@ -37,14 +39,14 @@ class _AddNorm(Options):
     def _added(
         self, add_norm: Callable[..., tuple[Tensor, Tensor]], x: Tensor, residual: Tensor, *others: Any
     ) -> tuple[Tensor, Tensor]:
-        """(y, s) with the normalised axes as one; `others` are parameters and eps."""
+        """Return (y, s) by `add_norm`, with the normalised axes flattened; `others` are the parameters and eps."""
         options, shape = self._options(x), self.normalized_shape
         if isinstance(x, Tensor):
             checks.trailing_axes(type(self).__name__, x, shape)
         if len(shape) == 1:
             return add_norm(x, residual, *others, **options)
         axes = -len(shape)
-        others = tuple(one.flatten() if isinstance(one, Tensor) else one for one in others)
+        others = tuple(value.flatten() if isinstance(value, Tensor) else value for value in others)
         y, s = add_norm(x.flatten(axes), residual.flatten(axes), *others, **options)
         return y.unflatten(-1, shape), s.unflatten(-1, shape)
 
@@ -55,24 +57,25 @@ class AddLayerNorm(_AddNorm, nn.LayerNorm):
     Parameters
     ----------
     normalized_shape, eps, elementwise_affine, bias, device, dtype
-        As torch.nn.LayerNorm has them, and so is the state_dict.
+        These are those of torch.nn.LayerNorm, and so is the state_dict.
     zero_centered_gamma : bool
         Multiply by 1 + weight; weight begins as 0.
     s_dtype : torch.dtype, optional
-        Of s, such as float32 for a residual stream beside 16-bit layers. Default: that of x.
+        The dtype of s, such as float32 for a residual stream between 16-bit layers. The default is that of x.
     dropout_p : float
-        As in `cunorm.torch.add_layer_norm`, in training mode alone; each call draws a seed by torch's generator.
+        See `cunorm.torch.add_layer_norm`. It applies in training mode alone; each call draws a seed by torch's
+        generator.
     sm_margin : int or dict
-        As in `cunorm.torch.layer_norm`.
+        See `cunorm.torch.layer_norm`.
 
     Raises
     ------
     TypeError, ValueError
-        An option of the wrong kind or value.
+        If an option is of the wrong kind or value.
 
     Notes
     -----
-    Input and output as `cunorm.torch.add_layer_norm` has them.
+    Input and output are those of `cunorm.torch.add_layer_norm`.
 
     Examples
     --------
@@ -102,14 +105,15 @@ class AddLayerNorm(_AddNorm, nn.LayerNorm):
         self._set_options(zero_centered_gamma, sm_margin)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(y, s)"""
+        """Return (y, s)."""
         return self._added(add_layer_norm, input, residual, self.weight, self.bias, self.eps)
 
 
 class AddRMSNorm(_AddNorm, nn.RMSNorm):
     """s = residual + dropout(x), y = s / sqrt(mean(s²) + eps) * weight, over the last axes.
 
-    Parameters and errors as in `AddLayerNorm`, without bias; `eps=None` as in `cunorm.torch.rms_norm`.
+    Parameters and errors are those of `AddLayerNorm`, without bias; `eps=None` means what it means in
+    `cunorm.torch.rms_norm`.
 
     Examples
     --------
@@ -138,22 +142,22 @@ class AddRMSNorm(_AddNorm, nn.RMSNorm):
         self._set_options(zero_centered_gamma, sm_margin)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(y, s)"""
+        """Return (y, s)."""
         return self._added(add_rms_norm, x, residual, self.weight, self.eps)
 
 
 class RMSNormGated(nn.Module):
-    """y = x / sqrt(mean(x²) + eps) * weight * silu(z), or, unless norm_before_gate, the same norm of x * silu(z).
+    """y = x / sqrt(mean(x²) + eps) * weight * silu(z), or without norm_before_gate the same norm of x * silu(z).
 
     Parameters
     ----------
     hidden_size, eps, group_size, norm_before_gate, device, dtype
-        As mamba_ssm's gated RMSNorm has them. Its state_dict, `weight` alone, is also that of the gated norms of
-        Hugging Face transformers; Mamba2's and Zamba2's have norm_before_gate=False, Qwen3-Next's True.
+        These are those of mamba_ssm's gated RMSNorm. Its state_dict, `weight` alone, is also that of the gated norms of
+        Hugging Face transformers; those of Mamba2 and Zamba2 have norm_before_gate=False, that of Qwen3-Next has True.
 
     Notes
     -----
-    Input and output as `cunorm.torch.rms_norm_gated` has them.
+    Input and output are those of `cunorm.torch.rms_norm_gated`.
 
     Examples
     --------
@@ -179,11 +183,11 @@ class RMSNormGated(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """weight = 1"""
+        """Set weight = 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """y"""
+        """Return y."""
         options = {"norm_before_gate": self.norm_before_gate, "group_size": self.group_size}
         return rms_norm_gated(x, z, self.weight, self.eps, **options)
 
@@ -200,19 +204,19 @@ class AdaLayerNorm(nn.Module):
     Parameters
     ----------
     embedding_dim, num_embeddings, output_dim, norm_eps, chunk_dim
-        As diffusers' AdaLayerNorm has them, and so is the state_dict: `linear`, and `emb` if there is num_embeddings.
-        Its norm has no parameters here: norm_elementwise_affine=False is the default there.
+        These are those of diffusers' AdaLayerNorm, and so is the state_dict: `linear`, and `emb` if num_embeddings is
+        given. The norm itself has no parameters, as with norm_elementwise_affine=False, which is diffusers' default.
     device, dtype
-        Of the parameters.
+        Where the parameters are, and their dtype.
 
     Raises
     ------
     ValueError
-        A chunk_dim that is neither 0 nor 1.
+        If chunk_dim is neither 0 nor 1.
 
     Notes
     -----
-    y is rounded once. Input and output as `cunorm.torch.layer_norm_modulate` has them.
+    y is rounded once. Input and output are those of `cunorm.torch.layer_norm_modulate`.
 
     Examples
     --------
@@ -242,16 +246,16 @@ class AdaLayerNorm(nn.Module):
         self.linear = nn.Linear(embedding_dim, 2 * embedding_dim if output_dim is None else output_dim, **options)
 
     def forward(self, x: Tensor, timestep: Tensor | None = None, temb: Tensor | None = None) -> Tensor:
-        """y; with chunk_dim=1 of x (batch, tokens, columns) and of temb (batch, embedding_dim), a vector for each."""
+        """Return y; with chunk_dim=1 x is (batch, tokens, columns) and temb (batch, embedding_dim)."""
         if self.emb is not None:
             temb = self.emb(timestep)
         temb = self.linear(nn.functional.silu(temb))
-        # diffusers has the two in either order: the first is that of CogVideoX.
+        # diffusers orders shift and scale differently in the two cases; chunk_dim=1 is that of CogVideoX.
         if self.chunk_dim == 1:
             shift, scale = temb[:, None].chunk(2, dim=-1)
         else:
-            first = (None,) * (x.dim() - temb.dim())  # beside the last axes of x, as diffusers has them
-            scale, shift = (one[first] for one in temb.chunk(2, dim=0))
+            first = (None,) * (x.dim() - temb.dim())  # aligns temb with the last axes of x, as diffusers does
+            scale, shift = (half[first] for half in temb.chunk(2, dim=0))
         return layer_norm_modulate(x, scale, shift, eps=self.norm_eps)
 
     def extra_repr(self) -> str:

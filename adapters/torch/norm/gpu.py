@@ -1,4 +1,4 @@
-"""torch's memory and streams on a GPU, where tensors lie in it, and what is known of the GPU."""
+"""torch's memory and streams on a GPU, the strides and addresses of tensors, and the properties of the GPU."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ stream, current_device, empty = private.stream, private.current_device, private.
 
 
 def contiguously(shape: Sequence[int], dtype: torch.dtype) -> Memory:
+    """Return a contiguous Memory of this shape and dtype."""
     shape = tuple(shape)
     strides = [*accumulate(shape[:0:-1], mul, initial=1)][: len(shape)]
     return shape, tuple(strides[::-1]), dtype
 
 
 def properties_of(function: str, x: Tensor) -> device.Device:
-    """The GPU of x, as CuPy sees it."""
+    """Return the properties of the GPU of x, as CuPy sees them."""
     try:
         return device.current(x.get_device())
     except ImportError as error:
         raise ImportError(
             f"{function}: tensors on a GPU need CuPy; it could not be imported ({error}). {device.INSTALL}."
         ) from error
-    except RuntimeError as error:  # CuPy's errors of CUDA are such
+    except RuntimeError as error:  # CuPy's errors of CUDA are of this type
         raise RuntimeError(
             f"{function}: CuPy cannot use {x.device}, which input is on: {error}. Compare the driver, by nvidia-smi, "
             "with what `python -m cunorm info` says."
@@ -43,43 +44,50 @@ def properties_of(function: str, x: Tensor) -> device.Device:
 
 
 def row_strides_of(tensor: Tensor | None, ndim: int) -> RowStrides | None:
+    """Return the strides from row to row of a tensor; None if a kernel cannot read it without a copy."""
     return None if tensor is None else row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), ndim)
 
 
 def memory(shape: Sequence[int], dtype: str) -> Memory:
+    """Return a contiguous Memory of this shape and dtype, by the name of the dtype."""
     return contiguously(shape, getattr(torch, dtype))
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
     return memory(shape, "float32")[1]
 
 
 def copies(
     recipe: LaunchRecipe, names: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the places among `names` and the shapes of the tensors that a recipe wants copied."""
     shapes = shapes | dict(recipe.expanded)
     return tuple((names.index(name), shapes[name]) for name in recipe.copies)
 
 
 def copied(tensors: Sequence[Tensor | None], copies: tuple, pointers: list[int]) -> list[Tensor | None]:
-    """The tensors, those of `copies` made contiguous and their pointers with them. Hold them until the launch."""
-    found = list(tensors)
+    """Return the tensors with contiguous copies of those of `copies`, and put their addresses into `pointers`.
+
+    The caller must hold the result until the launch.
+    """
+    results = list(tensors)
     for place, shape in copies:
-        found[place] = tensors[place].expand(shape).contiguous()
-        pointers[place] = found[place].data_ptr()
-    return found
+        results[place] = tensors[place].expand(shape).contiguous()
+        pointers[place] = results[place].data_ptr()
+    return results
 
 
 def aligned(
-    names: Sequence[str], pointers: Sequence[int], tensors: Sequence[Tensor | None], of_x: tuple[int, ...]
+    names: Sequence[str], pointers: Sequence[int], tensors: Sequence[Tensor | None], x_shape: tuple[int, ...]
 ) -> bool:
-    """All tensors that are read by packs begin at multiples of 16 bytes; what torch allocates does."""
+    """Say whether all tensors that are read by vectors begin at multiples of 16 bytes, as what torch allocates does."""
     together = 0
     for pointer in pointers:
         together |= pointer
     if not together & 15:
         return True
     return not any(
-        pointer & 15 and one is not None and broadcasting.read_by_vectors(name, tuple(one.shape), tuple(of_x))
-        for name, pointer, one in zip(names, pointers, tensors, strict=True)
+        pointer & 15 and tensor is not None and broadcasting.read_by_vectors(name, tuple(tensor.shape), tuple(x_shape))
+        for name, pointer, tensor in zip(names, pointers, tensors, strict=True)
     )

@@ -1,4 +1,4 @@
-"""`LayerNorm` and `RMSNorm`: torch.nn's own modules, same parameters and state_dict, on cunorm's kernels."""
+"""`LayerNorm` and `RMSNorm`: torch.nn's modules, with the same parameters and state_dict, on cunorm's kernels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from .functional import autocast_dtype, norm, symbolic
 
 
 class Options:
-    """What modules with a weight have beyond torch's. What stands on the class serves modules of torch.nn's classes."""
+    """Options that modules with a weight have beyond torch's.
+
+    The defaults stand on the class, as a module whose class was changed from torch.nn's has no attributes for them.
+    """
 
     zero_centered_gamma: bool = False
     sm_margin: int | Mapping[str, int] = 0
-    _shown: tuple[str, ...] = ("zero_centered_gamma",)  # in extra_repr, where it was changed
+    _shown: tuple[str, ...] = ("zero_centered_gamma",)  # extra_repr shows these if they were changed
 
     def _set_options(self, zero_centered_gamma: bool, sm_margin: Any) -> None:
         name = type(self).__name__
@@ -35,7 +38,7 @@ class Options:
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """weight = 1, or 0 if it is centred there; bias = 0. On the device where they are, also if that is "meta"."""
+        """Set weight = 1, or 0 with zero_centered_gamma, and bias = 0, on the device where they are, "meta" too."""
         super().reset_parameters()
         if self.zero_centered_gamma:
             nn.init.zeros_(self.weight)
@@ -46,14 +49,14 @@ class Options:
 
 
 class _Norm(Options):
-    """What both modules have beyond that."""
+    """What LayerNorm and RMSNorm have beyond `Options`."""
 
     sequence_parallel: bool | None = None
     autocast_output: bool = False
     _shown = ("zero_centered_gamma", "sequence_parallel", "sm_margin", "autocast_output")
-    # Set by `accelerate` alone. Fewer elements than _own_below go to torch's own operators, and so does what is
-    # compiled, but for the backward pass of _compiled_from elements, or in a CUDA graph. What a compiled forward pass
-    # reads of a module, an attribute or a method, is a guard of dynamo for each module, asked in every step.
+    # Only `accelerate` sets these. Fewer elements than _own_below go to torch's own operators. Compiled code uses them
+    # too, except for a backward pass of at least _compiled_from elements or in a CUDA graph. A compiled forward pass
+    # reads few attributes, as each one is a guard of dynamo for each module, which is checked in every step.
     _own_below = 0
     _compiled_from = 0
 
@@ -66,9 +69,9 @@ class _Norm(Options):
     def _float8(self, op: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         name = type(self).__name__
         _, _, sm_margin = checks.sm_margins(name, self.sm_margin)
-        asked = (f"{op}_fp8", self.normalized_shape, self.zero_centered_gamma, None, sm_margin)
+        options = (f"{op}_fp8", self.normalized_shape, self.zero_centered_gamma, None, sm_margin)
         store = Float8Store(E4M3, "row", wide=False)
-        y, scale = arrays.norm_float8(asked, x, self.weight, bias, checks.eps(op, self.eps, x), store, None)
+        y, scale = arrays.norm_float8(options, x, self.weight, bias, checks.eps(op, self.eps, x), store, None)
         return y, scale
 
     def reset_parameters(self) -> None:
@@ -96,37 +99,37 @@ class LayerNorm(_Norm, nn.LayerNorm):
     Parameters
     ----------
     normalized_shape, eps, elementwise_affine, bias, device, dtype
-        As torch.nn.LayerNorm has them. TransformerEngine's names of normalized_shape and dtype are accepted:
+        These are those of torch.nn.LayerNorm. TransformerEngine's names of normalized_shape and dtype are accepted:
         `hidden_size` (deprecated) and `params_dtype`.
     zero_centered_gamma : bool
         Multiply by 1 + weight; weight begins as 0.
     sequence_parallel : bool, optional
-        If not None, set as the attribute of that name on weight and bias, for a trainer that sums their gradients over
-        the ranks that share a sequence. Nothing is communicated here.
+        If not None, it is set as the attribute of that name on weight and bias, for a trainer that sums their gradients
+        over the ranks that share a sequence. Nothing is communicated here.
     sm_margin : int or dict
-        Multiprocessors left to other work; a dict has any of the keys `forward`, `backward` and `inference`.
+        Leave this many multiprocessors to other work; a dict has any of the keys `forward`, `backward` and `inference`.
     autocast_output : bool
-        Under autocast y has autocast's dtype, as with TransformerEngine's module, which rounds x to it as well: here x
-        is read as it is. By default y has the dtype that torch's own module returns there, which is float32 for
-        LayerNorm on a GPU. A float64 input is left alone.
+        Give y the dtype of autocast where autocast is on. TransformerEngine's module does so and rounds x to it as
+        well; here x is read as it is. By default y has the dtype that torch's own module returns there, which is
+        float32 for LayerNorm on a GPU. A float64 input is not affected.
 
     Attributes
     ----------
     weight, bias : Parameter, shape normalized_shape, or None
-        Of `dtype`, by default torch's default dtype.
+        They have `dtype`, by default torch's default dtype.
 
     Raises
     ------
     RuntimeError
-        Neither or both of two names for the same thing.
+        If neither or both of two names for the same option are given.
     TypeError, ValueError
-        An option of the wrong kind or value.
+        If an option is of the wrong kind or value.
 
     Notes
     -----
-    Input and output as `cunorm.torch.layer_norm` has them. With device="meta" the parameters stay without memory, after
-    `reset_parameters` too, as torch.nn's do: `to_empty(device=...)` gives it to them, and `reset_parameters` then their
-    values. (TransformerEngine's module, and LayerNormLinear with it, gives them memory on the GPU in
+    Input and output are those of `cunorm.torch.layer_norm`. With device="meta" the parameters have no memory, even
+    after `reset_parameters`, as those of torch.nn: `to_empty(device=...)` gives them memory, and `reset_parameters`
+    then sets their values. (TransformerEngine's module, and LayerNormLinear with it, gives them memory on the GPU in
     `reset_parameters`.)
 
     Examples
@@ -159,7 +162,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
         self._set_options(zero_centered_gamma, sm_margin)
 
     def forward(self, input: Tensor, fp8_output: bool = False) -> Any:
-        """y; with `fp8_output` and without gradients (y in torch.float8_e4m3fn, a float32 scale for each row)."""
+        """Return y, or with `fp8_output` and without gradients (y in float8_e4m3fn, a float32 scale for each row)."""
         if not fp8_output:
             if is_compiling() and self._compiled_from:
                 own = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -173,11 +176,12 @@ class LayerNorm(_Norm, nn.LayerNorm):
 class RMSNorm(_Norm, nn.RMSNorm):
     """y = x / sqrt(mean(x²) + eps) * weight, over the last axes of x.
 
-    Parameters, attributes and errors as in `LayerNorm`, without bias; `eps=None` as in `cunorm.torch.rms_norm`.
+    Parameters, attributes and errors are those of `LayerNorm`, without bias; `eps=None` means what it means in
+    `cunorm.torch.rms_norm`.
 
     Notes
     -----
-    With device="meta" as `LayerNorm`: `reset_parameters` leaves the parameters there.
+    With device="meta" the parameters have no memory, even after `reset_parameters`, as in `LayerNorm`.
 
     Examples
     --------
@@ -208,7 +212,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
         self._set_options(zero_centered_gamma, sm_margin)
 
     def forward(self, x: Tensor, fp8_output: bool = False) -> Any:
-        """As `LayerNorm.forward`."""
+        """Return y, or with `fp8_output` and without gradients (y in float8_e4m3fn, a float32 scale for each row)."""
         if not fp8_output:
             if is_compiling() and self._compiled_from:
                 own = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
@@ -220,7 +224,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
 def is_left_to_torch(norm: Any, x: Tensor) -> bool:
     """Say whether x has too few elements for our kernel to gain, and count it for the report of `accelerate`."""
-    # What stands for a tensor in torch.fx.symbolic_trace has no size to compare.
+    # A Proxy of torch.fx.symbolic_trace has no size to compare.
     is_left = not isinstance(x, Tensor) or x.numel() < norm._own_below
     attributes, count = norm.__dict__, "_by_torch" if is_left else "_by_cunorm"
     attributes[count] = attributes.get(count, 0) + 1
@@ -232,12 +236,12 @@ def _autocast_dtype(x: Tensor) -> Any:
 
 
 def _chosen(own: Tensor, op: str, norm: LayerNorm | RMSNorm, x: Tensor, bias: Tensor | None) -> Tensor:
-    """For a norm that torch's class made: without options."""
+    """Return y of a module that torch's class made, which has no options beyond torch's, in compiled code."""
     return compiled.norm(own, op, x, norm.normalized_shape, norm.weight, bias, norm.eps, norm._compiled_from)
 
 
 def _spellings(name: str, normalized_shape: Any, hidden_size: Any, dtype: Any, params_dtype: Any) -> tuple[Any, Any]:
-    """(normalized_shape, dtype), each given by one of its two names."""
+    """Return (normalized_shape, dtype), each given by one of its two names."""
     if hidden_size is not None:
         if normalized_shape is not None:
             raise RuntimeError(f"{name}: normalized_shape must be given once; got hidden_size too. Drop hidden_size.")

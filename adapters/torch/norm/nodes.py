@@ -1,8 +1,8 @@
-"""Passes whose launches are known, described for nodes.cpp: then no Python runs in the backward pass.
+"""Describe passes whose launches are known to nodes.cpp, so that no Python runs in the backward pass.
 
-Of an autograd.Function's 100 us of the host, both passes, most is Python's (docs/tuning.md). nodes.cpp is compiled once
-for each version of torch and of Python, by `build` or in the background of the first call that wants a gradient, and
-kept beside the kernels. Without it, or without a compiler, Python computes the same bits.
+Most of the host's time in an autograd.Function is Python's (docs/tuning.md). nodes.cpp is compiled once for each
+version of torch and of Python, by `build` or in the background of the first call that wants a gradient, and is kept
+beside the kernels. Without it, or without a compiler, Python computes the same bits.
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ from .gpu import Memory
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("nodes.cpp", "nodes_autograd.h", "nodes_passes.h"))
 OPTIONS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
 
-Call = Callable[..., tuple[Tensor, ...] | None]  # with the tensors of a call; None where they cannot be served
+Call = Callable[..., tuple[Tensor, ...] | None]  # takes the tensors of a call; returns None if it cannot serve them
 
 
 def kept_file() -> Path:
-    """Where the compiled file is kept: named by all that it depends on."""
-    inputs = repr(([one.read_bytes() for one in SOURCES], OPTIONS, torch.__version__, sys.implementation.cache_tag))
+    """Return the path of the compiled file, whose name is a hash of all that it depends on."""
+    inputs = repr(
+        ([source.read_bytes() for source in SOURCES], OPTIONS, torch.__version__, sys.implementation.cache_tag)
+    )
     return cache_directory() / f"cunorm_nodes_{hashlib.sha256(inputs.encode()).hexdigest()[:40]}.so"
 
 
 def build() -> str:
-    """Compiles nodes.cpp, 15 s, unless that is done, and loads it; why it cannot be used, "" once it is loaded.
+    """Compile nodes.cpp, unless that is done, and load it; return why it cannot be used, "" if it can.
 
-    Of several processes one compiles, and the others wait for it.
+    Compiling takes some 15 s. If several processes call this, one compiles and the others wait for it.
     """
     try:
         try:
@@ -68,10 +70,10 @@ def build() -> str:
 
 
 def build_in_background() -> None:
-    """Starts `build` in a process of its own, once; `module` finds what it made, calls going on by Python until then.
+    """Start `build` in a process of its own, once. Calls run by Python until `module` finds what it made.
 
-    Nothing is started with CUNORM_NODES=0, and of the processes that torchrun started on a machine by the first alone.
-    The process may outlive this one: a script that ends early leaves the file to the next.
+    Nothing is started with CUNORM_NODES=0. Of the processes that torchrun starts on a machine only the first one starts
+    it. The process may outlive this one, so that a script that ends early leaves the file to the next.
     """
     global _was_started
     if _was_started or _ready is not None:
@@ -100,12 +102,12 @@ def build_in_background() -> None:
 
 
 def compiler() -> str:
-    """The C++ compiler."""
+    """Return the command of the C++ compiler."""
     return os.environ.get("CXX", "c++")
 
 
 def module() -> Any:
-    """What was compiled, ready to launch; None while there is none. It is looked for once a second."""
+    """Return the compiled module, ready to launch; None while there is none. It is looked for once a second."""
     global _look_again_at
     if _ready is None and monotonic() >= _look_again_at:
         _look_again_at = monotonic() + 1
@@ -118,7 +120,7 @@ def module() -> Any:
 
 
 def load() -> Any:
-    """The compiled module; ImportError, with the reason, where there is none that can be used."""
+    """Return the compiled module; raise ImportError with the reason if there is none that can be used."""
     global _loaded
     with _loading:
         if _loaded is None:
@@ -138,13 +140,13 @@ def load() -> Any:
 
 _loading = threading.Lock()
 _loaded: Any = None
-_ready: Any = None  # the same, once it can launch
+_ready: Any = None  # the module _loaded, once it can launch
 _look_again_at = 0.0
-_was_started = False  # build_in_background has been here
+_was_started = False  # build_in_background was called before
 
 
 def _get_ready() -> None:
-    """Shows the module where CUDA's and torch's functions are. Calls that were described without it are forgotten."""
+    """Tell the module the addresses of CUDA's and torch's functions, and forget calls described without the module."""
     global _ready
     if _ready is None:
         compiled = load()
@@ -154,7 +156,7 @@ def _get_ready() -> None:
 
 
 def _functions() -> tuple[int | None, ...]:
-    """The addresses of the functions that nodes.cpp calls."""
+    """Return the addresses of the functions that nodes.cpp calls."""
     current_stream = private.current_stream()
     if current_stream is None:
         raise ImportError("this torch does not tell C++ its current stream")
@@ -169,7 +171,7 @@ def _functions() -> tuple[int | None, ...]:
         )
     except (OSError, AttributeError) as error:
         raise ImportError(f"a function of CUDA is missing: {error}") from error
-    return tuple(ctypes.cast(one, ctypes.c_void_p).value for one in functions)
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
 
 
 @functools.cache
@@ -178,7 +180,7 @@ def _say_once(reason: str) -> None:
 
 
 def _must_be_safe(*paths: Path) -> None:
-    """ImportError where somebody else may write to a file, or put another in its place in a folder."""
+    """Raise ImportError if another user may write to one of the files or folders."""
     for path in paths:
         status = path.stat()
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
@@ -189,7 +191,7 @@ def _must_be_safe(*paths: Path) -> None:
 
 
 def _compile(file: Path) -> None:
-    """Compiles nodes.cpp into `file`, where it is loaded from, unless another process has done so meanwhile."""
+    """Compile nodes.cpp into `file`, where it is loaded from, unless another process has done so meanwhile."""
     try:
         file.parent.mkdir(0o755, parents=True, exist_ok=True)
         _must_be_safe(file.parent)
@@ -206,8 +208,8 @@ def _compile(file: Path) -> None:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time, on a file system that can tell; one that ends lets the next in."""
-    import fcntl  # Windows has none
+    """Let one process at a time into the block, if the file system has locks; a process that ends frees its lock."""
+    import fcntl  # not on Windows
 
     with open(lock, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         with suppress(OSError):
@@ -216,13 +218,13 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _compiled() -> bytes:
-    """The compiler's output; ImportError if it fails."""
+    """Compile nodes.cpp and return the bytes of the library; raise ImportError if the compiler fails."""
     root = Path(torch.__file__).parent
     headers = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include"))
     libraries = (f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python")
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "nodes.so"
-        inputs = (*OPTIONS, *(f"-I{one}" for one in headers), str(SOURCES[0]), "-o", str(made), *libraries)
+        inputs = (*OPTIONS, *(f"-I{header}" for header in headers), str(SOURCES[0]), "-o", str(made), *libraries)
         logs.logger.info("compiling %s, once for this version of torch", SOURCES[0].name)
         try:
             run = subprocess.run((compiler(), *inputs), capture_output=True, text=True)
@@ -245,11 +247,11 @@ def forward_pass(
     saved: Sequence[str],
     backward: Callable[..., Sequence[Tensor | None] | None],
 ) -> Any:
-    """A pass for tensors like these, of aligned memory, as `call_of` takes it; None where nothing can serve them.
+    """Return a pass for tensors like these, in aligned memory, as `call_of` takes it; None if nothing can serve them.
 
-    Whatever the plan takes goes by name. `saved` are the names of what the backward pass reads besides statistics.
-    `backward(which, given, statistics, saved, mask)` is that pass by Python: the gradients of the tensors, of those
-    given of the results; or None once `add_backward` has described it. `mask` has a bit for each of the tensors.
+    Arguments of the plan are given by name. `saved` are the names of what the backward pass reads besides statistics.
+    `backward(which, gradients, statistics, saved, mask)` is that pass in Python: it returns the gradients of the
+    tensors from those of the results, or None once `add_backward` has described it. `mask` has a bit for each tensor.
     """
     compiled = module()
     if compiled is None or plan is None:
@@ -261,7 +263,7 @@ def forward_pass(
 
 
 def call_of(which: Any) -> Call | None:
-    """What serves calls of the tensors of a pass."""
+    """Return a function that runs a pass on its tensors; None for no pass."""
     return None if which is None else functools.partial(module().call, which)
 
 
@@ -274,24 +276,24 @@ def linear_call(
     keep_normalized: bool,
     backward: Callable[..., Sequence[Tensor | None]],
 ) -> Call:
-    """What serves calls (x, weight, bias, *others) -> (y, z), with z = norm(x, *others), y = z weightᵀ + bias.
+    """Return a function (x, weight, bias, *others) -> (y, z), with z = norm(x, *others) and y = z weightᵀ + bias.
 
-    `which` is the pass of the norm, (rows, out) the shape of `dy`. `sums` are its plan to dbias and what that takes,
-    None without a bias. `backward(given, statistics, saved, mask)` as for `forward_pass`.
+    `which` is the pass of the norm, and `dy` has the shape (rows, out). `sums` are the plan that sums dy to dbias and
+    the memory of dbias; None without a bias. `backward(gradients, statistics, saved, mask)` is as in `forward_pass`.
     """
     work = ((), 0, 0, 0, ())
     if sums is not None:
         plan, dbias = sums
         work = _work(plan, x.get_device(), ("dy",), {"dbias": dbias}, 0, {})
-    compiled, given = module(), (x, *others)
-    made = compiled.make_linear_pass(which, sums is not None, keep_normalized, given, dy, work, backward)
+    compiled, read = module(), (x, *others)
+    made = compiled.make_linear_pass(which, sums is not None, keep_normalized, read, dy, work, backward)
     return functools.partial(compiled.call_linear, made)
 
 
 def add_backward(
     which: Any,
     plan: Plan | None,
-    given: Mapping[str, Tensor | None],
+    gradients: Mapping[str, Tensor | None],
     statistics: Tensor,
     saved: Mapping[str, Tensor],
     mask: int,
@@ -301,17 +303,18 @@ def add_backward(
     places: Sequence[int],
     in_place: bool = False,
 ) -> bool:
-    """Describes a backward pass for tensors like these, by name; False where that cannot be. `places` are those of each
-    gradient among the results, -1 where it is not wanted, -2 - i where it is the i-th of `given` itself. `in_place`: dx
-    goes where dy is.
+    """Describe a backward pass for tensors like these, by name; return False if that is not possible.
+
+    `places` has for each tensor the place of its gradient among the results, -1 if it is not wanted, or -2 - i if it is
+    the i-th of `gradients` itself. With `in_place` dx takes the memory of dy.
     """
     compiled = module()
-    read = (*(one for one in given.values() if one is not None), statistics, *saved.values())
-    if compiled is None or plan is None or any(one.data_ptr() % 16 for one in read):
+    read = (*(tensor for tensor in gradients.values() if tensor is not None), statistics, *saved.values())
+    if compiled is None or plan is None or any(tensor.data_ptr() % 16 for tensor in read):
         return False
     aliases = {"dx": "dy"} if in_place else {}
-    work = _work(plan, statistics.get_device(), (*given, *saved), results, rstd_offset, numbers, aliases)
-    compiled.add_backward(which, tuple(given.values()), (statistics, *saved.values()), mask, work, tuple(places))
+    work = _work(plan, statistics.get_device(), (*gradients, *saved), results, rstd_offset, numbers, aliases)
+    compiled.add_backward(which, tuple(gradients.values()), (statistics, *saved.values()), mask, work, tuple(places))
     return True
 
 
@@ -324,7 +327,7 @@ def _work(
     numbers: Mapping[str, float],
     aliases: Mapping[str, str] = {},
 ) -> tuple:
-    """As nodes.cpp takes it."""
+    """Return the results and launches of a plan as nodes.cpp takes them."""
     context = launch.context(index)
     names = (*read, "mean", "rstd", *results, WORKSPACE)
     places = {name: place for place, name in enumerate(names)}
@@ -335,12 +338,13 @@ def _work(
 
 
 def _launch(step: Step, index: int, places: Mapping[str, int], numbers: Mapping[str, float]) -> tuple:
+    """Return a launch as nodes.cpp takes it; `places` are those of names among the arguments of the pass."""
     function = launch.address(step, index)
-    pack = launch.NUMBERS[step.spec.compute]
-    of = [places.get(name, -1) for name, _ in step.pointers]
+    number_format = launch.NUMBERS[step.spec.compute]
+    value_places = [places.get(name, -1) for name, _ in step.pointers]
     values = [offset if name in places else 0 for name, offset in step.pointers]
-    values += [struct.unpack("q", struct.pack(pack, numbers[name]))[0] for name in step.scalars]
+    values += [struct.unpack("q", struct.pack(number_format, numbers[name]))[0] for name in step.scalars]
     values += [(number + 2**63) % 2**64 - 2**63 for number in step.integers]  # the same 64 bits, with a sign
-    of += [-1] * (len(values) - len(of))
+    value_places += [-1] * (len(values) - len(value_places))
     early = int(step.begins_early)
-    return function, *step.grid, step.spec.threads, step.dynamic_shared, early, tuple(of), tuple(values)
+    return function, *step.grid, step.spec.threads, step.dynamic_shared, early, tuple(value_places), tuple(values)

@@ -1,5 +1,7 @@
-"""rms_norm_add_rms_norm of tensors: one launch forward where a CTA holds a row, else two; two backward, where autograd
-alone would take a third to add up the gradients of s.
+"""Run rms_norm_add_rms_norm on tensors.
+
+The forward pass is one launch where a CTA holds a row, else two. The backward pass is two launches; autograd alone
+would need a third one to add up the gradients of s.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def run(
     s_dtype: torch.dtype | None,
     sm_margins: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor]:
-    """(y, s) of x and the operands of these names."""
+    """Return (y, s) of `tensors`, which are x and the operands of these names."""
     dtypes = checks.dtype_name(dtype), checks.name_or_none(s_dtype)
     calls = _calls_of(zero_centered_gamma, names, *dtypes, sm_margins)
     if torch.compiler.is_compiling():  # the operators raise as torch does
@@ -38,10 +40,10 @@ def run(
 
 
 class _Calls(NamedTuple):
-    first: Call  # makes s of x
-    then: Call  # makes y of s
-    backward: Call  # what the backward pass of `then` is of: it adds the gradient of s
-    at_once: Call  # makes both
+    first: Call  # computes s from x
+    then: Call  # computes y from s
+    backward: Call  # the call whose backward pass is that of `then`, with the gradient of s added
+    at_once: Call  # computes both
 
 
 @private.constant
@@ -53,26 +55,26 @@ def _calls_of(
     sm_margins: tuple[int, int, int],
 ) -> _Calls:
     key = (zero_centered_gamma, names, dtype, s_dtype, sm_margins)
-    found = _calls.get(key)
-    if found is None:
-        of_first = tuple(name for name in names if name != "second_weight")
-        of_next = tuple(name for name in names if name == "second_weight")
+    calls = _calls.get(key)
+    if calls is None:
+        first_names = tuple(name for name in names if name != "second_weight")
+        next_names = tuple(name for name in names if name == "second_weight")
         first, then, backward = norm_add_norm_steps(zero_centered_gamma)
         function = "rms_norm_add_rms_norm"
-        found = _calls[key] = _Calls(
-            call_of(function, first, of_first, (), KINDS, s_dtype, None, sm_margins),
-            call_of(function, then, of_next, (), KINDS, dtype, None, sm_margins),
-            call_of(function, backward, of_next, (), KINDS, dtype, None, sm_margins),
+        calls = _calls[key] = _Calls(
+            call_of(function, first, first_names, (), KINDS, s_dtype, None, sm_margins),
+            call_of(function, then, next_names, (), KINDS, dtype, None, sm_margins),
+            call_of(function, backward, next_names, (), KINDS, dtype, None, sm_margins),
             call_of(function, norm_add_norm(zero_centered_gamma), names, (), KINDS, dtype, None, sm_margins),
         )
-    return found
+    return calls
 
 
 _calls: dict[tuple, _Calls] = {}
 
 
 def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-    """(y, s)"""
+    """Return (y, s)."""
     count = len(calls.first.names)
     if not torch.compiler.is_compiling() and dispatch.at_once(tensors):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -87,30 +89,30 @@ def _run(calls: _Calls, tensors: Sequence[Tensor], eps: float) -> tuple[Tensor, 
 
 
 def _is_one_launch(x: Tensor, s_dtype: str | None) -> bool:
-    """Whether one kernel makes both."""
+    """Say whether one kernel computes both y and s."""
     return runs_norm_add_norm(Layout(tuple(x.shape), (), checks.dtype_name(x.dtype), ""), s_dtype)
 
 
 class _NormAddNorm(torch.autograd.Function):
-    """On plain CUDA tensors in eager mode."""
+    """The operation on plain CUDA tensors in eager mode."""
 
     @staticmethod
     def forward(ctx, calls, eps, *tensors):
         count = len(calls.first.names)
-        given, after = tensors[:count], tensors[count:]
+        before, after = tensors[:count], tensors[count:]  # the operands of the first norm and of the second
         margin = calls.at_once.sm_margins[0]
-        if _is_one_launch(given[0], calls.first.dtype):
+        if _is_one_launch(before[0], calls.first.dtype):
             (y, s), statistics, _ = launching.forward(calls.at_once, tensors, (), eps, True, sm_margin=margin)
-            of_x, of_s = statistics.split(1)
-            first, then = _family(calls.first, given), _family(calls.then, (s, *after))
+            x_statistics, s_statistics = statistics.split(1)
+            first, then = _family(calls.first, before), _family(calls.then, (s, *after))
         else:
-            (s,), of_x, first = launching.forward(calls.first, given, (), eps, True, sm_margin=margin)
-            (y,), of_s, then = launching.forward(calls.then, (s, *after), (), eps, True, sm_margin=margin)
+            (s,), x_statistics, first = launching.forward(calls.first, before, (), eps, True, sm_margin=margin)
+            (y,), s_statistics, then = launching.forward(calls.then, (s, *after), (), eps, True, sm_margin=margin)
         wants_s = any(ctx.needs_input_grad[2 : 2 + count])
         masks = ctx.needs_input_grad[2 : 2 + count], (wants_s, *ctx.needs_input_grad[2 + count :])
         names = calls.first.saved(calls.first.wanted(masks[0]))
-        saved = [given[calls.first.names.index(name)] for name in names]
-        ctx.save_for_backward(of_x, of_s, s, *after, *saved)
+        saved = [before[calls.first.names.index(name)] for name in names]
+        ctx.save_for_backward(x_statistics, s_statistics, s, *after, *saved)
         ctx.set_materialize_grads(False)
         ctx.call = calls, eps, masks, first, family(calls.backward, then.layouts), names
         return y, s
@@ -120,20 +122,21 @@ class _NormAddNorm(torch.autograd.Function):
         calls, eps, masks, first, then, names = ctx.call
         if dy is None and ds is None:
             return None, None, *[None] * (len(masks[0]) + len(masks[1]) - 1)
-        of_x, of_s, s, *others = ctx.saved_tensors
+        x_statistics, s_statistics, s, *others = ctx.saved_tensors
         after, saved = others[: len(masks[1]) - 1], others[len(masks[1]) - 1 :]
-        of_then = Saved((*calls.then.names[1:], "s"), (*after, s), (), of_s)
-        dresidual, *found = dispatch.gradients_of(then, of_then, eps, dy, ds, masks[1])
-        dx = [None] * len(masks[0])
+        then_saved = Saved((*calls.then.names[1:], "s"), (*after, s), (), s_statistics)
+        s_gradient, *after_gradients = dispatch.gradients_of(then, then_saved, eps, dy, ds, masks[1])
+        gradients = [None] * len(masks[0])
         if any(masks[0]):
-            # That of residual, x and operands in the order of `names`, is what comes in.
+            # s = residual + norm(x): the gradient of residual is that of s, and no kernel writes it.
             mask = tuple(wants and name != "residual" for name, wants in zip(calls.first.names, masks[0], strict=True))
             if any(mask):
-                dx = [*dispatch.gradients_of(first, Saved(names, saved, (), of_x), eps, dresidual, None, mask)]
+                first_saved = Saved(names, saved, (), x_statistics)
+                gradients = [*dispatch.gradients_of(first, first_saved, eps, s_gradient, None, mask)]
             place = calls.first.names.index("residual")
             if masks[0][place]:
-                dx[place] = dresidual.to(getattr(torch, first.layouts["residual"].dtype))
-        return None, None, *dx, *found
+                gradients[place] = s_gradient.to(getattr(torch, first.layouts["residual"].dtype))
+        return None, None, *gradients, *after_gradients
 
 
 def _family(call: Call, tensors: Sequence[Tensor]) -> Family:

@@ -1,21 +1,23 @@
-"""Norms and fused operations as operators of torch: what torch.compile, export, functorch, dispatch modes and tensor
-subclasses see.
+"""Norms and fused operations as operators of torch, for torch.compile, export, functorch, dispatch modes and tensor
+subclasses.
 
-    torch.ops.cunorm.fused_norm -> (y, s, statistics)             differentiable: what programs and dynamo's graphs hold
-    torch.ops.cunorm.fused_norm_forward -> (y, s, statistics)     the kernels: what is left of `fused_norm` and its
-    torch.ops.cunorm.fused_norm_backward -> gradients             derivative in compiled code, and what modes see
+    torch.ops.cunorm.fused_norm -> (y, s, statistics)             differentiable: exported programs and dynamo's graphs
+                                                                  hold it
+    torch.ops.cunorm.fused_norm_forward -> (y, s, statistics)     the kernels: compiled code calls them in place of
+    torch.ops.cunorm.fused_norm_backward -> gradients             `fused_norm` and its derivative, and modes see them
 
-One pair serves all operations: prologue and epilogue are texts. A text is read by the grammar of expressions, whoever
-wrote it, and is never part of a kernel's text itself: a saved program can bring no CUDA of its own.
+These serve all operations, as prologue and epilogue are texts. Every text is parsed by the grammar of expressions and
+is never pasted into a kernel, so that a saved program cannot bring CUDA code of its own.
 
-`names` are those of the operands: of the tensors, then of the numbers. A prologue "" is none; s is empty if it is not
-among `returns`, statistics (as formulas.py has them) if not wanted. The last axis is normalised.
+`names` are those of the operands: of the tensors, then of the numbers. A prologue "" stands for none. s is empty if it
+is not among `returns`, and statistics (as formulas.py has them) are empty if they are not wanted. The last axis is
+normalised.
 
 `fused_norm` has no kernel: wherever it is differentiated or compiled it is `Norm`, an autograd.Function around the
-other two, which therefore need no derivative of their own. One that is registered by torch.library.register_autograd
-runs in compiled code as well, where nothing is differentiated: 16 us a norm in a row, 46 with nothing in the core's
-caches (docs/tuning.md). Nor does dynamo see the Function: it would hide the operator of an exported program in a
-subgraph and leave the program without a derivative.
+other two, which therefore need no derivative of their own. A derivative registered by torch.library.register_autograd
+would run in compiled code as well, where nothing is differentiated, and cost the host time (docs/tuning.md). dynamo
+does not see the Function either: it would hide the operator of an exported program in a subgraph and leave the program
+without a derivative.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _FORWARD = (
 )
 _library.define(f"fused_norm{_FORWARD}")
 _library.define(f"fused_norm_forward{_FORWARD}")
-# Of x and operands that are not read the shape alone counts; `dtypes` are those of all of them.
+# x and operands that are not read count only by their shapes; `dtypes` has the dtypes of all of them.
 _library.define(
     f"fused_norm_backward(Tensor? dy, Tensor? ds, Tensor x, Tensor[] operands, Tensor? s, Tensor statistics, "
     f"{_OPERATION}, float eps, ScalarType s_dtype, str[] dtypes, bool[] wanted, int sm_margin) -> Tensor[]"
@@ -58,7 +60,7 @@ fused_norm_backward = torch.ops.cunorm.fused_norm_backward.default
 
 
 class Forward(NamedTuple):
-    """What the forward operators take beside tensors, in their order."""
+    """What the forward operators take besides tensors, in their order."""
 
     norm: str
     prologue: str
@@ -74,16 +76,17 @@ class Forward(NamedTuple):
     backward_sm_margin: int
 
     def call(self, operands: Sequence[Any]) -> Call:
+        """Return the call that these options describe, for operands as many as the given ones."""
         return _call_of(self, operands, checks.dtype_name(self.dtype), (self.sm_margin,) * 3)
 
     def backward(self, dtypes: list[str]) -> Backward:
-        """What the backward operator takes, for every gradient."""
+        """Return the options of the backward operator, with every gradient wanted."""
         wanted = [True] * len(dtypes)
         return Backward(*self[:7], self.s_dtype, dtypes, wanted, self.backward_sm_margin)
 
 
 class Backward(NamedTuple):
-    """What the backward operator takes beside tensors, in its order."""
+    """What the backward operator takes besides tensors, in its order."""
 
     norm: str
     prologue: str
@@ -93,20 +96,21 @@ class Backward(NamedTuple):
     returns: Sequence[str]
     eps: float
     s_dtype: torch.dtype
-    dtypes: list[str]  # of x and the operands
-    wanted: Sequence[bool]  # the same
+    dtypes: list[str]  # those of x and the operands
+    wanted: Sequence[bool]  # whether the gradients of x and the operands are wanted
     sm_margin: int
 
     def call(self, operands: Sequence[Any]) -> Call:
+        """Return the call that these options describe, for operands as many as the given ones."""
         return _call_of(self, operands, None, (self.sm_margin,) * 3)
 
 
 def forward_options(
     call: Call, numbers: Sequence[float], eps: float, x_dtype: str, wants_statistics: bool, differentiated: bool
 ) -> Forward:
-    """How the operators are told of a call."""
+    """Return the options by which the operators are told of a call."""
     operation, (forward, backward, inference) = call.whole, call.sm_margins
-    dtype, s_dtype = (getattr(torch, one or x_dtype) for one in (call.dtype, call.s_dtype))
+    dtype, s_dtype = (getattr(torch, name or x_dtype) for name in (call.dtype, call.s_dtype))
     return Forward(
         norm=operation.norm,
         prologue="" if operation.prologue is None else operation.prologue.text,
@@ -124,22 +128,23 @@ def forward_options(
 
 
 def _call_of(
-    asked: Forward | Backward, operands: Sequence[Any], dtype: str | None, margins: tuple[int, int, int]
+    options: Forward | Backward, operands: Sequence[Any], dtype: str | None, margins: tuple[int, int, int]
 ) -> Call:
-    """The call that an operator's arguments mean; ValueError for what is none: nothing of it is compiled then."""
-    count, names = len(operands), tuple(asked.names)  # the first operands are tensors, the others numbers
-    if count + len(asked.numbers) != len(names):
+    """Return the call that an operator's arguments describe; raise ValueError, before anything is compiled, if none."""
+    count, names = len(operands), tuple(options.names)  # the first operands are tensors, the others numbers
+    if count + len(options.numbers) != len(names):
         raise ValueError(
             f"fused_norm: names must have one for each operand; got {len(names)} for {count} tensors and "
-            f"{len(asked.numbers)} numbers."
+            f"{len(options.numbers)} numbers."
         )
-    operation = _operation(asked.norm, asked.prologue, asked.epilogue, names, tuple(asked.returns))
-    s_dtype = checks.dtype_name(asked.s_dtype) if asked.prologue else None
+    operation = _operation(options.norm, options.prologue, options.epilogue, names, tuple(options.returns))
+    s_dtype = checks.dtype_name(options.s_dtype) if options.prologue else None
     return call_of("fused_norm", operation, names[:count], names[count:], (), dtype, s_dtype, margins)
 
 
 @lru_cache(maxsize=4096)
 def _operation(norm: str, prologue: str, epilogue: str, names: tuple[str, ...], returns: tuple[str, ...]) -> Operation:
+    """Return the operation of these texts: one of NAMED if it is a plain norm."""
     if not prologue and returns == ("y",):
         for plain in NAMED.values():
             if plain.norm == norm and {*names} <= {*plain.operands} and plain.given(names).epilogue.text == epilogue:
@@ -152,50 +157,51 @@ def _operation(norm: str, prologue: str, epilogue: str, names: tuple[str, ...], 
 
 
 def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
-    """The expression with the names that occur."""
-    found = parse(text, (first, *names))
-    return Expression((first, *(name for name in names if name in found.uses)), found.steps)
+    """Parse a text into an expression of `first` and those of the names that occur in it."""
+    expression = parse(text, (first, *names))
+    return Expression((first, *(name for name in names if name in expression.uses)), expression.steps)
 
 
-# The kernels. For the CPU those of torch's own norm where it has one: only its derivatives of higher order are wrong.
-# The formulas are what decomposition.py shows to others.
+# The kernels. On the CPU they are those of torch's own norm where it has one, as only its derivatives of higher order
+# are wrong. The functions by formulas are what decomposition.py registers for other compilers.
 
 
-def _forward_cuda(x, operands, *options):
-    asked = Forward(*options)
-    call = asked.call(operands)
+def _forward_cuda(x, operands, *arguments):
+    options = Forward(*arguments)
+    call = options.call(operands)
     results, statistics, _ = checks.raising_as_torch(
         launching.forward,
         call,
         [x, *operands],
-        asked.numbers,
-        asked.eps,
-        asked.wants_statistics,
-        sm_margin=asked.sm_margin,
+        options.numbers,
+        options.eps,
+        options.wants_statistics,
+        sm_margin=options.sm_margin,
     )
     return _three(x, dict(zip(call.operation.returns, results, strict=True)), statistics)
 
 
-def _forward_cpu(x, operands, *options):
-    asked = Forward(*options)
-    call = asked.call(operands)
+def _forward_cpu(x, operands, *arguments):
+    options = Forward(*arguments)
+    call = options.call(operands)
     if not has_own_kernel(call, x, operands):
-        return forward_by_formulas(x, operands, *options)
+        return forward_by_formulas(x, operands, *arguments)
     _check(call, [x, *operands])
-    weight, bias = weight_and_bias(asked.names, operands)
-    y, statistics = forward_by_torch(call.affine, x, weight, bias, asked.eps, asked.dtype)
-    return _three(x, {"y": y}, statistics if asked.wants_statistics else None)
+    weight, bias = weight_and_bias(options.names, operands)
+    y, statistics = forward_by_torch(call.affine, x, weight, bias, options.eps, options.dtype)
+    return _three(x, {"y": y}, statistics if options.wants_statistics else None)
 
 
-def forward_by_formulas(x, operands, *options):
-    asked = Forward(*options)
-    call = asked.call(operands)
+def forward_by_formulas(x, operands, *arguments):
+    """Return what `fused_norm_forward` does, by torch's own operators."""
+    options = Forward(*arguments)
+    call = options.call(operands)
     _check(call, [x, *operands])
-    values = values_of(call, [x, *operands], asked.numbers)
-    results, statistics = formulas.forward(call.operation, values, asked.eps, asked.dtype, asked.s_dtype)
-    if "s" not in asked.returns:
+    values = values_of(call, [x, *operands], options.numbers)
+    results, statistics = formulas.forward(call.operation, values, options.eps, options.dtype, options.s_dtype)
+    if "s" not in options.returns:
         results.pop("s", None)
-    return _three(x, results, statistics if asked.wants_statistics else None)
+    return _three(x, results, statistics if options.wants_statistics else None)
 
 
 def _three(x: Tensor, results: dict[str, Tensor], statistics: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,38 +217,42 @@ def _absent(x: Tensor) -> Tensor:
 
 
 def weight_and_bias(names: Sequence[str], operands: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    given = dict(zip(names, operands, strict=True))
-    return given.get("weight"), given.get("bias")
+    """Return (weight, bias) of the operands of these names, None for one that is missing."""
+    by_name = dict(zip(names, operands, strict=True))
+    return by_name.get("weight"), by_name.get("bias")
 
 
 def values_of(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float]) -> dict[str, Tensor | float]:
-    """x and the operands by name."""
+    """Return x and the operands by name."""
     return dict(zip((*call.names, *call.numbers), (*tensors, *numbers), strict=True))
 
 
 def _check(call: Call, tensors: Sequence[Tensor]) -> None:
-    layouts = {name: checks.layout(call.function, name, one) for name, one in zip(call.names, tensors, strict=True)}
+    layouts = {
+        name: checks.layout(call.function, name, tensor) for name, tensor in zip(call.names, tensors, strict=True)
+    }
     x = layouts.pop("x")
     checks.raising_as_torch(broadcasting.check_operands, call.function, x, layouts, demanded=call.demanded)
 
 
 def has_own_kernel(call: Call, x: Tensor, operands: Sequence[Tensor]) -> bool:
-    """Whether torch serves it on the CPU without a formula for each expression: a plain norm."""
+    """Say whether torch has a kernel on the CPU for this call: for a plain norm."""
     columns = x.shape[-1:]
-    return call.affine is not None and all(one.shape == columns for one in operands)
+    return call.affine is not None and all(operand.shape == columns for operand in operands)
 
 
 def forward_by_torch(
     name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(y, statistics) of a plain norm, by torch's kernel where it has one; without a derivative, for arguments that
-    fit.
+    """Return (y, statistics) of a plain norm, by torch's kernel where it has one.
+
+    The arguments are checked already, and the result has no derivative.
     """
     compute = formulas.compute_dtype(x)
     if not formulas.subtracts_mean(name):
         statistics = formulas.statistics_of(NAMED[name].norm, x.to(compute), eps)
         return formulas.affine(name, x, statistics, weight, bias).to(dtype).contiguous(), statistics.contiguous()
-    # Of a 16-bit x torch's kernel gives mean and rstd in float32 only beside a float32 weight.
+    # For a 16-bit x torch's kernel returns mean and rstd in float32 only if weight is float32.
     wide = x if x.dtype is dtype and weight is not None else x.to(compute)
     weight = None if weight is None else formulas.gamma(name, weight, x)
     bias = None if bias is None else bias.to(compute)
@@ -253,17 +263,21 @@ def forward_by_torch(
 def backward_by_torch(
     name: str, dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, wanted: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The gradients `wanted` of x, weight and bias in the same way, as wide as they are computed."""
+    """Return the gradients `wanted` of x, weight and bias, by torch's kernel where it has one.
+
+    They have the dtype of the arithmetic.
+    """
     if not formulas.subtracts_mean(name):
         values = {"x": x} if weight is None else {"x": x, "weight": weight}
-        found = formulas.backward(NAMED[name], values, None, {"dy": dy}, statistics, wanted, x.dtype)
-        return dict(zip(wanted, found, strict=True))
+        gradients = formulas.backward(NAMED[name], values, None, {"dy": dy}, statistics, wanted, x.dtype)
+        return dict(zip(wanted, gradients, strict=True))
     compute, shape = statistics.dtype, x.shape[-1:]
-    mean, rstd = statistics.contiguous()[..., None]  # as the kernel reads them
+    mean, rstd = statistics.contiguous()[..., None]  # torch's kernel assumes that they are contiguous
     gamma = rstd.new_ones(shape) if weight is None else formulas.gamma(name, weight, x)
-    # torch's kernel takes x * rstd - mean * rstd, which loses all digits where |mean| is large beside the deviation.
+    # torch's kernel computes x * rstd - mean * rstd, which loses all digits if |mean| is much larger than the standard
+    # deviation; so the mean is subtracted first.
     names = ("x", "weight", "bias")
-    found = torch.ops.aten.native_layer_norm_backward.default(
+    gradients = torch.ops.aten.native_layer_norm_backward.default(
         dy.to(compute),
         x.to(compute) - mean,
         shape,
@@ -273,85 +287,89 @@ def backward_by_torch(
         gamma,
         [name in wanted for name in names],
     )
-    return {name: one for name, one in zip(names, found, strict=True) if name in wanted}
+    return {name: gradient for name, gradient in zip(names, gradients, strict=True) if name in wanted}
 
 
-def _backward_cuda(dy, ds, x, operands, s, statistics, *options):
-    asked = Backward(*options)
-    call, tensors = asked.call(operands), [x, *operands]
+def _backward_cuda(dy, ds, x, operands, s, statistics, *arguments):
+    options = Backward(*arguments)
+    call, tensors = options.call(operands), [x, *operands]
     layouts = {
         name: checks.layout_in_memory(call.function, name, tensor)._replace(dtype=dtype)
-        for name, tensor, dtype in zip(call.names, tensors, asked.dtypes, strict=True)
+        for name, tensor, dtype in zip(call.names, tensors, options.dtypes, strict=True)
     }
     family = family_of(call, layouts)
     if s is not None:
         tensors.append(s)
-    saved = Saved((*call.names, "s") if s is not None else call.names, tensors, asked.numbers, statistics)
-    return _each_once(launching.backward(family, saved, dy, ds, call.wanted(tuple(asked.wanted))))
+    saved = Saved((*call.names, "s") if s is not None else call.names, tensors, options.numbers, statistics)
+    return _each_once(launching.backward(family, saved, dy, ds, call.wanted(tuple(options.wanted))))
 
 
-def _backward_cpu(dy, ds, x, operands, s, statistics, *options):
-    asked = Backward(*options)
-    call = asked.call(operands)
+def _backward_cpu(dy, ds, x, operands, s, statistics, *arguments):
+    options = Backward(*arguments)
+    call = options.call(operands)
     if not has_own_kernel(call, x, operands) or wants_gradient(dy, x, *operands):
-        return backward_by_formulas(dy, ds, x, operands, s, statistics, *options)
-    weight, _ = weight_and_bias(asked.names, operands)
-    wanted = call.wanted(tuple(asked.wanted))
+        return backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments)
+    weight, _ = weight_and_bias(options.names, operands)
+    wanted = call.wanted(tuple(options.wanted))
     by_name = backward_by_torch(call.affine, dy, x, statistics, weight, wanted)
-    return _in_dtypes(asked, [by_name[name] for name in wanted])
+    return _in_dtypes(options, [by_name[name] for name in wanted])
 
 
-def backward_by_formulas(dy, ds, x, operands, s, statistics, *options):
-    asked = Backward(*options)
-    call = asked.call(operands)
-    values = values_of(call, [x, *operands], asked.numbers)
+def backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments):
+    """Return what `fused_norm_backward` does, by torch's own operators."""
+    options = Backward(*arguments)
+    call = options.call(operands)
+    values = values_of(call, [x, *operands], options.numbers)
     if wants_gradient(dy, ds, x, *operands, s):
-        statistics = statistics_again(call, values, s, asked.s_dtype, asked.eps)
-    wanted = call.wanted(tuple(asked.wanted))
-    found = formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, asked.s_dtype)
-    return _in_dtypes(asked, found)
+        statistics = statistics_again(call, values, s, options.s_dtype, options.eps)
+    wanted = call.wanted(tuple(options.wanted))
+    gradients = formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, wanted, options.s_dtype)
+    return _in_dtypes(options, gradients)
 
 
-def _in_dtypes(asked: Backward, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Laid out as the kernels write them."""
-    dtypes = [getattr(torch, dtype) for dtype, wants in zip(asked.dtypes, asked.wanted, strict=True) if wants]
-    return _each_once([one.to(dtype).contiguous() for one, dtype in zip(gradients, dtypes, strict=True)])
+def _in_dtypes(options: Backward, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients in the dtypes and the layout in which the kernels write them."""
+    dtypes = [getattr(torch, dtype) for dtype, wants in zip(options.dtypes, options.wanted, strict=True) if wants]
+    return _each_once([gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)])
 
 
 def _each_once(gradients: list[Tensor]) -> list[Tensor]:
-    """An operator must not return a tensor twice."""
-    return [one.clone() if any(one is other for other in gradients[:i]) else one for i, one in enumerate(gradients)]
+    """Clone gradients that are the same tensor as an earlier one, as an operator must not return a tensor twice."""
+    return [
+        gradient.clone() if any(gradient is earlier for earlier in gradients[:i]) else gradient
+        for i, gradient in enumerate(gradients)
+    ]
 
 
 def statistics_again(call: Call, values, s: Tensor | None, s_dtype: torch.dtype, eps: float) -> Tensor:
-    """Once more, of s or of what it is made of: the result can be differentiated."""
+    """Compute the statistics again, from s or from what s is made of, so that the result can be differentiated."""
     wide = None if s is None else s.to(formulas.compute_dtype(s))
     rows = formulas.rows_of(call.operation, values, s_dtype) if wide is None else wide
     return formulas.statistics_of(call.operation.norm, rows, eps)
 
 
-# Shapes and dtypes alone, checked: a trace holds only calls that fit.
+# These work on shapes and dtypes alone. They check them, so that a trace holds only calls that fit.
 
 
 @torch.library.register_fake("cunorm::fused_norm_forward", lib=_library)
-def _forward_fake(x, operands, *options):
-    asked = Forward(*options)
-    _check(asked.call(operands), [x, *operands])
-    y = x.new_empty(x.shape, dtype=asked.dtype)
-    s = x.new_empty(x.shape, dtype=asked.s_dtype) if "s" in asked.returns else _absent(x)
-    if not asked.wants_statistics:
+def _forward_fake(x, operands, *arguments):
+    options = Forward(*arguments)
+    _check(options.call(operands), [x, *operands])
+    y = x.new_empty(x.shape, dtype=options.dtype)
+    s = x.new_empty(x.shape, dtype=options.s_dtype) if "s" in options.returns else _absent(x)
+    if not options.wants_statistics:
         return y, s, _absent(x)
-    compute = getattr(torch, compute_dtype(checks.dtype_name(asked.s_dtype)))
-    return y, s, x.new_empty((len(NORMS[asked.norm].statistics), *x.shape[:-1]), dtype=compute)
+    compute = getattr(torch, compute_dtype(checks.dtype_name(options.s_dtype)))
+    return y, s, x.new_empty((len(NORMS[options.norm].statistics), *x.shape[:-1]), dtype=compute)
 
 
 @torch.library.register_fake("cunorm::fused_norm_backward", lib=_library)
-def _backward_fake(dy, ds, x, operands, s, statistics, *options):
-    asked = Backward(*options)
-    asked.call(operands)
+def _backward_fake(dy, ds, x, operands, s, statistics, *arguments):
+    options = Backward(*arguments)
+    options.call(operands)
     return [
         x.new_empty(tensor.shape, dtype=getattr(torch, dtype))
-        for tensor, dtype, wants in zip((x, *operands), asked.dtypes, asked.wanted, strict=True)
+        for tensor, dtype, wants in zip((x, *operands), options.dtypes, options.wanted, strict=True)
         if wants
     ]
 
@@ -360,151 +378,157 @@ def _backward_fake(dy, ds, x, operands, s, statistics, *options):
 
 
 class Norm(torch.autograd.Function):
-    """fused_norm_forward of x, options and operands, and its derivative, also under the transforms of functorch."""
+    """fused_norm_forward of x, options and operands with its derivative, which functorch can transform too."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, asked, *operands):
-        return fused_norm_forward(x, list(operands), *asked)
+    def forward(x, options, *operands):
+        return fused_norm_forward(x, list(operands), *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, asked, *operands = inputs
+        x, options, *operands = inputs
         _, s, statistics = output
-        call, returned = asked.call(operands), "s" in asked.returns
+        call, returned = options.call(operands), "s" in options.returns
         ctx.mark_non_differentiable(statistics, *(() if returned else (s,)))
         ctx.set_materialize_grads(False)
         x_wants, _, *wanted = ctx.needs_input_grad
         read = call.saved(call.wanted((x_wants, *wanted)))
         tensors = (x, *operands)
-        # What is not read is not kept: another array of its shape stands for it.
-        others = [s if returned else x, *(one for name, one in zip(call.names, tensors, strict=True) if name in read)]
-        kept = [
-            one if name in read else next((other for other in others if alike(one, other)), one)
-            for name, one in zip(call.names, tensors, strict=True)
+        named = [*zip(call.names, tensors, strict=True)]
+        # A tensor that is not read is not kept: another one of its shape, which is kept anyway, stands for it.
+        substitutes = [s if returned else x, *(tensor for name, tensor in named if name in read)]
+        saved = [
+            tensor if name in read else next((other for other in substitutes if alike(tensor, other)), tensor)
+            for name, tensor in named
         ]
-        ctx.save_for_backward(s if returned else None, statistics if asked.wants_statistics else None, *kept)
-        ctx.asked = asked.backward([checks.dtype_name(one.dtype) for one in tensors])
+        ctx.save_for_backward(s if returned else None, statistics if options.wants_statistics else None, *saved)
+        ctx.options = options.backward([checks.dtype_name(tensor.dtype) for tensor in tensors])
 
     @staticmethod
     def backward(ctx, dy, ds, _):
         s, statistics, *tensors = ctx.saved_tensors
         x_wants, _, *wanted = ctx.needs_input_grad
-        asked = ctx.asked._replace(wanted=(x_wants, *wanted))
-        dx, *found = gradients(asked.call(wanted), asked, dy, ds, tensors, s, statistics)
-        return dx, None, *found
+        options = ctx.options._replace(wanted=(x_wants, *wanted))
+        dx, *operand_gradients = gradients(options.call(wanted), options, dy, ds, tensors, s, statistics)
+        return dx, None, *operand_gradients
 
 
 class NormBackward(torch.autograd.Function):
-    """fused_norm_backward of a plain norm, and its derivative, which can be differentiated again."""
+    """fused_norm_backward of a plain norm with its derivative, which can be differentiated again."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(dy, statistics, asked, x, *operands):
-        return tuple(fused_norm_backward(dy, None, x, list(operands), None, statistics, *asked))
+    def forward(dy, statistics, options, x, *operands):
+        return tuple(fused_norm_backward(dy, None, x, list(operands), None, statistics, *options))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        dy, _, ctx.asked, x, *operands = inputs
-        weight, _ = weight_and_bias(ctx.asked.names, operands)
+        dy, _, ctx.options, x, *operands = inputs
+        weight, _ = weight_and_bias(ctx.options.names, operands)
         ctx.save_for_backward(dy, x, weight)
-        ctx.name = ctx.asked.call(operands).affine
+        ctx.name = ctx.options.call(operands).affine
 
     @staticmethod
     def backward(ctx, *gradients):
         dy, x, weight = ctx.saved_tensors
-        names, asked = ("x", *ctx.asked.names), ctx.asked
-        wanted = [name for name, wants in zip(names, asked.wanted, strict=True) if wants]
-        given = dict(zip(wanted, gradients, strict=True))
-        of = [given.get(name) for name in ("x", "weight", "bias")]
-        grad_dy, grad_x, grad_weight = formulas.second_backward(ctx.name, *of, dy, x, weight, asked.eps)
+        names, options = ("x", *ctx.options.names), ctx.options
+        wanted = [name for name, wants in zip(names, options.wanted, strict=True) if wants]
+        by_name = dict(zip(wanted, gradients, strict=True))
+        incoming = [by_name.get(name) for name in ("x", "weight", "bias")]
+        grad_dy, grad_x, grad_weight = formulas.second_backward(ctx.name, *incoming, dy, x, weight, options.eps)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        of_operands = (grad_weight if name == "weight" else None for name in asked.names)
-        return grad_dy.to(dy.dtype), None, None, grad_x.to(x.dtype), *of_operands
+        grad_operands = (grad_weight if name == "weight" else None for name in options.names)
+        return grad_dy.to(dy.dtype), None, None, grad_x.to(x.dtype), *grad_operands
 
 
 def gradients(
     call: Call,
-    asked: Backward,
+    options: Backward,
     dy: Tensor | None,
     ds: Tensor | None,
     tensors: Sequence[Tensor],
     s: Tensor | None,
     statistics: Tensor | None,
 ) -> list[Tensor | None]:
-    """Those of x and of the operands, `tensors`, None where `asked` wants none, differentiable where that is wanted."""
-    names = call.wanted(tuple(asked.wanted))
+    """Return the gradients of `tensors`, which are x and the operands, None where `options` wants none.
+
+    They are differentiable where that is wanted.
+    """
+    names = call.wanted(tuple(options.wanted))
     if not names or (dy is None and ds is None):
         return [None] * len(tensors)
-    values = values_of(call, tensors, asked.numbers)
-    batched = any(one is not None and private.is_batched(one) for one in (dy, ds))  # lists have no fallback for such
-    in_steps = private.in_forward_mode() or batched or (torch.is_grad_enabled() and not call.affine)
-    if statistics is None or in_steps:
-        statistics = statistics_again(call, values, s, asked.s_dtype, asked.eps)
-    if in_steps:
-        found = formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, names, asked.s_dtype)
-        dtypes = dict(zip(call.names, asked.dtypes, strict=True))
-        by_name = {name: one.to(getattr(torch, dtypes[name])) for name, one in zip(names, found, strict=True)}
+    values = values_of(call, tensors, options.numbers)
+    # Operators that take lists cannot be batched for autograd.grad(is_grads_batched=True).
+    batched = any(gradient is not None and private.is_batched(gradient) for gradient in (dy, ds))
+    by_formulas = private.in_forward_mode() or batched or (torch.is_grad_enabled() and not call.affine)
+    if statistics is None or by_formulas:
+        statistics = statistics_again(call, values, s, options.s_dtype, options.eps)
+    if by_formulas:
+        results = formulas.backward(call.operation, values, s, {"dy": dy, "ds": ds}, statistics, names, options.s_dtype)
+        dtypes = dict(zip(call.names, options.dtypes, strict=True))
+        by_name = {name: tensor.to(getattr(torch, dtypes[name])) for name, tensor in zip(names, results, strict=True)}
         return [by_name.get(name) for name in call.names]
     if call.affine:
-        by_name = dict(zip(names, NormBackward.apply(dy, statistics, asked, *tensors), strict=True))
+        by_name = dict(zip(names, NormBackward.apply(dy, statistics, options, *tensors), strict=True))
         return [by_name.get(name) for name in call.names]
     # Equal gradients are computed once.
-    kinds = {name: "full" for name, one in zip(call.names, tensors, strict=True) if alike(one, tensors[0])}
-    of = dict(zip(call.names, asked.dtypes, strict=True))
-    same = broadcasting.same_gradients(call.operation, names, values, kinds, of)
+    kinds = {name: "full" for name, tensor in zip(call.names, tensors, strict=True) if alike(tensor, tensors[0])}
+    dtypes = dict(zip(call.names, options.dtypes, strict=True))
+    same = broadcasting.same_gradients(call.operation, names, values, kinds, dtypes)
     first = dict.fromkeys(same.values())
-    asked = asked._replace(wanted=[name in first for name in call.names])
+    options = options._replace(wanted=[name in first for name in call.names])
     x, *operands = tensors
-    found = fused_norm_backward(dy, ds, x, operands, s, statistics, *asked)
-    by_name = dict(zip((name for name in call.names if name in first), found, strict=True))
+    results = fused_norm_backward(dy, ds, x, operands, s, statistics, *options)
+    by_name = dict(zip((name for name in call.names if name in first), results, strict=True))
     return [by_name[same[name]] if name in same else None for name in call.names]
 
 
-def alike(one: Tensor, x: Tensor) -> bool:
-    """Whether shapes are equal; an open size is not compared with that of another axis."""
-    return one.dim() == x.dim() and one.shape == x.shape
+def alike(tensor: Tensor, x: Tensor) -> bool:
+    """Say whether shapes are equal; a size that a trace holds open is not compared with that of another axis."""
+    return tensor.dim() == x.dim() and tensor.shape == x.shape
 
 
 class _Listed:
-    """Norm with the arguments of its operator; under functorch, where an operator cannot be a Function, steps."""
+    """Apply `Norm` to the arguments of its operator, or formulas under functorch, which operators cannot serve."""
 
     @staticmethod
-    def apply(x, operands, *options):
+    def apply(x, operands, *arguments):
         if private.under_functorch():
-            return forward_by_formulas(x, operands, *options)
-        return Norm.apply(x, Forward(*options), *operands)
+            return forward_by_formulas(x, operands, *arguments)
+        return Norm.apply(x, Forward(*arguments), *operands)
 
 
 class _ListedBackward:
-    """The same of the backward pass, which has a Function of a plain norm alone."""
+    """Apply `NormBackward` to the arguments of its operator, or formulas under functorch and beyond plain norms."""
 
     @staticmethod
-    def apply(dy, ds, x, operands, s, statistics, *options):
-        asked = Backward(*options)
-        if private.under_functorch() or not asked.call(operands).affine:
-            return backward_by_formulas(dy, ds, x, operands, s, statistics, *options)
-        return list(NormBackward.apply(dy, statistics, asked, x, *operands))
+    def apply(dy, ds, x, operands, s, statistics, *arguments):
+        options = Backward(*arguments)
+        if private.under_functorch() or not options.call(operands).affine:
+            return backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments)
+        return list(NormBackward.apply(dy, statistics, options, x, *operands))
 
 
 def wants_gradient(*arguments: Any) -> bool:
-    """Whether autograd follows any of the tensors, also of those in a list."""
+    """Say whether autograd follows any of the tensors, also of those in a list."""
     if not torch.is_grad_enabled():
         return False
-    listed = (one for argument in arguments if isinstance(argument, list | tuple) for one in argument)
-    return any(isinstance(one, Tensor) and one.requires_grad for one in (*arguments, *listed))
+    listed = (value for argument in arguments if isinstance(argument, list | tuple) for value in argument)
+    return any(isinstance(value, Tensor) and value.requires_grad for value in (*arguments, *listed))
 
 
 def register_kernels(operator: Any, function: Any, **kernels: Callable[..., Any]) -> None:
-    """What computes an operator that has no derivative of its own, by device; called by hand it has that of
-    `function.apply`, an autograd.Function's.
+    """Register the kernels of an operator by device; an operator that is called directly has the derivative of
+    `function.apply`, where `function` is an autograd.Function.
 
-    Nothing stands on its autograd key, so compiled code pays for nothing there. In eager mode autograd is still on in a
-    kernel written in Python, unless the call comes from compiled code or a Function; torch cannot know that it is made
-    use of, and warns in the backward pass. While torch.compile traces, py_impl stands on the autograd key.
+    Nothing is registered for its autograd key, so that compiled code does not pay for it. In eager mode autograd is
+    still on in a kernel written in Python, unless the call comes from compiled code or a Function. torch cannot know
+    that the kernel uses autograd, and warns in the backward pass. While torch.compile traces, py_impl serves the
+    autograd key.
     """
 
     def differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -528,50 +552,53 @@ register_kernels(fused_norm_forward, _Listed, CPU=_forward_cpu, CUDA=_forward_cu
 register_kernels(fused_norm_backward, _ListedBackward, CPU=_backward_cpu, CUDA=_backward_cuda)
 
 
-# vmap: the batch is one more leading axis. Operands are then for groups of rows, and every sample has its own sums. A
-# seed gives the same numbers to each sample: torch's own operators, sample by sample.
+# vmap: the batch is one more leading axis. Operands are then those of groups of rows, and every sample has sums of its
+# own. A seed must give the same numbers to each sample, so that torch's own operators run there, sample by sample.
 
 
 @torch.library.register_vmap("cunorm::fused_norm_forward", lib=_library)
-def _forward_vmap(info, in_dims, x, operands, *options):
-    asked = Forward(*options)
-    of_x, of_operands, *_ = in_dims
-    if SEED in asked.names:
+def _forward_vmap(info, in_dims, x, operands, *arguments):
+    options = Forward(*arguments)
+    x_dim, operand_dims, *_ = in_dims
+    if SEED in options.names:
 
         def run(x, *operands):
-            return forward_by_formulas(x, operands, *options)
+            return forward_by_formulas(x, operands, *arguments)
 
-        return torch.vmap(run, (of_x, *of_operands))(x, *operands), (0, 0, 0)
-    x = _batch_first(x, of_x, info.batch_size)
-    operands = [one if dim is None else _beside(x, one, dim) for one, dim in zip(operands, of_operands, strict=True)]
-    y, s, statistics = fused_norm_forward(x, operands, *options)
-    return (y, s, statistics), (0, 0 if "s" in asked.returns else None, 1 if asked.wants_statistics else None)
+        return torch.vmap(run, (x_dim, *operand_dims))(x, *operands), (0, 0, 0)
+    x = _batch_first(x, x_dim, info.batch_size)
+    operands = [
+        operand if dim is None else _beside(x, operand, dim)
+        for operand, dim in zip(operands, operand_dims, strict=True)
+    ]
+    y, s, statistics = fused_norm_forward(x, operands, *arguments)
+    return (y, s, statistics), (0, 0 if "s" in options.returns else None, 1 if options.wants_statistics else None)
 
 
 @torch.library.register_vmap("cunorm::fused_norm_backward", lib=_library)
-def _backward_vmap(info, in_dims, dy, ds, x, operands, s, statistics, *options):
-    asked, size = Backward(*options), info.batch_size
-    if SEED in asked.names:
-        tensors, of_tensors = (dy, ds, x, s, statistics, *operands), (*in_dims[:3], *in_dims[4:6], *in_dims[3])
+def _backward_vmap(info, in_dims, dy, ds, x, operands, s, statistics, *arguments):
+    options, size = Backward(*arguments), info.batch_size
+    if SEED in options.names:
+        tensors, dims = (dy, ds, x, s, statistics, *operands), (*in_dims[:3], *in_dims[4:6], *in_dims[3])
 
-        def run(*given):
-            left = iter(given)
-            dy, ds, x, s, statistics, *operands = (None if one is None else next(left) for one in tensors)
-            return tuple(backward_by_formulas(dy, ds, x, operands, s, statistics, *options))
+        def run(*samples):
+            remaining = iter(samples)
+            dy, ds, x, s, statistics, *operands = (None if tensor is None else next(remaining) for tensor in tensors)
+            return tuple(backward_by_formulas(dy, ds, x, operands, s, statistics, *arguments))
 
-        there = [(one, dim) for one, dim in zip(tensors, of_tensors, strict=True) if one is not None]
-        given, places = zip(*there, strict=True)
-        found = torch.vmap(run, places)(*given)
-        return list(found), [0] * len(found)
+        pairs = [(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True) if tensor is not None]
+        present, places = zip(*pairs, strict=True)
+        gradients = torch.vmap(run, places)(*present)
+        return list(gradients), [0] * len(gradients)
     dy, ds, x, s, statistics = (
-        None if one is None else _batch_first(one, dim, size)
-        for one, dim in zip((dy, ds, x, s, statistics), (*in_dims[:3], *in_dims[4:6]), strict=True)
+        None if tensor is None else _batch_first(tensor, dim, size)
+        for tensor, dim in zip((dy, ds, x, s, statistics), (*in_dims[:3], *in_dims[4:6]), strict=True)
     )
-    batched = [_batch_first(one, dim, size) for one, dim in zip(operands, in_dims[3], strict=True)]
-    beside = [_beside(x, one, 0) for one in batched]
-    found = fused_norm_backward(dy, ds, x, beside, s, statistics.movedim(0, 1), *options)
-    shapes = [one.shape for one, wants in zip((x, *batched), asked.wanted, strict=True) if wants]
-    return [one.reshape(shape) for one, shape in zip(found, shapes, strict=True)], [0] * len(found)
+    batched = [_batch_first(tensor, dim, size) for tensor, dim in zip(operands, in_dims[3], strict=True)]
+    beside = [_beside(x, tensor, 0) for tensor in batched]
+    gradients = fused_norm_backward(dy, ds, x, beside, s, statistics.movedim(0, 1), *arguments)
+    shapes = [tensor.shape for tensor, wants in zip((x, *batched), options.wanted, strict=True) if wants]
+    return [tensor.reshape(shape) for tensor, shape in zip(gradients, shapes, strict=True)], [0] * len(gradients)
 
 
 def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -579,6 +606,6 @@ def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _beside(x: Tensor, operand: Tensor, dim: int) -> Tensor:
-    """An operand of each sample, shaped to broadcast against x (batch, ..., columns)."""
+    """Return an operand that differs between samples, shaped to broadcast against x (batch, ..., columns)."""
     operand = operand.movedim(dim, 0)
     return operand.reshape(len(operand), *(1,) * (x.dim() - operand.dim()), *operand.shape[1:])

@@ -1,7 +1,7 @@
-"""Whether a call is like an earlier one, asked of torch in one question instead of tensor by tensor in Python.
+"""Recognise a call that is like an earlier one, by one question to torch instead of one for each tensor in Python.
 
-The question is torch.compile's own, whether compiled code serves a call. Of three tensors it takes 0.4 us; what is
-asked of them one by one, and the key of a dictionary that is made of the answers, 3.7.
+The question is the one by which torch.compile decides whether compiled code serves a call. It takes about a tenth of
+the time of asking each tensor for its properties and looking them up in a dictionary.
 """
 
 from __future__ import annotations
@@ -14,60 +14,66 @@ from torch import Tensor
 
 from ..private import Guards
 
-RECIPES = 4096  # kept at most, of each kind
-LIKE = 4  # earlier calls that are asked one by one, such as those with two layouts of x that follow one another
+RECIPES = 4096  # how many of each kind are kept at most
+LIKE = 4  # how many earlier calls of a key are compared one by one, such as those of two layouts of x in turns
 
-Alike = Callable[..., bool]
+Alike = Callable[..., bool]  # says whether other tensors are like those that it was made for
 
 
 def alike(*tensors: Tensor) -> Alike:
-    """`found(*others)`: as many tensors of the same types, dtypes, devices, shapes, strides and requires_grad, none of
-    them twice, and nothing in force that torch dispatches by and that was not then: autocast, inference mode,
-    functorch, dispatch modes, a trace.
+    """Return a function that says whether its arguments are like these tensors.
 
-    It does not ask for addresses, the modes of torch functions, forward-mode derivatives and whether autograd is on.
+    They are if they are as many tensors with the same types, dtypes, devices, shapes, strides and requires_grad, no
+    tensor is given twice, and torch dispatches by the same state as now: autocast, inference mode, functorch, dispatch
+    modes, a trace. The function does not compare addresses, the modes of torch functions, forward-mode derivatives and
+    whether autograd is on.
     """
     if Guards is None:
         return lambda *_: False
-    sizes, strides = ([list(of(tensor)) for tensor in tensors] for of in (Tensor.size, Tensor.stride))
+    sizes, strides = ([list(method(tensor)) for tensor in tensors] for method in (Tensor.size, Tensor.stride))
     return Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def remember(kept: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...], one: Any) -> None:
-    """Puts (alike(*tensors), one) in front of what is kept under a key, and where `again` finds it.
+def remember(cache: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...], value: Any) -> None:
+    """Put (alike(*tensors), value) in front of the entries of a key, and where `again` finds it.
 
-    The oldest goes where there are more than RECIPES.
+    The oldest entries are dropped if the cache is full. Nothing is remembered if one tensor is given twice.
     """
-    known = alike(*tensors)
-    if known(*tensors):  # not of one tensor given twice
-        for of in (key, _with_layouts(key, tensors)):
-            kept[of] = ((known, one), *kept.pop(of, ())[: LIKE - 1])
-        with suppress(RuntimeError, StopIteration):  # another thread adds one: it goes next time
-            while len(kept) > 2 * RECIPES:
-                kept.pop(next(iter(kept)), None)
+    matches = alike(*tensors)
+    if matches(*tensors):  # it does not if one tensor is given twice
+        for entry in (key, _with_layouts(key, tensors)):
+            cache[entry] = ((matches, value), *cache.pop(entry, ())[: LIKE - 1])
+        with suppress(RuntimeError, StopIteration):  # another thread changes the cache: it is trimmed next time
+            while len(cache) > 2 * RECIPES:
+                cache.pop(next(iter(cache)), None)
 
 
-def again(kept: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...]) -> Any:
-    """What was remembered of tensors of these layouts, None for nothing, where it is no longer among the LIKE last ones
-    of its key: however many layouts take turns, each is known.
+def again(cache: dict[Hashable, tuple], key: Hashable, tensors: tuple[Tensor, ...]) -> Any:
+    """Return what was remembered for tensors of these layouts if it is not among the LIKE last entries of its key.
+
+    So each of any number of layouts that take turns is recognised. None stands for nothing.
     """
-    if len(kept.get(key, ())) < LIKE:
+    if len(cache.get(key, ())) < LIKE:
         return None
     try:
         layouts = _with_layouts(key, tensors)
     except (AttributeError, RuntimeError):  # one of them is no tensor, or has no strides
         return None
-    return next((one for known, one in kept.get(layouts, ()) if known(*tensors)), None)
+    return next((value for matches, value in cache.get(layouts, ()) if matches(*tensors)), None)
 
 
 def _with_layouts(key: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:
-    return key, *[(one.shape, one.stride(), one.dtype, one.get_device(), one.requires_grad) for one in tensors]
+    layouts = [
+        (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.requires_grad) for tensor in tensors
+    ]
+    return key, *layouts
 
 
-_calls: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # by what tensors do not tell
+_calls: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # by a key of all that `alike` does not compare
 
 
 def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
+    """Return the last entries of a key."""
     try:
         return _calls.get(key, ())
     except TypeError:  # a size that a trace holds open has no hash
@@ -75,21 +81,22 @@ def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
 
 
 def known_call(key: Hashable, tensors: Sequence[Tensor]) -> Any:
-    """What was remembered of a call with tensors like these, as repeats.py has it; None for nothing."""
+    """Return what was remembered of a call with tensors like these; None for nothing."""
     earlier = earlier_calls(key)
-    for known, found in earlier:
-        if known(*tensors):
-            return found
+    for matches, value in earlier:
+        if matches(*tensors):
+            return value
     return again(_calls, key, tuple(tensors)) if earlier else None
 
 
-def remember_call(key: Hashable, tensors: Sequence[Tensor], found: Any) -> None:
-    """For `known_call`."""
-    remember(_calls, key, tuple(tensors), found)
+def remember_call(key: Hashable, tensors: Sequence[Tensor], value: Any) -> None:
+    """Remember a value for calls like this one, for `known_call` to find."""
+    remember(_calls, key, tuple(tensors), value)
 
 
-def keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
-    if len(kept) >= RECIPES:
-        kept.clear()
-    kept[key] = value
+def keep(cache: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+    """Put a value into a cache, which is emptied first if it is full, and return the value."""
+    if len(cache) >= RECIPES:
+        cache.clear()
+    cache[key] = value
     return value

@@ -1,8 +1,8 @@
-"""Fused operations on DTensors: each device has whole rows, and runs the operation on what it has of them.
+"""Fused operations on DTensors: each device runs the operation on its own rows, which are complete.
 
-x stays as its rows are sharded; one whose normalised axis is sharded, or that is a sum yet to be made, is gathered
-first, as is x beside a seed. An operand is sharded as x along the axes that it has in common with it, and is whole
-along those where it is repeated: there its gradient is a sum yet to be made.
+x keeps its placement if its rows are sharded. It is gathered first if its normalised axis is sharded, if it is a
+partial sum, or if the operation has a seed. An operand is sharded as x is along the axes that both have, and replicated
+along those where it is broadcast; there its gradient is a partial sum.
 """
 
 from __future__ import annotations
@@ -18,58 +18,65 @@ from ...operation import SEED
 
 
 def is_sharded(tensors: Sequence[Tensor]) -> bool:
+    """Say whether x, the first of the tensors, is a DTensor."""
     return isinstance(tensors[0], DTensor)
 
 
 def run(
-    of_rows: Callable[..., Any],
+    run_local: Callable[..., Any],
     call: Any,
     tensors: Sequence[Tensor],
     numbers: Sequence[float],
     eps: float,
     wants_statistics: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What `of_rows`, dispatch.run, makes of each device's rows, as DTensors."""
+    """Run `run_local`, which is dispatch.run, on the rows of each device, and return its results as DTensors."""
     x, *operands = tensors
     mesh = x.device_mesh
-    # What is drawn follows from the number of a row among all of them.
-    whole = SEED in call.names
-    rows = [one if _by_rows(one, x.ndim) and not whole else Replicate() for one in x.placements]
-    local = [_placed(x, rows).to_local()]
+    has_seed = SEED in call.names  # the numbers drawn depend on the index of a row among all rows
+    placements = [
+        placement if _by_rows(placement, x.ndim) and not has_seed else Replicate() for placement in x.placements
+    ]
+    local = [_placed(x, placements).to_local()]
     for name, operand in zip(call.names[1:], operands, strict=True):
         if name == SEED and not isinstance(operand, DTensor):
             local.append(operand)
             continue
         if not isinstance(operand, DTensor):
             raise TypeError(f"{call.function}: {name} must be a DTensor, as x is; got {type(operand).__name__}.")
-        places = [_of_operand(operand, x, one) for one in rows]
-        kept = [place for place, _ in places]
-        local.append(_placed(operand, kept).to_local(grad_placements=[one for _, one in places]))
-    results, statistics = of_rows(call, local, numbers, eps, wants_statistics)
+        pairs = [_operand_placement(operand, x, placement) for placement in placements]
+        placed = _placed(operand, [placement for placement, _ in pairs])
+        local.append(placed.to_local(grad_placements=[gradient_placement for _, gradient_placement in pairs]))
+    results, statistics = run_local(call, local, numbers, eps, wants_statistics)
 
-    def gathered(one: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
+    def distributed(tensor: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> Tensor:
         strides = [1] * len(shape)
         for axis in reversed(range(len(shape) - 1)):
             strides[axis] = strides[axis + 1] * shape[axis + 1]
-        return DTensor.from_local(one, mesh, placements, run_check=False, shape=shape, stride=tuple(strides))
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=tuple(strides))
 
     if statistics is not None:
-        of_statistics = [Shard(one.dim % x.ndim + 1) if isinstance(one, Shard) else one for one in rows]
-        statistics = gathered(statistics, (len(statistics), *x.shape[:-1]), of_statistics)
-    return [gathered(one, x.shape, rows) for one in results], statistics
+        statistics_placements = [
+            Shard(placement.dim % x.ndim + 1) if isinstance(placement, Shard) else placement for placement in placements
+        ]
+        statistics = distributed(statistics, (len(statistics), *x.shape[:-1]), statistics_placements)
+    return [distributed(result, x.shape, placements) for result in results], statistics
 
 
 def _placed(tensor: DTensor, placements: list[Placement]) -> DTensor:
-    """Itself where it is there already: the gradient of a redistribution is summed at once."""
+    """Return the tensor with these placements; one that has them is not redistributed, as that would sum its gradient
+    at once.
+    """
     return tensor if list(tensor.placements) == placements else tensor.redistribute(placements=placements)
 
 
 def _by_rows(placement: Placement, ndim: int) -> bool:
+    """Say whether a placement shards rows, and not the normalised axis."""
     return type(placement) is Shard and placement.dim % ndim != ndim - 1
 
 
-def _of_operand(operand: Tensor, x: Tensor, placement: Placement) -> tuple[Placement, Placement]:
-    """(where an operand is, where its gradient is) along an axis of the mesh where x is as `placement` says."""
+def _operand_placement(operand: Tensor, x: Tensor, placement: Placement) -> tuple[Placement, Placement]:
+    """Return the placements of an operand and of its gradient along an axis of the mesh where x has `placement`."""
     if not isinstance(placement, Shard):
         return Replicate(), Replicate()
     axis = placement.dim % x.ndim - x.ndim + operand.ndim
