@@ -133,7 +133,7 @@ def _zero_centred(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> lis
 
 
 def _all_at_once(device: Device) -> list[Problem]:
-    """LayerNorm of three packs a thread, of as many rows as run at once, if they have no turns."""
+    """LayerNorm of three vectors a thread, of as many rows as run at once, if they have no turns."""
     return [
         whole("layer_norm", "forward", device.sms * (RESIDENT // threads), 3 * 8 * threads, dtype)
         for threads, dtype in product((128, 192, 256, 512), ("float16", "bfloat16"))
@@ -154,7 +154,7 @@ def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Prob
     return problems
 
 
-# Rows of every number of packs to a thread, several to a CTA or in clusters of each size, odd ones, and streamed.
+# Rows of every number of vectors to a thread, several to a CTA or in clusters of each size, odd ones, and streamed.
 CAST_COLS = (16, 520, 1024, 1001, 3072, 4096, 8192, 12288, 12289, 28672, 100000, 200001, 600000)
 
 
@@ -270,7 +270,7 @@ def every_number_of_rows(problem: Problem) -> list[Problem]:
 
 
 def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | None, list[int]]:
-    """Up to seven row lengths that each tier takes on a device: its shortest, its longest, odd ones and whole packs.
+    """Up to seven row lengths that each tier takes on a device: its shortest, its longest, odd ones and whole vectors.
 
     None stands for rows that are streamed.
     """

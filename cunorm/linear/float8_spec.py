@@ -92,9 +92,9 @@ class CastRows(OtherSpec):
         """Places of rows, later totals of the row groups."""
         if self.shape is None:
             return 0
-        packs = self.shape.threads * self.shape.vectors
-        place = packs * 16 + (0 if self.aligned else packs // WARP * RUN_GAP)
-        totals = 4 * packs * self.shape.pack if self.rows_per_cta > 1 and (self.sums or self.maxima) else 0
+        vectors = self.shape.threads * self.shape.vectors
+        place = vectors * 16 + (0 if self.aligned else vectors // WARP * RUN_GAP)
+        totals = 4 * vectors * self.shape.pack if self.rows_per_cta > 1 and (self.sums or self.maxima) else 0
         return self.rows_per_cta * max(self.stages * place, totals)
 
     def parameters(self) -> dict[str, str]:
@@ -211,7 +211,7 @@ class CastColumns(OtherSpec):
     aligned: bool
     given: bool  # one scale for all is known
     power_of_2: bool
-    column_warps: int  # tiles of so many times eight packs of columns
+    column_warps: int  # tiles of so many times eight vectors of columns
     operation: Operation | None = None
     affine: tuple[tuple[str, str], ...] = ()  # (name, dtype) of weight and bias, as far as there are any
     affine_aligned: bool = True

@@ -145,7 +145,7 @@ class OneLaunch(OtherSpec):
     def text(self) -> tuple[str, str]:
         present, kind, one = self.parameters(), CPP_TYPE[self.dtype], self.division
         dtypes = dict(self.affine)
-        shape = f"RowShape<{self.cols}, {PACK}, {self.shape.threads}, {self.shape.packs}, 1>"
+        shape = f"RowShape<{self.cols}, {PACK}, {self.shape.threads}, {self.shape.vectors}, 1>"
         numbers = (one.rows, one.cluster, one.parts, one.stage_columns, one.stages, one.slots)
         division = f"Division<{', '.join(map(str, numbers))}>"
         columns = [CPP_TYPE[dtypes[name]] if name in dtypes else "Absent" for name in ("weight", "bias")]
@@ -346,4 +346,4 @@ def row_shape(problem: LinearProblem, device: Device) -> RowShape:
     found = shaped(plain(problem.norm, "forward", problem.rows, problem.cols, problem.dtype), device)
     assert found is not None
     pack, threads, vectors = found[1].shape.order
-    return replace(found[1].shape, pack=pack, threads=threads, packs=vectors, cluster=1)
+    return replace(found[1].shape, pack=pack, threads=threads, vectors=vectors, cluster=1)
