@@ -102,20 +102,19 @@ class NormAddNorm(Protocol):
         ...
 
 
-# The backend of arrays whose class is in a package, and the modules of linear/ for them: of products in the dtype of x,
-# and of those in 8 bits, "" where there is none.
+# The backend of arrays whose class is in a package, and the module of linear/ for them.
 BACKENDS = {
-    "numpy": ("cunorm.call.numpy", "cunorm.linear.numpy_arrays", "cunorm.linear.float8_numpy"),
-    "cupy": ("cunorm.call.cupy", "cunorm.linear.cupy_arrays", "cunorm.linear.float8_cupy"),
-    "torch": ("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays", ""),
-    "jax": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", ""),
-    "jaxlib": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays", ""),
+    "numpy": ("cunorm.call.numpy", "cunorm.linear.numpy_arrays"),
+    "cupy": ("cunorm.call.cupy", "cunorm.linear.cupy_arrays"),
+    "torch": ("cunorm.torch.norm.arrays", "cunorm.torch.linear.arrays"),
+    "jax": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays"),
+    "jaxlib": ("cunorm.jax.norm.arrays", "cunorm.jax.linear.arrays"),
 }
-ANY_PRODUCER = ("cunorm.call.dlpack", "cunorm.linear.dlpack", "")
-NORMS, PRODUCTS, PRODUCTS_8 = range(3)
+ANY_PRODUCER = ("cunorm.call.dlpack", "cunorm.linear.dlpack")
+NORMS, PRODUCTS = range(2)
 
 known: dict[type, Any] = {}  # type of x -> its backend
-_products: dict[tuple[type, int], Any] = {}
+_products: dict[type, Any] = {}
 
 
 def at_hand(*kinds: type) -> None:
@@ -123,7 +122,7 @@ def at_hand(*kinds: type) -> None:
     for kind in kinds:
         modules = BACKENDS[kind.__module__.partition(".")[0]]
         known[kind] = import_module(modules[NORMS])
-        _products[kind, PRODUCTS] = import_module(modules[PRODUCTS])
+        _products[kind] = import_module(modules[PRODUCTS])
 
 
 def backend_of(function: str, x: Any, name: str = "x") -> Backend:
@@ -136,21 +135,15 @@ def backend_of(function: str, x: Any, name: str = "x") -> Backend:
     return cast(Backend, found)
 
 
-def products_of(function: str, x: Any, which: int = PRODUCTS) -> Any:
+def products_of(function: str, x: Any) -> Any:
     """The module of linear/ for arrays of the kind of x."""
-    found = _products.get((type(x), which))
+    found = _products.get(type(x))
     if found is None:
-        module = _modules(function, x, "x")[which]
-        if not module:
-            raise NotImplementedError(
-                f"{function}: x must be an array of a library that this function knows, as NumPy and CuPy; got "
-                f"{type(x).__name__}. Pass CuPy arrays (cupy.from_dlpack)."
-            )
-        found = _products[type(x), which] = import_module(module)
+        found = _products[type(x)] = import_module(_modules(function, x, "x")[PRODUCTS])
     return found
 
 
-def _modules(function: str, x: Any, name: str) -> tuple[str, str, str]:
+def _modules(function: str, x: Any, name: str) -> tuple[str, str]:
     """Kinds are told by the package of their class."""
     for base in type(x).__mro__:
         package = base.__module__.partition(".")[0]

@@ -110,12 +110,12 @@ def norm_backward(
         call = _kept(_norm_backward_call, asked, output_mask)
     if dx_out is not None and "x" not in call.results:
         checks.check_output_mask(asked[0], output_mask, len(output_mask), dx_out)  # says what is wrong
-    found = call.site(call, 0.0, dx_out, dy, x, mean, rstd, weight)
-    if len(found) == 3:
-        return found
+    results = call.site(call, 0.0, dx_out, dy, x, mean, rstd, weight)
+    if len(results) == 3:
+        return results
     if call.results == ("x", "weight"):
-        return *found, None
-    named = dict(zip(call.results, found, strict=True))
+        return *results, None
+    named = dict(zip(call.results, results, strict=True))
     return named.get("x"), named.get("weight"), named.get("bias")
 
 
@@ -164,7 +164,7 @@ def _norm_backward_call(asked: Norm, output_mask: Any) -> Call:
     function = asked[0]
     subtracts_mean = _norm_of(function) == "layer_norm"
     mask = checks.check_output_mask(function, output_mask, 3 if subtracts_mean else 2)
-    wanted = tuple(name for name, one in zip(("x", "weight", "bias"), mask, strict=True) if one)
+    wanted = tuple(name for name, wants in zip(("x", "weight", "bias"), mask, strict=True) if wants)
     required = ("dy", "x", *(("mean",) if subtracts_mean else ()), "rstd")
     names = ("dy", "x", "mean", "rstd", "weight")
     recipe = partial(_norm_backward_recipe, asked, wanted)
@@ -222,12 +222,12 @@ def forward(
     if float8 and float8.granularity == "tensor":
         with cupy.cuda.Device(layout(function, "x", x).device):
             scale = scale_of(cupy, operation, float8, x.shape[-1], operands, scale)
-        found = dict(zip(call.results, call.site(call, eps, None, x, *operands.values(), scale), strict=True))
-        return found | {"y8_scale": scale}, None, None
-    found = dict(zip(call.results, call.site(call, eps, None, x, *operands.values())))  # noqa: B905
+        by_name = dict(zip(call.results, call.site(call, eps, None, x, *operands.values(), scale), strict=True))
+        return by_name | {"y8_scale": scale}, None, None
+    by_name = dict(zip(call.results, call.site(call, eps, None, x, *operands.values())))  # noqa: B905
     if statistics:
-        return found, found.pop("mean", None), found.pop("rstd")
-    return found, None, None
+        return by_name, by_name.pop("mean", None), by_name.pop("rstd")
+    return by_name, None, None
 
 
 def forward_norm_add_norm(
@@ -289,8 +289,8 @@ def backward(
     call = _calls.kept(key)
     if call is None:
         call = _calls.of(key, _backward_call, *key)
-    found = call.site(call, 0.0, None, *[arrays[name] for name in names])
-    return dict(zip(wanted, found))  # noqa: B905
+    results = call.site(call, 0.0, None, *[arrays[name] for name in names])
+    return dict(zip(wanted, results))  # noqa: B905
 
 
 def _backward_call(function, operation, names, wanted, demanded, s_dtype, sm_margin, _) -> Call:
@@ -313,14 +313,16 @@ def run(
     recipe = _recipe_of(call, eps, out, arrays, key)
     if key is not None and recipe.everyday_on == _current_device():
         return call.site(call, eps, out, *arrays)  # which finds the recipe now
-    given = {name: one for name, one in zip(call.names, arrays, strict=True) if one is not None}
+    given = {name: array for name, array in zip(call.names, arrays, strict=True) if array is not None}
     if out is not None:
-        pointers = [0 if one is None else one.data.ptr for one in (*arrays, out)]
+        pointers = [0 if array is None else array.data.ptr for array in (*arrays, out)]
         check_out(call, recipe, tuple(pointers))
     with cupy.cuda.Device(recipe.device_id):
         # Sums over no rows are zero.
         empty = cupy.zeros if call.backward and recipe.plan is None else cupy.ndarray
-        results = [empty(*one) for one in recipe.allocated[1 if out is not None and not recipe.temporary else 0 :]]
+        results = [
+            empty(*memory) for memory in recipe.allocated[1 if out is not None and not recipe.temporary else 0 :]
+        ]
         if out is not None and not recipe.temporary:
             results.insert(0, out)
         if recipe.plan is not None:
@@ -358,15 +360,15 @@ def _recipe_of(
 ) -> LaunchRecipe:
     """The recipe that is kept for such arrays, or a new one; TypeError or ValueError for what no kernel takes."""
     described: Sequence[Any] = (*arrays, out) if call.out else arrays
-    present: list[Any] = [one for one in described if isinstance(one, cupy.ndarray)]
+    present: list[Any] = [array for array in described if isinstance(array, cupy.ndarray)]
     if key is None:
-        memory = [one.data.ptr for one in present]
+        memory = [array.data.ptr for array in present]
         is_aligned = not any(pointer % 16 for pointer in memory) or aligned(call, arrays, out)
         key = (call, eps, type(eps), is_aligned, *map(_described, described))
     else:
         is_aligned = key[3]
     recipe = _recipes.of(key, _made, call, eps, out, arrays, is_aligned)
-    if any(one.data.ptr % recipe.widest for one in present):
+    if any(array.data.ptr % recipe.widest for array in present):
         check_addresses(call, arrays, out)
     return recipe
 
@@ -385,8 +387,8 @@ def _made(call: Call, eps: float, out: cupy.ndarray | None, arrays: Sequence[Any
     if like is not None:
         return like.of_rows(arrays[call.names.index("x")].shape)
     named = zip(call.names, arrays, strict=True)
-    given = {name: one for name, one in named if one is not None or name in call.required}
-    layouts = {name: _given(call, name, one) for name, one in given.items() if name != "y8_scale"}
+    given = {name: array for name, array in named if array is not None or name in call.required}
+    layouts = {name: _given(call, name, array) for name, array in given.items() if name != "y8_scale"}
     of_out = None if out is None else layout(call.function, call.out, out)
     x = given["x"]
     assert x is not None  # that it is an array was checked
@@ -404,17 +406,17 @@ def _form(call: Call, eps: float, arrays: Sequence[Any], aligned: bool) -> Hasha
     shape: tuple[int, ...] = getattr(x, "shape", ())
     if not isinstance(eps, float) or math.prod(shape[:-1]) < 2 or shape[:-1] == shape[-1:]:
         return None
-    found: list[Hashable] = [call, eps, aligned, shape[-1:]]
-    for one in arrays:
-        if not isinstance(one, cupy.ndarray):
-            found.append(type(one))
-        elif one.shape in (shape, shape[:-1]) and one.flags.c_contiguous:
-            found += (x.ndim - one.ndim, one.dtype, one.data.device_id)
-        elif one.ndim == 1:
-            found.append(_described(one))
+    parts: list[Hashable] = [call, eps, aligned, shape[-1:]]
+    for array in arrays:
+        if not isinstance(array, cupy.ndarray):
+            parts.append(type(array))
+        elif array.shape in (shape, shape[:-1]) and array.flags.c_contiguous:
+            parts += (x.ndim - array.ndim, array.dtype, array.data.device_id)
+        elif array.ndim == 1:
+            parts.append(_described(array))
         else:
             return None
-    return tuple(found)
+    return tuple(parts)
 
 
 def _ready(
@@ -464,9 +466,11 @@ def aligned(call: Call, arrays: Sequence[Any], out: cupy.ndarray | None) -> bool
     given = dict(zip(call.names, arrays, strict=True))
     of_x = getattr(given["x"], "shape", ())
     return (out is None or out.data.ptr % 16 == 0) and all(
-        one.data.ptr % 16 == 0
-        for name, one in given.items()
-        if isinstance(one, cupy.ndarray) and name != "y8_scale" and broadcasting.read_by_vectors(name, one.shape, of_x)
+        array.data.ptr % 16 == 0
+        for name, array in given.items()
+        if isinstance(array, cupy.ndarray)
+        and name != "y8_scale"
+        and broadcasting.read_by_vectors(name, array.shape, of_x)
     )
 
 

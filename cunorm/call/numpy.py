@@ -63,12 +63,12 @@ def _norm(
     operation = affine("layer_norm" if function.startswith("layer_norm") else "rms_norm", bool(zero_centered_gamma))
     if store and store.granularity == "tensor":
         scale = scale_of(numpy, operation, store, math.prod(shape), operands, scale)
-    found = _results(function, operation, x, operands, eps, (y_dtype, layouts["x"].dtype), len(shape), store, scale)
+    results = _results(function, operation, x, operands, eps, (y_dtype, layouts["x"].dtype), len(shape), store, scale)
     if out is not None:
-        out[...] = found["y"]
-        found["y"] = out
+        out[...] = results["y"]
+        results["y"] = out
     kept = NORMS[operation.norm].statistics if statistics else ()
-    return tuple(found[name] for name in (*(store.results(("y",)) if store else ("y",)), *kept))
+    return tuple(results[name] for name in (*(store.results(("y",)) if store else ("y",)), *kept))
 
 
 def norm_backward(
@@ -97,11 +97,11 @@ def norm_backward(
     parameter = x if weight is None else weight
     dtypes = {"x": x.dtype, "weight": parameter.dtype, "bias": parameter.dtype}
     kinds = {name: "column" for name in ("weight",) if name in arrays}
-    found = _gradients(operation, arrays, wanted, kinds, dtypes, len(shape), x.dtype.name, function)
+    gradients = _gradients(operation, arrays, wanted, kinds, dtypes, len(shape), x.dtype.name, function)
     if dx_out is not None:
-        dx_out[...] = found["x"]
-        found["x"] = dx_out
-    return found.get("x"), found.get("weight"), found.get("bias")
+        dx_out[...] = gradients["x"]
+        gradients["x"] = dx_out
+    return gradients.get("x"), gradients.get("weight"), gradients.get("bias")
 
 
 def forward(
@@ -130,9 +130,9 @@ def forward(
         if float8.granularity == "tensor":
             scale = scale_of(numpy, operation, float8, x.shape[-1], operands, scale)
     dtypes = dtype or of_x.dtype, s_dtype or of_x.dtype
-    found = _results(function, operation, x, operands, eps, dtypes, 1, float8, scale)
-    results = {name: found[name] for name in (float8.results(operation.returns) if float8 else operation.returns)}
-    return (results, found.get("mean"), found["rstd"]) if statistics else (results, None, None)
+    by_name = _results(function, operation, x, operands, eps, dtypes, 1, float8, scale)
+    results = {name: by_name[name] for name in (float8.results(operation.returns) if float8 else operation.returns)}
+    return (results, by_name.get("mean"), by_name["rstd"]) if statistics else (results, None, None)
 
 
 def _results(
@@ -153,32 +153,32 @@ def _results(
     y_dtype, row_dtype = (numpy_dtype(function, name) for name in dtypes)
     axes, leading = tuple(range(x.ndim - ndim, x.ndim)), x.shape[: x.ndim - ndim]
     values = {name: _wide(name, array, x.shape) for name, array in {"x": x, **operands}.items()}
-    found: dict[str, numpy.ndarray] = {}
+    results: dict[str, numpy.ndarray] = {}
     with numpy.errstate(all="ignore"):
         rows = values["x"]
         if operation.prologue is not None:
-            found["s"] = rounded(_full(operation.prologue, values, x.shape), row_dtype)
-            rows = found["s"].astype(numpy.float64)
+            results["s"] = rounded(_full(operation.prologue, values, x.shape), row_dtype)
+            rows = results["s"].astype(numpy.float64)
         kind = compute_dtype(row_dtype.name)
         if NORMS[operation.norm].subtracts_mean:
             mean = rows.mean(axes, keepdims=True)
             rows = rows - mean
             lost = rows.mean(axes, keepdims=True)  # by the rounding of mean
             rows -= lost
-            found["mean"] = (mean + lost).astype(kind, "C").reshape(leading)
+            results["mean"] = (mean + lost).astype(kind, "C").reshape(leading)
         rstd = 1 / numpy.sqrt((rows * rows).mean(axes, keepdims=True) + eps)
-        found["rstd"] = rstd.astype(kind, "C").reshape(leading)
+        results["rstd"] = rstd.astype(kind, "C").reshape(leading)
         exact = _full(operation.epilogue, values | {"xhat": rows * rstd}, x.shape)
         if store is None or store.wide:
-            found["y"] = rounded(exact, y_dtype)
+            results["y"] = rounded(exact, y_dtype)
         if store:
             cols = math.prod(x.shape[x.ndim - ndim :])
             y8, y8_scale = quantise(
                 exact.astype(numpy.float32).reshape(-1, cols), store.granularity, store.format, scale
             )
             shape = scales_shape(store.granularity, leading, cols)
-            found |= {"y8": y8.reshape(x.shape), "y8_scale": y8_scale.reshape(shape)}
-    return {name: _contiguous(one) for name, one in found.items()}
+            results |= {"y8": y8.reshape(x.shape), "y8_scale": y8_scale.reshape(shape)}
+    return {name: _contiguous(array) for name, array in results.items()}
 
 
 def backward(
@@ -209,8 +209,10 @@ def backward(
     }
     names = {name: of.dtype for name, of in given.items() if isinstance(of, Layout)}
     same = broadcasting.same_gradients(operation, wanted, operands, kinds, names)
-    found = _gradients(operation, arrays, tuple(dict.fromkeys(same.values())), kinds, dtypes, 1, row_dtype, function)
-    return {name: found[of] for name, of in same.items()}
+    gradients = _gradients(
+        operation, arrays, tuple(dict.fromkeys(same.values())), kinds, dtypes, 1, row_dtype, function
+    )
+    return {name: gradients[of] for name, of in same.items()}
 
 
 def _gradients(
@@ -225,7 +227,7 @@ def _gradients(
 ) -> dict[str, numpy.ndarray]:
     """The gradients `wanted` by name, each in its dtype of `dtypes`. An operand that was left out is a column."""
     present = [name for name in operation.operands if name in arrays]
-    found = derivative(operation, wanted, present)
+    derivatives = derivative(operation, wanted, present)
     shape = arrays["x"].shape
     axes = tuple(range(len(shape) - ndim, len(shape)))
     values = {name: _wide(name, array, shape) for name, array in arrays.items()}
@@ -237,13 +239,13 @@ def _gradients(
             rows = rows.astype(numpy.float64)
         mean, rstd = (numpy.expand_dims(values[name], axes) if name in values else 0 for name in ("mean", "rstd"))
         values["xhat"] = (rows - mean) * rstd
-        if found.g is not None:
-            g = _full(found.g, values, shape)
+        if derivatives.g is not None:
+            g = _full(derivatives.g, values, shape)
             c1 = (g * values["xhat"]).mean(axes, keepdims=True)
             c2 = g.mean(axes, keepdims=True) if NORMS[operation.norm].subtracts_mean else 0.0
             values["ds"] = (g - c2 - values["xhat"] * c1) * rstd + values.get("ds", 0.0)
         gradients: dict[str, numpy.ndarray] = {}
-        for name, expression in (*found.early, *found.late):
+        for name, expression in (*derivatives.early, *derivatives.late):
             part = _full(expression, values, shape)
             gradients[name] = gradients[name] + part if name in gradients else part
         return {
@@ -272,10 +274,10 @@ def _given(function: str, name: str, array: Any) -> Given:
     """Return what the checks know of an array or a number. An array without axes is a number."""
     if isinstance(array, numbers.Real):
         return broadcasting.number(function, name, array)
-    found = layout(function, name, array)
-    if found.shape or name in ("x", SEED):
-        return found
-    checks.check_dtype(function, name, found)
+    given = layout(function, name, array)
+    if given.shape or name in ("x", SEED):
+        return given
+    checks.check_dtype(function, name, given)
     return float(array)
 
 

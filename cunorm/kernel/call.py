@@ -37,7 +37,7 @@ def by_position(spec: NormSpec) -> NormSpec:
     names = {name: f"operand_{place}" for place, name in enumerate(spec.operation.operands)}
     operation = spec.operation.renamed(names)
     names |= {f"d{name}": f"d{of_text}" for name, of_text in names.items()}
-    operands = Operands(replace(one, name=names.get(one.name, one.name)) for one in spec.operands)
+    operands = Operands(replace(operand, name=names.get(operand.name, operand.name)) for operand in spec.operands)
     return replace(spec, operation=operation, operands=operands)
 
 
@@ -48,11 +48,11 @@ def row_numbers(operand: Operand) -> tuple[str, ...]:
 
 def _forward(spec: NormSpec) -> tuple[str, str]:
     operation = spec.operation
-    by_name = {one.name: one for one in spec.operands}
-    inputs = [one.name for one in spec.inputs]
-    beside = [one.name for one in spec.beside]
-    columns = [one.name for one in spec.columns if one.name in operation.epilogue.uses]
-    scalars = [one.name for one in spec.operands if one.kind == "scalar" and one.name != "eps"]
+    by_name = {operand.name: operand for operand in spec.operands}
+    inputs = [operand.name for operand in spec.inputs]
+    beside = [operand.name for operand in spec.beside]
+    columns = [operand.name for operand in spec.columns if operand.name in operation.epilogue.uses]
+    scalars = [operand.name for operand in spec.operands if operand.kind == "scalar" and operand.name != "eps"]
     before = forward_struct(spec, inputs, beside, columns, scalars)
     cache_x = STREAMED if spec.streamed_x else KEPT
     load = f"{{{_matrices(spec, inputs)}, operation}}"
@@ -89,10 +89,10 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
 
 
 def _forward_twice(spec: NormSpec) -> tuple[str, str]:
-    operation, by_name = spec.operation, {one.name: one for one in spec.operands}
-    beside = [one.name for one in spec.beside]
+    operation, by_name = spec.operation, {operand.name: operand for operand in spec.operands}
+    beside = [operand.name for operand in spec.beside]
     first, second = (
-        [one.name for one in spec.columns if expression and one.name in expression.uses]
+        [operand.name for operand in spec.columns if expression and operand.name in expression.uses]
         for expression in (operation.epilogue, operation.second)
     )
     before = forward_struct(spec, ["x"], beside, first, [], second)
@@ -131,13 +131,14 @@ def _backward(
     """`name`: of the struct. `ctas`: which CTA it is, and of how many, of those that have rows. `ahead`: bytes on their
     way to a thread of column_gradients.
     """
-    by_name = {one.name: one for one in spec.operands}
-    matrices = [one.name for one in spec.matrices]
-    columns = [one.name for one in spec.columns]
-    scalars = [one.name for one in spec.operands if one.kind == "scalar"]
+    by_name = {operand.name: operand for operand in spec.operands}
+    matrices = [operand.name for operand in spec.matrices]
+    columns = [operand.name for operand in spec.columns]
+    scalars = [operand.name for operand in spec.operands if operand.kind == "scalar"]
     before, sums = backward_struct(spec, matrices, columns, scalars, name)
     statistics = [
-        one if one in by_name else f"static_cast<const {name}::Compute*>(nullptr)" for one in ("mean", "rstd")
+        statistic if statistic in by_name else f"static_cast<const {name}::Compute*>(nullptr)"
+        for statistic in ("mean", "rstd")
     ]
     arguments = [
         "operation",
@@ -146,10 +147,10 @@ def _backward(
     ]
     if spec.kernel != "column_gradients":
         lists = [spec.late_results] if spec.kernel == "backward_streamed" else [spec.early_results, spec.late_results]
-        arguments += [_list("Results", (_store(spec, one, KEPT) for one in of_list)) for of_list in lists]
+        arguments += [_list("Results", (_store(spec, result, KEPT) for result in of_list)) for of_list in lists]
         arguments.append(_row_sums(spec))
     if spec.kernel != "backward_streamed":
-        arguments.append(_list("Sums", (_store_sum(spec, one, by_name[one].dtype) for one in sums)))
+        arguments.append(_list("Sums", (_store_sum(spec, gradient, by_name[gradient].dtype) for gradient in sums)))
     if spec.kernel == "backward_streamed":
         which_rows = ()
     elif spec.grouped:
@@ -188,7 +189,7 @@ KEPT, STREAMED = "Cache::kKept", "Cache::kStreamed"
 
 
 def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
-    by_name = {one.name: one for one in spec.operands}
+    by_name = {operand.name: operand for operand in spec.operands}
     loads = (_rows_type("Load", spec, by_name[name], cache if by_name[name].kind == "full" else KEPT) for name in names)
     return f"Matrices<{', '.join(loads)}>"
 
@@ -197,7 +198,7 @@ def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
     """Return the C++ type of what the epilogue of a forward pass takes for all rows."""
     if spec.columns_aligned:
         return _matrices_type(spec, names, KEPT)
-    by_name = {one.name: one for one in spec.operands}
+    by_name = {operand.name: operand for operand in spec.operands}
     layout = f"{spec.shape.pack}, {spec.shape.lanes}"
     starts = {name: ", GroupStarts" if by_name[name].kind == "group" else "" for name in names}
     loads = (f"LoadElements<{CPP_TYPE[by_name[name].dtype]}, {layout}{starts[name]}>" for name in names)
@@ -219,7 +220,7 @@ def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elemen
 
 def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
     """The initialiser of such a list."""
-    by_name = {one.name: one for one in spec.operands}
+    by_name = {operand.name: operand for operand in spec.operands}
     text = "{}"
     for name in reversed(list(names)):
         start, starts = name, row_numbers(by_name[name]) or ("0",)
@@ -251,10 +252,10 @@ def _list(template: str, stores: Iterable[str]) -> str:
 
 
 def _row_sums(spec: NormSpec) -> str:
-    types = ", ".join(CPP_TYPE[one.dtype] for one in spec.row_sums)
+    types = ", ".join(CPP_TYPE[row_sum.dtype] for row_sum in spec.row_sums)
     text = "{}"
-    for one in reversed(spec.row_sums):
-        text = f"{{{one.name}, {text}}}"
+    for row_sum in reversed(spec.row_sums):
+        text = f"{{{row_sum.name}, {text}}}"
     return f"RowSums<{types}>{text}"
 
 

@@ -57,20 +57,20 @@ def kernel(spec: KernelSpec, device_id: int) -> Any:
     Threads may call at once: one of them compiles, the others wait for it.
     """
     key = (spec, device_id)
-    found = _kernels.get(key)
-    if found is None:
+    kernel = _kernels.get(key)
+    if kernel is None:
         with _lock:
-            found = _kernels.get(key)
-            mine = found is None
-            if found is None:
-                found = _kernels[key] = Future()
+            kernel = _kernels.get(key)
+            mine = kernel is None
+            if kernel is None:
+                kernel = _kernels[key] = Future()
         if mine:
             try:
-                found.set_result(_load(spec, device_id))
+                kernel.set_result(_load(spec, device_id))
             except BaseException as error:
                 del _kernels[key]
-                found.set_exception(error)
-    return found.result()
+                kernel.set_exception(error)
+    return kernel.result()
 
 
 def _load(spec: KernelSpec, device_id: int) -> Any:

@@ -118,19 +118,19 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
         return parameters(spec.whole)
     if isinstance(spec, SumSpec):
         of_one = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
-        found = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}
-        return found | dict.fromkeys(("groups", "cols", *(("blocks", "tasks") if spec.several_blocks else ())), "int64")
+        types = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}
+        return types | dict.fromkeys(("groups", "cols", *(("blocks", "tasks") if spec.several_blocks else ())), "int64")
     spec = by_position(spec)
     sums = {one.name for one in spec.sums} if not spec.final else set()
-    found = {
+    types = {
         one.name: _pointer(one, spec.compute if one.name in sums else one.dtype)
         for one in spec.operands
         if one.kind != "scalar"
     }
-    found |= {one.name: CPP_TYPE[one.dtype] for one in spec.operands if one.kind == "scalar"}
-    found["rows"] = "int64"
-    found |= dict.fromkeys((name for one in spec.operands for name in row_numbers(one)), "int64")
-    return found | dict.fromkeys(GROUP_NUMBERS if spec.grouped else (), "int64")
+    types |= {operand.name: CPP_TYPE[operand.dtype] for operand in spec.operands if operand.kind == "scalar"}
+    types["rows"] = "int64"
+    types |= dict.fromkeys((name for operand in spec.operands for name in row_numbers(operand)), "int64")
+    return types | dict.fromkeys(GROUP_NUMBERS if spec.grouped else (), "int64")
 
 
 def _pointer(operand: Operand, dtype: str) -> str:

@@ -65,16 +65,18 @@ def backward_struct(
 ) -> tuple[str, list[str]]:
     """Return (the struct of a backward pass, the gradients that it sums over rows)."""
     operation = spec.operation
-    written = [one.name for one in spec.written]
-    sums = [one.name for one in spec.sums]
-    results = [one.name for one in (*spec.late_results, *spec.row_sums)]
-    present = {one.name for one in spec.read}
+    written = [operand.name for operand in spec.written]
+    sums = [operand.name for operand in spec.sums]
+    results = [operand.name for operand in (*spec.late_results, *spec.row_sums)]
+    present = {operand.name for operand in spec.read}
     found = derivative(operation, [name.removeprefix("d") for name in written], present)
-    early, late = ({f"d{name}": one for name, one in pairs} for pairs in (found.early, found.late))
+    early, late = ({f"d{name}": expression for name, expression in pairs} for pairs in (found.early, found.late))
     places = _places(matrices=matrices, columns=columns) | {"xhat": "xhat"}
     of_s = places | {"ds": "ds"}
     expressions = [*early.values(), *late.values()] + ([found.g] if found.g else [])
-    of_xhat = "mean" in {one.name for one in spec.operands} or "rstd" in {one.name for one in spec.operands}
+    of_xhat = "mean" in {operand.name for operand in spec.operands} or "rstd" in {
+        operand.name for operand in spec.operands
+    }
     if "s" in matrices or not operation.prologue:
         source = parse("s" if "s" in matrices else "x", ("s", "x"))
     else:
@@ -92,11 +94,11 @@ def backward_struct(
         without = substitute(parse("of - taken", ("of", "taken")), {"of": g})
         of_g = places | {"dxhat": "gradient(xhat, matrices, columns, i)"}
         functions.append(_function("without", ("Compute xhat", *given), without, of_g, spec, more=", Compute taken"))
-    added = {name: one for name, one in early.items() if name in sums}
-    at_once = {one.name: early[one.name] for one in spec.early_results}
+    added = {name: expression for name, expression in early.items() if name in sums}
+    at_once = {operand.name: early[operand.name] for operand in spec.early_results}
     functions.append(_gradients("early", "Compute xhat", added, at_once, sums, places))
     functions.append(_late(spec, early, late, sums, results, of_s))
-    functions_of_zero = any(step.function not in _SAFE for one in expressions for step in one.steps)
+    functions_of_zero = any(step.function not in _SAFE for expression in expressions for step in expression.steps)
     facts = {
         "kOfS": found.g is not None,
         "kOfXhat": of_xhat,
@@ -119,15 +121,15 @@ def _sum(expression: Expression, name: str) -> Expression:
 
 def _late(spec, early, late, sums, results, places) -> str:
     """Write what is known with ds: gradients that are written, and sums over rows of what the prologue takes."""
-    added = {name: one for name, one in late.items() if name in sums}
+    added = {name: expression for name, expression in late.items() if name in sums}
     written = {}
     for name in results:
         parts = [of[name] for of in (early, late) if name in of]
         both = parse("a + b", ("a", "b"))
         written[name] = parts[0] if len(parts) == 1 else substitute(both, dict(zip(("a", "b"), parts, strict=True)))
     given = places.pop("ds")
-    if "ds" in {one.name for one in spec.matrices}:
-        index = [one.name for one in spec.matrices].index("ds")
+    if "ds" in {operand.name for operand in spec.matrices}:
+        index = [operand.name for operand in spec.matrices].index("ds")
         ds = f"    const Compute ds = of_norm + matrices[{index}][i];\n"
     else:
         ds = f"    const Compute {given} = of_norm;\n"
@@ -146,8 +148,8 @@ def _gradients(
     """Write a function that adds to sums[k][p][i], and sets results[k][i]."""
     lines = _definitions((*added.values(), *written.values()), places) + before
     lines += "".join(f"    const Compute sum_{name} = sums[{sums.index(name)}][p][i];\n" for name in added)
-    values = {f"value_{name}": one for name, one in written.items()}
-    values |= {f"next_{name}": _sum(one, f"sum_{name}") for name, one in added.items()}
+    values = {f"value_{name}": expression for name, expression in written.items()}
+    values |= {f"next_{name}": _sum(expression, f"sum_{name}") for name, expression in added.items()}
     if values:
         lines += f"{cuda(values, indent='    ')}\n"
     lines += "".join(f"    sums[{sums.index(name)}][p][i] = next_{name};\n" for name in added)
@@ -170,9 +172,11 @@ def _function(
     more: str = "",
 ) -> str:
     """Write a member function of the struct Operation that returns the value of an expression."""
-    lists = [one for one in arguments if " " not in one]
-    templates = ", ".join(f"class {one.capitalize()}" for one in lists)
-    taken = ", ".join(one if " " in one else f"const {one.capitalize()}& {one}" for one in arguments)
+    lists = [argument for argument in arguments if " " not in argument]
+    templates = ", ".join(f"class {argument.capitalize()}" for argument in lists)
+    taken = ", ".join(
+        argument if " " in argument else f"const {argument.capitalize()}& {argument}" for argument in arguments
+    )
     value = f"rounded<{CPP_TYPE[spec.row_dtype]}>(value)" if rounds else "value"
     return (
         f"  template <{templates}>\n  DEVICE Compute {name}({taken}, int i{more}) const {{\n"

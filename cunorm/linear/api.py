@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..call import checks
-from ..call.backend import PRODUCTS_8, products_of
+from ..call.backend import products_of
 from . import problem as linear_problem
 
 
@@ -82,8 +82,13 @@ def layer_norm_linear(
             raise ValueError(f"{name}: fp8 must be None or 'row'; got {fp8!r}.")
         op = linear_problem.op(name, normalization, ln_bias)
         eps = checks.check_eps(name, eps)
-        module = products_of(name, x, PRODUCTS_8)
-        return module.forward(name, op, x, *parameters, eps, zero_centered_gamma=zero_centered_gamma)
+        in_8_bits = getattr(products_of(name, x), "forward_float8", None)
+        if in_8_bits is None:
+            raise NotImplementedError(
+                f"{name}: x must be an array of a library that this function knows, as NumPy and CuPy; got "
+                f"{type(x).__name__}. Pass CuPy arrays (cupy.from_dlpack)."
+            )
+        return in_8_bits(name, op, x, *parameters, eps, zero_centered_gamma=zero_centered_gamma)
     y, _, _ = _forward(name, x, parameters, eps, normalization, zero_centered_gamma, False)
     return y
 

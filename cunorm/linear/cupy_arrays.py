@@ -8,15 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import cupy
+import numpy
 
 from ..call import checks
 from ..call import cupy as norms
 from ..call.cupy import layout
+from ..call.store import Float8Store
 from ..kernel import device, launch
 from ..plan.plain_problems import plain
 from ..plan.plan import plan
+from ..plan.problem import E4M3, RowStrides
 from . import gemm, one_launch, one_launch_cupy
 from . import problem as linear_problem
+from .float8_plan import RowsProblem, plan_rows
 
 
 def forward(
@@ -45,6 +49,37 @@ def forward(
         z, mean, rstd = _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics)
         y = gemm.multiply(_matrix(z), weight.T, bias)
     return y.reshape(*x.shape[:-1], len(weight)), mean, rstd
+
+
+def forward_float8(
+    function: str,
+    op: str,
+    x: cupy.ndarray,
+    weight: cupy.ndarray,
+    bias: cupy.ndarray | None,
+    ln_weight: cupy.ndarray | None,
+    ln_bias: cupy.ndarray | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool,
+) -> cupy.ndarray:
+    """Return y: the norm writes bytes and scales, cuBLASLt multiplies them."""
+    layouts = _layouts(function, x=x, weight=weight, bias=bias, ln_weight=ln_weight, ln_bias=ln_bias)
+    linear_problem.check_forward(function, layouts, zero_centered_gamma)
+    linear_problem.check_float8(function, layouts)
+    arch = device.current(x.data.device_id).arch
+    if arch < 89:
+        raise RuntimeError(
+            f"{function}: fp8='row' needs a GPU of compute capability 8.9 or later; got {arch // 10}.{arch % 10}. "
+            "Leave fp8=None."
+        )
+    with cupy.cuda.Device(x.data.device_id):
+        asked = (f"{op}_fp8", x.shape[-1], zero_centered_gamma, None, 0)
+        z, z_scale = norms.norm_float8(asked, x, ln_weight, ln_bias, eps, Float8Store(E4M3, "row", wide=False), None)
+        rows, row_scale = cast_rows(weight)
+        scales = (z_scale.reshape(-1), row_scale)
+        y = gemm.multiply_rows(_matrix(z), rows, scales, bias, x.dtype)
+    return y.reshape(*x.shape[:-1], len(weight))
 
 
 def backward(
@@ -86,6 +121,21 @@ def backward(
             of_mean = mean if op == "layer_norm" else None
             dx, dln_weight, dln_bias = norms.norm_backward(asked, dz, x, of_mean, rstd, ln_weight, None, mask)
     return dx, dweight, dbias, dln_weight, dln_bias
+
+
+def cast_rows(a: cupy.ndarray) -> tuple[cupy.ndarray, cupy.ndarray]:
+    """Return the bytes of a matrix in e4m3, and the scale of each of its rows. Its device must be current."""
+    found, scales = cupy.ndarray(a.shape, numpy.uint8), cupy.ndarray(a.shape[:1], numpy.float32)
+    stride = checks.row_strides(layout("layer_norm_linear", "weight", a), 1)
+    if stride is None:
+        a, stride = cupy.ascontiguousarray(a), RowStrides(a.shape[1])
+    device_id = a.data.device_id
+    rows, cols = a.shape
+    task = RowsProblem(rows, cols, a.dtype.name, E4M3, stride.row, a.data.ptr % 16 == 0)
+    solution = plan_rows(task, device.current(device_id))
+    stream = cupy.cuda.get_current_stream().ptr
+    launch.run(solution, device_id, stream, (a.data.ptr, found.data.ptr, scales.data.ptr))
+    return found, scales
 
 
 def _layouts(function: str, *, required: tuple[str, ...] = ("x", "weight"), **arrays: Any) -> linear_problem.Named:

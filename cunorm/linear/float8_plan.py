@@ -28,10 +28,10 @@ from .float8_spec import (
 )
 
 MOST_THREADS = 512  # of a row in a CTA, with 128 registers each
-MOST_PACKS = 4  # of a thread: eight columns take 16 registers, with their sums and maxima
-FEW_VECTORS = 2  # with sums and maxima, 8192 cols 54.9 us, four vectors 57.6
-# Bytes of rows that an SM asks for ahead. 12288 cols 74.2 us, with 72 KB 77.9; 2048 cols with sums and maxima 53.0,
-# with 64 KB 54.1.
+# Measured: docs/tuning.md, LayerNormLinear.
+MOST_VECTORS = 4  # of a thread: eight columns take 16 registers, with their sums and maxima
+FEW_VECTORS = 2  # of a thread with sums and maxima
+# Bytes of rows that an SM loads ahead.
 UNDER_WAY = 48 << 10
 LEAST_ROWS = 16  # of a partial row of column_totals
 GRID_Y_LIMIT = 65535
@@ -167,30 +167,30 @@ def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:
     ahead = max(1, min(5, round(UNDER_WAY / (ctas * rows_per_cta * of_row))))
     spec = replace(streamed, cols=problem.cols, shape=shape, rows_per_cta=rows_per_cta, ctas_per_sm=ctas)
     for stages in range(1 + ahead, 1, -1):
-        found = replace(spec, stages=stages)
-        if ctas <= ctas_that_fit(found.dynamic_shared + found.shared_memory, device):
-            return found
+        staged = replace(spec, stages=stages)
+        if ctas <= ctas_that_fit(staged.dynamic_shared + staged.shared_memory, device):
+            return staged
     return streamed
 
 
 def _row_shape(cols: int, pack: int, device: Device, totals: bool) -> RowShape | None:
-    """Who holds a row: whole warps, of the fewest CTAs, with the fewest places for vectors empty; else many vectors.
+    """Choose which threads share a row: whole warps, of the fewest CTAs, with the fewest empty places for vectors.
 
-    With totals of the columns rows of more than 1024 vectors are held by clusters of four, so that an SM has parts of
-    several rows, which do not wait for each other: 12288 cols 81.5 us, one row on an SM 87.8; 28672 cols 59.2 and 61.7.
+    With totals of the columns rows of more than 1024 vectors are shared by clusters of four, so that an SM has parts of
+    several rows, which do not wait for each other (docs/tuning.md, LayerNormLinear).
     """
     vectors = ceil_div(cols, pack)
     few = totals and vectors <= FEW_VECTORS * MOST_THREADS
     in_fours = totals and not few and device.runs_clusters(4)
     for cluster in (4, 8, 16) if in_fours else (1, 2, 4, 8, 16):
         of_cta = ceil_div(vectors, cluster)
-        if of_cta > MOST_PACKS * MOST_THREADS or not device.runs_clusters(cluster):
+        if of_cta > MOST_VECTORS * MOST_THREADS or not device.runs_clusters(cluster):
             continue
         shapes = [
-            RowShape(pack, ceil_div(ceil_div(of_cta, held), WARP) * WARP, held, cluster)
-            for held in range(FEW_VECTORS if few else MOST_PACKS, 0, -1)
+            RowShape(pack, ceil_div(ceil_div(of_cta, vectors_per_thread), WARP) * WARP, vectors_per_thread, cluster)
+            for vectors_per_thread in range(FEW_VECTORS if few else MOST_VECTORS, 0, -1)
         ]
-        return min((one for one in shapes if one.threads <= MOST_THREADS), key=lambda one: one.capacity)
+        return min((shape for shape in shapes if shape.threads <= MOST_THREADS), key=lambda shape: shape.capacity)
     return None
 
 
@@ -215,14 +215,14 @@ def plan_columns(problem: ColumnsProblem, device: Device) -> CastPlan:
     return columns_plan(problem, spec, device)
 
 
-def columns_plan(problem: ColumnsProblem, spec: CastColumns, device: Device, turns: int = 0) -> CastPlan:
-    """With a kernel that is chosen, and `turns` tiles to a CTA unless 0."""
+def columns_plan(problem: ColumnsProblem, spec: CastColumns, device: Device, tiles_per_cta: int = 0) -> CastPlan:
+    """Plan columns for a kernel that is chosen; 0 chooses the tiles of a CTA too."""
     across, down = ceil_div(problem.cols, spec.columns), ceil_div(problem.rows, TILE_ROWS)
-    # A column's scale is found once for all tiles of a CTA, and the next tile is under way while one is written: four
-    # 0.89 of a stream, one 0.83, normalised, 8192 x 4096 on an H200. Of few tiles every SM has some.
-    turns = turns or max(1, min(4, across * down // (6 * device.sms)), ceil_div(down, GRID_Y_LIMIT))
-    integers = (problem.rows, problem.stride, problem.cols, padded(problem.rows), turns)
-    step = _step(spec, (across, ceil_div(down, turns), 1), integers)
+    # A column's scale is found once for all tiles of a CTA, and the next tile is under way while one is written. Of few
+    # tiles every SM has some.
+    tiles_per_cta = tiles_per_cta or max(1, min(4, across * down // (6 * device.sms)), ceil_div(down, GRID_Y_LIMIT))
+    integers = (problem.rows, problem.stride, problem.cols, padded(problem.rows), tiles_per_cta)
+    step = _step(spec, (across, ceil_div(down, tiles_per_cta), 1), integers)
     return CastPlan(Names(tuple(pointer.name for pointer in step.pointers)), (step,))
 
 
@@ -243,7 +243,7 @@ def _step(spec: OtherSpec, grid: tuple[int, int, int], integers: tuple[int, ...]
 
 
 def _renamed(step: Step, names: dict[str, Pointer]) -> Step:
-    return replace(step, pointers=tuple(names.get(one.name, one) for one in step.pointers))
+    return replace(step, pointers=tuple(names.get(pointer.name, pointer) for pointer in step.pointers))
 
 
 def _into_workspace(step: Step, places: dict[str, int]) -> Step:

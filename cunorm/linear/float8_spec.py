@@ -98,13 +98,13 @@ class CastRows(OtherSpec):
         return self.rows_per_cta * max(self.stages * place, totals)
 
     def parameters(self) -> dict[str, str]:
-        found = {"a": f"const {CPP_TYPE[self.dtype]}*"}
-        found |= {"given": "const float*"} if self.given else {}
-        found |= {"bytes": f"{CPP_TYPE[self.format]}*"}
-        found |= {} if self.given else {"scales": "float*"}
-        found |= {"sums": "float*"} if self.sums else {}
-        found |= {"maxima": f"{CPP_TYPE[self.dtype]}*"} if self.maxima else {}
-        return found | {"rows": "int64", "stride": "int64"} | ({} if self.shape else {"cols": "int64"})
+        types = {"a": f"const {CPP_TYPE[self.dtype]}*"}
+        types |= {"given": "const float*"} if self.given else {}
+        types |= {"bytes": f"{CPP_TYPE[self.format]}*"}
+        types |= {} if self.given else {"scales": "float*"}
+        types |= {"sums": "float*"} if self.sums else {}
+        types |= {"maxima": f"{CPP_TYPE[self.dtype]}*"} if self.maxima else {}
+        return types | {"rows": "int64", "stride": "int64"} | ({} if self.shape else {"cols": "int64"})
 
     def text(self) -> tuple[str, str]:
         kind, pack = CPP_TYPE[self.dtype], pack_of(self.dtype)
@@ -151,10 +151,10 @@ class ColumnTotals(OtherSpec):
         return COLUMN_THREADS
 
     def parameters(self) -> dict[str, str]:
-        found = {"a": f"const {CPP_TYPE[self.dtype]}*"}
-        found |= {"sums": "float*"} if self.sums else {}
-        found |= {"maxima": f"{CPP_TYPE[self.dtype]}*"} if self.maxima else {}
-        return found | dict.fromkeys(("rows", "stride", "cols", "width"), "int64")
+        types = {"a": f"const {CPP_TYPE[self.dtype]}*"}
+        types |= {"sums": "float*"} if self.sums else {}
+        types |= {"maxima": f"{CPP_TYPE[self.dtype]}*"} if self.maxima else {}
+        return types | dict.fromkeys(("rows", "stride", "cols", "width"), "int64")
 
     def text(self) -> tuple[str, str]:
         template = f"column_totals<{CPP_TYPE[self.dtype]}, {pack_of(self.dtype)}, {COLUMN_THREADS}>"
@@ -186,11 +186,11 @@ class ReduceColumns(OtherSpec):
         return 4 * REDUCE_SETS * REDUCE_COLUMNS
 
     def parameters(self) -> dict[str, str]:
-        found = {"sum_partials": "const float*"} if self.sums else {}
-        found |= {"maximum_partials": f"const {CPP_TYPE[self.dtype]}*"} if self.maxima else {}
-        found |= {"sums": f"{CPP_TYPE[self.sum_dtype]}*"} if self.sums else {}
-        found |= {"maxima": "float*"} if self.maxima else {}
-        return found | dict.fromkeys(("groups", "width", "cols"), "int64")
+        types = {"sum_partials": "const float*"} if self.sums else {}
+        types |= {"maximum_partials": f"const {CPP_TYPE[self.dtype]}*"} if self.maxima else {}
+        types |= {"sums": f"{CPP_TYPE[self.sum_dtype]}*"} if self.sums else {}
+        types |= {"maxima": "float*"} if self.maxima else {}
+        return types | dict.fromkeys(("groups", "width", "cols"), "int64")
 
     def text(self) -> tuple[str, str]:
         types = f"{CPP_TYPE[self.dtype]}, {CPP_TYPE[self.sum_dtype]}"
@@ -237,15 +237,15 @@ class CastColumns(OtherSpec):
         return self.columns * (TILE_ROWS + 4 + 4 * len(self.affine))
 
     def parameters(self) -> dict[str, str]:
-        found = {"a": f"const {CPP_TYPE[self.dtype]}*"}
+        types = {"a": f"const {CPP_TYPE[self.dtype]}*"}
         if self.operation:
-            found |= {name: f"const {CPP_TYPE[dtype]}*" for name, dtype in self.affine}
-            found |= dict.fromkeys(NORMS[self.operation.norm].statistics, "const float*")
+            types |= {name: f"const {CPP_TYPE[dtype]}*" for name, dtype in self.affine}
+            types |= dict.fromkeys(NORMS[self.operation.norm].statistics, "const float*")
         elif not self.given:
-            found["maxima"] = "const float*"
-        found |= {"given": "const float*"} if self.given else {}
-        found |= {"bytes": "uint8*"} | ({} if self.given else {"scales": "float*"})
-        return found | dict.fromkeys(("rows", "stride", "cols", "padded", "turns"), "int64")
+            types["maxima"] = "const float*"
+        types |= {"given": "const float*"} if self.given else {}
+        types |= {"bytes": "uint8*"} | ({} if self.given else {"scales": "float*"})
+        return types | dict.fromkeys(("rows", "stride", "cols", "padded", "turns"), "int64")
 
     def text(self) -> tuple[str, str]:
         kind, present = CPP_TYPE[self.dtype], self.parameters()
@@ -309,13 +309,13 @@ class ScaleProduct(OtherSpec):
         return PRODUCT_THREADS
 
     def parameters(self) -> dict[str, str]:
-        found = {
+        types = {
             "product": f"const {CPP_TYPE[self.dtype]}*",
             "row_scale": "const float*",
             "column_scale": "const float*",
         }
-        found |= {"bias": f"const {CPP_TYPE[self.bias]}*"} if self.bias else {}
-        return found | {"y": f"{CPP_TYPE[self.y]}*", "rows": "int64", "cols": "int64"}
+        types |= {"bias": f"const {CPP_TYPE[self.bias]}*"} if self.bias else {}
+        return types | {"y": f"{CPP_TYPE[self.y]}*", "rows": "int64", "cols": "int64"}
 
     def text(self) -> tuple[str, str]:
         pack = pack_of(self.dtype)

@@ -1,11 +1,15 @@
-"""`layer_norm_linear` on NumPy arrays, in float64 with one rounding at the end."""
+"""`layer_norm_linear` on NumPy arrays, in float64 with one rounding at the end; in 8 bits of the bytes of a GPU."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy
 
 from ..call import numpy as norms
-from ..call.numpy import layout, rounded, sum_of_rows
+from ..call.numpy import layout, numpy_dtype, rounded, sum_of_rows
+from ..call.store import Float8Store
+from ..plan.problem import E4M3
 from . import problem
 
 
@@ -23,12 +27,7 @@ def forward(
     statistics: bool,
 ) -> tuple[numpy.ndarray, numpy.ndarray | None, numpy.ndarray | None]:
     """Return (y, mean, rstd), statistics None unless asked for."""
-    named = {"x": x, "weight": weight, "bias": bias, "ln_weight": ln_weight, "ln_bias": ln_bias}
-    layouts = tuple(
-        (name, layout(function, name, array))
-        for name, array in named.items()
-        if array is not None or name in ("x", "weight")
-    )
+    layouts = _layouts(function, x=x, weight=weight, bias=bias, ln_weight=ln_weight, ln_bias=ln_bias)
     problem.check_forward(function, layouts, zero_centered_gamma)
     z, mean, rstd = _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics)
     with numpy.errstate(all="ignore"):
@@ -36,6 +35,32 @@ def forward(
         if bias is not None:
             y += bias.astype(numpy.float64)
         return rounded(y, x.dtype), mean, rstd
+
+
+def forward_float8(
+    function: str,
+    op: str,
+    x: numpy.ndarray,
+    weight: numpy.ndarray,
+    bias: numpy.ndarray | None,
+    ln_weight: numpy.ndarray | None,
+    ln_bias: numpy.ndarray | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool,
+) -> numpy.ndarray:
+    """Return y, from the bytes that a GPU would multiply and their product in float64."""
+    layouts = _layouts(function, x=x, weight=weight, bias=bias, ln_weight=ln_weight, ln_bias=ln_bias)
+    problem.check_forward(function, layouts, zero_centered_gamma)
+    problem.check_float8(function, layouts)
+    asked = (f"{op}_fp8", x.shape[-1], zero_centered_gamma, None, 0)
+    z, z_scale = norms.norm_float8(asked, x, ln_weight, ln_bias, eps, Float8Store(E4M3, "row", wide=False), None)
+    rows, row_scale = norms.quantise(weight.astype(numpy.float32), "row", E4M3)
+    with numpy.errstate(all="ignore"):
+        y = (_numbers(z) @ _numbers(rows).T) * z_scale[..., None].astype(numpy.float64) * row_scale[:, 0]
+        if bias is not None:
+            y += bias.astype(numpy.float64)
+        return rounded(y, x.dtype)
 
 
 def backward(
@@ -55,11 +80,8 @@ def backward(
 ) -> tuple[numpy.ndarray | None, ...]:
     """Return (dx, dweight, dbias, dln_weight, dln_bias), None where output_mask says so."""
     layer_norm = op == "layer_norm"
-    required = {"dy": dy, "x": x, "rstd": rstd, "weight": weight, **({"mean": mean} if layer_norm else {})}
-    named = {**required, "ln_weight": ln_weight, "ln_bias": ln_bias}
-    layouts = tuple(
-        (name, layout(function, name, array)) for name, array in named.items() if array is not None or name in required
-    )
+    named = {"dy": dy, "x": x, "rstd": rstd, "weight": weight, **({"mean": mean} if layer_norm else {})}
+    layouts = _layouts(function, **named, ln_weight=ln_weight, ln_bias=ln_bias, required=tuple(named))
     problem.check_backward(function, layouts, zero_centered_gamma)
     wants_dx, wants_dweight, wants_dbias, *wants_ln = problem.check_output_mask(function, output_mask)
     grad = dy.astype(numpy.float64)
@@ -77,6 +99,16 @@ def backward(
     of_mean = mean if layer_norm else None
     dx, dln_weight, dln_bias = norms.norm_backward(asked, dz, x, of_mean, rstd, ln_weight, None, mask)
     return dx, dweight, dbias, dln_weight, dln_bias
+
+
+def _layouts(function: str, *, required: tuple[str, ...] = ("x", "weight"), **arrays: Any) -> problem.Named:
+    return tuple(
+        (name, layout(function, name, array)) for name, array in arrays.items() if array is not None or name in required
+    )
+
+
+def _numbers(bytes: numpy.ndarray) -> numpy.ndarray:
+    return bytes.view(numpy_dtype("layer_norm_linear", E4M3)).astype(numpy.float64)
 
 
 def _normalised(op, x, ln_weight, ln_bias, eps, zero_centered_gamma, statistics):

@@ -115,7 +115,7 @@ def test_without_nvmath_it_is_said(monkeypatch):
 def test_cupy_casts_weights(monkeypatch):
     """On the stand-in; the weight may be a part of a wider one."""
     pytest.importorskip("cupy", exc_type=ImportError)
-    from cunorm.linear import float8_cupy
+    from cunorm.linear import cupy_arrays
 
     class Runs:
         @staticmethod
@@ -132,14 +132,14 @@ def test_cupy_casts_weights(monkeypatch):
         return array
 
     cupy = SimpleNamespace(ndarray=new, cuda=SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=0)))
-    monkeypatch.setattr(float8_cupy, "cupy", cupy)
-    monkeypatch.setattr(float8_cupy, "launch", Runs)
-    monkeypatch.setattr(float8_cupy, "device", SimpleNamespace(current=lambda _: FEW_SMS))
-    monkeypatch.setattr(float8_cupy, "layout", layout)
+    monkeypatch.setattr(cupy_arrays, "cupy", cupy)
+    monkeypatch.setattr(cupy_arrays, "launch", Runs)
+    monkeypatch.setattr(cupy_arrays, "device", SimpleNamespace(current=lambda _: FEW_SMS))
+    monkeypatch.setattr(cupy_arrays, "layout", layout)
     wide = cpu_cupy.asarray(matrix(48, 96, "bfloat16"))
     for weight in (wide, wide[:, :64]):
         made[weight.data.ptr] = weight
-        found, scales = float8_cupy.cast_rows(weight)
+        found, scales = cupy_arrays.cast_rows(weight)
         check_rows(weight.get(), Rows(found.get(), scales.get(), None, None), "e4m3")
 
 

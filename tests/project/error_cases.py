@@ -131,12 +131,12 @@ def scaled_rows(bindings: Any) -> Any:
 
 
 def old_gpu() -> Any:
-    module = importlib.import_module("cunorm.linear.float8_cupy")
+    module = importlib.import_module("cunorm.linear.cupy_arrays")
     layout = checks.Layout((16, 16), (16, 1), "float32", 0)
     array = SimpleNamespace(data=SimpleNamespace(device_id=0))
     known = SimpleNamespace(current=lambda _: SimpleNamespace(arch=80))
     with mock.patch.multiple(module, layout=lambda *_: layout, device=known):
-        return module.forward(
+        return module.forward_float8(
             "layer_norm_linear", "layer_norm", array, array, None, None, None, 1e-5, zero_centered_gamma=False
         )
 

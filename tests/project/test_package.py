@@ -197,19 +197,20 @@ LAYERS = (
     {"plan.plan"},
     {"call.recipe"},
     {"kernel.text"},
-    {"linear.float8_spec", "kernel.call"},
+    {"linear.float8_spec", "linear.one_launch", "kernel.call"},
     {"kernel.source", "linear.float8_plan"},
     {"kernel.compile"},
     {"kernel.launch"},
     {"call.numpy", "call.cupy", "call.dlpack"},
-    {"linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack", "linear.float8_numpy", "linear.float8_cupy"},
+    {"linear.one_launch_cupy"},
+    {"linear.numpy_arrays", "linear.cupy_arrays", "linear.dlpack"},
     {"functions", "norm_add_norm", "linear.api"},
     {"fusion"},
     {"named"},
 )
 PURE = set().union(*LAYERS[:18]) - {"linear.gemm"}
 # Those that import CuPy when they are imported.
-AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.float8_cupy", "linear.gemm"}
+AT_ONCE = {"call.cupy", "linear.cupy_arrays", "linear.gemm", "linear.one_launch_cupy"}
 FOR_ADAPTERS = {
     "",  # what users call
     "logs",

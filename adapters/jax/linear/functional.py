@@ -17,12 +17,14 @@ import jax.numpy as jnp
 
 from ...call import checks
 from ...call.checks import Layout
+from ...call.store import MOST_MULTIPLIER, Float8Store
 from ...linear import problem as linear_problem
 from ...operation import affine
-from ..norm import formulas, primitives, sharding
-from ..norm.formulas import Task
+from ...plan.problem import E4M3, FLOAT8
+from ..norm import arrays as norms
+from ..norm import float8, formulas, primitives, sharding
+from ..norm.formulas import Arrays, Task
 from ..norm.functional import array
-from . import float8
 
 
 def layer_norm_linear(
@@ -234,7 +236,7 @@ def _in_8_bits(call: Call, exact: Callable) -> Callable:
 
     @jax.custom_jvp
     def forward(inputs, matrix, bias):
-        y = float8.product(call.task, inputs, matrix, call.product)
+        y = _product_in_8_bits(call.task, inputs, matrix, call.product)
         if bias is not None:
             y = y + bias.astype(y.dtype)
         return y.astype(matrix.dtype), {}
@@ -244,6 +246,36 @@ def _in_8_bits(call: Call, exact: Callable) -> Callable:
         return forward(*primals), jax.jvp(exact, primals, tangents)[1]
 
     return forward
+
+
+def _product_in_8_bits(
+    task: Task, inputs: Arrays, matrix: jax.Array, multiply: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """Return z matrix, written as what XLA makes its FP8 product of: conversions, scales, the product of one axis.
+
+    Either has one scale: z's is such that no z exceeds it, whatever x is, matrix's is that of its largest number.
+    Scales are powers of two, so that bytes times a scale are exact in 16 bits, as they are where XLA gives the scales
+    to its product.
+    """
+    store = Float8Store(E4M3, "tensor", wide=False)
+    z_scale = _power_of_two(norms.unexceeded(task, inputs, store))
+    z = norms.stored(task.stored(store), dict(inputs), z_scale)["y8"]
+    wide = matrix.astype(jnp.float32)
+    largest = jax.lax.bitcast_convert_type(float8.bits_of_magnitudes(wide).max(), jnp.float32)
+    scale = _power_of_two(largest / FLOAT8[E4M3])
+    bytes, _ = float8.quantise(wide, "tensor", E4M3, scale)
+    # XLA allows itself more precision than it is asked for, and would leave the rounding out.
+    bytes = jax.lax.optimization_barrier(bytes)
+    # float16 has not the range of a scale.
+    dtype = jnp.bfloat16 if matrix.dtype == jnp.bfloat16 else jnp.float32
+    return multiply(z.astype(dtype) * z_scale.astype(dtype), bytes.astype(dtype) * scale.astype(dtype))
+
+
+def _power_of_two(scale: jax.Array) -> jax.Array:
+    """Return the next power of two that is not smaller. NaN stays NaN."""
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & jnp.uint32(0xFF800000), jnp.float32)
+    return jnp.where(scale < jnp.inf, jnp.maximum(rounded, 1 / MOST_MULTIPLIER), scale + (scale - scale))
 
 
 @jax.custom_jvp

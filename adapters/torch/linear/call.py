@@ -102,7 +102,7 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
     weight_dtype, bias_dtype = weight.dtype, None if bias is None else bias.dtype
     inputs = numbers.read(inputs, cast)
     wanted = given.parallel.wanted_by(inputs)
-    differentiated = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    differentiated = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
     _check_output(function, given.fp8_output, differentiated)
     margin, backward_margin, inference_margin = sm_margins
     margins = (margin if differentiated else inference_margin, backward_margin)
@@ -132,7 +132,7 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
             if not differentiated and step.returned == NOTHING:
                 call = call._replace(one_launch=of_inputs(inputs, step))
             call = call._replace(compiled=_compiled_call(step, recipe, *inputs))
-        tensors = tuple(one for one in inputs if one is not None)
+        tensors = tuple(tensor for tensor in inputs if tensor is not None)
         remember(repeats._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
     with without_autocast(x.device.type):
         return run(call, inputs, given)
@@ -157,7 +157,7 @@ def known(layer: tuple, inputs: Inputs) -> Call | None:
     kept = repeats.earlier_calls(key)
     if not kept or not nothing_else_listens():
         return None
-    tensors = inputs if key[3:] == _ALL_GIVEN else tuple(one for one in inputs if one is not None)
+    tensors = inputs if key[3:] == _ALL_GIVEN else tuple(tensor for tensor in inputs if tensor is not None)
     for alike, call in kept:
         if alike(*tensors):
             return call
@@ -174,9 +174,9 @@ def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, T
             return y, None, None
     if compiled is not None:
         if sink is None and not wants_statistics:
-            found = compiled(*inputs)
-            if found is not None:
-                return *found, None
+            results = compiled(*inputs)
+            if results is not None:
+                return *results, None
     elif recipe is not None:
         nodes.module()  # it may have been built since this call was described
     ranks = parallel.agreed(wanted, inputs[0], step.dtype)
@@ -343,8 +343,8 @@ def _compiled_call(
         every = tuple(wants.get(name, False) for name in ("x", "weight", "bias"))
         read = Saved(kept.statistics, of_name["x"], None, of_name.get("weight"), None)
         dx, dweight, dbias = norm_gradients(dz, True, read, step, every)
-        found = {"x": dx, "weight": dweight, "bias": dbias if dbias is None else dbias.to(of_bias)}
-        return [found[name] for name in names]
+        gradients_by_name = {"x": dx, "weight": dweight, "bias": dbias if dbias is None else dbias.to(of_bias)}
+        return [gradients_by_name[name] for name in names]
 
     saved = ("x",) if ln_weight is None else ("x", "weight")
     which = norm_nodes.describe(recipe, tensors, (), step.eps, of_norm, dispatch.launchable, saved=saved, in_place=True)
@@ -364,10 +364,10 @@ def _compiled_call(
         ln_weight = left.pop(0) if there[3] else None
         ln_bias = left.pop(0) if there[4] else None
         z = left.pop(0) if step.keep_normalized else None
-        mask = tuple(one and bool(bits >> next(wanted) & 1) for one in there)
-        found = gradients(dy, dz, Saved(statistics, x, weight, ln_weight, ln_bias, z), step, ALONE, mask)
-        return [gradient for gradient, one in zip(found, there, strict=True) if one]
+        mask = tuple(given_here and bool(bits >> next(wanted) & 1) for given_here in there)
+        all_gradients = gradients(dy, dz, Saved(statistics, x, weight, ln_weight, ln_bias, z), step, ALONE, mask)
+        return [gradient for gradient, given_here in zip(all_gradients, there, strict=True) if given_here]
 
-    others = [one for one in (ln_weight, ln_bias) if one is not None]
+    others = [tensor for tensor in (ln_weight, ln_bias) if tensor is not None]
     of_sums = None if sums is None else (sums.plan, sums.gradients[0])
     return nodes.linear_call(which, x, others, dy, of_sums, step.keep_normalized, backward)

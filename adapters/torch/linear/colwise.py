@@ -87,8 +87,8 @@ class LayerNormColwiseParallel(ParallelStyle):
     def _partition(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
             placement = Replicate() if key.startswith("layer_norm") else Shard(0)
-            found = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(key, nn.Parameter(found, requires_grad=parameter.requires_grad))
+            distributed = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(key, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
     def _enter(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
         """Return the inputs with this rank's x, rows first."""
@@ -109,11 +109,11 @@ class LayerNormColwiseParallel(ParallelStyle):
         y, *others = outputs if isinstance(outputs, tuple) else (outputs,)
         if self.input_layouts == Shard(1):
             y = y.transpose(0, 1)
-            others = [one.transpose(0, 1) if one.dim() > 1 else one for one in others]
+            others = [output.transpose(0, 1) if output.dim() > 1 else output for output in others]
         results = [self._laid_out(y, mesh, Shard(y.dim() - 1), self.output_layouts)]
-        for one in others:
-            placement = Shard(0) if one.dim() == 1 else self.input_layouts
-            results.append(self._laid_out(one, mesh, placement, placement))
+        for output in others:
+            placement = Shard(0) if output.dim() == 1 else self.input_layouts
+            results.append(self._laid_out(output, mesh, placement, placement))
         return tuple(results) if others else results[0]
 
     def _laid_out(self, local: Tensor, mesh: DeviceMesh, placement: Placement, wanted: Placement) -> Tensor:
@@ -121,8 +121,8 @@ class LayerNormColwiseParallel(ParallelStyle):
             wanted = Shard(wanted.dim + local.dim())
         if self.use_local_output and placement == wanted:
             return local
-        found = DTensor.from_local(local, mesh, [placement], run_check=False).redistribute(mesh, [wanted])
-        return found.to_local() if self.use_local_output else found
+        laid_out = DTensor.from_local(local, mesh, [placement], run_check=False).redistribute(mesh, [wanted])
+        return laid_out.to_local() if self.use_local_output else laid_out
 
     def __repr__(self) -> str:
         return (
@@ -154,11 +154,11 @@ class OfDTensors(TensorParallel):
         self.set_group(group)
 
     def wanted_by(self, tensors: Sequence[Tensor | None]) -> int:
-        found = super().wanted_by(tensors)
+        bits = super().wanted_by(tensors)
         for index, tensor in enumerate(tensors):
-            if found and tensor is not None and tensor.requires_grad:
-                found |= OF_TENSORS << index
-        return found
+            if bits and tensor is not None and tensor.requires_grad:
+                bits |= OF_TENSORS << index
+        return bits
 
     def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         of_product = ([parameter.to_local() for parameter in parameters] for parameters in (weights, biases))

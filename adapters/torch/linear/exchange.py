@@ -64,9 +64,8 @@ class Rows:
         """Wait after the result until no sum is under way for what runs on the present stream from here on."""
 
 
-# Bytes of all rows below which NCCL works on the present stream: what little it takes is not worth a stream beside. On
-# two H200s, 4096 -> 12288, the host needs 0.9 of the time for a backward pass so; forward and backward of 8192 rows,
-# 64 MB, would take 1.03 times as long.
+# Bytes of all rows below which NCCL works on the present stream: what little it takes is not worth a second stream.
+# Measured: docs/tuning.md, several GPUs.
 BESIDE = 16 << 20
 
 
@@ -181,12 +180,12 @@ _exchanges: dict[str, Exchange] = {}
 def exchange_by_collectives(name: str) -> Exchange:
     """Return the exchange of the group with that name."""
     group = group_of(name)
-    found = _exchanges.get(name)
-    if found is None or found.group is not group:  # another may have had the name
+    exchange = _exchanges.get(name)
+    if exchange is None or exchange.group is not group:  # another may have had the name
         for other in [other for other, its in _exchanges.items() if not is_registered(its.group)]:
             del _exchanges[other]
-        found = _exchanges[name] = Exchange(group)
-    return found
+        exchange = _exchanges[name] = Exchange(group)
+    return exchange
 
 
 def is_registered(group: Any) -> bool:
@@ -216,9 +215,9 @@ def compare(
     of_all = own.new_empty((dist.get_world_size(group), 4))
     _all_gather(of_all.view(-1), own, group=group)
     table = of_all.tolist()
-    found = [(rows, cols, _DTYPES[index]) for rows, cols, index, _ in table]
-    if len(set(found)) > 1:
-        each = ", ".join(f"rank {rank}: {rows} x {cols}, {dtype}" for rank, (rows, cols, dtype) in enumerate(found))
+    shapes = [(rows, cols, _DTYPES[index]) for rows, cols, index, _ in table]
+    if len(set(shapes)) > 1:
+        each = ", ".join(f"rank {rank}: {rows} x {cols}, {dtype}" for rank, (rows, cols, dtype) in enumerate(shapes))
         raise ValueError(
             f"LayerNormLinear: every rank of the group must call it with as many rows, of one length and dtype; got "
             f"{each}."

@@ -123,8 +123,8 @@ class Float8(NamedTuple):
         if recipe is not None:
             tensors = functional.given(x, ln_weight, ln_bias)
             results, statistics = launching.forward_by(recipe, tensors, (), step.eps, wants_statistics)
-            found = dict(zip(recipe.written, results, strict=True))
-            return found["y8"], found["y8_scale"], found.get("y"), statistics
+            by_name = dict(zip(recipe.written, results, strict=True))
+            return by_name["y8"], by_name["y8_scale"], by_name.get("y"), statistics
         wide = step._replace(dtype=torch.float32)
         z, statistics = normalise(x, ln_weight, ln_bias, wide, wants_statistics, step.sm_margin)
         z8, scale, _, _ = cast_rows(z.reshape(-1, x.shape[-1]), power_2_scale=self.scheme.power_2[0])
@@ -227,12 +227,12 @@ class _Products:
             return cast_columns(self._z, None, scale=self._saved.kept)
         if not self._ranks.sequence:
             return self._own_columns
-        found = (self._gathering or self._gathered()).whole()
+        bytes = (self._gathering or self._gathered()).whole()
         # Columns of all ranks side by side, without the zeros at the end of each, with zeros at the end.
         own, scale = self._own_columns
         cols, rows = len(own), self._saved.x.numel() // len(own)
-        found = found.view(self._ranks.size, cols, -1)[:, :, :rows].transpose(0, 1).reshape(cols, -1)
-        return F.pad(found, (0, -found.shape[1] % STEP)).view(own.dtype), scale
+        bytes = bytes.view(self._ranks.size, cols, -1)[:, :, :rows].transpose(0, 1).reshape(cols, -1)
+        return F.pad(bytes, (0, -bytes.shape[1] % STEP)).view(own.dtype), scale
 
     def weight(self) -> Tensor:
         dtype = self._step.weight_dtype
@@ -248,8 +248,8 @@ class _Products:
             return accumulate(total, self._dy[:, rows], self._z, overwrite)
         # A slice of the scales may lie where no product can read it.
         scale = self._column_scale if self._column_scale.dim() == 0 else self._column_scale[rows].clone()
-        found = self._product(self._columns[rows], scale, total.dtype)
-        total.copy_(found) if overwrite else total.add_(found)
+        gradient = self._product(self._columns[rows], scale, total.dtype)
+        total.copy_(gradient) if overwrite else total.add_(gradient)
 
     def _product(self, columns: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         if columns.shape[1] == 0:  # no rows of x: no kernel is launched for their columns
@@ -326,10 +326,10 @@ class WeightCache:
                 if capturing and not any(weights is one for one in self._captured):
                     self._captured.append(weights)
                 return weights
-        found, stamp = quantised(whole, scheme, wants_columns), _stamp(parts)
+        weights, stamp = quantised(whole, scheme, wants_columns), _stamp(parts)
         if is_first_microbatch is not None or stamp is not None:
-            self._kept = _Kept(found, scheme.of_weight, stamp)
-        return found
+            self._kept = _Kept(weights, scheme.of_weight, stamp)
+        return weights
 
     def _serves(self, scheme: Scheme, wants_columns: bool) -> bool:
         if self._kept is None or self._kept.of_weight != scheme.of_weight:

@@ -67,12 +67,12 @@ def cast_rows(
         wide = a.float()
         if scale is None:
             multiplier, scale = scaling(_largest(wide, 1), NAMES[dtype], power_2_scale)
-            found = rounded(wide * multiplier[:, None], NAMES[dtype])
+            bytes = rounded(wide * multiplier[:, None], NAMES[dtype])
         else:
-            found = rounded(wide * scale.reciprocal(), NAMES[dtype])
-        found, scale = as_right(found, scale) if right else (found, scale)
+            bytes = rounded(wide * scale.reciprocal(), NAMES[dtype])
+        bytes, scale = as_right(bytes, scale) if right else (bytes, scale)
         sums = wide.sum(0).to(sum_dtype) if column_sums else None
-        return found, scale, sums, _largest(wide, 0) if column_amax else None
+        return bytes, scale, sums, _largest(wide, 0) if column_amax else None
     index = a.get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
@@ -81,11 +81,11 @@ def cast_rows(
             return cast_rows(a, dtype, **options, **wanted, right=right)
     rows, cols = a.shape
     a = _rows_contiguous(a)
-    found, scales = _operand(rows, cols, dtype, scale, right)
+    bytes, scales = _operand(rows, cols, dtype, scale, right)
     sums = gpu.empty((cols,), (1,), sum_dtype) if column_sums else None
     amax = _vector(cols) if column_amax else None
     if rows == 0 or cols == 0:
-        return found, scales.fill_(1) if scale is None else scales, _zeros(sums), _zeros(amax)
+        return bytes, scales.fill_(1) if scale is None else scales, _zeros(sums), _zeros(amax)
     flags = (scale is not None, power_2_scale, column_sums, column_amax)
     pointer = a.data_ptr()
     key = (a.shape, a.stride(0), a.dtype, index, dtype, flags, sum_dtype, pointer & 15)
@@ -94,11 +94,13 @@ def cast_rows(
         layout = (rows, cols, _name(a), NAMES[dtype], a.stride(0), pointer % 16 == 0)
         problem = RowsProblem(*layout, *flags, sum_dtype=checks.dtype_name(sum_dtype))
         plan = _plan(plan_rows, problem, a, key)
-    pointers = [pointer, *(() if scale is None else (scale.data_ptr(),)), found.data_ptr()]
-    pointers += [one.data_ptr() for one in (None if scale is not None else scales, sums, amax) if one is not None]
+    pointers = [pointer, *(() if scale is None else (scale.data_ptr(),)), bytes.data_ptr()]
+    pointers += [
+        tensor.data_ptr() for tensor in (None if scale is not None else scales, sums, amax) if tensor is not None
+    ]
     workspace = gpu.empty((plan.workspace,), (1,), torch.uint8).data_ptr() if plan.workspace else 0
     launch.run(plan, index, gpu.stream(index), pointers, workspace)
-    return found, scales, sums, amax
+    return bytes, scales, sums, amax
 
 
 def cast_columns(
@@ -116,17 +118,17 @@ def cast_columns(
     """
     if not a.is_cuda:
         multiplier, scale = scaling(amax, NAMES[dtype], power_2_scale) if scale is None else (scale.reciprocal(), scale)
-        found = rounded(_padded(a.float() * multiplier), NAMES[dtype])
-        return as_right(found, scale) if right else (found, scale)
+        bytes = rounded(_padded(a.float() * multiplier), NAMES[dtype])
+        return as_right(bytes, scale) if right else (bytes, scale)
     index = a.get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
             return cast_columns(a, amax, dtype, scale=scale, power_2_scale=power_2_scale, right=right)
     rows, cols = a.shape
     a = _rows_contiguous(a)
-    found, scales = _operand(cols, padded(rows), dtype, scale, right)
+    bytes, scales = _operand(cols, padded(rows), dtype, scale, right)
     if rows == 0 or cols == 0:
-        return found, scales.fill_(1) if scale is None else scales
+        return bytes, scales.fill_(1) if scale is None else scales
     pointer = a.data_ptr()
     key = (a.shape, a.stride(0), a.dtype, index, dtype, scale is not None, power_2_scale, pointer & 15)
     plan = _plans.get(key)
@@ -134,12 +136,12 @@ def cast_columns(
         layout = (rows, cols, _name(a), NAMES[dtype], a.stride(0), pointer % 16 == 0)
         plan = _plan(plan_columns, ColumnsProblem(*layout, scale is not None, power_2_scale), a, key)
     if scale is not None:
-        pointers = (pointer, scale.data_ptr(), found.data_ptr())
+        pointers = (pointer, scale.data_ptr(), bytes.data_ptr())
     else:
         assert amax is not None
-        pointers = (pointer, amax.data_ptr(), found.data_ptr(), scales.data_ptr())
+        pointers = (pointer, amax.data_ptr(), bytes.data_ptr(), scales.data_ptr())
     launch.run(plan, index, gpu.stream(index), pointers)
-    return found, scales
+    return bytes, scales
 
 
 def normalised_columns(
@@ -169,17 +171,17 @@ def normalised_columns(
             return normalised_columns(x, statistics, *more, power_2_scale=power_2_scale)
     rows, cols = x.shape
     x, statistics = _rows_contiguous(x), statistics.contiguous()
-    gamma, beta = (None if one is None else one.contiguous() for one in (ln_weight, ln_bias))
-    found, scales = _operand(cols, padded(rows), dtype)
+    gamma, beta = (None if parameter is None else parameter.contiguous() for parameter in (ln_weight, ln_bias))
+    bytes, scales = _operand(cols, padded(rows), dtype)
     if cols == 0:
-        return found, scales
-    pointer, others = x.data_ptr(), [one.data_ptr() for one in (gamma, beta) if one is not None]
+        return bytes, scales
+    pointer, others = x.data_ptr(), [parameter.data_ptr() for parameter in (gamma, beta) if parameter is not None]
     affine_aligned = functools.reduce(operator.or_, others, 0) & 15 == 0
     dtypes = (x.dtype, None if gamma is None else gamma.dtype, None if beta is None else beta.dtype)
     key = (x.shape, x.stride(0), dtypes, index, operation, dtype, power_2_scale, affine_aligned, pointer & 15)
     plan = _plans.get(key)
     if plan is None:
-        named = {name: one for name, one in (("weight", gamma), ("bias", beta)) if one is not None}
+        named = {name: parameter for name, parameter in (("weight", gamma), ("bias", beta)) if parameter is not None}
         problem = ColumnsProblem(
             rows,
             cols,
@@ -189,15 +191,15 @@ def normalised_columns(
             pointer % 16 == 0,
             power_of_2=power_2_scale,
             operation=NAMED[operation].given(("x", *named)),
-            affine=tuple((name, checks.dtype_name(one.dtype)) for name, one in named.items()),
+            affine=tuple((name, checks.dtype_name(parameter.dtype)) for name, parameter in named.items()),
             affine_aligned=affine_aligned,
         )
         plan = _plan(plan_columns, problem, x, key)
     mean = statistics.data_ptr()
     kept = (mean, mean + 4 * rows) if statistics.shape[0] == 2 else (mean,)
-    pointers = (pointer, *others, *kept, found.data_ptr(), scales.data_ptr())
+    pointers = (pointer, *others, *kept, bytes.data_ptr(), scales.data_ptr())
     launch.run(plan, index, gpu.stream(index), pointers)
-    return found, scales
+    return bytes, scales
 
 
 def scaled(product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -295,8 +297,8 @@ def _operand(
 ) -> tuple[Tensor, Tensor]:
     """Allocate bytes (outer, inner) and their scales; for the right of a product, what a view would make of them."""
     if right:
-        found = gpu.empty((inner, outer), (1, inner), DTYPES[dtype])
-        return found, gpu.empty((1, outer), (outer, 1), torch.float32) if scale is None else scale
+        bytes = gpu.empty((inner, outer), (1, inner), DTYPES[dtype])
+        return bytes, gpu.empty((1, outer), (outer, 1), torch.float32) if scale is None else scale
     return gpu.empty((outer, inner), (inner, 1), DTYPES[dtype]), _vector(outer) if scale is None else scale
 
 
@@ -346,9 +348,9 @@ def _by_torch(
 ) -> Tensor:
     by_row = a_scale.dim() == 1
     if by_row and a.shape[0] <= ROWS_SCALED_AFTER:
-        one = _one(a)
-        whole = scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)
-        return scaled(whole, a_scale, b_scale, bias, dtype)
+        unit = _one(a)
+        unscaled = scaled_mm(a, b, unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
+        return scaled(unscaled, a_scale, b_scale, bias, dtype)
     of_product = dtype
     if by_row:
         a_scale = a_scale.unsqueeze(1)
@@ -369,12 +371,12 @@ def _numbers(bytes: Tensor, scale: Tensor) -> Tensor:
 
 def _one(a: Tensor) -> Tensor:
     """Return 1 on the device of a; what a graph makes is not kept, as it is written in its replays alone."""
-    one = _ones.get(a.get_device())
-    if one is None:
+    unit = _ones.get(a.get_device())
+    if unit is None:
         if a.is_cuda and torch.cuda.is_current_stream_capturing():
             return torch.ones((), device=a.device)
-        one = _ones[a.get_device()] = torch.ones(()).to(a.device)  # there for all streams when this returns
-    return one
+        unit = _ones[a.get_device()] = torch.ones(()).to(a.device)  # there for all streams when this returns
+    return unit
 
 
 @functools.cache

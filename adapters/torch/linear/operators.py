@@ -92,7 +92,7 @@ def forward_in_steps(x, weight, bias, ln_weight, ln_bias, *options):
     _, _, columns, scale = weights
     if columns is weight:
         columns = None
-    return tuple(_absent(x) if one is None else one for one in (y, z, statistics, kept, columns, scale))
+    return tuple(_absent(x) if tensor is None else tensor for tensor in (y, z, statistics, kept, columns, scale))
 
 
 def _compare_once(x: Tensor, weight: Tensor, step: Step, ranks: Group) -> None:

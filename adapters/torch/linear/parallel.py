@@ -142,9 +142,9 @@ class Group(NamedTuple):
         if not self.sequence:
             return Here()
         overlaps = overlaps and symmetric.worth(self.size * rows * cols * dtype.itemsize)
-        found = self._exchange(overlaps, like).gathering(rows, cols, like, dtype)
-        found.in_parts = overlaps
-        return found
+        gathering = self._exchange(overlaps, like).gathering(rows, cols, like, dtype)
+        gathering.in_parts = overlaps
+        return gathering
 
     def summing(self, rows: int, cols: int, dy: Tensor) -> Rows:
         """Return what sums (all rows, cols) of each rank, as a product of dy gives it."""
@@ -152,13 +152,13 @@ class Group(NamedTuple):
             return self._exchange(False, dy).summing_for_all()
         worth = symmetric.worth(len(dy) * cols * dy.element_size())
         exchange = self._exchange(worth and (self.bulk_sum or self.overlap_sum), dy)
-        found = exchange.summing(rows, cols, dy, dy.dtype)
-        found.in_parts = worth and self.overlap_sum
-        return found
+        summing = exchange.summing(rows, cols, dy, dy.dtype)
+        summing.in_parts = worth and self.overlap_sum
+        return summing
 
     def _exchange(self, overlaps: bool, like: Tensor) -> Exchange:
-        found = symmetric.exchange(group_of(self.group), like.device) if overlaps else None
-        return exchange_by_collectives(self.group) if found is None else found
+        exchange = symmetric.exchange(group_of(self.group), like.device) if overlaps else None
+        return exchange_by_collectives(self.group) if exchange is None else exchange
 
 
 Ranks = Alone | Group

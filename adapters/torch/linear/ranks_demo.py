@@ -101,10 +101,10 @@ def _expected(x, weight, bias, dy, own: slice, outs: slice) -> dict[str, Tensor]
     }
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def _error(results: Tensor, expected: Tensor) -> float:
     """Return the relative error of what is finite."""
     finite = expected.isfinite()
-    difference = (found.double() - expected)[finite].norm()
+    difference = (results.double() - expected)[finite].norm()
     return float(difference / expected[finite].norm().clamp_min(1e-300))
 
 

@@ -124,16 +124,16 @@ class Float8CurrentScaling:
             raise ValueError(f"Float8CurrentScaling: fp8_format must be 'HYBRID' or 'E4M3'; got {name!r}.")
         scaled = (self.fp8_quant_fwd_inp, self.fp8_quant_fwd_weight, self.fp8_quant_bwd_grad)
         products = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
-        power_2 = tuple(one.power_2_scale or self.use_power_2_scales for one in scaled)
-        least = tuple(float(one.amax_epsilon) for one in scaled)
-        fast = tuple(not one.use_split_accumulator for one in products)
+        power_2 = tuple(parameters.power_2_scale or self.use_power_2_scales for parameters in scaled)
+        least = tuple(float(parameters.amax_epsilon) for parameters in scaled)
+        fast = tuple(not product.use_split_accumulator for product in products)
         gradient = E4M3 if name == "E4M3" else E5M2
         object.__setattr__(self, "fp8_format", name)
         object.__setattr__(self, "scheme", Scheme(False, gradient, power_2, least, fast, False))
 
 
 Recipe = RowwiseScaling | Float8CurrentScaling
-KNOWN = {one.__name__: one for one in (RowwiseScaling, Float8CurrentScaling)}
+KNOWN = {recipe.__name__: recipe for recipe in (RowwiseScaling, Float8CurrentScaling)}
 REFUSED = ("DelayedScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "Float8BlockScaling", "CustomRecipe")
 # Fields of others, and the values with which they ask for nothing.
 OF_OTHERS = {
@@ -160,7 +160,7 @@ def recognised(function: str, recipe: Any) -> Recipe:
         return RowwiseScaling()
     if type(recipe) in KNOWN.values():
         return recipe
-    names = [one.__name__ for one in type(recipe).__mro__]
+    names = [kind.__name__ for kind in type(recipe).__mro__]
     refused = next((name for name in names if name in REFUSED), None)
     if refused is not None:
         raise NotImplementedError(
@@ -178,8 +178,8 @@ PARTS[MMParams] = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 
 def _of_fields(function: str, given: Any, kind: type) -> Any:
     """Make a `kind` with what `given` has of its fields. Some of TransformerEngine's are attributes of the class."""
-    wanted = {one.name for one in dataclasses.fields(kind) if one.init}
-    own = {one.name for one in dataclasses.fields(given)} if dataclasses.is_dataclass(given) else set()
+    wanted = {each.name for each in dataclasses.fields(kind) if each.init}
+    own = {each.name for each in dataclasses.fields(given)} if dataclasses.is_dataclass(given) else set()
     own |= {name for name in getattr(given, "__dict__", {}) if not name.startswith("_")}
     for name in sorted(own - wanted):
         if name not in OF_OTHERS or getattr(given, name) not in OF_OTHERS[name]:
@@ -187,12 +187,12 @@ def _of_fields(function: str, given: Any, kind: type) -> Any:
                 f"{function}: {type(given).__name__}.{name} must be left out; got {getattr(given, name)!r}, which is "
                 "not known here."
             )
-    found = {name: getattr(given, name) for name in wanted if hasattr(given, name)}
+    fields = {name: getattr(given, name) for name in wanted if hasattr(given, name)}
     for part, names in PARTS.items():
         for name in names:
-            if name in found and type(found[name]) is not part:
-                found[name] = _of_fields(function, found[name], part)
-    return kind(**found)
+            if name in fields and type(fields[name]) is not part:
+                fields[name] = _of_fields(function, fields[name], part)
+    return kind(**fields)
 
 
 # Which recipe is followed.
@@ -294,14 +294,14 @@ def set_recipe(model: nn.Module, recipe: Any, filter: Callable[[str, nn.Module],
     >>> set_recipe(LayerNormLinear(16, 32, device="cpu"), RowwiseScaling()).fp8_recipe.fast_accumulation
     True
     """
-    found = None if recipe is None else recognised("set_recipe", recipe)
+    recognised_recipe = None if recipe is None else recognised("set_recipe", recipe)
     chosen = [
         module
         for name, module in model.named_modules()
         if hasattr(type(module), "fp8_recipe") and (filter is None or filter(name, module))
     ]
     for module in chosen:
-        module.fp8_recipe = found
+        module.fp8_recipe = recognised_recipe
     return model
 
 

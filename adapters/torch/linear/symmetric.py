@@ -26,9 +26,8 @@ from ..private import symmetric_memory, timeout_of
 from .exchange import Exchange, Rows, in_turn, is_registered, put
 
 READY, TAKEN = 0, 1  # channels of signals
-# Bytes of all rows below which ub_* change nothing: there the host's time for more launches is what counts. On two
-# H200s, 4096 -> 12288, forward and backward with ub_overlap_ag and the bulk flags take 1.17 to 1.22 of NCCL's time
-# where these are 32 MB, 0.85 to 0.93 where they are 64 MB.
+# Bytes of all rows below which ub_* change nothing: there the host's time for more launches is what counts. Measured:
+# docs/tuning.md, several GPUs.
 LEAST = 64 << 20
 SHAPES = 256  # of which a buffer's views are kept
 
@@ -46,18 +45,18 @@ def worth(size: int) -> bool:
 def exchange(group: Any, device: torch.device) -> SymmetricExchange | None:
     """Return a group's exchange, None where torch.distributed must do; a collective at the first call for a group."""
     key = (group.group_name, device)
-    known, found = _exchanges.get(key, (None, None))
+    known, symmetric_exchange = _exchanges.get(key, (None, None))
     if known is group:
-        return found
+        return symmetric_exchange
     _refuse_capture(device)
     for other in [other for other, (its_group, _) in _exchanges.items() if not is_registered(its_group)]:
         del _exchanges[other]  # with its buffers
     reason = why_not(group, device)
     if reason:
         logs.fell_back("LayerNormLinear", "rows are exchanged by torch.distributed", reason)
-    found = None if reason else SymmetricExchange(group, device)
-    _exchanges[key] = group, found
-    return found
+    symmetric_exchange = None if reason else SymmetricExchange(group, device)
+    _exchanges[key] = group, symmetric_exchange
+    return symmetric_exchange
 
 
 def why_not(group: Any, device: torch.device) -> str | None:
@@ -93,10 +92,10 @@ def _boot() -> str:
 
 
 def _of_all(group: Any, value: Any, device: torch.device) -> list[Any]:
-    found = [None] * dist.get_world_size(group)
+    values = [None] * dist.get_world_size(group)
     with torch.cuda.device(device):
-        dist.all_gather_object(found, value, group=group)
-    return found
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _refuse_capture(device: torch.device) -> None:
