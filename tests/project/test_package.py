@@ -238,6 +238,7 @@ FOR_ADAPTERS = {
     "expression.philox",
     "plan.plan",
     "plan.steps",
+    "linear.one_launch",
     "linear.problem",
     "linear.float8_spec",
     "linear.float8_plan",
