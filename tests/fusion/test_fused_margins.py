@@ -113,7 +113,7 @@ def test_sums_of_groups_by_few_multiprocessors(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(launches, "_ctas_of_group", lambda *_: 2)
             found.append(cunorm.layer_norm_modulate.backward(saved, x, sm_margin=margin).values())
-    assert [step.spec.in_turns for plan in runs.plans[1:] for step in plan.steps[1:]] == [False, True]
+    assert [step.spec.several_blocks for plan in runs.plans[1:] for step in plan.steps[1:]] == [False, True]
     for one, other in zip(*found, strict=True):
         assert same_bits(on_host(one), on_host(other))
 
