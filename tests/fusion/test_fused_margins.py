@@ -98,7 +98,7 @@ def test_sums_over_rows_by_few_multiprocessors(monkeypatch, name, dtype):
     gradients = cunorm.layer_norm_backward(dy, x, mean, rstd, weight, output_mask=mask, sm_margin=margin)
     found = [None if one is None else one.get() for one in gradients]
     check_backward("layer_norm", found, dy.get(), x.get(), weight.get())
-    assert any(getattr(step.spec, "in_turns", False) for step in runs.plans[0].steps), runs.plans[0].describe()
+    assert any(getattr(step.spec, "several_blocks", False) for step in runs.plans[0].steps), runs.plans[0].describe()
 
 
 @needs_machine
