@@ -1,7 +1,7 @@
-"""y = z weightᵀ + bias of few rows in one launch, z = norm(x) never a tensor: which kernel, and when.
+"""Plan y = z weightᵀ + bias of few rows in one launch, where z = norm(x) is never a tensor: which kernel, and when.
 
-Pure functions; no GPU library is imported. The kernel is kernels_cu/linear/one_launch.cu. Where no measurement says
-that it wins, the norm's kernel and cuBLASLt's product run one after the other (split).
+The functions are pure and import no GPU library. The kernel is kernels_cu/linear/one_launch.cu. Where no measurement
+says that it wins, the norm's kernel and cuBLASLt's product run one after the other (split).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PAIR = 64  # columns
 BARRIER = 8  # bytes
 
 NAMES = ("x", "weight", "bias", "ln_weight", "ln_bias")  # of the arrays of a call
-ROWS = (8, 16, 32)  # what kernels are for: up to so many
-X_BYTES = 64 << 10  # of x in a CTA: 64 registers of z in each thread
+ROWS = (8, 16, 32)  # a kernel serves up to so many rows
+X_BYTES = 64 << 10  # x in a CTA at most, which leaves 64 registers of z in each thread
 STAGE_BYTES = 32 << 10
 RING_BYTES = 128 << 10
 LEAST_STAGES = 2
@@ -41,7 +41,7 @@ PACK = 8  # columns of a vector: of 16 bits
 
 
 class Measured(NamedTuple):
-    """A product for which one launch was measured to be faster than the split: by how many CTAs of a cluster."""
+    """A product for which one launch was measured to be faster than the split, and with which clusters."""
 
     cols: int
     outs: int
@@ -49,7 +49,7 @@ class Measured(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Of a class of GPUs."""
+    """The products of a class of GPUs."""
 
     arch: int
     bandwidth: float  # of memory, GB/s for each SM
@@ -60,17 +60,15 @@ class Table(NamedTuple):
         return self.arch == device.arch and alike
 
 
-# What is not here is split. `serves` is that of plan.tables; a product serves those of up to REACH times more outs, and
-# of so many times fewer.
+# A product that is not here is split. An entry serves its columns with up to REACH times more or fewer outs.
 TABLES: tuple[Table, ...] = (
-    # H100, two machines, parts of the time of split: 4096 -> 12288 0.86 to 0.88 (1 row), 0.84 to 0.89 (8), 0.85 to 0.90
-    # (16), 0.95 (32); 8192 -> 10240 0.91 to 0.93.
+    # An H100; measured: docs/tuning.md#norm-and-product-in-one-launch-h100.
     Table(90, 25.4, (Measured(4096, 12288, ((8, 2), (16, 2), (32, 4))), Measured(8192, 10240, ((16, 8),)))),
 )
 
 
 class Division(NamedTuple):
-    """Who has what: the template of the same name in the kernel's file."""
+    """How rows, columns and stages are divided: the template of the same name in the kernel's file."""
 
     rows: int
     cluster: int
@@ -90,7 +88,7 @@ class Division(NamedTuple):
 
 @dataclass(frozen=True)
 class OneLaunch(OtherSpec):
-    """The kernel."""
+    """The kernel of norm and product in one launch."""
 
     operation: Operation
     dtype: str
@@ -104,10 +102,10 @@ class OneLaunch(OtherSpec):
     file = "linear/one_launch.cu"
 
     def __str__(self) -> str:
-        one = self.division
+        division = self.division
         return (
-            f"{self.kernel} of {self.operation.norm}, {self.cols} cols of {self.dtype}, up to {one.rows} rows, cluster "
-            f"{one.cluster}, {one.stages} stages of {TILE_OUTS} x {one.stage_columns}"
+            f"{self.kernel} of {self.operation.norm}, {self.cols} cols of {self.dtype}, up to {division.rows} rows, "
+            f"cluster {division.cluster}, {division.stages} stages of {TILE_OUTS} x {division.stage_columns}"
         )
 
     @property
@@ -120,18 +118,21 @@ class OneLaunch(OtherSpec):
 
     @property
     def dynamic_shared(self) -> int:
-        """The size of OneLaunchMemory."""
-        one, size = self.division, ITEMSIZE[self.dtype]
-        of_cluster = one.slots if one.cluster > 1 else 1
+        """Return the size of OneLaunchMemory in bytes."""
+        division, size = self.division, ITEMSIZE[self.dtype]
+        of_cluster = division.slots if division.cluster > 1 else 1
         norm, warps = NORMS[self.operation.norm], self.shape.threads // WARP or 1
-        sums = one.row_tiles * WARP * 16
-        partial = 2 * CONSUMERS * sums + of_cluster * one.cluster * sums
-        arrays = [one.stages * TILE_OUTS * one.stage_columns * size, max(one.rows * one.slice * size, partial)]
+        sums = division.row_tiles * WARP * 16
+        partial = 2 * CONSUMERS * sums + of_cluster * division.cluster * sums
+        arrays = [
+            division.stages * TILE_OUTS * division.stage_columns * size,
+            max(division.rows * division.slice * size, partial),
+        ]
         dtypes = dict(self.affine)
-        arrays += [one.slice * ITEMSIZE[dtypes[name]] if name in dtypes else 1 for name in ("weight", "bias")]
-        total = sum(_whole(bytes_, 128) for bytes_ in arrays) + one.slots * one.cluster * TILE_OUTS * size
-        total += one.rows * 16 + ceil_div(one.rows, one.cluster) * norm.forward_values * warps * 4
-        return _whole(_whole(total, BARRIER) + BARRIER * (2 * one.stages + 3 + of_cluster), 128)
+        arrays += [division.slice * ITEMSIZE[dtypes[name]] if name in dtypes else 1 for name in ("weight", "bias")]
+        total = sum(_whole(bytes_, 128) for bytes_ in arrays) + division.slots * division.cluster * TILE_OUTS * size
+        total += division.rows * 16 + ceil_div(division.rows, division.cluster) * norm.forward_values * warps * 4
+        return _whole(_whole(total, BARRIER) + BARRIER * (2 * division.stages + 3 + of_cluster), 128)
 
     def parameters(self) -> dict[str, str]:
         kind = CPP_TYPE[self.dtype]
@@ -143,11 +144,10 @@ class OneLaunch(OtherSpec):
         return found | {"eps": "float"} | dict.fromkeys(("rows", "outs", "x_stride", "weight_stride"), "int64")
 
     def text(self) -> tuple[str, str]:
-        present, kind, one = self.parameters(), CPP_TYPE[self.dtype], self.division
+        present, kind = self.parameters(), CPP_TYPE[self.dtype]
         dtypes = dict(self.affine)
         shape = f"RowShape<{self.cols}, {PACK}, {self.shape.threads}, {self.shape.vectors}, 1>"
-        numbers = (one.rows, one.cluster, one.parts, one.stage_columns, one.stages, one.slots)
-        division = f"Division<{', '.join(map(str, numbers))}>"
+        division = f"Division<{', '.join(map(str, self.division))}>"
         columns = [CPP_TYPE[dtypes[name]] if name in dtypes else "Absent" for name in ("weight", "bias")]
         names = ("x", "weight", "bias", "ln_weight", "ln_bias", "y", "z", "mean", "rstd")
         arrays = ", ".join(name if name in present else "nullptr" for name in names)
@@ -170,15 +170,15 @@ def _whole(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LinearProblem:
-    """x (rows, cols) -> y (rows, outs). Strides are in elements, from row to row."""
+    """A norm with its product: x (rows, cols) -> y (rows, outs). Strides are in elements, from row to row."""
 
     norm: str
     rows: int
     cols: int
     outs: int
     dtype: str
-    ln_weight: str | None = None  # dtypes
-    ln_bias: str | None = None
+    ln_weight: str | None = None  # its dtype
+    ln_bias: str | None = None  # its dtype
     bias: bool = False
     zero_centered_gamma: bool = False
     x_stride: int = 0
@@ -187,7 +187,7 @@ class LinearProblem:
 
 
 class Names(NamedTuple):
-    """What a launch is given, in this order."""
+    """The names of what a launch is given, in this order."""
 
     pointers: tuple[str, ...]
     scalars: tuple[str, ...]
@@ -195,7 +195,7 @@ class Names(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneLaunchPlan:
-    """The launch, as plan.steps.Plan has several."""
+    """A plan of one launch; plan.steps.Plan has several."""
 
     problem: Names
     steps: tuple[Step, ...]
@@ -233,7 +233,7 @@ def problem_of(
 
 
 def why_not(problem: LinearProblem, device: Device) -> str:
-    """Why such a problem must be split; empty if it need not."""
+    """Return why such a problem must be split; empty if it need not be."""
     if device.arch != 90:
         return f"it is for sm_90; {device.name} is sm_{device.arch}"
     if problem.dtype not in ("float16", "bfloat16"):
@@ -257,7 +257,7 @@ def why_not(problem: LinearProblem, device: Device) -> str:
 
 @lru_cache(maxsize=4096)
 def chosen(problem: LinearProblem, device: Device) -> OneLaunchPlan | None:
-    """The launch, where it was measured to win; None: split."""
+    """Return the launch where it was measured to win; None: split."""
     cluster = _measured(problem, device)
     if cluster is None or why_not(problem, device):
         return None
@@ -276,7 +276,7 @@ def _measured(problem: LinearProblem, device: Device) -> int | None:
 
 
 def describe(problem: LinearProblem, device: Device) -> str:
-    """What runs, in a sentence."""
+    """Say in a sentence what runs."""
     found = chosen(problem, device)
     if found is not None:
         return found.describe()
@@ -285,12 +285,12 @@ def describe(problem: LinearProblem, device: Device) -> str:
 
 
 def rows_of(problem: LinearProblem) -> int:
-    """For how many rows its kernel is."""
+    """Return how many rows its kernel serves at most; 0 if there is none."""
     return next((most for most in ROWS if problem.rows <= most), 0)
 
 
 def plan(problem: LinearProblem, device: Device, division: Division | None = None) -> OneLaunchPlan:
-    """The launch of a problem that `why_not` says nothing of, by the first division that fits unless one is given."""
+    """Return the launch of a problem that need not be split, by the first division that fits unless one is given."""
     division = division or next(_divisions(problem, device))
     spec = _spec(problem, division, device)
     tiles = problem.outs // TILE_OUTS
@@ -302,7 +302,7 @@ def plan(problem: LinearProblem, device: Device, division: Division | None = Non
 
 
 def divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) -> list[Division]:
-    """Every division that fits, by clusters of more and more CTAs."""
+    """Return every division that fits, by clusters of more and more CTAs."""
     return list(_divisions(problem, device, ring))
 
 
@@ -342,7 +342,7 @@ def _spec(problem: LinearProblem, division: Division, device: Device) -> OneLaun
 
 
 def row_shape(problem: LinearProblem, device: Device) -> RowShape:
-    """The threads by which the norm's kernel adds a row up, as one CTA."""
+    """Return the threads by which the norm's kernel adds a row up, as if they were one CTA."""
     found = shaped(plain(problem.norm, "forward", problem.rows, problem.cols, problem.dtype), device)
     assert found is not None
     pack, threads, vectors = found[1].shape.order
