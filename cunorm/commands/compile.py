@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from time import perf_counter
@@ -12,16 +12,19 @@ from typing import Any
 
 from ..call.checks import must_be_a_dtype
 from ..kernel import compile, device, source
-from ..linear import float8_plan
+from ..linear import float8_plan, one_launch
+from ..linear.one_launch import LinearProblem
 from ..plan.plain_problems import whole
 from ..plan.plan import plan
 from ..plan.problem import ITEMSIZE, Problem
-from ..plan.steps import Plan
+from ..plan.steps import Step
 from . import matrix
 from .compilation import Compiled, compile_all, compiler
 from .info import why_no_compiler, why_no_gpu
 
 DIRECTIONS = ("forward", "backward")
+NEEDED = ("op", "direction", "cols", "dtype")
+LINEAR = {f"{op}_linear": op for op in matrix.OPS}  # norms with the product after them, and their norms
 
 
 def add_parser(commands) -> None:
@@ -39,14 +42,16 @@ def add_parser(commands) -> None:
     what.add_argument(
         "--all", action="store_true", help="compile and check; several --cols, --dtype, --arch may follow"
     )
-    add_options_of_problems(parser)
+    add_options_of_problems(parser, (*matrix.OPS, *LINEAR))
+    parser.add_argument("--rows", type=at_least_one, help="of x; for a norm with its product, where it decides")
+    parser.add_argument("--out-features", type=at_least_one, help="columns of y of a norm with its product")
     parser.add_argument("--arch", nargs="+", type=int, choices=device.KNOWN, help="default with --show: 90")
     parser.set_defaults(run=lambda arguments: run(parser, arguments))
 
 
-def add_options_of_problems(parser: argparse.ArgumentParser) -> None:
+def add_options_of_problems(parser: argparse.ArgumentParser, ops: Sequence[str] = matrix.OPS) -> None:
     """Those that say for which calls of the norms."""
-    parser.add_argument("--op", choices=matrix.OPS)
+    parser.add_argument("--op", choices=ops)
     parser.add_argument("--direction", choices=DIRECTIONS)
     parser.add_argument("--cols", nargs="+", type=at_least_one, help="elements of a row")
     one_of = {"type": _dtype, "metavar": f"{{{','.join(ITEMSIZE)}}}"}
@@ -71,12 +76,15 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Exit with an error that names all that is missing, or what does not go together."""
     if arguments.all:
-        if arguments.op or arguments.direction:
-            parser.error("--all compiles both norms in both directions: leave --op and --direction out")
+        if arguments.op or arguments.direction or arguments.rows or arguments.out_features:
+            parser.error(
+                "--all compiles both norms in both directions: leave --op, --direction, --rows and --out-features out"
+            )
         if not arguments.cols and (arguments.dtype or arguments.weight_dtype):
             parser.error("--all takes --dtype and --weight-dtype only with --cols")
         return
-    missing = [f"--{name}" for name in ("op", "direction", "cols", "dtype") if not getattr(arguments, name)]
+    needed = ("op", "rows", "cols", "out_features", "dtype") if arguments.op in LINEAR else NEEDED
+    missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(arguments, name)]
     if not arguments.show:
         parser.error(f"it needs {', '.join(['--show (plan, source or ptxas)', *missing])}; or --all")
     if missing:
@@ -88,23 +96,55 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
 
 def _show(arguments: argparse.Namespace) -> int:
     (cols,), (dtype,), (arch,) = arguments.cols, arguments.dtype, arguments.arch or (90,)
+    if arguments.op in LINEAR:
+        return _show_linear(arguments, cols, dtype, arch)
     problem = whole(arguments.op, arguments.direction, matrix.ROWS, cols, dtype, arguments.weight_dtype)
     solution = plan(problem, device.KNOWN[arch])
     if arguments.show == "plan":
         print(solution.describe())
         print(f"{matrix.ROWS} rows are assumed; of many rows the kernel does not depend on how many.")
     elif arguments.show == "source":
-        print("\n".join(source.source(step.spec) for step in solution.steps))
+        print(_source(solution.steps))
     else:
-        print(_resources(solution))
+        print(_resources(solution.steps, arch))
     return 0
 
 
-def _resources(solution: Plan) -> str:
+def _show_linear(arguments: argparse.Namespace, cols: int, dtype: str, arch: int) -> int:
+    """Show what a norm with its product runs on each known GPU of an architecture."""
+    norm, of_norm = LINEAR[arguments.op], arguments.weight_dtype or dtype
+    problem = LinearProblem(
+        norm,
+        arguments.rows,
+        cols,
+        arguments.out_features,
+        dtype,
+        ln_weight=of_norm,
+        ln_bias=of_norm if norm == "layer_norm" else None,
+        bias=True,
+        x_stride=cols,
+        weight_stride=cols,
+    )
+    for target in device.known(arch):
+        solution = one_launch.chosen(problem, target)
+        if arguments.show == "plan" or solution is None:
+            print(f"{target.name}: {one_launch.describe(problem, target)}")
+        elif arguments.show == "source":
+            print(_source(solution.steps))
+        else:
+            print(_resources(solution.steps, arch))
+    return 0
+
+
+def _source(steps: Sequence[Step]) -> str:
+    return "\n".join(source.source(step.spec) for step in steps)
+
+
+def _resources(steps: Sequence[Step], arch: int) -> str:
     lines = [f"{'kernel':<26}{'registers':>10}{'spills, B':>10}{'stack, B':>10}{'shared, B':>10}{'compiled in, s':>16}"]
-    for step in solution.steps:
+    for step in steps:
         start = perf_counter()
-        used = compile.compile_for(step.spec, solution.device.arch)
+        used = compile.compile_for(step.spec, arch)
         seconds = perf_counter() - start
         spills = used.spill_stores + used.spill_loads
         lines.append(

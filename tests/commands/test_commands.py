@@ -134,6 +134,14 @@ def test_compile_shows_the_whole_source_without_cupy(tmp_path, problem, kernels)
     assert '#include "' not in output
 
 
+def test_compile_shows_how_a_norm_and_its_product_run(tmp_path):
+    product = ("--op", "layer_norm_linear", "--rows", "16", "--cols", "4096", "--out-features", "12288")
+    output = output_of(command(tmp_path, "compile", *product, "--dtype", "bfloat16", "--show", "plan", cupy="absent"))
+    h200, h100 = output.splitlines()
+    assert h200.startswith("H200: split, ")
+    assert h100.startswith("H100: one launch: ")
+
+
 @pytest.mark.parametrize(("problem", "kernels"), PROBLEMS)
 def test_compile_shows_registers_without_a_gpu(tmp_path, problem, kernels):
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
