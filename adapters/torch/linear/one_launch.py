@@ -21,7 +21,9 @@ OneLaunch = Callable[[Inputs], Tensor | None]
 
 def of_inputs(inputs: Inputs, step: Step) -> OneLaunch | None:
     """Return what computes y of tensors like these, or None for those at other addresses; None: split."""
-    x, weight = inputs[0], inputs[1]
+    x, weight, bias = inputs[:3]
+    if any(dtype is not x.dtype for dtype in (step.dtype, weight.dtype, x.dtype if bias is None else bias.dtype)):
+        return None  # autocast converts weight and z
     if step.sm_margin or x.numel() > one_launch.ROWS[-1] * x.shape[-1]:
         return None
     norm = NAMED[step.operation].norm
