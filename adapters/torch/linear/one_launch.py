@@ -20,7 +20,10 @@ OneLaunch = Callable[[Inputs], Tensor | None]
 
 
 def of_inputs(inputs: Inputs, step: Step) -> OneLaunch | None:
-    """Return what computes y of tensors like these, or None for those at other addresses; None: split."""
+    """Return what computes y of tensors like these, or None for those at other addresses; None: split.
+
+    x, weight, bias and y have one dtype: calls under autocast are not described.
+    """
     x, weight, bias = inputs[:3]
     if any(dtype is not x.dtype for dtype in (step.dtype, weight.dtype, x.dtype if bias is None else bias.dtype)):
         return None  # autocast converts weight and z
