@@ -1,4 +1,4 @@
-"""Checks of the arguments of norms with y in 8 bits, and the numbers that all frameworks share."""
+"""Checks of the arguments of norms with FP8 output, and the numbers that all frameworks share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_MULTIPLIER = 2.0**100  # kernels_cu/rows/float8.cuh: beyond it a row counts
 
 
 class Float8Store(NamedTuple):
-    """How an operation writes y in 8 bits: y8, and y8_scale. y itself is written only if it is `wide`."""
+    """How an operation writes FP8 output: y8, and y8_scale. y itself is written only if it is `wide`."""
 
     format: str  # a key of FLOAT8
     granularity: str | int

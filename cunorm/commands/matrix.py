@@ -141,7 +141,7 @@ def _all_at_once(device: Device) -> list[Problem]:
 
 
 def _float8(lengths: Mapping[str, Mapping[Tier | None, list[int]]]) -> list[Problem]:
-    """The forward pass with y in 8 bits: for every tier and granularity its shortest and longest row, many and few."""
+    """The forward pass with FP8 output: for every tier and granularity its shortest and longest row, many and few."""
     problems = []
     for x, granularity in product(("float16", "bfloat16", "float32"), SCALES):
         e4m3, e5m2 = FLOAT8
@@ -242,7 +242,7 @@ def numbers_of_rows() -> list[Problem]:
 
 
 def fused_float8() -> list[Problem]:
-    """Fused operations with y in 8 bits: of a sum, of vectors for groups, and of a matrix beside xhat."""
+    """Fused operations with FP8 output: of a sum, of vectors for groups, and of a matrix beside xhat."""
     problems = []
     for function in ("add_layer_norm", "add_rms_norm", "layer_norm_modulate", "rms_norm_gated"):
         operation = FUSIONS[function]()

@@ -63,7 +63,7 @@ def float8_problem(
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:
-    """The forward pass of one of NAMED with y in 8 bits and its scales; with y too, in the dtype that is given."""
+    """The forward pass of one of NAMED with FP8 output and its scales; with y too, in the dtype that is given."""
     named = {"x": dtype, "weight": weight, "bias": bias, "y8": y8, "y": y}
     return forward_problem(
         NAMED[name_of(norm, zero_centered_gamma)],

@@ -295,7 +295,7 @@ def forward_problem(
     """The forward pass. `dtypes` has x, y, s if there is a prologue, and the operands that are given.
 
     Operands are columns unless `kinds` says otherwise; full arrays and those of `groups` are contiguous unless
-    `strides` has their rows': a number where there is one. With y8, which is y in 8 bits, `kinds` has the kind of its
+    `strides` has their rows': a number where there is one. With y8, which is FP8 output, `kinds` has the kind of its
     scales, and y itself is written if `dtypes` has it.
     """
     layout = cols, _items(dtypes), _items(kinds), _items(strides), groups

@@ -191,7 +191,7 @@ class NormSpec:
 
     @property
     def scales(self) -> str | None:
-        """The kind of the scales of y in 8 bits, if there are any."""
+        """The kind of the scales of FP8 output, if there are any."""
         return next((one.kind for one in self.operands if one.name == "y8_scale"), None)
 
     @property

@@ -1,4 +1,4 @@
-"""Fused operations with y in 8 bits: the bytes of the same operation's float32 y, and s as it is without them."""
+"""Fused operations with FP8 output: the bytes of the same operation's float32 y, and s as it is without them."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def check_lowering_of_shard_map(mesh: Mesh) -> None:
 
 
 def check_float8(mesh: Mesh, spec: PartitionSpec, granularity: str | int) -> None:
-    """y in 8 bits without any communication: scales are of rows, or were there before."""
+    """FP8 output without any communication: scales are of rows, or were there before."""
     x, weight, bias = arguments("layer_norm")
     sharded = [jax.device_put(x, NamedSharding(mesh, spec))]
     sharded += [jax.device_put(parameter, NamedSharding(mesh, PartitionSpec())) for parameter in (weight, bias)]
@@ -249,7 +249,7 @@ def main(platform: str) -> None:
     print("layer_norm: rows sharded over two axes of the mesh")
     for (kind, mesh), granularity in ((item, one) for item in meshes.items() for one in GRANULARITIES):
         check_float8(mesh, PartitionSpec("data"), granularity)
-        print(f"y in 8 bits with scales by {granularity}: rows sharded, {kind} axes")
+        print(f"FP8 output with scales by {granularity}: rows sharded, {kind} axes")
     for kind, mesh in meshes.items():
         check_fused(mesh, PartitionSpec("data"))
         check_groups(mesh, (ROWS, 1, COLS), PartitionSpec("data"), summed=False)

@@ -1,4 +1,4 @@
-"""y in 8 bits of JAX arrays: the definition's bytes, by one kernel or jax.numpy, in programs and over devices."""
+"""FP8 output of JAX arrays: the definition's bytes, by one kernel or jax.numpy, in programs and over devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norms with y in 8 bits: bytes are the nearest to y * q, scales bring them back, and no row knows another."""
+"""The norms with FP8 output: bytes are the nearest to y * q, scales bring them back, and no row knows another."""
 
 from __future__ import annotations
 

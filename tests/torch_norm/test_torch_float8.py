@@ -1,4 +1,4 @@
-"""y in 8 bits of torch tensors: the definition's bytes, by kernel, by torch's operators and under torch.compile."""
+"""FP8 output of torch tensors: the definition's bytes, by kernel, by torch's operators and under torch.compile."""
 
 from __future__ import annotations
 

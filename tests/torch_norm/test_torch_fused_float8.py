@@ -1,4 +1,4 @@
-"""Fused operations of torch tensors with y in 8 bits: the definition's bytes by launches, operators and compile."""
+"""Fused operations of torch tensors with FP8 output: the definition's bytes by launches, operators and compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""y is written in 8 bits in jax.numpy, from y in float32, as kernels_cu/rows/float8.cuh does."""
+"""FP8 output is written in jax.numpy, from y in float32, as kernels_cu/rows/float8.cuh does."""
 
 from __future__ import annotations
 

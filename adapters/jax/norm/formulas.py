@@ -77,7 +77,7 @@ class Task:
         return dict(self.kinds).get(of, "column")
 
     def stored(self, store: Float8Store) -> Task:
-        """Return the task with y in 8 bits: y8, y8_scale (an argument where one is for all), and y if it is wide."""
+        """Return the task with FP8 output: y8, y8_scale (an argument where one is for all), and y if it is wide."""
         kinds = (*self.kinds, ("y8", "full"), ("y8_scale", SCALES[store.granularity]))
         return replace(self, store=store, kinds=kinds)
 

@@ -109,7 +109,7 @@ def _tangent_formula(task: Task, names: Names, wanted: Names, *arrays: jax.Array
 def _jvp_of_forward(primals, tangents, *, call, task, names, wanted):
     if task.store:
         raise ValueError(
-            f"{task.operation.norm}_fp8: x and operands must not be differentiated, as y in 8 bits has no gradient; "
+            f"{task.operation.norm}_fp8: x and operands must not be differentiated, as FP8 output has no gradient; "
             "got one that is. Pass jax.lax.stop_gradient of it."
         )
     arrays = dict(zip(names, primals, strict=True))

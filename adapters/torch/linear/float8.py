@@ -138,7 +138,7 @@ class Float8(NamedTuple):
 
 
 class _Products:
-    """step.Products of dy in 8 bits; z is made once more when it is asked for, or by `begin_gathering`."""
+    """step.Products of dy in FP8; z is made once more when it is asked for, or by `begin_gathering`."""
 
     rows: Tensor  # bytes of dy, (rows, out)
     scale: Tensor  # (rows,), or of no axes

@@ -118,7 +118,7 @@ def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]
     """Raise ValueError if a gradient is wanted, as FP8 output has none."""
     if operators.wants_gradient(*tensors):
         raise ValueError(
-            f"{function}: {names} must want no gradient, as y in 8 bits has none; got one that does. Use "
+            f"{function}: {names} must want no gradient, as FP8 output has none; got one that does. Use "
             "torch.no_grad() or detach()."
         )
 
