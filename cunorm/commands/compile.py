@@ -83,7 +83,12 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         if not arguments.cols and (arguments.dtype or arguments.weight_dtype):
             parser.error("--all takes --dtype and --weight-dtype only with --cols")
         return
-    needed = ("op", "rows", "cols", "out_features", "dtype") if arguments.op in LINEAR else NEEDED
+    is_linear = arguments.op in LINEAR
+    for name in ("direction",) if is_linear else ("rows", "out_features"):
+        if arguments.op and getattr(arguments, name):
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"--show of {arguments.op} does not depend on {option}: leave {option} out")
+    needed = ("op", "rows", "cols", "out_features", "dtype") if is_linear else NEEDED
     missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(arguments, name)]
     if not arguments.show:
         parser.error(f"it needs {', '.join(['--show (plan, source or ptxas)', *missing])}; or --all")

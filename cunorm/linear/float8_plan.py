@@ -246,10 +246,6 @@ def _renamed(step: Step, names: dict[str, Pointer]) -> Step:
     return replace(step, pointers=tuple(names.get(pointer.name, pointer) for pointer in step.pointers))
 
 
-def _into_workspace(step: Step, places: dict[str, int]) -> Step:
-    return _renamed(step, {name: Pointer(WORKSPACE, offset) for name, offset in places.items()})
-
-
 def kernels_of(plans: Iterable[CastPlan]) -> list[OtherSpec]:
     """Every kernel of these plans, once."""
     return list(dict.fromkeys(step.spec for plan in plans for step in plan.steps if isinstance(step.spec, OtherSpec)))

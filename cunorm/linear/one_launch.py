@@ -250,7 +250,7 @@ def why_not(problem: LinearProblem, device: Device) -> str:
         return (
             f"it is for rows that more than one thread and no more than one CTA adds up, not of {problem.cols} columns"
         )
-    if next(_divisions(problem, device), None) is None:
+    if next(divisions(problem, device), None) is None:
         return f"no division of {problem.cols} columns fits"
     return ""
 
@@ -261,7 +261,7 @@ def chosen(problem: LinearProblem, device: Device) -> OneLaunchPlan | None:
     cluster = _measured(problem, device)
     if cluster is None or why_not(problem, device):
         return None
-    return next((plan(problem, device, one) for one in _divisions(problem, device) if one.cluster == cluster), None)
+    return next((plan(problem, device, one) for one in divisions(problem, device) if one.cluster == cluster), None)
 
 
 def _measured(problem: LinearProblem, device: Device) -> int | None:
@@ -291,7 +291,7 @@ def rows_of(problem: LinearProblem) -> int:
 
 def plan(problem: LinearProblem, device: Device, division: Division | None = None) -> OneLaunchPlan:
     """Return the launch of a problem that need not be split, by the first division that fits unless one is given."""
-    division = division or next(_divisions(problem, device))
+    division = division or next(divisions(problem, device))
     spec = _spec(problem, division, device)
     tiles = problem.outs // TILE_OUTS
     clusters = min(tiles, device.resident_clusters(division.cluster, 1))
@@ -301,12 +301,8 @@ def plan(problem: LinearProblem, device: Device, division: Division | None = Non
     return OneLaunchPlan(Names(tuple(one.name for one in pointers), ("eps",)), (step,))
 
 
-def divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) -> list[Division]:
-    """Return every division that fits, by clusters of more and more CTAs."""
-    return list(_divisions(problem, device, ring))
-
-
-def _divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) -> Iterator[Division]:
+def divisions(problem: LinearProblem, device: Device) -> Iterator[Division]:
+    """Yield every division that fits, by clusters of more and more CTAs."""
     size = ITEMSIZE[problem.dtype]
     rows = rows_of(problem)
     for cluster in filter(device.runs_clusters, CLUSTERS):
@@ -318,7 +314,7 @@ def _divisions(problem: LinearProblem, device: Device, ring: int = RING_BYTES) -
             continue
         clusters = device.resident_clusters(cluster, 1)
         slots = ceil_div(ceil_div(problem.outs // TILE_OUTS, clusters), cluster)
-        for stages in range(min(WARP, max(LEAST_STAGES, ring // (TILE_OUTS * stage_columns * size))), 1, -1):
+        for stages in range(min(WARP, max(LEAST_STAGES, RING_BYTES // (TILE_OUTS * stage_columns * size))), 1, -1):
             division = Division(rows, cluster, parts, stage_columns, stages, slots)
             if _spec(problem, division, device).dynamic_shared <= device.shared:
                 yield division

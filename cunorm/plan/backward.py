@@ -79,8 +79,10 @@ def _rows_at_once(problem: Problem, spec: NormSpec, many: bool, of_group: int, d
 
 
 def _rows(problem: Problem, shape: RowShape, early: bool, most: int) -> RowsAtOnce:
-    """As many rows as keep enough bytes under way, by `most` threads of an SM. Rows of several warps share a CTA by two
-    or three, which leave one set of partial sums; shorter ones are in two, of whole warps.
+    """Choose as many rows as keep enough bytes under way, by `most` threads of an SM.
+
+    Two or three rows of several warps share a CTA, which leaves one set of partial sums; shorter rows are in two CTAs
+    of whole warps.
     """
     matrices = len(matrices_read(problem))
     if shape.cluster > 1:  # a stage of three matrices in clusters of two has 48 KB
@@ -104,8 +106,9 @@ def _rows(problem: Problem, shape: RowShape, early: bool, most: int) -> RowsAtOn
 
 
 def _loads_early(spec: NormSpec) -> bool:
-    """Whether the next row is loaded before the present one is summed up: RMSNorm's of 16 bits and a power of two of
-    columns.
+    """Return whether the next row is loaded before the present one is summed up.
+
+    RMSNorm does so with 16 bits and a power of two of columns.
     """
     narrow = max(ITEMSIZE[spec.row_dtype], widest_column(spec)) == 2
     power_of_two = spec.cols & (spec.cols - 1) == 0
@@ -113,7 +116,7 @@ def _loads_early(spec: NormSpec) -> bool:
 
 
 def _loads_late(problem: Problem, shape: RowShape) -> bool:
-    """Whether two matrices are written by rows: then less is to be under way, and to be loaded late.
+    """Return whether two matrices are written by rows: then less is to be under way, and to be loaded late.
 
     Rows of groups were not measured, nor those of which a warp holds several; in larger clusters they would spill.
     """
@@ -122,7 +125,7 @@ def _loads_late(problem: Problem, shape: RowShape) -> bool:
 
 
 def _rows_loaded_late(problem: Problem, shape: RowShape) -> RowsAtOnce:
-    """The rows of one CTA on an SM."""
+    """Choose the rows of one CTA on an SM."""
     rows = LATE_UNDER_WAY / row_bytes(problem)
     if shape.cluster > 1:
         return RowsAtOnce(1, stages=2)
@@ -132,8 +135,9 @@ def _rows_loaded_late(problem: Problem, shape: RowShape) -> RowsAtOnce:
 
 @lru_cache(maxsize=4096)
 def _in_shared_memory(spec: NormSpec, most_stages: int, threads: int, resident: int, device: Device) -> NormSpec:
-    """As many stages as fit, at least two, and fewer rows of a CTA where two do not, as beside a wide dy. A CTA
-    has `threads` threads at most, an SM `resident`.
+    """Choose as many stages as fit, at least two, and fewer rows of a CTA where two do not fit, as beside a wide dy.
+
+    A CTA has `threads` threads at most, an SM `resident`.
     """
     least = whole_warps(spec.shape)
     most = min(spec.rows_per_cta, max(least, threads // spec.shape.threads))

@@ -10,7 +10,6 @@ from .problem import ITEMSIZE, SCALES, Problem, RowStrides, backward_problem, fo
 
 # What a plain pass takes, in the order in which the frameworks gather it.
 FORWARD = ("x", "weight", "bias", "y", "mean", "rstd", "eps")
-FORWARD8 = ("x", "weight", "bias", "y8_scale", "y8", "y", "mean", "rstd", "eps")
 BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias")
 
 

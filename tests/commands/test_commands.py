@@ -142,6 +142,20 @@ def test_compile_shows_how_a_norm_and_its_product_run(tmp_path):
     assert h100.startswith("H100: one launch: ")
 
 
+@pytest.mark.parametrize(
+    ("options", "needless"),
+    [
+        (("--op", "layer_norm", "--direction", "forward", "--rows", "16"), "--rows"),
+        (("--op", "rms_norm", "--direction", "forward", "--out-features", "16"), "--out-features"),
+        (("--op", "layer_norm_linear", "--direction", "forward"), "--direction"),
+    ],
+)
+def test_compile_refuses_what_would_be_ignored(tmp_path, options, needless):
+    result = command(tmp_path, "compile", *options, *DIGITS, "--show", "plan")
+    expected = f"--show of {options[1]} does not depend on {needless}: leave {needless} out"
+    assert_fails_in_one_line(result, 2, f"{expected} (see python -m cunorm compile --help)")
+
+
 @pytest.mark.parametrize(("problem", "kernels"), PROBLEMS)
 def test_compile_shows_registers_without_a_gpu(tmp_path, problem, kernels):
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")

@@ -155,7 +155,7 @@ OPTIONS = (
 def test_no_kernel_spills(rows, options):
     for cols, outs in LAYERS:
         problem = LinearProblem(**{"norm": "layer_norm"} | options, rows=rows, cols=cols, outs=outs)
-        divisions = one_launch.divisions(problem, H100)
+        divisions = list(one_launch.divisions(problem, H100))
         assert divisions
         for division in divisions[:2]:
             (step,) = one_launch.plan(problem, H100, division).steps

@@ -31,12 +31,12 @@ from ..norm.functional import (
 from ..norm.functional import (
     given as given_tensors,
 )
-from ..norm.repeats import again, remember
+from ..norm.repeats import remember
 from ..private import applied, in_forward_mode, nothing_listens, under_functorch
 from . import operators
 from .exchange import SUM
 from .float8_arithmetic import cast_rows
-from .one_launch import OneLaunch, of_inputs
+from .one_launch import of_inputs
 from .parallel import ALONE, Ranks, takes_part
 from .step import LOCAL, NOTHING, Inputs, Saved, Sink, Step, forward, gradients, norm_gradients, without_autocast
 from .wide import WIDE
@@ -73,7 +73,7 @@ class Call(NamedTuple):
     differentiated: bool
     recipe: Any  # of the norm, None where it is looked for again
     compiled: nodes.Call | None = None  # what serves such a call in C++ (_compiled_call)
-    one_launch: OneLaunch | None = None  # the same of few rows without gradients in one launch
+    one_launch: Callable[[Inputs], Tensor | None] | None = None  # the same of few rows without gradients
 
 
 NOTHING_GIVEN = Given()
@@ -154,14 +154,9 @@ def known(layer: tuple, inputs: Inputs) -> Call | None:
     if torch.compiler.is_compiling() or type(inputs[0]) not in PLAIN or type(layer[2]) not in (float, int):
         return None
     key = _key(layer, inputs)
-    kept = repeats.earlier_calls(key)
-    if not kept or not nothing_else_listens():
-        return None
-    tensors = inputs if key[3:] == _ALL_GIVEN else tuple(tensor for tensor in inputs if tensor is not None)
-    for alike, call in kept:
-        if alike(*tensors):
-            return call
-    return again(repeats._calls, key, tensors)
+    tensors = inputs if key[3:] == _ALL_GIVEN else tuple(one for one in inputs if one is not None)
+    call = repeats.known_call(key, tensors)
+    return call if call is not None and nothing_else_listens() else None
 
 
 def run(call: Call, inputs: Inputs, given: Given) -> tuple[Any, Tensor | None, Tensor | None]:

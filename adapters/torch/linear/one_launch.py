@@ -16,11 +16,9 @@ from ...operation import NAMED
 from ..norm import checks, gpu
 from .step import Inputs, Step
 
-OneLaunch = Callable[[Inputs], Tensor | None]
 
-
-def of_inputs(inputs: Inputs, step: Step) -> OneLaunch | None:
-    """Return what computes y of tensors like these, or None for those at other addresses; None: split.
+def of_inputs(inputs: Inputs, step: Step) -> Callable[[Inputs], Tensor | None] | None:
+    """Return what computes y of tensors like these, or None for those at odd addresses; None: split.
 
     x, weight, bias and y have one dtype: calls under autocast are not described.
     """
@@ -38,7 +36,9 @@ def of_inputs(inputs: Inputs, step: Step) -> OneLaunch | None:
     if plan is None:
         return None
     of_y = gpu.contiguously((*x.shape[:-1], len(weight)), x.dtype)
-    places = tuple(NAMES.index(name) if name in NAMES else -1 for name in plan.problem.pointers)
+    # z and statistics are not written: they have the address after that of y, which is 0.
+    order = (*NAMES, "y")
+    places = tuple(order.index(name) if name in order else len(order) for name in plan.problem.pointers)
     return partial(run, plan, of_y, places, step.eps)
 
 
@@ -48,15 +48,14 @@ def run(plan: OneLaunchPlan, of_y: gpu.Memory, places: tuple[int, ...], eps: flo
     if index != gpu.current_device():
         with torch.cuda.device(index):
             return run(plan, of_y, places, eps, inputs)
-    given, together = [], 0
+    pointers, together = [], 0
     for tensor in inputs:
         pointer = 0 if tensor is None else tensor.data_ptr()
         together |= pointer
-        given.append(pointer)
+        pointers.append(pointer)
     if together & 15:
         return None
     y = gpu.empty(*of_y)
-    pointers = [given[place] if place >= 0 else 0 for place in places]
-    pointers[plan.problem.pointers.index("y")] = y.data_ptr()
-    launch.run(plan, index, gpu.stream(index), (*pointers, eps))
+    pointers += (y.data_ptr(), 0)
+    launch.run(plan, index, gpu.stream(index), (*[pointers[place] for place in places], eps))
     return y

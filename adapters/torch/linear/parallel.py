@@ -125,12 +125,12 @@ class Group(NamedTuple):
 
     @property
     def gathers(self) -> bool:
-        """Whether some rank needs z of all rows for the gradient of weight."""
+        """Return whether some rank needs z of all rows for the gradient of weight."""
         return bool(self.wanted & GATHER)
 
     @property
     def sums(self) -> bool:
-        """Whether some rank needs the gradient of z."""
+        """Return whether some rank needs the gradient of z."""
         return bool(self.wanted & SUM)
 
     def shape_of_all(self, x: Tensor) -> tuple[int, ...]:

@@ -72,14 +72,6 @@ def _with_layouts(key: Hashable, tensors: tuple[Tensor, ...]) -> Hashable:
 _calls: dict[Hashable, tuple[tuple[Alike, Any], ...]] = {}  # by a key of all that `alike` does not compare
 
 
-def earlier_calls(key: Hashable) -> tuple[tuple[Alike, Any], ...]:
-    """Return the last entries of a key."""
-    try:
-        return _calls.get(key, ())
-    except TypeError:  # a size that a trace holds open has no hash
-        return ()
-
-
 def known_call(key: Hashable, tensors: Sequence[Tensor]) -> Any:
     """Return what was remembered of a call with tensors like these; None for nothing."""
     try:
