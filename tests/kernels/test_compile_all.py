@@ -176,7 +176,7 @@ def test_another_import_that_fails_is_not_said_to_be_cupy(monkeypatch):
 
 
 REFUSED = [
-    (("--all", "--op", "rms_norm"), "leave --op and --direction out"),
+    (("--all", "--op", "rms_norm"), "leave --op, --direction, --rows and --out-features out"),
     (("--all", "--dtype", "float16"), "only with --cols"),
     (("--all", "--show", "plan"), "not allowed with argument"),
     ((), "it needs --show (plan, source or ptxas), --op, --direction, --cols, --dtype; or --all"),

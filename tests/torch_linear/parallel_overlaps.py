@@ -67,7 +67,14 @@ class Shared:
         Shared.counts[group.group_name] += 1
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._size, self._name = size, f"{sys.argv[3]}-{group.group_name}-{Shared.counts[group.group_name]}"
-        self._signals = torch.from_file(f"{self._name}-signals", True, 2 * self._ranks**2, dtype=torch.uint8)
+        signals = 2 * self._ranks**2
+        # torch.from_file writes a zero to the first byte of a file that it makes larger: none may be made larger when
+        # another rank has begun to write.
+        for name, length in ((f"{self._name}-{self._rank}", size), (f"{self._name}-signals", signals)):
+            with open(name, "ab") as file:
+                file.truncate(length)
+        dist.barrier(group)
+        self._signals = torch.from_file(f"{self._name}-signals", True, signals, dtype=torch.uint8)
 
     def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         whole = torch.from_file(f"{self._name}-{rank}", True, self._size, dtype=torch.uint8)
