@@ -165,7 +165,7 @@ class Variant:
         return text
 
     def grid(self, n: int, sms: int) -> int:
-        """CTAs for arrays of n packs."""
+        """CTAs for arrays of n vectors."""
         size = self.tile // PACK or self.threads * self.accesses
         tiles = -(-n // size)
         return max(1, min(tiles, sms * self.ctas) if self.persistent else tiles)
@@ -194,7 +194,7 @@ def variants(reads: int, arch: int = 90) -> list[Variant]:
 
 
 def distinct(found: Iterable[Variant], n: int, sms: int) -> list[Variant]:
-    """Those that differ for arrays of n packs: of a few CTAs an SM holds all, and none takes a second tile."""
+    """Those that differ for arrays of n vectors: of a few CTAs an SM holds all, and none takes a second tile."""
     kept: dict[tuple, Variant] = {}
     for one in found:
         tiles = replace(one, persistent=False).grid(n, sms)

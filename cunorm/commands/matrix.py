@@ -274,12 +274,17 @@ def lengths_of_tiers(direction: str, dtype: str, device: Device) -> dict[Tier | 
 
     None stands for rows that are streamed.
     """
-    pack = 16 // ITEMSIZE[dtype]
+    vector_cols = 16 // ITEMSIZE[dtype]
     table = TABLES[direction]
     most = max(tier.most for tier in table)
     vectors = {2**power * quarters // 4 for power in range((4 * most).bit_length()) for quarters in (4, 5, 6, 7)}
     vectors = vectors.union(*((tier.most, tier.most + 1) for tier in table))
-    lengths = {length for n in vectors for length in ((n - 1) * pack + 1, n * pack - 1, n * pack) if length > 0}
+    lengths = {
+        length
+        for n in vectors
+        for length in ((n - 1) * vector_cols + 1, n * vector_cols - 1, n * vector_cols)
+        if length > 0
+    }
     # Where shared memory is scarce a tier may take rows beside a narrower weight and dy alone.
     beside = {other: defaultdict(list) for other in (dtype, "float16")}
     for other, taken in beside.items():

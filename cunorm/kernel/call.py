@@ -62,7 +62,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
     s = by_name.get("s")
     call = "\n      ".join(
         (
-            f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.pack}, Operation, "
+            f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.vector_cols}, Operation, "
             f"{_matrices_type(spec, inputs, cache_x)}>{load},",
             f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)},",
             f"{_columns_type(spec, columns)}{_matrices(spec, columns)},",
@@ -99,7 +99,7 @@ def _forward_twice(spec: NormSpec) -> tuple[str, str]:
     cache_x = STREAMED if spec.streamed_x else KEPT
     call = ",\n      ".join(
         (
-            f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.pack}, Operation, "
+            f"operation, LoadSource<{CPP_TYPE[spec.row_dtype]}, {spec.shape.vector_cols}, Operation, "
             f"{_matrices_type(spec, ['x'], cache_x)}>{{{_matrices(spec, ['x'])}, operation}}",
             f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)}",
             *(f"{_columns_type(spec, names)}{_matrices(spec, names)}" for names in (first, second)),
@@ -169,11 +169,11 @@ def _backward(
     else:
         template = (
             f"column_gradients<{norm}, {ahead}, {spec.cols}, {spec.shape.threads}, {spec.rows_per_cta}, "
-            f"{spec.shape.pack}, {name}::Compute>"
+            f"{spec.shape.vector_cols}, {name}::Compute>"
         )
     call = f"{template}({call})"
     if spec.several_blocks:
-        blocks = -(-spec.cols // (spec.shape.pack * spec.shape.threads))
+        blocks = -(-spec.cols // (spec.shape.vector_cols * spec.shape.threads))
         call = f"for (int64 block = blockIdx.x; block < {blocks}; block += gridDim.x) {call}"
     return before, _call(scalars, call, name)
 
@@ -199,7 +199,7 @@ def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
     if spec.columns_aligned:
         return _matrices_type(spec, names, KEPT)
     by_name = {operand.name: operand for operand in spec.operands}
-    layout = f"{spec.shape.pack}, {spec.shape.lanes}"
+    layout = f"{spec.shape.vector_cols}, {spec.shape.lanes}"
     starts = {name: ", GroupStarts" if by_name[name].kind == "group" else "" for name in names}
     loads = (f"LoadElements<{CPP_TYPE[by_name[name].dtype]}, {layout}{starts[name]}>" for name in names)
     return f"Matrices<{', '.join(loads)}>"
@@ -208,10 +208,12 @@ def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
 def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
     """LoadRows or StoreRows; the latter may store by elements."""
     if operand.kind == "seed":
-        return f"RandomRows<{spec.shape.pack}>"
+        return f"RandomRows<{spec.shape.vector_cols}>"
     if operand.kind == "per_row":
-        return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.pack}, {cpp(operand.inner > 0)}>"
-    layout = f"{spec.shape.pack}, {spec.shape.lanes}, {access(spec.has_vectors(operand), spec.has_whole_vectors)}"
+        return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.vector_cols}, {cpp(operand.inner > 0)}>"
+    layout = (
+        f"{spec.shape.vector_cols}, {spec.shape.lanes}, {access(spec.has_vectors(operand), spec.has_whole_vectors)}"
+    )
     options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
     if operand.kind == "group" and not _of_one_group(spec):
         options = ", false, GroupStarts"
@@ -281,27 +283,27 @@ def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
     """Write where the sum of a gradient goes: to dweight itself, or to partial sums."""
     if spec.final:
         to = f"{name} + blockIdx.z * int64{{{spec.cols}}}" if spec.grouped else name
-        stored = access(spec.columns_aligned, spec.cols % spec.shape.pack == 0)
-        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.pack}, {spec.cols}, {stored}>{{{to}}}"
+        stored = access(spec.columns_aligned, spec.cols % spec.shape.vector_cols == 0)
+        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.vector_cols}, {spec.cols}, {stored}>{{{to}}}"
     to = name
     if spec.grouped:
         of_group = "gridDim.y" if spec.kernel == "column_gradients" else f"gridDim.x / {spec.cluster}"
-        to += f" + blockIdx.z * ({of_group}) * {_partial_stride(spec.shape.pack, str(spec.cols))}"
-    return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.pack}, {spec.cols}>{{{to}}}"
+        to += f" + blockIdx.z * ({of_group}) * {_partial_stride(spec.shape.vector_cols, str(spec.cols))}"
+    return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.vector_cols}, {spec.cols}>{{{to}}}"
 
 
-def _partial_stride(pack: int, cols: str) -> str:
-    return f"PartialSums<{pack}>{{{cols}}}.stride()"
+def _partial_stride(vector_cols: int, cols: str) -> str:
+    return f"PartialSums<{vector_cols}>{{{cols}}}.stride()"
 
 
 def _row_shape(spec: NormSpec) -> str:
     shape = spec.shape
-    return f"RowShape<{spec.cols}, {shape.pack}, {shape.threads}, {shape.vectors}, {shape.cluster}>"
+    return f"RowShape<{spec.cols}, {shape.vector_cols}, {shape.threads}, {shape.vectors}, {shape.cluster}>"
 
 
 def _step_shape(spec: NormSpec) -> str:
     shape = spec.shape
-    return f"RowShape<{shape.pack * shape.threads}, {shape.pack}, {shape.threads}, 1, 1>"
+    return f"RowShape<{shape.vector_cols * shape.threads}, {shape.vector_cols}, {shape.threads}, 1, 1>"
 
 
 def _rows(spec: NormSpec) -> str:
@@ -325,12 +327,11 @@ def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
         for name in ("partials", "sum")
     }
     if spec.grouped:
-        of_group = f"{group} * groups * {_partial_stride(spec.pack, 'cols')}"
+        of_group = f"{group} * groups * {_partial_stride(spec.vector_cols, 'cols')}"
         of_this["partials"] = f"({of_this['partials']}) + {of_group}"
         of_this["sum"] = f"({of_this['sum']}) + {group} * cols"
-    template = (
-        f"sum_partials<{spec.lanes}, {spec.rows_per_cta}, {spec.pack}, {cpp(owns_workspace)}, {cpp(spec.next_begins)}>"
-    )
+    layout = f"{spec.lanes}, {spec.rows_per_cta}, {spec.vector_cols}"
+    template = f"sum_partials<{layout}, {cpp(owns_workspace)}, {cpp(spec.next_begins)}>"
     call = f"  {template}({block}, {of_this['partials']}, {of_this['sum']}, groups, cols);\n"
     if not spec.several_blocks:
         return call

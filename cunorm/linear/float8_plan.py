@@ -23,8 +23,8 @@ from .float8_spec import (
     ColumnTotals,
     ReduceColumns,
     ScaleProduct,
-    pack_of,
     padded,
+    vector_cols_of,
 )
 
 MOST_THREADS = 512  # of a row in a CTA, with 128 registers each
@@ -107,15 +107,15 @@ def plan_rows(problem: RowsProblem, device: Device) -> CastPlan:
 
 def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
     """Plan rows for a kernel that is chosen."""
-    pack = pack_of(problem.dtype)
-    width = ceil_div(problem.cols, pack) * pack
+    vector_cols = vector_cols_of(problem.dtype)
+    width = ceil_div(problem.cols, vector_cols) * vector_cols
     wanted = problem.sums or problem.maxima
     if spec.shape:
         resident = device.resident_clusters(spec.cluster, spec.ctas_per_sm)
         groups = min(ceil_div(problem.rows, spec.rows_per_cta), resident)
         steps = [_step(spec, (groups * spec.cluster, 1, 1), (problem.rows, problem.stride))]
     else:
-        tiles = ceil_div(problem.cols, pack * COLUMN_THREADS)
+        tiles = ceil_div(problem.cols, vector_cols * COLUMN_THREADS)
         groups = min(ceil_div(problem.rows, LEAST_ROWS), max(1, 2 * device.sms // tiles), GRID_Y_LIMIT)
         streamed = replace(spec, sums=False, maxima=False)
         integers = (problem.rows, problem.stride, problem.cols)
@@ -142,7 +142,7 @@ def rows_plan(problem: RowsProblem, spec: CastRows, device: Device) -> CastPlan:
 
 def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:
     """About MOST_THREADS on an SM, in one CTA, or in several of different clusters, so that partial rows are few."""
-    itemsize, pack = ITEMSIZE[problem.dtype], pack_of(problem.dtype)
+    itemsize, vector_cols = ITEMSIZE[problem.dtype], vector_cols_of(problem.dtype)
     streamed = CastRows(
         problem.dtype,
         problem.format,
@@ -151,13 +151,13 @@ def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:
         rows_per_cta=1,
         stages=0,
         aligned=problem.aligned and (problem.rows == 1 or problem.stride * itemsize % 16 == 0),
-        bytes_aligned=problem.cols % pack == 0,
+        bytes_aligned=problem.cols % vector_cols == 0,
         given=problem.given,
         power_of_2=problem.power_of_2,
         sums=problem.sums,
         maxima=problem.maxima,
     )
-    shape = _row_shape(problem.cols, pack, device, problem.sums or problem.maxima)
+    shape = _row_shape(problem.cols, vector_cols, device, problem.sums or problem.maxima)
     if shape is None:
         return streamed
     of_row = shape.capacity // shape.cluster * itemsize
@@ -173,13 +173,13 @@ def rows_kernel(problem: RowsProblem, device: Device) -> CastRows:
     return streamed
 
 
-def _row_shape(cols: int, pack: int, device: Device, totals: bool) -> RowShape | None:
+def _row_shape(cols: int, vector_cols: int, device: Device, totals: bool) -> RowShape | None:
     """Choose which threads share a row: whole warps, of the fewest CTAs, with the fewest empty places for vectors.
 
     With totals of the columns rows of more than 1024 vectors are shared by clusters of four, so that an SM has parts of
     several rows, which do not wait for each other (docs/tuning.md, LayerNormLinear).
     """
-    vectors = ceil_div(cols, pack)
+    vectors = ceil_div(cols, vector_cols)
     few = totals and vectors <= FEW_VECTORS * MOST_THREADS
     in_fours = totals and not few and device.runs_clusters(4)
     for cluster in (4, 8, 16) if in_fours else (1, 2, 4, 8, 16):
@@ -187,7 +187,9 @@ def _row_shape(cols: int, pack: int, device: Device, totals: bool) -> RowShape |
         if of_cta > MOST_VECTORS * MOST_THREADS or not device.runs_clusters(cluster):
             continue
         shapes = [
-            RowShape(pack, ceil_div(ceil_div(of_cta, vectors_per_thread), WARP) * WARP, vectors_per_thread, cluster)
+            RowShape(
+                vector_cols, ceil_div(ceil_div(of_cta, vectors_per_thread), WARP) * WARP, vectors_per_thread, cluster
+            )
             for vectors_per_thread in range(FEW_VECTORS if few else MOST_VECTORS, 0, -1)
         ]
         return min((shape for shape in shapes if shape.threads <= MOST_THREADS), key=lambda shape: shape.capacity)
@@ -229,10 +231,10 @@ def columns_plan(problem: ColumnsProblem, spec: CastColumns, device: Device, til
 @lru_cache(maxsize=4096)
 def plan_product(problem: ProductProblem, device: Device) -> CastPlan:
     """Likewise."""
-    pack = pack_of(problem.dtype)
-    whole = problem.cols % max(pack, 16 // ITEMSIZE[problem.y]) == 0 or problem.rows == 1
+    vector_cols = vector_cols_of(problem.dtype)
+    whole = problem.cols % max(vector_cols, 16 // ITEMSIZE[problem.y]) == 0 or problem.rows == 1
     spec = ScaleProduct(problem.dtype, problem.y, problem.bias, problem.aligned and whole, problem.aligned)
-    tiles = ceil_div(problem.cols, pack * PRODUCT_THREADS)
+    tiles = ceil_div(problem.cols, vector_cols * PRODUCT_THREADS)
     step = _step(spec, (tiles, min(problem.rows, GRID_Y_LIMIT), 1), (problem.rows, problem.cols))
     return CastPlan(Names(tuple(pointer.name for pointer in step.pointers)), (step,))
 

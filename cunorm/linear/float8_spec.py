@@ -20,7 +20,7 @@ PADDING = 16  # columns of a product come in multiples of it
 PRODUCT_THREADS = 128
 
 
-def pack_of(dtype: str) -> int:
+def vector_cols_of(dtype: str) -> int:
     return 16 // ITEMSIZE[dtype]
 
 
@@ -29,7 +29,7 @@ def padded(rows: int) -> int:
 
 
 def _load(dtype: str, aligned: bool, cache: str = "kStreamed", lanes: int = WARP) -> str:
-    return f"LoadRows<{CPP_TYPE[dtype]}, {pack_of(dtype)}, {lanes}, {access(aligned)}, Cache::{cache}>"
+    return f"LoadRows<{CPP_TYPE[dtype]}, {vector_cols_of(dtype)}, {lanes}, {access(aligned)}, Cache::{cache}>"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CastRows(OtherSpec):
     rows_per_cta: int
     stages: int
     aligned: bool  # every row of a begins at a multiple of 16 bytes
-    bytes_aligned: bool  # and every pack of bytes at one of its size
+    bytes_aligned: bool  # and every vector of bytes at one of its size
     given: bool  # one scale for all is known
     power_of_2: bool
     sums: bool
@@ -94,7 +94,7 @@ class CastRows(OtherSpec):
             return 0
         vectors = self.shape.threads * self.shape.vectors
         place = vectors * 16 + (0 if self.aligned else vectors // WARP * RUN_GAP)
-        totals = 4 * vectors * self.shape.pack if self.rows_per_cta > 1 and (self.sums or self.maxima) else 0
+        totals = 4 * vectors * self.shape.vector_cols if self.rows_per_cta > 1 and (self.sums or self.maxima) else 0
         return self.rows_per_cta * max(self.stages * place, totals)
 
     def parameters(self) -> dict[str, str]:
@@ -107,28 +107,31 @@ class CastRows(OtherSpec):
         return types | {"rows": "int64", "stride": "int64"} | ({} if self.shape else {"cols": "int64"})
 
     def text(self) -> tuple[str, str]:
-        kind, pack = CPP_TYPE[self.dtype], pack_of(self.dtype)
+        kind, vector_cols = CPP_TYPE[self.dtype], vector_cols_of(self.dtype)
         load = _load(self.dtype, self.aligned)
-        store = f"StoreRows<{CPP_TYPE[self.format]}, {pack}, {WARP}, {access(self.bytes_aligned)}, Cache::kStreamed>"
+        store = (
+            f"StoreRows<{CPP_TYPE[self.format]}, {vector_cols}, {WARP}, {access(self.bytes_aligned)}, Cache::kStreamed>"
+        )
         scales = f"RowScales<{cpp(self.given)}, {cpp(self.power_of_2)}, {CPP_TYPE[self.format]}>"
         scales += "{given, nullptr}" if self.given else "{nullptr, scales}"
         if self.shape is None:
-            template = f"cast_rows_streamed<{kind}, {pack}, {STREAMED_THREADS}>"
+            template = f"cast_rows_streamed<{kind}, {vector_cols}, {STREAMED_THREADS}>"
             return "", f"  {template}({load}{{a, {{stride}}}}, {store}{{bytes, {{cols}}}}, {scales}, rows, cols);\n"
         shape = self.shape
-        row = f"RowShape<{self.cols}, {pack}, {shape.threads}, {shape.vectors}, {shape.cluster}>"
+        row = f"RowShape<{self.cols}, {vector_cols}, {shape.threads}, {shape.vectors}, {shape.cluster}>"
         rows = f"SharedRows<{row}, {self.rows_per_cta}, {self.stages}, true, false, Load>"
+        whole = -(-self.cols // vector_cols) * vector_cols
         before = f"template <class Load>\nusing Rows = {rows};\n"
         return before, (
             f"  cast_rows<{kind}, {row}, {self.rows_per_cta}, Rows>({load}{{a, {{stride}}}},\n"
             f"      {store}{{bytes, {{{self.cols}}}}}, {scales},\n"
-            f"      {_partials(self.dtype, self.sums, self.maxima, -(-self.cols // pack) * pack)}, rows);\n"
+            f"      {_partials(self.dtype, self.sums, self.maxima, whole)}, rows);\n"
         )
 
 
 def _partials(dtype: str, sums: bool, maxima: bool, width: int | str) -> str:
     given = ("sums" if sums else "nullptr", "maxima" if maxima else "nullptr", str(width))
-    return f"Partials<{CPP_TYPE[dtype]}, {pack_of(dtype)}, {cpp(sums)}, {cpp(maxima)}>{{{', '.join(given)}}}"
+    return f"Partials<{CPP_TYPE[dtype]}, {vector_cols_of(dtype)}, {cpp(sums)}, {cpp(maxima)}>{{{', '.join(given)}}}"
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class ColumnTotals(OtherSpec):
         return types | dict.fromkeys(("rows", "stride", "cols", "width"), "int64")
 
     def text(self) -> tuple[str, str]:
-        template = f"column_totals<{CPP_TYPE[self.dtype]}, {pack_of(self.dtype)}, {COLUMN_THREADS}>"
+        template = f"column_totals<{CPP_TYPE[self.dtype]}, {vector_cols_of(self.dtype)}, {COLUMN_THREADS}>"
         load = f"{_load(self.dtype, self.aligned)}{{a, {{stride}}}}"
         return "", f"  {template}({load}, {_partials(self.dtype, self.sums, self.maxima, 'width')}, rows, cols);\n"
 
@@ -226,7 +229,7 @@ class CastColumns(OtherSpec):
 
     @property
     def columns(self) -> int:
-        return self.column_warps * 8 * pack_of(self.dtype)
+        return self.column_warps * 8 * vector_cols_of(self.dtype)
 
     @property
     def threads(self) -> int:
@@ -265,11 +268,11 @@ class CastColumns(OtherSpec):
     def _normalised(self, load: str) -> tuple[str, str]:
         assert self.operation is not None
         norm = NORMS[self.operation.norm]
-        pack = pack_of(self.dtype)
+        vector_cols = vector_cols_of(self.dtype)
         loads = [
-            f"LoadRows<{CPP_TYPE[dtype]}, {pack}, 8, Access::kAligned, Cache::kKept>"
+            f"LoadRows<{CPP_TYPE[dtype]}, {vector_cols}, 8, Access::kAligned, Cache::kKept>"
             if self.affine_aligned
-            else f"LoadElements<{CPP_TYPE[dtype]}, {pack}, 8>"
+            else f"LoadElements<{CPP_TYPE[dtype]}, {vector_cols}, 8>"
             for _, dtype in self.affine
         ]
         values = "{}"
@@ -318,12 +321,12 @@ class ScaleProduct(OtherSpec):
         return types | {"y": f"{CPP_TYPE[self.y]}*", "rows": "int64", "cols": "int64"}
 
     def text(self) -> tuple[str, str]:
-        pack = pack_of(self.dtype)
+        vector_cols = vector_cols_of(self.dtype)
         names = {"column_scale": "float"} | ({"bias": CPP_TYPE[self.bias]} if self.bias else {})
         loads = [
-            f"LoadRows<{kind}, {pack}, {WARP}, Access::kAligned, Cache::kKept>"
+            f"LoadRows<{kind}, {vector_cols}, {WARP}, Access::kAligned, Cache::kKept>"
             if self.columns_aligned
-            else f"LoadElements<{kind}, {pack}, {WARP}>"
+            else f"LoadElements<{kind}, {vector_cols}, {WARP}>"
             for kind in names.values()
         ]
         values = "{}"
@@ -331,7 +334,8 @@ class ScaleProduct(OtherSpec):
             values = (
                 f"{{{{{name}, {{0}}}}, {values}}}" if self.columns_aligned else f"{{{{{{{name}, {{0}}}}}}, {values}}}"
             )
-        store = f"StoreRows<{CPP_TYPE[self.y]}, {pack}, {WARP}, {access(self.aligned)}, Cache::kStreamed, false, true>"
+        of_vector = f"{CPP_TYPE[self.y]}, {vector_cols}, {WARP}, {access(self.aligned)}"
+        store = f"StoreRows<{of_vector}, Cache::kStreamed, false, true>"
         return "", (
             f"  scale_product<{PRODUCT_THREADS}>({_load(self.dtype, self.aligned)}{{product, {{cols}}}}, row_scale,\n"
             f"      Matrices<{', '.join(loads)}>{values}, {store}{{y, {{cols}}}}, rows, cols);\n"

@@ -341,5 +341,5 @@ def row_shape(problem: LinearProblem, device: Device) -> RowShape:
     """Return the threads by which the norm's kernel adds a row up, as if they were one CTA."""
     found = shaped(plain(problem.norm, "forward", problem.rows, problem.cols, problem.dtype), device)
     assert found is not None
-    pack, threads, vectors = found[1].shape.order
-    return replace(found[1].shape, pack=pack, threads=threads, vectors=vectors, cluster=1)
+    vector_cols, threads, vectors = found[1].shape.order
+    return replace(found[1].shape, vector_cols=vector_cols, threads=threads, vectors=vectors, cluster=1)

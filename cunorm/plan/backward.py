@@ -141,7 +141,9 @@ def _in_shared_memory(spec: NormSpec, most_stages: int, threads: int, resident: 
     """
     least = whole_warps(spec.shape)
     most = min(spec.rows_per_cta, max(least, threads // spec.shape.threads))
-    of_row = spec.shape.threads * spec.shape.vectors * spec.shape.pack * sum(one.itemsize for one in spec.matrices)
+    of_row = (
+        spec.shape.threads * spec.shape.vectors * spec.shape.vector_cols * sum(one.itemsize for one in spec.matrices)
+    )
     for rows_per_cta in range(most, 0, -least):
         for stages in range(most_stages or stages_for(of_row), 1, -1):
             fitting = replace(spec, rows_per_cta=rows_per_cta, stages=stages)
@@ -234,7 +236,7 @@ def _kernels(problem: Problem, of_rows: NormSpec, shape: RowShape, threads: int)
     of_columns = part(problem, problem.sums)
 
     def by(lanes: int) -> NormSpec:
-        of_lanes = RowShape(shape.pack, lanes, 1)
+        of_lanes = RowShape(shape.vector_cols, lanes, 1)
         return kernel_spec(of_columns, "column_gradients", of_lanes, rows_per_cta=threads // lanes, final=True)
 
     room = SHARED_LIMIT - shared_memory(of_rows)
@@ -256,9 +258,9 @@ def _of_columns(problem: Problem, kernels: _Kernels, slots: int, sms: int) -> No
     """
     if problem.rows <= ALONE:
         return kernels.alone
-    columns, threads, pack = kernels.columns, kernels.alone.shape.threads, kernels.alone.shape.pack
+    columns, threads, vector_cols = kernels.columns, kernels.alone.shape.threads, kernels.alone.shape.vector_cols
     least = max((lanes for lanes in columns if threads // lanes >= max(8, ceil_div(problem.rows, 2))), default=2)
-    ctas = {lanes: ceil_div(problem.cols, pack * lanes) for lanes in columns if lanes >= least}
+    ctas = {lanes: ceil_div(problem.cols, vector_cols * lanes) for lanes in columns if lanes >= least}
     at_once = (lanes for lanes in ctas if ctas[lanes] <= slots and problem.rows * lanes <= ROWS_OF_THREAD * threads)
     no_more = (lanes for lanes in ctas if ctas[lanes] <= sms)
     return columns[next(at_once, next(no_more, max(columns)))]

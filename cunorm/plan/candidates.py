@@ -60,7 +60,7 @@ def _is_legal_at_any_address(spec: NormSpec, device: Device) -> bool:
 def _launches(problem: Problem, spec: NormSpec, device: Device, few: bool) -> Iterator[Launch]:
     """By the same threads of a row in one CTA and in clusters of each size."""
     total = spec.shape.threads * spec.shape.cluster
-    short = ceil_div(problem.cols, spec.shape.pack) <= MOST_SHORT
+    short = ceil_div(problem.cols, spec.shape.vector_cols) <= MOST_SHORT
     for cluster in filter(device.runs_clusters, (1, *CLUSTER_SIZES)):
         if cluster > 1 and total % (cluster * WARP):
             continue
@@ -121,7 +121,7 @@ def _spread(spec: NormSpec, cluster: int, threads: int) -> Iterator[Launch]:
 def _iteration_bytes(spec: NormSpec) -> int:
     """Of the rows that an SM has at once, in every matrix that is read."""
     shape: RowShape = spec.shape
-    of_rows = shape.threads * shape.vectors * shape.pack * spec.rows_per_cta * spec.ctas_per_sm
+    of_rows = shape.threads * shape.vectors * shape.vector_cols * spec.rows_per_cta * spec.ctas_per_sm
     return of_rows * sum(one.itemsize for one in spec.matrices)
 
 
@@ -132,6 +132,6 @@ def _registers_suffice(spec: NormSpec) -> bool:
     bytes_kept = sum(one.itemsize for one in spec.matrices) if spec.rows_in_registers or not spec.stages else 0
     bytes_kept += sum(one.itemsize for one in spec.columns) if spec.weights_in_registers else 0
     bytes_kept += len(spec.sums) * ITEMSIZE[spec.compute]
-    kept = vectors * spec.shape.pack * bytes_kept // 4
+    kept = vectors * spec.shape.vector_cols * bytes_kept // 4
     direction = "backward" if spec.kernel == "backward" else "forward"
     return registers >= max(LEAST_REGISTERS[direction], kept + WORKING)

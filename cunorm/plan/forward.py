@@ -40,7 +40,7 @@ EARLY_WARPS = 12  # of an SM, at most, whose registers are enough to ask early
 
 def forward(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     """The kernel of rows of that shape."""
-    short = ceil_div(problem.cols, spec.shape.pack) <= MOST_SHORT
+    short = ceil_div(problem.cols, spec.shape.vector_cols) <= MOST_SHORT
     return (_of_a_cta if short else _of_a_cluster)(problem, spec, device)
 
 
@@ -155,7 +155,7 @@ def _ctas_beside_late_columns(problem: Problem, spec: NormSpec, needs: Needs, de
         (1536, 28 if few else 40) if shape.vectors <= 3 and _has_few_words(spec, needs) else (RESIDENT, needs.working)
     )
     if needs.y and spec.aligned and spec.columns_aligned:  # 64 registers for four vectors, 80 for five, 96 for seven
-        words = 32 + 4 * (spec.rows_per_cta > 1) + width // 4 * shape.pack + 8 * (itemsize == 4)
+        words = 32 + 4 * (spec.rows_per_cta > 1) + width // 4 * shape.vector_cols + 8 * (itemsize == 4)
         words += (8 if device.arch < 100 else 16) * (len(spec.matrices) - 1)
         if width < 4 and len(spec.matrices) == 1 and shape.vectors <= (2 if problem.norm.subtracts_mean else 3):
             most, words = 1536, 40 - needs.y
@@ -174,7 +174,7 @@ def _of_a_cluster(problem: Problem, spec: NormSpec, device: Device) -> NormSpec:
     spec = replace(spec, ctas_per_sm=1, weights_in_registers=_weights_in_registers(problem, spec, device))
     for ctas in range(most, 0, -1):
         most_stages = stages_for(ctas * bytes_of_part(shape) * len(spec.matrices))
-        if problem.cols % shape.pack and shape.vectors > 4 and ctas > 1:
+        if problem.cols % shape.vector_cols and shape.vectors > 4 and ctas > 1:
             most_stages = 2
         for stages in range(most_stages, 1, -1):
             # Parts of two and three rows of clusters of 16 are loaded early.
@@ -231,7 +231,9 @@ def forward_twice(problem: Problem, device: Device) -> NormSpec:
     shape = spec.shape
     # x and residual wait at once; of either norm's vectors a vector comes late, from L1.
     working = (52 if problem.row_dtype != "float64" else 88) + words_to_shift(spec) * (1 if spec.aligned else 4)
-    waiting = shape.vectors * sum(shape.pack * one.itemsize // 4 for one in spec.matrices) * (1 if spec.aligned else 2)
+    waiting = (
+        shape.vectors * sum(shape.vector_cols * one.itemsize // 4 for one in spec.matrices) * (1 if spec.aligned else 2)
+    )
     ctas = ctas_of(spec, working + waiting + column_bytes(problem, shape) // 4, RESIDENT)
     if spec.aligned and problem.rows <= (device.sms - problem.sm_margin) * ctas * spec.rows_per_cta:
         # All rows at once, as where there is one norm: else they wait for either weight after the sums.

@@ -50,7 +50,7 @@ def launches(problem: Problem, rows: NormSpec | FewRowsSpec | None, device: Devi
 
 def _forward(problem: Problem, spec: NormSpec, device: Device) -> Plan:
     """A CTA for every row or, where a CTA has more than one iteration, as many as run at once."""
-    short = ceil_div(problem.cols, spec.shape.pack) <= MOST_SHORT
+    short = ceil_div(problem.cols, spec.shape.vector_cols) <= MOST_SHORT
     once = short and spec.kernel == "forward" and not spec.stages
     once = once and not problem.sm_margin and problem.rows <= GRID_LIMIT
     if spec.kernel == "forward_streamed":
@@ -169,12 +169,12 @@ def _streamed_backward(
             f"cunorm: the gradient of {late[0]}, a vector or number that the prologue takes for all rows, is for rows "
             f"that a CTA or cluster holds; got rows of {problem.cols} columns on {device.name}. Leave it out."
         )
-    pack, steps, groups = 16 // ITEMSIZE[problem.row_dtype], [], 0
+    vector_cols, steps, groups = 16 // ITEMSIZE[problem.row_dtype], [], 0
     rows = tuple(one.name for one in problem.operands if one.written and one.name not in sums)
     if sums:
         of_columns = part(problem, sums)
-        spec = kernel_spec(of_columns, "column_gradients", RowShape(pack, COLUMN_THREADS, 1))
-        tiles = ceil_div(problem.cols, pack * COLUMN_THREADS)
+        spec = kernel_spec(of_columns, "column_gradients", RowShape(vector_cols, COLUMN_THREADS, 1))
+        tiles = ceil_div(problem.cols, vector_cols * COLUMN_THREADS)
         sms = device.sms - problem.sm_margin
         count = problem.groups.count if problem.groups else 1
         ctas = max(1, min(most_groups, PARTIAL_CTAS * sms // tiles) // count)
@@ -189,7 +189,7 @@ def _streamed_backward(
     # Last, as dx may take the memory of x or dy.
     if rows:
         of_rows = part(problem, rows)
-        spec = kernel_spec(of_rows, "backward_streamed", RowShape(pack, STREAMED_THREADS, 1))
+        spec = kernel_spec(of_rows, "backward_streamed", RowShape(vector_cols, STREAMED_THREADS, 1))
         # Two CTAs an SM, 0.37 instead of 0.32 of the roof at 262144 cols, where 64 registers are enough.
         dtypes = {one.dtype for one in of_rows.operands if one.kind != "statistic"}
         plain = dtypes == {problem.row_dtype} and spec.aligned
@@ -217,8 +217,8 @@ def _sum_partials(
         # Some 64 to 256 CTAs for dweight and for dbias, of 8 to 256 threads beside each other. All groups of rows
         # together have as many: of each there are few partial sums.
         lanes = next((lanes for lanes, most in SUM_LANES.items() if threads * count <= most), SUM_THREADS)
-        pack = 16 // ITEMSIZE[problem.row_dtype]
-        spec = SumSpec(problem.compute, dtype, pack, lanes, len(names), count > 1, next_begins, SUM_THREADS)
+        vector_cols = 16 // ITEMSIZE[problem.row_dtype]
+        spec = SumSpec(problem.compute, dtype, vector_cols, lanes, len(names), count > 1, next_begins, SUM_THREADS)
         partials = (Pointer(WORKSPACE, sums.index(name) * groups * row) for name in names)
         pointers = tuple(one for pair in zip(partials, map(Pointer, names), strict=True) for one in pair)
         # blockIdx.y: which of them.
@@ -276,5 +276,5 @@ def _pointers(names: tuple[str, ...]) -> tuple[Pointer, ...]:
 
 def partial_row(problem: Problem) -> int:
     """Elements of a partial row: whole vectors, whole lines."""
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    return ceil_div(ceil_div(problem.cols, pack) * pack, LINE_COLUMNS) * LINE_COLUMNS
+    vector_cols = 16 // ITEMSIZE[problem.row_dtype]
+    return ceil_div(ceil_div(problem.cols, vector_cols) * vector_cols, LINE_COLUMNS) * LINE_COLUMNS

@@ -108,7 +108,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
         vectors = threads * shape.vectors
         gaps = vectors // shape.lanes * RUN_GAP
         return sum(
-            vectors * shape.pack * one.itemsize + gaps * (not spec.has_vectors(one))
+            vectors * shape.vector_cols * one.itemsize + gaps * (not spec.has_vectors(one))
             for one in operands
             if one.kind not in ("seed", "per_row")
         )
@@ -119,7 +119,7 @@ def dynamic_shared(spec: KernelSpec) -> int:
         return 0
     total = spec.stages * places(spec.matrices)
     width = sum(one.itemsize for one in spec.columns)
-    if shape.vectors > COLUMN_VECTORS or shape.vectors * shape.pack * width > COLUMN_BYTES:
+    if shape.vectors > COLUMN_VECTORS or shape.vectors * shape.vector_cols * width > COLUMN_BYTES:
         total += places(spec.columns)
     # A warp holds a row group, or several whose sums it adds up by shuffles.
     holders = threads // max(WARP, shape.threads)
@@ -142,7 +142,7 @@ def registers_of(threads: int) -> int:
 
 def column_bytes(problem: Problem, shape: RowShape) -> int:
     """Bytes of weight and bias for the columns of a thread."""
-    return shape.vectors * shape.pack * sum(ITEMSIZE[dtype] for dtype in column_dtypes(problem))
+    return shape.vectors * shape.vector_cols * sum(ITEMSIZE[dtype] for dtype in column_dtypes(problem))
 
 
 def column_dtypes(problem: Problem) -> list[str]:
@@ -158,7 +158,7 @@ def widest_column(spec: NormSpec) -> int:
 def words_to_shift(spec: NormSpec) -> int:
     """Registers in which a thread shifts a vector at an odd address, beside the vector itself: of the widest array."""
     width = max(one.itemsize for one in spec.operands if one.kind in ("full", "column", "group"))
-    return spec.shape.pack * width // 4
+    return spec.shape.vector_cols * width // 4
 
 
 def with_rows_kept(spec: NormSpec, device: Device) -> NormSpec:
@@ -179,7 +179,7 @@ def with_rows_kept(spec: NormSpec, device: Device) -> NormSpec:
         working = 96 if spec.aligned or spec.shape.vectors < 6 else 112
         if spec.kernel == "forward" and spec.weights_in_registers:
             working = working_of_shifted(NORMS[spec.operation.norm])
-    if spec.kernel == "backward" and spec.cols % spec.shape.pack and spec.shape.vectors == 5:
+    if spec.kernel == "backward" and spec.cols % spec.shape.vector_cols and spec.shape.vectors == 5:
         working = 88 if spec.columns else 96  # RMSNorm of such rows gains a fifth by keeping them
     if any(operand.itemsize > ITEMSIZE[spec.row_dtype] for operand in spec.written if operand.kind == "full"):
         working += 16
@@ -187,12 +187,12 @@ def with_rows_kept(spec: NormSpec, device: Device) -> NormSpec:
         working += 8
     if spec.row_sums:
         working += 24
-    words = sum(spec.shape.pack * operand.itemsize // 4 for operand in spec.matrices)
-    words += len(spec.sums) * spec.shape.pack * ITEMSIZE[spec.compute] // 4
+    words = sum(spec.shape.vector_cols * operand.itemsize // 4 for operand in spec.matrices)
+    words += len(spec.sums) * spec.shape.vector_cols * ITEMSIZE[spec.compute] // 4
     if spec.weights_in_registers:
-        words += sum(spec.shape.pack * operand.itemsize // 4 for operand in spec.columns)
+        words += sum(spec.shape.vector_cols * operand.itemsize // 4 for operand in spec.columns)
     if spec.keeps_g:
-        words += spec.shape.pack * ITEMSIZE[spec.compute] // 4
+        words += spec.shape.vector_cols * ITEMSIZE[spec.compute] // 4
     if working + words * spec.shape.vectors > registers_of(spec.threads * spec.ctas_per_sm):
         return spec
     return replace(spec, rows_in_registers=True, stages=spec.stages - 1 if spec.aligned else spec.stages)
@@ -210,7 +210,7 @@ def registers_of_one_turn(spec: NormSpec) -> int:
     shape = spec.shape
 
     def beyond(operands: Iterable[Operand], words: int) -> int:
-        held = sum(shape.pack * one.itemsize // 4 for one in operands if one.kind in ("full", "column"))
+        held = sum(shape.vector_cols * one.itemsize // 4 for one in operands if one.kind in ("full", "column"))
         return shape.vectors * max(0, held - words)
 
     # Per-row scalars, and what is kept for a second matrix that is written, take more.
@@ -241,11 +241,11 @@ def needs_of(problem: Problem, spec: NormSpec, device: Device) -> Needs:
     if not spec.aligned:
         working += words_to_shift(spec)
     matrices = (1 + len(spec.beside)) * (2 if len(spec.inputs) > 1 else 1)
-    row = shape.vectors * shape.pack * ITEMSIZE[problem.row_dtype] // 4 * matrices * (1 if spec.aligned else 2)
+    row = shape.vectors * shape.vector_cols * ITEMSIZE[problem.row_dtype] // 4 * matrices * (1 if spec.aligned else 2)
     columns = column_bytes(problem, shape) // 4
     at_once = row + columns * (1 if spec.columns_aligned else 2)
     held = _vectors_held(spec)
-    y = held * shape.pack + (shape.vectors - held) * row // shape.vectors if held else 0
+    y = held * shape.vector_cols + (shape.vectors - held) * row // shape.vectors if held else 0
     return Needs(working, columns, row, at_once, y)
 
 
@@ -256,9 +256,9 @@ def _vectors_held(spec: NormSpec) -> int:
         return shape.vectors
     if spec.scales != "per_block":
         return 0
-    of_block = max(1, BLOCK // shape.pack // shape.lanes)  # vectors of a thread
+    of_block = max(1, BLOCK // shape.vector_cols // shape.lanes)  # vectors of a thread
     blocks = ceil_div(shape.vectors, of_block)
-    turns = ceil_div(blocks, max(1, BLOCK_VALUES // (of_block * shape.pack)))
+    turns = ceil_div(blocks, max(1, BLOCK_VALUES // (of_block * shape.vector_cols)))
     return min(shape.vectors, ceil_div(blocks, turns) * of_block)
 
 
@@ -311,7 +311,7 @@ def _is_a_kernel(spec: NormSpec) -> bool:
         return spec.stages > 0
     late = spec.stages > 0 and not spec.prefetch and shape.threads * shape.cluster <= WARP
     # The next row of a CTA may be of another group; short rows are asked about that in launches.py.
-    stale = spec.grouped and spec.weights_in_registers and ceil_div(spec.cols, shape.pack) > MOST_SHORT
+    stale = spec.grouped and spec.weights_in_registers and ceil_div(spec.cols, shape.vector_cols) > MOST_SHORT
     return not late and not stale and not (spec.unpacked and stores_s)
 
 

@@ -59,34 +59,36 @@ THREADS = 128  # of a CTA of forward rows that a warp or less holds
 PREFERRED_VECTORS = (2, 3, 4, 5, 6, 7, 8, 1)
 
 
-def _short_forward_shape(norm: Norm, pack: int, vectors: int) -> RowShape:
+def _short_forward_shape(norm: Norm, vector_cols: int, vectors: int) -> RowShape:
     """The shape of forward rows of up to 4096 vectors."""
     if vectors <= WARP:
-        return _power_of_two_shape(pack, vectors, dict.fromkeys((1, 2, 4, 8, 16, WARP), 8))
+        return _power_of_two_shape(vector_cols, vectors, dict.fromkeys((1, 2, 4, 8, 16, WARP), 8))
     most, threads = next((most, threads) for most, threads in FORWARD_THREADS.items() if vectors <= most)
     threads = threads if norm.subtracts_mean else RMS_FORWARD_THREADS.get(most, threads)
-    return RowShape(pack, threads, ceil_div(vectors, threads))
+    return RowShape(vector_cols, threads, ceil_div(vectors, threads))
 
 
 def short_forward_spec(problem: Problem, kernel: str) -> NormSpec:
     """The same of forward rows of up to 4096 vectors, which one CTA may hold."""
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    shape = _short_forward_shape(problem.norm, pack, ceil_div(problem.cols, pack))
+    vector_cols = 16 // ITEMSIZE[problem.row_dtype]
+    shape = _short_forward_shape(problem.norm, vector_cols, ceil_div(problem.cols, vector_cols))
     rows_per_cta = THREADS // shape.threads if shape.threads <= WARP else 1
     return kernel_spec(problem, kernel, shape, rows_per_cta=rows_per_cta, streamed_x=shape.threads <= 64)
 
 
-def short_backward_shape(pack: int, vectors: int, whole: bool = True) -> RowShape:
+def short_backward_shape(vector_cols: int, vectors: int, whole: bool = True) -> RowShape:
     """The shape of backward rows of up to 512 vectors; `whole`: none ends within a vector.
 
     A thread also holds the sums of its columns, twice 8 registers a vector.
     """
-    if not whole and pack == 8 and 4 * WARP < vectors <= 5 * WARP:
-        return RowShape(pack, 96, 2)
-    return _power_of_two_shape(pack, vectors, {**dict.fromkeys((1, 2, 4, 8, 16, 128, 256, 512), 3), WARP: 5, 64: 4})
+    if not whole and vector_cols == 8 and 4 * WARP < vectors <= 5 * WARP:
+        return RowShape(vector_cols, 96, 2)
+    return _power_of_two_shape(
+        vector_cols, vectors, {**dict.fromkeys((1, 2, 4, 8, 16, 128, 256, 512), 3), WARP: 5, 64: 4}
+    )
 
 
-def _power_of_two_shape(pack: int, vectors: int, most: dict[int, int]) -> RowShape:
+def _power_of_two_shape(vector_cols: int, vectors: int, most: dict[int, int]) -> RowShape:
     """The power of two of threads that leaves the fewest places empty; `most` has the vectors of a thread at most."""
 
     def badness(shape: RowShape) -> tuple:
@@ -94,18 +96,18 @@ def _power_of_two_shape(pack: int, vectors: int, most: dict[int, int]) -> RowSha
         order = -shape.threads if within_warp else PREFERRED_VECTORS.index(shape.vectors)
         return shape.capacity, within_warp, order
 
-    shapes = (RowShape(pack, threads, ceil_div(vectors, threads)) for threads in most)
+    shapes = (RowShape(vector_cols, threads, ceil_div(vectors, threads)) for threads in most)
     allowed = (one for one in shapes if one.vectors <= most[one.threads] and (one.vectors > 1 or one.threads == 1))
     return min(allowed, key=badness)
 
 
-def shape_of(pack: int, vectors: int, vectors_per_thread: int, cluster: int) -> RowShape:
+def shape_of(vector_cols: int, vectors: int, vectors_per_thread: int, cluster: int) -> RowShape:
     """The fewest threads that hold `vectors` vectors in a CTA: a power of two within a warp, else whole warps."""
     threads = ceil_div(vectors, vectors_per_thread)
     threads = _power_of_two_from(threads) if threads <= WARP else ceil_div(threads, WARP) * WARP
     if cluster > 1:
         threads = max(threads, WARP)
-    return RowShape(pack, threads, ceil_div(vectors, threads), cluster)
+    return RowShape(vector_cols, threads, ceil_div(vectors, threads), cluster)
 
 
 def _power_of_two_from(n: int) -> int:
@@ -134,11 +136,11 @@ MOST_COLUMN_BYTES = 256
 @lru_cache(maxsize=1024)
 def _cluster_forward_shape(problem: Problem, device: Device) -> tuple[RowShape, int] | None:
     """(who holds a row, CTAs of an SM): the same whatever else is read by rows, and at whatever addresses."""
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    if column_bytes(problem, RowShape(pack, WARP, FORWARD_LEAST_VECTORS)) > MOST_COLUMN_BYTES:
+    vector_cols = 16 // ITEMSIZE[problem.row_dtype]
+    if column_bytes(problem, RowShape(vector_cols, WARP, FORWARD_LEAST_VECTORS)) > MOST_COLUMN_BYTES:
         return None
-    vectors = ceil_div(problem.cols, pack)
-    whole_vectors = problem.cols % pack == 0
+    vectors = ceil_div(problem.cols, vector_cols)
+    whole_vectors = problem.cols % vector_cols == 0
 
     def candidates(whole_vectors: bool) -> Iterator[tuple[RowShape, int]]:
         most_vectors, most_warps = (
@@ -146,7 +148,7 @@ def _cluster_forward_shape(problem: Problem, device: Device) -> tuple[RowShape, 
         )
         for size in filter(device.runs_clusters, CLUSTER_SIZES):
             for threads in range(FORWARD_LEAST_THREADS, FORWARD_MOST_THREADS + 1, WARP):
-                shape = RowShape(pack, threads, ceil_div(ceil_div(vectors, size), threads), size)
+                shape = RowShape(vector_cols, threads, ceil_div(ceil_div(vectors, size), threads), size)
                 if FORWARD_LEAST_VECTORS <= shape.vectors <= most_vectors:
                     most_rows = min(CLUSTER_ROWS, most_warps * WARP // threads)
                     yield from ((shape, ctas) for ctas in range(1, most_rows + 1))
@@ -155,7 +157,7 @@ def _cluster_forward_shape(problem: Problem, device: Device) -> tuple[RowShape, 
         full = MORE_IF_FULL * (shape.capacity == problem.cols)
         registers = _registers(problem, shape, FORWARD_WORKING + shape.vectors + full)
         if not whole_vectors:
-            of_row = shape.vectors * shape.pack * ITEMSIZE[problem.row_dtype] // 4
+            of_row = shape.vectors * shape.vector_cols * ITEMSIZE[problem.row_dtype] // 4
             registers = _registers(problem, shape, working_of_shifted(problem.norm) + of_row)
         # Two places, with room for a byte more for each vector at an odd address and for what warps tell each other.
         shared = 2 * (bytes_of_part(shape) + shape.threads * shape.vectors) + (6 << 10)
@@ -209,12 +211,16 @@ def shape_of_rows(problem: Problem, held: Held, device: Device) -> NormSpec | No
 
 def _held_shape(problem: Problem, held: Held, device: Device) -> RowShape | None:
     """Who holds what of a row; None where a thread has no registers for it."""
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    vectors = ceil_div(ceil_div(problem.cols, pack), held.cluster)
+    vector_cols = 16 // ITEMSIZE[problem.row_dtype]
+    vectors = ceil_div(ceil_div(problem.cols, vector_cols), held.cluster)
 
     def by(choices: Iterable[int]) -> list[RowShape]:
-        shapes = [shape_of(pack, vectors, choice, held.cluster) for choice in choices]
-        shapes = shapes if held.vectors else [short_backward_shape(pack, vectors, whole=problem.cols % pack == 0)]
+        shapes = [shape_of(vector_cols, vectors, choice, held.cluster) for choice in choices]
+        shapes = (
+            shapes
+            if held.vectors
+            else [short_backward_shape(vector_cols, vectors, whole=problem.cols % vector_cols == 0)]
+        )
         return [one for one in shapes if _registers_suffice(problem, one, device)]
 
     shapes = by([held.fused_vectors]) if held.fused_vectors and not is_plain(problem) else []
@@ -292,8 +298,8 @@ def _cluster_backward_shape(problem: Problem, device: Device) -> tuple[RowShape,
 
 
 def _cheapest(problem: Problem, device: Device, in_place: bool) -> tuple[RowShape, int, bool] | None:
-    pack = 16 // ITEMSIZE[problem.row_dtype]
-    vectors = ceil_div(problem.cols, pack)
+    vector_cols = 16 // ITEMSIZE[problem.row_dtype]
+    vectors = ceil_div(problem.cols, vector_cols)
     found = []
     # In place by four warps more at a time: an odd number spills where the next even one has as many registers.
     least, step = (3 * 4 * WARP, 4 * WARP) if in_place else (BACKWARD_LEAST_THREADS, WARP)
@@ -303,7 +309,7 @@ def _cheapest(problem: Problem, device: Device, in_place: bool) -> tuple[RowShap
         if device.arch == 120:
             most = min(most, 5)  # six spill in 255 registers
         for threads in range(least // ctas, BACKWARD_MOST_THREADS // ctas + 1, step):
-            shape = RowShape(pack, threads, ceil_div(ceil_div(vectors, size), threads), size)
+            shape = RowShape(vector_cols, threads, ceil_div(ceil_div(vectors, size), threads), size)
             if not BACKWARD_LEAST_VECTORS <= shape.vectors <= most:
                 continue
             spec = kernel_spec(problem, "backward", shape, ctas_per_sm=ctas)
@@ -332,9 +338,11 @@ def _under_way(problem: Problem, spec: NormSpec, device: Device, in_place: bool)
 def registers_of_long_row(spec: NormSpec, device: Device) -> int:
     """Registers of a thread that does not keep its row."""
     shape = spec.shape
-    sums = len(spec.sums) * shape.vectors * shape.pack * ITEMSIZE[spec.compute] // 4
+    sums = len(spec.sums) * shape.vectors * shape.vector_cols * ITEMSIZE[spec.compute] // 4
     wide = 16 * any(one.itemsize > ITEMSIZE[spec.row_dtype] for one in (*spec.columns, *spec.matrices))
-    working = BACKWARD_WORKING_OF_FOUR.get(device.arch, BACKWARD_WORKING) if shape.pack == 4 else BACKWARD_WORKING
+    working = (
+        BACKWARD_WORKING_OF_FOUR.get(device.arch, BACKWARD_WORKING) if shape.vector_cols == 4 else BACKWARD_WORKING
+    )
     return working + sums + wide
 
 
@@ -355,11 +363,11 @@ MOST_ODD_VECTORS = TO_TWELVE_WARPS[-1] * CLUSTER_SIZES[-1]  # of a row
 
 def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
     """The kernel of such a row of x and dy alone, of 16 bits, on Hopper; None where the tiers have a better one."""
-    pack = 16 // ITEMSIZE[problem.row_dtype]
+    vector_cols = 16 // ITEMSIZE[problem.row_dtype]
     wide = any(one.itemsize > 2 for one in problem.operands if one.kind == "full")
-    if pack != 8 or wide or problem.cols % pack == 0 or device.arch != 90 or not is_plain(problem):
+    if vector_cols != 8 or wide or problem.cols % vector_cols == 0 or device.arch != 90 or not is_plain(problem):
         return None
-    shape = _odd_shape(problem, pack, device)
+    shape = _odd_shape(problem, vector_cols, device)
     if shape is None:
         return None
     stages = 2 if shape.vectors == ODD_VECTORS else 4
@@ -373,13 +381,13 @@ def odd_backward(problem: Problem, device: Device) -> NormSpec | None:
     return replace(spec, rows_in_registers=spec.columns_aligned or widest_column(spec) == 2)
 
 
-def _odd_shape(problem: Problem, pack: int, device: Device) -> RowShape | None:
+def _odd_shape(problem: Problem, vector_cols: int, device: Device) -> RowShape | None:
     for size in filter(device.runs_clusters, (1, *CLUSTER_SIZES)):
-        vectors = ceil_div(ceil_div(problem.cols, pack), size)
+        vectors = ceil_div(ceil_div(problem.cols, vector_cols), size)
         if vectors in EIGHT_WARPS or (vectors in TO_TWELVE_WARPS and not problem.norm.subtracts_mean):
-            return shape_of(pack, vectors, ODD_VECTORS, size)
+            return shape_of(vector_cols, vectors, ODD_VECTORS, size)
         if vectors in TWO_VECTORS and size >= 4 and problem.norm.subtracts_mean:
-            return shape_of(pack, vectors, 2, size)
+            return shape_of(vector_cols, vectors, 2, size)
     return None
 
 

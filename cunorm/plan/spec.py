@@ -26,9 +26,9 @@ RUN_GAP = 32  # bytes that a run of vectors takes besides them in shared memory 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """A row is held by `threads` threads in each of `cluster` CTAs, `vectors` vectors of `pack` columns a thread."""
+    """A row is held by `threads` threads in each of `cluster` CTAs. A thread has `vectors` vectors of `vector_cols` columns."""
 
-    pack: int
+    vector_cols: int
     threads: int
     vectors: int
     cluster: int = 1
@@ -40,12 +40,12 @@ class RowShape:
 
     @property
     def capacity(self) -> int:
-        return self.pack * self.threads * self.vectors * self.cluster
+        return self.vector_cols * self.threads * self.vectors * self.cluster
 
     @property
     def order(self) -> tuple[int, int, int]:
         """What decides in which order a row is added up: not how its threads are spread over CTAs."""
-        return self.pack, self.threads * self.cluster, self.vectors
+        return self.vector_cols, self.threads * self.cluster, self.vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class NormSpec:
         """Who holds what, in words."""
         shape = self.shape
         return (
-            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.vectors} vectors of {shape.pack} cols "
-            f"a row, cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
+            f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.vectors} vectors of "
+            f"{shape.vector_cols} cols a row, cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
         )
 
     @property
@@ -114,7 +114,7 @@ class NormSpec:
         """
         told = self.stages > 0 or self.kernel in ("forward", "forward_pairs", "forward_twice")
         kept = self.kernel == "forward" and self.rows_in_registers
-        return told and not kept and not self.grouped and self.cols % self.shape.pack == 0
+        return told and not kept and not self.grouped and self.cols % self.shape.vector_cols == 0
 
     @property
     def threads(self) -> int:
@@ -223,8 +223,8 @@ BACKWARD = ("backward", "column_gradients")
 def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> NormSpec:
     of_problem = kernel, problem.operation, problem.cols, problem.row_dtype, problem.operands.of_text
     fits = {
-        "aligned": _vectors_fit(problem, shape.pack, ("full", "group")),
-        "columns_aligned": _vectors_fit(problem, shape.pack, ("group",)),
+        "aligned": _vectors_fit(problem, shape.vector_cols, ("full", "group")),
+        "columns_aligned": _vectors_fit(problem, shape.vector_cols, ("group",)),
     }
     return _spec(*of_problem, shape=shape, **fits | changes)
 
@@ -233,15 +233,15 @@ def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> No
 _spec = lru_cache(maxsize=4096)(NormSpec)
 
 
-def _vectors_fit(problem: Problem, pack: int, kinds: tuple[str, ...]) -> bool:
+def _vectors_fit(problem: Problem, vector_cols: int, kinds: tuple[str, ...]) -> bool:
     """Every vector of every row, or vector, of such operands starts at a multiple of its size (or of 16 bytes)."""
-    return problem.aligned and (problem.rows == 1 or _strides_fit(problem.operands, pack, kinds))
+    return problem.aligned and (problem.rows == 1 or _strides_fit(problem.operands, vector_cols, kinds))
 
 
 @lru_cache(maxsize=4096)
-def _strides_fit(operands: Operands, pack: int, kinds: tuple[str, ...]) -> bool:
+def _strides_fit(operands: Operands, vector_cols: int, kinds: tuple[str, ...]) -> bool:
     return all(
-        stride * one.itemsize % min(16, pack * one.itemsize) == 0
+        stride * one.itemsize % min(16, vector_cols * one.itemsize) == 0
         for one in operands
         if one.kind in kinds
         for stride in (one.row_stride, one.outer_stride)
@@ -259,7 +259,7 @@ class SumSpec:
 
     compute: str
     dtype: str
-    pack: int
+    vector_cols: int
     lanes: int  # threads beside each other
     count: int
     grouped: bool = False  # for each group of rows apart
@@ -300,7 +300,7 @@ class FewRowsSpec:
     @property
     def column_ctas(self) -> int:
         """Whole clusters."""
-        columns = self.columns.shape.pack * self.columns.shape.threads * self.cluster
+        columns = self.columns.shape.vector_cols * self.columns.shape.threads * self.cluster
         return -(-self.columns.cols // columns) * self.cluster
 
     @property

@@ -163,7 +163,7 @@ def layout_of(spec: NormSpec) -> str | None:
         sums = (1, 2) if NORMS[operation.norm].subtracts_mean else (1,)
         if not plain or len(spec.sums) not in sums:
             return None
-        odd = ", odd" if spec.cols % spec.shape.pack else ""  # rows that end within a vector
+        odd = ", odd" if spec.cols % spec.shape.vector_cols else ""  # rows that end within a vector
         return f"{operation.norm}, backward, {of_x} {of_columns}{odd}"
     if not (spec.aligned and spec.columns_aligned) or any(one.itemsize > itemsize for one in spec.matrices):
         return None
@@ -181,7 +181,7 @@ def shape_key(spec: NormSpec, full: bool = False) -> str:
 
 def vectors_of(spec: NormSpec) -> int:
     """Vectors of a row."""
-    return ceil_div(spec.cols, spec.shape.pack)
+    return ceil_div(spec.cols, spec.shape.vector_cols)
 
 
 def is_full(spec: NormSpec) -> bool:

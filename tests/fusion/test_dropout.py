@@ -78,12 +78,12 @@ RUNS = {
     "a seed of two words": Run((13, 33), "float16", seed=SEEDS[2]),
     "a warp": Run((3, 1000), "bfloat16", MANY_SMS),
     "rows at multiples of 4 bytes": Run((5, 1002), "bfloat16"),
-    "packs of four": Run((5, 2004), "float32"),
+    "vectors of four": Run((5, 2004), "float32"),
     "odd rows": Run((2, 3, 1001), "float32"),
     "float64": Run((2, 3, 129), "float64"),
     "a row spread over threads": Run((2, 1600), "bfloat16", MANY_SMS),
     "a cluster": Run((2, 17000), "float32"),
-    "a cluster, backward of four packs for three": Run((2, 20001), "bfloat16"),
+    "a cluster, backward of four vectors for three": Run((2, 20001), "bfloat16"),
     "a cluster of odd rows": Run((2, 17001), "float32"),
     "streamed": Run((3, 17000), "float32", WITHOUT_CLUSTERS),
 }
@@ -113,7 +113,7 @@ def check_run(run: Run, function: str) -> None:
 @needs_machine
 def test_the_backward_pass_of_four_packs_for_three_has_four(monkeypatch):
     runs = cpu_cupy.play(monkeypatch, SMALL, as_many=True)
-    check_run(RUNS["a cluster, backward of four packs for three"], "add_layer_norm")
+    check_run(RUNS["a cluster, backward of four vectors for three"], "add_layer_norm")
     backward = next(step.spec for step in runs.plans[-1].steps if step.spec.kernel == "backward")
     assert (backward.cluster, backward.shape.vectors) == (2, 4)
 
@@ -264,7 +264,7 @@ ODD += [("bfloat16", 300000)]
 @needs_nvrtc
 @pytest.mark.parametrize(("dtype", "cols"), ODD)
 def test_no_kernel_of_odd_rows_spills(dtype, cols):
-    """Nor of packs of fewer than eight columns, nor streamed."""
+    """Nor of vectors of fewer than eight columns, nor streamed."""
     operation, compute = added("layer_norm", dropout=True), compute_dtype(dtype)
     names = ("x", "y", "s", "dy", "ds", "residual", "weight", "bias")
     dtypes = dict.fromkeys(names, dtype) | {"seed": "int64", "dropped": compute, "factor": compute}

@@ -134,7 +134,7 @@ class Run(NamedTuple):
 RUNS = (
     Run("add_layer_norm", (13, 33), "float16", "row", SMALL, "several rows in a warp, at odd addresses"),
     Run("add_rms_norm", (40, 768), "bfloat16", 128, SMALL, "a warp a row"),
-    Run("add_rms_norm", (3, 1601), "bfloat16", "row", SMALL, "a warp of several packs, odd"),
+    Run("add_rms_norm", (3, 1601), "bfloat16", "row", SMALL, "a warp of several vectors, odd"),
     Run("add_layer_norm", (9, 4096), "bfloat16", "tensor", SMALL, "a CTA a row"),
     Run("add_layer_norm", (9, 10248), "bfloat16", "row", MANY_SMS, "few rows: a cluster of 4"),
     Run("add_rms_norm", (4, 65537), "float16", 128, SMALL, "a cluster that takes several rows, odd"),

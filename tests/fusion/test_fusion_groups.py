@@ -91,7 +91,7 @@ def test_vectors_of_groups_may_lie_anyhow(monkeypatch):
 
 @needs_machine
 def test_numbers_of_rows_may_lie_anyhow(monkeypatch, caplog):
-    """Columns of a matrix of gates: nothing is copied, and rows beside odd addresses are read by whole packs."""
+    """Columns of a matrix of gates: nothing is copied, and rows beside odd addresses are read by whole vectors."""
     runs = cpu_cupy.play(monkeypatch, SMALL)
     case = CASES["numbers of rows"]
     made = make(case, (3, 5, 24), "float16")

@@ -33,9 +33,9 @@ class Run(NamedTuple):
 
 RUNS = (
     Run("add_layer_norm", (13, 33), "float16", "several rows in a warp, and rows that do not fill the last", SMALL),
-    Run("add_layer_norm", (3, 1000), "bfloat16", "whole packs that fill no warp", MANY_SMS, ("warp", "cta")),
+    Run("add_layer_norm", (3, 1000), "bfloat16", "whole vectors that fill no warp", MANY_SMS, ("warp", "cta")),
     Run("add_rms_norm", (5, 1001), "float32", "no row but the first is aligned"),
-    Run("add_rms_norm", (12, 3088), "bfloat16", "few rows: two threads for the four packs of each", MANY_SMS),
+    Run("add_rms_norm", (12, 3088), "bfloat16", "few rows: two threads for the four vectors of each", MANY_SMS),
     Run("add_rms_norm", (2, 3, 129), "float64", "rows along two axes"),
     Run(
         "add_layer_norm",
@@ -105,7 +105,7 @@ RUNS = (
     Run("modulate", (2, 40, 256), "float32", "gradients of samples alone, in several CTAs", MANY_SMS),
     Run("modulate", (7, 2, 256), "float32", "one CTA for a sample writes its gradients itself"),
     Run("modulate", (2, 40, 17000), "float32", "partial rows of samples of streamed rows", WITHOUT_CLUSTERS),
-    Run("modulate", (2, 2, 5000), "bfloat16", "few rows: a thread for each pack", MANY_SMS),
+    Run("modulate", (2, 2, 5000), "bfloat16", "few rows: a thread for each vector", MANY_SMS),
     Run("heads", (5, 3, 128), "bfloat16", "a weight for each head"),
     Run("heads", (3, 5, 3, 33), "float32", "the same under two axes", MANY_SMS),
     Run("heads", (4, 3, 17000), "float32", "the same streamed", WITHOUT_CLUSTERS, ("streamed", "streamed")),
@@ -128,7 +128,7 @@ RUNS = (
     Run("numbers of rows, s made again", (2, 17001), "float16", "at odd addresses in a cluster"),
     Run("numbers of rows of samples", (3, 13, 33), "float16", "beside vectors of samples"),
     Run("numbers of rows of samples", (2, 40, 256), "float32", "the same in several CTAs", MANY_SMS),
-    Run("numbers of rows after", (2, 2000), "bfloat16", "few rows: a thread for each pack", MANY_SMS),
+    Run("numbers of rows after", (2, 2000), "bfloat16", "few rows: a thread for each vector", MANY_SMS),
     Run("numbers of rows after", (40, 4096), "bfloat16", "a row of a CTA", SMALL),
     Run("names of the library", (400, 40), "float32", "partial rows beside an operand called workspace", MANY_SMS),
     Run("heads and samples", (2, 3, 2, 33), "float16", "the second sort of groups is expanded, and what is of none"),
@@ -227,7 +227,7 @@ def test_a_gradient_that_is_kept_has_the_bits_of_one_that_is_computed_again(monk
 @pytest.mark.parametrize(
     ("shape", "waits"),
     [((17, 16384), (4, 2)), ((52, 5120), (1, 2)), ((2056, 128), (1, 0))],
-    ids=["a cluster of four", "a CTA of five packs", "rows that share a warp"],
+    ids=["a cluster of four", "a CTA of five vectors", "rows that share a warp"],
 )
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_many_rows_that_something_is_added_to_have_the_bits_of_one(monkeypatch, norm, shape, waits):

@@ -123,7 +123,13 @@ def test_on_a_gpu(shape, dtype):
         ((2, 4097), "float64", SMALL),
         ((3, 10240), "bfloat16", MANY_SMS),
     ],
-    ids=["rows share a warp, odd", "a warp of seven packs", "a CTA", "a CTA of float64, odd", "few rows of many warps"],
+    ids=[
+        "rows share a warp, odd",
+        "a warp of seven vectors",
+        "a CTA",
+        "a CTA of float64, odd",
+        "few rows of many warps",
+    ],
 )
 def test_one_launch_has_the_bits_of_two_on_the_stand_in(monkeypatch, shape, dtype, device):
     runs = cpu_cupy.play(monkeypatch, device)

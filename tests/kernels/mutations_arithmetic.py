@@ -12,7 +12,7 @@ MUTATIONS = (
         (("results", "y: .* elements are wrong"),),
     ),
     Mutation(
-        "the variance counts packs that are not there",
+        "the variance counts vectors that are not there",
         "i < valid ? values[i] - pivot : 0",
         "values[i] - pivot",
         "idle threads",
@@ -131,7 +131,7 @@ MUTATIONS = (
         (("results", "dweight: .* elements are wrong"),),
     ),
     Mutation(
-        "partial rows that are not whole packs",
+        "partial rows that are not whole vectors",
         "return (buffers() + kLineColumns - 1) / kLineColumns * kLineColumns;",
         "return cols;",
         "lanes, partial rows",
@@ -222,7 +222,7 @@ MUTATIONS = (
         (("results", "dweight: .* elements are wrong"),),
     ),
     Mutation(
-        "pieces of a pack side by side in a partial row",
+        "pieces of a vector side by side in a partial row",
         "return column % kVectorSize / kPiece * (vectors() * kPiece) + column / kVectorSize * kPiece + "
         "column % kPiece;",
         "return column;",
@@ -237,7 +237,7 @@ MUTATIONS = (
         (("results", "dweight: .* elements are wrong"),),
     ),
     Mutation(
-        "the last pack of row groups left out",
+        "the last vector of row groups left out",
         "column < Shape::kCols; column += kThreads * kVectorSize",
         "column < Shape::kCols - kVectorSize; column += kThreads * kVectorSize",
         "pieces of several warps",

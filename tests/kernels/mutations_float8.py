@@ -71,14 +71,14 @@ MUTATIONS = (
         "of blocks whose scales are found together one has the scale of another",
         "lane + b * kPartLanes;",
         "lane + (kBlocks - 1 - b) * kPartLanes;",
-        "float8, blocks of four packs",
+        "float8, blocks of four vectors",
         (("results", "bytes of"),),
     ),
     Mutation(
         "half of a block's lanes are left out of its largest",
         "shuffle_xor(upper ? low : high, kLanes / 2)",
         "upper ? low : high",
-        "float8, blocks of four packs",
+        "float8, blocks of four vectors",
         (("results", "Not equal to tolerance|bytes of"),),
     ),
     Mutation(
@@ -189,7 +189,7 @@ MUTATIONS = (
         (("races", "race:"),),
     ),
     Mutation(
-        "blocks of a short row of one pack of its lanes",
+        "blocks of a short row of one vector of its lanes",
         "kRow ? kVectors : kBlockLanes / kLanes",
         "kRow ? kVectors : 1",
         "float8, blocks",

@@ -72,7 +72,7 @@ MUTATIONS = (
         "the first half of a draw for the second",
         "second_half ? words[2] : words[0]",
         "words[0]",
-        "dropout, packs of four",
+        "dropout, vectors of four",
         (("results", "s: .* elements are dropped that are not"),),
     ),
     Mutation(
@@ -267,7 +267,7 @@ MUTATIONS = (
         (("results", "dx: nan of what is allowed"),),
     ),
     Mutation(
-        "what is kept of one pack stands for another",
+        "what is kept of one vector stands for another",
         "kept[p][i] = g;",
         "kept[0][i] = g;",
         "gate, CTA",

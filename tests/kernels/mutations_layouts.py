@@ -26,7 +26,7 @@ MUTATIONS = (
         (("races", "race:"),),
     ),
     Mutation(
-        "two lanes copy the word that their packs share",
+        "two lanes copy the word that their vectors share",
         "(offset == 0 || lane(slot) == 0)",
         "true",
         "misplaced",
@@ -40,14 +40,14 @@ MUTATIONS = (
         (("results", "elements are wrong"),),
     ),
     Mutation(
-        "a run has no place for the word that its last pack ends in",
+        "a run has no place for the word that its last vector ends in",
         "(kAligned ? 0 : kRunGap)",
         "0",
         "misplaced",
         (("races", "race:"),),
     ),
     Mutation(
-        "the last lane of a run writes a word that ends in no pack of it",
+        "the last lane of a run writes a word that ends in no vector of it",
         "shuffle_down(valid) < kVectorSize || lane == kLanes - 1;",
         "shuffle_down(valid) < kVectorSize;",
         "lanes",
@@ -61,7 +61,7 @@ MUTATIONS = (
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
-        "the first column of the row's last pack is not written",
+        "the first column of the row's last vector is not written",
         "if (i < valid) store_element(row + column, vector, i);",
         "if (i > 0 && i < valid) store_element(row + column, vector, i);",
         "odd rows",
@@ -89,7 +89,7 @@ MUTATIONS = (
         (("results", "misaligned vector access"),),
     ),
     Mutation(
-        "part of a pack beyond the row",
+        "part of a vector beyond the row",
         "return left < 0 ? 0 : left < kVectorSize ? left : kVectorSize;",
         "return kVectorSize;",
         "lanes",
@@ -103,7 +103,7 @@ MUTATIONS = (
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
-        "packs of a thread as far apart as in one CTA",
+        "vectors of a thread as far apart as in one CTA",
         "static_cast<int64>(p) * kStep",
         "static_cast<int64>(p) * kThreads * kVectorSize",
         "cluster, odd",

@@ -133,14 +133,14 @@ MUTATIONS = (
         (("races", "race:"),),  # a row that a thread keeps is read at once, here before another's copy is made
     ),
     Mutation(
-        "packs beyond the row are not cleared",
+        "vectors beyond the row are not cleared",
         "load.template clear<Shape::kCapacity, kBuffers>(buffers(), buffer(stage), Shape::vector_slot(p));",
         ";",
         "idle threads",
         (("results", "dx: .* elements are wrong"),),
     ),
     Mutation(
-        "packs beyond the row are cleared in the first place alone",
+        "vectors beyond the row are cleared in the first place alone",
         "for (int stage = 0; stage < kStages; ++stage)",
         "for (int stage = 0; stage < 1; ++stage)",
         "buffers",
@@ -202,35 +202,35 @@ MUTATIONS = (
     ),
     # Bounds
     Mutation(
-        "whole packs beyond the row",
+        "whole vectors beyond the row",
         "return left > 0 ? kVectorSize : 0;",
         "return kVectorSize;",
         "idle threads",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
-        "packs beyond the row are said to be whole",
+        "vectors beyond the row are said to be whole",
         "(p + 1) * kStep <= kCols; }",
         "p * kStep < kCols; }",
         "idle threads",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
-        "a pack is loaded that is not there, or a part of it",
+        "a vector is loaded that is not there, or a part of it",
         "row, column * kSize, valid * kSize,",
         "row, column * kSize, kVectorSize * kSize,",
         "one odd row",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
-        "a pack in which a row ends is taken for a whole one",
+        "a vector in which a row ends is taken for a whole one",
         "Access::kAligned, Cache::",
         "Access::kWhole, Cache::",
         "one odd row",
         (("memory", "AddressSanitizer: heap-buffer-overflow"),),
     ),
     Mutation(
-        "what lies behind the part of a pack that is there",
+        "what lies behind the part of a vector that is there",
         "keep_valid<kAccess>(vector, covering.words, valid > 0 ? valid : kVectorSize);",
         "keep_valid<kAccess>(vector, covering.words, kVectorSize);",
         "one odd row",

@@ -75,10 +75,10 @@ MUTATIONS = (
         (("results", "y: .* elements are wrong"), ("races", "race:")),
     ),
     Mutation(
-        "more threads for a row: the second pack of a thread counted for its first",
+        "more threads for a row: the second vector of a thread counted for its first",
         "lane_sums[k][vector_of(i)][thread] = sums[k]",
         "lane_sums[k][part_of_row][thread] = sums[k]",
-        "spread, two packs a thread",
+        "spread, two vectors a thread",
         (("results", "y: .* elements are wrong"),),
     ),
     Mutation(
@@ -124,7 +124,7 @@ MUTATIONS = (
         (("results", "d(weight|bias): .* elements are wrong"),),
     ),
     Mutation(
-        "a thread with one turn has the weight of its first pack for all",
+        "a thread with one turn has the weight of its first vector for all",
         "columns.unpack(column_vectors[kColumnsInRegisters ? p : 0], values);",
         "columns.unpack(column_vectors[0], values);",
         "whole columns",

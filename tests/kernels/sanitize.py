@@ -193,7 +193,7 @@ def kernels(dtype: str, part: int, target: Device) -> set[KernelSpec]:
 def launches(dtype: str, part: int, target: Device, asarray: Callable[..., Any]) -> Iterator[int]:
     """A part of the rows of one dtype through every tier, both norms and directions, alone, with a sum before them and
     in an operation of a user: shortest and longest rows, aligned and not, in bfloat16; of the other dtypes the longest,
-    in turns aligned and not, since only the width of a pack is another. Yields how many calls were made.
+    in turns aligned and not, since only the width of a vector is another. Yields how many calls were made.
     """
     import numpy
 

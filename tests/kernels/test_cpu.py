@@ -226,8 +226,8 @@ def layouts(rows: int, cols: int, dtype: str) -> dict[str, tuple]:
     """(x, dy, weight, bias, y) where addresses or strides rule vector access out, and where they do not."""
     x, dy, weight, bias = inputs(numpy, rows, cols, dtype)
     y = numpy.empty_like(x)
-    pack = 16 // x.itemsize
-    wide = {key: in_wider_rows(array, pack) for key, array in (("x", x), ("dy", dy), ("y", y))}
+    vector_cols = 16 // x.itemsize
+    wide = {key: in_wider_rows(array, vector_cols) for key, array in (("x", x), ("dy", dy), ("y", y))}
     odd = {key: in_wider_rows(array, 1) for key, array in (("x", x), ("dy", dy), ("y", y))}
     for matrix in (*wide.values(), *odd.values()):
         matrix.base[:, cols:] = numpy.nan

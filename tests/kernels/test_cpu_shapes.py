@@ -46,7 +46,9 @@ def test_the_table_reaches_every_tier(direction):
     specs = [choice[1] for choice in chosen if choice]
     # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
     held = [(tier, tier.by) for tier in table if isinstance(tier.by, Held)]
-    choices = {(tier, packs) for tier, by in held for packs in (by.vectors[:1] if len(by.vectors) == 2 else by.vectors)}
+    choices = {
+        (tier, vectors) for tier, by in held for vectors in (by.vectors[:1] if len(by.vectors) == 2 else by.vectors)
+    }
     assert choices <= {(choice[0], choice[1].shape.vectors) for choice in chosen if choice}
     assert {spec.row_dtype for spec in specs} == set(DTYPES)
     assert {min(32, spec.shape.threads) for spec in specs} == {1, 2, 4, 8, 16, 32}

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "in place": (3, 200000, "float32", {}),
     "in place, misplaced": (3, 200000, "float32", {"misplaced": True, "output_mask": (False, True, True)}),
     "wide weight": (40, 129, "bfloat16", {"weight": "float64"}),
-    "equal values, less than a pack": (3, 7, "bfloat16", {"offset": 1e35}),
+    "equal values, less than a vector": (3, 7, "bfloat16", {"offset": 1e35}),
     "equal values": (3, 12001, "float32", {"offset": 1e35}),
     "wide weight, row groups without rows": (2, 136, "bfloat16", {"weight": "float64"}),
     "partial rows": (280, 1536, "float32", {"device": MANY_SMS}),
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "streamed": (17, 8201, "float64", {"device": MANY_WITHOUT_CLUSTERS}),
     "misplaced": (3, 136, "float16", {"misplaced": True}),
     "spread": (3, 1152, "bfloat16", {"device": MANY_SMS}),
-    "spread, two packs a thread": (2, 2100, "float64", {"device": MANY_SMS}),
+    "spread, two vectors a thread": (2, 2100, "float64", {"device": MANY_SMS}),
     "spread, threads to spare": (2, 322, "bfloat16", {"device": MANY_SMS}),
     "whole columns": (20, 250, "bfloat16", {"device": MANY_SMS}),
     "odd rows": (3, 137, "float16", {}),
@@ -155,7 +155,7 @@ FLOAT8 = {
     "float8, CTA": float8(4096, "bfloat16", "row"),
     "float8, rows by two": float8(2048, "bfloat16", "row", rows=131),
     "float8, blocks": float8(224, "bfloat16", 128),
-    "float8, blocks of four packs": float8(1000, "bfloat16", 128),
+    "float8, blocks of four vectors": float8(1000, "bfloat16", 128),
     "float8, a scale for all": float8(224, "bfloat16", "tensor"),
     "float8, streamed": float8(17001, "float32", "row", WITHOUT_CLUSTERS),
     "float8 of a sum, streamed": lambda monkeypatch, machine: test_fused_float8.check_on_stand_in(
@@ -179,7 +179,7 @@ FLOAT8 = {
 
 DROPPED = {
     f"dropout, {name}": test_dropout.RUNS[name]
-    for name in ("rows share a warp", "a warp", "packs of four", "a cluster")
+    for name in ("rows share a warp", "a warp", "vectors of four", "a cluster")
 }
 
 

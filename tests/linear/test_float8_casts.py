@@ -38,11 +38,11 @@ class Run(NamedTuple):
 
 
 ROWS = (
-    Run(1, 16, "bfloat16", SMALL, "a row of two packs"),
-    Run(70, 100, "float16", SMALL, "a warp a row, odd packs, 16 rows a CTA"),
-    Run(33, 1000, "bfloat16", FEW_SMS, "a warp of four packs"),
+    Run(1, 16, "bfloat16", SMALL, "a row of two vectors"),
+    Run(70, 100, "float16", SMALL, "a warp a row, odd vectors, 16 rows a CTA"),
+    Run(33, 1000, "bfloat16", FEW_SMS, "a warp of four vectors"),
     Run(9, 4096, "float16", FEW_SMS, "four warps a row"),
-    Run(21, 3003, "float32", SMALL, "rows at odd addresses, partial packs"),
+    Run(21, 3003, "float32", SMALL, "rows at odd addresses, partial vectors"),
     Run(7, 12288, "bfloat16", FEW_SMS, "a CTA a row"),
     Run(5, 28673, "bfloat16", SMALL, "a cluster of two, odd"),
     Run(3, 40000, "float32", MANY_SMS, "a cluster of eight"),
@@ -218,10 +218,10 @@ def test_the_bound_is_met(operation):
 
 def layouts(rows: int, cols: int, dtype: str) -> dict[str, numpy.ndarray]:
     a = matrix(rows, cols, dtype)
-    pack = 16 // a.itemsize
+    vector_cols = 16 // a.itemsize
     shifted = unwritten(rows * cols + 1, dtype)[1:].reshape(rows, cols)
     shifted[...] = a
-    views = {"wider rows": in_wider_rows(a, pack), "wider by one": in_wider_rows(a, 1)}
+    views = {"wider rows": in_wider_rows(a, vector_cols), "wider by one": in_wider_rows(a, 1)}
     for one in views.values():
         one.base[:, cols:] = numpy.nan
     return views | {"misplaced": shifted}

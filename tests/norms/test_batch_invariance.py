@@ -75,17 +75,17 @@ def test_beside_a_dy_of_another_dtype_too(name):
     device = DEVICES[name]
     rows_and_addresses = ((1, True), (3, False), (100_000, True), (100_000, False))
     for op, x, dy in product(OPS, ("bfloat16", "float32", "float64"), DTYPES):
-        pack = 16 // ITEMSIZE[x]
-        for packs in range(3072, 32769, 1664):
+        vector_cols = 16 // ITEMSIZE[x]
+        for vectors in range(3072, 32769, 1664):
             asked = (("x",), ("x", "weight"), ("x", "weight", "bias"))[: 2 if op == "rms_norm" else 3]
             found = orders(
                 (
-                    problem("backward", rows, packs * pack, x, op=op, y=dy, wanted=wanted, aligned=aligned)
+                    problem("backward", rows, vectors * vector_cols, x, op=op, y=dy, wanted=wanted, aligned=aligned)
                     for (rows, aligned), wanted in product(rows_and_addresses, asked)
                 ),
                 device,
             )
-            assert len(found) == 1, (op, x, dy, packs * pack, found)
+            assert len(found) == 1, (op, x, dy, vectors * vector_cols, found)
 
 
 @pytest.mark.parametrize("cols", [10007, 16384, 40960, 81920])
@@ -117,13 +117,13 @@ def variants(xp: Any, rows: int, cols: int, dtypes: Dtypes, many: int) -> Iterat
     made = inputs(xp, rows, cols, dtypes.x, dy=dtypes.dy, weight=dtypes.weight, bias=dtypes.bias)
     x, dy, weight, bias = (misplaced(array, 0) for array in made)
     y = xp.empty(x.shape, numpy_dtype("test", dtypes.y or dtypes.x))
-    pack = 16 // x.dtype.itemsize
+    vector_cols = 16 // x.dtype.itemsize
     for row in range(rows):
-        # Alone it begins at an aligned address, and among others not unless cols are whole packs.
+        # Alone it begins at an aligned address, and among others not unless cols are whole vectors.
         alone = (misplaced(array[row : row + 1], 0) for array in (x, dy))
         yield f"row {row} alone", slice(row, row + 1), (*alone, weight, bias, misplaced(y[:1], 0))
     yield "beside each other", slice(rows), (x, dy, weight, bias, y)
-    for padding in (1, -cols % pack + pack):
+    for padding in (1, -cols % vector_cols + vector_cols):
         wide = [in_wider_rows(array, padding) for array in (x, dy, y)]
         yield f"{padding} apart", slice(rows), (*wide[:2], weight, bias, wide[2])
     moved = [misplaced(array, 1) for array in (x, dy, weight, bias, y)]
@@ -185,15 +185,15 @@ def test_on_the_stand_in(op, cols, dtype, device):
 
 
 def lengths(dtype: str, op: str, device: Device) -> list[int]:
-    """For every tier one that is not whole packs; in bfloat16 also its longest row, and lengths that were once wrong.
-    Each of the other dtypes by one norm: they differ in the width of a pack.
+    """For every tier one that is not whole vectors; in bfloat16 also its longest row, and lengths that were once wrong.
+    Each of the other dtypes by one norm: they differ in the width of a vector.
     """
-    pack = 16 // ITEMSIZE[dtype]
+    vector_cols = 16 // ITEMSIZE[dtype]
     whole = dtype == "bfloat16"
     found = {33333, 70001} if whole else set()
     for direction in TABLES:
         for taken in matrix.lengths_of_tiers(direction, dtype, device).values():
-            found |= {*([taken[-1]] if whole else []), *[cols for cols in taken if cols % pack][-1:]}
+            found |= {*([taken[-1]] if whole else []), *[cols for cols in taken if cols % vector_cols][-1:]}
     return sorted(found) if whole or op == "layer_norm" else []
 
 

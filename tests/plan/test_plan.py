@@ -53,9 +53,9 @@ def test_launches_are_within_the_limits_of_cuda(direction, rows, dtype, name):
             assert step.dynamic_shared == launch_shared(spec, DEVICES[name])
             if spec.kernel in ("forward", "backward"):
                 assert spec.shape.capacity >= cols
-                assert spec.shape.capacity < 2 * cols + 2 * 32 * spec.shape.pack * spec.shape.cluster
+                assert spec.shape.capacity < 2 * cols + 2 * 32 * spec.shape.vector_cols * spec.shape.cluster
                 fewer = replace(spec.shape, vectors=spec.shape.vectors - 1)
-                assert fewer.capacity < cols + fewer.pack * fewer.cluster
+                assert fewer.capacity < cols + fewer.vector_cols * fewer.cluster
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -327,7 +327,7 @@ def test_columns_of_few_rows_are_added_up_in_the_same_order_wherever_they_lie():
 def test_few_rows_have_threads_for_every_column_and_every_row(arch):
     for rows, cols, step in few_rows(arch):
         columns, of_rows = step.spec.columns, step.spec.rows
-        assert columns.shape.pack * columns.shape.threads * step.spec.column_ctas >= cols
+        assert columns.shape.vector_cols * columns.shape.threads * step.spec.column_ctas >= cols
         assert columns.threads == of_rows.threads == step.spec.threads <= 1024
         ctas = step.grid[0] - step.spec.column_ctas
         assert ctas % step.spec.cluster == 0
@@ -335,7 +335,7 @@ def test_few_rows_have_threads_for_every_column_and_every_row(arch):
 
 
 ALIGNMENT = [
-    # (cols, x_stride, y_stride, pointers aligned, vectors expected) of float16: packs of 8 columns
+    # (cols, x_stride, y_stride, pointers aligned, vectors expected) of float16: vectors of 8 columns
     (1024, 1024, 1024, True, True),
     (1024, 1024, 1024, False, False),
     (1024, 1032, 1024, True, True),

@@ -81,7 +81,7 @@ def test_a_table_serves_the_gpus_of_its_class(bandwidth, sms, served):
 @pytest.mark.parametrize(
     ("norm", "cols", "held"),
     [
-        # (threads and packs of a row, CTAs of a cluster, rows of a CTA, CTAs of an SM, places)
+        # (threads and vectors of a row, CTAs of a cluster, rows of a CTA, CTAs of an SM, places)
         ("layer_norm", 301, (16, 3, 1, 12, 2, 3)),
         ("layer_norm", 517, (32, 3, 1, 6, 2, 3)),
         ("layer_norm", 1001, (64, 2, 1, 3, 2, 3)),
