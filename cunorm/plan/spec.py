@@ -26,7 +26,7 @@ RUN_GAP = 32  # bytes that a run of vectors takes besides them in shared memory 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """A row is held by `threads` threads in each of `cluster` CTAs; each has `vectors` vectors of `vector_cols` columns."""
+    """A row is held by `threads` threads in each of `cluster` CTAs, each with `vectors` vectors of `vector_cols` cols."""
 
     vector_cols: int
     threads: int
@@ -95,7 +95,8 @@ class NormSpec:
         shape = self.shape
         return (
             f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.vectors} vectors of "
-            f"{shape.vector_cols} cols a row, cluster {shape.cluster}, {'aligned' if self.aligned else 'shifted'} access"
+            f"{shape.vector_cols} cols a row, cluster {shape.cluster}, "
+            f"{'aligned' if self.aligned else 'shifted'} access"
         )
 
     @property
