@@ -26,7 +26,7 @@ RUN_GAP = 32  # bytes that a run of vectors takes besides them in shared memory 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """A row is held by `threads` threads in each of `cluster` CTAs, each with `vectors` vectors of `vector_cols` cols."""
+    """A row is held by `threads` threads in each of `cluster` CTAs, with `vectors` vectors of `vector_cols` each."""
 
     vector_cols: int
     threads: int
