@@ -36,6 +36,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@functools.cache
 def own_attributes() -> set[str]:
     """What cunorm's own classes, and objects, have by such names."""
     found = set()
@@ -54,9 +55,6 @@ def own_attributes() -> set[str]:
     return found
 
 
-OWN = own_attributes()
-
-
 def of_others(text: str) -> Iterator[str]:
     """Names in a file that the package they are of does not promise to keep."""
     tree = ast.parse(text)
@@ -73,7 +71,7 @@ def of_others(text: str) -> Iterator[str]:
         elif isinstance(node, ast.Attribute):
             whole, base = ast.unparse(node), ast.unparse(node.value)
             if whole.startswith(UNSTABLE) or (
-                is_private(node.attr) and node.attr not in OF_PYTHON | OWN and base not in modules
+                is_private(node.attr) and node.attr not in OF_PYTHON | own_attributes() and base not in modules
             ):
                 yield whole
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -82,7 +80,7 @@ def of_others(text: str) -> Iterator[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "attrgetter"):
             for one in node.args:
                 name = one.value if isinstance(one, ast.Constant) else ""
-                if isinstance(name, str) and is_private(name) and name not in OWN:
+                if isinstance(name, str) and is_private(name) and name not in own_attributes():
                     yield name
 
 

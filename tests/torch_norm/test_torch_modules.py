@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("expecttest", reason="torch's own samples need expecttest")
 
 from torch import nn  # noqa: E402
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
-from torch.testing._internal.common_modules import module_db  # noqa: E402
 from torch_tensors import on_devices, random  # noqa: E402
 
 import cunorm.torch  # noqa: E402
@@ -21,6 +20,22 @@ from cunorm.torch import LayerNorm, RMSNorm  # noqa: E402
 PAIRS = [(LayerNorm, nn.LayerNorm), (RMSNorm, nn.RMSNorm)]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 pairs = pytest.mark.parametrize(("ours", "torchs"), PAIRS, ids=["LayerNorm", "RMSNorm"])
+
+
+def of_function(name: str) -> Any:
+    """Return torch's samples of a function: imported here, as that takes four seconds."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (info,) = (op for op in op_db if op.name == f"nn.functional.{name}")
+    return info
+
+
+def of_module(cls: type) -> Any:
+    """Return torch's samples of a module."""
+    from torch.testing._internal.common_modules import module_db
+
+    (info,) = (module for module in module_db if module.module_cls is cls)
+    return info
 
 
 def assert_same_results(ours, torchs, x, dtype):
@@ -35,7 +50,7 @@ def assert_same_results(ours, torchs, x, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_the_samples_of_torchs_functions(device, dtype, name):
-    (info,) = (op for op in op_db if op.name == f"nn.functional.{name}")
+    info = of_function(name)
     samples = [*info.sample_inputs(device, dtype, requires_grad=True), *info.reference_inputs(device, dtype)]
     assert len(samples) >= 10
     for sample in samples:
@@ -50,7 +65,7 @@ def test_the_samples_of_torchs_functions(device, dtype, name):
 
 @pytest.mark.parametrize("name", ["rms_norm"])
 def test_the_errors_of_torchs_functions(name):
-    (info,) = (op for op in op_db if op.name == f"nn.functional.{name}")
+    info = of_function(name)
     for bad in info.error_inputs("cpu"):
         sample = bad.sample_input
         with pytest.raises(bad.error_type):
@@ -61,7 +76,7 @@ def test_the_errors_of_torchs_functions(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pairs
 def test_the_samples_of_torchs_modules(device, dtype, ours, torchs):
-    (info,) = (module for module in module_db if module.module_cls is torchs)
+    info = of_module(torchs)
     samples = info.module_inputs_func(info, device, dtype, True, training=True)
     assert len(samples) >= 5
     for sample in samples:
