@@ -48,7 +48,8 @@ class Device:
 
     def runs_clusters(self, size: int) -> bool:
         """Return whether a cluster of `size` CTAs can run; one of a single CTA always can."""
-        return size == 1 or (bool(self.clusters) and self.clusters[CLUSTER_SIZES.index(size)] > 0)
+        sizes = (each for each, count in zip(CLUSTER_SIZES, self.clusters, strict=False) if count > 0)
+        return size == 1 or size in sizes
 
     def resident_clusters(self, size: int, ctas_per_sm: int, sm_margin: int = 0) -> int:
         """Return how many clusters of `size` CTAs (1: CTAs) run at once."""
