@@ -23,7 +23,7 @@ def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> 
     if isinstance(spec, SumSpec):
         return "", _sum_partials(spec, owns_workspace)
     before, call = _FAMILIES[spec.kernel](by_position(spec) if isinstance(spec, NormSpec) else spec)
-    if isinstance(spec, NormSpec) and spec.leaves_partial_rows:
+    if isinstance(spec, NormSpec) and spec.leaves_partial_sums:
         call = f"  wait_for_kernel_before();\n{call}"
     return before, call
 
@@ -41,16 +41,16 @@ def by_position(spec: NormSpec) -> NormSpec:
     return replace(spec, operation=operation, operands=operands)
 
 
-def row_numbers(operand: Operand) -> tuple[str, ...]:
+def row_parameters(operand: Operand) -> tuple[str, ...]:
     """The parameters that say where the rows, or vectors, of an operand begin."""
-    return tuple(f"{operand.name}_{number}" for number in operand.row_numbers)
+    return tuple(f"{operand.name}_{number}" for number in operand.row_arguments)
 
 
 def _forward(spec: NormSpec) -> tuple[str, str]:
     operation = spec.operation
     by_name = {operand.name: operand for operand in spec.operands}
     inputs = [operand.name for operand in spec.inputs]
-    beside = [operand.name for operand in spec.beside]
+    beside = [operand.name for operand in spec.epilogue_matrices]
     columns = [operand.name for operand in spec.columns if operand.name in operation.epilogue.uses]
     scalars = [operand.name for operand in spec.operands if operand.kind == "scalar" and operand.name != "eps"]
     before = forward_struct(spec, inputs, beside, columns, scalars)
@@ -59,6 +59,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
     # Beside y8 rows of y at odd addresses go by elements: shifted those of 24577 columns spilled 28 bytes. Those of s
     # do where lanes do not store together; where they do, by elements those of 65537 columns spilled 4.
     by_elements = "y8" in by_name and not spec.aligned
+    s_by_elements = by_elements and not spec.computes_scales
     s = by_name.get("s")
     call = "\n      ".join(
         (
@@ -66,7 +67,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
             f"{_matrices_type(spec, inputs, cache_x)}>{load},",
             f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)},",
             f"{_columns_type(spec, columns)}{_matrices(spec, columns)},",
-            f"{_store(spec, s, STREAMED, by_elements and not spec.finds_scales) if s and s.written else 'NoStore{}'},",
+            f"{_store(spec, s, STREAMED, s_by_elements) if s and s.written else 'NoStore{}'},",
             f"{_store_y(spec, by_name, by_elements)},",
             f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
         )
@@ -90,7 +91,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
 
 def _forward_twice(spec: NormSpec) -> tuple[str, str]:
     operation, by_name = spec.operation, {operand.name: operand for operand in spec.operands}
-    beside = [operand.name for operand in spec.beside]
+    beside = [operand.name for operand in spec.epilogue_matrices]
     first, second = (
         [operand.name for operand in spec.columns if expression and operand.name in expression.uses]
         for expression in (operation.epilogue, operation.second)
@@ -212,7 +213,7 @@ def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elemen
     if operand.kind == "per_row":
         return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.vector_cols}, {cpp(operand.inner > 0)}>"
     layout = (
-        f"{spec.shape.vector_cols}, {spec.shape.lanes}, {access(spec.has_vectors(operand), spec.has_whole_vectors)}"
+        f"{spec.shape.vector_cols}, {spec.shape.lanes}, {access(spec.is_aligned(operand), spec.knows_whole_vectors)}"
     )
     options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
     if operand.kind == "group" and not _of_one_group(spec):
@@ -225,7 +226,7 @@ def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
     by_name = {operand.name: operand for operand in spec.operands}
     text = "{}"
     for name in reversed(list(names)):
-        start, starts = name, row_numbers(by_name[name]) or ("0",)
+        start, starts = name, row_parameters(by_name[name]) or ("0",)
         if by_name[name].kind == "seed":
             start, starts = f"{name}[0]", (f"{name}[1]",)
         if by_name[name].kind == "per_row":
@@ -262,7 +263,7 @@ def _row_sums(spec: NormSpec) -> str:
 
 
 def _store(spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
-    arguments = ", ".join((operand.name, *row_numbers(operand)))
+    arguments = ", ".join((operand.name, *row_parameters(operand)))
     return f"{_rows_type('Store', spec, operand, cache, by_elements)}{{{arguments}}}"
 
 
@@ -331,7 +332,7 @@ def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
         of_this["partials"] = f"({of_this['partials']}) + {of_group}"
         of_this["sum"] = f"({of_this['sum']}) + {group} * cols"
     layout = f"{spec.lanes}, {spec.rows_per_cta}, {spec.vector_cols}"
-    template = f"sum_partials<{layout}, {cpp(owns_workspace)}, {cpp(spec.next_begins)}>"
+    template = f"sum_partials<{layout}, {cpp(owns_workspace)}, {cpp(spec.lets_next_begin)}>"
     call = f"  {template}({block}, {of_this['partials']}, {of_this['sum']}, groups, cols);\n"
     if not spec.several_blocks:
         return call

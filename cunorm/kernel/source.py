@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..plan.problem import GROUP_NUMBERS, Operand
+from ..plan.problem import GROUP_PARAMETERS, Operand
 from ..plan.spec import (
     BLOCK_VALUES,
     COLUMN_BYTES,
@@ -29,7 +29,7 @@ from ..plan.spec import (
     OtherSpec,
     SumSpec,
 )
-from .call import by_position, call_of, row_numbers
+from .call import by_position, call_of, row_parameters
 from .text import CPP_TYPE
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -129,8 +129,8 @@ def parameters(spec: KernelSpec) -> dict[str, str]:
     }
     types |= {operand.name: CPP_TYPE[operand.dtype] for operand in spec.operands if operand.kind == "scalar"}
     types["rows"] = "int64"
-    types |= dict.fromkeys((name for operand in spec.operands for name in row_numbers(operand)), "int64")
-    return types | dict.fromkeys(GROUP_NUMBERS if spec.grouped else (), "int64")
+    types |= dict.fromkeys((name for operand in spec.operands for name in row_parameters(operand)), "int64")
+    return types | dict.fromkeys(GROUP_PARAMETERS if spec.grouped else (), "int64")
 
 
 def _pointer(operand: Operand, dtype: str) -> str:

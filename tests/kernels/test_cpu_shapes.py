@@ -16,7 +16,7 @@ from functions import OPS
 from cunorm.kernel.source import FILES
 from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan
-from cunorm.plan.shapes import TABLES, Held
+from cunorm.plan.shapes import TABLES, ShapeChoices
 from cunorm.plan.spec import FewRowsSpec, NormSpec
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -45,7 +45,7 @@ def test_the_table_reaches_every_tier(direction):
     assert {choice and choice[0] for choice in chosen} == {*table, None}
     specs = [choice[1] for choice in chosen if choice]
     # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
-    held = [(tier, tier.by) for tier in table if isinstance(tier.by, Held)]
+    held = [(tier, tier.rule) for tier in table if isinstance(tier.rule, ShapeChoices)]
     choices = {
         (tier, vectors) for tier, by in held for vectors in (by.vectors[:1] if len(by.vectors) == 2 else by.vectors)
     }

@@ -150,7 +150,7 @@ def test_a_problem_of_other_rows_is_what_is_made_anew(direction):
     first, anew = (problem(direction, rows, 1000, "float16") for rows in (3, 5000))
     names = [name for name in dir(first) if not name.startswith("_") and name != "of_rows"]
     before = {name: getattr(first, name) for name in names}
-    found = first.of_rows(5000)
+    found = first.with_rows(5000)
     assert found == anew
     assert hash(found) == hash(anew)
     assert {name: getattr(found, name) for name in names} == {name: getattr(anew, name) for name in names}
@@ -189,7 +189,7 @@ def test_a_backward_pass_that_leaves_partial_rows_begins_early(dtype, rows, name
         entry = source.source(first.spec).partition(f"{source.entry_name(first.spec)}(")[2]
         assert entry.partition("{")[2].strip().startswith("wait_for_kernel_before();") == (solution.groups > 0)
         assert first.begins_early == begins
-        assert not solution.groups or last.spec.next_begins == (first.spec.cluster <= 2)
+        assert not solution.groups or last.spec.lets_next_begin == (first.spec.cluster <= 2)
         if begins and dynamic_shared(first.spec):
             assert ctas_that_fit(shared_memory(first.spec) + first.dynamic_shared, device) == first.spec.ctas_per_sm
 
