@@ -228,7 +228,7 @@ FUSIONS: dict[str, Callable[..., Operation]] = {
 def name_of_operation(operation: Operation) -> str | None:
     """Return the function that computes it, of a call that may leave out weight or bias; None if there is none."""
     named = {**NAMED, **{name: make() for name, make in FUSIONS.items()}}
-    return next((name for name, one in named.items() if operation == one.given(operation.operands)), None)
+    return next((name for name, other in named.items() if operation == other.given(operation.operands)), None)
 
 
 def name_of(norm: str, zero_centered_gamma: bool) -> str:

@@ -206,7 +206,9 @@ def _sum_partials(
     offsets = {name: place * stride for place, name in enumerate(problem.sums)}
     steps = []
     for dtype, kind in dict.fromkeys((gradient.dtype, gradient.kind) for gradient in problem.operands.summed):
-        names = [one.name for one in problem.operands.summed if (one.dtype, one.kind) == (dtype, kind)]
+        names = [
+            gradient.name for gradient in problem.operands.summed if (gradient.dtype, gradient.kind) == (dtype, kind)
+        ]
         count = problem.groups.count if problem.groups and kind == "group" else 1
         # There are some 64 to 256 CTAs for each gradient, with 8 to 256 lanes. All groups of rows together have as
         # many, because each has few partial sums.

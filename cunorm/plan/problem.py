@@ -462,16 +462,17 @@ def _argument_order(operands: Operands, names: tuple[str, ...]) -> Callable[[Seq
 def only_gradients(problem: Problem, wanted: Iterable[str]) -> Problem:
     """Return the same backward pass for some of its gradients, which reads only what they need."""
     operands = problem.by_name
+    dtypes = {name: operand.dtype for name, operand in operands.items()}
     kinds = {name: operand.kind for name, operand in operands.items()}
     fewer = backward_problem(
         problem.operation,
         problem.rows,
         problem.cols,
-        {"x": problem.row_dtype, "s": problem.row_dtype} | {name: one.dtype for name, one in operands.items()},
+        {"x": problem.row_dtype, "s": problem.row_dtype} | dtypes,
         sources(wanted),
         # An operand that is not read has the kind of its gradient.
         kinds={name.removeprefix("d"): kinds[name] for name in problem.wanted} | kinds,
-        strides={name: one.strides for name, one in operands.items() if one.kind in ("full", "group", "per_row")},
+        strides={name: operands[name].strides for name in operands if kinds[name] in ("full", "group", "per_row")},
         groups=problem.groups,
     )
     return replace(problem, operands=fewer.operands)
