@@ -128,8 +128,8 @@ def _late(
         written[name] = parts[0] if len(parts) == 1 else substitute(both, dict(zip(("a", "b"), parts, strict=True)))
     matrices = [operand.name for operand in spec.matrices]
     returned = f" + matrices[{matrices.index('ds')}][i]" if "ds" in matrices else ""
-    ds = f"    const Compute ds = of_norm{returned};\n"
-    places = {name: place for name, place in places.items() if name != "ds"}  # not the matrix alone
+    ds = f"    const Compute ds = of_norm{returned};\n"  # takes the place of the matrix ds
+    places = {name: place for name, place in places.items() if name != "ds"}
     return _gradients("late", "Compute xhat, Compute of_norm", added, written, sums, places, ds)
 
 

@@ -16,7 +16,7 @@ from cunorm.kernel import source
 from cunorm.kernel.device import CLUSTER_SIZES, H100, KNOWN, early_launches, known
 from cunorm.operation import Operation, gated
 from cunorm.plan.plan import plan
-from cunorm.plan.problem import backward_problem, forward_problem
+from cunorm.plan.problem import Groups, backward_problem, forward_problem
 from cunorm.plan.resources import ctas_that_fit, dynamic_shared, launch_shared, shared_memory
 from cunorm.plan.spec import FewRowsSpec, NormSpec, SumSpec
 from cunorm.plan.steps import Step
@@ -142,6 +142,18 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, name):
             for rows in (5 * 10**7, 10**8, 10**9)
         ]
         assert specs[0] == specs[1] == specs[2]
+
+
+def test_sums_of_streamed_rows_that_read_nothing_of_groups_are_those_of_all_rows():
+    operation = Operation("layer_norm", trace(lambda xhat, scale, bias: xhat * (1 + scale) + bias))
+    dtypes, kinds = dict.fromkeys(("x", "dy", "scale", "bias"), "float16"), {"scale": "group"}
+    wanted = ("x", "bias")
+    task = backward_problem(operation, 4096, 2**20, dtypes, wanted, kinds=kinds, groups=Groups(1024, 4))
+    columns, rows = plan(task, KNOWN[80]).steps
+    assert columns.spec.kernel == "column_gradients"
+    assert columns.spec.final
+    assert columns.grid[2] == 1
+    assert rows.spec.kernel == "backward_streamed"
 
 
 @pytest.mark.parametrize("device", [H100, KNOWN[90], KNOWN[120]], ids=lambda device: device.name)
