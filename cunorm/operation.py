@@ -1,10 +1,10 @@
-"""A norm with what stands before and after it, as a value, and its derivative.
+"""An operation: a norm with the elementwise functions before and after it, as a value; and its derivative.
 
                       s = prologue(x, ...)          elementwise; x itself without a prologue
     Operation:     xhat = normalise(s)              by one of NORMS: the only part that is not elementwise
                       y = epilogue(xhat, ...)       elementwise
 
-Every name besides x and xhat is an operand. The plain norms are entries of a table over this (`affine`).
+Every name besides x and xhat is an operand. The plain norms are operations too (`affine`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .expression.value import FUNCTIONS, Expression
 
 
 class Norm(NamedTuple):
-    """The properties of a norm that plans know; kernels_cu/norms/statistics.cuh has its arithmetic."""
+    """The properties of a norm that plans depend on; its arithmetic is in kernels_cu/norms/statistics.cuh."""
 
-    policy: str  # its struct there
+    policy: str  # the name of its struct there
     subtracts_mean: bool
-    lane_sums: int  # that a thread of the forward pass adds its columns to
-    forward_values: int  # that warps tell each other in the forward pass
-    streamed_values: int  # where rows are streamed
-    backward_values: int
+    lane_sums: int  # sums that a thread of the forward pass adds its columns to
+    forward_values: int  # values that warps exchange for a row in the forward pass
+    streamed_values: int  # the same for streamed rows
+    backward_values: int  # the same in the backward pass
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The names of what the forward pass keeps of a row."""
+        """The names of the per-row scalars that the forward pass keeps."""
         return ("mean", "rstd") if self.subtracts_mean else ("rstd",)
 
 
@@ -42,18 +42,19 @@ NORMS = {
 
 
 X = parse("x", ("x",))
-# The operand of this name is an array of 8 bytes, of which each element gets a random number (norm/philox.py).
+# The operand of this name is an array of 8 bytes, from which each element gets a random number (expression/philox.py).
 SEED = "seed"
 
 
 @dataclass(frozen=True)
 class Operation:
-    """`defaults` are the numbers that stand for operands which a call leaves out.
+    """A norm, its prologue and its epilogue. `defaults` are the numbers that replace operands which a call leaves out.
 
-    What follows from the fields is worked out at once: every call asks for the hash and the operands, and
-    torch.compile traces neither how they are made nor that they are kept.
+    With `second` the epilogue computes s, which is rounded, and y = second(normalise(s), ...). Such an operation has
+    only a forward pass.
 
-    With `second` the epilogue makes s, which is rounded, and y = second(normalise(s), ...): a forward pass alone.
+    The hash and the operands are computed at once, because every call needs them, and because torch.compile cannot
+    trace a computation that caches its result.
     """
 
     norm: str
@@ -68,14 +69,18 @@ class Operation:
     def __post_init__(self) -> None:
         names = (*self.before, *self.after, *(self.second.names[1:] if self.second else ()))
         object.__setattr__(self, "operands", tuple(dict.fromkeys(names)))
-        fields = (self.norm, self.epilogue, self.prologue, self.returns, self.defaults, self.second)
-        object.__setattr__(self, "_hash", hash(fields))
+        object.__setattr__(self, "_hash", hash(self._values))
+
+    @property
+    def _values(self) -> tuple:
+        return self.norm, self.epilogue, self.prologue, self.returns, self.defaults, self.second
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple:  # another process has another hash
-        return Operation, (self.norm, self.epilogue, self.prologue, self.returns, self.defaults, self.second)
+    def __reduce__(self) -> tuple:
+        """Pickle the fields alone, because another process has another hash."""
+        return Operation, self._values
 
     @property
     def before(self) -> tuple[str, ...]:
@@ -89,13 +94,13 @@ class Operation:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The names of what the forward pass keeps of a row."""
-        of_norm = NORMS[self.norm].statistics
-        return (*of_norm, *(f"second_{name}" for name in of_norm)) if self.second else of_norm
+        """The names of the per-row scalars that the forward pass keeps."""
+        names = NORMS[self.norm].statistics
+        return (*names, *(f"second_{name}" for name in names)) if self.second else names
 
     def renamed(self, names: Mapping[str, str]) -> Operation:
         """Return the same operation of operands that have other names."""
-        prologue, second = (None if one is None else one.renamed(names) for one in (self.prologue, self.second))
+        prologue, second = (step.renamed(names) if step else None for step in (self.prologue, self.second))
         defaults = tuple((names.get(name, name), number) for name, number in self.defaults)
         return replace(self, epilogue=self.epilogue.renamed(names), prologue=prologue, second=second, defaults=defaults)
 
@@ -104,26 +109,26 @@ class Operation:
         absent = {name: number for name, number in self.defaults if name not in names}
         if not absent:
             return self
-        left = tuple((name, number) for name, number in self.defaults if name in names)
-        second = None if self.second is None else _with_numbers(self.second, absent)
-        return replace(self, epilogue=_with_numbers(self.epilogue, absent), defaults=left, second=second)
+        defaults = tuple((name, number) for name, number in self.defaults if name in names)
+        second = _with_numbers(self.second, absent) if self.second else None
+        return replace(self, epilogue=_with_numbers(self.epilogue, absent), defaults=defaults, second=second)
 
 
 @cache
 def affine(norm: str, zero_centered_gamma: bool = False) -> Operation:
-    """layer_norm and rms_norm: y = xhat * weight + bias, or with 1 + weight. Of an RMSNorm there is no bias."""
+    """Return layer_norm or rms_norm: y = xhat * weight + bias, or with 1 + weight. RMSNorm is called without bias."""
     if zero_centered_gamma:
-        epilogue, one = trace(lambda xhat, weight, bias: xhat * (1 + weight) + bias), 0.0
+        epilogue, neutral_weight = trace(lambda xhat, weight, bias: xhat * (1 + weight) + bias), 0.0
     else:
-        epilogue, one = trace(lambda xhat, weight, bias: xhat * weight + bias), 1.0
-    return Operation(norm, epilogue, defaults=(("weight", one), ("bias", 0.0)))
+        epilogue, neutral_weight = trace(lambda xhat, weight, bias: xhat * weight + bias), 1.0
+    return Operation(norm, epilogue, defaults=(("weight", neutral_weight), ("bias", 0.0)))
 
 
 @cache
 def added(norm: str, zero_centered_gamma: bool = False, dropout: bool = False) -> Operation:
-    """add_layer_norm and add_rms_norm: the same of s = x + residual, which is returned too.
+    """Return add_layer_norm or add_rms_norm: the norm of s = x + residual, which is returned too.
 
-    With dropout what is `dropped` of x has a random number below it, and what is kept is scaled.
+    With dropout an element of x becomes 0 where its random number is below `dropped`, and is else times `factor`.
     """
     if dropout:
         prologue = trace(
@@ -136,41 +141,41 @@ def added(norm: str, zero_centered_gamma: bool = False, dropout: bool = False) -
 
 @cache
 def norm_added(norm: str, zero_centered_gamma: bool = False) -> Operation:
-    """layer_norm_add and rms_norm_add: residual + the norm of x."""
-    of_norm = affine(norm, zero_centered_gamma)
+    """Return layer_norm_add or rms_norm_add: residual + the norm of x."""
+    plain = affine(norm, zero_centered_gamma)
     total = trace(lambda xhat, residual, of_norm: residual + of_norm)
-    return replace(of_norm, epilogue=substitute(total, {"of_norm": of_norm.epilogue}))
+    return replace(plain, epilogue=substitute(total, {"of_norm": plain.epilogue}))
 
 
 @cache
 def norm_add_norm_steps(zero_centered_gamma: bool = False) -> tuple[Operation, Operation, Operation]:
     """Return the operations of rms_norm_add_rms_norm: that of s, that of y from s, and that of y's backward pass.
 
-    The last one has s as its prologue too: s is returned, so its gradient is added to what comes through the norm.
+    The last has s as its prologue, because s is returned: its gradient is added to the one that comes through the norm.
     """
     if zero_centered_gamma:
-        epilogue, one = trace(lambda xhat, second_weight: xhat * (1 + second_weight)), 0.0
+        epilogue, neutral_weight = trace(lambda xhat, second_weight: xhat * (1 + second_weight)), 0.0
     else:
-        epilogue, one = trace(lambda xhat, second_weight: xhat * second_weight), 1.0
-    then = Operation("rms_norm", epilogue, defaults=(("second_weight", one),))
-    return norm_added("rms_norm", zero_centered_gamma), then, replace(then, prologue=X, returns=("y", "s"))
+        epilogue, neutral_weight = trace(lambda xhat, second_weight: xhat * second_weight), 1.0
+    second_norm = Operation("rms_norm", epilogue, defaults=(("second_weight", neutral_weight),))
+    backward = replace(second_norm, prologue=X, returns=("y", "s"))
+    return norm_added("rms_norm", zero_centered_gamma), second_norm, backward
 
 
 @cache
 def norm_add_norm(zero_centered_gamma: bool = False) -> Operation:
     """Return rms_norm_add_rms_norm as one operation, which one kernel runs forward."""
-    of_sum, then, _ = norm_add_norm_steps(zero_centered_gamma)
-    defaults = (*((name, value) for name, value in of_sum.defaults if name == "weight"), *then.defaults)
-    of_weight = of_sum.given(("residual", "weight"))
-    return replace(of_weight, returns=("y", "s"), defaults=defaults, second=then.epilogue)
+    first, second, _ = norm_add_norm_steps(zero_centered_gamma)
+    first = first.given(("residual", "weight"))
+    return replace(first, returns=("y", "s"), defaults=first.defaults + second.defaults, second=second.epilogue)
 
 
 @cache
 def modulated(norm: str, affine_norm: bool = False) -> Operation:
     """Return layer_norm_modulate or rms_norm_modulate, of a norm without parameters or with weight and bias."""
-    of_norm = affine(norm) if affine_norm else Operation(norm, parse("xhat", ("xhat",)))
+    plain = affine(norm) if affine_norm else Operation(norm, parse("xhat", ("xhat",)))
     modulation = trace(lambda xhat, scale, shift: xhat * (1 + scale) + shift)
-    return replace(of_norm, epilogue=substitute(modulation, {"xhat": of_norm.epilogue}))
+    return replace(plain, epilogue=substitute(modulation, {"xhat": plain.epilogue}))
 
 
 @cache
@@ -182,16 +187,15 @@ def gate_added_modulated(norm: str, affine_norm: bool = False) -> Operation:
 
 @cache
 def gated(norm_before_gate: bool = True) -> Operation:
-    """rms_norm_gated: the norm times silu(z), or the norm of x times it."""
+    """Return rms_norm_gated: the norm of x times silu(z), or the norm of x * silu(z)."""
+    defaults = (("weight", 1.0),)
     if norm_before_gate:
-        return Operation(
-            "rms_norm", trace(lambda xhat, z, weight: xhat * weight * silu(z)), defaults=(("weight", 1.0),)
-        )
-    of_norm = Operation("rms_norm", trace(lambda xhat, weight: xhat * weight), defaults=(("weight", 1.0),))
-    return replace(of_norm, prologue=trace(lambda x, z: x * silu(z), role="prologue"))
+        return Operation("rms_norm", trace(lambda xhat, z, weight: xhat * weight * silu(z)), defaults=defaults)
+    prologue = trace(lambda x, z: x * silu(z), role="prologue")
+    return Operation("rms_norm", trace(lambda xhat, weight: xhat * weight), prologue, defaults=defaults)
 
 
-# What the public functions compute, by the name that stands for it below them, where a framework wants one as well.
+# The operations of layer_norm and rms_norm, by names that also serve frameworks which need a name for each.
 NAMED = {
     "layer_norm": affine("layer_norm"),
     "rms_norm": affine("rms_norm"),
@@ -202,12 +206,11 @@ NAMED = {
 
 @cache
 def is_named(operation: Operation) -> bool:
-    """Return whether it is one of NAMED, of a call that may leave weight or bias out."""
-    return any(operation == one.given(operation.operands) for one in NAMED.values())
+    """Return whether it is one of NAMED, of a call that may leave out weight or bias."""
+    return any(operation == named.given(operation.operands) for named in NAMED.values())
 
 
-# What the named functions compute, by the flags of a call: zero_centered_gamma and dropout, norm_before_gate, or
-# whether the norm has parameters of its own.
+# Functions that return the operation of each named function, from the flags of a call.
 FUSIONS: dict[str, Callable[..., Operation]] = {
     "add_layer_norm": partial(added, "layer_norm"),
     "add_rms_norm": partial(added, "rms_norm"),
@@ -223,34 +226,38 @@ FUSIONS: dict[str, Callable[..., Operation]] = {
 
 @cache
 def name_of_operation(operation: Operation) -> str | None:
-    """The function that computes it, of a call that may leave weight or bias out; None for a user's own operation."""
+    """Return the function that computes it, of a call that may leave out weight or bias; None if there is none."""
     named = {**NAMED, **{name: make() for name, make in FUSIONS.items()}}
-    return next((name for name, one in named.items() if operation == one.given(operation.operands)), None)
+    return next((name for name, other in named.items() if operation == other.given(operation.operands)), None)
 
 
 def name_of(norm: str, zero_centered_gamma: bool) -> str:
-    """The entry of NAMED that a function and its option mean."""
+    """Return the name in NAMED of a norm with this option."""
     return f"zero_centered_{norm}" if zero_centered_gamma else norm
 
 
 @lru_cache(maxsize=512)
 def added_after(operation: Operation, present: tuple[str, ...]) -> tuple[str, ...]:
-    """The operands, of those present, whose gradients are dy itself: what is added to a norm."""
+    """Return the operands, of those present, that are added to a norm, so that their gradients are dy itself."""
     after = [name for name in operation.after if name in present and name not in operation.before]
     return tuple(name for name, gradient in derivative(operation, after, present).early if gradient.text == "dy")
 
 
 class Derivative(NamedTuple):
-    """The gradients that are wanted of an operation, as expressions.
+    """The wanted gradients of an operation, as expressions.
 
-    Those of the epilogue's operands are of xhat, dy (the gradient of y) and the epilogue's operands; those of x and of
-    the prologue's operands are of ds (the whole gradient of s), x and the prologue's operands. An operand of both has
-    one in each, and they are added.
+    The gradients of the epilogue's operands are functions of xhat, dy (the gradient of y) and the epilogue's operands.
+    Those of x and of the prologue's operands are functions of ds (the whole gradient of s), x and the prologue's
+    operands. An operand of both has a gradient in each list, and the two are added.
     """
 
-    g: Expression | None  # the gradient of xhat; None where nobody asks for what comes of it
-    early: tuple[tuple[str, Expression], ...]  # known before the sums over a row are
-    late: tuple[tuple[str, Expression], ...]
+    g: Expression | None  # the gradient of xhat; None if no gradient in `late` is wanted
+    early: tuple[tuple[str, Expression], ...]  # the epilogue's, which do not depend on the sums over a row
+    late: tuple[tuple[str, Expression], ...]  # those of x and the prologue
+
+    @property
+    def expressions(self) -> list[Expression]:
+        return [expression for _, expression in (*self.early, *self.late)] + ([self.g] if self.g else [])
 
     @property
     def is_expensive(self) -> bool:
@@ -260,31 +267,29 @@ class Derivative(NamedTuple):
 
 
 def derivative(operation: Operation, wanted: Iterable[str], present: Collection[str]) -> Derivative:
-    """The gradients with respect to `wanted`, names of operands or x, of a call that has the operands `present`."""
+    """Return the gradients of x or operands, named in `wanted`, for a call that has the operands `present`."""
     absent = tuple((name, number) for name, number in operation.defaults if name not in present)
     return _derivative(operation, tuple(wanted), absent)
 
 
-# Every plan for another number of rows asks for it a few times: a backward pass is planned in 0.18 ms, without what is
-# kept here in 0.6 (4096 columns, one core of an EPYC).
+# A plan for another number of rows needs it a few times. A backward pass is planned in 0.18 ms, without this cache in
+# 0.6 (4096 columns, one core of an EPYC).
 @lru_cache(maxsize=4096)
 def _derivative(operation: Operation, wanted: tuple[str, ...], absent: tuple[tuple[str, float], ...]) -> Derivative:
     late_names = [name for name in wanted if name == "x" or name in operation.before]
     early_names = [name for name in wanted if name in operation.after]
-    found = gradients(operation.epilogue, ("xhat", *early_names), seed="dy")
-    numbers = dict(absent)
-    found = {name: _with_numbers(expression, numbers) for name, expression in found.items()}
-    prologue = operation.prologue or X
-    late = gradients(prologue, late_names, seed="ds")
+    early = gradients(operation.epilogue, ("xhat", *early_names), seed="dy")
+    early = {name: _with_numbers(expression, dict(absent)) for name, expression in early.items()}
+    late = gradients(operation.prologue or X, late_names, seed="ds")
     return Derivative(
-        found.pop("xhat") if late_names else None,
-        tuple((name, found[name]) for name in early_names),
+        early["xhat"] if late_names else None,
+        tuple((name, early[name]) for name in early_names),
         tuple((name, late[name]) for name in late_names),
     )
 
 
-def _with_numbers(expression: Expression, numbers: dict[str, float]) -> Expression:
-    """The expression with numbers in place of names, which it then has no more."""
+def _with_numbers(expression: Expression, numbers: Mapping[str, float]) -> Expression:
+    """Return the expression with numbers in place of names."""
     return substitute(
         expression, {name: parse(repr(number), ()) for name, number in numbers.items() if name in expression.names}
     )

@@ -227,7 +227,7 @@ def row_strides(layout: Layout, normalized_ndim: int) -> RowStrides | None:
     if len(rows.axes) < 2:
         return RowStrides(rows.axes[0].stride if rows.axes else rows.cols)
     outer, inner = rows.axes
-    # Kernels count rows of two strides in 32 bits (Operand.row_numbers).
+    # Kernels count rows of two strides in 32 bits (Operand.row_arguments).
     return None if outer.size * inner.size >= 2**32 else RowStrides(inner.stride, outer.stride, inner.size)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from .. import logs
 from ..kernel.device import Device
 from ..operation import Operation
-from ..plan.forward import holds_twice
+from ..plan.forward import fits_norm_add_norm
 from ..plan.plan import plan
 from ..plan.problem import (
     ITEMSIZE,
@@ -73,7 +73,7 @@ class LaunchRecipe:
         statistics = tuple([(name, rows, dtype) for name, _, dtype in self.statistics])
         allocated = tuple([(shape, dtype) for _, shape, dtype in (*written, *statistics)])[: len(self.allocated)]
         found = object.__new__(LaunchRecipe)  # by replace() it takes 5 us more
-        solution = plan(self.plan.problem.of_rows(math.prod(rows)), self.plan.device)
+        solution = plan(self.plan.problem.with_rows(math.prod(rows)), self.plan.device)
         vars(found).update(vars(self), plan=solution, written=written, statistics=statistics, allocated=allocated)
         return found
 
@@ -214,7 +214,7 @@ def runs_norm_add_norm(x: Layout, s_dtype: str | None) -> bool:
     """Return whether one kernel runs an operation with a second norm for such x and s; else two run."""
     if s_dtype not in (None, x.dtype) or not x.shape or x.dtype not in ITEMSIZE or 0 in x.shape:
         return False
-    return holds_twice(x.dtype, x.shape[-1])
+    return fits_norm_add_norm(x.dtype, x.shape[-1])
 
 
 def backward_recipe(

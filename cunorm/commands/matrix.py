@@ -19,7 +19,7 @@ from ..linear import float8_plan
 from ..linear.float8_plan import CastPlan, ColumnsProblem, ProductProblem, RowsProblem
 from ..operation import FUSIONS, NAMED, SEED, Operation, norm_add_norm, norm_add_norm_steps
 from ..plan.choose import tier_of
-from ..plan.forward import holds_twice
+from ..plan.forward import fits_norm_add_norm
 from ..plan.plain_problems import float8_problem, plain, whole
 from ..plan.plan import plan
 from ..plan.problem import (
@@ -215,7 +215,7 @@ def named_fusions() -> list[Problem]:
                 for name in ("s", "ds")
                 if (operation.prologue or operation.second) and (name == "s" or "s" in operation.returns)
             }
-            if operation.second and not holds_twice(dtype, cols):
+            if operation.second and not fits_norm_add_norm(dtype, cols):
                 continue
             shared = {"kinds": kinds, "groups": groups if "group" in kinds.values() else None}
             if operation is not back_from_it:

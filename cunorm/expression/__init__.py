@@ -1,9 +1,9 @@
 """Elementwise functions as values: traced from Python, written as text, read back, differentiated.
 
-A prologue or an epilogue is a Python function of numbers. `trace` calls it once with tracers, which note what is done
-to them: a list of steps (expression_value.py). The canonical text of that list, not the Python function, is what a
-kernel is known by, and `parse` reads it back (expression_grammar.py). expression_texts.py writes an expression for CUDA
-and computes it by NumPy, torch or JAX.
+A prologue or an epilogue is a Python function of numbers. `trace` calls it once with tracers, which record what is done
+to them as a list of steps (value.py). A kernel is identified by the canonical text of that list, not by the Python
+function, and `parse` reads the text back (grammar.py). texts.py writes an expression for CUDA and evaluates it by
+NumPy, torch or JAX.
 
 What such a function may use:
 
@@ -12,8 +12,8 @@ What such a function may use:
 - of NumPy exp, log, sqrt, tanh, square, power (as **), minimum, maximum, clip and where;
 - of this module where, exp, log, sqrt, rsqrt, tanh, sigmoid, silu, gelu, erf, minimum and maximum.
 
-Nothing else: no if, and, or, min or max of a parameter, no functions of math, torch or JAX, no arrays that it captures
-(make them parameters), nothing of more than one element.
+It may use nothing else: no if, and, or, min or max of a parameter, no functions of math, torch or JAX, no captured
+arrays (make them parameters), and nothing of more than one element.
 
 >>> import cunorm.expression as expression
 >>> modulate = expression.trace(lambda xhat, scale, shift: xhat * (1 + scale) + shift)
@@ -55,7 +55,9 @@ __all__ = [
 
 
 def substitute(expression: Expression, replacements: Mapping[str, Expression]) -> Expression:
-    """The expression with names replaced by expressions, all at once; their names take the place of the replaced one.
+    """Return the expression with names replaced by expressions, all at once.
+
+    The names of each replacement take the place of the name that it replaces.
 
     Examples
     --------

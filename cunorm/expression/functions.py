@@ -1,4 +1,4 @@
-"""The functions that an expression may use, of traced values, and of numbers and arrays of NumPy."""
+"""The functions that an expression may use, for traced values and for numbers and arrays of NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _call(function: str, *operands: Any) -> Any:
 
 
 def _numpy() -> Any:
-    """Imported when arrays come: `import cunorm` takes a third of the time without it."""
+    """Import NumPy when it is needed: `import cunorm` takes a third of the time without it."""
     import numpy
 
     return numpy
@@ -38,67 +38,73 @@ _OF_ARRAYS = {
     "erf": _erf_of_array,
     "rsqrt": lambda x: 1 / _numpy().sqrt(x),
     "sigmoid": _sigmoid_of_array,
-    "where": lambda condition, x, y: _numpy().where(condition, x, y)[()],  # of numbers a number
+    "where": lambda condition, x, y: _numpy().where(condition, x, y)[()],  # for numbers it returns a number
 }
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """x where the condition holds, else y. Both are computed: an infinite derivative of the other one gives NaN."""
+    """Return x where the condition holds, else y.
+
+    Both are computed. An infinite derivative of the one that is not chosen makes the gradient NaN.
+    """
     return _call("where", condition, x, y)
 
 
 def exp(x: Any) -> Any:
-    """e to the power of x."""
+    """Return e to the power of x."""
     return _call("exp", x)
 
 
 def log(x: Any) -> Any:
-    """The natural logarithm."""
+    """Return the natural logarithm."""
     return _call("log", x)
 
 
 def sqrt(x: Any) -> Any:
-    """The square root."""
+    """Return the square root."""
     return _call("sqrt", x)
 
 
 def rsqrt(x: Any) -> Any:
-    """1 / sqrt(x)."""
+    """Return 1 / sqrt(x)."""
     return _call("rsqrt", x)
 
 
 def tanh(x: Any) -> Any:
-    """The hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return _call("tanh", x)
 
 
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return _call("sigmoid", x)
 
 
 def erf(x: Any) -> Any:
-    """The error function."""
+    """Return the error function of x."""
     return _call("erf", x)
 
 
 def minimum(x: Any, y: Any) -> Any:
-    """The smaller one; NaN if one is. Of equal ones each gets half the gradient, as in torch."""
+    """Return the smaller number, or NaN if one is NaN. Equal ones get half the gradient each, as in torch."""
     return _call("minimum", x, y)
 
 
 def maximum(x: Any, y: Any) -> Any:
-    """The larger one; NaN if one is. Of equal ones each gets half the gradient, as in torch."""
+    """Return the larger number, or NaN if one is NaN. Equal ones get half the gradient each, as in torch."""
     return _call("maximum", x, y)
 
 
 def silu(x: Any) -> Any:
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
 def gelu(x: Any, *, approximate: str = "none") -> Any:
-    """x times the normal distribution's probability below x; by torch's approximation if `approximate` is "tanh"."""
+    """Return x times the normal distribution's probability below x.
+
+    With `approximate="tanh"` it is torch's approximation.
+    """
     if approximate == "none":
         return x * (0.5 + 0.5 * erf(x * math.sqrt(0.5)))
     if approximate == "tanh":

@@ -12,18 +12,19 @@ from .value import COMPARISONS, Expression, Graph
 
 
 def _selected(dy: Tracer, selected: Tracer, other: Tracer, beyond: Tracer) -> Tracer:
-    """The gradient of an operand of minimum or maximum; as torch's, also where one is NaN."""
+    """Return the gradient of an operand of minimum or maximum. It is torch's, also where an operand is NaN."""
     return where(selected == other, dy * 0.5, where(beyond, 0, dy))
 
 
-# A derivative by reverse accumulation takes a product apart at each step: with no end to it a chain of n products would
-# take n² of time and of steps.
+# Reverse accumulation splits a product into its factors at each step. Without a limit a chain of n products would take
+# n² of time and of steps.
 MOST_FACTORS = 100
 
 
 def _factors(value: Tracer) -> list[int]:
-    """The places that a product is made of, in order; itself where they are more than MOST_FACTORS. The expression's
-    own products are not taken apart.
+    """Return the places of a product's factors, in order, or its own place if they are more than MOST_FACTORS.
+
+    Products of the expression itself are not split.
     """
     graph = value.graph
     factors, pending = [], [value.place]
@@ -42,7 +43,7 @@ def _factors(value: Tracer) -> list[int]:
 
 
 def _multiplied(graph: Graph, factors: Iterable[int]) -> Tracer:
-    """Their product from the left, where the constants among them are one, unless float32 does not hold it."""
+    """Return the product of the factors, from the left. Constants become one, if float32 holds it."""
     places = list(factors)
     constants = [place for place in places if graph.steps[place].function == "constant"]
     number = math.prod(float(graph.steps[place].text) for place in constants)
@@ -57,28 +58,28 @@ def _multiplied(graph: Graph, factors: Iterable[int]) -> Tracer:
 
 
 def _product(dy: Tracer, factor: Tracer) -> Tracer:
-    """dy * factor. Ten steps that multiply by constants are one in the derivative."""
+    """Return dy * factor. Ten steps that multiply by constants become one step of the derivative."""
     if dy.graph.steps[factor.place].function != "constant":
         return dy * factor
     return _multiplied(dy.graph, [*_factors(dy), factor.place])
 
 
 def _total(first: Tracer, second: Tracer) -> Tracer:
-    """Their sum, with what is a factor of both multiplied once: dy * a + dy * b is dy * (a + b)."""
-    common, rest, others = [], [], _factors(second)
+    """Return the sum, with common factors multiplied once: dy * a + dy * b is dy * (a + b)."""
+    common, of_first, of_second = [], [], _factors(second)
     for place in _factors(first):
-        if place in others:
-            others.remove(place)
+        if place in of_second:
+            of_second.remove(place)
             common.append(place)
         else:
-            rest.append(place)
+            of_first.append(place)
     if not common:
         return first + second
     graph = first.graph
-    return _product(_multiplied(graph, common), _multiplied(graph, rest) + _multiplied(graph, others))
+    return _product(_multiplied(graph, common), _multiplied(graph, of_first) + _multiplied(graph, of_second))
 
 
-# The gradients with respect to the operands, from dy, that with respect to the result y. None: there is none.
+# For each function the gradients of its operands, from dy, the gradient of its result y. None stands for no gradient.
 _GRADIENTS: dict[str, Callable[..., tuple]] = {
     "+": lambda dy, y, a, b: (dy, dy),
     "-": lambda dy, y, a, b: (dy, -dy),
@@ -101,21 +102,21 @@ _GRADIENTS: dict[str, Callable[..., tuple]] = {
 
 
 def gradients(expression: Expression, wrt: Iterable[str], *, seed: str | None = None) -> dict[str, Expression]:
-    """The derivatives of an expression by some of its names, by reverse accumulation.
+    """Return the derivatives of an expression with respect to some of its names, by reverse accumulation.
 
     Parameters
     ----------
     expression : Expression
     wrt : iterable of str
-        The names; the result has an expression for each.
+        The names. The result has an expression for each.
     seed : str, optional
-        The name of the gradient with respect to the result, by which each derivative is multiplied, and which each
-        then has as its last name. Without it they are not multiplied.
+        The name of the gradient of the result. Each derivative is multiplied by it and has it as its last name. Without
+        it they are not multiplied.
 
     Notes
     -----
-    Where there is no derivative: abs has 0 at 0; equal operands of minimum and maximum get half each, as in torch. A
-    comparison has none.
+    At points without a derivative, abs has 0, and equal operands of minimum and maximum get half each, as in torch. A
+    comparison has no derivative.
 
     Examples
     --------
@@ -129,22 +130,22 @@ def gradients(expression: Expression, wrt: Iterable[str], *, seed: str | None = 
         raise ValueError(f"cunorm: gradients must be by the names {expression.names}; got {unknown[0]!r}.")
     names = expression.names if seed is None else check_names((*expression.names, seed))
     graph = Graph(expression.steps)
-    varying = [False] * len(expression.steps)  # with one of the names
-    for place, (function, operands, text) in enumerate(expression.steps):
-        varying[place] = text in wrt if function == "name" else any(varying[operand] for operand in operands)
+    varies: list[bool] = []  # for each step, whether it depends on one of the names
+    for function, operands, text in expression.steps:
+        varies.append(text in wrt if function == "name" else any(varies[operand] for operand in operands))
     start = graph.constant(1) if seed is None else graph.name(seed)
-    found = {len(expression.steps) - 1: Tracer(graph, start)}
+    gradient_of = {len(expression.steps) - 1: Tracer(graph, start)}
     for place in reversed(range(len(expression.steps))):
         step = expression.steps[place]
-        if place not in found or not varying[place] or not step.operands:
+        if place not in gradient_of or not varies[place] or not step.operands:
             continue
         operands = [Tracer(graph, operand) for operand in step.operands]
-        parts = _GRADIENTS[step.function](found[place], Tracer(graph, place), *operands)
+        parts = _GRADIENTS[step.function](gradient_of[place], Tracer(graph, place), *operands)
         for operand, part in zip(step.operands, parts, strict=True):
-            if varying[operand] and part is not None:
-                found[operand] = _total(found[operand], part) if operand in found else part
-    places = (graph.name(name) for name in wrt)
+            if varies[operand] and part is not None:
+                gradient_of[operand] = _total(gradient_of[operand], part) if operand in gradient_of else part
+    places = {name: graph.name(name) for name in wrt}
     return {
-        name: graph.expression(found[place].place if place in found else graph.constant(0), names)
-        for name, place in zip(wrt, places, strict=True)
+        name: graph.expression(gradient_of[place].place if place in gradient_of else graph.constant(0), names)
+        for name, place in places.items()
     }

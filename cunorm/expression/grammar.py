@@ -1,4 +1,4 @@
-"""The text of an expression read back, and the names that may stand in it. Nothing of a text is ever executed."""
+"""The parser of expressions' texts, and the names that a text may have. Nothing of a text is ever executed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NoReturn
 
 from .value import COMPARISONS, DEEPEST, FUNCTIONS, Expression, Graph
 
-_TEMPORARY = re.compile(r"t\d+")  # what a text computes first
+_TEMPORARY = re.compile(r"t\d+")
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names as a tuple, if each can be a parameter in Python and stand in a text, and none comes twice."""
+    """Return the names as a tuple, if each can be a parameter in Python and a name in a text, and no two are equal."""
     names = tuple(names)
     for name in names:
         if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
@@ -37,7 +37,7 @@ _SPACE, _PARENTHESIS = re.compile(r"\s*"), re.compile(r"\s*\(")
 
 
 class _Parser:
-    """Recursive descent: one method for each rule of the grammar."""
+    """A recursive-descent parser with a method for each rule of the grammar."""
 
     def __init__(self, text: str, names: tuple[str, ...]) -> None:
         self.text = text
@@ -58,9 +58,9 @@ class _Parser:
         """Go to the next token, and return the one that was left."""
         left = self.token
         self.start = _SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]
-        found = _TOKEN.match(self.text, self.start)
-        if found:
-            self.kind, self.token, self.position = found.lastgroup or "", found[0], found.end()
+        match = _TOKEN.match(self.text, self.start)
+        if match:
+            self.kind, self.token, self.position = match.lastgroup or "", match[0], match.end()
         elif self.start < len(self.text):
             self.fail("no such symbol")
         else:
@@ -152,12 +152,12 @@ class _Parser:
 
 
 def parse(text: str, names: Iterable[str]) -> Expression:
-    """The expression that a text says; ``parse(e.text, e.names) == e``. Nothing of the text is ever executed.
+    """Return the expression of a text, so that ``parse(e.text, e.names) == e``. Nothing of the text is ever executed.
 
     Raises
     ------
     ValueError
-        If the text is not of the grammar, with the position where it leaves it.
+        If the text does not follow the grammar. The message has the position.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Uniform random numbers of a seed, a row and a column, as kernels make them (kernels_cu/rows/philox.cuh): to the bit.
+"""Uniform random numbers from a seed, a row and a column: the same bits as kernels_cu/rows/philox.cuh makes.
 
-Philox4x32-10 (Salmon, Moraes, Dror, Shaw, Parallel random numbers: as easy as 1, 2, 3, 2011). A draw is of eight
-neighbouring columns, 16 bits for each: numbers are multiples of 2^-16, from 0 up to 1.
+The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, Parallel random numbers: as easy as 1, 2, 3, 2011). One draw
+serves eight neighbouring columns with 16 bits each, so numbers are multiples of 2^-16, from 0 up to 1.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def draw(
     product: Callable[[Any, int], tuple[Any, Any]],
     sum: Callable[[Any, int], Any],
 ) -> tuple[Any, Any, Any, Any]:
-    """Four words of 32 bits for each counter of four and key of two, arrays that broadcast.
+    """Return four words of 32 bits for each counter of four words and key of two, which are arrays that broadcast.
 
-    `product` has the upper and the lower word of an array of words times a number, `sum` the lower of one and a number.
+    `product` returns the upper and the lower word of an array of words times a number; `sum` returns the lower word of
+    an array of words plus a number.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -37,9 +38,11 @@ def draw(
 
 
 def _product(words: Any, number: int) -> tuple[Any, Any]:
-    """Return the words of a product, computed in 64 bits; beyond them it wraps round."""
-    whole = words * number
-    return (whole >> 32) & MASK, whole & MASK
+    """Return the upper and lower word of a product in 64 bits. A product that is larger as a signed number wraps round,
+    which leaves the words right.
+    """
+    product = words * number
+    return (product >> 32) & MASK, product & MASK
 
 
 def _sum(words: Any, number: int) -> Any:
@@ -47,14 +50,14 @@ def _sum(words: Any, number: int) -> Any:
 
 
 def uniform(seed: Any, shape: tuple[int, ...], module: Any, **options: Any) -> Any:
-    """The numbers for each element of an array of this shape, the last axis its columns.
+    """Return a random number for each element of an array of this shape, whose last axis has the columns.
 
-    `seed`: an array without axes of int64, of NumPy or torch, whose `module` and options of new arrays are given.
+    `seed` is an int64 array without axes, of NumPy or torch. `module` and `options` make new arrays like it.
     """
     rows = module.arange(math.prod(shape[:-1]), **options)[:, None]
     octets = module.arange(-(-shape[-1] // COLUMNS), **options)
     zeros = rows * 0 + octets * 0
     counter = octets + zeros, zeros, (rows & MASK) + zeros, (rows >> 32) + zeros
     words = draw(counter, ((seed & MASK) + zeros, ((seed >> 32) & MASK) + zeros), _product, _sum)
-    halves = module.stack([half for one in words for half in (one & 0xFFFF, one >> 16)], -1)
+    halves = module.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
     return (halves.reshape(len(rows), -1)[:, : shape[-1]] * STEP).reshape(shape)

@@ -1,4 +1,4 @@
-"""Expressions for those who compute them: C++ statements for a kernel, and values by NumPy, torch or JAX."""
+"""Two ways to compute an expression: C++ statements for a kernel, and evaluation by NumPy, torch or JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from .grammar import check_names
 from .value import COMPARISONS, FUNCTIONS, Expression, Graph
 
-# kernels_cu/rows/functions.cuh and numbers.cuh define them, for float and double.
+# The functions of kernels_cu/rows/functions.cuh and numbers.cuh, for float and double.
 CUDA_FUNCTIONS = {
     "abs": "absolute",
     "erf": "error_function",
@@ -28,19 +28,19 @@ CUDA_FUNCTIONS = {
 
 
 def cuda(results: Mapping[str, Expression], *, compute: str = "Compute", indent: str = "  ") -> str:
-    """C++ statements that define a constant for each result; what several need is computed once.
+    """Return C++ statements that define a constant for each result. A step that several results need is computed once.
 
-    A product that is added or subtracted is part of a fused multiply-add (of two products the right one): kernels are
-    compiled with -fmad=false, so that no compiler chooses, and a value is the same bits in every kernel.
+    A product that is added or subtracted becomes a fused multiply-add; of two products the right one does. Kernels are
+    compiled with -fmad=false, so that the compiler fuses nothing else and a value has the same bits in every kernel.
 
     Parameters
     ----------
     results : mapping of str to Expression
-        By the names of the constants. The names of the expressions must be variables of the type `compute` in scope.
+        The expressions by the names of the constants. Their own names must be variables of the type `compute` in scope.
     compute : str
         The type of the arithmetic.
     indent : str
-        What each line begins with.
+        The beginning of each line.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def cuda(results: Mapping[str, Expression], *, compute: str = "Compute", indent:
     places = {name: graph.include(expression) for name, expression in results.items()}
     steps = graph.steps
     needed = set(places.values())
-    for place in reversed(range(len(steps))):  # a product that only multiply_add uses is not needed itself
+    for place in reversed(range(len(steps))):  # a product that is part of a multiply_add alone needs no constant
         if place in needed:
             needed.update(_fused(graph, place) or steps[place].operands)
     written: dict[int, str] = {}
@@ -78,15 +78,13 @@ def cuda(results: Mapping[str, Expression], *, compute: str = "Compute", indent:
 
 
 def _fused(graph: Graph, place: int) -> tuple[int, ...]:
-    """Return (factor, factor, addend) if the step adds or subtracts a product, else ()."""
+    """Return the places (factor, factor, addend) if the step adds or subtracts a product, else ()."""
     step = graph.steps[place]
-    if step.function not in ("+", "-"):
-        return ()
-    left, right = step.operands
-    if graph.steps[right].function == "*":
-        return (*graph.steps[right].operands, left)
-    if graph.steps[left].function == "*":
-        return (*graph.steps[left].operands, right)
+    if step.function in ("+", "-"):
+        left, right = step.operands
+        for product, addend in ((right, left), (left, right)):
+            if graph.steps[product].function == "*":
+                return (*graph.steps[product].operands, addend)
     return ()
 
 
@@ -125,8 +123,8 @@ _OPERATORS = {
     "negative": operator.neg,
     "abs": abs,
 }
-# Where the functions of FUNCTIONS are, by the name of the module that somebody evaluates with.
-_HOMES = {
+# The modules that have the functions of FUNCTIONS, by the name of the module that an expression is evaluated with.
+_MODULES = {
     "numpy": ("cunorm.expression",),
     "torch": ("torch",),
     "jax.numpy": ("jax.numpy", "jax.nn", "jax.lax"),
@@ -134,28 +132,25 @@ _HOMES = {
 
 
 @cache
-def _functions(module: str) -> dict[str, Callable[..., Any]]:
-    """Return what computes each function and operator with arrays of a module."""
-    if module not in _HOMES:
-        raise TypeError(f"cunorm: an expression must be evaluated by {', '.join(_HOMES)}; got {module}.")
-    homes = [importlib.import_module(home) for home in _HOMES[module]]
-    found = {
-        name: next(getattr(home, name) for home in homes if hasattr(home, name))
-        for name in FUNCTIONS
-        if name not in _OPERATORS
-    }
-    return found | _OPERATORS
+def _functions(arrays: str) -> dict[str, Callable[..., Any]]:
+    """Return a function for each name of FUNCTIONS and each operator, for arrays of the module of that name."""
+    if arrays not in _MODULES:
+        raise TypeError(f"cunorm: an expression must be evaluated by {', '.join(_MODULES)}; got {arrays}.")
+    modules = [importlib.import_module(name) for name in _MODULES[arrays]]
+    names = [name for name in FUNCTIONS if name not in _OPERATORS]
+    functions = {name: next(getattr(module, name) for module in modules if hasattr(module, name)) for name in names}
+    return functions | _OPERATORS
 
 
 def evaluate(expression: Expression, values: Mapping[str, Any], module: Any) -> Any:
-    """The value of an expression, element by element, in the dtype that the values have in common.
+    """Return the value of an expression, element by element, in the dtype to which the values are promoted.
 
     Parameters
     ----------
     expression : Expression
     values : mapping of str to array or number
-        By the expression's names; floating arrays of the module, broadcast as it does. torch records gradients, and
-        JAX transforms, as ever.
+        Values by the expression's names: numbers and floating arrays of the module, which are broadcast. Autograd of
+        torch and transformations of JAX work as usual.
     module : module
         numpy, torch or jax.numpy.
 

@@ -1,4 +1,4 @@
-"""Expressions of Python functions: called once with tracers, which note what is done to them."""
+"""Expressions from Python functions: each is called once with tracers, which record what is done to them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _reflected(function: str) -> Callable[[Any, Any], Any]:
 
 
 class Tracer:
-    """Stands for a number that is not known yet: a traced function gets it, and operations on it return more."""
+    """A stand-in for a number in the call of a traced function. Operations on tracers return tracers."""
 
     __slots__ = ("graph", "place")
 
@@ -50,11 +50,11 @@ class Tracer:
         self.place = place
 
     def apply(self, function: str, *operands: Any) -> Tracer:
-        """`function(*operands)`, in the graph of this tracer."""
+        """Return the tracer of `function(*operands)`, in the graph of this tracer."""
         return Tracer(self.graph, self.graph.apply(function, *map(self.place_of, operands)))
 
     def place_of(self, value: Any) -> int:
-        """The place of a tracer or of a constant."""
+        """Return the place of a tracer or of a constant in this tracer's graph."""
         if isinstance(value, Tracer):
             if value.graph is not self.graph:
                 raise TypeError(
@@ -63,7 +63,7 @@ class Tracer:
                 )
             return value.place
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-            value = value[()]  # NumPy makes an array of its number on the left of a comparison
+            value = value[()]  # NumPy turns its number on the left of a comparison into an array
         if isinstance(value, numbers.Real):
             return self.graph.constant(value)
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -75,7 +75,7 @@ class Tracer:
     __sub__, __rsub__ = _infix("-"), _reflected("-")
     __mul__, __rmul__ = _infix("*"), _reflected("*")
     __truediv__, __rtruediv__ = _infix("/"), _reflected("/")
-    # Of a comparison whose left is no tracer Python asks the right one for the opposite.
+    # If the left side of a comparison is no tracer, Python calls the opposite comparison of the right side.
     __lt__, __le__, __gt__, __ge__ = _infix("<"), _infix("<="), _infix(">"), _infix(">=")
     __eq__ = _infix("==")  # type: ignore[assignment]
     __ne__ = _infix("!=")  # type: ignore[assignment]
@@ -150,13 +150,13 @@ class Tracer:
     __getitem__ = __len__ = __iter__ = _no_array
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # how libraries ask what an object is
+        if name.startswith("__"):  # libraries look such names up to find out what an object is
             raise AttributeError(name)
         instead = f"use numpy.{name}" if name in (*_UFUNCS, "clip") else "a traced value is no array"
         raise TypeError(f".{name} cannot be traced: {instead}")
 
 
-Tracer.__name__ = "traced value"  # so that Python's errors, and other libraries', call it by what it is
+Tracer.__name__ = "traced value"  # the name in error messages of Python and other libraries
 
 
 def _untraceable(function: str, keywords: Mapping[str, Any]) -> str:
@@ -183,21 +183,21 @@ _UFUNCS = {
 
 
 def trace(function: Callable[..., Any], *, role: str = "epilogue") -> Expression:
-    """The expression that a Python function computes, by calling it once with tracers.
+    """Return the expression that a Python function computes, by calling it once with tracers.
 
     Parameters
     ----------
     function : callable
-        Of one or more numbers, its parameters: no defaults, no ``*args``. Numbers that it captures are constants.
+        A function of one or more numbers, without defaults or ``*args``. Numbers that it captures become constants.
     role : str
-        What error messages call it.
+        The name of the function's role in error messages.
 
     Raises
     ------
     TypeError
-        If it does what an expression cannot, such as ``if`` of a parameter or a captured array.
+        If the function does what an expression cannot, such as ``if`` of a parameter, or captures an array.
     ValueError
-        For a power, a constant or a parameter's name that cannot be.
+        If a power, a constant or a parameter's name is not allowed.
 
     Examples
     --------

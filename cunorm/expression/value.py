@@ -1,4 +1,4 @@
-"""An elementwise function as a value: a list of steps, and the text that says the same."""
+"""An elementwise function as a value: a list of steps, and its text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 COMPARISONS = frozenset({"<", "<=", ">", ">=", "==", "!="})
-FUNCTIONS = {  # and how many arguments each takes
+FUNCTIONS = {  # the number of arguments of each
     "abs": 1,
     "erf": 1,
     "exp": 1,
@@ -24,14 +24,14 @@ FUNCTIONS = {  # and how many arguments each takes
     "tanh": 1,
     "where": 3,
 }
-DEEPEST = 20  # functions and parentheses in each other, in a text
+DEEPEST = 20  # how deep functions and parentheses may be nested in a text
 
 
 class Step(NamedTuple):
-    """One operation. `operands` are the places of earlier steps in the list.
+    """One operation of an expression. `operands` are the places of earlier steps in the list.
 
-    `function` is "name" or "constant", whose name or number is `text`; "negative"; an operator as it is written; or one
-    of FUNCTIONS. The number stands as text because 0.0 and -0.0 are equal as numbers.
+    `function` is "name" or "constant", and then `text` is the name or number; or "negative", an operator as it is
+    written, or one of FUNCTIONS. The number is kept as text because 0.0 and -0.0 are equal as numbers.
     """
 
     function: str
@@ -48,11 +48,11 @@ class Expression:
     names : tuple of str
         The parameters, in order.
     steps : tuple of Step
-        What is computed, each step once and after its operands; the last is the result.
+        The steps, each once and after its operands. The last is the result.
     text : str
-        The expression as `parse` reads it. Equal functions have equal texts.
+        The expression as `parse` reads it. Equal expressions have equal texts.
     uses : tuple of str
-        The parameters that occur.
+        The parameters that occur in it.
     """
 
     names: tuple[str, ...]
@@ -64,8 +64,8 @@ class Expression:
 
     @cached_property
     def uses(self) -> tuple[str, ...]:
-        occurring = {step.text for step in self.steps if step.function == "name"}
-        return tuple(name for name in self.names if name in occurring)
+        used = {step.text for step in self.steps if step.function == "name"}
+        return tuple(name for name in self.names if name in used)
 
     def renamed(self, names: Mapping[str, str]) -> Expression:
         """Return the same expression of parameters that have other names."""
@@ -83,7 +83,10 @@ class Expression:
 
 
 class Graph:
-    """Steps while they are made: none twice, and none that changes nothing. The first `given` were there before."""
+    """A list of steps that grows. No step is added twice, and steps that change nothing are left out.
+
+    The first `given` steps are those that it was made with.
+    """
 
     def __init__(self, steps: Iterable[Step] = ()) -> None:
         self.steps = list(steps)
@@ -109,7 +112,7 @@ class Graph:
         return self.add(Step("constant", (), repr(number).removesuffix(".0")))
 
     def apply(self, function: str, *operands: int) -> int:
-        """The place of `function(*operands)`. A comparison counts as 1 or 0, except as the condition of `where`."""
+        """Return the place of `function(*operands)`. A comparison is 1 or 0, except as the condition of `where`."""
         if function == "where":
             condition, *values = operands
             if self.steps[condition].function not in COMPARISONS:
@@ -122,12 +125,13 @@ class Graph:
         return self.add(Step(function, operands)) if simpler is None else simpler
 
     def number(self, place: int) -> int:
+        """Return the place of a value as a number: 1 or 0 for a comparison."""
         if self.steps[place].function not in COMPARISONS:
             return place
         return self.add(Step("where", (place, self.constant(1), self.constant(0))))
 
     def include(self, expression: Expression, replacements: Mapping[str, int] | None = None) -> int:
-        """The place of the result of `expression`, with some of its names replaced."""
+        """Return the place of the result of `expression`, with some of its names replaced."""
         places: list[int] = []
         for step in expression.steps:
             operands = tuple([places[operand] for operand in step.operands])
@@ -135,12 +139,12 @@ class Graph:
                 places.append(replacements[step.text])
             elif replacements and operands:
                 places.append(self.apply(step.function, *operands))
-            else:  # of operands that are what they were, a step cannot be made simpler
+            else:  # where nothing is replaced, no step can be simplified further
                 places.append(self.add(Step(step.function, operands, step.text)))
         return places[-1]
 
     def expression(self, result: int, names: tuple[str, ...]) -> Expression:
-        """Return the expression of `result`, its steps depth first, whatever order they were made in."""
+        """Return the expression of `result`, with its steps depth first, in whatever order they were added."""
         pending = [self.number(result)]
         places: dict[int, int] = {}
         while pending:
@@ -168,7 +172,7 @@ class Graph:
         return self.constant(value) if math.isfinite(value) else None
 
     def _simplified(self, function: str, first: int, second: int = -1) -> int | None:
-        """Return a place that holds the same number, exact but for the sign of a zero."""
+        """Return the place of a simpler step with the same value, up to the sign of a zero; None if there is none."""
         if function == "negative":
             return self._negated(first)
         if function in ("+", "-"):
@@ -214,7 +218,8 @@ _ARITHMETIC = {
 }
 
 
-# Text: C's operators with C's precedence. What is used more than once, or lies deep, is a temporary.
+# A text has C's operators with C's precedence. A value that is used more than once, or is nested too deep, is a
+# temporary.
 
 _COMPARISON, _SUM, _PRODUCT, _UNARY, _ATOM = range(5)
 _PRECEDENCE = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT} | dict.fromkeys(COMPARISONS, _COMPARISON)
@@ -232,7 +237,7 @@ def _text(steps: Sequence[Step]) -> str:
         text, precedence, _ = written[place]
         return text if precedence >= least else f"({text})"
 
-    for step, used in zip(steps, uses, strict=True):
+    for step, use_count in zip(steps, uses, strict=True):
         precedence = _PRECEDENCE.get(step.function, _ATOM)
         if not step.operands:
             text, precedence = step.text, _UNARY if step.text.startswith("-") else _ATOM
@@ -245,7 +250,7 @@ def _text(steps: Sequence[Step]) -> str:
             left_least = max(precedence, _SUM)
             text = f"{written_as(left, left_least)} {step.function} {written_as(right, precedence + 1)}"
         depth = 1 + max([written[place][2] for place in step.operands]) if step.operands else 0
-        if step.operands and (used > 1 or (used and depth == DEEPEST)):
+        if step.operands and (use_count > 1 or (use_count and depth == DEEPEST)):
             temporary = f"t{len(statements)}"
             statements.append(f"{temporary} = {text}")
             text, precedence, depth = temporary, _ATOM, 0

@@ -1,4 +1,4 @@
-"""The folder on disk where cunorm keeps what it makes for later processes: compiled kernels, and tables of launches."""
+"""The folder on disk where cunorm keeps compiled kernels and tables of launches for later processes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .. import logs
 
 
 def cache_directory() -> Path:
-    """Return where compiled files are kept: CUNORM_CACHE_DIR, else `cunorm` among the caches of the user.
+    """Return the folder: CUNORM_CACHE_DIR, else `cunorm` among the caches of the user.
 
-    FileNotFoundError for a user without a home directory, as containers have them.
+    Raise FileNotFoundError for a user without a home directory, as in some containers.
     """
-    chosen = os.environ.get("CUNORM_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
+    folder = os.environ.get("CUNORM_CACHE_DIR")
+    if folder:
+        return Path(folder)
     caches = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(caches):  # its specification says to ignore others
+    if os.path.isabs(caches):  # its specification says to ignore relative paths
         return Path(caches) / "cunorm"
     try:
         return Path.home() / ".cache" / "cunorm"
@@ -27,7 +27,7 @@ def cache_directory() -> Path:
 
 
 def keep_file(name: str, content: bytes) -> str:
-    """Writes a file of the cache. Where that cannot be, the log says so once, and this why; "" if it could."""
+    """Write a file of the cache. Return the reason if that fails, which is also logged once, else ""."""
     try:
         folder = cache_directory()
     except FileNotFoundError as error:
@@ -43,7 +43,7 @@ def keep_file(name: str, content: bytes) -> str:
 
 
 def write(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Writes a file of the cache at once, whoever reads it meanwhile, with `mode` less what the umask takes away."""
+    """Write a file atomically, so that no reader sees a part of it. The umask applies to `mode`."""
     path.parent.mkdir(0o755, parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
     try:

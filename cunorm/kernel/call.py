@@ -1,6 +1,6 @@
-"""The instance of a template that a kernel is, as text: what is defined before its entry, and what the entry calls.
+"""A kernel as an instance of a template, as text: the definitions before its entry, and the call within the entry.
 
-One function for each family of kernels. Templates stand in kernels_cu/, and are told there what their arguments are.
+There is a function for each family of kernels. The templates are in kernels_cu/, which explains their arguments.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from .text import CPP_TYPE, access, backward_struct, cpp, forward_struct
 def call_of(spec: NormSpec | SumSpec | FewRowsSpec, *, owns_workspace: bool) -> tuple[str, str]:
     """Return (definitions before the entry, the statements of the entry).
 
-    A launch of XLA's does not own the workspace that it reads: to XLA it is an operand, which stays as it is.
+    A launch by XLA does not own the workspace that it reads, because for XLA it is an operand, which must not change.
     """
     if isinstance(spec, SumSpec):
         return "", _sum_partials(spec, owns_workspace)
     before, call = _FAMILIES[spec.kernel](by_position(spec) if isinstance(spec, NormSpec) else spec)
-    if isinstance(spec, NormSpec) and spec.leaves_partial_rows:
+    if isinstance(spec, NormSpec) and spec.leaves_partial_sums:
         call = f"  wait_for_kernel_before();\n{call}"
     return before, call
 
 
 def by_position(spec: NormSpec) -> NormSpec:
-    """The spec with the names of its text: an operand is called operand_0, operand_1, ... there by its place in the
-    operation, and its gradient doperand_0, doperand_1, ...
+    """Return the spec with the names of its text: operand_0, operand_1, ... by the place in the operation, and
+    doperand_0, doperand_1, ... for gradients.
 
-    Whatever a user calls an operand is thus no name of the text, and operations that differ in names share a kernel.
+    So a user's names cannot clash with the text's, and operations that differ only in names share a kernel.
     """
     names = {name: f"operand_{place}" for place, name in enumerate(spec.operation.operands)}
     operation = spec.operation.renamed(names)
-    names |= {f"d{name}": f"d{of_text}" for name, of_text in names.items()}
+    names |= {f"d{name}": f"d{text_name}" for name, text_name in names.items()}
     operands = Operands(replace(operand, name=names.get(operand.name, operand.name)) for operand in spec.operands)
     return replace(spec, operation=operation, operands=operands)
 
 
-def row_numbers(operand: Operand) -> tuple[str, ...]:
-    """The parameters that say where the rows, or vectors, of an operand begin."""
-    return tuple(f"{operand.name}_{number}" for number in operand.row_numbers)
+def row_parameters(operand: Operand) -> tuple[str, ...]:
+    """Return the names of the parameters that say where rows or vectors of an operand begin."""
+    return tuple(f"{operand.name}_{number}" for number in operand.row_arguments)
 
 
 def _forward(spec: NormSpec) -> tuple[str, str]:
-    operation = spec.operation
-    by_name = {operand.name: operand for operand in spec.operands}
+    operation, by_name = spec.operation, spec.operands.by_name
     inputs = [operand.name for operand in spec.inputs]
-    beside = [operand.name for operand in spec.beside]
+    beside = [operand.name for operand in spec.epilogue_matrices]
     columns = [operand.name for operand in spec.columns if operand.name in operation.epilogue.uses]
     scalars = [operand.name for operand in spec.operands if operand.kind == "scalar" and operand.name != "eps"]
     before = forward_struct(spec, inputs, beside, columns, scalars)
     cache_x = STREAMED if spec.streamed_x else KEPT
     load = f"{{{_matrices(spec, inputs)}, operation}}"
-    # Beside y8 rows of y at odd addresses go by elements: shifted those of 24577 columns spilled 28 bytes. Those of s
-    # do where lanes do not store together; where they do, by elements those of 65537 columns spilled 4.
+    # Beside y8, rows of y at odd addresses are stored by elements: shifted, those of 24577 columns spilled 28 bytes. So
+    # are those of s with one scale for all; with other scales, by elements, those of 65537 columns spilled 4.
     by_elements = "y8" in by_name and not spec.aligned
+    s_by_elements = by_elements and not spec.computes_scales
     s = by_name.get("s")
     call = "\n      ".join(
         (
@@ -66,7 +66,7 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
             f"{_matrices_type(spec, inputs, cache_x)}>{load},",
             f"{_matrices_type(spec, beside, cache_x)}{_matrices(spec, beside)},",
             f"{_columns_type(spec, columns)}{_matrices(spec, columns)},",
-            f"{_store(spec, s, STREAMED, by_elements and not spec.finds_scales) if s and s.written else 'NoStore{}'},",
+            f"{_store(spec, s, STREAMED, s_by_elements) if s and s.written else 'NoStore{}'},",
             f"{_store_y(spec, by_name, by_elements)},",
             f"{'mean' if 'mean' in by_name else 'static_cast<Operation::Compute*>(nullptr)'}, rstd",
         )
@@ -89,8 +89,8 @@ def _forward(spec: NormSpec) -> tuple[str, str]:
 
 
 def _forward_twice(spec: NormSpec) -> tuple[str, str]:
-    operation, by_name = spec.operation, {operand.name: operand for operand in spec.operands}
-    beside = [operand.name for operand in spec.beside]
+    operation, by_name = spec.operation, spec.operands.by_name
+    beside = [operand.name for operand in spec.epilogue_matrices]
     first, second = (
         [operand.name for operand in spec.columns if expression and operand.name in expression.uses]
         for expression in (operation.epilogue, operation.second)
@@ -109,29 +109,30 @@ def _forward_twice(spec: NormSpec) -> tuple[str, str]:
     )
     template = (
         f"norm_forward_twice<{NORMS[operation.norm].policy}, {_row_shape(spec)}, {spec.rows_per_cta}, "
-        f"{cpp(spec.weights_in_registers)}, "
-        f"{CPP_TYPE[spec.row_dtype]}, Operation::Compute>"
+        f"{cpp(spec.weights_in_registers)}, {CPP_TYPE[spec.row_dtype]}, Operation::Compute>"
     )
     return before, _call([], f"{template}({call})")
 
 
 def _few_rows(spec: FewRowsSpec) -> tuple[str, str]:
-    """Sums over rows by the first CTAs, and what is written by rows by the others."""
-    # With 128 bytes on their way to a thread it takes 93 registers, with 64 no more than 64.
-    before, of_columns = _backward(by_position(spec.columns), "OfColumns", ahead=64)
+    """Return the text in which the first CTAs add up columns, and the others compute rows."""
     first = spec.column_ctas
-    rows = by_position(spec.rows)
-    before_rows, of_rows = _backward(rows, "OfRows", f"blockIdx.x - {first}, gridDim.x - {first}")
-    return before + before_rows, f"  if (blockIdx.x < {first}) {{\n{of_columns}  }} else {{\n{of_rows}  }}\n"
+    # With 128 bytes on their way to a thread it takes 93 registers, with 64 no more than 64.
+    before_columns, columns = _backward(by_position(spec.columns), "OfColumns", ahead=64)
+    ctas = f"blockIdx.x - {first}, gridDim.x - {first}"
+    before_rows, rows = _backward(by_position(spec.rows), "OfRows", ctas)
+    return before_columns + before_rows, f"  if (blockIdx.x < {first}) {{\n{columns}  }} else {{\n{rows}  }}\n"
 
 
 def _backward(
     spec: NormSpec, name: str = "Operation", ctas: str = "blockIdx.x, gridDim.x", ahead: int = 128
 ) -> tuple[str, str]:
-    """`name`: of the struct. `ctas`: which CTA it is, and of how many, of those that have rows. `ahead`: bytes on their
-    way to a thread of column_gradients.
+    """Return the text of a backward kernel.
+
+    `name` is that of the struct; `ctas` is the number of a CTA among those that have rows, and how many these are;
+    `ahead` is the bytes on their way to a thread of column_gradients.
     """
-    by_name = {operand.name: operand for operand in spec.operands}
+    by_name = spec.operands.by_name
     matrices = [operand.name for operand in spec.matrices]
     columns = [operand.name for operand in spec.columns]
     scalars = [operand.name for operand in spec.operands if operand.kind == "scalar"]
@@ -182,23 +183,23 @@ def _call(scalars: Iterable[str], call: str, name: str = "Operation") -> str:
     return f"  const {name} operation{{{', '.join(scalars)}}};\n  {call};\n"
 
 
-# In L1, or past it. What is written forward goes past it, which leaves it to weight and bias:
-# H100, 64 M elements, us, by L1: 4096 cols 92.9 and 94.1, 8192 92.5 and 93.3, 98304 97.7 and 102, 131072 96.6 and 101;
-# dx so written gains nothing.
+# Through L1, or past it. A forward kernel writes past it, which leaves it to weight and bias: on an H100, 64 M elements
+# in us, past and through L1, 4096 cols 92.9 and 94.1, 8192 92.5 and 93.3, 98304 97.7 and 102, 131072 96.6 and 101.
+# dx gains nothing by it.
 KEPT, STREAMED = "Cache::kKept", "Cache::kStreamed"
 
 
 def _matrices_type(spec: NormSpec, names: Iterable[str], cache: str) -> str:
-    by_name = {operand.name: operand for operand in spec.operands}
+    by_name = spec.operands.by_name
     loads = (_rows_type("Load", spec, by_name[name], cache if by_name[name].kind == "full" else KEPT) for name in names)
     return f"Matrices<{', '.join(loads)}>"
 
 
 def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
-    """Return the C++ type of what the epilogue of a forward pass takes for all rows."""
+    """Return the C++ type of the operands that the epilogue of a forward pass takes for all rows."""
     if spec.columns_aligned:
         return _matrices_type(spec, names, KEPT)
-    by_name = {operand.name: operand for operand in spec.operands}
+    by_name = spec.operands.by_name
     layout = f"{spec.shape.vector_cols}, {spec.shape.lanes}"
     starts = {name: ", GroupStarts" if by_name[name].kind == "group" else "" for name in names}
     loads = (f"LoadElements<{CPP_TYPE[by_name[name].dtype]}, {layout}{starts[name]}>" for name in names)
@@ -206,13 +207,13 @@ def _columns_type(spec: NormSpec, names: Sequence[str]) -> str:
 
 
 def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
-    """LoadRows or StoreRows; the latter may store by elements."""
+    """Return the C++ type that loads or stores rows of an operand; the latter may do so by elements."""
     if operand.kind == "seed":
         return f"RandomRows<{spec.shape.vector_cols}>"
     if operand.kind == "per_row":
         return f"RowNumbers<{CPP_TYPE[operand.dtype]}, {spec.shape.vector_cols}, {cpp(operand.inner > 0)}>"
     layout = (
-        f"{spec.shape.vector_cols}, {spec.shape.lanes}, {access(spec.has_vectors(operand), spec.has_whole_vectors)}"
+        f"{spec.shape.vector_cols}, {spec.shape.lanes}, {access(spec.is_aligned(operand), spec.knows_whole_vectors)}"
     )
     options = f", {cpp(operand.inner > 0)}, true" if by_elements else ", true" if operand.inner else ""
     if operand.kind == "group" and not _of_one_group(spec):
@@ -221,11 +222,11 @@ def _rows_type(use: str, spec: NormSpec, operand: Operand, cache: str, by_elemen
 
 
 def _matrices(spec: NormSpec, names: Iterable[str]) -> str:
-    """The initialiser of such a list."""
-    by_name = {operand.name: operand for operand in spec.operands}
+    """Return the initialiser of such a list."""
+    by_name = spec.operands.by_name
     text = "{}"
     for name in reversed(list(names)):
-        start, starts = name, row_numbers(by_name[name]) or ("0",)
+        start, starts = name, row_parameters(by_name[name]) or ("0",)
         if by_name[name].kind == "seed":
             start, starts = f"{name}[0]", (f"{name}[1]",)
         if by_name[name].kind == "per_row":
@@ -245,7 +246,7 @@ def _of_one_group(spec: NormSpec) -> bool:
 
 
 def _list(template: str, stores: Iterable[str]) -> str:
-    """Results or Sums of stores, each written as `Type{...}`."""
+    """Return a list of stores, each of which is written as `Type{...}`."""
     stores = list(stores)
     text = "{}"
     for store in reversed(stores):
@@ -262,12 +263,12 @@ def _row_sums(spec: NormSpec) -> str:
 
 
 def _store(spec: NormSpec, operand: Operand, cache: str, by_elements: bool = False) -> str:
-    arguments = ", ".join((operand.name, *row_numbers(operand)))
+    arguments = ", ".join((operand.name, *row_parameters(operand)))
     return f"{_rows_type('Store', spec, operand, cache, by_elements)}{{{arguments}}}"
 
 
 def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], by_elements: bool) -> str:
-    """Write where y goes: to y, or to y8 with its scales, and to y as well if it is wanted."""
+    """Return the store of y: to y, or to y8 with its scales, or to both."""
     wide = _store(spec, by_name["y"], STREAMED, by_elements) if "y" in by_name else "NoStore{}"
     if "y8" not in by_name:
         return wide
@@ -280,16 +281,16 @@ def _store_y(spec: NormSpec, by_name: Mapping[str, Operand], by_elements: bool) 
 
 
 def _store_sum(spec: NormSpec, name: str, dtype: str) -> str:
-    """Write where the sum of a gradient goes: to dweight itself, or to partial sums."""
+    """Return the store of a gradient that is added up over rows: to the gradient itself, or to partial sums."""
     if spec.final:
-        to = f"{name} + blockIdx.z * int64{{{spec.cols}}}" if spec.grouped else name
+        start = f"{name} + blockIdx.z * int64{{{spec.cols}}}" if spec.grouped else name
         stored = access(spec.columns_aligned, spec.cols % spec.shape.vector_cols == 0)
-        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.vector_cols}, {spec.cols}, {stored}>{{{to}}}"
-    to = name
+        return f"StoreGradient<{CPP_TYPE[dtype]}, {spec.shape.vector_cols}, {spec.cols}, {stored}>{{{start}}}"
+    start = name
     if spec.grouped:
-        of_group = "gridDim.y" if spec.kernel == "column_gradients" else f"gridDim.x / {spec.cluster}"
-        to += f" + blockIdx.z * ({of_group}) * {_partial_stride(spec.shape.vector_cols, str(spec.cols))}"
-    return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.vector_cols}, {spec.cols}>{{{to}}}"
+        partials = "gridDim.y" if spec.kernel == "column_gradients" else f"gridDim.x / {spec.cluster}"
+        start += f" + blockIdx.z * ({partials}) * {_partial_stride(spec.shape.vector_cols, str(spec.cols))}"
+    return f"StorePartial<{CPP_TYPE[spec.compute]}, {spec.shape.vector_cols}, {spec.cols}>{{{start}}}"
 
 
 def _partial_stride(vector_cols: int, cols: str) -> str:
@@ -307,35 +308,35 @@ def _step_shape(spec: NormSpec) -> str:
 
 
 def _rows(spec: NormSpec) -> str:
-    """Write where rows wait (rows.cuh)."""
-    shape, when = _row_shape(spec), f"{cpp(spec.prefetch)}, {cpp(spec.rows_in_registers)}"
-    kind = (
-        f"SharedRows<{shape}, {spec.rows_per_cta}, {spec.stages}, {when}, Load>"
-        if spec.stages
-        else f"RegisterRows<{shape}, Load>"
-    )
-    return f"template <class Load>\nusing Rows = {kind};\n"
+    """Return the definition of Rows, by which rows wait in shared memory or registers (rows.cuh)."""
+    rows = f"RegisterRows<{_row_shape(spec)}, Load>"
+    if spec.stages:
+        options = f"{spec.rows_per_cta}, {spec.stages}, {cpp(spec.prefetch)}, {cpp(spec.rows_in_registers)}"
+        rows = f"SharedRows<{_row_shape(spec)}, {options}, Load>"
+    return f"template <class Load>\nusing Rows = {rows};\n"
 
 
 def _sum_partials(spec: SumSpec, owns_workspace: bool) -> str:
-    """blockIdx.y and .z say of which gradient and group of rows a block of columns is, or its number among all does."""
-    block, which, group = "blockIdx.x", "blockIdx.y", "blockIdx.z"
+    """Return the call that adds up one block of columns, of the gradient blockIdx.y and the group of rows blockIdx.z.
+
+    With several blocks for a CTA, the number of a block among all says the same.
+    """
+    block, gradient, group = "blockIdx.x", "blockIdx.y", "blockIdx.z"
     if spec.several_blocks:
-        block, which, group = "task % blocks", f"task / blocks % {spec.count}", f"task / (blocks * {spec.count})"
-    of_this = {
-        name: "".join(f"{which} == {i} ? {name}{i} : " for i in range(spec.count - 1)) + f"{name}{spec.count - 1}"
+        block, gradient, group = "task % blocks", f"task / blocks % {spec.count}", f"task / (blocks * {spec.count})"
+    partials, total = (
+        "".join(f"{gradient} == {i} ? {name}{i} : " for i in range(spec.count - 1)) + f"{name}{spec.count - 1}"
         for name in ("partials", "sum")
-    }
+    )
     if spec.grouped:
-        of_group = f"{group} * groups * {_partial_stride(spec.vector_cols, 'cols')}"
-        of_this["partials"] = f"({of_this['partials']}) + {of_group}"
-        of_this["sum"] = f"({of_this['sum']}) + {group} * cols"
+        partials = f"({partials}) + {group} * groups * {_partial_stride(spec.vector_cols, 'cols')}"
+        total = f"({total}) + {group} * cols"
     layout = f"{spec.lanes}, {spec.rows_per_cta}, {spec.vector_cols}"
-    template = f"sum_partials<{layout}, {cpp(owns_workspace)}, {cpp(spec.next_begins)}>"
-    call = f"  {template}({block}, {of_this['partials']}, {of_this['sum']}, groups, cols);\n"
+    template = f"sum_partials<{layout}, {cpp(owns_workspace)}, {cpp(spec.lets_next_begin)}>"
+    call = f"  {template}({block}, {partials}, {total}, groups, cols);\n"
     if not spec.several_blocks:
         return call
-    # Sums of the next block go where those of this one are, once all have read them.
+    # The next block's sums take the place of this one's, which all threads must have read.
     return f"  for (int64 task = blockIdx.x; task < tasks; task += gridDim.x) {{\n{call}  __syncthreads();\n  }}\n"
 
 

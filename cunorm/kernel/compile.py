@@ -1,8 +1,8 @@
-"""From a kernel's text to the kernel: NVRTC, for this GPU or for any, and the kernels that are kept on disk.
+"""Compile kernels by NVRTC, for this GPU or for any, and keep them on disk.
 
-What a call needs on a GPU and what `python -m cunorm compile --all` makes without one is named by one function,
-`kernel_file`: a container that was filled on a machine without a GPU compiles nothing when it runs. CuPy's own cache
-would not do: private functions that ask for a GPU make its key.
+A call on a GPU and `python -m cunorm compile --all` without one name files by the same function, `kernel_file`. So a
+container that was filled on a machine without a GPU compiles nothing when it runs. CuPy's own cache cannot do this,
+because the private functions that make its keys need a GPU.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .cache import cache_directory, keep_file
 from .source import Baked, entry_name, source
 
 OPTIONS = ("--std=c++17", "-fmad=false")  # numbers.cuh says why
-AS_CUPY = ("-ftz=true", "-default-device")  # what CuPy adds; NVRTC 13.0 wants the second for lambdas
-# Without the declarations of textures, launches from a kernel and the like: the same code, 15 ms earlier of 130 to 400.
+AS_CUPY = ("-ftz=true", "-default-device")  # the options that CuPy adds; NVRTC 13.0 needs the second for lambdas
+# Leaves out the declarations of textures, launches by kernels and the like, which saves 15 ms of 130 to 400.
 MINIMAL, KNOWS_MINIMAL = "--minimal", (12, 4)
-# Beside a driver NVRTC keeps what it has compiled, and then says nothing of registers and shared memory.
+# On a machine with a driver NVRTC caches kernels, and then does not report registers and shared memory.
 NO_CACHE, KNOWS_NO_CACHE = "--no-cache", (12, 9)
 DIGEST = hashlib.sha256().digest_size
 
@@ -52,9 +52,9 @@ _lock = threading.Lock()
 
 
 def kernel(spec: KernelSpec, device_id: int) -> Any:
-    """The compiled kernel, a callable `(grid, block, args)` (cupy.cuda.Function). Device `device_id` must be current.
+    """Return the compiled kernel, a cupy.cuda.Function. Device `device_id` must be current.
 
-    Threads may call at once: one of them compiles, the others wait for it.
+    Threads may call at once: one of them compiles, and the others wait for it.
     """
     key = (spec, device_id)
     kernel = _kernels.get(key)
@@ -102,12 +102,11 @@ def _expressions(spec: KernelSpec) -> str:
 
 
 def _carveout(spec: KernelSpec, shared: int) -> int:
-    """Per cent of the SM's memory to be shared memory rather than L1, so that 2048 threads fit an SM.
+    """Return the per cent of an SM's memory that is shared memory and not L1, so that 2048 threads fit on an SM.
 
     Left to itself the driver gave kernels that need little so little (8 KB on an H200, by ncu) that seven CTAs of 64
-    threads filled it. Sums of partial rows have what the kernels before and behind them have, which fill an SM: to
-    change it an SM must be empty. H100, backward passes that begin early, one after the other: LayerNorm of 8595 x 7808
-    of float32 270 us, otherwise 361.
+    threads filled it. The sums of partial sums get as much as the kernels before and after them, because an SM must be
+    empty to change it: on an H100, early backward passes of LayerNorm, 8595 x 7808 of float32, take 270 us, else 361.
     """
     if isinstance(spec, SumSpec):
         return 100
@@ -116,9 +115,9 @@ def _carveout(spec: KernelSpec, shared: int) -> int:
 
 
 def machine_code(spec: KernelSpec, arch: int) -> bytes:
-    """The kernel for an architecture, with no GPU and no driver: read where it is kept, else compiled, and then kept.
+    """Return the kernel for an architecture: from the cache, else compiled and put there. It needs no GPU.
 
-    PTX where NVRTC does not know the architecture; the driver reads either.
+    It is PTX where NVRTC does not know the architecture; the driver reads either.
     """
     file = kernel_file(spec, arch)
     with suppress(OSError):
@@ -131,19 +130,21 @@ def machine_code(spec: KernelSpec, arch: int) -> bytes:
 
 
 def kernel_file(spec: KernelSpec, arch: int) -> str:
-    """The name of the file that a kernel is kept in: it follows from all that its machine code depends on."""
+    """Return the name of a kernel's file, a digest of everything that its machine code depends on."""
     inputs = repr((nvrtc_build(), OPTIONS, AS_CUPY, arch, source(spec)))
     return f"cunorm_{hashlib.sha256(inputs.encode()).hexdigest()[:40]}.cubin"
 
 
 def _keep(file: str, code: bytes) -> str:
-    """Keep a file with its digest before it, so that one cut short by a crash is compiled again."""
+    """Keep a file with its digest in front, so that one that a crash cut short is compiled again."""
     return keep_file(file, hashlib.sha256(code).digest() + code)
 
 
 def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None, keep: bool = False) -> Resources:
-    """Compile for any architecture, with no GPU and no driver: what the kernel uses. `keep`: as machine_code does,
-    but RuntimeError where it cannot be kept."""
+    """Compile for any architecture without a GPU, and return what the kernel uses.
+
+    With `keep` the kernel is kept as by machine_code, and RuntimeError is raised if it cannot be.
+    """
     log, code = _compile(source(spec, baked), entry_name(spec), f"sm_{arch}", spec)
     if keep and (reason := _keep(kernel_file(spec, arch), code)):
         raise RuntimeError(f"the kernels cannot be kept: {reason}.")
@@ -152,22 +153,22 @@ def compile_for(spec: KernelSpec, arch: int, baked: Baked | None = None, keep: b
 
 @lru_cache(maxsize=512)
 def ptx(spec: KernelSpec, baked: Baked, arch: int) -> str:
-    """The PTX of an entry with pointers alone, for XLA to launch; with no GPU and no driver."""
+    """Return the PTX of an entry whose parameters are all pointers, for XLA. It needs no GPU."""
     return compile_ptx(source(spec, baked), entry_name(spec), arch, spec)
 
 
 def compile_ptx(text: str, name: str, arch: int, spec: KernelSpec | None = None) -> str:
-    """The PTX of any CUDA text, without the globals that NVRTC makes of the templates' constants and nothing reads.
+    """Return the PTX of any CUDA text, without globals that nothing reads, which NVRTC makes of templates' constants.
 
     With them the driver takes twice as long to load a kernel that it has compiled before, 0.13 ms instead of 0.06.
     """
     text = _compile(text, name, f"compute_{arch}", spec)[1].decode()
-    unread = re.compile(r"\.global [^=;]*?([\w$]+)(\[\d+\])?( = .*)?;\n", re.MULTILINE)
-    return unread.sub(lambda found: found[0] if text.count(found[1]) > 1 else "", text)
+    declaration = re.compile(r"\.global [^=;]*?([\w$]+)(\[\d+\])?( = .*)?;\n", re.MULTILINE)
+    return declaration.sub(lambda match: match[0] if text.count(match[1]) > 1 else "", text)
 
 
 def why_ptx_is_too_new() -> str:
-    """Why the driver cannot read the PTX that NVRTC writes, and what to do; empty if it can."""
+    """Return why the driver cannot read the PTX that NVRTC writes, and what to do; "" if it can."""
     import cupy
 
     version, driver = private.nvrtc().getVersion(), cupy.cuda.runtime.driverGetVersion()
@@ -186,13 +187,13 @@ def _nvrtc_version() -> tuple[int, int]:
 
 @cache
 def nvrtc_build() -> tuple[object, ...]:
-    """NVRTC's version, and what tells its builds apart: the wheel that it came in, else its file's size and date."""
+    """Return NVRTC's version and its build: the wheel that it came in, else its file's size and date."""
     version = _nvrtc_version()  # loads it
-    with suppress(OSError):  # there is no such file but on Linux
+    with suppress(OSError):  # only Linux has this file
         mapped = (line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
         for library in (Path(path) for path in mapped if "/libnvrtc.so" in path):
-            packages = library.parents[3:4]  # of site-packages/nvidia/cu13/lib/libnvrtc.so.13
-            name = f"nvidia_cuda_nvrtc*-{version[0]}.*.dist-info"  # that of another CUDA may stand beside it
+            packages = library.parents[3:4]  # site-packages, of site-packages/nvidia/cu13/lib/libnvrtc.so.13
+            name = f"nvidia_cuda_nvrtc*-{version[0]}.*.dist-info"  # another CUDA's may be installed too
             wheels = sorted(wheel.name for folder in packages for wheel in folder.glob(name))
             file = library.stat()
             return *version, *(wheels or (file.st_size, file.st_mtime_ns))
@@ -200,13 +201,13 @@ def nvrtc_build() -> tuple[object, ...]:
 
 
 def _target(arch: int) -> str:
-    """Machine code for the architecture; PTX for the newest one before it where NVRTC is too old to know it."""
+    """Return NVRTC's name of the architecture, or of PTX for the newest one before it if NVRTC does not know it."""
     known = private.nvrtc().getSupportedArchs()
-    return f"sm_{arch}" if arch in known else f"compute_{max(one for one in known if one < arch)}"
+    return f"sm_{arch}" if arch in known else f"compute_{max(older for older in known if older < arch)}"
 
 
 def _compile(text: str, name: str, target: str, spec: KernelSpec | None) -> tuple[str, bytes]:
-    """Return (what ptxas says, the code); nothing else calls NVRTC's compiler."""
+    """Return (the log of ptxas, the code). Nothing else calls NVRTC's compiler."""
     nvrtc = private.nvrtc()
     start = perf_counter()
     is_ptx = target.startswith("compute")
@@ -230,8 +231,8 @@ def _compile(text: str, name: str, target: str, spec: KernelSpec | None) -> tupl
 
 def _parse_resources(log: str) -> Resources:
     def number(pattern: str) -> int:
-        found = re.search(pattern, log)
-        return int(found[1]) if found else 0
+        match = re.search(pattern, log)
+        return int(match[1]) if match else 0
 
     return Resources(
         registers=number(r"Used (\d+) registers"),

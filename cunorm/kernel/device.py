@@ -1,4 +1,4 @@
-"""The facts about a GPU that plans are made of. They can be made up, for tests and for compiling without a GPU."""
+"""The facts about a GPU that plans depend on. They can be made up, for tests and for compiling without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 from .. import private
 from . import driver
 
-# What errors advise: the extras cuda13, cuda12 and linear-* of pyproject.toml, by the names that an index has.
+# The advice of errors: the extras cuda13, cuda12 and linear-* of pyproject.toml, by the names of their packages.
 INSTALL = (
     "pip install 'cupy-cuda13x>=14.2' 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cuda-runtime>=13,<14'; for a CUDA 12 driver "
     "pip install 'cupy-cuda12x>=14.2' nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
@@ -23,32 +23,33 @@ INSTALL_LINEAR = (
 
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., for clusters of 16
 
-# PTX that the driver reads itself: where all kernels come from the cache NVRTC is not called for a question either.
+# PTX, which the driver reads itself, so that no question needs NVRTC where all kernels come from the cache.
 EMPTY_KERNEL = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry cunorm_probe() { ret; }\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`arch` is the compute capability without its point: 90 for 9.0."""
+    """A GPU. `arch` is the compute capability without its point: 90 for 9.0."""
 
     name: str
     arch: int
     sms: int
     shared: int  # bytes of shared memory that a CTA may have
-    # How many clusters of 2, 4, 8 and 16 CTAs run at once with a CTA to an SM; () without clusters. Less than
-    # sms / size: a cluster lies within a GPC, whose number of SMs is no multiple of 8. 0 where none does, as 16 on a
-    # part of a GPU.
+    # How many clusters of 2, 4, 8 and 16 CTAs run at once with one CTA per SM; () without clusters. They are fewer than
+    # sms / size, because a cluster lies within a GPC, whose number of SMs is no multiple of 8. They can be 0, as for 16
+    # on a part of a GPU.
     clusters: tuple[int, ...] = ()
-    bandwidth: int = 0  # of its memory, by clock and width, GB/s; 0: unknown
+    bandwidth: int = 0  # of its memory, by clock and width, in GB/s; 0 if unknown
 
     @property
     def overlaps_launches(self) -> bool:
-        """Return whether a kernel may begin before the one in front of it has ended (programmatic dependent launch)."""
+        """Return whether a kernel may begin before the one before it has ended (programmatic dependent launch)."""
         return self.arch >= 90 and early_launches()
 
     def runs_clusters(self, size: int) -> bool:
         """Return whether a cluster of `size` CTAs can run; one of a single CTA always can."""
-        return size == 1 or (bool(self.clusters) and self.clusters[CLUSTER_SIZES.index(size)] > 0)
+        sizes = (each for each, count in zip(CLUSTER_SIZES, self.clusters, strict=False) if count > 0)
+        return size == 1 or size in sizes
 
     def resident_clusters(self, size: int, ctas_per_sm: int, sm_margin: int = 0) -> int:
         """Return how many clusters of `size` CTAs (1: CTAs) run at once."""
@@ -61,7 +62,7 @@ EARLY_VARIABLE = "CUNORM_EARLY_LAUNCH"
 
 
 def is_on(variable: str, without: str) -> bool:
-    """False where the environment has 0 for a variable; `without` says what there is not then."""
+    """Return whether a variable of the environment is not 0. `without` names what 0 turns off, for the error."""
     value = os.environ.get(variable, "1")
     if value not in ("0", "1"):
         raise ValueError(f"cunorm: {variable} must be 0 or 1; got {value!r}. Unset it, or set 0 for no {without}.")
@@ -70,12 +71,12 @@ def is_on(variable: str, without: str) -> bool:
 
 @cache
 def early_launches() -> bool:
-    """False where the environment has CUNORM_EARLY_LAUNCH=0; read once."""
+    """Return whether launches may begin early. CUNORM_EARLY_LAUNCH=0, which is read once, forbids it."""
     return is_on(EARLY_VARIABLE, "early launches")
 
 
-# A common GPU of each architecture that kernels are compiled for. Its clusters were asked of an H200; those of sm_100
-# and sm_120 are guesses, which only plans printed without such a GPU show.
+# A common GPU of each architecture that kernels are compiled for. The clusters of sm_90 are an H200's; those of sm_100
+# and sm_120 are guesses, which only plans made without such a GPU depend on.
 KNOWN = {
     75: Device("Tesla T4", 75, 40, 64 << 10, (), 320),
     80: Device("A100", 80, 108, 163 << 10, (), 2039),
@@ -95,7 +96,7 @@ def known(arch: int) -> tuple[Device, ...]:
 
 @contextmanager
 def of_memory(pointer: int) -> Iterator[int]:
-    """The number of the GPU on which `pointer` points to memory; current within."""
+    """Yield the number of the GPU whose memory `pointer` points to, and make it current within."""
     import cupy
 
     device_id = cupy.cuda.runtime.pointerGetAttributes(pointer).device
@@ -105,7 +106,7 @@ def of_memory(pointer: int) -> Iterator[int]:
 
 @cache
 def current(device_id: int) -> Device:
-    """The GPU of that number, through CuPy."""
+    """Return the GPU of that number, by CuPy."""
     import cupy
 
     private.check_version("cupy")
@@ -121,7 +122,7 @@ def current(device_id: int) -> Device:
 
 
 def _bandwidth(device_id: int) -> int:
-    """GB/s; two transfers a clock."""
+    """Return GB/s, with two transfers a clock."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -131,10 +132,10 @@ def _bandwidth(device_id: int) -> int:
 
 
 def _resident_clusters(size: int, shared: int) -> int:
-    """Ask the driver how many clusters run at once of a kernel of whose CTAs an SM holds one, `shared` bytes each.
+    """Ask the driver how many clusters run at once of a kernel whose CTAs have `shared` bytes, so that an SM holds one.
 
-    Too many clusters in a persistent grid cost a second wave: backward of 4096 x 65536 at 0.45 of the roof instead of
-    0.76 on an H200.
+    A grid with more clusters would need a second wave: on an H200, backward of 4096 x 65536 had 0.45 of the roof
+    instead of 0.76.
     """
     import cupy
 

@@ -1,4 +1,4 @@
-"""The functions of the CUDA driver that CuPy has no binding of, by ctypes: launches and questions with attributes."""
+"""The functions of the CUDA driver that CuPy does not bind, by ctypes: launches and queries with attributes."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def _config(grid: tuple[int, int, int], threads: int, shared: int, attribute: in
 
 @cache
 def _attribute(attribute: int, *value: int) -> Any:
-    """Launches share it: the driver reads it alone."""
+    """Return an attribute, which launches share because the driver only reads it."""
     return ctypes.pointer(Attribute(attribute, 0, value))
 
 
 def early_launch(
     kernel: int, grid: tuple[int, int, int], threads: int, shared: int, arguments: int
 ) -> Callable[[int], None]:
-    """`launch(stream)` of a kernel that may begin before the one in front of it ends, and waits for it by itself.
+    """Return `launch(stream)` for a kernel that may begin before the one before it ends, and waits for that itself.
 
-    `arguments` is the address of the arguments' addresses. Not for several threads at once.
+    `arguments` is the address of the arguments' addresses. Only one thread at a time may call it.
     """
     config = _config(grid, threads, shared, PROGRAMMATIC_STREAM_SERIALIZATION, 1)
     call, of_config = _library().cuLaunchKernelEx, ctypes.byref(config)

@@ -1,8 +1,8 @@
-"""Runs a `Plan` on pointers: the only file that launches. Device `device_id` must be current.
+"""Run a `Plan` on pointers. No other file launches kernels. Device `device_id` must be current.
 
-Everything that stays the same from call to call is prepared once for each plan, device and thread; a call writes its
-arguments into a block whose addresses the driver knows. On an H200's host 3.7 us, 3.2 of them cuLaunchKernel, where a
-cupy.cuda.Function takes 6.6 with the ten arguments of the forward pass.
+Everything that stays the same from call to call is prepared once for each plan, device and thread. A call writes its
+arguments into a block of memory whose addresses the driver has. On an H200's host a forward pass with ten arguments
+takes 3.7 us, 3.2 of them in cuLaunchKernel; a cupy.cuda.Function takes 6.6.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .source import parameters
 
 Write = Callable[..., None]
 Launch = Callable[[int], None]
-NUMBERS = {"float32": "f4x", "float64": "d"}  # as the module `struct` writes them, in 8 bytes each
+NUMBERS = {"float32": "f4x", "float64": "d"}  # formats of the module `struct`, of 8 bytes each
 
 
 class Arguments(Protocol):
-    """The names of what a call is given, in order."""
+    """The names of a call's arguments, in order."""
 
     @property
     def pointers(self) -> tuple[str, ...]: ...
@@ -37,7 +37,7 @@ class Arguments(Protocol):
 
 
 class Plan(Protocol):
-    """The fields that are read of a plan, of whatever kernels."""
+    """A plan of any kernels, as far as it is read here."""
 
     @property
     def problem(self) -> Arguments: ...
@@ -56,74 +56,75 @@ def run(
     arguments: Sequence[float],
     workspace: int = 0,
 ) -> None:
-    """Arguments are the pointers, in the order of `plan.problem.pointers`, 0 where there is no array, then the scalars.
+    """Launch the kernels of a plan.
 
-    `stream` is a cudaStream_t; `workspace` has plan.workspace bytes, at a multiple of 128, and what it held is lost.
+    `arguments` are the pointers, in the order of `plan.problem.pointers`, with 0 for no array, and then the scalars.
+    `stream` is a cudaStream_t. `workspace` has plan.workspace bytes at a multiple of 128, which are overwritten.
     """
-    found = prepared(plan, device_id)
-    alone = found.alone
+    launches = prepared(plan, device_id)
+    alone = launches.alone
     if alone is not None:
         write, launch = alone
         write(*arguments)
         launch(stream)
         return
     given = (*arguments, workspace)
-    for write, launch, picked in found.launches:
-        write(*picked(given))
+    for write, launch, pick in launches.launches:
+        write(*pick(given))
         launch(stream)
 
 
 def address(step: Step, device_id: int) -> int:
-    """Return the address of the kernel of a launch, which is loaded if it was not.
+    """Return the address of the kernel of a launch, and load the kernel if need be.
 
-    A launch passes as many arguments as its kernel has parameters: of too few the driver would read what lies behind
-    them.
+    A launch must pass as many arguments as its kernel has parameters, else the driver reads memory beyond them.
     """
-    given, (found, taken) = len(step.pointers) + len(step.scalars) + len(step.integers), _loaded(step.spec, device_id)
-    if given != taken:
+    arguments = len(step.pointers) + len(step.scalars) + len(step.integers)
+    kernel_address, parameter_count = _loaded(step.spec, device_id)
+    if arguments != parameter_count:
         raise RuntimeError(
-            f"cunorm: a launch must pass as many arguments as its kernel has parameters, {taken}; got {given}. This is "
-            f"a fault of cunorm: please report it, with what was called. {step.spec}"
+            f"cunorm: a launch must pass as many arguments as its kernel has parameters, {parameter_count}; got "
+            f"{arguments}. This is a fault of cunorm: please report it, with what was called. {step.spec}"
         )
-    return found
+    return kernel_address
 
 
 @lru_cache(maxsize=4096)
 def _loaded(spec: KernelSpec, device_id: int) -> tuple[int, int]:
-    """Return (address of a kernel, number of its parameters), once for plans that differ in their number of rows."""
+    """Return (address of a kernel, number of its parameters). Plans that differ in their number of rows share it."""
     return kernel(spec, device_id).ptr, len(parameters(spec))
 
 
 class Prepared(threading.local):
-    """The launches of a plan. Python calls __init__ again in every thread: each has its own blocks of arguments."""
+    """The launches of a plan. Python calls __init__ in every thread, so that each has its own blocks of arguments."""
 
     def __init__(self, plan: Plan, device_id: int):
         ready = [prepare(step, device_id) for step in plan.steps]
-        # The only launch, if it takes all that a call is given.
+        # The only launch, if it takes all arguments of a call.
         self.alone = ready[0] if len(ready) == 1 and not plan.workspace else None
         names = (*plan.problem.pointers, *plan.problem.scalars, WORKSPACE)
         places = {name: place for place, name in enumerate(names)}
 
         def picker(step: Step) -> Callable[[Sequence[float]], Sequence[float]]:
-            """Make a function that picks what one launch takes of all that a call is given."""
+            """Return a function that picks the arguments of one launch from those of a call."""
             taken = [(places[name], offset) for name, offset in step.pointers]
             taken += [(places[name], 0) for name in step.scalars]
             if len(taken) > 1 and not any(offset for _, offset in taken):
                 return operator.itemgetter(*[place for place, _ in taken])  # 0.4 us less than a list
             return lambda given: [given[place] + offset for place, offset in taken]
 
-        of_steps = zip(ready, plan.steps, strict=True)
-        self.launches = () if self.alone else tuple((*one, picker(step)) for one, step in of_steps)
+        pairs = zip(ready, plan.steps, strict=True)
+        self.launches = () if self.alone else tuple((*calls, picker(step)) for calls, step in pairs)
 
 
 @lru_cache(maxsize=4096)
 def prepared(plan: Plan, device_id: int) -> Prepared:
-    """Plans are told apart by identity: no comparing on every call."""
+    """Return the launches of a plan. Plans are compared by identity, which takes no time in a call."""
     return Prepared(plan, device_id)
 
 
 def context(device_id: int) -> int:
-    """The CUcontext that the kernels of a device are loaded in, made the current one of this thread."""
+    """Return the CUcontext in which the kernels of a device are loaded, and make it current in this thread."""
     import cupy
 
     cupy.cuda.runtime.setDevice(device_id)
@@ -131,14 +132,14 @@ def context(device_id: int) -> int:
 
 
 def prepare(step: Step, device_id: int) -> tuple[Write, Launch]:
-    """`write(*pointers, *scalars)` and `launch(stream)`, for one thread at a time."""
+    """Return `write(*pointers, *scalars)` and `launch(stream)`, for one thread at a time."""
     import cupy
 
-    cupy.cuda.runtime.setDevice(device_id)  # a thread that never called CUDA's runtime has no context to launch in
+    cupy.cuda.runtime.setDevice(device_id)  # a thread that has not yet called CUDA's runtime has no context
     function = address(step, device_id)
     changing = struct.Struct("P" * len(step.pointers) + NUMBERS[step.spec.compute] * len(step.scalars))
     count = len(step.pointers) + len(step.scalars) + len(step.integers)
-    words = (ctypes.c_uint64 * (2 * count))()  # where each argument is, then the arguments; the driver copies them
+    words = (ctypes.c_uint64 * (2 * count))()  # the address of each argument, then the arguments, which are copied
     start = ctypes.addressof(words)
     words[:count] = range(start + 8 * count, start + 16 * count, 8)
     words[2 * count - len(step.integers) :] = [number % 2**64 for number in step.integers]

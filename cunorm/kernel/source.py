@@ -1,9 +1,8 @@
-"""From a spec to CUDA text.
+"""The CUDA text of a kernel.
 
-The text is the files of `kernels_cu/` followed by a few generated lines: the operation's expressions as one struct,
-and one template of these files, instantiated behind one `extern "C"` entry. Included files are put into the text
-itself: the key of CuPy's disk cache is a hash of the text and does not see what `#include` would reach, so an edited
-header would not recompile.
+It is the files of `kernels_cu/` followed by a few generated lines: the operation's expressions as one struct, and an
+instance of one template behind one `extern "C"` entry. Included files are copied into the text, so that a kernel is
+known by its text alone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..plan.problem import GROUP_NUMBERS, Operand
+from ..plan.problem import GROUP_PARAMETERS, Operand
 from ..plan.spec import (
     BLOCK_VALUES,
     COLUMN_BYTES,
@@ -29,11 +28,11 @@ from ..plan.spec import (
     OtherSpec,
     SumSpec,
 )
-from .call import by_position, call_of, row_numbers
+from .call import by_position, call_of, row_parameters
 from .text import CPP_TYPE
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# Inside the package where it is installed, beside it in a checkout.
+# Inside the package if it is installed, next to it in a checkout.
 KERNELS = next(folder for folder in (PACKAGE / "kernels_cu", PACKAGE.parent / "kernels_cu") if folder.is_dir())
 
 FILES = {
@@ -49,7 +48,7 @@ FILES = {
     "sum_partials": "norms/sum_partials.cu",
 }
 
-# What host and device both count with.
+# The constants that host and device share.
 SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
     "".join(
         f"[[maybe_unused]] constexpr int {name} = {value};\n"
@@ -68,10 +67,10 @@ SHARED_FACTS = "namespace cunorm {{\n{}}}  // namespace cunorm\n".format(
 
 
 class Baked(NamedTuple):
-    """The text of an entry whose only parameters are `pointers`, in this order.
+    """An entry whose only parameters are `pointers`, in this order. Those that no kernel has are byte buffers.
 
-    One that is no parameter of the kernel is a buffer of bytes. `values` are the C++ expressions of other arguments, by
-    name: of a pointer one that names another pointer, without any it is null.
+    `values` are C++ expressions for other parameters of the kernel, by name. That of a pointer is an offset from one of
+    `pointers`; a pointer without a value is null.
     """
 
     pointers: tuple[str, ...]
@@ -83,7 +82,7 @@ def entry_name(spec: KernelSpec) -> str:
 
 
 def source(spec: KernelSpec, baked: Baked | None = None) -> str:
-    """The whole CUDA text of a kernel."""
+    """Return the whole CUDA text of a kernel."""
     file = spec.file if isinstance(spec, OtherSpec) else FILES[spec.kernel]
     return f"{SHARED_FACTS}{_file_text(file)}\n{_entry(spec, baked)}"
 
@@ -103,34 +102,32 @@ def _inlined(name: str, seen: set[str]) -> str:
             if included[1] not in seen:
                 lines.append(_inlined(included[1], seen))
             lines.append(f'#line {number + 1} "{name}"')
-        elif line != "#pragma once":
-            lines.append(line)
         else:
-            lines.append("")
+            lines.append("" if line == "#pragma once" else line)
     return "\n".join(lines)
 
 
 def parameters(spec: KernelSpec) -> dict[str, str]:
-    """The C++ type of each parameter of a kernel, by name and in order: arrays, numbers, sizes."""
+    """Return the C++ type of each parameter of a kernel, by name and in order: arrays, numbers, sizes."""
     if isinstance(spec, OtherSpec):
         return spec.parameters()
     if isinstance(spec, FewRowsSpec):
         return parameters(spec.whole)
     if isinstance(spec, SumSpec):
-        of_one = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
-        types = {f"{name}{i}": kind for i in range(spec.count) for name, kind in of_one.items()}
+        pair = {"partials": f"const {CPP_TYPE[spec.compute]}*", "sum": f"{CPP_TYPE[spec.dtype]}*"}
+        types = {f"{name}{i}": kind for i in range(spec.count) for name, kind in pair.items()}
         return types | dict.fromkeys(("groups", "cols", *(("blocks", "tasks") if spec.several_blocks else ())), "int64")
     spec = by_position(spec)
-    sums = {one.name for one in spec.sums} if not spec.final else set()
+    partial_sums = spec.sums if not spec.final else ()
     types = {
-        one.name: _pointer(one, spec.compute if one.name in sums else one.dtype)
-        for one in spec.operands
-        if one.kind != "scalar"
+        operand.name: _pointer(operand, spec.compute if operand in partial_sums else operand.dtype)
+        for operand in spec.operands
+        if operand.kind != "scalar"
     }
     types |= {operand.name: CPP_TYPE[operand.dtype] for operand in spec.operands if operand.kind == "scalar"}
     types["rows"] = "int64"
-    types |= dict.fromkeys((name for operand in spec.operands for name in row_numbers(operand)), "int64")
-    return types | dict.fromkeys(GROUP_NUMBERS if spec.grouped else (), "int64")
+    types |= dict.fromkeys((name for operand in spec.operands for name in row_parameters(operand)), "int64")
+    return types | dict.fromkeys(GROUP_PARAMETERS if spec.grouped else (), "int64")
 
 
 def _pointer(operand: Operand, dtype: str) -> str:
@@ -139,7 +136,7 @@ def _pointer(operand: Operand, dtype: str) -> str:
 
 
 def _entry(spec: KernelSpec, baked: Baked | None) -> str:
-    """The expressions of a spec, the instance of a template, and the entry point with what launch.py passes."""
+    """Return the struct of a spec's expressions, and the entry with the parameters that launch.py passes."""
     before, call = spec.text() if isinstance(spec, OtherSpec) else call_of(spec, owns_workspace=baked is None)
     ctas_per_sm = 1 if isinstance(spec, SumSpec) else spec.ctas_per_sm
     types = parameters(spec)
@@ -156,14 +153,14 @@ def _entry(spec: KernelSpec, baked: Baked | None) -> str:
 
 
 def _bake(types: Mapping[str, str], baked: Baked) -> tuple[dict[str, str], str, str]:
-    """Return (the parameters that are left, definitions before the entry, definitions in it).
+    """Return (the remaining parameters, definitions before the entry, definitions in it).
 
-    What is no parameter any more stands in constant memory, as parameters do, so that the compiler knows no more of it:
-    of literals and nullptr ptxas made kernels that spill up to 8 bytes.
+    Baked arguments are in constant memory, as parameters are, so that the compiler knows no more about them: with
+    literals and nullptr ptxas made kernels that spill up to 8 bytes.
     """
-    left = {name: types.get(name, "char*") for name in baked.pointers}
+    remaining = {name: types.get(name, "char*") for name in baked.pointers}
     values = dict(baked.values)
-    others = {name: kind for name, kind in types.items() if name not in left}
+    others = {name: kind for name, kind in types.items() if name not in remaining}
     offsets = {name for name, kind in others.items() if kind.endswith("*") and name in values}
     constants = "".join(
         f"__constant__ {kind} {name} = {values.get(name, 'nullptr')};\n"
@@ -171,4 +168,4 @@ def _bake(types: Mapping[str, str], baked: Baked) -> tuple[dict[str, str], str, 
         if name not in offsets
     )
     within = "".join(f"  {kind} {name} = {values[name]};\n" for name, kind in others.items() if name in offsets)
-    return left, constants, within
+    return remaining, constants, within

@@ -1,6 +1,6 @@
 """The elementwise part of a kernel as CUDA text: a struct `Operation` with a function for each of its expressions.
 
-Each reads the values of a vector from lists of arrays, [array][column], as kernels_cu/rows/load.cuh has them.
+Each function reads the values of a vector from lists of arrays, [array][column], as in kernels_cu/rows/load.cuh.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def cpp(flag: bool) -> str:
 
 
 def access(aligned: bool, whole: bool = False) -> str:
-    """Write how vectors of a row are read and written (rows/vector_access.cuh); only aligned ones are called whole."""
+    """Return how vectors are read and written (rows/vector_access.cuh). Only aligned ones can be known as whole."""
     return "Access::kAnywhere" if not aligned else "Access::kWhole" if whole else "Access::kAligned"
 
 
 class Arithmetic(NamedTuple):
-    """The fields that are read of a spec of a kernel that is no norm's."""
+    """The fields of a NormSpec that forward_struct reads, for kernels that are no norm's."""
 
     operation: Operation
     row_dtype: str
@@ -44,8 +44,8 @@ def forward_struct(
     scalars: Sequence[str],
     second_columns: Sequence[str] = (),
 ) -> str:
-    """The struct of a forward pass: the prologue of `inputs`, the epilogue of xhat, `beside` and `columns`, and what
-    comes after a second norm.
+    """Return the struct of a forward pass: the prologue of `inputs`, the epilogue of xhat, `beside` (its matrices) and
+    `columns`, and the epilogue of a second norm.
     """
     operation = spec.operation
     places = {name: f"inputs[{i}][i]" for i, name in enumerate(inputs)}
@@ -69,70 +69,67 @@ def backward_struct(
     sums = [operand.name for operand in spec.sums]
     results = [operand.name for operand in (*spec.late_results, *spec.row_sums)]
     present = {operand.name for operand in spec.read}
-    found = derivative(operation, [name.removeprefix("d") for name in written], present)
-    early, late = ({f"d{name}": expression for name, expression in pairs} for pairs in (found.early, found.late))
+    derived = derivative(operation, [name.removeprefix("d") for name in written], present)
+    early, late = ({f"d{name}": expression for name, expression in pairs} for pairs in (derived.early, derived.late))
     places = _places(matrices=matrices, columns=columns) | {"xhat": "xhat"}
-    of_s = places | {"ds": "ds"}
-    expressions = [*early.values(), *late.values()] + ([found.g] if found.g else [])
-    of_xhat = "mean" in {operand.name for operand in spec.operands} or "rstd" in {
-        operand.name for operand in spec.operands
-    }
+    expressions = derived.expressions
+    needs_xhat = any(operand.name in ("mean", "rstd") for operand in spec.operands)
     if "s" in matrices or not operation.prologue:
         source = parse("s" if "s" in matrices else "x", ("s", "x"))
     else:
         source = operation.prologue
         expressions.append(source)
-    given = ("matrices", "columns")
-    functions = []
-    if not of_xhat:
-        source = parse("0", ())  # nobody asks
-    functions.append(_function("source", given, source, places, spec, rounds=source is operation.prologue))
-    if found.g:
-        functions.append(_function("gradient", ("Compute xhat", *given), found.g, places, spec))
-        # What is kept is rounded, so that what is computed again must be.
-        g = parse("dxhat", ("dxhat",)) if found.is_expensive else found.g
+    if not needs_xhat:
+        source = parse("0", ())  # no kernel calls it
+    lists = ("matrices", "columns")
+    functions = [_function("source", lists, source, places, spec, rounds=source is operation.prologue)]
+    if derived.g:
+        functions.append(_function("gradient", ("Compute xhat", *lists), derived.g, places, spec))
+        # An expensive g may be kept, and so rounded. Where it is computed again it must be rounded too.
+        g = parse("dxhat", ("dxhat",)) if derived.is_expensive else derived.g
         without = substitute(parse("of - taken", ("of", "taken")), {"of": g})
-        of_g = places | {"dxhat": "gradient(xhat, matrices, columns, i)"}
-        functions.append(_function("without", ("Compute xhat", *given), without, of_g, spec, more=", Compute taken"))
+        g_places = places | {"dxhat": "gradient(xhat, matrices, columns, i)"}
+        functions.append(
+            _function("without", ("Compute xhat", *lists), without, g_places, spec, more=", Compute taken")
+        )
     added = {name: expression for name, expression in early.items() if name in sums}
-    at_once = {operand.name: early[operand.name] for operand in spec.early_results}
-    functions.append(_gradients("early", "Compute xhat", added, at_once, sums, places))
-    functions.append(_late(spec, early, late, sums, results, of_s))
-    functions_of_zero = any(step.function not in _SAFE for expression in expressions for step in expression.steps)
+    early_results = {operand.name: early[operand.name] for operand in spec.early_results}
+    functions.append(_gradients("early", "Compute xhat", added, early_results, sums, places))
+    functions.append(_late(spec, early, late, sums, results, places))
     facts = {
-        "kOfS": found.g is not None,
-        "kOfXhat": of_xhat,
+        "kOfS": derived.g is not None,
+        "kOfXhat": needs_xhat,
         "kLate": bool(results) or bool(set(late) & set(sums)),
         "kKeepsG": spec.keeps_g,
-        "kMasks": functions_of_zero,
+        "kMasks": any(step.function not in _SAFE for expression in expressions for step in expression.steps),
     }
     return _struct(spec, scalars, facts, functions, name), sums
 
 
-# Of zeros they make numbers that are not too large.
+# Functions whose values for zeros are not too large.
 _SAFE = {"name", "constant", "+", "-", "*", "negative", "where", "abs", "erf", "maximum", "minimum", "sigmoid", "tanh"}
 _SAFE |= COMPARISONS
 
 
-def _sum(expression: Expression, name: str) -> Expression:
-    """expression + name."""
-    return substitute(parse(f"of + {name}", ("of", name)), {"of": expression})
-
-
-def _late(spec, early, late, sums, results, places) -> str:
-    """Write what is known with ds: gradients that are written, and sums over rows of what the prologue takes."""
+def _late(
+    spec: NormSpec,
+    early: Mapping[str, Expression],
+    late: Mapping[str, Expression],
+    sums: list[str],
+    results: list[str],
+    places: Mapping[str, str],
+) -> str:
+    """Return the function of what depends on ds: gradients that are written, and sums over rows for the prologue."""
     added = {name: expression for name, expression in late.items() if name in sums}
     written = {}
     for name in results:
-        parts = [of[name] for of in (early, late) if name in of]
+        parts = [gradients[name] for gradients in (early, late) if name in gradients]
         both = parse("a + b", ("a", "b"))
         written[name] = parts[0] if len(parts) == 1 else substitute(both, dict(zip(("a", "b"), parts, strict=True)))
-    given = places.pop("ds")
-    if "ds" in {operand.name for operand in spec.matrices}:
-        index = [operand.name for operand in spec.matrices].index("ds")
-        ds = f"    const Compute ds = of_norm + matrices[{index}][i];\n"
-    else:
-        ds = f"    const Compute {given} = of_norm;\n"
+    matrices = [operand.name for operand in spec.matrices]
+    returned = f" + matrices[{matrices.index('ds')}][i]" if "ds" in matrices else ""
+    ds = f"    const Compute ds = of_norm{returned};\n"  # takes the place of the matrix ds
+    places = {name: place for name, place in places.items() if name != "ds"}
     return _gradients("late", "Compute xhat, Compute of_norm", added, written, sums, places, ds)
 
 
@@ -145,11 +142,13 @@ def _gradients(
     places: Mapping[str, str],
     before: str = "",
 ) -> str:
-    """Write a function that adds to sums[k][p][i], and sets results[k][i]."""
+    """Return a function that adds to sums[k][p][i] and sets results[k][i]."""
     lines = _definitions((*added.values(), *written.values()), places) + before
     lines += "".join(f"    const Compute sum_{name} = sums[{sums.index(name)}][p][i];\n" for name in added)
     values = {f"value_{name}": expression for name, expression in written.items()}
-    values |= {f"next_{name}": _sum(expression, f"sum_{name}") for name, expression in added.items()}
+    for name, expression in added.items():
+        total = parse(f"of + sum_{name}", ("of", f"sum_{name}"))
+        values[f"next_{name}"] = substitute(total, {"of": expression})
     if values:
         lines += f"{cuda(values, indent='    ')}\n"
     lines += "".join(f"    sums[{sums.index(name)}][p][i] = next_{name};\n" for name in added)
@@ -171,7 +170,7 @@ def _function(
     rounds: bool = False,
     more: str = "",
 ) -> str:
-    """Write a member function of the struct Operation that returns the value of an expression."""
+    """Return a member function of the struct Operation that computes the value of an expression."""
     lists = [argument for argument in arguments if " " not in argument]
     templates = ", ".join(f"class {argument.capitalize()}" for argument in lists)
     taken = ", ".join(
@@ -185,7 +184,7 @@ def _function(
 
 
 def _definitions(expressions: Iterable[Expression], places: Mapping[str, str]) -> str:
-    """Variables for the names that occur and are not variables yet."""
+    """Return definitions of variables for the names that occur and are not variables yet."""
     names = dict.fromkeys(name for expression in expressions for name in expression.uses)
     return "".join(
         f"    const Compute {name} = {places[name]};\n" for name in names if name in places and places[name] != name
@@ -193,8 +192,8 @@ def _definitions(expressions: Iterable[Expression], places: Mapping[str, str]) -
 
 
 def _places(**lists: Iterable[str]) -> dict[str, str]:
-    """Return where the value of each name is: in a list of arrays, at column i of the vector."""
-    return {name: f"{of}[{k}][i]" for of, names in lists.items() for k, name in enumerate(names)}
+    """Return the text of each name's value: in a list of arrays, at column i of the vector."""
+    return {name: f"{arrays}[{k}][i]" for arrays, names in lists.items() for k, name in enumerate(names)}
 
 
 def _struct(

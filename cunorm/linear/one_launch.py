@@ -19,7 +19,7 @@ from ..kernel.text import CPP_TYPE, Arithmetic, forward_struct
 from ..operation import NORMS, Operation, affine
 from ..plan.plain_problems import plain
 from ..plan.problem import ITEMSIZE, ceil_div
-from ..plan.shapes import shaped
+from ..plan.shapes import shape_of_rows
 from ..plan.spec import MOST_SHORT, WARP, OtherSpec, RowShape
 from ..plan.steps import Pointer, Step
 from ..plan.tables import BANDWIDTH_TOLERANCE, REACH
@@ -339,7 +339,7 @@ def _spec(problem: LinearProblem, division: Division, device: Device) -> OneLaun
 
 def row_shape(problem: LinearProblem, device: Device) -> RowShape:
     """Return the threads by which the norm's kernel adds a row up, as if they were one CTA."""
-    found = shaped(plain(problem.norm, "forward", problem.rows, problem.cols, problem.dtype), device)
+    found = shape_of_rows(plain(problem.norm, "forward", problem.rows, problem.cols, problem.dtype), device)
     assert found is not None
     vector_cols, threads, vectors = found[1].shape.order
     return replace(found[1].shape, vector_cols=vector_cols, threads=threads, vectors=vectors, cluster=1)

@@ -1,4 +1,4 @@
-"""The problems of LayerNorm and RMSNorm with nothing before or after them, by the dtypes of their arrays."""
+"""The problems of plain LayerNorm and RMSNorm, by the dtypes of their arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..operation import NAMED, name_of
 from .problem import ITEMSIZE, SCALES, Problem, RowStrides, backward_problem, forward_problem
 
-# What a plain pass takes, in the order in which the frameworks gather it.
+# The arguments of a plain pass, in the order in which the frameworks gather them.
 FORWARD = ("x", "weight", "bias", "y", "mean", "rstd", "eps")
 BACKWARD = ("dy", "x", "mean", "rstd", "weight", "dx", "dweight", "dbias")
 
@@ -30,20 +30,21 @@ def plain(
     aligned: bool = True,
     overwrites: bool = False,
 ) -> Problem:
-    """A pass of one of NAMED, by dtypes; `y` is that of y or of dy, by default that of x.
+    """Return a pass of one of NAMED, by dtypes. `y` is the dtype of y or dy, by default that of x.
 
-    dweight and dbias have the dtype of weight, without one that of x.
+    dweight and dbias have the dtype of weight, or that of x without a weight.
     """
     operation = NAMED[name_of(norm, zero_centered_gamma)]
-    dtypes = {"x": dtype, "y" if direction == "forward" else "dy": y or dtype}
-    dtypes |= {name: one for name, one in (("weight", weight), ("bias", bias)) if one}
+    parameters = {"weight": weight, "bias": bias}
+    dtypes = {"x": dtype} | {name: parameter for name, parameter in parameters.items() if parameter}
     if direction == "forward":
+        dtypes |= {"y": y or dtype}
         return forward_problem(operation, rows, cols, dtypes, strides=strides, sm_margin=sm_margin, aligned=aligned)
-    dtypes |= {"dweight": weight or dtype, "dbias": weight or dtype}
-    found = backward_problem(
+    dtypes |= {"dy": y or dtype, "dweight": weight or dtype, "dbias": weight or dtype}
+    problem = backward_problem(
         operation, rows, cols, dtypes, wanted, strides=strides, sm_margin=sm_margin, aligned=aligned
     )
-    return replace(found, overwrites=overwrites)
+    return replace(problem, overwrites=overwrites)
 
 
 def float8_problem(
@@ -62,13 +63,13 @@ def float8_problem(
     sm_margin: int = 0,
     aligned: bool = True,
 ) -> Problem:
-    """The forward pass of one of NAMED with FP8 output and its scales; with y too, in the dtype that is given."""
-    named = {"x": dtype, "weight": weight, "bias": bias, "y8": y8, "y": y}
+    """Return the forward pass of one of NAMED with FP8 output and its scales, and with y too if its dtype is given."""
+    dtypes = {"x": dtype, "weight": weight, "bias": bias, "y8": y8, "y": y}
     return forward_problem(
         NAMED[name_of(norm, zero_centered_gamma)],
         rows,
         cols,
-        {name: one for name, one in named.items() if one},
+        {name: array_dtype for name, array_dtype in dtypes.items() if array_dtype},
         kinds={"y8_scale": SCALES[granularity]},
         strides={} if x_rows is None else {"x": x_rows},
         sm_margin=sm_margin,
@@ -79,19 +80,20 @@ def float8_problem(
 def whole(
     norm: str, direction: str, rows: int, cols: int, dtype: str, weight: str | None = None, y: str | None = None
 ) -> Problem:
-    """`plain` with weight, with bias where there is one, and with every gradient; contiguous and aligned."""
+    """Return the plain pass with weight, with bias if the norm has one, and with every gradient."""
     weight = weight or dtype
     if norm == "rms_norm":
         return plain(norm, direction, rows, cols, dtype, weight, y=y, wanted=("x", "weight"))
     return plain(norm, direction, rows, cols, dtype, weight, weight if direction == "forward" else None, y=y)
 
 
-def every_gradient(problem: Problem, *, own_dtypes: bool = False) -> Problem:
-    """The backward pass of such a row with every gradient of the norm: of what a row's shape depends on, what takes the
-    most. Beside dy and weight of the problem's own dtypes, or dy like x and a weight as wide as the widest vector that
-    it reads.
+def with_every_gradient(problem: Problem, *, own_dtypes: bool = False) -> Problem:
+    """Return the plain backward pass of a row like those of the problem, with every gradient that the norm has.
+
+    The weight has the dtype of the widest vector that the problem reads. With `own_dtypes` dy has the problem's dtype,
+    and there is a weight only if the problem reads a vector; else dy has that of x.
     """
-    columns = [one.dtype for one in problem.operands if one.kind == "column" and not one.written]
+    columns = [column.dtype for column in problem.operands.read if column.kind == "column"]
     widest = max(columns, key=lambda dtype: ITEMSIZE[dtype], default=None if own_dtypes else problem.row_dtype)
     wanted = ("x", "weight", "bias") if problem.norm.subtracts_mean else ("x", "weight")
     dy = problem.by_name["dy"].dtype if own_dtypes else problem.row_dtype

@@ -1,4 +1,4 @@
-"""How a `Problem` is run: `Problem` x `Device` -> `Plan`. Pure functions; no GPU library is imported."""
+"""The plan of a `Problem` on a `Device`. Pure functions; no GPU library is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _records: list[list[Problem]] = []
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, device: Device) -> Plan:
-    """The plan of a problem with at least one row."""
+    """Return the plan of a problem with at least one row."""
     for record in _records:
         record.append(problem)
     return launches(problem, choose(problem, device), device)
@@ -25,7 +25,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 @contextmanager
 def recorded() -> Iterator[list[Problem]]:
-    """The problems that are planned within. Calls that were planned before, and are kept by their backend, are not."""
+    """Record the problems that are planned within, without those of calls that a backend has kept from before."""
     plan.cache_clear()
     _records.append([])
     try:

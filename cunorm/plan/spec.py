@@ -7,26 +7,26 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..operation import Operation
-from .problem import Operand, Operands, Problem, compute_dtype
+from .problem import Operand, Operands, Problem, ceil_div, compute_dtype
 
 WARP = 32
-# The backward pass keeps its column operands in registers where a thread has so many bytes and vectors of them at most,
+# A backward kernel keeps its column operands in registers if a thread has at most so many bytes and vectors of them,
 # else in shared memory.
 COLUMN_BYTES = 64
 COLUMN_VECTORS = 2
-SUM_COLUMNS = 4  # of a thread that adds partial rows up, and of a piece of a partial row
-LINE_COLUMNS = 32  # a partial row is a multiple of them: lines of L2, of 128 bytes or two of these
-MOST_SHORT = 4096  # vectors of a row that one CTA holds forward
-STREAMED_THREADS = 512  # of a CTA of a row that no other kernel takes
-BLOCK_VALUES = 32  # of y that a thread holds while it looks for the largest of blocks, where one block has no more
+SUM_COLUMNS = 4  # columns of a thread that adds up partial sums, which lie in pieces of so many columns
+LINE_COLUMNS = 32  # partial sums are padded to a multiple of so many columns: one or two lines of L2, of 128 bytes
+MOST_SHORT = 4096  # the most vectors of a row that one CTA holds forward
+STREAMED_THREADS = 512  # threads of a CTA of streamed rows
+BLOCK_VALUES = 32  # values of y that a thread holds while it computes scales of blocks, if one block has no more
 MAILBOX = 8  # bytes
-SHARED_ALIGNMENT = 128  # of dynamic shared memory
-RUN_GAP = 32  # bytes that a run of vectors takes besides them in shared memory where they are at odd addresses
+SHARED_ALIGNMENT = 128  # bytes, of dynamic shared memory
+RUN_GAP = 32  # bytes of shared memory that a run of vectors at odd addresses takes besides the vectors
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """A row is held by `threads` threads in each of `cluster` CTAs, with `vectors` vectors of `vector_cols` each."""
+    """A row is held by `threads` threads in each of `cluster` CTAs. A thread has `vectors` vectors of `vector_cols`."""
 
     vector_cols: int
     threads: int
@@ -35,7 +35,7 @@ class RowShape:
 
     @property
     def lanes(self) -> int:
-        """Threads of a warp that hold neighbouring vectors of a row: their vectors are a run."""
+        """Threads of a warp that hold neighbouring vectors of a row. Their vectors are called a run."""
         return min(WARP, self.threads)
 
     @property
@@ -44,8 +44,12 @@ class RowShape:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """What decides in which order a row is added up: not how its threads are spread over CTAs."""
+        """The numbers that decide in which order a row is added up, however its threads are spread over CTAs."""
         return self.vector_cols, self.threads * self.cluster, self.vectors
+
+    def in_clusters(self, size: int) -> RowShape:
+        """Return the shape of the same threads of a row, spread over `size` CTAs."""
+        return replace(self, threads=self.threads * self.cluster // size, cluster=size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,39 +63,37 @@ class NormSpec:
     cols: int
     row_dtype: str
     operands: Operands
-    aligned: bool  # every vector of every row begins at a multiple of its size (or of 16 bytes)
+    aligned: bool  # every vector of every row begins at a multiple of its size, or of 16 bytes
     shape: RowShape
-    columns_aligned: bool = True  # so does every vector of what is read once for all rows
+    columns_aligned: bool = True  # the same for the operands that are read once for all rows
     rows_per_cta: int = 1
     ctas_per_sm: int = 1
-    stages: int = 0  # rows wait in shared memory, in so many places for each of rows_per_cta
-    rows_in_registers: bool = (
-        False  # a thread keeps its vectors of a row in registers once they have come to shared memory
-    )
-    prefetch: bool = False  # the next row is asked for before the present one is summed up
+    stages: int = 0  # stages in shared memory for each of rows_per_cta; 0 if rows wait in registers
+    rows_in_registers: bool = False  # a thread copies its vectors of a row from the stage to registers, and keeps them
+    prefetch: bool = False  # the next row is loaded before the present one is summed up
     streamed_x: bool = False  # x is read past L1
     weights_in_registers: bool = False  # forward: a thread keeps weight and bias in registers from row to row
-    vectors_per_thread: int = 1  # forward_spread: vectors of a thread
-    unpacked: bool = False  # forward: a thread keeps the values of its row, not the vectors in which they wait
+    vectors_per_thread: int = 1  # forward_spread
+    unpacked: bool = False  # forward: a thread keeps the values of its row, not the vectors in which they were loaded
     one_row_per_cta: bool = False  # forward: the grid has a CTA for every row
     keeps_g: bool = False  # backward: a thread keeps the gradient of xhat from the row's sums to dx
-    final: bool = False  # backward: what the kernel adds up are the gradients themselves, not partial rows
+    final: bool = False  # backward: the kernel's sums are the gradients themselves, not partial sums
     several_blocks: bool = False  # column_gradients: a CTA has several blocks of columns, one after the other
 
     def __hash__(self) -> int:
-        """Of what tells most kernels apart: they are looked up for every plan."""
+        """Return a hash of the fields that tell most kernels apart, because every plan looks kernels up."""
         return hash((self.operands, self.shape, self.rows_per_cta, self.ctas_per_sm, self.stages))
 
     def __str__(self) -> str:
-        """The kernel in short, for logs and messages."""
+        """Describe the kernel in short, for logs and messages."""
         operation = self.operation
         y = operation.second or operation.epilogue
-        arrays = ", ".join(f"{one.name} {one.dtype}" for one in self.operands if one.kind != "scalar")
+        arrays = ", ".join(f"{operand.name} {operand.dtype}" for operand in self.operands if operand.kind != "scalar")
         return f"{self.kernel} {operation.norm}, {self.cols} cols, {arrays}; y = {y.text}; {self.layout}"
 
     @property
     def layout(self) -> str:
-        """Who holds what, in words."""
+        """The rows of a CTA and the threads of a row, in words."""
         shape = self.shape
         return (
             f"{self.rows_per_cta} rows a CTA, {shape.threads} threads x {shape.vectors} vectors of "
@@ -102,28 +104,28 @@ class NormSpec:
     @property
     def grouped(self) -> bool:
         """Whether an operand is for groups of rows."""
-        return any(one.kind == "group" for one in self.operands)
+        return any(operand.kind == "group" for operand in self.operands)
 
-    def has_vectors(self, one: Operand) -> bool:
-        return self.aligned if one.kind == "full" else self.columns_aligned
+    def is_aligned(self, operand: Operand) -> bool:
+        return self.aligned if operand.kind == "full" else self.columns_aligned
 
     @property
-    def has_whole_vectors(self) -> bool:
-        """Whether the kernel is told that no row ends within a vector.
+    def knows_whole_vectors(self) -> bool:
+        """Whether the kernel's text says that no row ends within a vector.
 
-        Told so, kernels of streamed and of few rows, of vectors for groups and of rows that a thread keeps, spill.
+        Other kernels spill with it: those of streamed rows, of few rows, of groups, and forward of rows in registers.
         """
-        told = self.stages > 0 or self.kernel in ("forward", "forward_pairs", "forward_twice")
-        kept = self.kernel == "forward" and self.rows_in_registers
-        return told and not kept and not self.grouped and self.cols % self.shape.vector_cols == 0
+        gains = self.stages > 0 or self.kernel in ("forward", "forward_pairs", "forward_twice")
+        spills = self.grouped or (self.kernel == "forward" and self.rows_in_registers)
+        return gains and not spills and self.cols % self.shape.vector_cols == 0
 
     @property
     def threads(self) -> int:
         if self.kernel == "forward_pairs":
             return self.shape.threads
         if self.kernel == "forward_spread":
-            parts = -(-self.shape.vectors // self.vectors_per_thread)
-            return -(-self.shape.threads * parts // WARP) * WARP
+            parts = ceil_div(self.shape.vectors, self.vectors_per_thread)
+            return ceil_div(self.shape.threads * parts, WARP) * WARP
         return self.shape.threads * self.rows_per_cta
 
     @property
@@ -144,127 +146,124 @@ class NormSpec:
 
     @property
     def matrices(self) -> tuple[Operand, ...]:
-        """What is read by rows, or made of a seed by rows, or one number for a row."""
+        """The operands that are read by rows: matrices, per-row scalars, and random numbers that a seed makes."""
         return self.operands.matrices
 
     @property
-    def reads_two(self) -> bool:
-        """Whether it reads another matrix beside x."""
-        return sum(one.kind == "full" for one in self.matrices) > 1
+    def reads_two_matrices(self) -> bool:
+        return len(self.operands.full_matrices) > 1
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
-        """Of a forward pass: the arrays that s is made of. A column is read again with every row."""
-        before = ("x", *self.operation.before)
-        return tuple(one for one in self.read if one.name in before and one.kind != "scalar")
+        """The arrays that a forward pass makes s of. It reads columns among them again with every row."""
+        return tuple(operand for operand in self.read if self._makes_s(operand.name) and operand.kind != "scalar")
 
     @property
-    def beside(self) -> tuple[Operand, ...]:
-        """Of a forward pass: what the epilogue takes by rows."""
-        return tuple(one for one in self.matrices if one.name in self.operation.epilogue.uses)
+    def epilogue_matrices(self) -> tuple[Operand, ...]:
+        """The operands that the epilogue of a forward pass takes by rows."""
+        return tuple(operand for operand in self.matrices if operand.name in self.operation.epilogue.uses)
 
     @property
     def columns(self) -> tuple[Operand, ...]:
-        """What is read once for all rows, or for a group of them."""
+        """The operands that are read once for all rows, or once for a group of them."""
         return self.operands.columns
 
     @property
     def sums(self) -> tuple[Operand, ...]:
-        """What is added up over rows, all of them or those of a group."""
+        """The gradients that are added up over all rows, or over those of a group."""
         return self.operands.summed if self.kernel in BACKWARD else ()
 
     @property
-    def leaves_partial_rows(self) -> bool:
-        """Whether a launch behind it adds up what it has added up."""
+    def leaves_partial_sums(self) -> bool:
+        """Whether another launch must add up its sums."""
         return bool(self.sums) and not self.final
 
     @property
     def row_sums(self) -> tuple[Operand, ...]:
-        """Of a backward pass: what is added up over columns, a number for each row."""
+        """The gradients that a backward pass adds up over columns, a number for each row."""
         backward = self.kernel.startswith("backward")
-        return tuple(one for one in self.written if one.kind == "per_row") if backward else ()
+        return tuple(operand for operand in self.written if operand.kind == "per_row") if backward else ()
+
+    def _makes_s(self, name: str) -> bool:
+        return name == "x" or name in self.operation.before
 
     @property
-    def of_s(self) -> bool:
-        """Whether a backward pass needs the sums over a row that the gradient of s is made of."""
-        before = ("x", *self.operation.before)
-        return any(one.name.removeprefix("d") in before for one in self.written)
+    def computes_ds(self) -> bool:
+        """Whether a backward pass computes the gradient of s, and so the sums over a row that it is made of."""
+        return any(self._makes_s(gradient.name.removeprefix("d")) for gradient in self.written)
 
     @property
     def scales(self) -> str | None:
         """The kind of the scales of FP8 output, if there are any."""
-        return next((one.kind for one in self.operands if one.name == "y8_scale"), None)
+        return next((operand.kind for operand in self.operands if operand.name == "y8_scale"), None)
 
     @property
-    def finds_scales(self) -> bool:
-        """Whether the kernel looks for the largest of y."""
+    def computes_scales(self) -> bool:
+        """Whether the kernel computes scales, from the largest values of y."""
         return self.scales in ("per_row", "per_block")
 
     @property
     def results(self) -> tuple[Operand, ...]:
-        """What is written by rows."""
-        return tuple(one for one in self.written if one.kind == "full")
+        """The matrices that are written."""
+        return tuple(operand for operand in self.written if operand.kind == "full")
 
     @property
     def early_results(self) -> tuple[Operand, ...]:
-        """Of these the gradients that do not depend on the sums over a row."""
+        """The matrices among the gradients that do not depend on the sums over a row."""
         if self.kernel != "backward":
             return ()
-        before = ("x", *self.operation.before)
-        return tuple(one for one in self.results if one.name.removeprefix("d") not in before)
+        return tuple(gradient for gradient in self.results if not self._makes_s(gradient.name.removeprefix("d")))
 
     @property
     def late_results(self) -> tuple[Operand, ...]:
-        return tuple(one for one in self.results if one not in self.early_results)
+        return tuple(result for result in self.results if result not in self.early_results)
 
 
 BACKWARD = ("backward", "column_gradients")
 
 
 def kernel_spec(problem: Problem, kernel: str, shape: RowShape, **changes) -> NormSpec:
-    of_problem = kernel, problem.operation, problem.cols, problem.row_dtype, problem.operands.of_text
-    fits = {
-        "aligned": _vectors_fit(problem, shape.vector_cols, ("full", "group")),
-        "columns_aligned": _vectors_fit(problem, shape.vector_cols, ("group",)),
+    """Return the kernel of a problem's rows, with the given fields in place of the usual ones."""
+    of_problem = kernel, problem.operation, problem.cols, problem.row_dtype, problem.operands.without_strides
+    alignment = {
+        "aligned": _is_aligned(problem, shape.vector_cols, ("full", "group")),
+        "columns_aligned": _is_aligned(problem, shape.vector_cols, ("group",)),
     }
-    return _spec(*of_problem, shape=shape, **fits | changes)
+    return _spec(*of_problem, shape=shape, **alignment | changes)
 
+
+UNALIGNED = {"aligned": False, "columns_aligned": False}  # the fields of kernels whose arrays may begin at any address
 
 # Calls that differ in their number of rows share it: made anew it takes 9 us.
 _spec = lru_cache(maxsize=4096)(NormSpec)
 
 
-def _vectors_fit(problem: Problem, vector_cols: int, kinds: tuple[str, ...]) -> bool:
-    """Every vector of every row, or vector, of such operands starts at a multiple of its size (or of 16 bytes)."""
-    return problem.aligned and (problem.rows == 1 or _strides_fit(problem.operands, vector_cols, kinds))
+def _is_aligned(problem: Problem, vector_cols: int, kinds: tuple[str, ...]) -> bool:
+    """Whether every vector of the operands of these kinds begins at a multiple of its size, or of 16 bytes."""
+    return problem.aligned and (problem.rows == 1 or _strides_are_aligned(problem.operands, vector_cols, kinds))
 
 
 @lru_cache(maxsize=4096)
-def _strides_fit(operands: Operands, vector_cols: int, kinds: tuple[str, ...]) -> bool:
+def _strides_are_aligned(operands: Operands, vector_cols: int, kinds: tuple[str, ...]) -> bool:
     return all(
-        stride * one.itemsize % min(16, vector_cols * one.itemsize) == 0
-        for one in operands
-        if one.kind in kinds
-        for stride in (one.row_stride, one.outer_stride)
+        stride * operand.itemsize % min(16, vector_cols * operand.itemsize) == 0
+        for operand in operands
+        if operand.kind in kinds
+        for stride in (operand.row_stride, operand.outer_stride)
     )
-
-
-def in_clusters(shape: RowShape, size: int) -> RowShape:
-    """The same threads of a row, in as many CTAs."""
-    return replace(shape, threads=shape.threads * shape.cluster // size, cluster=size)
 
 
 @dataclass(frozen=True, slots=True)
 class SumSpec:
-    """The kernel that adds partial rows up, for `count` gradients of one dtype."""
+    """The kernel that adds up partial sums, for `count` gradients of one dtype."""
 
     compute: str
     dtype: str
     vector_cols: int
-    lanes: int  # threads beside each other
+    lanes: int  # threads that read neighbouring columns
     count: int
-    grouped: bool = False  # for each group of rows apart
-    next_begins: bool = False  # from where its own waiting ends the kernel behind it may begin
+    grouped: bool = False  # each group of rows has sums of its own
+    lets_next_begin: bool = False  # once it has waited for the kernel before it, the kernel after it may begin
     threads: int = 256
     kernel: str = "sum_partials"
     cluster: int = 1
@@ -280,13 +279,13 @@ class SumSpec:
 
 @dataclass(frozen=True, slots=True)
 class FewRowsSpec:
-    """The backward kernel of few rows: some of its CTAs add whole columns up, the others have rows.
+    """The backward kernel of few rows: some of its CTAs add up whole columns, the others compute rows.
 
-    x and dy are read by either, the second time from L2, and nothing waits for partial rows.
+    Both read x and dy, the second time from L2, and no launch waits for partial sums.
     """
 
-    whole: NormSpec  # both parts as one: their parameters
-    columns: NormSpec  # column_gradients, of as many threads as the other
+    whole: NormSpec  # the problem as one kernel, for its parameters
+    columns: NormSpec  # column_gradients, with as many threads as `rows`
     rows: NormSpec  # backward
     kernel: str = "backward_few"
 
@@ -300,9 +299,9 @@ class FewRowsSpec:
 
     @property
     def column_ctas(self) -> int:
-        """Whole clusters."""
-        columns = self.columns.shape.vector_cols * self.columns.shape.threads * self.cluster
-        return -(-self.columns.cols // columns) * self.cluster
+        """The CTAs that add up columns: whole clusters of them."""
+        cluster_cols = self.columns.shape.vector_cols * self.columns.shape.threads * self.cluster
+        return ceil_div(self.columns.cols, cluster_cols) * self.cluster
 
     @property
     def compute(self) -> str:
@@ -322,17 +321,17 @@ class FewRowsSpec:
 
 
 class OtherSpec(ABC):
-    """A kernel of no norm: it says itself what its text and its launch need (linear/float8_spec.py)."""
+    """A kernel that is no norm's and provides its text and the facts of its launch itself (linear/float8_spec.py)."""
 
     kernel: str
-    file: str  # of kernels_cu
+    file: str  # in kernels_cu
     compute = "float32"
     ctas_per_sm = 1
 
     @property
     @abstractmethod
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
 
     @property
     def cluster(self) -> int:
@@ -340,21 +339,21 @@ class OtherSpec(ABC):
 
     @property
     def shared_memory(self) -> int:
-        """As plan/resources.py says."""
+        """Bytes of static shared memory."""
         return 0
 
     @property
     def dynamic_shared(self) -> int:
-        """As plan/resources.py says."""
+        """Bytes of dynamic shared memory."""
         return 0
 
     @abstractmethod
     def parameters(self) -> dict[str, str]:
-        """As source.parameters."""
+        """Return the C++ type of each parameter, by name and in order."""
 
     @abstractmethod
     def text(self) -> tuple[str, str]:
-        """(definitions before the entry, the statements of the entry)"""
+        """Return (definitions before the entry, the statements of the entry)."""
 
 
 KernelSpec = NormSpec | SumSpec | FewRowsSpec | OtherSpec

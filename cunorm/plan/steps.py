@@ -1,4 +1,4 @@
-"""What a plan is made of: its launches. Pure values; no GPU library is imported."""
+"""A plan and its launches, as values. No GPU library is imported."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .resources import shared_memory
 from .spec import FewRowsSpec, KernelSpec, NormSpec, SumSpec
 
 GRID_LIMIT = 2**31 - 1
-WORKSPACE = "the workspace"  # among the names of a call's arrays: with a space, so that no operand has this name
+WORKSPACE = "the workspace"  # its name among a call's arrays, with a space, so that no operand can have it
 
 
 class Pointer(NamedTuple):
-    """A place in an array: `name` is one of the problem's, or WORKSPACE."""
+    """A place in an array, which is named as in the problem, or WORKSPACE."""
 
     name: str
     offset: int = 0  # bytes
@@ -28,36 +28,36 @@ class Step:
     spec: KernelSpec
     grid: tuple[int, int, int]
     dynamic_shared: int  # bytes of shared memory that the launch adds to the kernel's own
-    # The kernel's parameters, in this order.
+    # The kernel's arguments, in the order of its parameters.
     pointers: tuple[Pointer, ...]
     scalars: tuple[str, ...]
     integers: tuple[int, ...]
-    begins_early: bool = False  # before the launch in front of it ends: the kernel waits for that itself
+    begins_early: bool = False  # it begins before the launch before it ends, for which the kernel waits itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The launches that solve a problem, in order, and the workspace they share (bytes). Made once for a problem."""
+    """The launches that solve a problem, in order, and the bytes of the workspace that they share."""
 
     problem: Problem
     device: Device
     tier: str
     steps: tuple[Step, ...]
-    groups: int = 0  # backward: partial rows of dweight and dbias in the workspace
+    groups: int = 0  # partial sums of each gradient of a backward pass
     workspace: int = 0
 
     @property
     def may_overwrite(self) -> bool:
-        """Of a backward pass: whether a row of dy has been read when the same row of dx is written."""
+        """Whether a backward pass has read a row of dy before it writes the same row of dx."""
         return self.tier != "streamed" and not any(isinstance(step.spec, FewRowsSpec) for step in self.steps)
 
     def describe(self) -> str:
-        """The plan in words, a line for each launch."""
+        """Describe the plan in words, with a line for each launch."""
         problem = self.problem
         lines = [
             f"{problem.operation.norm} {problem.direction}: {problem.rows} rows x {problem.cols} cols, on "
             f"{self.device.name} (sm_{self.device.arch}, {self.device.sms} SMs)",
-            f"  {', '.join(f'{one.name} {one.dtype}' for one in problem.operands if one.kind != 'scalar')}",
+            f"  {', '.join(f'{array.name} {array.dtype}' for array in problem.operands if array.kind != 'scalar')}",
             f"  tier: {self.tier}; at least {problem.bytes_moved:,} bytes moved; workspace {self.workspace:,} bytes",
         ]
         for step in self.steps:

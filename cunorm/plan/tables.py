@@ -1,11 +1,11 @@
-"""Tables of measurements: for a class of GPUs, which launch is the fastest for a layout and a number of rows.
+"""Tables of measurements: for a class of GPUs, the fastest launch for a layout and a number of rows.
 
-A table decides no bit of y, mean, rstd or dx: the shape of a row, by which it is added up, is part of the question. Of
-a backward pass that leaves partial sums it may decide how many, and so the last bit of dweight and dbias.
+A table decides no bit of y, mean, rstd or dx, because the shape of a row, by which it is added up, is part of the key.
+It may decide the number of partial sums of a backward pass, and so the last bit of dweight and dbias.
 
-Tables are JSON files, with a line for each launch and for each shape of each layout: those of `python -m cunorm tune`,
-in the user's cache, are asked before those that ship with cunorm. A file that cannot be used is left out with a line in
-the log: it is never an error, and never another bit.
+Tables are JSON files with a line for each launch and for each shape of each layout. Those that `python -m cunorm tune`
+writes into the user's cache are read before those that ship with cunorm. A file that cannot be used is left out with a
+line in the log; it is never an error, and it changes no bit.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..kernel.device import CLUSTER_SIZES, Device, is_on
 from ..operation import NORMS, is_named, name_of_operation
 from .problem import ITEMSIZE, Problem, ceil_div
 from .resources import KERNELS, at_odd_addresses, is_legal, widest_column
-from .spec import NormSpec, in_clusters
+from .spec import NormSpec
 
-VERSION = 2  # of the fields of a Launch: a table of another version is not read
-BANDWIDTH_TOLERANCE = 0.1  # of the bandwidth of an SM, within a class
+VERSION = 2  # of the fields of a Launch; a table of another version is not read
+BANDWIDTH_TOLERANCE = 0.1  # by how much the bandwidth of an SM differs within a class
 REACH = 1.25  # a launch that was measured serves so many times more rows, and so many times fewer
 ZERO_CENTRED = "zero_centered_"
-TO = " to "  # in the name of an entry: "256x2 to 408" serves rows of up to 408 vectors, "256x2" those of any number
+TO = " to "  # part of an entry's name: "256x2 to 408" serves rows of up to 408 vectors, "256x2" those of any number
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How rows of a shape are run: the fields of NormSpec of the same names, and the CTAs that share a row."""
+    """The fields of a NormSpec that say how rows of a shape are run, and the number of CTAs that share a row."""
 
     kernel: str
     cluster: int = 1
@@ -56,22 +56,22 @@ class Launch:
         return cls(**{name: getattr(spec, name) for name in cls.__slots__})
 
     def applied(self, spec: NormSpec) -> NormSpec:
-        """The kernel of the same rows, run this way."""
+        """Return the kernel of the same rows, run by this launch."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "cluster"}
-        return replace(spec, shape=in_clusters(spec.shape, self.cluster), **fields)
+        return replace(spec, shape=spec.shape.in_clusters(self.cluster), **fields)
 
 
-Choices = tuple[tuple[float, Launch | None], ...]  # up to so many rows for each SM
+Choices = tuple[tuple[float, Launch | None], ...]  # launches by the most rows per SM; None leaves it to the next table
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The launches of a class of GPUs, by layout and then by shape; None stands for the next table."""
+    """The launches of a class of GPUs, by layout and then by shape."""
 
     arch: int
-    bandwidth: float  # of memory, GB/s for each SM
+    bandwidth: float  # of memory, in GB/s per SM
     layouts: Mapping[str, Mapping[str, Choices]]
-    # Of layouts and shapes the numbers of rows for each SM that were measured, whatever won.
+    # The numbers of rows per SM that were measured, by layout and then by shape, whatever won.
     points: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
 
     def serves(self, device: Device) -> bool:
@@ -79,33 +79,38 @@ class Table:
         return self.arch == device.arch and alike
 
     def choices(self, layout: str, spec: NormSpec) -> Choices:
-        """By the number of rows. Full rows, and a zero-centred weight, have entries of their own or the others'."""
+        """Return the launches by the number of rows.
+
+        Full rows and a zero-centred weight have entries of their own, or share those of other rows and weights.
+        """
         return self._entry(layout, spec, is_full(spec))
 
     def _entry(self, layout: str, spec: NormSpec, full: bool) -> Choices:
         for name in dict.fromkeys((layout, layout.removeprefix(ZERO_CENTRED))):
-            of_layout = self.layouts.get(name, {})
+            entries = self.layouts.get(name, {})
             for shape in ((shape_key(spec, full=True),) if full else ()) + (self._shape(name, spec), shape_key(spec)):
-                if shape in of_layout:
-                    return of_layout[shape]
+                if shape in entries:
+                    return entries[shape]
         return ()
 
     def _shape(self, layout: str, spec: NormSpec) -> str:
-        """The shape of an entry for rows that are not full: that of the shortest that serve it, else of all."""
+        """Return the key of rows that are not full: with the fewest vectors that serve them, else with any number."""
         shape = shape_key(spec)
-        most = (int(one.removeprefix(shape + TO)) for one in self.layouts.get(layout, {}) if one.startswith(shape + TO))
-        shortest = min((vectors for vectors in most if vectors_of(spec) <= vectors), default=None)
-        return shape if shortest is None else f"{shape}{TO}{shortest}"
+        prefix = shape + TO
+        limits = (int(key.removeprefix(prefix)) for key in self.layouts.get(layout, {}) if key.startswith(prefix))
+        vectors = ceil_div(spec.cols, spec.shape.vector_cols)
+        lowest = min((limit for limit in limits if vectors <= limit), default=None)
+        return shape if lowest is None else f"{prefix}{lowest}"
 
     def _own_shape(self, layout: str, spec: NormSpec) -> str:
         return shape_key(spec, full=True) if is_full(spec) else self._shape(layout, spec)
 
     def has_point(self, layout: str, spec: NormSpec, rows_of_sm: float) -> bool:
-        """Whether that number of rows for each SM was measured."""
+        """Whether that number of rows per SM was measured."""
         return rows_of_sm in self.points.get(layout, {}).get(self._own_shape(layout, spec), ())
 
     def with_point(self, layout: str, spec: NormSpec, rows_of_sm: float, launch: Launch | None) -> Table:
-        """The same with one more number of rows measured; `launch`: what won, None where nothing beat today's.
+        """Return the table with one more number of rows measured, and the launch that won; None if the present one did.
 
         It serves up to REACH times more rows, and fewer, but no further than half way to the next number measured.
         """
@@ -116,30 +121,30 @@ class Table:
             middles = [sqrt(point * rows_of_sm) for point in points if point != rows_of_sm]
             low = max([rows_of_sm / REACH, *(middle for middle in middles if middle < rows_of_sm)])
             high = min([rows_of_sm * REACH, *(middle for middle in middles if middle > rows_of_sm)])
-            # Rows that have had this entry for want of their own keep what it was.
+            # Rows that share this entry get a copy of it first, which stays as it was.
             keys = product((layout, *_zero_centred(layout)), {is_full(spec), True})
             for (name, full), choices in {key: self._entry(key[0], spec, key[1]) for key in keys}.items():
-                of_name = shape_key(spec, full=True) if full else self._shape(name, spec)
-                layouts[name] = {**layouts.get(name, {}), of_name: choices or ((inf, None),)}
-            of_shape = _with_run(layouts[layout][shape], low, high, launch)
-            layouts[layout] = {**layouts[layout], shape: of_shape}
-        of_layout = {**self.points.get(layout, {}), shape: tuple(points)}
-        return replace(self, layouts=layouts, points={**self.points, layout: of_layout})
+                key = shape_key(spec, full=True) if full else self._shape(name, spec)
+                layouts[name] = {**layouts.get(name, {}), key: choices or ((inf, None),)}
+            choices = _with_run(layouts[layout][shape], low, high, launch)
+            layouts[layout] = {**layouts[layout], shape: choices}
+        measured_shapes = {**self.points.get(layout, {}), shape: tuple(points)}
+        return replace(self, layouts=layouts, points={**self.points, layout: measured_shapes})
 
 
 def _zero_centred(layout: str) -> tuple[str, ...]:
-    """The layout that has the entries of this one where it has none."""
-    name, _, which = layout.partition(", ")
-    return (ZERO_CENTRED + layout,) if name in NORMS and which.startswith("forward") else ()
+    """Return the layout that shares the entries of this one if it has none, if there is such a layout."""
+    name, _, rest = layout.partition(", ")
+    return (ZERO_CENTRED + layout,) if name in NORMS and rest.startswith("forward") else ()
 
 
 def _with_run(choices: Choices, low: float, high: float, launch: Launch) -> Choices:
-    """The same choices but for one of more rows than `low` and up to `high`."""
-    before = [(most, one) for most, one in choices if most < low]
-    cut = next((one for most, one in choices if most >= low), None)
-    after = [(most, one) for most, one in choices if most > high]
-    run = [*before, (low, cut), (high, launch), *after]
-    return (*(entry for entry, following in pairwise(run) if entry[1] != following[1]), run[-1])
+    """Return the choices with `launch` for more rows than `low` and up to `high`."""
+    before = [choice for choice in choices if choice[0] < low]
+    at_low = next((choice for most, choice in choices if most >= low), None)
+    after = [choice for choice in choices if choice[0] > high]
+    run = [*before, (low, at_low), (high, launch), *after]
+    return (*(choice for choice, following in pairwise(run) if choice[1] != following[1]), run[-1])
 
 
 def rows_of_sm(problem: Problem, device: Device) -> float:
@@ -148,9 +153,9 @@ def rows_of_sm(problem: Problem, device: Device) -> float:
 
 @lru_cache(maxsize=4096)
 def layout_of(spec: NormSpec) -> str | None:
-    """The name by which tables know a layout; None where nothing was measured.
+    """Return the name of a layout in tables; None if nothing was measured for it.
 
-    Measured are the named operations forward, at even addresses, and backward the plain norms of x and dy of one width.
+    The named operations were measured forward, at aligned addresses, and plain norms backward, with x and dy as wide.
     """
     operation, itemsize = spec.operation, ITEMSIZE[spec.row_dtype]
     name = name_of_operation(operation)
@@ -165,27 +170,22 @@ def layout_of(spec: NormSpec) -> str | None:
             return None
         odd = ", odd" if spec.cols % spec.shape.vector_cols else ""  # rows that end within a vector
         return f"{operation.norm}, backward, {of_x} {of_columns}{odd}"
-    if not (spec.aligned and spec.columns_aligned) or any(one.itemsize > itemsize for one in spec.matrices):
+    if not spec.aligned or any(matrix.itemsize > itemsize for matrix in spec.matrices):
         return None
     words = [name, "forward", of_x + (f" {len(spec.columns)}{of_columns}" if spec.columns else "")]
     words += [f"y8 {spec.scales}"] if spec.scales else []
-    words += ["returns " + " ".join(one.name for one in spec.results)] if operation.prologue else []
+    words += ["returns " + " ".join(result.name for result in spec.results)] if operation.prologue else []
     return ", ".join(words)
 
 
 def shape_key(spec: NormSpec, full: bool = False) -> str:
-    """The shape of a row, whatever the number of CTAs that share it; `full` where no place for a vector is empty."""
+    """Return the key of a shape in tables, whatever the number of CTAs that share a row; `full` if the row is full."""
     _, threads, vectors = spec.shape.order
     return f"{threads}x{vectors}" + (" full" if full else "")
 
 
-def vectors_of(spec: NormSpec) -> int:
-    """Vectors of a row."""
-    return ceil_div(spec.cols, spec.shape.vector_cols)
-
-
 def is_full(spec: NormSpec) -> bool:
-    """Whether no place for a vector is empty."""
+    """Whether a row has as many columns as its shape."""
     return spec.cols == spec.shape.capacity
 
 
@@ -194,11 +194,11 @@ TUNE_VARIABLE = "CUNORM_TUNE"
 
 
 def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | None:
-    """The kernel of the rows of `spec` that was measured to be the fastest; None if the cost rule is to say."""
+    """Return the kernel of the rows of `spec` that was measured to be the fastest; None if no table has one."""
     rows = rows_of_sm(problem, device)
     for choices in _choices(spec, device):
         launch = next((launch for most, launch in choices if rows <= most), None)
-        # Rows by two and two have a CTA for each pair, which would take every SM.
+        # Kernels for pairs of rows have a CTA for each pair, which would take every SM.
         if launch is None or (launch.kernel == "forward_pairs" and problem.sm_margin):
             continue
         if (kernel := run_by(launch, spec, device)) is not None:
@@ -208,7 +208,7 @@ def measured(problem: Problem, spec: NormSpec, device: Device) -> NormSpec | Non
 
 @lru_cache(maxsize=4096)
 def _choices(spec: NormSpec, device: Device) -> tuple[Choices, ...]:
-    """For each table that serves a device and knows the layout, what it says by the number of rows."""
+    """Return the launches by the number of rows, of each table that serves a device and has the layout."""
     layout = layout_of(spec)
     if layout is None:
         return ()
@@ -217,7 +217,7 @@ def _choices(spec: NormSpec, device: Device) -> tuple[Choices, ...]:
 
 @lru_cache(maxsize=4096)
 def run_by(launch: Launch, spec: NormSpec, device: Device) -> NormSpec | None:
-    """The kernel of the rows of `spec`, run by that launch; None where it cannot be."""
+    """Return the kernel of the rows of `spec`, run by that launch; None if it cannot be."""
     if launch.kernel not in KERNELS[spec.kernel]:
         return None
     kernel = launch.applied(spec)
@@ -228,10 +228,10 @@ def run_by(launch: Launch, spec: NormSpec, device: Device) -> NormSpec | None:
 
 @cache
 def tables_of(device: Device) -> tuple[tuple[Path, Table], ...]:
-    """Those that serve a device, in the order in which they are asked, and their files."""
+    """Return the tables that serve a device, and their files, the user's first."""
     users = user_folder() if reads_the_users() else None
-    found = (*(_in_folder(users) if users else ()), *_in_folder(SHIPPED))
-    return tuple((path, table) for path, table in found if table.serves(device))
+    tables = (*(_in_folder(users) if users else ()), *_in_folder(SHIPPED))
+    return tuple((path, table) for path, table in tables if table.serves(device))
 
 
 @cache
@@ -245,19 +245,19 @@ def _in_folder(folder: Path) -> tuple[tuple[Path, Table], ...]:
 
 
 def forget() -> None:
-    """The next plans read the files again."""
-    for kept in (_in_folder, tables_of, _choices):
-        kept.cache_clear()
+    """Forget the tables, so that the next plans read the files again."""
+    for cached in (_in_folder, tables_of, _choices):
+        cached.cache_clear()
 
 
 @cache
 def reads_the_users() -> bool:
-    """False where the environment has CUNORM_TUNE=0; read once."""
+    """Return whether the user's tables are read: unless the environment, which is read once, has CUNORM_TUNE=0."""
     return is_on(TUNE_VARIABLE, "tables of your own")
 
 
 def user_folder() -> Path | None:
-    """Where `python -m cunorm tune` keeps its tables; None for a user without a home directory."""
+    """Return the folder of the tables of `python -m cunorm tune`; None for a user without a home directory."""
     try:
         return cache_directory() / "tables"
     except FileNotFoundError:
@@ -268,7 +268,7 @@ log = logging.getLogger("cunorm")
 
 
 def read(path: Path) -> Table | None:
-    """The table of a file; None, with a line in the log, if it cannot be used."""
+    """Return the table of a file; None, with a line in the log, if it cannot be used."""
     try:
         content = json.loads(path.read_text())
         if content["version"] != VERSION:
@@ -301,16 +301,16 @@ def read(path: Path) -> Table | None:
 
 
 def _check_shape(shape: str) -> None:
-    """ValueError where "to" is not followed by a number of vectors."""
+    """Raise ValueError if "to" is not followed by a number of vectors."""
     _, to, vectors = shape.partition(TO)
     if to:
         int(vectors)
 
 
 def _launch_of(fields: dict[str, Any]) -> Launch:
-    """A Launch of a file; ValueError where it has what no launch has."""
-    launch, usual = Launch(**fields), Launch("")
-    wrong = [name for name, value in fields.items() if type(value) is not type(getattr(usual, name))]
+    """Return a Launch of a file. Raise ValueError for a field that no launch can have."""
+    launch, default = Launch(**fields), Launch("")
+    wrong = [name for name, value in fields.items() if type(value) is not type(getattr(default, name))]
     wrong = wrong or [
         name for name in ("rows_per_cta", "ctas_per_sm", "vectors_per_thread") if getattr(launch, name) < 1
     ]
@@ -323,7 +323,7 @@ def _launch_of(fields: dict[str, Any]) -> Launch:
 
 
 def write(path: Path, table: Table) -> None:
-    """One line for each launch, and one for each shape of each layout. OSError where it cannot be written."""
+    """Write a file with a line for each launch, and one for each shape of each layout."""
     launches: dict[Launch, int] = {}
 
     def line(choices: Iterable[tuple[float, Launch | None]]) -> str:

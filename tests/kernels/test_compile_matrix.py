@@ -102,7 +102,7 @@ def test_the_set_reaches_every_tier(direction, arch):
     assert {choice and choice[0] for choice in chosen} == reachable(direction, device)
     for dtype in ITEMSIZE:
         for tier, lengths in matrix.lengths_of_tiers(direction, dtype, device).items():
-            assert any(length % 2 for length in lengths) or (tier and tier.by is cluster_backward)
+            assert any(length % 2 for length in lengths) or (tier and tier.rule is cluster_backward)
             if tier:
                 longest = tier.most * 16 // ITEMSIZE[dtype]
                 choice = tier_of(whole("layer_norm", direction, matrix.ROWS, longest, dtype), device)

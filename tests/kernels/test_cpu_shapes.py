@@ -16,7 +16,7 @@ from functions import OPS
 from cunorm.kernel.source import FILES
 from cunorm.plan.choose import tier_of
 from cunorm.plan.plan import plan
-from cunorm.plan.shapes import TABLES, Held
+from cunorm.plan.shapes import TABLES, ShapeChoices
 from cunorm.plan.spec import FewRowsSpec, NormSpec
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -45,9 +45,9 @@ def test_the_table_reaches_every_tier(direction):
     assert {choice and choice[0] for choice in chosen} == {*table, None}
     specs = [choice[1] for choice in chosen if choice]
     # The last of two is for what draws again which elements were dropped; test_dropout.py runs it.
-    held = [(tier, tier.by) for tier in table if isinstance(tier.by, Held)]
+    rules = {tier: tier.rule.vectors for tier in table if isinstance(tier.rule, ShapeChoices)}
     choices = {
-        (tier, vectors) for tier, by in held for vectors in (by.vectors[:1] if len(by.vectors) == 2 else by.vectors)
+        (tier, count) for tier, counts in rules.items() for count in (counts[:1] if len(counts) == 2 else counts)
     }
     assert choices <= {(choice[0], choice[1].shape.vectors) for choice in chosen if choice}
     assert {spec.row_dtype for spec in specs} == set(DTYPES)
@@ -58,7 +58,7 @@ def test_the_table_reaches_every_tier(direction):
     # A CTA and a cluster come back to the first stage for rows, and to the first set of slots.
     first_steps = [(one[0].rows, plan_of_many(*one).steps[0]) for one in mine]
     again = {step.spec.shape.cluster for rows, step in first_steps if turns(rows, step) > max(2, step.spec.stages)}
-    assert again >= ({1, 2} if held else set())
+    assert again >= ({1, 2} if rules else set())
 
 
 def test_the_table_reaches_every_way_to_add_up_gradients():

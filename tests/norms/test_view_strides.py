@@ -55,7 +55,7 @@ def test_a_product_stands_for_the_division(inner):
     random = numpy.random.default_rng(inner)
     rows = {0, 1, inner - 1, inner, 2 * inner - 1, 2 * inner, last - last % inner - 1, last - last % inner, last}
     rows |= {int(last * one) for one in random.random(200)}
-    numbers = Operand("x", "full", "float32", False, 5, 5 * inner + 11, inner).row_numbers
+    numbers = Operand("x", "full", "float32", False, 5, 5 * inner + 11, inner).row_arguments
     for row in rows:
         if 0 <= row <= last:
             high, low = divmod(numbers["reciprocal"], 2**32)

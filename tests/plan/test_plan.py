@@ -14,9 +14,9 @@ from problems import DEVICES, problem
 from cunorm.expression import trace
 from cunorm.kernel import source
 from cunorm.kernel.device import CLUSTER_SIZES, H100, KNOWN, early_launches, known
-from cunorm.operation import Operation
+from cunorm.operation import Operation, gated
 from cunorm.plan.plan import plan
-from cunorm.plan.problem import backward_problem
+from cunorm.plan.problem import Groups, backward_problem, forward_problem
 from cunorm.plan.resources import ctas_that_fit, dynamic_shared, launch_shared, shared_memory
 from cunorm.plan.spec import FewRowsSpec, NormSpec, SumSpec
 from cunorm.plan.steps import Step
@@ -144,13 +144,34 @@ def test_many_rows_compile_no_more_kernels(direction, dtype, name):
         assert specs[0] == specs[1] == specs[2]
 
 
+def test_sums_of_streamed_rows_that_read_nothing_of_groups_are_those_of_all_rows():
+    operation = Operation("layer_norm", trace(lambda xhat, scale, bias: xhat * (1 + scale) + bias))
+    dtypes, kinds = dict.fromkeys(("x", "dy", "scale", "bias"), "float16"), {"scale": "group"}
+    wanted = ("x", "bias")
+    task = backward_problem(operation, 4096, 2**20, dtypes, wanted, kinds=kinds, groups=Groups(1024, 4))
+    columns, rows = plan(task, KNOWN[80]).steps
+    assert columns.spec.kernel == "column_gradients"
+    assert columns.spec.final
+    assert columns.grid[2] == 1
+    assert rows.spec.kernel == "backward_streamed"
+
+
+@pytest.mark.parametrize("device", [H100, KNOWN[90], KNOWN[120]], ids=lambda device: device.name)
+def test_long_rows_of_two_matrices_with_a_scale_for_each_have_a_plan(device):
+    """Of rows of the largest clusters there is none of twice the size."""
+    dtypes = dict.fromkeys(("x", "z", "weight"), "float16") | {"y8": "float8_e4m3fn"}
+    kinds = {"z": "full", "y8_scale": "per_row"}
+    for cols in range(2**18, 2**19 + 2**16, 2**14):
+        assert plan(forward_problem(gated(), 100, cols, dtypes, kinds=kinds), device).steps
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_problem_of_other_rows_is_what_is_made_anew(direction):
     """Whatever was asked of the first, and is kept."""
     first, anew = (problem(direction, rows, 1000, "float16") for rows in (3, 5000))
-    names = [name for name in dir(first) if not name.startswith("_") and name != "of_rows"]
+    names = [name for name in dir(first) if not name.startswith("_") and name != "with_rows"]
     before = {name: getattr(first, name) for name in names}
-    found = first.of_rows(5000)
+    found = first.with_rows(5000)
     assert found == anew
     assert hash(found) == hash(anew)
     assert {name: getattr(found, name) for name in names} == {name: getattr(anew, name) for name in names}
@@ -189,7 +210,7 @@ def test_a_backward_pass_that_leaves_partial_rows_begins_early(dtype, rows, name
         entry = source.source(first.spec).partition(f"{source.entry_name(first.spec)}(")[2]
         assert entry.partition("{")[2].strip().startswith("wait_for_kernel_before();") == (solution.groups > 0)
         assert first.begins_early == begins
-        assert not solution.groups or last.spec.next_begins == (first.spec.cluster <= 2)
+        assert not solution.groups or last.spec.lets_next_begin == (first.spec.cluster <= 2)
         if begins and dynamic_shared(first.spec):
             assert ctas_that_fit(shared_memory(first.spec) + first.dynamic_shared, device) == first.spec.ctas_per_sm
 

@@ -183,7 +183,7 @@ def _plan_of_rows(like: Plan, shape: Sequence[int]) -> Plan:
     rows = 1
     for size in shape[:-1]:
         rows *= size
-    return plan_of(like.problem.of_rows(rows), like.device)
+    return plan_of(like.problem.with_rows(rows), like.device)
 
 
 def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
