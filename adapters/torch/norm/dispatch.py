@@ -300,7 +300,7 @@ class _NormOnCpu(torch.autograd.Function):
         ctx.save_for_backward(x, statistics, weight)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.call = call, eps, [checks.dtype_name(tensor.dtype) for tensor in (x, *operands)]
+        ctx.call = call, eps, [tensor.dtype for tensor in (x, *operands)]
         return y, statistics
 
     @staticmethod
@@ -313,10 +313,11 @@ class _NormOnCpu(torch.autograd.Function):
         if type(dy) is Tensor and not grad_enabled() and nothing_listens() and not is_batched(dy):
             by_name = operators.backward_by_torch(call.affine, dy, x, statistics, weight, call.wanted(mask))
             gradients = [
-                by_name[name].to(getattr(torch, dtype)) if name in by_name else None
+                by_name[name].to(dtype) if name in by_name else None
                 for name, dtype in zip(call.names, dtypes, strict=True)
             ]
         else:
+            dtypes = [checks.dtype_name(dtype) for dtype in dtypes]
             options = operators.forward_options(call, (), eps, dtypes[0], True, True).backward(dtypes)
             operands = {"x": x, "weight": weight, "bias": x.new_empty(()).expand(x.shape[-1:])}
             tensors = [operands[name] for name in call.names]

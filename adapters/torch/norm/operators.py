@@ -268,9 +268,7 @@ def backward_by_torch(
     They have the dtype of the arithmetic.
     """
     if not formulas.subtracts_mean(name):
-        values = {"x": x} if weight is None else {"x": x, "weight": weight}
-        gradients = formulas.backward(NAMED[name], values, None, {"dy": dy}, statistics, wanted, x.dtype)
-        return dict(zip(wanted, gradients, strict=True))
+        return formulas.affine_backward(name, dy, x, statistics, weight, wanted)
     compute, shape = statistics.dtype, x.shape[-1:]
     mean, rstd = statistics.contiguous()[..., None]  # torch's kernel assumes that they are contiguous
     gamma = rstd.new_ones(shape) if weight is None else formulas.gamma(name, weight, x)
