@@ -198,6 +198,6 @@ class NormLinear(torch.autograd.Function):
 
 
 _library.impl("norm_linear", NormLinear.apply, "CompositeImplicitAutograd")
-register_kernels(norm_linear_forward, NormLinear, CPU=forward_in_steps, CUDA=forward_in_steps)
+register_kernels(norm_linear_forward, NormLinear.apply, CPU=forward_in_steps, CUDA=forward_in_steps)
 for _device in ("CPU", "CUDA"):
     _library.impl("norm_linear_backward", backward_in_steps, _device)  # wide numbers: made of differentiable steps

@@ -242,8 +242,7 @@ def _through_torch(family: Family, saved: Saved, eps: float, dy, ds, mask: tuple
         by_name[name] if name in by_name else saved.statistics.new_empty(()).expand(layouts[name].shape)
         for name in call.names
     ]
-    options = operators.forward_options(call, saved.numbers, eps, dtypes[0], True, True).backward(dtypes)
-    options = options._replace(wanted=mask)
+    options = operators.backward_options(call, saved.numbers, eps, dtypes, mask)
     return operators.gradients(call, options, dy, ds, tensors, by_name.get("s"), saved.statistics)
 
 
@@ -278,15 +277,24 @@ def affine_gradients(
         gradients = launching.backward(family, saved, dy, None, wanted, in_place=in_place)
     else:
         call = calls.affine_call(name, x, x, x.dtype, (sm_margin,) * 3)
-        row = x.new_ones(()).expand(x.shape[-1:])  # the bias, of which only the shape counts, and a missing weight
-        x_dtype, row_dtype = (checks.dtype_name(tensor.dtype) for tensor in (x, x if weight is None else weight))
-        options = operators.forward_options(call, (), eps, x_dtype, True, True)
-        options = options.backward([x_dtype, row_dtype, row_dtype])._replace(wanted=mask)
-        tensors = (x, row if weight is None else weight, row)
-        return tuple(operators.gradients(call, options, dy, None, tensors, None, statistics))
+        row_dtype = x.dtype if weight is None else weight.dtype
+        dtypes = [x.dtype, row_dtype, row_dtype]
+        return tuple(_affine_through_torch(call, eps, dy, x, weight, statistics, dtypes, mask))
     remaining = iter(gradients)
     dx, dweight, dbias = (next(remaining) if wants else None for wants in mask)
     return dx, dweight, dbias
+
+
+def _affine_through_torch(call: Call, eps: float, dy, x, weight, statistics, dtypes, mask) -> list[Tensor | None]:
+    """Run the backward pass of a plain norm by the operators, or for second derivatives by torch's own.
+
+    `dtypes` are those of the tensors of the call, of which the bias is not given, as only its shape counts.
+    """
+    row = x.new_ones(()).expand(x.shape[-1:])
+    by_name = {"x": x, "weight": row if weight is None else weight, "bias": row}
+    options = operators.backward_options(call, (), eps, [checks.dtype_name(dtype) for dtype in dtypes], mask)
+    tensors = [by_name[name] for name in call.names]
+    return operators.gradients(call, options, dy, None, tensors, None, statistics)
 
 
 class _NormOnCpu(torch.autograd.Function):
@@ -306,8 +314,7 @@ class _NormOnCpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _):
         x, statistics, weight = ctx.saved_tensors
-        call, eps, dtypes = ctx.call
-        mask = ctx.needs_input_grad[2:]
+        (call, eps, dtypes), mask = ctx.call, ctx.needs_input_grad[2:]
         if dy is None:
             return None, None, *[None] * len(mask)
         if type(dy) is Tensor and not grad_enabled() and nothing_listens() and not is_batched(dy):
@@ -317,11 +324,7 @@ class _NormOnCpu(torch.autograd.Function):
                 for name, dtype in zip(call.names, dtypes, strict=True)
             ]
         else:
-            dtypes = [checks.dtype_name(dtype) for dtype in dtypes]
-            options = operators.forward_options(call, (), eps, dtypes[0], True, True).backward(dtypes)
-            operands = {"x": x, "weight": weight, "bias": x.new_empty(()).expand(x.shape[-1:])}
-            tensors = [operands[name] for name in call.names]
-            gradients = operators.gradients(call, options._replace(wanted=mask), dy, None, tensors, None, statistics)
+            gradients = _affine_through_torch(call, eps, dy, x, weight, statistics, dtypes, mask)
         return None, None, *gradients
 
 
