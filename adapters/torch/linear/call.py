@@ -364,5 +364,5 @@ def _compiled_call(
         return [gradient for gradient, given_here in zip(all_gradients, there, strict=True) if given_here]
 
     others = [tensor for tensor in (ln_weight, ln_bias) if tensor is not None]
-    of_sums = None if sums is None else (sums.plan, sums.gradients[0])
-    return nodes.linear_call(which, x, others, dy, of_sums, step.keep_normalized, backward)
+    work = None if sums is None else nodes.Work(sums.plan, {"dbias": sums.gradients[0]})
+    return nodes.linear_call(which, x, others, dy, work, step.keep_normalized, backward)

@@ -1,14 +1,15 @@
 """Run operations on plain CUDA tensors, on torch's current stream and in memory of torch's allocator.
 
-The core works out once what follows from layouts and options alone, which is kept as a recipe. repeats.py asks torch in
-one question whether a call is like an earlier one.
+The core works out once what follows from layouts and options alone, and it is kept as a recipe. repeats.py asks torch
+in one question whether a call is like an earlier one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ IN_ORDER = tuple(range(64))
 
 
 class Saved(NamedTuple):
-    """What is kept for the backward pass: those of x, the operands and s that Call.saved names, or more of them."""
+    """What the forward pass saves for the backward pass: x, operands and s, at least those that Call.saved names."""
 
     names: tuple[str, ...]
     tensors: Sequence[Tensor]
@@ -137,11 +138,8 @@ def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor
         like = None if form is None else call.forms.get((aligned, sm_margin, form))
         if like is None:
             recipe = _forward_recipe(call, tensors, layouts, sm_margin, aligned)
-            if out is not None and recipe.plan is not None:
-                plan = _written_to(call.function, recipe.plan, "y", out)
-                recipe = recipe._replace(plan=plan or recipe.plan, temporary=plan is None)
-            elif out is not None:
-                recipe = recipe._replace(temporary=True)
+            if out is not None:
+                recipe = _writing_to(recipe, call.function, "y", out)
             if form is not None and recipe.plan is not None and not recipe.copies and of_any_rows(recipe.plan):
                 keep(call.forms, (aligned, sm_margin, form), recipe)
         else:
@@ -150,40 +148,39 @@ def recipe_of(call: Call, tensors: Sequence[Tensor], sm_margin: int, out: Tensor
     return recipe
 
 
-def _written_to(function: str, solution: Plan, name: str, target: Tensor) -> Plan | None:
-    """Return the plan that writes `name`, y or dx, to the rows of `target`; None if no kernel can."""
+def _writing_to(recipe: Any, function: str, name: str, target: Tensor) -> Any:
+    """Return a recipe that writes `name`, y or dx, to the rows of `target`, by way of other memory if no kernel can."""
+    if recipe.plan is None:
+        return recipe._replace(temporary=True)
     strides = gpu.row_strides_of(target, 1)
     if strides is None:
         logs.copied(function, ("out" if name == "y" else "dx_out",), (target,), (True,))
-        return None
+        return recipe._replace(temporary=True)
     row, outer, inner = strides
+    problem = recipe.plan.problem
     operands = Operands(
         replace(operand, row_stride=row, outer_stride=outer, inner=inner) if operand.name == name else operand
-        for operand in solution.problem.operands
+        for operand in problem.operands
     )
-    return plan_of(replace(solution.problem, operands=operands, overwrites=name == "dx"), solution.device)
+    problem = replace(problem, operands=operands, overwrites=name == "dx")
+    return recipe._replace(plan=plan_of(problem, recipe.plan.device))
 
 
 def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
     """Return the recipe of a call that differs from an earlier one in its number of rows alone."""
     shape = layouts["x"].shape
-    solution = _plan_of_rows(like.plan, shape)
     (statistics, *_), _, dtype = like.statistics
-    return like._replace(
-        plan=solution,
+    return _of_rows(like, shape)._replace(
         results=tuple(gpu.contiguously(shape, dtype) for _, _, dtype in like.results),
         statistics=gpu.contiguously((statistics, *shape[:-1]), dtype),
-        rstd_offset=_rstd_offset(solution),
         family=family(like.family.call, layouts),
     )
 
 
-def _plan_of_rows(like: Plan, shape: Sequence[int]) -> Plan:
-    """Return the plan of a call that differs from an earlier one in its number of rows alone; `shape` is that of x."""
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return plan_of(like.problem.of_rows(rows), like.device)
+def _of_rows(like: Any, shape: Sequence[int]) -> Any:
+    """Return a recipe with the plan for as many rows as x of this shape has."""
+    plan = plan_of(like.plan.problem.of_rows(math.prod(shape[:-1])), like.plan.device)
+    return like._replace(plan=plan, rstd_offset=_rstd_offset(plan))
 
 
 def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
@@ -405,9 +402,8 @@ def backward_recipe_of(
         like = None if form is None else call.forms.get((wanted, names, aligned, form))
         if like is None:
             recipe = _backward_recipe(family, named, saved.statistics, wanted, aligned)
-            if dx_out is not None and recipe.plan is not None:
-                plan = _written_to(function, recipe.plan, "dx", dx_out)
-                recipe = recipe._replace(plan=plan or recipe.plan, temporary=plan is None)
+            if dx_out is not None:
+                recipe = _writing_to(recipe, function, "dx", dx_out)
             is_special = recipe.copies or recipe.sums or recipe.zeros
             if form is not None and recipe.plan is not None and not is_special and of_any_rows(recipe.plan):
                 keep(call.forms, (wanted, names, aligned, form), recipe)
@@ -420,9 +416,8 @@ def backward_recipe_of(
 def _backward_of_rows(like: Backward, family: Family) -> Backward:
     """Return the recipe of a backward pass that differs from an earlier one in its number of rows alone."""
     shape = family.layouts["x"].shape
-    solution = _plan_of_rows(like.plan, shape)
     gradients = tuple(gpu.contiguously(shape, memory[2]) if len(memory[0]) > 1 else memory for memory in like.gradients)
-    return like._replace(plan=solution, gradients=gradients, rstd_offset=_rstd_offset(solution), family=family)
+    return _of_rows(like, shape)._replace(gradients=gradients, family=family)
 
 
 def _backward_recipe(
