@@ -40,17 +40,14 @@ grad_enabled = torch.is_grad_enabled
 
 
 class Known(NamedTuple):
-    """What follows for a call from its form, the layouts of its tensors and which of them require a gradient.
-
-    `places` are those of `saved` among the tensors and then the results.
-    """
+    """What follows for a call from its form, the layouts of its tensors and which of them require a gradient."""
 
     recipe: launching.Forward
     numbers: Sequence[float]
     eps: float
     differentiable: bool  # some tensor requires a gradient
     saved: tuple[str, ...]  # the names of what the backward pass reads
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # the places of `saved` among the tensors and then the results
     wants_statistics: bool = False  # they are returned after the results
     compiled: Callable[..., tuple[Tensor, ...] | None] | None = None  # serves such a call in C++
 
@@ -117,8 +114,8 @@ def described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], e
     forward, _, inference = call.sm_margins
     if forward != inference:  # C++ has one margin for both
         return known
-    which = norm_nodes.describe(known.recipe, tensors, numbers, eps, gradients_of, launchable)
-    return known._replace(compiled=nodes.call_of(which))
+    compiled_pass = norm_nodes.describe(known.recipe, tensors, numbers, eps, gradients_of, launchable)
+    return known._replace(compiled=nodes.call_of(compiled_pass))
 
 
 def _described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> Known:
@@ -261,8 +258,8 @@ def affine_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of x, weight and bias of a plain norm, by its name in NAMED; None where `mask` is False.
 
-    They are differentiable where that is wanted. dbias has the dtype of weight, else of x. With `in_place` dx may take
-    the memory of dy. dx is written to `dx_out` if that is given, which needs tensors that can be launched directly.
+    They are differentiable if autograd is on. dbias has the dtype of weight, or of x if there is no weight. With
+    `in_place` dx may take the memory of dy. With `dx_out` dx is written there, and the tensors must be launchable.
     """
     family = calls.affine_family(name, x, weight, sm_margin)
     saved = Saved(*((("x",), (x,)) if weight is None else (("x", "weight"), (x, weight))), (), statistics)

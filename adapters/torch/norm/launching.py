@@ -198,7 +198,7 @@ def _forward_recipe(
     recipe = forward_recipe(
         call.function,
         call.operation,
-        given_of(call, layouts),
+        inputs_of(call, layouts),
         gpu.properties_of(call.function, tensors[0]),
         demanded=call.demanded,
         dtype=call.dtype,
@@ -227,7 +227,7 @@ def _forward_recipe(
     )
 
 
-def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcasting.Given]:
+def inputs_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcasting.Given]:
     """Return x and the operands in the core's order; the value of an operand that is a number does not matter."""
     inputs: dict[str, broadcasting.Given] = {**layouts, **dict.fromkeys(call.numbers, 0.0)}
     return {name: inputs[name] for name in ("x", *call.operation.operands) if name in inputs}
@@ -394,11 +394,11 @@ def backward_recipe_of(
         named = dict(zip(names, tensors, strict=True))
         call, layouts, *_ = family
         function = f"backward of {call.function}"
-        given_layouts = [
+        tensor_layouts = [
             None if tensor is None else checks.layout_in_memory(function, name, tensor)
             for name, tensor in named.items()
         ]
-        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *given_layouts))
+        form = None if dx_out is not None else form_of(layouts["x"].shape, (*layouts.values(), *tensor_layouts))
         like = None if form is None else call.forms.get((wanted, names, aligned, form))
         if like is None:
             recipe = _backward_recipe(family, named, saved.statistics, wanted, aligned)
@@ -438,7 +438,7 @@ def _backward_recipe(
     recipe = backward_recipe(
         function,
         call.operation,
-        given_of(call, layouts) | read,
+        inputs_of(call, layouts) | read,
         wanted,
         gpu.properties_of(call.function, statistics),
         demanded=call.demanded,

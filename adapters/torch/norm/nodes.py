@@ -256,7 +256,7 @@ def forward_pass(
     """Return a pass for tensors like these, in aligned memory, as `call_of` takes it; None if nothing can serve them.
 
     `saved` are the names of what the backward pass reads besides statistics.
-    `backward(which, gradients, statistics, saved, mask)` is that pass in Python: it returns the gradients of the
+    `backward(norm_pass, gradients, statistics, saved, mask)` is that pass in Python: it returns the gradients of the
     tensors from those of the results, or None once `add_backward` has described it. `mask` has a bit for each tensor.
     """
     compiled = module()
@@ -267,13 +267,13 @@ def forward_pass(
     return compiled.make_pass(len(tensors), launches, statistics, places, backward)
 
 
-def call_of(which: Any) -> Call | None:
+def call_of(norm_pass: Any) -> Call | None:
     """Return a function that runs a pass on its tensors; None for no pass."""
-    return None if which is None else functools.partial(module().call, which)
+    return None if norm_pass is None else functools.partial(module().call, norm_pass)
 
 
 def linear_call(
-    which: Any,
+    norm_pass: Any,
     x: Tensor,
     others: Sequence[Tensor],
     dy: Tensor,
@@ -283,19 +283,19 @@ def linear_call(
 ) -> Call:
     """Return a function (x, weight, bias, *others) -> (y, z), with z = norm(x, *others) and y = z weightᵀ + bias.
 
-    `which` is the pass of the norm, and `dy` has the shape (rows, out). `sums` sums dy to dbias; None without a bias.
+    `norm_pass` is that of the norm, and `dy` has the shape (rows, out). `sums` sums dy to dbias; None without a bias.
     `backward(gradients, statistics, saved, mask)` is as in `forward_pass`.
     """
     launches = ((), 0, 0, 0, ()) if sums is None else _launches(sums, x.get_device(), ("dy",))
     compiled, norm_inputs = module(), (x, *others)
     linear_pass = compiled.make_linear_pass(
-        which, sums is not None, keep_normalized, norm_inputs, dy, launches, backward
+        norm_pass, sums is not None, keep_normalized, norm_inputs, dy, launches, backward
     )
     return functools.partial(compiled.call_linear, linear_pass)
 
 
 def add_backward(
-    which: Any,
+    norm_pass: Any,
     work: Work,
     gradients: Mapping[str, Tensor | None],
     statistics: Tensor,
@@ -315,7 +315,7 @@ def add_backward(
         return False
     launches = _launches(work, statistics.get_device(), (*gradients, *saved), in_place)
     saved_tensors = (statistics, *saved.values())
-    compiled.add_backward(which, tuple(gradients.values()), saved_tensors, mask, launches, tuple(places))
+    compiled.add_backward(norm_pass, tuple(gradients.values()), saved_tensors, mask, launches, tuple(places))
     return True
 
 

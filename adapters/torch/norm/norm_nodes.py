@@ -42,17 +42,19 @@ def describe(
     by_name = dict(zip(call.numbers, numbers, strict=True))
 
     # The description outlives the call: these functions must not hold its tensors.
-    def backward(which: Any, incoming: Sequence[Any], statistics: Tensor, tensors: Sequence[Tensor], bits: int) -> Any:
+    def backward(
+        norm_pass: Any, incoming: Sequence[Any], statistics: Tensor, tensors: Sequence[Tensor], bits: int
+    ) -> Any:
         incoming_by_name = dict(zip(returns, incoming, strict=True))
         dy, ds = incoming_by_name.get("y"), incoming_by_name.get("s")
         mask = tuple(bool(bits >> place & 1) for place in range(len(call.names)))
         saved_tensors = Saved(names, tensors, numbers, statistics)
         are_plain = all(gradient is None or plain(gradient) for gradient in incoming)
-        if are_plain and add(which, dy, ds, saved_tensors, bits, mask):
+        if are_plain and add(norm_pass, dy, ds, saved_tensors, bits, mask):
             return None
         return gradients(family, saved_tensors, eps, dy, ds, mask)
 
-    def add(which: Any, dy: Any, ds: Any, saved_tensors: Saved, bits: int, mask: tuple[bool, ...]) -> bool:
+    def add(norm_pass: Any, dy: Any, ds: Any, saved_tensors: Saved, bits: int, mask: tuple[bool, ...]) -> bool:
         wanted = call.wanted(mask)
         through = calls.given_through(family, wanted, dy)
         computed = tuple(name for name in wanted if name not in through)
@@ -75,7 +77,7 @@ def describe(
         incoming = {f"d{name}": {"y": dy, "s": ds}[name] for name in returns}
         tensors = dict(zip(names, saved_tensors.tensors, strict=True))
         work = nodes.Work(recipe.plan, results, recipe.rstd_offset, scalars(recipe.plan, by_name))
-        return nodes.add_backward(which, work, incoming, saved_tensors.statistics, tensors, bits, places, into_dy)
+        return nodes.add_backward(norm_pass, work, incoming, saved_tensors.statistics, tensors, bits, places, into_dy)
 
     def scalars(plan: Plan, numbers_by_name: dict[str, float]) -> dict[str, float]:
         return dict(zip(plan.problem.scalars, scalars_of(plan, numbers_by_name), strict=True))

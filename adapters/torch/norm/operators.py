@@ -9,9 +9,9 @@ subclasses.
 These serve all operations, as prologue and epilogue are texts. Every text is parsed by the grammar of expressions and
 is never pasted into a kernel, so that a saved program cannot bring CUDA code of its own.
 
-`names` are those of the operands: of the tensors, then of the numbers. A prologue "" stands for none. s is empty if it
-is not among `returns`, and statistics (as formulas.py has them) are empty if they are not wanted. The last axis is
-normalised.
+`names` has the names of the operands, first of the tensors, then of the numbers. The prologue "" stands for none. s is
+empty if it is not among `returns`, and statistics (as formulas.py has them) are empty if they are not wanted. The last
+axis is normalised.
 
 `fused_norm` has no kernel: wherever it is differentiated or compiled it is `Norm`, an autograd.Function around the
 other two, which therefore need no derivative of their own. A derivative registered by torch.library.register_autograd
@@ -168,8 +168,8 @@ def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
     return Expression((first, *(name for name in names if name in expression.uses)), expression.steps)
 
 
-# The kernels. On the CPU they are those of torch's own norm where it has one, as only its derivatives of higher order
-# are wrong. The functions by formulas are what decomposition.py registers for other compilers.
+# The kernels. On the CPU they are torch's own where it has one, as only its derivatives of higher order are wrong.
+# decomposition.py hands the functions by formulas to other compilers.
 
 
 def _forward_cuda(x, operands, *arguments):
@@ -356,7 +356,7 @@ def statistics_again(call: Call, options: Backward, tensors: Sequence[Tensor], s
     return formulas.statistics_of(call.operation.norm, rows, options.eps)
 
 
-# These work on shapes and dtypes alone. They check them, so that a trace holds only calls that fit.
+# The fakes work on shapes and dtypes alone. They check these, so that a trace holds only calls that fit.
 
 
 @torch.library.register_fake("cunorm::fused_norm_forward", lib=_library)
@@ -405,10 +405,10 @@ class Norm(torch.autograd.Function):
         read = call.saved(call.wanted((x_wants, *wanted)))
         tensors = (x, *operands)
         named = [*zip(call.names, tensors, strict=True)]
-        # A tensor that is not read is not kept: another one of its shape, which is kept anyway, stands for it.
+        # A tensor that is not read is not saved: another one of its shape, which is saved anyway, stands for it.
         substitutes = [s if returned else x, *(tensor for name, tensor in named if name in read)]
         saved = [
-            tensor if name in read else next((other for other in substitutes if alike(tensor, other)), tensor)
+            tensor if name in read else next((another for another in substitutes if alike(tensor, another)), tensor)
             for name, tensor in named
         ]
         ctx.save_for_backward(s if returned else None, statistics if options.wants_statistics else None, *saved)
@@ -462,9 +462,9 @@ def gradients(
     s: Tensor | None,
     statistics: Tensor | None,
 ) -> list[Tensor | None]:
-    """Return the gradients of `tensors`, which are x and the operands, None where `options` wants none.
+    """Return the gradients of `tensors`, which are x and the operands; None for one that `options` does not want.
 
-    They are differentiable where that is wanted.
+    They are differentiable if autograd is on.
     """
     names = call.wanted(tuple(options.wanted))
     if not names or (dy is None and ds is None):
@@ -550,8 +550,8 @@ register_kernels(fused_norm_forward, _apply, CPU=_forward_cpu, CUDA=_forward_cud
 register_kernels(fused_norm_backward, _apply_backward, CPU=_backward_cpu, CUDA=_backward_cuda)
 
 
-# vmap: the batch is one more leading axis. Operands are then those of groups of rows, and every sample has sums of its
-# own. A seed must give the same numbers to each sample, so that torch's own operators run there, sample by sample.
+# vmap: the batch is one more leading axis. An operand then belongs to a group of rows, and every sample has sums of its
+# own. A seed must give the same numbers to each sample, so with a seed torch's own operators run, sample by sample.
 
 
 @torch.library.register_vmap("cunorm::fused_norm_forward", lib=_library)
@@ -562,7 +562,7 @@ def _forward_vmap(info, in_dims, x, operands, *arguments):
         return by_sample(x, operands), (0, 0, 0)
     x = _batch_first(x, x_dim, info.batch_size)
     operands = [
-        operand if dim is None else _beside(x, operand, dim)
+        operand if dim is None else _broadcast(x, operand, dim)
         for operand, dim in zip(operands, operand_dims, strict=True)
     ]
     y, s, statistics = fused_norm_forward(x, operands, *arguments)
@@ -583,8 +583,8 @@ def _backward_vmap(info, in_dims, *inputs):
 
     operands = [*map(batched, tensors[3], tensor_dims[3])]
     dy, ds, x, s, statistics = (batched(tensors[place], tensor_dims[place]) for place in (0, 1, 2, 4, 5))
-    beside = [_beside(x, operand, 0) for operand in operands]
-    gradients = fused_norm_backward(dy, ds, x, beside, s, statistics.movedim(0, 1), *arguments)
+    broadcast = [_broadcast(x, operand, 0) for operand in operands]
+    gradients = fused_norm_backward(dy, ds, x, broadcast, s, statistics.movedim(0, 1), *arguments)
     shapes = [tensor.shape for tensor, wants in zip((x, *operands), options.wanted, strict=True) if wants]
     return [tensor.reshape(shape) for tensor, shape in zip(gradients, shapes, strict=True)], [0] * len(gradients)
 
@@ -593,7 +593,7 @@ def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _beside(x: Tensor, operand: Tensor, dim: int) -> Tensor:
+def _broadcast(x: Tensor, operand: Tensor, dim: int) -> Tensor:
     """Return an operand that differs between samples, shaped to broadcast against x (batch, ..., columns)."""
     operand = operand.movedim(dim, 0)
     return operand.reshape(len(operand), *(1,) * (x.dim() - operand.dim()), *operand.shape[1:])
