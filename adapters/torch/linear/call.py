@@ -83,8 +83,8 @@ NOTHING_GIVEN = Given()
 def norm_linear(layer: tuple, inputs: Inputs, given: Given = NOTHING_GIVEN) -> tuple[Any, Tensor | None, Tensor | None]:
     """Return (y, z, statistics) of a Layer, or of its fields as a plain tuple.
 
-    y is (..., out), or with `fp8_output` the pair (bytes, a scale for each row). z is what `layer.returned` says, and may
-    be there without being asked for. statistics may be None unless they are wanted.
+    y is (..., out), or with `fp8_output` the pair (bytes, a scale for each row). z is what `layer.returned` says, and
+    may be there without being asked for. statistics may be None unless they are wanted.
     """
     call = known(layer, inputs)
     return run_checked(layer, inputs, given) if call is None else run(call, inputs, given)

@@ -3,7 +3,7 @@
     z = norm(x)    Z = ranks.gather(z)    y = numbers.product(Z, weight) + bias
     dZ = numbers.product(dy, weight)    dz = ranks.sum(dZ)    dweight = numbers.product(dyᵀ, Z)    dx = norm'(dz)
 
-`numbers` are those of the tensors (wide.py) or FP8 (float8.py). `ranks` are one rank, or those of a group (parallel.py).
+`numbers` are those of the tensors (wide.py) or FP8 (float8.py). `ranks` are one rank or those of a group (parallel.py).
 Autograd does not record what is done here, but a backward pass with wide numbers is made of differentiable operators.
 """
 
