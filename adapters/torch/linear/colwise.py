@@ -162,9 +162,11 @@ class OfDTensors(TensorParallel):
                 bits |= OF_TENSORS << index
         return bits
 
-    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def local(
+        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
+    ) -> tuple[Any, Any, Any]:
         weights, biases = ([parameter.to_local() for parameter in parameters] for parameters in (weights, biases))
-        return weights, biases, tuple(map(self._local_of_norm, of_norm))
+        return weights, biases, tuple(map(self._local_of_norm, norm_parameters))
 
     def _local_of_norm(self, parameter: Any) -> Tensor | None:
         if parameter is None:

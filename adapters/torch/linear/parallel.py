@@ -72,9 +72,11 @@ class Alone:
     def ranks(self) -> Alone:
         return self
 
-    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def local(
+        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
+    ) -> tuple[Any, Any, Any]:
         """Return this rank's tensors of the parameters of a module."""
-        return weights, biases, of_norm
+        return weights, biases, norm_parameters
 
     def check_rows(self, function: str, x: Tensor) -> None:
         pass
@@ -227,9 +229,11 @@ class TensorParallel:
         delayed, overlaps = self.options
         self._ranks = Group(group.group_name, size, self.sequence, delayed, **overlaps)
 
-    def local(self, weights: Sequence[Any], biases: Sequence[Any], of_norm: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def local(
+        self, weights: Sequence[Any], biases: Sequence[Any], norm_parameters: tuple[Any, ...]
+    ) -> tuple[Any, Any, Any]:
         """Return this rank's tensors of the parameters of a module."""
-        return weights, biases, of_norm
+        return weights, biases, norm_parameters
 
     def ranks(self) -> Group:
         if self._ranks is None:
