@@ -24,13 +24,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ...call.store import NAMES
-from ..norm import dispatch, float8, functional, launching, repeats
+from ..norm import functional, launching
 from ..private import version_of
 from .float8_arithmetic import STEP, as_right, cast_columns, cast_rows, normalised_columns, product, scale_of_tensor
 from .parallel import Limits, Ranks, Rows, gathered
-from .recipes import E4M3, Scheme, check_available
-from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, Weights, in_dtype, matrix, normalise
+from .recipes import Scheme, check_available
+from .step import (
+    GATHERED,
+    NOTHING,
+    Inputs,
+    Normalised,
+    Saved,
+    Step,
+    Weights,
+    in_dtype,
+    matrix,
+    normalise,
+    normalised_again,
+    recipe_at_once,
+)
 from .wide import accumulate
 
 # Up to so many rows the gradient of weight is a product in the dtype of y, if that has 16 bits, as with
@@ -74,16 +86,7 @@ class Float8(NamedTuple):
         if not scheme.by_row or scheme.power_2[0]:
             return None
         z_dtype = None if step.returned == NOTHING else step.dtype
-        key = ("in 8 bits", step.operation, z_dtype, step.sm_margin, x.shape, ln_weight is None, ln_bias is None)
-        tensors = functional.given(x, ln_weight, ln_bias)
-        recipe = repeats.known_call(key, tensors)
-        if recipe is not None and functional.nothing_else_listens():
-            return recipe
-        if not dispatch.at_once(tensors):
-            return None
-        recipe = float8.row_recipe(step.operation, x, ln_weight, ln_bias, z_dtype, NAMES[E4M3], step.sm_margin)
-        repeats.remember_call(key, tensors, recipe)
-        return recipe
+        return recipe_at_once(x, ln_weight, ln_bias, step.operation, z_dtype, step.sm_margin, float8=True)
 
     def weights(self, weight: Tensor, wants_columns: bool, trained: bool, cached_weights: Any) -> Weights:
         """Return weight in FP8, by the function with which a module keeps it from call to call."""
@@ -178,7 +181,7 @@ class _Products:
         """Begin to gather Z of all rows, as it is or as the bytes of every rank's columns."""
         x = self._saved.x
         by_columns = self._scheme.by_row and not self._high_precision
-        own = self._own_columns[0].view(torch.uint8) if by_columns else self._own_rows()
+        own = self._own_columns[0].view(torch.uint8) if by_columns else normalised_again(self._saved, self._step)
         gathering = self._ranks.gathering(*own.shape, x, own.dtype, self._ranks.bulk_gather)
         gathering.start(own)
         return gathering
@@ -198,12 +201,6 @@ class _Products:
                 self._dy, self._amax, self._scheme.gradient, scale=self._tensor_scale, power_2_scale=power_2
             )
             self._dy = None
-
-    def _own_rows(self) -> Tensor:
-        """Return z, (rows, in), computed once more."""
-        _, x, _, ln_weight, ln_bias, *_ = self._saved
-        z, _ = normalise(x, ln_weight, ln_bias, self._step, False, self._step.backward_sm_margin)
-        return matrix(z, x.numel() // x.shape[-1])
 
     @cached_property
     def _own_columns(self) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...plan.problem import E4M3
 from ..norm import calls, dispatch, launching, repeats
+from ..norm.float8 import row_recipe
 from ..norm.functional import autocasts, given, nothing_else_listens
 from .parallel import Ranks, Rows
 
@@ -274,20 +276,33 @@ def normalise(
 
 
 def recipe_at_once(
-    x, ln_weight, ln_bias, operation: str, dtype: torch.dtype, sm_margin: int
+    x, ln_weight, ln_bias, operation: str, dtype: torch.dtype | None, sm_margin: int, float8: bool = False
 ) -> launching.Forward | None:
-    """Return the recipe of the norm's launch; None if the tensors cannot go straight to it."""
-    key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None)
+    """Return the recipe of the norm's launch; None if the tensors cannot go straight to it.
+
+    z has `dtype`. With `float8` the kernel writes FP8 with a scale for each row, and z only if `dtype` is given.
+    """
+    key = ("normalise", operation, dtype, sm_margin, x.shape, ln_weight is None, ln_bias is None, float8)
     tensors = given(x, ln_weight, ln_bias)
     recipe = repeats.known_call(key, tensors)
     if recipe is not None and nothing_else_listens():
         return recipe
     if not dispatch.at_once(tensors):
         return None
-    call = calls.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3)
-    recipe = launching.recipe_of(call, tensors, sm_margin)
+    if float8:
+        recipe = row_recipe(operation, x, ln_weight, ln_bias, dtype, E4M3, sm_margin)
+    else:
+        call = calls.affine_call(operation, ln_weight, ln_bias, dtype, (sm_margin,) * 3)
+        recipe = launching.recipe_of(call, tensors, sm_margin)
     repeats.remember_call(key, tensors, recipe)
     return recipe
+
+
+def normalised_again(saved: Saved, step: Step, place: Tensor | None = None) -> Tensor:
+    """Return this rank's z, (rows, in), computed once more in the backward pass, in `place` if that is given."""
+    _, x, _, ln_weight, ln_bias, *_ = saved
+    z, _ = normalise(x, ln_weight, ln_bias, step, False, step.backward_sm_margin, place)
+    return z if place is not None else matrix(z, x.numel() // x.shape[-1])
 
 
 def norm_gradients(dz: Tensor, in_place: bool, saved: Saved, step: Step, mask: tuple[bool, bool, bool]):

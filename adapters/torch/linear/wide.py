@@ -12,7 +12,18 @@ from ..norm import dispatch, launching
 from ..norm.functional import HALF, given
 from .exchange import in_turn
 from .parallel import Ranks, Rows
-from .step import GATHERED, NOTHING, Inputs, Normalised, Saved, Step, matrix, normalise, recipe_at_once
+from .step import (
+    GATHERED,
+    NOTHING,
+    Inputs,
+    Normalised,
+    Saved,
+    Step,
+    matrix,
+    normalise,
+    normalised_again,
+    recipe_at_once,
+)
 
 
 class Wide:
@@ -123,17 +134,11 @@ class _Products:
         if self._ranks.sequence and self._saved.kept is None:
             self._gathering = self._gathered()
 
-    def _normalise(self, place: Tensor | None = None) -> Tensor:
-        """Return this rank's z, (rows, in), computed once more."""
-        _, x, _, ln_weight, ln_bias, *_ = self._saved
-        z, _ = normalise(x, ln_weight, ln_bias, self._step, False, self._step.backward_sm_margin, place)
-        return z if place is not None else matrix(z, x.numel() // x.shape[-1])
-
     def _gathered(self) -> Rows:
         x, ranks = self._saved.x, self._ranks
         rows, cols = x.numel() // x.shape[-1], x.shape[-1]
         exchange = ranks.gathering(rows, cols, x, self._step.dtype, ranks.bulk_gather)
-        exchange.start(self._normalise(exchange.place))
+        exchange.start(normalised_again(self._saved, self._step, exchange.place))
         return exchange
 
     @property
@@ -144,7 +149,7 @@ class _Products:
             if kept is not None:
                 self._rows = matrix(kept, len(self._dy))
             elif not self._ranks.sequence:
-                self._rows = self._normalise()
+                self._rows = normalised_again(self._saved, self._step)
             else:
                 self._rows = self._gathered().whole() if self._gathering is None else self._gathering.come()
         return self._rows
