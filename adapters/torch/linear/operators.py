@@ -127,14 +127,14 @@ def backward_in_steps(dy, dz, *arguments):
 def _forward_fake(x, weight, bias, ln_weight, ln_bias, *options):
     step, ranks, wanted = _read(options)
     outs, cols = weight.shape
-    shape, of_all, scheme = x.shape, ranks.shape_of_all(x), step.numbers.scheme
+    shape, full_shape, scheme = x.shape, ranks.shape_of_all(x), step.numbers.scheme
 
     def scale(*shape: int) -> Tensor:
         return x.new_empty(shape if scheme.by_row else (), dtype=torch.float32)
 
     z = kept = columns = column_scale = None
     if step.returned != NOTHING or (ranks.alone and step.keep_normalized and scheme is None):
-        z = x.new_empty(of_all if step.returned == GATHERED else shape, dtype=step.dtype)
+        z = x.new_empty(full_shape if step.returned == GATHERED else shape, dtype=step.dtype)
     if scheme is None and step.keep_normalized and not ranks.alone:
         rows = (ranks.size * (x.numel() // cols), cols) if ranks.sequence else shape
         kept = x.new_empty(rows, dtype=step.dtype)
@@ -143,7 +143,7 @@ def _forward_fake(x, weight, bias, ln_weight, ln_bias, *options):
     if scheme is not None and wanted & SUM:
         columns, column_scale = x.new_empty((cols, outs), dtype=DTYPES[E4M3]).t(), scale(1, cols)
     statistics = (1 + formulas.subtracts_mean(step.operation), *shape[:-1])
-    y = x.new_empty((*of_all[:-1], outs), dtype=step.dtype)
+    y = x.new_empty((*full_shape[:-1], outs), dtype=step.dtype)
     statistics = x.new_empty(statistics, dtype=formulas.compute_dtype(x))
     return _present(x, (y, z, statistics, kept, columns, column_scale))
 

@@ -173,14 +173,14 @@ def gradients(
             if dz is None or not wants_norm:
                 return None, None, None
             return norm_gradients(dz, False, saved, step, norm_mask)
-        all_of_dz = total.result()
+        whole_dz = total.result()
         if not wants_norm:
             return None, None, None
         if own_dz is not None:
-            all_of_dz = all_of_dz.add_(matrix(own_dz, rows))
+            whole_dz = whole_dz.add_(matrix(own_dz, rows))
         if x.dim() != 2:
-            all_of_dz = all_of_dz.view(x.shape)
-        return norm_gradients(all_of_dz, True, saved, step, norm_mask)
+            whole_dz = whole_dz.view(x.shape)
+        return norm_gradients(whole_dz, True, saved, step, norm_mask)
 
     def product_half() -> tuple[Tensor | None, Tensor | None]:
         if products is None:

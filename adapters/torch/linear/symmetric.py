@@ -63,8 +63,8 @@ def why_not(group: Any, device: torch.device) -> str | None:
     """Return why ranks cannot reach each other's memory, the same on every rank; None if they can. A collective."""
     if device.type != "cuda":
         return f"tensors on {device.type} have no symmetric memory"
-    own = (socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(device).uuid))
-    ranks = _gathered(group, own, device)
+    host_and_gpu = (socket.gethostname(), _boot(), str(torch.cuda.get_device_properties(device).uuid))
+    ranks = _gathered(group, host_and_gpu, device)
     reasons = _gathered(group, _unreached(ranks, device), device)
     return next((reason for reason in reasons if reason), None)
 

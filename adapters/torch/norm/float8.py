@@ -100,8 +100,8 @@ def run(
     scales = _scale(operation, tensors, store, scale) if store.granularity == "tensor" else None
     if not torch.compiler.is_compiling() and dispatch.at_once(inputs):
         read = inputs if scales is None else (*inputs, scales)
-        of_kernel = call()
-        recipe = launching.recipe_of(of_kernel, read, of_kernel.sm_margins[2])
+        fused_call = call()
+        recipe = launching.recipe_of(fused_call, read, fused_call.sm_margins[2])
         results, _ = launching.forward_by(recipe, read, tuple(numbers.values()), eps, False)
         by_name = dict(zip(recipe.written, results, strict=True))
         return by_name if scales is None else by_name | {"y8_scale": scales}

@@ -155,11 +155,10 @@ def _operation(norm: str, prologue: str, epilogue: str, names: tuple[str, ...], 
         for plain in NAMED.values():
             if plain.norm == norm and {*names} <= {*plain.operands} and plain.given(names).epilogue.text == epilogue:
                 return plain
-    before = _parsed(prologue, "x", names) if prologue else None
-    after = _parsed(epilogue, "xhat", names)
-    used = {*after.names, *(before.names if before else ())}
+    before_norm, after_norm = _parsed(prologue, "x", names) if prologue else None, _parsed(epilogue, "xhat", names)
+    used = {*after_norm.names, *(before_norm.names if before_norm else ())}
     unused = tuple(name for name in names if name not in used)  # their gradients are zero
-    return composed(norm, before, Expression((*after.names, *unused), after.steps), returns)
+    return composed(norm, before_norm, Expression((*after_norm.names, *unused), after_norm.steps), returns)
 
 
 def _parsed(text: str, first: str, names: tuple[str, ...]) -> Expression:
