@@ -32,7 +32,6 @@ from ..norm.functional import (
 from ..norm.functional import (
     given as given_tensors,
 )
-from ..norm.repeats import remember
 from ..private import applied, in_forward_mode, nothing_listens, under_functorch
 from . import operators
 from .exchange import SUM
@@ -134,7 +133,7 @@ def run_checked(layer: tuple, inputs: Inputs, given: Given) -> tuple[Any, Tensor
                 call = call._replace(one_launch=of_inputs(inputs, step))
             call = call._replace(compiled=_compiled_call(step, recipe, inputs))
         tensors = tuple(tensor for tensor in inputs if tensor is not None)
-        remember(repeats._calls, _key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
+        repeats.remember_call(_key((*layer[:2], eps, *layer[3:]), inputs), tensors, call)
     with without_autocast(x.device.type):
         return run(call, inputs, given)
 

@@ -13,7 +13,7 @@ The rows of a DTensor are dispatched in this way on each device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,12 +71,7 @@ def run(
             return run_known(known, tensors), None
     if at_once(tensors):
         if not wants_statistics:
-            known = described(call, tensors, numbers, eps)
-            forward, _, inference = call.sm_margins
-            # repeats.py does not ask whether autograd is on, and does not remember a call with one tensor given twice.
-            if forward == inference and len({id(tensor) for tensor in tensors}) == len(tensors):
-                repeats.remember_call((call, tensors[0].shape, eps, *numbers), tensors, known)
-            return run_known(known, tensors), None
+            return run_new((call, tensors[0].shape, eps, *numbers), call, tensors, numbers, eps), None
         known = _described(call, tensors, numbers, eps)._replace(wants_statistics=True)
         if not (known.differentiable and grad_enabled()):
             return launching.forward_by(known.recipe, tensors, numbers, eps, True)
@@ -106,20 +101,23 @@ def run(
     return by_operator(call, tensors, numbers, eps, wants_statistics)
 
 
-def described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> Known:
-    """Return what follows for calls like this one, of plain CUDA tensors."""
+def run_new(
+    key: Hashable, call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float
+) -> Sequence[Tensor]:
+    """Run a call of plain CUDA tensors, and remember by `key` what follows for calls like it."""
     known = _described(call, tensors, numbers, eps)
     if known.differentiable and grad_enabled():
         nodes.build_in_background()
     forward, _, inference = call.sm_margins
-    if forward != inference:  # C++ has one margin for both
-        return known
-    compiled_pass = norm_nodes.describe(known.recipe, tensors, numbers, eps, gradients_of, launchable)
-    return known._replace(compiled=nodes.call_of(compiled_pass))
+    if forward == inference:  # else C++, which has one margin for both, and repeats.py would have to ask for autograd
+        compiled_pass = norm_nodes.describe(known.recipe, tensors, numbers, eps, gradients_of, launchable)
+        known = known._replace(compiled=nodes.call_of(compiled_pass))
+        repeats.remember_call(key, tensors, known)
+    return run_known(known, tensors)
 
 
 def _described(call: Call, tensors: Sequence[Tensor], numbers: Sequence[float], eps: float) -> Known:
-    """Return what follows for calls like this one, without C++."""
+    """Return what follows for calls like this one of plain CUDA tensors, without C++."""
     mask = tuple(tensor.requires_grad for tensor in tensors)
     forward, _, inference = call.sm_margins
     recipe = launching.recipe_of(call, tensors, forward if any(mask) and grad_enabled() else inference)
@@ -214,13 +212,11 @@ def gradients_of(
     results: Sequence[Tensor] = ()
     if computed:
         recipe = launching.known_backward(family, saved, dy, ds, computed)
-        if recipe is not None and not grad_enabled() and nothing_else_listens():
-            results = launching.backward_by(recipe, saved, dy, ds)
-        elif all(gradient is None or launchable(gradient) for gradient in (dy, ds)):
-            launching.remember_backward(family, saved, dy, ds, computed)
-            results = launching.backward(family, saved, dy, ds, computed)
-        else:
-            return _through_torch(family, saved, eps, dy, ds, mask)
+        if recipe is None or grad_enabled() or not nothing_else_listens():
+            if not all(gradient is None or launchable(gradient) for gradient in (dy, ds)):
+                return _through_torch(family, saved, eps, dy, ds, mask)
+            recipe = launching.new_backward(family, saved, dy, ds, computed)
+        results = launching.backward_by(recipe, saved, dy, ds)
     elif not launchable(dy):
         return _through_torch(family, saved, eps, dy, ds, mask)
     if computed == call.names:
@@ -264,20 +260,17 @@ def affine_gradients(
     family = calls.affine_family(name, x, weight, sm_margin)
     saved = Saved(*((("x",), (x,)) if weight is None else (("x", "weight"), (x, weight))), (), statistics)
     wanted = tuple(operand for operand, wants in zip(("x", "weight", "bias"), mask, strict=True) if wants)
-    recipe = None if dx_out is not None else launching.known_backward(family, saved, dy, None, wanted)
     if dx_out is not None:
-        gradients = launching.backward(family, saved, dy, None, wanted, dx_out=dx_out)
-    elif recipe is not None and not grad_enabled() and nothing_else_listens():
-        gradients = launching.backward_by(recipe, saved, dy, None, in_place)
-    elif launchable(dy) and at_once(saved.tensors):
-        launching.remember_backward(family, saved, dy, None, wanted)
-        gradients = launching.backward(family, saved, dy, None, wanted, in_place=in_place)
+        recipe = launching.backward_recipe_of(family, saved, dy, None, wanted, dx_out)
     else:
-        call = calls.affine_call(name, x, x, x.dtype, (sm_margin,) * 3)
-        row_dtype = x.dtype if weight is None else weight.dtype
-        dtypes = [x.dtype, row_dtype, row_dtype]
-        return tuple(_affine_through_torch(call, eps, dy, x, weight, statistics, dtypes, mask))
-    remaining = iter(gradients)
+        recipe = launching.known_backward(family, saved, dy, None, wanted)
+        if recipe is None or grad_enabled() or not nothing_else_listens():
+            if not (launchable(dy) and at_once(saved.tensors)):
+                call = calls.affine_call(name, x, x, x.dtype, (sm_margin,) * 3)
+                dtypes = (x.dtype, *[x.dtype if weight is None else weight.dtype] * 2)
+                return tuple(_affine_through_torch(call, eps, dy, x, weight, statistics, dtypes, mask))
+            recipe = launching.new_backward(family, saved, dy, None, wanted)
+    remaining = iter(launching.backward_by(recipe, saved, dy, None, in_place, dx_out))
     dx, dweight, dbias = (next(remaining) if wants else None for wants in mask)
     return dx, dweight, dbias
 

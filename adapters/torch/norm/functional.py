@@ -183,11 +183,7 @@ def _slowly(operation, x_weight_bias, normalized_shape, eps, dtype, sm_margin, k
         dtype = _default_dtype(operation, x) if x.is_cuda else x.dtype
     call, rows = prepared(operation, x, ndim, weight, bias, dtype, margins)
     if at_once and key is not None and ndim == 1:
-        known = dispatch.described(call, rows, (), eps)
-        # repeats.py does not remember a call with one tensor given twice.
-        if len({id(tensor) for tensor in rows}) == len(rows):
-            repeats.remember_call(key, rows, known)
-        return dispatch.run_known(known, rows)[0]
+        return dispatch.run_new(key, call, rows, (), eps)[0]
     (y,), _ = dispatch.run(call, rows, (), eps, False)
     return y if ndim == 1 else y.reshape(x.shape)
 

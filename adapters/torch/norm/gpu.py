@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from ...call import broadcasting
-from ...call.checks import Layout, row_strides
 from ...call.recipe import LaunchRecipe
 from ...kernel import device
-from ...plan.problem import RowStrides
 from .. import private
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -41,11 +39,6 @@ def properties_of(function: str, x: Tensor) -> device.Device:
             f"{function}: CuPy cannot use {x.device}, which input is on: {error}. Compare the driver, by nvidia-smi, "
             "with what `python -m cunorm info` says."
         ) from error
-
-
-def row_strides_of(tensor: Tensor | None, ndim: int) -> RowStrides | None:
-    """Return the strides from row to row of a tensor; None if a kernel cannot read it without a copy."""
-    return None if tensor is None else row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), ndim)
 
 
 def memory(shape: Sequence[int], dtype: str) -> Memory:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import logs
 from ...call import broadcasting
-from ...call.checks import Layout
+from ...call.checks import Layout, row_strides
 from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...kernel import launch
 from ...operation import NORMS
@@ -50,15 +50,14 @@ def forward(
     wants_statistics: bool,
     *,
     sm_margin: int,
-    out: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None, Family]:
     """Return (results in the order of `returns`, statistics as formulas.py has them, the Family for `backward`).
 
     `tensors` are those of Call.names, followed by the scale if the call has a store with one scale for all of y. With a
-    store the results are those of Float8Store.results, without that scale. y is written to `out`, which is checked.
+    store the results are those of Float8Store.results, without that scale.
     """
-    recipe = recipe_of(call, tensors, sm_margin, out)
-    results, statistics = forward_by(recipe, tensors, numbers, eps, wants_statistics, out)
+    recipe = recipe_of(call, tensors, sm_margin)
+    results, statistics = forward_by(recipe, tensors, numbers, eps, wants_statistics)
     return results, statistics, recipe.family
 
 
@@ -70,7 +69,10 @@ def forward_by(
     wants_statistics: bool,
     out: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Run `forward` by a recipe that was made for tensors of these layouts; their addresses may differ."""
+    """Run `forward` by a recipe that was made for tensors of these layouts; their addresses may differ.
+
+    y is written to `out` if that is given, which is checked.
+    """
     index = tensors[0].get_device()
     if index != gpu.current_device():
         with torch.cuda.device(index):
@@ -152,7 +154,7 @@ def _writing_to(recipe: Any, function: str, name: str, target: Tensor) -> Any:
     """Return a recipe that writes `name`, y or dx, to the rows of `target`, by way of other memory if no kernel can."""
     if recipe.plan is None:
         return recipe._replace(temporary=True)
-    strides = gpu.row_strides_of(target, 1)
+    strides = row_strides(checks.layout_in_memory(function, name, target), 1)
     if strides is None:
         logs.copied(function, ("out" if name == "y" else "dx_out",), (target,), (True,))
         return recipe._replace(temporary=True)
@@ -237,22 +239,13 @@ def inputs_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcasti
 
 
 def backward(
-    family: Family,
-    saved: Saved,
-    dy: Tensor | None,
-    ds: Tensor | None,
-    wanted: tuple[str, ...],
-    *,
-    in_place: bool = False,
-    dx_out: Tensor | None = None,
+    family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
 ) -> list[Tensor]:
     """Return the gradients of `wanted`, names of x and of operands; equal gradients are one tensor.
 
-    Shapes and devices are not checked, as autograd has done so. With `in_place` dy is not needed any more, and dx takes
-    its memory if it can. dx is written to `dx_out` if that is given, which is checked.
+    Shapes and devices are not checked, as autograd has done so.
     """
-    recipe = backward_recipe_of(family, saved, dy, ds, wanted, dx_out)
-    return backward_by(recipe, saved, dy, ds, in_place, dx_out)
+    return backward_by(backward_recipe_of(family, saved, dy, ds, wanted), saved, dy, ds)
 
 
 def known_backward(
@@ -271,14 +264,14 @@ def known_backward(
     return again(known, key, tensors)
 
 
-def remember_backward(
+def new_backward(
     family: Family, saved: Saved, dy: Tensor | None, ds: Tensor | None, wanted: tuple[str, ...]
-) -> None:
-    """Make the recipe of a backward pass and let `known_backward` find it."""
+) -> Backward:
+    """Return the recipe of a backward pass, and let `known_backward` find it."""
     tensors = (*(tensor for tensor in (dy, ds) if tensor is not None), *saved.tensors)
-    if len({id(tensor) for tensor in tensors}) == len(tensors):  # repeats.py remembers no call with one tensor twice
-        recipe = backward_recipe_of(family, saved, dy, ds, wanted)
-        remember(family.known, (wanted, saved.names, dy is None, ds is None), tensors, recipe)
+    recipe = backward_recipe_of(family, saved, dy, ds, wanted)
+    remember(family.known, (wanted, saved.names, dy is None, ds is None), tensors, recipe)
+    return recipe
 
 
 def backward_by(
@@ -289,7 +282,11 @@ def backward_by(
     in_place: bool = False,
     dx_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Run `backward` by a recipe that was made for tensors of these layouts; their addresses may differ."""
+    """Run `backward` by a recipe that was made for tensors of these layouts; their addresses may differ.
+
+    With `in_place` dy is not needed any more, and dx takes its memory if it can. dx is written to `dx_out` if that is
+    given, which is checked.
+    """
     names, saved_tensors, numbers, statistics = saved
     index = statistics.get_device()
     if index != gpu.current_device():
