@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ...call import broadcasting
+from ...call.checks import Layout, row_strides
 from ...call.recipe import LaunchRecipe
 from ...kernel import device
+from ...plan.problem import RowStrides
 from .. import private
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -39,6 +41,11 @@ def properties_of(function: str, x: Tensor) -> device.Device:
             f"{function}: CuPy cannot use {x.device}, which input is on: {error}. Compare the driver, by nvidia-smi, "
             "with what `python -m cunorm info` says."
         ) from error
+
+
+def row_strides_of(tensor: Tensor) -> RowStrides | None:
+    """Return the strides from row to row of a tensor of rows; None if a kernel cannot access it without a copy."""
+    return row_strides(Layout(tuple(tensor.shape), tensor.stride(), "", ""), 1)
 
 
 def memory(shape: Sequence[int], dtype: str) -> Memory:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import logs
 from ...call import broadcasting
-from ...call.checks import Layout, row_strides
+from ...call.checks import Layout
 from ...call.recipe import backward_recipe, form_of, forward_recipe, of_any_rows, scalars_of
 from ...kernel import launch
 from ...operation import NORMS
@@ -154,7 +154,7 @@ def _writing_to(recipe: Any, function: str, name: str, target: Tensor) -> Any:
     """Return a recipe that writes `name`, y or dx, to the rows of `target`, by way of other memory if no kernel can."""
     if recipe.plan is None:
         return recipe._replace(temporary=True)
-    strides = row_strides(checks.layout_in_memory(function, name, target), 1)
+    strides = gpu.row_strides_of(target)
     if strides is None:
         logs.copied(function, ("out" if name == "y" else "dx_out",), (target,), (True,))
         return recipe._replace(temporary=True)
@@ -200,7 +200,7 @@ def _forward_recipe(
     recipe = forward_recipe(
         call.function,
         call.operation,
-        inputs_of(call, layouts),
+        given_of(call, layouts),
         gpu.properties_of(call.function, tensors[0]),
         demanded=call.demanded,
         dtype=call.dtype,
@@ -229,7 +229,7 @@ def _forward_recipe(
     )
 
 
-def inputs_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcasting.Given]:
+def given_of(call: Call, layouts: Mapping[str, Layout]) -> dict[str, broadcasting.Given]:
     """Return x and the operands in the core's order; the value of an operand that is a number does not matter."""
     inputs: dict[str, broadcasting.Given] = {**layouts, **dict.fromkeys(call.numbers, 0.0)}
     return {name: inputs[name] for name in ("x", *call.operation.operands) if name in inputs}
@@ -435,7 +435,7 @@ def _backward_recipe(
     recipe = backward_recipe(
         function,
         call.operation,
-        inputs_of(call, layouts) | read,
+        given_of(call, layouts) | read,
         wanted,
         gpu.properties_of(call.function, statistics),
         demanded=call.demanded,
