@@ -6,7 +6,6 @@ in one question whether a call is like an earlier one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -171,18 +170,23 @@ def _writing_to(recipe: Any, function: str, name: str, target: Tensor) -> Any:
 def _forward_of_rows(like: Forward, layouts: Mapping[str, Layout]) -> Forward:
     """Return the recipe of a call that differs from an earlier one in its number of rows alone."""
     shape = layouts["x"].shape
+    plan = _plan_of_rows(like.plan, shape)
     (statistics, *_), _, dtype = like.statistics
-    return _of_rows(like, shape)._replace(
+    return like._replace(
+        plan=plan,
         results=tuple(gpu.contiguously(shape, dtype) for _, _, dtype in like.results),
         statistics=gpu.contiguously((statistics, *shape[:-1]), dtype),
+        rstd_offset=_rstd_offset(plan),
         family=family(like.family.call, layouts),
     )
 
 
-def _of_rows(like: Any, shape: Sequence[int]) -> Any:
-    """Return a recipe with the plan for as many rows as x of this shape has."""
-    plan = plan_of(like.plan.problem.of_rows(math.prod(shape[:-1])), like.plan.device)
-    return like._replace(plan=plan, rstd_offset=_rstd_offset(plan))
+def _plan_of_rows(like: Plan, shape: Sequence[int]) -> Plan:
+    """Return the plan of a call that differs from an earlier one in its number of rows alone; `shape` is that of x."""
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return plan_of(like.problem.of_rows(rows), like.device)
 
 
 def layouts_of(call: Call, tensors: Sequence[Tensor]) -> dict[str, Layout]:
@@ -414,7 +418,8 @@ def _backward_of_rows(like: Backward, family: Family) -> Backward:
     """Return the recipe of a backward pass that differs from an earlier one in its number of rows alone."""
     shape = family.layouts["x"].shape
     gradients = tuple(gpu.contiguously(shape, memory[2]) if len(memory[0]) > 1 else memory for memory in like.gradients)
-    return _of_rows(like, shape)._replace(gradients=gradients, family=family)
+    plan = _plan_of_rows(like.plan, shape)
+    return like._replace(plan=plan, gradients=gradients, rstd_offset=_rstd_offset(plan), family=family)
 
 
 def _backward_recipe(
