@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 
 def parts_of(split: Any, out_features: int, ranks: int = 1) -> list[Part]:
-    """Return the parts that `parameters_split` asks for, with the rows of one of `ranks`."""
+    """Return the parts that `parameters_split` names, with the rows of one of `ranks`."""
     name = "LayerNormLinear"
     if split is None:
         return [Part("weight", "bias", out_features // ranks)]

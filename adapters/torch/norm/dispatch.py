@@ -109,7 +109,7 @@ def run_new(
     if known.differentiable and grad_enabled():
         nodes.build_in_background()
     forward, _, inference = call.sm_margins
-    if forward == inference:  # else C++, which has one margin for both, and repeats.py would have to ask for autograd
+    if forward == inference:  # C++ has one margin for both, and repeats.py does not ask whether autograd is on
         compiled_pass = norm_nodes.describe(known.recipe, tensors, numbers, eps, gradients_of, launchable)
         known = known._replace(compiled=nodes.call_of(compiled_pass))
         repeats.remember_call(key, tensors, known)

@@ -26,7 +26,7 @@ from .calls import Call, affine_call, call_of
 
 
 class Scaling(NamedTuple):
-    """How y is rounded to 8 bits, and the scale of a store with one for all, None to compute it."""
+    """How y is rounded to FP8. `scale` is for a store with one scale for all of y; it is computed if it is None."""
 
     store: Float8Store
     scale: Any
@@ -93,7 +93,8 @@ def run(
 ) -> dict[str, Tensor]:
     """Run a call with FP8 output and return its results by name.
 
-    `call()` is what one kernel runs, `unrounded()` the results with y in float32, where no kernel can be launched.
+    `call()` returns the call that one kernel runs. `unrounded()` returns the results with y in float32, and is used if
+    no kernel can be launched.
     """
     store, scale = scaling
     x, inputs = tensors["x"], tuple(tensors.values())
@@ -124,7 +125,7 @@ def refuse_gradients(function: str, names: str, tensors: Sequence[Tensor | None]
 
 
 def _scale(operation: Operation, tensors: Mapping[str, Tensor], store: Float8Store, scale: Any) -> Tensor:
-    """Return the one scale for all of y: `scale` if it is given, else one that no value of y exceeds."""
+    """Return the one scale for all of y: `scale` if it is given, else one with which no value of y is too large."""
     x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
     if scale is not None:
         return torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(())

@@ -210,7 +210,7 @@ def forward_by_formulas(x, operands, *arguments):
 def _three(
     x: Tensor, options: Forward, results: dict[str, Tensor], statistics: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, s, statistics) as the operators do, empty where the options do not ask for them."""
+    """Return (y, s, statistics) as the operators do: s and statistics are empty if they are not wanted."""
     s = results["s"] if "s" in options.returns else _absent(x)
     return results["y"], s, statistics if options.wants_statistics else _absent(x)
 
